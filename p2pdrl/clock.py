@@ -1,0 +1,67 @@
+"""Time as a value that is passed in, so that cores and tests decide what it is.
+
+`SystemClock` serves the daemon; `ManualClock` serves unit tests and the simulators.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+__all__ = ["Clock", "ManualClock", "SystemClock"]
+
+
+class Clock(Protocol):
+    """A source of monotonic and of wall time, both in seconds."""
+
+    def monotonic(self) -> float:
+        """Seconds since an arbitrary start; never goes back."""
+        ...
+
+    def wall(self) -> float:
+        """Seconds since the Unix epoch; may jump."""
+        ...
+
+
+class SystemClock:
+    """The operating system's clocks."""
+
+    def monotonic(self) -> float:
+        """Seconds of ``time.monotonic``."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """Seconds of ``time.time``."""
+        return time.time()
+
+
+class ManualClock:
+    """A clock that stands still until it is advanced.
+
+    Args:
+        monotonic_s: first monotonic reading.
+        wall_s: first wall reading, seconds since the Unix epoch.
+    """
+
+    def __init__(self, monotonic_s: float = 0.0, wall_s: float = 1_700_000_000.0) -> None:
+        self._monotonic_s = monotonic_s
+        self._wall_s = wall_s
+
+    def monotonic(self) -> float:
+        """The current monotonic reading."""
+        return self._monotonic_s
+
+    def wall(self) -> float:
+        """The current wall reading."""
+        return self._wall_s
+
+    def advance(self, seconds: float) -> None:
+        """Move both readings forward.
+
+        Raises:
+            ValueError: if ``seconds`` is negative.
+        """
+        if seconds < 0:
+            raise ValueError("a clock can't be advanced by a negative time")
+        self._monotonic_s += seconds
+        self._wall_s += seconds

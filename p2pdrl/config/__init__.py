@@ -1,0 +1,1 @@
+"""Configuration: the schema in two halves (task, node), its sources, and where each value came from."""
