@@ -37,7 +37,7 @@ class EnvConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Where experience comes from."""
 
     id: str = "CartPole-v1"
-    """Name in gymnasium's registry; ``module:Name-v0`` imports a module first and wants ``--allow-import``."""
+    """Name in gymnasium's registry; ``module:Name-v0`` imports a module and wants ``--allow-import``."""
     kwargs: dict[str, bool | int | float | str] = {}
     """Arguments handed to the environment's constructor."""
     num_envs: Annotated[int, Meta(ge=1, le=4096)] = 8
@@ -145,7 +145,7 @@ class AdpsgdConfig(
     every_s: NonNegative = 0.0
     """… or after this many seconds, whichever comes first; 0 leaves it to ``every_updates``."""
     min_interval_s: NonNegative = 0.05
-    """Exchanges are never begun closer together than this. Lower mixes faster and costs more processor time."""
+    """Exchanges are never begun closer together. Lower mixes faster and costs more processor time."""
     deadline_s: Positive = 2.0
     """An exchange that hasn't ended by then is given up; that costs the one round and nothing else."""
     weight: Annotated[float, Meta(gt=0, le=0.5)] = 0.5
@@ -153,7 +153,7 @@ class AdpsgdConfig(
     wire: Literal["float32", "bf16"] = "bf16"
     """Number format on the wire: bf16 halves the bytes; both sides mix the same rounded values."""
     max_staleness: Count = 1000
-    """A node that is this many policy versions behind its peer adopts the peer's state instead of averaging."""
+    """A node this many policy versions behind its peer adopts the peer's state instead of averaging."""
     max_distance: Positive = 1e3
     """A node whose distance from its peer, relative to the peer's norm, exceeds this adopts or is refused."""
 

@@ -1,0 +1,129 @@
+"""This machine's half of the configuration: where to listen, what to use, whom to call.
+
+Nodes of one swarm may differ in every field here. Durations are in seconds (``_s``), sizes
+in bytes (``_bytes``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+__all__ = [
+    "CheckpointConfig",
+    "DebugConfig",
+    "LearnerConfig",
+    "LimitsConfig",
+    "LogConfig",
+    "MembershipProfile",
+    "NodeConfig",
+]
+
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The learner process of this node."""
+
+    enabled: bool = True
+    """False makes a node that holds membership and state for others but trains nothing."""
+    device: str = "auto"
+    """``auto`` takes the first GPU if there is one; or ``cpu``, ``cuda``, ``cuda:1``."""
+    threads: Count = 1
+    """Threads of each torch process. More than one costs dearly when cores are shared."""
+    max_updates_per_s: NonNegative = 0.0
+    """Upper bound on updates a second, to leave the machine room for others; 0 is none."""
+    restart_min_s: Positive = 0.5
+    """Wait before a learner that died is started again; doubles with each death in a row …"""
+    restart_max_s: Positive = 30.0
+    """… up to this; a learner that lived for a minute begins again at the minimum."""
+
+
+class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What this node keeps on its own disk."""
+
+    every_s: NonNegative = 30.0
+    """Seconds between checkpoints; 0 writes only at the end. Shorter loses less of the optimizer's
+    state in a crash of every node at once, and writes more."""
+    keep: Annotated[int, Meta(ge=0)] = 3
+    """How many numbered checkpoints stay besides ``last`` and ``best``."""
+
+
+class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bounds on what peers may do to this node."""
+
+    max_vector_bytes: Annotated[int, Meta(ge=1024)] = 4 * 1024**3
+    """Largest parameter vector accepted from a peer."""
+    max_connections: Count = 512
+    """Open connections, all peers together."""
+    max_abs_parameter: Positive = 1e6
+    """A vector with an entry beyond this is refused and counts as a strike."""
+    strikes: Count = 3
+    """Poisoned vectors after which a peer is quarantined."""
+    quarantine_s: Positive = 300.0
+    """How long a quarantined peer is neither met nor answered."""
+
+
+class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is told on standard error, and elsewhere."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe message that is shown."""
+    format: Literal["auto", "text", "json"] = "auto"
+    """``auto`` writes text to a terminal and JSON lines elsewhere."""
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard event files; wants the ``tensorboard`` extra."""
+
+
+class DebugConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Knobs for experiments on the swarm itself; leave them alone when training."""
+
+    perturb_start: NonNegative = 0.0
+    """Deviation of the noise added to this node's start vector, to watch it average away."""
+    max_exchanges: Annotated[int, Meta(ge=0)] = 0
+    """Stop initiating exchanges after this many; 0 is no bound."""
+
+
+MembershipProfile = Literal["lan", "wan"]
+
+
+class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that is this machine's own."""
+
+    name: str | None = None
+    """What people call this node; none takes the host's name and the port."""
+    listen: str | None = None
+    """HOST:PORT to listen on; none is loopback and the first free port from 7700. Anything but
+    loopback wants a swarm key."""
+    advertise: str | None = None
+    """HOST:PORT that others reach this node at, when it differs from ``listen`` (NAT, containers)."""
+    peers: tuple[str, ...] = ()
+    """Addresses of members to join through; none founds a swarm of its own."""
+    swarm: str = "default"
+    """Name of a keyless swarm; with a key, the key alone tells swarms apart."""
+    swarm_key_file: str | None = None
+    """File that holds the swarm's secret key, made by ``p2pdrl keygen``."""
+    data_dir: str | None = None
+    """Folder for identity, known members and checkpoints; none takes the first free one under the
+    user's data folder."""
+    seed: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    """Seed of this node's environments and exploration; none derives it from identity and boot."""
+    keep_running: bool = False
+    """Stay up, serving state and numbers, after the swarm's stop condition is met."""
+    insecure: bool = False
+    """Listen beyond loopback without a swarm key: anyone who reaches the port can take part."""
+    allow_import: bool = False
+    """Let environment ids import modules (``module:Name-v0``), which runs their code."""
+    open_metrics: bool = False
+    """Answer ``/metrics`` without authentication even when a swarm key is set."""
+    membership: MembershipProfile = "lan"
+    """``lan`` finds deaths within seconds; ``wan`` tolerates round trips of seconds."""
+    learner: LearnerConfig = LearnerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    limits: LimitsConfig = LimitsConfig()
+    log: LogConfig = LogConfig()
+    debug: DebugConfig = DebugConfig()
