@@ -1,0 +1,97 @@
+"""When to begin an exchange and with whom: the pure core of AD-PSGD.
+
+Asynchronous decentralized parallel SGD (Lian 2018, arXiv 1710.06952, algorithm 1): a node
+averages with one partner at a time while its learner goes on. An exchange is refused, not
+queued, while another one runs, so no circle of waiting nodes can form.
+
+Called by `strategies.gossip`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from p2pdrl.config.task import AdpsgdConfig
+from p2pdrl.strategies.topology import candidates
+
+__all__ = ["AdpsgdCore"]
+
+COOL_FIRST_S = 0.5
+COOL_MAX_S = 15.0
+
+
+class AdpsgdCore:
+    """Timing and choice of partners.
+
+    Args:
+        config: the strategy's options.
+        me: own node id.
+        rng: source of the random choices.
+    """
+
+    def __init__(self, config: AdpsgdConfig, me: str, rng: random.Random) -> None:
+        self._config = config
+        self._me = me
+        self._rng = rng
+        self._updates = 0
+        self._began_s = float("-inf")
+        self._next_s = float("-inf")
+        self._failures: dict[str, int] = {}
+        self._cool_until_s: dict[str, float] = {}
+
+    def updated(self, updates: int) -> None:
+        """Note that the learner made ``updates`` more updates."""
+        self._updates += updates
+
+    def due(self, now_s: float) -> bool:
+        """Tell whether an exchange should begin at ``now_s``."""
+        if now_s < self._next_s:
+            return False
+        config = self._config
+        by_count = config.every_updates > 0 and self._updates >= config.every_updates
+        by_time = config.every_s > 0 and now_s >= self._began_s + config.every_s
+        return by_count or by_time
+
+    def choose(self, alive: Iterable[str], now_s: float) -> str | None:
+        """Return the partner of the next exchange, or None while nobody is fit.
+
+        Members that lately failed to answer are passed over for a while.
+        """
+        fit = [
+            peer
+            for peer in candidates(self._config.partners, self._me, alive)
+            if self._cool_until_s.get(peer, now_s) <= now_s
+        ]
+        return self._rng.choice(fit) if fit else None
+
+    def began(self, now_s: float) -> None:
+        """Note that an exchange begins."""
+        self._began_s = now_s
+        self._next_s = now_s + self._config.min_interval_s
+
+    def mixed(self, partner: str) -> None:
+        """Note that an exchange with ``partner`` ended well."""
+        self._updates = 0
+        self._failures.pop(partner, None)
+        self._cool_until_s.pop(partner, None)
+
+    def busy(self, now_s: float) -> None:
+        """Note that the partner was in another exchange: try somebody else after a moment.
+
+        The moment is random, so that two nodes that called each other don't do so again.
+        """
+        self._next_s = now_s + self._rng.uniform(0.1, 0.5) * self._config.min_interval_s
+
+    def failed(self, partner: str, now_s: float) -> None:
+        """Note that ``partner`` didn't answer: it rests 0.5 s, doubling up to 15 s."""
+        failures = self._failures.get(partner, 0) + 1
+        self._failures[partner] = failures
+        rest_s = min(COOL_FIRST_S * 2.0 ** (failures - 1), COOL_MAX_S)
+        self._cool_until_s[partner] = now_s + rest_s
+
+    def forget(self, gone: Iterable[str]) -> None:
+        """Drop what is remembered of members that are gone."""
+        for peer in gone:
+            self._failures.pop(peer, None)
+            self._cool_until_s.pop(peer, None)

@@ -1,0 +1,307 @@
+"""Pairwise asynchronous gossip of parameters: the I/O around `adpsgd` and `pair`.
+
+A node begins an exchange when its core says so, and answers those of others; never two at a
+time. Who is engaged refuses (423) and the caller tries somebody else. An exchange that isn't
+done by its deadline is given up: training goes on meanwhile, so it costs that round alone.
+
+When the last answer is lost after the responder committed, the responder has moved alone: the
+swarm's mean then moves by at most ``weight · ‖a − b‖ / N``. That is counted as ``unsure``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from p2pdrl.clock import Clock
+from p2pdrl.config.task import AdpsgdConfig
+from p2pdrl.errors import (
+    PeerRefusedError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    PoisonedVectorError,
+    TransportError,
+)
+from p2pdrl.ids import new_exchange_id
+from p2pdrl.strategies.adpsgd import AdpsgdCore
+from p2pdrl.strategies.judgement import Summary, Verdict, judge
+from p2pdrl.strategies.pair import ExchangeHead, PairScratch
+from p2pdrl.strategies.protocol import Swarm
+from p2pdrl.tensors.board import DaemonBoard
+from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
+
+__all__ = ["ROUTE", "GossipStrategy"]
+
+ROUTE = "exchange"
+BUSY = 423
+INLINE_BYTES = 1 << 20
+REMEMBERED = 1024
+DISTANCE_MEMORY = 0.8
+
+T = TypeVar("T")
+
+
+class GossipStrategy:
+    """AD-PSGD over the transport.
+
+    Args:
+        config: the strategy's options.
+        swarm: the node.
+        board: where our vector is.
+        size: D, float32 parameters.
+        transport: how peers are reached; the node routes `ROUTE` to `answer`.
+        clock: time.
+        rng: source of the random choices.
+        max_abs: largest entry accepted from a peer.
+        max_exchanges: begin no more than this many; 0 is no bound.
+    """
+
+    mode = "gossip"
+
+    def __init__(
+        self,
+        *,
+        config: AdpsgdConfig,
+        swarm: Swarm,
+        board: DaemonBoard,
+        size: int,
+        transport: Transport,
+        clock: Clock,
+        rng: random.Random,
+        max_abs: float,
+        max_exchanges: int = 0,
+    ) -> None:
+        self._config = config
+        self._swarm = swarm
+        self._board = board
+        self._transport = transport
+        self._clock = clock
+        self._core = AdpsgdCore(config, swarm.node_id, rng)
+        self._scratch = PairScratch(size, config.wire, config.weight, max_abs, config.max_distance)
+        self._max_exchanges = max_exchanges
+        self._engaged = False
+        self._news = asyncio.Event()
+        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._square: float | None = None
+        self._outcomes: Counter[str] = Counter()
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    @property
+    def consensus_distance(self) -> float | None:
+        """Estimate of sqrt(mean over nodes of ‖x_i − x̄‖²) from the pairs we met.
+
+        The mean over pairs of ‖x_i − x_j‖² is 2n/(n−1) times the square of it.
+        """
+        if self._square is None:
+            return None
+        nodes = len(self._swarm.alive()) + 1
+        return math.sqrt(self._square * (nodes - 1) / (2 * nodes))
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Exchanges so far: ``ok busy timeout refused failed unsure answered``."""
+        return dict(self._outcomes)
+
+    async def start(self) -> None:
+        """Begin to meet peers."""
+        self._task = asyncio.create_task(self._run(), name="gossip")
+
+    async def stop(self, timeout_s: float) -> None:
+        """Finish the exchange in flight, waiting at most ``timeout_s``."""
+        self._stopping = True
+        self._news.set()
+        if self._task is not None:
+            _, late = await asyncio.wait([self._task], timeout=timeout_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(self._task, return_exceptions=bool(late))
+
+    def updated(self, updates: int) -> None:
+        """The learner made ``updates`` more updates."""
+        self._core.updated(updates)
+        self._news.set()
+
+    async def _run(self) -> None:
+        while not self._stopping:
+            self._board.flush()
+            partner = self._next_partner()
+            if partner is not None:
+                await self._meet(*partner)
+                continue
+            self._news.clear()
+            try:
+                async with asyncio.timeout(max(self._config.min_interval_s, 0.005)):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
+
+    def _next_partner(self) -> tuple[str, Address] | None:
+        now_s = self._clock.monotonic()
+        enough = 0 < self._max_exchanges <= self._outcomes["ok"]
+        if enough or self._engaged or not self._core.due(now_s) or self._swarm.summary() is None:
+            return None
+        alive = self._swarm.alive()
+        peer = self._core.choose(alive, now_s)
+        return None if peer is None else (peer, alive[peer])
+
+    async def _meet(self, peer: str, address: Address) -> None:
+        began_s = self._clock.monotonic()
+        self._core.began(began_s)
+        self._engaged = True
+        try:
+            outcome = await self._initiate(peer, address)
+        except PeerTimeoutError:
+            outcome = "timeout"
+        except PeerRefusedError as refusal:
+            outcome = "busy" if refusal.status == BUSY else "refused"
+        except PoisonedVectorError as error:
+            self._swarm.strike(peer, str(error))
+            outcome = "poisoned"
+        except PeerUnreachableError:
+            outcome = "failed"
+        except TransportError:
+            outcome = "unsure"
+        finally:
+            self._engaged = False
+        now_s = self._clock.monotonic()
+        self._outcomes[outcome] += 1
+        self._swarm.observed(outcome, now_s - began_s)
+        if outcome == "ok":
+            self._core.mixed(peer)
+        elif outcome == "busy":
+            self._core.busy(now_s)
+        else:
+            self._core.failed(peer, now_s)
+
+    async def _initiate(self, peer: str, address: Address) -> str:
+        summary = self._swarm.summary()
+        if summary is None:
+            return "failed"
+        await self._heavy(lambda: self._scratch.load(self._board))
+        head = ExchangeHead(exchange_id=new_exchange_id(), wire=self._config.wire, summary=summary)
+        answer = await self._transport.call(
+            address,
+            peer,
+            ROUTE,
+            msgspec.msgpack.encode(head),
+            vector=self._scratch.outgoing,
+            into=lambda _, nbytes: self._scratch.incoming if nbytes == self._scratch.nbytes else None,
+            deadline_s=self._config.deadline_s,
+            lane="bulk",
+        )
+        theirs = _decode(answer.meta)
+        if theirs is None or theirs.exchange_id != head.exchange_id:
+            return "failed"
+        if theirs.verdict == Verdict.BE_ADOPTED.value:
+            self._swarm.adopt(peer, _why(summary, theirs.summary))
+            return "adopt"
+        if theirs.verdict == Verdict.ADOPT.value:
+            return "adopted"
+        if theirs.verdict != Verdict.MIX.value or not answer.vector_nbytes:
+            return "failed"
+        await self._mix(max(summary.policy_version, theirs.summary.policy_version))
+        return "ok"
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        """Serve a peer's exchange.
+
+        Raises:
+            Refusal: engaged (423), no state yet (503), another task or mode (409), a replay (409),
+                poisoned (422), quarantined (403), malformed (400).
+        """
+        head = _decode(incoming.meta)
+        if head is None:
+            raise Refusal(400, "the exchange's head can't be read")
+        if self._swarm.quarantined(incoming.sender):
+            raise Refusal(403, "quarantined after poisoned vectors")
+        mine = self._swarm.summary()
+        if mine is None or self._stopping:
+            raise Refusal(503, "no state to mix yet, or no longer")
+        if self._engaged:
+            raise Refusal(BUSY, "in another exchange")
+        verdict = judge(mine, head.summary, self._config.max_staleness)
+        if verdict in (Verdict.OTHER_TASK, Verdict.OTHER_MODE):
+            raise Refusal(409, f"can't mix: {verdict.value}")
+        reply = ExchangeHead(
+            exchange_id=head.exchange_id, wire=self._config.wire, summary=mine, verdict=verdict.value
+        )
+        if verdict is Verdict.ADOPT:
+            self._swarm.adopt(incoming.sender, _why(mine, head.summary))
+        if verdict is not Verdict.MIX:
+            return Reply(msgspec.msgpack.encode(reply))
+        if head.wire != self._config.wire or incoming.vector_nbytes != self._scratch.nbytes:
+            raise Refusal(422, "the vector has another format or length than ours")
+        if head.exchange_id in self._seen:
+            raise Refusal(409, "this exchange was here before")
+        self._remember(head.exchange_id)
+        return await self._engage(incoming, reply, head.summary.policy_version)
+
+    async def _engage(self, incoming: Incoming, reply: ExchangeHead, their_version: int) -> Reply:
+        self._engaged = True
+        handed_over = False
+        try:
+            async with asyncio.timeout(self._config.deadline_s):
+                await incoming.read_vector_into(self._scratch.incoming)
+                await self._heavy(lambda: self._scratch.load(self._board))
+                delta_D = await self._heavy(self._scratch.mix)
+            version = max(reply.summary.policy_version, their_version)
+
+            def ended(sent: bool) -> None:
+                try:
+                    if sent:
+                        self._scratch.commit(self._board, delta_D, version)
+                        self._met()
+                    self._outcomes["answered" if sent else "unsure"] += 1
+                finally:
+                    self._engaged = False
+
+            handed_over = True
+            return Reply(msgspec.msgpack.encode(reply), vector=self._scratch.outgoing, on_end=ended)
+        except PoisonedVectorError as error:
+            self._swarm.strike(incoming.sender, str(error))
+            raise Refusal(422, f"poisoned vector: {error}") from error
+        except TimeoutError as error:
+            raise Refusal(408, "the vector didn't arrive in time") from error
+        finally:
+            if not handed_over:
+                self._engaged = False
+
+    async def _mix(self, version: int) -> None:
+        delta_D = await self._heavy(self._scratch.mix)
+        await self._heavy(lambda: self._scratch.commit(self._board, delta_D, version))
+        self._met()
+
+    def _met(self) -> None:
+        square = self._scratch.distance**2
+        old = self._square
+        self._square = square if old is None else DISTANCE_MEMORY * old + (1 - DISTANCE_MEMORY) * square
+
+    async def _heavy(self, work: Callable[[], T]) -> T:
+        if self._scratch.nbytes <= INLINE_BYTES:
+            return work()
+        return await asyncio.to_thread(work)
+
+    def _remember(self, exchange_id: str) -> None:
+        self._seen[exchange_id] = None
+        while len(self._seen) > REMEMBERED:
+            self._seen.popitem(last=False)
+
+
+def _decode(meta: bytes) -> ExchangeHead | None:
+    try:
+        return msgspec.msgpack.decode(meta, type=ExchangeHead)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return None
+
+
+def _why(mine: Summary, theirs: Summary) -> str:
+    if mine.lineage != theirs.lineage:
+        return f"lineage {theirs.lineage} has {theirs.lineage_steps} steps, ours {mine.lineage_steps}"
+    return f"{theirs.policy_version - mine.policy_version} policy versions behind"

@@ -1,0 +1,111 @@
+"""The learner's end of the socket pair: never blocks on a daemon that is slow or stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+
+from p2pdrl.errors import WorkerError
+from p2pdrl.workers.protocol import (
+    Attach,
+    FrameBuffer,
+    FromLearner,
+    ToLearner,
+    decode_to_learner,
+    frame,
+)
+
+__all__ = ["Mailbox"]
+
+
+class Mailbox:
+    """Messages to and from the daemon.
+
+    Args:
+        sock: this process' end of the socket pair.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._frames = FrameBuffer()
+        self._unsent = bytearray()
+        self._fds: list[int] = []
+
+    def receive(self, timeout_s: float | None) -> list[ToLearner]:
+        """Return what has arrived, waiting up to ``timeout_s`` (none: for ever) for something.
+
+        Raises:
+            WorkerError: if the daemon is gone.
+        """
+        readable, _, _ = select.select([self._sock], [], [], timeout_s)
+        if not readable:
+            return []
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sock, 1 << 20, 4)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise WorkerError(f"the daemon's socket broke: {error}") from error
+        if not data:
+            raise WorkerError("the daemon is gone")
+        self._fds += fds
+        return [decode_to_learner(body) for body in self._frames.feed(data)]
+
+    def attach(self) -> tuple[Attach, int]:
+        """Wait for the board; return its message and its file descriptor.
+
+        Raises:
+            WorkerError: if the daemon is gone or says something else.
+        """
+        messages = self.receive(None)
+        while not messages:
+            messages = self.receive(None)
+        first = messages[0]
+        if not isinstance(first, Attach) or not self._fds:
+            raise WorkerError("the daemon didn't send the board")
+        return first, self._fds.pop()
+
+    @property
+    def backlog(self) -> bool:
+        """Whether an earlier message still waits for room in the socket."""
+        return bool(self._unsent)
+
+    def send(self, message: FromLearner) -> None:
+        """Queue a message and write what the socket takes without blocking.
+
+        Raises:
+            WorkerError: if the daemon is gone.
+        """
+        self._unsent += frame(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is queued, as far as the socket takes it.
+
+        Raises:
+            WorkerError: if the daemon is gone.
+        """
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                try:
+                    sent = self._sock.send(self._unsent)
+                except BrokenPipeError as error:
+                    raise WorkerError("the daemon is gone") from error
+                del self._unsent[:sent]
+
+    def drain(self, timeout_s: float) -> None:
+        """Write what is queued, waiting up to ``timeout_s`` for room."""
+        while self._unsent:
+            _, writable, _ = select.select([], [self._sock], [], timeout_s)
+            if not writable:
+                return
+            self.flush()
+
+    def close(self) -> None:
+        """Close the socket and any descriptor that nobody took."""
+        for fd in self._fds:
+            os.close(fd)
+        self._sock.close()

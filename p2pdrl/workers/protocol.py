@@ -1,0 +1,201 @@
+"""What the daemon and its learner process say to each other, and how it is framed.
+
+The two hold the ends of a Unix socket pair: nothing else can connect to it. Each frame is a
+length (4 bytes, little endian) and one msgpack message. Vectors don't travel here but on the
+board, shared memory whose file descriptor is passed once.
+
+    daemon                          learner
+      │  Start                        │
+      ├──────────────────────────────▶│  builds environments, model, optimizer
+      │                        Hello  │
+      │◀──────────────────────────────┤  layout of parameters and sidecar
+      │  Attach (+ file descriptor)   │
+      ├──────────────────────────────▶│  restores from the board, or publishes the first weights
+      │         Report, Report, …     │
+      │◀──────────────────────────────┤
+      │  Others, Progress, Pace, Stop │
+      ├──────────────────────────────▶│
+
+A report's counts are cumulative over the learner's life, so a lost or doubled report does no
+harm. Torch-free: the daemon imports this module.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeVar
+
+import msgspec
+
+from p2pdrl.errors import WireError
+
+__all__ = [
+    "Attach",
+    "Failed",
+    "FrameBuffer",
+    "FromLearner",
+    "Hello",
+    "Others",
+    "Pace",
+    "Progress",
+    "Report",
+    "Start",
+    "Stop",
+    "ToLearner",
+    "decode_from_learner",
+    "decode_to_learner",
+    "frame",
+]
+
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+_LENGTH = struct.Struct("<I")
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """First message: what to train, and with what."""
+
+    task: bytes
+    """The task as JSON of `p2pdrl.config.task.TaskConfig`."""
+    seed: int
+    """Seed of this learner's environments and exploration."""
+    device: str
+    threads: int
+    allow_import: bool
+    perturb_start: float
+    """Deviation of the noise added to the initial weights; 0 is none."""
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """The board is ready; its file descriptor travels beside this frame."""
+
+    nbytes: int
+    restore: bool
+    """True: parameters and sidecar on the board replace the learner's own."""
+
+
+class Others(msgspec.Struct, frozen=True, tag="others"):
+    """Normaliser moments of all other nodes, merged, by name; msgpack of `Moments.to_wire`."""
+
+    moments: dict[str, bytes]
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """How far the swarm is towards its step count, 0 to 1 (for annealing)."""
+
+    fraction: float
+
+
+class Pace(msgspec.Struct, frozen=True, tag="pace"):
+    """How fast to go."""
+
+    paused: bool
+    max_updates_per_s: float
+    """0 is no bound."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Publish once more and end."""
+
+
+ToLearner = Start | Attach | Others | Progress | Pace | Stop
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The model is built."""
+
+    device: str
+    layout: bytes
+    """msgpack of `Layout.to_wire`."""
+    sidecar: bytes
+    """msgpack of `SidecarLayout.to_wire`."""
+
+
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """News after one or several updates."""
+
+    policy_version: int
+    updates: int
+    """Updates since this process began."""
+    env_steps: int
+    """Environment steps since this process began."""
+    episodes: int
+    """Episodes ended since this process began."""
+    returns: list[float]
+    """Returns of the episodes ended since the last report, oldest first."""
+    metrics: dict[str, float]
+    """The algorithm's own figures (losses, entropy, …) of the last update."""
+    moments: dict[str, bytes] = {}
+    """This node's own cumulative normaliser moments, by name; empty when nothing is normalised."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The learner can't go on, and starting it again wouldn't help (unknown environment, …)."""
+
+    message: str
+    usage: bool
+    """True when the person can mend it (exit code 2)."""
+
+
+FromLearner = Hello | Report | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_learner: msgspec.msgpack.Decoder[ToLearner] = msgspec.msgpack.Decoder(ToLearner)
+_from_learner: msgspec.msgpack.Decoder[FromLearner] = msgspec.msgpack.Decoder(FromLearner)
+M = TypeVar("M")
+
+
+def frame(message: ToLearner | FromLearner) -> bytes:
+    """Return ``message`` as one frame."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_to_learner(body: bytes) -> ToLearner:
+    """Decode a frame's body as the learner reads it.
+
+    Raises:
+        WireError: if it isn't a message of this protocol.
+    """
+    return _decode(_to_learner, body)
+
+
+def decode_from_learner(body: bytes) -> FromLearner:
+    """Decode a frame's body as the daemon reads it.
+
+    Raises:
+        WireError: if it isn't a message of this protocol.
+    """
+    return _decode(_from_learner, body)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise WireError(f"message between daemon and learner can't be read: {error}") from error
+
+
+class FrameBuffer:
+    """Cuts a stream of bytes into frame bodies."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add bytes; return the bodies that are complete now.
+
+        Raises:
+            WireError: if a frame says that it is longer than 64 MiB.
+        """
+        self._data += data
+        bodies: list[bytes] = []
+        while len(self._data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data)
+            if length > MAX_FRAME_BYTES:
+                raise WireError(f"frame between daemon and learner says {length} bytes")
+            end = _LENGTH.size + length
+            if len(self._data) < end:
+                break
+            bodies.append(bytes(self._data[_LENGTH.size : end]))
+            del self._data[:end]
+        return bodies
