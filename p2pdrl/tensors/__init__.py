@@ -1,1 +1,21 @@
-"""tensors package."""
+"""Flat float32 vectors: their layout, how they mix, travel, and pass between processes. Torch-free.
+
+| module | noun |
+|---|---|
+| `layout` | names and shapes of the parameters inside one flat vector, and their hash |
+| `sidecar` | typed state beside the vector (optimizer, normaliser), each item with its merge rule |
+| `moments`, `moments_table` | running count, mean and M2, merged from cumulative per-node counters |
+| `mix` | pair averaging, norms and the poison check, in place and chunked |
+| `wire` | float32 and bfloat16 on the wire |
+| `shm`, `seqlock` | anonymous shared memory, and a consistent snapshot of it |
+| `board` | the one meeting point of learner and daemon: the delta rule |
+| `board_memory`, `learner_board`, `daemon_board` | its parts |
+| `chunks` | how long vectors are walked in cache-sized pieces |
+
+Used by the learner process, the strategies and their exchanges, the state transfer and checkpoints.
+Modules are imported by their own names: this package exports nothing.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,288 @@
+"""The daemon's end of the board: the vector as it is now, and what exchanges post to the learner.
+
+**The delta rule.** ``now = published + everything posted that it doesn't contain yet``. An exchange reads
+`DaemonBoard.now`, mixes it with the peer's and posts ``mixed - now``. With ``mixed - published`` two
+exchanges between two publications would correct the same difference twice, and the swarm diverges.
+
+What is posted goes into the one slot; while the slot is in use (until a publication contains it) more is
+gathered privately and moved by `DaemonBoard.flush`.
+
+Shapes: every vector is flat, of D elements (all parameters); names carry no suffix.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from p2pdrl.errors import TensorError
+from p2pdrl.tensors.board_memory import DELTA, NOTHING, SET, BoardMemory, BoardSpec, Published, Slot
+from p2pdrl.tensors.layout import Float32Array, check_vector
+from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.sidecar import AnyArray
+
+__all__ = ["DaemonBoard", "Snapshot"]
+
+_NONE_PUBLISHED = Published(policy_version=0, delta_id=0, sidecar_number=0)
+_NOTHING_GATHERED = Slot(id=0, kind=NOTHING, policy_version=0, has_sidecar=False)
+
+
+class Snapshot(NamedTuple):
+    """What a vector that was read from the board is.
+
+    Args:
+        policy_version: of that vector.
+        published_version: of the learner's last publication, without what was posted since.
+        publications: how many publications there have been; a learner that works raises it.
+        sets: how many sets have been posted; see `DaemonBoard.post_delta`.
+    """
+
+    policy_version: int
+    published_version: int
+    publications: int
+    sets: int
+
+
+class DaemonBoard:
+    """The one writer of the slot. All methods may be called from any thread; vectors are copied under a lock.
+
+    Args:
+        region: shared with the learner, and with the learner's successor after a crash.
+        spec: the same as the learner's.
+
+    Raises:
+        LayoutMismatchError: the region holds a board of another spec.
+    """
+
+    def __init__(self, region: SharedRegion, spec: BoardSpec) -> None:
+        self._memory = BoardMemory(region, spec)
+        self._lock = threading.Lock()
+        self._sets = 0
+        # What waits for the slot to become free; the system gives it memory once it is first touched.
+        self._gathered = _NOTHING_GATHERED
+        self._gathered_vector: Float32Array = np.empty(spec.layout.size, np.float32)
+        self._gathered_sidecar: dict[str, AnyArray] | None = None
+
+    @property
+    def published_once(self) -> bool:
+        """Whether there is a vector to read at all."""
+        return self._memory.lock.writes > 0
+
+    @property
+    def policy_version(self) -> int:
+        """Policy version of the vector that `now` would give."""
+        with self._lock:
+            return self._version(self._facts())
+
+    @property
+    def pending(self) -> bool:
+        """Whether something waits for `flush`."""
+        return self._gathered.kind != NOTHING
+
+    @property
+    def absorbed(self) -> bool:
+        """Whether the learner's last publication contains everything that was posted."""
+        with self._lock:
+            return not self.pending and not self._in_slot(self._facts())
+
+    def now(self, out: Float32Array) -> Snapshot:
+        """Write the vector as it is now into ``out``: published, and what was posted and isn't in it.
+
+        Raises:
+            TensorError: nothing has been published, seeded or set yet.
+            LayoutMismatchError: ``out`` isn't a float32 vector of D elements.
+        """
+        memory = self._memory
+        check_vector(out, memory.spec.layout.size, "the output")
+        with self._lock:
+            facts = self._facts()
+            if self._gathered.kind == SET:
+                np.copyto(out, self._gathered_vector)
+            elif self._in_slot(facts) == SET:
+                np.copyto(out, memory.slot_vector)
+            else:
+                facts = self._read_published(out)
+                if self._in_slot(facts) == DELTA:
+                    np.add(out, memory.slot_vector, out=out)
+            if self._gathered.kind == DELTA:
+                np.add(out, self._gathered_vector, out=out)
+            return self._snapshot(self._version(facts), facts)
+
+    def published(self, out: Float32Array) -> Snapshot:
+        """Write what the learner last published into ``out``.
+
+        Raises:
+            TensorError: nothing has been published or seeded yet.
+            LayoutMismatchError: ``out`` isn't a float32 vector of D elements.
+        """
+        check_vector(out, self._memory.spec.layout.size, "the output")
+        with self._lock:
+            facts = self._read_published(out)
+            return self._snapshot(facts.policy_version, facts)
+
+    def sidecar(self) -> dict[str, AnyArray] | None:
+        """Return copies of the sidecar that belongs to `now`; None when there never was one."""
+        memory = self._memory
+        with self._lock:
+            if self._gathered_sidecar is not None:
+                return _copies(self._gathered_sidecar)
+            slot = memory.slot()
+            if self._in_slot(self._facts()) and slot.has_sidecar:
+                return _copies(memory.slot_sidecar)
+
+            def copy_of(copy: int) -> dict[str, AnyArray] | None:
+                number = memory.published(copy).sidecar_number
+                return _copies(memory.sidecars[number % 2]) if number else None
+
+            return memory.lock.read(copy_of)
+
+    def seed(self, vector: Float32Array, sidecar: Mapping[str, AnyArray] | None, policy_version: int) -> None:
+        """Publish in the learner's place, before there is a learner; it then starts from this.
+
+        Raises:
+            TensorError: something has been published already; use `post_set`.
+            LayoutMismatchError: the vector or the sidecar isn't as the spec says.
+        """
+        memory = self._memory
+        check_vector(vector, memory.spec.layout.size, "the seed")
+        if sidecar is not None:
+            memory.spec.sidecar.check(sidecar)
+        with self._lock:
+            if memory.lock.writes:
+                raise TensorError("the board has a publication already; post a set instead of seeding it")
+            number = 0 if sidecar is None else 1
+            with memory.lock.write() as copy:
+                memory.write_published(copy, Published(policy_version, delta_id=0, sidecar_number=number))
+                np.copyto(memory.vectors[copy], vector)
+                if sidecar is not None:
+                    memory.spec.sidecar.write(sidecar, memory.sidecars[number % 2])
+
+    def post_delta(self, delta: Float32Array, policy_version: int, *, sets: int | None = None) -> bool:
+        """Give the learner ``mixed - now`` to add.
+
+        Args:
+            delta: copied before this returns.
+            policy_version: the greater of the two peers' versions.
+            sets: ``Snapshot.sets`` of the `now` that was mixed. When a set has been posted since, the
+                delta belongs to a vector that is gone, and is dropped.
+
+        Returns:
+            False when the delta was dropped.
+
+        Raises:
+            LayoutMismatchError: ``delta`` isn't a float32 vector of D elements.
+        """
+        check_vector(delta, self._memory.spec.layout.size, "the delta")
+        with self._lock:
+            if sets is not None and sets != self._sets:
+                return False
+            if self._gathered.kind == NOTHING:
+                self._post(Slot(0, DELTA, policy_version, has_sidecar=False), delta, None)
+            else:
+                np.add(self._gathered_vector, delta, out=self._gathered_vector)
+                version = max(self._gathered.policy_version, policy_version)
+                self._gathered = replace(self._gathered, policy_version=version)
+                self._flush()
+            return True
+
+    def post_set(
+        self, vector: Float32Array, sidecar: Mapping[str, AnyArray] | None, policy_version: int
+    ) -> None:
+        """Give the learner a vector that replaces its own and everything posted before.
+
+        Args:
+            vector: copied before this returns.
+            sidecar: replaces the learner's; None leaves it alone.
+            policy_version: becomes the learner's, also when it is lower.
+
+        Raises:
+            LayoutMismatchError: the vector or the sidecar isn't as the spec says.
+        """
+        check_vector(vector, self._memory.spec.layout.size, "the vector to set")
+        if sidecar is not None:
+            self._memory.spec.sidecar.check(sidecar)
+        with self._lock:
+            self._sets += 1
+            self._post(Slot(0, SET, policy_version, sidecar is not None), vector, sidecar)
+
+    def flush(self) -> bool:
+        """Move what was gathered privately into the slot, if the slot is free.
+
+        Returns:
+            Whether something was moved.
+        """
+        with self._lock:
+            return self._flush()
+
+    def _post(self, what: Slot, vector: Float32Array, sidecar: Mapping[str, AnyArray] | None) -> None:
+        """Put a content into the slot if that is free, else in place of what was gathered."""
+        if not self._in_slot(self._facts()):
+            self._fill(what, vector, sidecar)
+            return
+        np.copyto(self._gathered_vector, vector)
+        self._gathered_sidecar = None if sidecar is None else _copies(sidecar)
+        self._gathered = what
+
+    def _flush(self) -> bool:
+        if self._gathered.kind == NOTHING or self._in_slot(self._facts()):
+            return False
+        self._fill(self._gathered, self._gathered_vector, self._gathered_sidecar)
+        return True
+
+    def _fill(self, what: Slot, vector: Float32Array, sidecar: Mapping[str, AnyArray] | None) -> None:
+        """Write the free slot; nothing is gathered any more then."""
+        memory = self._memory
+        np.copyto(memory.slot_vector, vector)
+        if sidecar is not None:
+            memory.spec.sidecar.write(sidecar, memory.slot_sidecar)
+        memory.write_slot(Slot(memory.slot().id + 1, what.kind, what.policy_version, what.has_sidecar))
+        self._gathered = _NOTHING_GATHERED
+        self._gathered_sidecar = None
+
+    def _facts(self) -> Published:
+        """Facts of the last publication."""
+        return self._memory.lock.read(self._memory.published) or _NONE_PUBLISHED
+
+    def _in_slot(self, facts: Published) -> int:
+        """Kind of the slot's content that the publication lacks; `NOTHING` means that the slot is free."""
+        slot = self._memory.slot()
+        return slot.kind if slot.id > facts.delta_id else NOTHING
+
+    def _read_published(self, out: Float32Array) -> Published:
+        memory = self._memory
+
+        def copy_to_out(copy: int) -> Published:
+            np.copyto(out, memory.vectors[copy])
+            return memory.published(copy)
+
+        facts = memory.lock.read(copy_to_out)
+        if facts is None:
+            raise TensorError(
+                "nothing can be read from the board: the learner hasn't published yet (wait for it or seed "
+                "the board), or publishes faster than its vector can be copied"
+            )
+        return facts
+
+    def _version(self, facts: Published) -> int:
+        """Policy version of `now`: a set's replaces it, a delta's raises it."""
+        version = facts.policy_version
+        for kind, content in (
+            (self._in_slot(facts), self._memory.slot()),
+            (self._gathered.kind, self._gathered),
+        ):
+            if kind == SET:
+                version = content.policy_version
+            elif kind == DELTA:
+                version = max(version, content.policy_version)
+        return version
+
+    def _snapshot(self, policy_version: int, facts: Published) -> Snapshot:
+        return Snapshot(policy_version, facts.policy_version, self._memory.lock.writes, self._sets)
+
+
+def _copies(sidecar: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
+    return {name: value.copy() for name, value in sidecar.items()}

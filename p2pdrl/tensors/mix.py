@@ -1,0 +1,106 @@
+"""Arithmetic on whole vectors: pair averaging, norms and the poison check; in place and chunked.
+
+Called by the strategies' exchanges, in a thread (NumPy lets other threads run meanwhile). Sums are kept in
+float64: the norm of 10 M float32 summed in float32 is off in the fourth digit.
+
+Shapes: every vector is flat, of D elements (all parameters); names carry no suffix.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
+from p2pdrl.tensors.chunks import scratch_f64, spans
+from p2pdrl.tensors.layout import Float32Array, check_vector
+
+__all__ = ["add_into", "check_finite", "distance", "norm", "pair_delta"]
+
+
+def pair_delta(mine: Float32Array, theirs: Float32Array, weight: float = 0.5, *, out: Float32Array) -> None:
+    """Write ``weight * (theirs - mine)`` into ``out``: what one side of a pair adds to its vector.
+
+    The other side computes exactly the opposite, bit for bit (IEEE subtraction and rounding are symmetric
+    in sign), so the pair's sum is kept up to the rounding of the additions. AD-PSGD (Lian et al. 2018,
+    algorithm 1) is ``weight = 0.5``.
+
+    Args:
+        mine: this side's values, as the other side saw them (after the wire's rounding).
+        theirs: the other side's values, as they arrived.
+        weight: the mixing matrix's W_ij, the same on both sides, in [0, 1].
+        out: may be ``mine`` or ``theirs``.
+
+    Raises:
+        LayoutMismatchError: the three differ in shape or dtype.
+        ValueError: ``weight`` is out of its range.
+    """
+    if not 0 <= weight <= 1:
+        raise ValueError(f"a mixing weight lies between 0 and 1, not at {weight}")
+    check_vector(mine, mine.size, "the vector of this side")
+    check_vector(theirs, mine.size, "the vector of the other side")
+    check_vector(out, mine.size, "the output")
+    factor = np.float32(weight)
+    for span in spans(mine.size):
+        np.subtract(theirs[span], mine[span], out=out[span])
+        np.multiply(out[span], factor, out=out[span])
+
+
+def add_into(target: Float32Array, delta: Float32Array) -> None:
+    """``target += delta``, in place.
+
+    Raises:
+        LayoutMismatchError: the two differ in shape or dtype.
+    """
+    check_vector(target, target.size, "the target")
+    check_vector(delta, target.size, "the delta")
+    np.add(target, delta, out=target)
+
+
+def norm(vector: Float32Array) -> float:
+    """Euclidean norm."""
+    total = 0.0
+    for span in spans(vector.size):
+        piece = scratch_f64(span.stop - span.start)
+        np.copyto(piece, vector[span])
+        total += float(np.dot(piece, piece))
+    return math.sqrt(total)
+
+
+def distance(a: Float32Array, b: Float32Array) -> float:
+    """Euclidean distance.
+
+    Raises:
+        LayoutMismatchError: the two differ in shape.
+    """
+    if a.shape != b.shape:
+        raise LayoutMismatchError(f"vectors of shapes {a.shape} and {b.shape} have no distance")
+    total = 0.0
+    for span in spans(a.size):
+        piece = scratch_f64(span.stop - span.start)
+        np.copyto(piece, a[span])
+        np.subtract(piece, b[span], out=piece)
+        total += float(np.dot(piece, piece))
+    return math.sqrt(total)
+
+
+def check_finite(vector: Float32Array, max_abs: float) -> None:
+    """Check every element of a vector that came from elsewhere before it touches ours.
+
+    Args:
+        vector: what arrived.
+        max_abs: bound on each element's magnitude; ``inf`` still refuses NaN but lets infinity pass.
+
+    Raises:
+        PoisonedVectorError: an element is NaN or beyond the bound.
+    """
+    for span in spans(vector.size):
+        piece = vector[span]
+        # NaN passes through min and max, and no comparison with it is true.
+        low, high = float(piece.min()), float(piece.max())
+        if not (-max_abs <= low and high <= max_abs):
+            raise PoisonedVectorError(
+                f"elements {span.start} to {span.stop - 1} reach from {low:g} to {high:g}, "
+                f"the bound is {max_abs:g}; the vector was refused"
+            )

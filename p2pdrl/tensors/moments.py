@@ -1,0 +1,145 @@
+"""Running count, mean and M2 of a stream, and their merge over nodes without counting anything twice.
+
+A normaliser's statistics can't be averaged like parameters: a merge of two merges would count the shared
+past twice. So each (node, boot) keeps counters of its own samples only, which grow; peers swap those, the
+one with the greater count wins, and the sum over the table is formed anew each time it is needed.
+
+Used by the learner's normalisers (own and others' moments) and by the exchanges that carry them.
+
+Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance", eq. 2.1.
+
+Shapes: a batch is (B, *X), B samples of the stream's shape X; mean and M2 are of shape X.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from p2pdrl.errors import LayoutMismatchError, WireError
+from p2pdrl.tensors.layout import check_shape
+from p2pdrl.tensors.sidecar import AnyArray
+
+__all__ = ["Float64Array", "Moments"]
+
+Float64Array = npt.NDArray[np.float64]
+
+_MAX_ELEMENTS = 1 << 20
+# Bounds on what a peer may send, chosen so that no merge of admitted moments overflows a float64.
+_MAX_COUNT, _MAX_MEAN, _MAX_M2 = 2.0**53, 1e100, 1e250
+
+
+@dataclass
+class Moments:
+    """Count, mean and sum of squared deviations of the samples seen.
+
+    Args:
+        count: samples seen.
+        mean: their mean, float64.
+        m2: sum of (sample - mean)², float64, of the same shape.
+    """
+
+    count: float
+    mean: Float64Array
+    m2: Float64Array
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...]) -> Moments:
+        """Moments of no samples yet."""
+        return cls(0.0, np.zeros(shape), np.zeros(shape))
+
+    @property
+    def var(self) -> Float64Array:
+        """Population variance M2 / count; ones before the first sample, so that dividing is harmless."""
+        return self.m2 / self.count if self.count > 0 else np.ones_like(self.m2)
+
+    def copy(self) -> Moments:
+        """Moments of their own memory."""
+        return Moments(self.count, self.mean.copy(), self.m2.copy())
+
+    def update(self, batch: AnyArray) -> None:
+        """Count a batch of samples in, in place.
+
+        Raises:
+            LayoutMismatchError: the samples aren't of the stream's shape.
+        """
+        if batch.ndim < 1 or batch.shape[1:] != self.mean.shape:
+            raise LayoutMismatchError(f"expected samples of shape {self.mean.shape}, not {batch.shape[1:]}")
+        if len(batch) == 0:
+            return
+        samples = np.asarray(batch, np.float64)
+        mean = np.asarray(samples.mean(axis=0))
+        m2 = np.asarray(np.square(samples - mean).sum(axis=0))
+        self.add(float(len(samples)), mean, m2)
+
+    @classmethod
+    def merge(cls, parts: Iterable[Moments]) -> Moments:
+        """Moments of the union of disjoint sets of samples; the parts stay as they are.
+
+        Raises:
+            LayoutMismatchError: the shapes differ.
+            ValueError: there is no part.
+        """
+        total: Moments | None = None
+        for part in parts:
+            if total is None:
+                total = part.copy()
+                continue
+            if part.mean.shape != total.mean.shape:
+                raise LayoutMismatchError(
+                    f"moments of shapes {part.mean.shape} and {total.mean.shape} can't merge"
+                )
+            total.add(part.count, part.mean, part.m2)
+        if total is None:
+            raise ValueError("no moments to merge")
+        return total
+
+    def to_wire(self) -> list[object]:
+        """Return msgpack types: ``[count, shape, mean, m2]``, the arrays as little-endian float64 bytes."""
+        return [
+            self.count,
+            list(self.mean.shape),
+            self.mean.astype("<f8").tobytes(),
+            self.m2.astype("<f8").tobytes(),
+        ]
+
+    @classmethod
+    def from_wire(cls, obj: object) -> Moments:
+        """Rebuild moments from what `to_wire` made.
+
+        Raises:
+            WireError: it isn't of that form, or a value is not finite or out of bounds.
+        """
+        if not isinstance(obj, (list, tuple)) or len(obj) != 4:
+            raise WireError("moments: expected count, shape, mean and m2")
+        count, raw_shape, mean_bytes, m2_bytes = obj
+        shape = check_shape(raw_shape)
+        elements = math.prod(shape)
+        if any(n < 1 for n in shape) or elements > _MAX_ELEMENTS:
+            raise WireError(f"moments: a shape of 1 to {_MAX_ELEMENTS} elements was expected, not {shape}")
+        if type(count) not in (int, float) or not 0 <= count <= _MAX_COUNT:
+            raise WireError("moments: the count is out of bounds")
+        mean, m2 = (_array(raw, shape, elements) for raw in (mean_bytes, m2_bytes))
+        if not (np.abs(mean).max() <= _MAX_MEAN and m2.min() >= 0 and m2.max() <= _MAX_M2):
+            raise WireError("moments: a mean or M2 is out of bounds")
+        return cls(float(count), mean, m2)
+
+    def add(self, count: float, mean: Float64Array, m2: Float64Array) -> None:
+        """Count other samples in, in place, by their own moments."""
+        if count <= 0:
+            return
+        total = self.count + count
+        delta = mean - self.mean
+        self.mean += delta * (count / total)
+        self.m2 += m2 + np.square(delta) * (self.count * count / total)
+        self.count = total
+
+
+def _array(raw: object, shape: tuple[int, ...], elements: int) -> Float64Array:
+    if not isinstance(raw, bytes) or len(raw) != 8 * elements:
+        raise WireError(f"moments: expected {elements} float64")
+    return np.frombuffer(raw, "<f8").reshape(shape).astype(np.float64)

@@ -1,0 +1,113 @@
+"""How a vector is written on the wire: little-endian float32, or bfloat16 rounded to nearest even.
+
+Called by the strategies' exchanges. Both peers must mix the same rounded values or the pair's sum drifts,
+so a sender mixes with `round_trip` of its own vector, which is what its peer decodes.
+
+Shapes: every vector is flat, of D elements (all parameters); names carry no suffix.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from p2pdrl.errors import LayoutMismatchError, WireError
+from p2pdrl.tensors.chunks import scratch_u32, spans
+from p2pdrl.tensors.layout import Float32Array, check_vector
+
+__all__ = ["WireDtype", "decode", "encode", "encoded_nbytes", "round_trip"]
+
+WireDtype = Literal["float32", "bf16"]
+
+_BYTES = {"float32": 4, "bf16": 2}
+_HIGH_HALF = slice(1 if sys.byteorder == "little" else 0, None, 2)
+
+
+def encoded_nbytes(size: int, dtype: WireDtype) -> int:
+    """Bytes that ``size`` elements take.
+
+    Raises:
+        WireError: ``dtype`` is unknown.
+    """
+    if dtype not in _BYTES:
+        raise WireError(f"the wire carries {' or '.join(_BYTES)}, not {dtype!r}")
+    return size * _BYTES[dtype]
+
+
+def encode(vector: Float32Array, dtype: WireDtype, out: bytearray | memoryview) -> None:
+    """Write ``vector`` into ``out``, which has exactly `encoded_nbytes` bytes.
+
+    Raises:
+        LayoutMismatchError: ``vector`` isn't a float32 vector, or ``out`` has another length.
+        WireError: ``dtype`` is unknown.
+    """
+    check_vector(vector, vector.size, "the vector to send")
+    expected, have = encoded_nbytes(vector.size, dtype), memoryview(out).nbytes
+    if have != expected:
+        raise LayoutMismatchError(f"{dtype} of {vector.size} elements takes {expected} bytes, not {have}")
+    if dtype == "float32":
+        np.copyto(np.frombuffer(out, "<f4"), vector)
+        return
+    wire: npt.NDArray[np.uint16] = np.frombuffer(out, "<u2")
+    for span in spans(vector.size):
+        np.copyto(wire[span], _rounded(vector[span]).view(np.uint16)[_HIGH_HALF])
+
+
+def decode(buffer: bytes | bytearray | memoryview, dtype: WireDtype, out: Float32Array) -> None:
+    """Read the vector in ``buffer`` into ``out``.
+
+    Raises:
+        WireError: the buffer's length doesn't fit, or ``dtype`` is unknown.
+        LayoutMismatchError: ``out`` isn't a float32 vector.
+    """
+    check_vector(out, out.size, "the vector to receive into")
+    expected, have = encoded_nbytes(out.size, dtype), memoryview(buffer).nbytes
+    if have != expected:
+        raise WireError(f"a {dtype} vector of {out.size} elements takes {expected} bytes, {have} came")
+    if dtype == "float32":
+        np.copyto(out, np.frombuffer(buffer, "<f4"))
+        return
+    wire: npt.NDArray[np.uint16] = np.frombuffer(buffer, "<u2")
+    bits = out.view(np.uint32)
+    for span in spans(out.size):
+        np.copyto(bits[span], wire[span])
+        np.left_shift(bits[span], 16, out=bits[span])
+
+
+def round_trip(vector: Float32Array, dtype: WireDtype, out: Float32Array) -> None:
+    """Write into ``out`` what the peer will decode; ``out`` may be ``vector``.
+
+    Raises:
+        LayoutMismatchError: the two differ in shape or dtype.
+        WireError: ``dtype`` is unknown.
+    """
+    check_vector(vector, vector.size, "the vector")
+    check_vector(out, vector.size, "the output")
+    encoded_nbytes(0, dtype)
+    if dtype == "float32":
+        np.copyto(out, vector)
+        return
+    bits = out.view(np.uint32)
+    for span in spans(vector.size):
+        np.bitwise_and(_rounded(vector[span]), 0xFFFF0000, out=bits[span])
+
+
+def _rounded(piece: Float32Array) -> npt.NDArray[np.uint32]:
+    """Round to bfloat16, left in the high half of each word (the low half is rubbish); thread's scratch.
+
+    Nearest even: add 0x7FFF, and one more when the lowest kept bit is set. A NaN would carry over into
+    the sign, so it is replaced by the quiet NaN of its sign.
+    """
+    bits = piece.view(np.uint32)
+    rounded = scratch_u32(piece.size)
+    np.right_shift(bits, 16, out=rounded)
+    np.bitwise_and(rounded, 1, out=rounded)
+    np.add(rounded, 0x7FFF, out=rounded)
+    np.add(rounded, bits, out=rounded)
+    if np.isnan(piece.max()):
+        nan = np.isnan(piece)
+        rounded[nan] = (bits[nan] & 0x80000000) | 0x7FC00000
+    return rounded
