@@ -45,6 +45,7 @@ VectorBuffer = Callable[[bytes, int], "memoryview | None"]
 """``(meta, vector_nbytes)`` of an answer -> where its vector goes, or None to refuse it."""
 
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
+_PORT = re.compile(r"[0-9]{1,5}")
 _ROUTE = re.compile(r"[a-z0-9_-]{1,32}(/[a-z0-9_-]{1,32}){0,3}")
 
 
@@ -80,7 +81,7 @@ class Address(msgspec.Struct, frozen=True, order=True):
             raise UsageError(f"{text[:80]!r} isn't an address: write HOST:PORT, or [IPV6]:PORT")
         if not has_port:
             return cls(host, default_port)
-        if not (port_text.isascii() and port_text.isdigit() and len(port_text) <= 5 and int(port_text) <= 65535):
+        if _PORT.fullmatch(port_text) is None or int(port_text) > 65535:
             raise UsageError(f"{text[:80]!r} has no good port: write HOST:PORT with a port of 1-65535")
         return cls(host, int(port_text))
 

@@ -1,0 +1,209 @@
+"""Proof that a message was made by a holder of the swarm key, and was made for us, now.
+
+Pure functions and one small cache; `headers` and `pieces` call them, and the API uses
+`sign_api` and `verify_api` for requests from other machines.
+
+All keys come from the swarm key by HKDF-SHA256 (RFC 5869), one per purpose. A header carries
+an HMAC-SHA256, checked before the body is read. A piece carries a GMAC (AES-128-GCM with
+nothing encrypted, NIST SP 800-38D): 31 GB/s on a core with VAES where HMAC-SHA256 does 2.1,
+so that a 40 MB vector is checked in 2 ms and not in 20. GMAC must never see one (key, nonce)
+twice: the key is derived from the fresh random nonces of this request (and, for an answer, of
+this answer), and the piece's index is the GCM nonce.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from p2pdrl.clock import Clock
+
+__all__ = [
+    "MAC_BYTES",
+    "PieceMac",
+    "ReplayGuard",
+    "SwarmKeys",
+    "Verdict",
+    "format_time",
+    "is_nonce",
+    "new_nonce",
+    "parse_time",
+    "sign_api",
+    "verify_api",
+]
+
+MAC_BYTES = 16
+"""Length of a piece's MAC."""
+
+_NONCE = re.compile(r"[0-9a-f]{32}")
+_TIME = re.compile(r"[0-9]{1,12}\.[0-9]{3}")
+
+Verdict = str | None
+"""Why something isn't acceptable, in plain words; None when it is."""
+
+
+def new_nonce() -> str:
+    """Return 128 fresh random bits as 32 hex digits."""
+    return secrets.token_hex(16)
+
+
+def is_nonce(text: str) -> bool:
+    """Tell whether ``text`` is written as a nonce is."""
+    return _NONCE.fullmatch(text) is not None
+
+
+def format_time(wall_s: float) -> str:
+    """Write a wall time as the header does: seconds with three decimals."""
+    return f"{wall_s:.3f}"
+
+
+def parse_time(text: str) -> float | None:
+    """Read a header's time, or None when it isn't one."""
+    return float(text) if _TIME.fullmatch(text) else None
+
+
+def _derive(swarm_key: bytes, purpose: str) -> bytes:
+    return HKDF(SHA256(), 32, salt=None, info=b"p2pdrl v1 " + purpose.encode()).derive(swarm_key)
+
+
+def _join(fields: tuple[str | bytes, ...]) -> bytes:
+    """Put fields together so that no two different lists give the same bytes."""
+    parts = [field.encode() if isinstance(field, str) else field for field in fields]
+    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+
+class PieceMac:
+    """MACs of the pieces of one direction of one request.
+
+    Args:
+        key: 32 bytes that no other message uses; the first 16 are the AES key.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._gcm = AESGCM(key[:16])
+
+    def of(self, index: int, piece: bytes | bytearray | memoryview) -> bytes:
+        """Return the MAC of piece ``index`` (0 is the metadata)."""
+        return self._gcm.encrypt(index.to_bytes(12, "big"), b"", piece)
+
+    def good(self, index: int, piece: bytes | bytearray | memoryview, mac: bytes | bytearray) -> bool:
+        """Tell in constant time whether ``mac`` belongs to this piece at this index."""
+        try:
+            self._gcm.decrypt(index.to_bytes(12, "big"), bytes(mac), piece)
+        except InvalidTag:
+            return False
+        return True
+
+
+class SwarmKeys:
+    """The keys of one swarm, derived once from its key.
+
+    Args:
+        swarm_key: the shared secret, any length.
+    """
+
+    def __init__(self, swarm_key: bytes) -> None:
+        self._header = _derive(swarm_key, "header")
+        self._pieces = _derive(swarm_key, "pieces")
+
+    def header_mac(self, *fields: str) -> str:
+        """Return the HMAC-SHA256 over a header's fields, 64 hex digits."""
+        return hmac.digest(self._header, _join(fields), hashlib.sha256).hex()
+
+    def header_good(self, mac: str, *fields: str) -> bool:
+        """Tell in constant time whether ``mac`` belongs to these fields."""
+        return hmac.compare_digest(self.header_mac(*fields).encode(), mac.encode())
+
+    def request_pieces(self, nonce: str) -> PieceMac:
+        """MACs for the body of the request that carries ``nonce``."""
+        return PieceMac(hmac.digest(self._pieces, _join(("request", nonce)), hashlib.sha256))
+
+    def answer_pieces(self, nonce: str, answer_nonce: str) -> PieceMac:
+        """MACs for the body of the answer with ``answer_nonce`` to the request with ``nonce``."""
+        return PieceMac(hmac.digest(self._pieces, _join(("answer", nonce, answer_nonce)), hashlib.sha256))
+
+
+class ReplayGuard:
+    """Takes each nonce once, and only while its time stamp is fresh.
+
+    A request is fresh while clocks differ by no more than ``window_s``, so a nonce has to be
+    kept for two windows. Ask only after the MAC was found good, or strangers could fill it.
+
+    Args:
+        clock: wall time for the stamps, monotonic time for forgetting.
+        window_s: greatest difference between the sender's wall clock and ours.
+        capacity: nonces kept at most.
+    """
+
+    def __init__(self, clock: Clock, window_s: float = 60.0, capacity: int = 200_000) -> None:
+        self._clock = clock
+        self._window_s = window_s
+        self._capacity = capacity
+        self._seen: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def stale(self, wall_s: float) -> Verdict:
+        """Tell why a stamp is not acceptable."""
+        ahead_s = wall_s - self._clock.wall()
+        if abs(ahead_s) <= self._window_s:
+            return None
+        side = "ahead of" if ahead_s > 0 else "behind"
+        return (
+            f"the sender's clock is {abs(ahead_s):.0f} s {side} ours (at most {self._window_s:.0f} s "
+            "are allowed): set both clocks by NTP"
+        )
+
+    def take(self, nonce: str) -> bool | None:
+        """Remember ``nonce``: True when it is new, False for a replay, None when full."""
+        now_s = self._clock.monotonic()
+        self._forget(now_s - 2 * self._window_s)
+        if nonce in self._seen:
+            return False
+        if len(self._seen) >= self._capacity:
+            return None
+        self._seen[nonce] = now_s
+        return True
+
+    def _forget(self, before_s: float) -> None:
+        while self._seen:
+            oldest = next(iter(self._seen))
+            if self._seen[oldest] >= before_s:
+                return
+            del self._seen[oldest]
+
+
+def sign_api(
+    swarm_key: bytes, method: str, path: str, wall_s: float, nonce: str, *, body: bytes = b""
+) -> str:
+    """Return the MAC with which a key holder signs an API request from another machine.
+
+    Args:
+        swarm_key: the swarm's key.
+        method: HTTP method in upper case.
+        path: path with query, as sent.
+        wall_s: wall time of sending, seconds; sent along with three decimals.
+        nonce: from `new_nonce`; sent along.
+        body: the whole request body.
+    """
+    fields = (method, path, format_time(wall_s), nonce, hashlib.sha256(body).digest())
+    return hmac.digest(_derive(swarm_key, "api"), _join(fields), hashlib.sha256).hex()
+
+
+def verify_api(
+    swarm_key: bytes, method: str, path: str, wall_s: float, nonce: str, *, mac: str, body: bytes = b""
+) -> bool:
+    """Tell in constant time whether `sign_api` gives ``mac``.
+
+    Freshness is a second question: ask a `ReplayGuard` after this said yes.
+    """
+    expected = sign_api(swarm_key, method, path, wall_s, nonce, body=body)
+    return hmac.compare_digest(expected.encode(), mac.encode())

@@ -1,0 +1,82 @@
+"""Every bound of the transport in one place: sizes, deadlines, counts and rates.
+
+The node builds one `TransportLimits` from its config and hands it to server, client and
+listener; tests shorten the deadlines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PIECE_BYTES", "TransportLimits"]
+
+PIECE_BYTES = 1 << 20
+"""Vectors travel in pieces of 1 MiB, each followed by its MAC. Part of the protocol.
+
+Greater pieces hold the event loop longer at a time; one buffer for everything cost a
+factor of 10 in throughput (340 against 4,227 MB/s on loopback)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportLimits:
+    """Bounds with which a node meets strangers.
+
+    Attributes:
+        header_deadline_s: from the first byte of a request (or from the connection) to the end
+            of its header. Longer tolerates worse links, shorter frees slots sooner.
+        stall_deadline_s: longest time without progress in a body, either direction. With
+            ``watchdog_tick_s`` on top it stays under the 10 s that the abuse table promises.
+        min_body_bytes_s: a body slower than this over one ``stall_deadline_s`` counts as
+            stalled, so that a byte now and then can't hold a connection for ever; 0 allows it.
+        watchdog_tick_s: how often connections are looked at: the error of both deadlines.
+        keepalive_s: an idle connection is closed by the server after this time.
+        client_keepalive_s: and by the client after this; shorter, so that a client never
+            sends into a connection that the server is just closing.
+        lingering_s: how long the rest of a refused body is read and thrown away, so that the
+            caller gets to see the refusal.
+        shutdown_grace_s: how long running handlers may go on when the listener closes.
+        clock_skew_s: greatest difference of wall clocks at which a request counts as fresh.
+        max_nonces: nonces remembered against replay; when full, requests are refused (429).
+        max_connections: open connections in all.
+        max_connections_per_host: of one remote IP address; loopback is exempt, since all nodes
+            of one machine share it.
+        max_requests: handlers running at a time.
+        max_requests_per_peer: of one peer.
+        requests_per_s: steady rate allowed to one peer.
+        requests_burst: requests that one peer may send at once.
+        failures_per_s: steady rate of refusals told to one host in full; beyond it 429.
+        failures_burst: the same at once.
+        max_answer_meta_bytes: longest metadata accepted in an answer (a view of 4,096 members).
+        max_refusal_bytes: bytes of a refusal that are looked at.
+        max_api_body_bytes: ``client_max_size`` for the application that shares the port.
+        read_buffer_bytes: aiohttp's receive buffer; reading pauses at twice this.
+        probe_connections_per_host: connections of the probe lane to one peer.
+        bulk_connections_per_host: connections of the bulk lane to one peer.
+        resolve_ttl_s: how long a resolved name is reused.
+    """
+
+    header_deadline_s: float = 8.0
+    stall_deadline_s: float = 8.0
+    min_body_bytes_s: float = 1024.0
+    watchdog_tick_s: float = 1.0
+    keepalive_s: float = 75.0
+    client_keepalive_s: float = 60.0
+    lingering_s: float = 2.0
+    shutdown_grace_s: float = 2.0
+    clock_skew_s: float = 60.0
+    max_nonces: int = 200_000
+    max_connections: int = 512
+    max_connections_per_host: int = 64
+    max_requests: int = 256
+    max_requests_per_peer: int = 32
+    requests_per_s: float = 200.0
+    requests_burst: float = 400.0
+    failures_per_s: float = 20.0
+    failures_burst: float = 100.0
+    max_answer_meta_bytes: int = 4 << 20
+    max_refusal_bytes: int = 4096
+    max_api_body_bytes: int = 1 << 20
+    read_buffer_bytes: int = 1 << 18
+    probe_connections_per_host: int = 8
+    bulk_connections_per_host: int = 4
+    resolve_ttl_s: float = 10.0
