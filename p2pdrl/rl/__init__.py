@@ -1,1 +1,7 @@
-"""rl package."""
+"""Reinforcement learning of one learner: no processes, no network, no clock.
+
+In the order in which an observation passes through: ``envs`` (a batch of gymnasium copies), ``normalize``,
+``networks`` → ``policy`` (with ``distributions``), ``rollout`` (unrolls), ``returns`` (advantages),
+``algorithms`` with ``optimizers`` over ``flat`` (the policy as one vector). ``trainer`` puts
+them together for the learner process; ``evaluate`` plays episodes with a fixed policy.
+"""

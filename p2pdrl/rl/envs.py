@@ -1,0 +1,236 @@
+"""Environments: a batch of gymnasium copies behind one small interface.
+
+``trainer`` and ``evaluate`` build them, ``rollout`` steps them. Autoreset is gymnasium's NEXT_STEP: the
+step after an episode's end ignores its action, pays nothing and only returns the new episode's first
+observation. So the observation that follows the last action of an episode is always the true final one,
+and the caller must mask the step after it.
+
+Shape suffixes: B environments, X the observation's own dimensions, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from p2pdrl.config.task import EnvConfig
+from p2pdrl.errors import ConfigError
+
+__all__ = [
+    "Action",
+    "Continuous",
+    "Discrete",
+    "EnvSpec",
+    "VectorEnv",
+    "describe",
+    "make_scalar_env",
+    "make_vector_env",
+]
+
+Array = npt.NDArray[Any]
+
+VETTED_VECTOR_ENVS = frozenset({"CartPole-v0", "CartPole-v1"})
+"""Ids whose ``vector_entry_point`` gives the same transitions and ends as the scalar one (see the tests)."""
+
+EXTRAS = {"Box2D": "box2d", "MuJoCo": "mujoco", "mujoco": "mujoco", "ale": "atari", "pygame": "video"}
+"""Word in gymnasium's complaint about a missing package -> extra of this package that brings it."""
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """One of ``n`` actions, numbered from zero."""
+
+    n: int
+
+
+@dataclass(frozen=True, eq=False)
+class Continuous:
+    """A vector of ``dim`` numbers; ``low`` and ``high`` (float32, length ``dim``) may be infinite."""
+
+    dim: int
+    low: Array
+    high: Array
+
+
+Action = Discrete | Continuous
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """What networks must know of an environment.
+
+    Attributes:
+        obs_shape: shape of one observation.
+        obs_dtype: ``float32``, or ``uint8`` for images.
+        action: how actions look to the policy.
+    """
+
+    obs_shape: tuple[int, ...]
+    obs_dtype: str
+    action: Action
+
+    @property
+    def is_image(self) -> bool:
+        """Whether observations are pictures (three dimensions of bytes)."""
+        return len(self.obs_shape) == 3 and self.obs_dtype == "uint8"
+
+
+class VectorEnv:
+    """A batch of environments that reset themselves.
+
+    Args:
+        env: gymnasium's vector environment, with autoreset mode NEXT_STEP.
+        seed: every random stream of the batch follows from it.
+    """
+
+    def __init__(self, env: gym.vector.VectorEnv[Any, Any, Any], seed: int) -> None:
+        self.spec = describe(env)
+        self.num_envs: int = env.num_envs
+        self._env = env
+        sequence = np.random.SeedSequence(seed)
+        # given one integer, a SyncVectorEnv takes seed, seed + 1, …: nodes seeded alike would share episodes
+        self._seeds: Any = [int(word) for word in sequence.generate_state(self.num_envs)]
+        if not isinstance(env, SyncVectorEnv):
+            self._seeds = self._seeds[0]
+        space = env.single_action_space
+        self._action_start = int(space.start) if isinstance(space, gym.spaces.Discrete) else 0
+        self._action_shape = (self.num_envs, *(space.shape or ()))
+        self._action_dtype = space.dtype
+
+    def reset(self) -> Array:
+        """Start every episode anew from the seed and return the first observations, BX."""
+        obs_BX, _ = self._env.reset(seed=self._seeds)
+        return np.asarray(obs_BX)
+
+    def step(self, actions: Array) -> tuple[Array, Array, Array, Array]:
+        """Take one step in every environment.
+
+        Args:
+            actions: B integers from zero, or B x A floats, clipped to the bounds here and nowhere else.
+
+        Returns:
+            obs_BX, rewards_B, terminated_B, truncated_B; arrays may be overwritten by the next call.
+        """
+        if isinstance(self.spec.action, Continuous):
+            actions = np.clip(actions, self.spec.action.low, self.spec.action.high)
+            actions = actions.reshape(self._action_shape).astype(self._action_dtype, copy=False)
+        elif self._action_start:
+            actions = actions + self._action_start
+        obs_BX, rewards_B, terminated_B, truncated_B, _ = self._env.step(actions)
+        return obs_BX, rewards_B, terminated_B, truncated_B
+
+    def close(self) -> None:
+        """Free what the environments hold."""
+        self._env.close()
+
+
+def make_vector_env(config: EnvConfig, seed: int, *, allow_import: bool = False) -> VectorEnv:
+    """Build ``config.num_envs`` copies on the fastest path that gymnasium has.
+
+    Args:
+        config: which environment, how many copies.
+        seed: of the environments' random streams.
+        allow_import: permit ids like ``module:Name-v0``, which run code from ``module``.
+
+    Raises:
+        ConfigError: unknown id, bad constructor arguments, missing package, or spaces no policy here fits.
+    """
+    if config.id in VETTED_VECTOR_ENVS:
+        env: Any = _guarded(config, lambda: _make_by_entry_point(config))
+    else:
+        copies: list[Callable[[], gym.Env[Any, Any]]] = [
+            lambda: make_scalar_env(config, allow_import=allow_import) for _ in range(config.num_envs)
+        ]
+        # copy=False: observations are copied into the unroll at once
+        env = SyncVectorEnv(copies, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+    return VectorEnv(env, seed)
+
+
+def make_scalar_env(
+    config: EnvConfig, *, allow_import: bool = False, render_mode: str | None = None
+) -> gym.Env[Any, Any]:
+    """Build one environment whose observations are flat boxes or images.
+
+    Raises:
+        ConfigError: as in ``make_vector_env``.
+    """
+    if ":" in config.id and not allow_import:
+        raise ConfigError(
+            f"env.id {config.id!r} imports a Python module, which runs its code; "
+            "start the node with --allow-import if you trust it"
+        )
+    if config.id.startswith("ALE/"):
+        _register_atari()
+    env: gym.Env[Any, Any] = _guarded(
+        config,
+        lambda: gym.make(
+            config.id,
+            max_episode_steps=config.max_episode_steps,
+            disable_env_checker=True,  # checks every step: costs more than CartPole's physics
+            render_mode=render_mode,
+            **config.kwargs,
+        ),
+    )
+    if not isinstance(env.observation_space, gym.spaces.Box):
+        env = gym.wrappers.FlattenObservation(env)
+    return env
+
+
+def describe(env: gym.vector.VectorEnv[Any, Any, Any]) -> EnvSpec:
+    """Return the spaces of one of the batch's environments in this package's terms.
+
+    Raises:
+        ConfigError: actions are neither ``Discrete`` nor ``Box``, or observations aren't a ``Box``.
+    """
+    obs_space = env.single_observation_space
+    action_space = env.single_action_space
+    if not isinstance(obs_space, gym.spaces.Box):
+        raise ConfigError(f"observations of {env} are a {obs_space}; only Box spaces can be learned from")
+    obs_dtype = "uint8" if obs_space.dtype == np.uint8 else "float32"
+    if isinstance(action_space, gym.spaces.Discrete):
+        return EnvSpec(tuple(obs_space.shape), obs_dtype, Discrete(int(action_space.n)))
+    if isinstance(action_space, gym.spaces.Box):
+        low = np.asarray(action_space.low, dtype=np.float32).reshape(-1)
+        high = np.asarray(action_space.high, dtype=np.float32).reshape(-1)
+        return EnvSpec(tuple(obs_space.shape), obs_dtype, Continuous(low.size, low, high))
+    raise ConfigError(f"actions of {env} are a {action_space}; only Discrete and Box spaces can be learned")
+
+
+def _make_by_entry_point(config: EnvConfig) -> Any:
+    """Build gymnasium's own vectorised environment, with its time limit overridden where asked."""
+    kwargs: dict[str, Any] = dict(config.kwargs)
+    if config.max_episode_steps is not None:
+        kwargs["max_episode_steps"] = config.max_episode_steps
+    return gym.make_vec(config.id, config.num_envs, vectorization_mode="vector_entry_point", **kwargs)
+
+
+def _guarded(config: EnvConfig, build: Callable[[], Any]) -> Any:
+    """Run ``build``, mapping gymnasium's errors to ``ConfigError`` with a hint."""
+    try:
+        return build()
+    except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv) as error:
+        near = difflib.get_close_matches(config.id, list(gym.registry), n=3, cutoff=0.4)
+        hint = f"; nearest: {', '.join(near)}" if near else ""
+        raise ConfigError(f"env.id {config.id!r} is not an environment of gymnasium{hint}") from error
+    except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+        extra = next((name for word, name in EXTRAS.items() if word in str(error)), None)
+        hint = f"; try: pip install 'p2pdrl[{extra}]'" if extra else ""
+        raise ConfigError(f"env.id {config.id!r} needs a missing package: {error}{hint}") from error
+    except (TypeError, gym.error.Error) as error:
+        raise ConfigError(f"env.kwargs of {config.id!r} were refused: {error}") from error
+
+
+def _register_atari() -> None:
+    """Make the ``ALE/`` ids known."""
+    try:
+        gym.register_envs(importlib.import_module("ale_py"))
+    except ImportError as error:
+        raise ConfigError("ALE/ environments need a package; try: pip install 'p2pdrl[atari]'") from error

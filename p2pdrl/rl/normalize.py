@@ -1,0 +1,105 @@
+"""Running normalisation of observations and rewards.
+
+``rollout`` feeds and applies them, ``trainer`` carries their counters to and from the swarm. Each learner
+counts only what it saw itself (``own``); what the others counted arrives from outside (``set_others``)
+and is never folded into ``own``, so that a repeated merge can't count anything twice.
+
+Shape suffixes: T unroll, B environments, X the observation's own dimensions, N rows of a batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from p2pdrl.tensors.moments import Moments
+
+__all__ = ["RewardScaler", "RunningNormalizer"]
+
+Array = npt.NDArray[Any]
+
+CLIP = 10.0
+"""Normalised values beyond this are cut, as in OpenAI's baselines."""
+EPSILON = 1e-8
+"""Added to the variance: a constant input gives zero, not a division by zero."""
+
+
+class RunningNormalizer:
+    """Shifts and scales by the mean and deviation of everything seen so far, here and elsewhere (float64).
+
+    Until two rows have been seen it changes nothing (but clips).
+
+    Args:
+        shape: of one row; ``()`` for scalars.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        self._own = Moments.zeros(shape)
+        self._others: Moments | None = None
+        self._mean = np.zeros(shape)
+        self._scale = np.ones(shape)
+
+    @property
+    def own(self) -> Moments:
+        """Cumulative counters of what this learner saw itself."""
+        return self._own
+
+    def update(self, rows_NX: Array) -> None:
+        """Count a batch of rows."""
+        if len(rows_NX):
+            self._own.update(rows_NX)
+            self._refresh()
+
+    def set_own(self, moments: Moments) -> None:
+        """Go on counting from a saved state, after a restart."""
+        self._own = moments
+        self._refresh()
+
+    def set_others(self, moments: Moments) -> None:
+        """Replace what all other nodes counted, merged to one."""
+        self._others = moments
+        self._refresh()
+
+    def normalize(self, x: Array) -> npt.NDArray[np.float32]:
+        """Return (x − mean) / deviation, cut at ±10; ``x`` may have any leading dimensions."""
+        return np.clip((x - self._mean) * self._scale, -CLIP, CLIP).astype(np.float32)
+
+    def scale(self, x: Array) -> npt.NDArray[np.float32]:
+        """Return x / deviation, cut at ±10: for rewards, whose sign and zero must stay."""
+        return np.clip(x * self._scale, -CLIP, CLIP).astype(np.float32)
+
+    def _refresh(self) -> None:
+        merged = self._own if self._others is None else Moments.merge([self._own, self._others])
+        if merged.count >= 2:
+            self._mean = merged.mean
+            self._scale = 1.0 / np.sqrt(merged.var + EPSILON)
+
+
+class RewardScaler:
+    """Divides rewards by the running deviation of the discounted return (Engstrom 2020, arXiv 2005.12729).
+
+    Args:
+        num_envs: B.
+        discount: γ of the return R ← γ R + r whose deviation is taken.
+
+    Attributes:
+        statistics: of R.
+    """
+
+    def __init__(self, num_envs: int, discount: float) -> None:
+        self.statistics = RunningNormalizer(())
+        self._discount = discount
+        self._returns_B = np.zeros(num_envs)
+
+    def scale(self, rewards_TB: Array, ends_TB: Array, valid_TB: Array) -> npt.NDArray[np.float32]:
+        """Count an unroll's returns, then return its rewards scaled."""
+        returns_TB = np.empty(rewards_TB.shape)
+        for t, rewards_B in enumerate(rewards_TB):
+            self._returns_B = self._discount * self._returns_B + rewards_B
+            returns_TB[t] = self._returns_B
+            self._returns_B[ends_TB[t]] = 0.0
+        self.statistics.update(returns_TB[valid_TB])
+        return self.statistics.scale(rewards_TB)

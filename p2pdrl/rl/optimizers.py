@@ -1,0 +1,126 @@
+"""Optimizers over one flat tensor.
+
+``algorithms`` own one each. torch.optim walks lists of tensors, which for a small policy costs more than
+the arithmetic; over one flat vector the formulas below are the whole of it, and their state is
+plain vectors that travel beside the parameters.
+
+Shape suffix: D parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.tensors.sidecar import SidecarItem
+
+__all__ = ["Adam", "Optimizer", "RMSProp", "clip_gradients"]
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def clip_gradients(gradients_D: Tensor, max_norm: float) -> float:
+    """Scale the gradients in place to a norm of at most ``max_norm`` and return the norm they had."""
+    norm = float(torch.linalg.vector_norm(gradients_D))
+    if norm > max_norm and math.isfinite(norm):
+        gradients_D.mul_(max_norm / norm)
+    return norm
+
+
+class Optimizer:
+    """State shared by both: named vectors of D elements and a count of steps."""
+
+    def __init__(self, parameters_D: Tensor, gradients_D: Tensor, names: tuple[str, ...]) -> None:
+        self._parameters_D = parameters_D
+        self._gradients_D = gradients_D
+        self._vectors = {name: torch.zeros_like(parameters_D) for name in names}
+        self._steps = 0
+
+    def step(self, learning_rate: float) -> None:
+        """Move the parameters against the gradients."""
+        raise NotImplementedError
+
+    def items(self) -> tuple[SidecarItem, ...]:
+        """Return how the state is laid out in the sidecar."""
+        size = self._parameters_D.numel()
+        vectors = [SidecarItem(f"optimizer.{name}", (size,), "float32", "copy") for name in self._vectors]
+        return (*vectors, SidecarItem("optimizer.steps", (), "int64", "copy"))
+
+    def state(self) -> Arrays:
+        """Return the state by name; vectors are views where the device is the CPU."""
+        arrays: Arrays = {f"optimizer.{name}": v.cpu().numpy() for name, v in self._vectors.items()}
+        arrays["optimizer.steps"] = np.array(self._steps, dtype=np.int64)
+        return arrays
+
+    def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take over a state that ``state`` returned, here or on another node.
+
+        Raises:
+            LayoutMismatchError: an array is missing or has another shape.
+        """
+        for item in self.items():
+            found = arrays.get(item.name)
+            if found is None or found.shape != item.shape:
+                shape = None if found is None else found.shape
+                raise LayoutMismatchError(f"{item.name} should be of shape {item.shape}, is {shape}")
+        for name, vector_D in self._vectors.items():
+            vector_D.copy_(torch.from_numpy(np.array(arrays[f"optimizer.{name}"], dtype=np.float32)))
+        self._steps = int(arrays["optimizer.steps"])
+
+
+class Adam(Optimizer):
+    """Adam (Kingma and Ba 2015, arXiv 1412.6980, algorithm 1).
+
+    Args:
+        parameters_D: moved in place.
+        gradients_D: read at each step.
+        eps: added to the denominator.
+    """
+
+    BETA_1 = 0.9
+    BETA_2 = 0.999
+
+    def __init__(self, parameters_D: Tensor, gradients_D: Tensor, eps: float = 1e-5) -> None:
+        super().__init__(parameters_D, gradients_D, ("m", "v"))
+        self._eps = eps
+
+    def step(self, learning_rate: float) -> None:
+        """Move by −lr · m̂ / (√v̂ + ε)."""
+        self._steps += 1
+        m_D, v_D = self._vectors["m"], self._vectors["v"]
+        m_D.lerp_(self._gradients_D, 1.0 - self.BETA_1)
+        v_D.mul_(self.BETA_2).addcmul_(self._gradients_D, self._gradients_D, value=1.0 - self.BETA_2)
+        scale = math.sqrt(1.0 - self.BETA_2**self._steps)
+        denominator_D = v_D.sqrt().div_(scale).add_(self._eps)
+        step_size = learning_rate / (1.0 - self.BETA_1**self._steps)
+        self._parameters_D.addcdiv_(m_D, denominator_D, value=-step_size)
+
+
+class RMSProp(Optimizer):
+    """RMSProp without momentum (Hinton 2012, lecture 6), as A3C uses it (Mnih 2016, section 4).
+
+    Args:
+        parameters_D: moved in place.
+        gradients_D: read at each step.
+        alpha: decay of the average of squared gradients.
+        eps: added to the denominator, outside the root.
+    """
+
+    def __init__(self, parameters_D: Tensor, gradients_D: Tensor, alpha: float, eps: float) -> None:
+        super().__init__(parameters_D, gradients_D, ("v",))
+        self._alpha = alpha
+        self._eps = eps
+
+    def step(self, learning_rate: float) -> None:
+        """Move by −lr · g / (√v + ε)."""
+        self._steps += 1
+        v_D = self._vectors["v"]
+        v_D.mul_(self._alpha).addcmul_(self._gradients_D, self._gradients_D, value=1.0 - self._alpha)
+        self._parameters_D.addcdiv_(self._gradients_D, v_D.sqrt().add_(self._eps), value=-learning_rate)

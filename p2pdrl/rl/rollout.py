@@ -1,0 +1,167 @@
+"""The collector: runs the policy in the environments and hands out unrolls.
+
+``trainer`` calls ``collect`` once per update. On the hot path there is one forward pass of the actor and
+one environment step; noise is drawn for the whole unroll before it, log-probabilities and values are
+computed for the whole unroll after it.
+
+Shape suffixes: T unroll, T1 unroll with the bootstrap step (T+1), B environments, X the observation's
+own dimensions. Discrete actions are TB, continuous ones TBA.
+"""
+
+# ruff: noqa: N802, N815 (fields carry shape suffixes)
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from p2pdrl.rl.envs import Discrete, VectorEnv
+from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
+from p2pdrl.rl.policy import ActorCritic
+
+__all__ = ["Collector", "Unroll"]
+
+
+@dataclass(frozen=True)
+class Unroll:
+    """T steps of B environments, as the algorithm sees them: on its device, normalised.
+
+    The step after an episode's end only resets (see ``envs``): it is a row of the arrays like any other,
+    with ``valid_TB`` false, and must not enter a loss. The observation after a truncation is the true
+    final one, so ``values_T1B[t + 1]`` is the right bootstrap there as everywhere.
+
+    Attributes:
+        obs_T1BX: observations; the last row is the bootstrap's.
+        actions: int64 TB or float32 TBA, as sampled (not clipped).
+        log_probs_TB: of the actions under the policy that took them.
+        values_T1B: v of each observation, by the same policy.
+        rewards_TB: float32, scaled where the task asks for it.
+        terminated_TB: the episode ended in a terminal state: worth nothing from there on.
+        truncated_TB: the episode was cut: the last state keeps its value.
+        valid_TB: false where the step was a reset.
+        env_steps: number of valid steps.
+        episodes: (return from raw rewards, length) of each episode that ended, in order of time.
+    """
+
+    obs_T1BX: Tensor
+    actions: Tensor
+    log_probs_TB: Tensor
+    values_T1B: Tensor
+    rewards_TB: Tensor
+    terminated_TB: Tensor
+    truncated_TB: Tensor
+    valid_TB: Tensor
+    env_steps: int
+    episodes: list[tuple[float, int]]
+
+    @property
+    def ends_TB(self) -> Tensor:
+        """Whether the next row belongs to another episode."""
+        return self.terminated_TB | self.truncated_TB
+
+
+class Collector:
+    """Keeps the environments between calls; episodes run on across unrolls.
+
+    The tensors of an unroll are overwritten by the next ``collect``.
+
+    Args:
+        env: stepped here and nowhere else.
+        policy: acts; its parameters may change between calls.
+        unroll_steps: T.
+        generator: source of the action noise, on the policy's device.
+        normalizer: applied to observations before the policy sees them; updated after each
+            unroll, so that within one all inputs are scaled alike.
+        reward_scaler: applied to rewards after the episode statistics are taken.
+    """
+
+    def __init__(
+        self,
+        env: VectorEnv,
+        policy: ActorCritic,
+        unroll_steps: int,
+        generator: torch.Generator,
+        *,
+        normalizer: RunningNormalizer | None = None,
+        reward_scaler: RewardScaler | None = None,
+    ) -> None:
+        self._env = env
+        self._policy = policy
+        self._generator = generator
+        self._normalizer = normalizer
+        self._reward_scaler = reward_scaler
+        T, B, spec = unroll_steps, env.num_envs, env.spec
+        action_shape = () if isinstance(spec.action, Discrete) else (spec.action.dim,)
+        action_dtype = torch.int64 if isinstance(spec.action, Discrete) else torch.float32
+        self._obs_T1BX = torch.zeros((T + 1, B, *spec.obs_shape), dtype=getattr(torch, spec.obs_dtype))
+        self._actions = torch.zeros((T, B, *action_shape), dtype=action_dtype)
+        self._raw_obs_T1BX = np.zeros((T + 1, B, *spec.obs_shape), dtype=spec.obs_dtype)
+        self._rewards_TB = np.zeros((T, B), dtype=np.float32)
+        self._terminated_TB = np.zeros((T, B), dtype=np.bool_)
+        self._truncated_TB = np.zeros((T, B), dtype=np.bool_)
+        self._valid_TB = np.zeros((T, B), dtype=np.bool_)
+        self._running_B = np.ones(B, dtype=np.bool_)
+        self._returns_B = np.zeros(B)
+        self._lengths_B = np.zeros(B, dtype=np.int64)
+        self._raw_obs_T1BX[-1] = env.reset()
+
+    def collect(self) -> Unroll:
+        """Run T steps in every environment with the policy as it is now."""
+        episodes = self._act_and_step()
+        rewards_TB = self._rewards_TB
+        if self._reward_scaler is not None:
+            ends_TB = self._terminated_TB | self._truncated_TB
+            rewards_TB = self._reward_scaler.scale(rewards_TB, ends_TB, self._valid_TB)
+        if self._normalizer is not None:
+            self._normalizer.update(self._raw_obs_T1BX[:-1][self._valid_TB])
+        device = self._generator.device
+        obs_T1BX, actions = self._obs_T1BX.to(device), self._actions.to(device)
+        with torch.no_grad():
+            log_probs_TB, _, values_TB = self._policy.evaluate(obs_T1BX[:-1], actions)
+            values_T1B = torch.cat((values_TB, self._policy.values(obs_T1BX[-1:])))
+        return Unroll(
+            obs_T1BX=obs_T1BX,
+            actions=actions,
+            log_probs_TB=log_probs_TB,
+            values_T1B=values_T1B,
+            rewards_TB=torch.from_numpy(rewards_TB).to(device),
+            terminated_TB=torch.from_numpy(self._terminated_TB).to(device),
+            truncated_TB=torch.from_numpy(self._truncated_TB).to(device),
+            valid_TB=torch.from_numpy(self._valid_TB).to(device),
+            env_steps=int(self._valid_TB.sum()),
+            episodes=episodes,
+        )
+
+    @torch.inference_mode()
+    def _act_and_step(self) -> list[tuple[float, int]]:
+        """Fill the buffers with T steps and return the episodes that ended."""
+        device = self._generator.device
+        T, B = self._rewards_TB.shape
+        raw, normalizer = self._raw_obs_T1BX, self._normalizer
+        obs_T1BX = self._obs_T1BX.numpy()
+        raw[0] = raw[-1]
+        obs_T1BX[0] = raw[0] if normalizer is None else normalizer.normalize(raw[0])
+        obs_views, action_views = self._obs_T1BX.unbind(), self._actions.unbind()
+        noise_views = self._policy.noise((T, B), self._generator).unbind()
+        episodes: list[tuple[float, int]] = []
+        for t in range(T):
+            actions = self._policy.act(obs_views[t].to(device), noise_views[t]).cpu()
+            action_views[t].copy_(actions)
+            raw[t + 1], rewards_B, terminated_B, truncated_B = self._env.step(actions.numpy())
+            obs_T1BX[t + 1] = raw[t + 1] if normalizer is None else normalizer.normalize(raw[t + 1])
+            self._rewards_TB[t] = rewards_B
+            self._terminated_TB[t] = terminated_B
+            self._truncated_TB[t] = truncated_B
+            self._valid_TB[t] = self._running_B
+            self._returns_B += rewards_B
+            self._lengths_B += self._running_B
+            ends_B = terminated_B | truncated_B
+            if ends_B.any():
+                ended = zip(self._returns_B[ends_B].tolist(), self._lengths_B[ends_B].tolist(), strict=True)
+                episodes.extend(ended)
+                self._returns_B[ends_B] = 0.0
+                self._lengths_B[ends_B] = 0
+            self._running_B = ~ends_B
+        return episodes
