@@ -1,0 +1,184 @@
+"""Messages between members, and their encoding (msgpack, positional, tagged).
+
+Each request has its own route and its own answers:
+
+| route | request | answer |
+|---|---|---|
+| ``swim/ping`` | `Ping` | `Ack` |
+| ``swim/ping-req`` | `PingReq` | `Ack` on behalf of the target, or `Nack` |
+| ``swim/gossip`` | `Gossip` (a leave is the gossip of one's own ``left`` record) | `Ack` |
+| ``swim/sync`` | `Sync` | `Digest` |
+| ``swim/delta`` | `Delta` | `Gossip` |
+| ``swim/join`` | `Join` | `Welcome` |
+
+``records`` ride on everything. The service encodes and decodes; the core and the simulator pass
+the structs themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from p2pdrl.errors import WireError
+from p2pdrl.membership.records import Incarnation, MemberRecord, NodeId, Record, Words
+
+__all__ = [
+    "ROUTES",
+    "Ack",
+    "Delta",
+    "Digest",
+    "Entry",
+    "Gossip",
+    "Join",
+    "Message",
+    "Nack",
+    "Ping",
+    "PingReq",
+    "SwarmEntry",
+    "Sync",
+    "Welcome",
+    "decode",
+    "encode",
+    "route_of",
+]
+
+Records = Annotated[tuple[Record, ...], Meta(max_length=4096)]
+Blob = Annotated[bytes, Meta(max_length=262_144)]
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
+    """Are you there? ``incarnation`` is the sender's, ``known`` what it holds of the target."""
+
+    incarnation: Incarnation
+    known: Incarnation
+    records: Records = ()
+
+
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
+    """Yes. ``incarnation`` is the answerer's (or the target's, told by a relay).
+
+    ``want_record`` asks the other side for its own record: we hold none, or an older one.
+    """
+
+    incarnation: Incarnation
+    records: Records = ()
+    want_record: bool = False
+
+
+class PingReq(msgspec.Struct, frozen=True, array_like=True, tag="ping-req"):
+    """Try ``target`` for me. A relay dials only addresses that it knows itself."""
+
+    target: NodeId
+    known: Incarnation
+    records: Records = ()
+
+
+class Nack(msgspec.Struct, frozen=True, array_like=True, tag="nack"):
+    """I am here, but the target didn't answer me (so far)."""
+
+    reason: Words
+    records: Records = ()
+
+
+class Gossip(msgspec.Struct, frozen=True, array_like=True, tag="gossip"):
+    """News."""
+
+    incarnation: Incarnation
+    records: Records = ()
+
+
+class Sync(msgspec.Struct, frozen=True, array_like=True, tag="sync"):
+    """Compare views: ``view_hash`` sums up the sender's (16 bytes)."""
+
+    view_hash: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    records: Records = ()
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One member in a digest: raw id, incarnation, state (0 alive, 1 suspect, 2 dead, 3 left)."""
+
+    id: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    incarnation: Incarnation
+    state: Annotated[int, Meta(ge=0, le=3)]
+
+
+class SwarmEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One swarm record in a digest."""
+
+    key: Annotated[str, Meta(max_length=64)]
+    epoch: Annotated[int, Meta(ge=0, lt=2**53)]
+    proposer: NodeId
+
+
+class Digest(msgspec.Struct, frozen=True, array_like=True, tag="digest"):
+    """The answerer's view in short; nothing but ``same`` when the hashes agree."""
+
+    same: bool
+    members: Annotated[tuple[Entry, ...], Meta(max_length=8192)] = ()
+    swarm: Annotated[tuple[SwarmEntry, ...], Meta(max_length=64)] = ()
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
+    """What you lack, and the names of what I lack."""
+
+    records: Records
+    want_members: Annotated[tuple[NodeId, ...], Meta(max_length=8192)] = ()
+    want_swarm: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=64)] = ()
+
+
+class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
+    """Take me in. ``meta`` is the daemon's business (task hash ...), opaque here."""
+
+    record: MemberRecord
+    meta: Blob = b""
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """You are in: the view, the swarm's records and the daemon's own ``join_info``.
+
+    ``observed_host`` is where the request came from, for a node that doesn't know its address.
+    """
+
+    records: Records
+    join_info: Blob = b""
+    observed_host: Annotated[str, Meta(max_length=255)] = ""
+
+
+Message = Ping | Ack | PingReq | Nack | Gossip | Sync | Digest | Delta | Join | Welcome
+
+ROUTES: dict[str, type[Message]] = {
+    "swim/ping": Ping,
+    "swim/ping-req": PingReq,
+    "swim/gossip": Gossip,
+    "swim/sync": Sync,
+    "swim/delta": Delta,
+    "swim/join": Join,
+}
+_ROUTE_OF: dict[type[Message], str] = {kind: route for route, kind in ROUTES.items()}
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def route_of(message: Message) -> str:
+    """The route on which a request travels."""
+    return _ROUTE_OF[type(message)]
+
+
+def encode(message: Message) -> bytes:
+    """Return ``message`` as bytes."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Return the message in ``data``.
+
+    Raises:
+        WireError: it isn't one, or breaks a bound.
+    """
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(f"a membership message breaks the protocol: {str(error)[:200]}") from error

@@ -1,0 +1,224 @@
+"""What members tell about each other: signed records, their bounds, and how they are checked.
+
+| record | signed by | means |
+|---|---|---|
+| `MemberRecord` | its subject | I live here (or: I left), in this incarnation |
+| `Suspicion` | its accuser | I couldn't reach the subject in that incarnation |
+| `SwarmRecord` | its proposer | a setting of the whole swarm, last writer wins |
+
+Signatures cover the swarm id, so a record means nothing in another swarm. The core and the
+message codec use this module.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from p2pdrl.ids import node_id_from_public_key
+from p2pdrl.membership.identity import Signer, Verify
+
+__all__ = [
+    "MAX_TAGS",
+    "BadRecordError",
+    "Incarnation",
+    "MemberRecord",
+    "NodeId",
+    "Record",
+    "Suspicion",
+    "SwarmRecord",
+    "Verifier",
+    "approx_bytes",
+    "sign_member",
+    "sign_suspicion",
+    "sign_swarm_record",
+]
+
+MAX_TAGS = 64
+MAX_TAG_BYTES = 128
+MAX_EPOCH = 2**53
+
+NodeId = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Signature = Annotated[bytes, Meta(max_length=64)]
+Words = Annotated[str, Meta(max_length=200)]
+
+
+class Incarnation(NamedTuple):
+    """Orders everything a node says about itself: a later boot, then a higher counter, wins."""
+
+    boot_ms: Annotated[int, Meta(ge=0, lt=2**53)]
+    counter: Annotated[int, Meta(ge=0, lt=2**53)]
+
+
+class MemberRecord(msgspec.Struct, frozen=True, array_like=True, tag="m"):
+    """A node about itself.
+
+    Attributes:
+        address: ``host:port`` at which others reach it.
+        state: "alive" or "left"; nobody else can say "left".
+        tags: at most 64 short facts (role, device ...), each pair at most 128 bytes.
+    """
+
+    id: NodeId
+    public_key: PublicKey
+    name: Annotated[str, Meta(max_length=64)]
+    address: Annotated[str, Meta(min_length=3, max_length=260)]
+    incarnation: Incarnation
+    state: Literal["alive", "left"]
+    tags: Annotated[dict[str, str], Meta(max_length=MAX_TAGS)]
+    protocol: Annotated[int, Meta(ge=0, lt=2**31)]
+    signature: Signature = b""
+
+    def payload(self, swarm_id: str) -> bytes:
+        """The bytes that the signature covers."""
+        return msgspec.msgpack.encode((
+            "p2pdrl member", swarm_id, self.id, self.public_key, self.name, self.address,
+            self.incarnation, self.state, sorted(self.tags.items()), self.protocol,
+        ))  # fmt: skip
+
+
+class Suspicion(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    """A node about another that it couldn't reach.
+
+    ``verdict`` "dead" says that the accuser has given it up; to everybody else that is one more
+    accusation, not a death.
+    """
+
+    subject: NodeId
+    incarnation: Incarnation
+    accuser: NodeId
+    verdict: Literal["suspect", "dead"]
+    reason: Words
+    signature: Signature = b""
+
+    def payload(self, swarm_id: str) -> bytes:
+        """The bytes that the signature covers."""
+        return msgspec.msgpack.encode((
+            "p2pdrl suspicion", swarm_id, self.subject, self.incarnation, self.accuser,
+            self.verdict, self.reason,
+        ))  # fmt: skip
+
+
+class SwarmRecord(msgspec.Struct, frozen=True, array_like=True, tag="r"):
+    """A setting of the whole swarm; the greater (epoch, proposer) wins.
+
+    Attributes:
+        value: msgpack of whatever the setting is, at most 8 KiB.
+    """
+
+    key: Annotated[str, Meta(pattern="^[a-z0-9_.-]{1,64}$")]
+    epoch: Annotated[int, Meta(ge=1, lt=MAX_EPOCH)]
+    proposer: NodeId
+    value: Annotated[bytes, Meta(max_length=8192)]
+    public_key: PublicKey
+    signature: Signature = b""
+
+    def payload(self, swarm_id: str) -> bytes:
+        """The bytes that the signature covers."""
+        return msgspec.msgpack.encode((
+            "p2pdrl swarm record", swarm_id, self.key, self.epoch, self.proposer, self.value,
+        ))  # fmt: skip
+
+
+Record = MemberRecord | Suspicion | SwarmRecord
+
+
+class BadRecordError(ValueError):
+    """A record that no honest member would pass on.
+
+    Attributes:
+        status: what a peer that sent it is answered: 403 forged, 400 out of bounds.
+    """
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Verifier:
+    """Checks records against their bounds and signatures.
+
+    Args:
+        swarm_id: the swarm for which they must be signed.
+        verify: tells whether a signature fits.
+        future_s: how far ahead of our wall clock a boot time may be, in seconds.
+    """
+
+    def __init__(self, swarm_id: str, verify: Verify, future_s: float = 600.0) -> None:
+        self.swarm_id = swarm_id
+        self._verify = verify
+        self._future_s = future_s
+
+    def check_member(self, record: MemberRecord, wall_s: float) -> None:
+        """Accept ``record``, or raise.
+
+        Raises:
+            BadRecordError: forged, out of bounds, or born too far in the future.
+        """
+        ahead_s = record.incarnation.boot_ms / 1000 - wall_s
+        if ahead_s > self._future_s:
+            who = record.name if record.name.isprintable() else record.id[:8]
+            raise BadRecordError(
+                400, f"{who} started {round(ahead_s / 60)} minutes in the future; set the clocks right"
+            )
+        if not record.name.isprintable():
+            raise BadRecordError(400, "a name holds characters that can't be printed")
+        if any(len(key.encode()) + len(value.encode()) > MAX_TAG_BYTES for key, value in record.tags.items()):
+            raise BadRecordError(400, f"a tag is longer than {MAX_TAG_BYTES} bytes")
+        self._check_owner(record.id, record.public_key, record.signature, record.payload(self.swarm_id))
+
+    def check_suspicion(self, suspicion: Suspicion, accuser_key: bytes) -> None:
+        """Accept ``suspicion`` when the owner of ``accuser_key`` signed it.
+
+        Raises:
+            BadRecordError: forged.
+        """
+        if not suspicion.reason.isprintable():
+            raise BadRecordError(400, "a reason holds characters that can't be printed")
+        self._check_owner(
+            suspicion.accuser, accuser_key, suspicion.signature, suspicion.payload(self.swarm_id)
+        )
+
+    def check_swarm_record(self, record: SwarmRecord) -> None:
+        """Accept ``record`` when its proposer signed it.
+
+        Raises:
+            BadRecordError: forged.
+        """
+        self._check_owner(record.proposer, record.public_key, record.signature, record.payload(self.swarm_id))
+
+    def _check_owner(self, node_id: str, public_key: bytes, signature: bytes, payload: bytes) -> None:
+        if node_id_from_public_key(public_key) != node_id or not self._verify(public_key, signature, payload):
+            raise BadRecordError(403, f"a record in the name of {node_id[:8]} isn't signed by it")
+
+
+def sign_member(signer: Signer, swarm_id: str, record: MemberRecord) -> MemberRecord:
+    """Return ``record`` with its subject's signature."""
+    return msgspec.structs.replace(record, signature=signer.sign(record.payload(swarm_id)))
+
+
+def sign_suspicion(signer: Signer, swarm_id: str, suspicion: Suspicion) -> Suspicion:
+    """Return ``suspicion`` with its accuser's signature."""
+    return msgspec.structs.replace(suspicion, signature=signer.sign(suspicion.payload(swarm_id)))
+
+
+def sign_swarm_record(signer: Signer, swarm_id: str, record: SwarmRecord) -> SwarmRecord:
+    """Return ``record`` with its proposer's signature."""
+    return msgspec.structs.replace(record, signature=signer.sign(record.payload(swarm_id)))
+
+
+def approx_bytes(record: Record) -> int:
+    """Roughly how many bytes ``record`` takes on the wire."""
+    if isinstance(record, MemberRecord):
+        return (
+            220
+            + len(record.name)
+            + len(record.address)
+            + sum(len(key) + len(value) + 4 for key, value in record.tags.items())
+        )
+    if isinstance(record, SwarmRecord):
+        return 180 + len(record.value)
+    return 180 + len(record.reason)
