@@ -1,0 +1,112 @@
+"""Files that are either wholly there or not: write beside, flush to disk, rename over.
+
+Used by the data folder, the boot id and the checkpoints. A process killed at any instruction leaves
+the previous file in place and at most one leftover ``*.tmp``, which `remove_leftovers` clears away.
+Blocking; daemons call it in threads or before their loop runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from p2pdrl.errors import StorageError
+
+__all__ = ["fsync_folder", "remove_leftovers", "storage_error", "write_atomic", "write_beside"]
+
+_TMP_SUFFIX = ".tmp"
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free some space",
+    errno.EDQUOT: "the disk quota is used up: free some space",
+    errno.EROFS: "the disk is read-only: remount it, or name another folder with --data-dir",
+    errno.EACCES: "permission denied: mend the folder's owner, or name another one with --data-dir",
+    errno.EPERM: "permission denied: mend the folder's owner, or name another one with --data-dir",
+    errno.EIO: "the disk reports an error: look at the system log, and name a folder on another disk",
+    errno.ENOTDIR: "a part of the path is a file: name another folder with --data-dir",
+}
+
+
+def storage_error(doing: str, path: Path, error: OSError) -> StorageError:
+    """Return the package's error for a failed file operation.
+
+    Args:
+        doing: what was tried, as in "write the checkpoint".
+        path: the file or folder it was tried on.
+        error: what the operating system said.
+    """
+    advice = _ADVICE.get(error.errno or 0, error.strerror or str(error))
+    return StorageError(f"can't {doing} {path}: {advice}")
+
+
+def write_beside(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o600) -> Path:
+    """Write ``chunks`` to a new temporary file in the folder of ``path``, flushed to disk.
+
+    Args:
+        path: the file it is meant to replace; not touched here.
+        chunks: the content in order.
+        mode: permission bits of the new file.
+
+    Returns:
+        The temporary file, complete and flushed, for the caller to rename or link.
+
+    Raises:
+        OSError: as the operating system says; the temporary file is gone then.
+    """
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_TMP_SUFFIX)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), mode)
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return Path(name)
+
+
+def write_atomic(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Replace ``path`` by ``content`` so that a reader or a crash sees the old or the new, whole.
+
+    Raises:
+        OSError: as the operating system says; ``path`` is unchanged then.
+    """
+    temporary = write_beside(path, (content,), mode)
+    try:
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Flush a folder's list of names, so that a rename in it survives a power cut.
+
+    Raises:
+        OSError: as the operating system says, except that a file system that can't do it is excused.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(folder: Path) -> int:
+    """Delete the temporary files that a killed process left in ``folder``; return how many.
+
+    Raises:
+        OSError: as the operating system says.
+    """
+    leftovers = list(folder.glob(f".*{_TMP_SUFFIX}"))
+    for leftover in leftovers:
+        leftover.unlink(missing_ok=True)
+    return len(leftovers)

@@ -1,0 +1,76 @@
+"""When the swarm is done: judged by each node from what all of them report. Pure.
+
+The daemon judges at every digest round; the first node to find the condition met proposes the
+swarm record that ends training everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from p2pdrl.config.task import StopConfig
+from p2pdrl.node.digest import PeerReport
+
+__all__ = ["StopReached", "judge", "returns_ready"]
+
+
+@dataclass(frozen=True, slots=True)
+class StopReached:
+    """Why the swarm is done.
+
+    Attributes:
+        kind: the field of the stop configuration that was met.
+        reason: the same in plain words, with the numbers.
+    """
+
+    kind: Literal["env_steps", "time_s", "mean_return"]
+    reason: str
+
+
+def judge(
+    stop: StopConfig, swarm_env_steps: int, swarm_age_s: float, reports: Sequence[PeerReport]
+) -> StopReached | None:
+    """Tell whether the swarm is done.
+
+    Args:
+        stop: the conditions; zero or none never ends it.
+        swarm_env_steps: environment steps of all nodes and boots.
+        swarm_age_s: seconds since the swarm was founded.
+        reports: the newest report of every living node, this one's included.
+
+    Returns:
+        The first condition that is met, or None.
+    """
+    if stop.env_steps and swarm_env_steps >= stop.env_steps:
+        return StopReached("env_steps", f"{swarm_env_steps} of {stop.env_steps} environment steps are done")
+    if stop.time_s and swarm_age_s >= stop.time_s:
+        return StopReached("time_s", f"{swarm_age_s:.0f} of {stop.time_s:g} seconds are over")
+    training = [report for report in reports if report.state == "training" and report.device]
+    if training and all(
+        returns_ready(stop, report.episodes_in_window, report.mean_return) for report in training
+    ):
+        lowest = min(report.mean_return for report in training if report.mean_return is not None)
+        return StopReached(
+            "mean_return",
+            f"each of {len(training)} training nodes has a mean return of at least {stop.mean_return:g} "
+            f"over {stop.window} episodes (the lowest: {lowest:g})",
+        )
+    return None
+
+
+def returns_ready(stop: StopConfig, episodes_in_window: int, mean_return: float | None) -> bool:
+    """Tell whether one node's returns meet the condition; False when there is none.
+
+    Args:
+        stop: the conditions.
+        episodes_in_window: episodes that ``mean_return`` is taken over.
+        mean_return: the node's own, None before its first episode.
+    """
+    return (
+        stop.mean_return is not None
+        and mean_return is not None
+        and episodes_in_window >= stop.window
+        and mean_return >= stop.mean_return
+    )
