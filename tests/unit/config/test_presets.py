@@ -1,0 +1,63 @@
+"""Every preset loads, says what it is, and is what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from p2pdrl.config import presets
+from p2pdrl.config.loader import resolve
+from p2pdrl.config.presets import is_preset_name, preset_names, preset_path, preset_summary
+from p2pdrl.config.task import A2CConfig, AdpsgdConfig, PPOConfig
+from p2pdrl.errors import ConfigError
+
+
+def test_the_first_presets_are_there() -> None:
+    assert {"cartpole", "ppo", "a2c", "adpsgd"} <= set(preset_names())
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_each_preset_loads_and_says_what_it_is(name: str) -> None:
+    resolved = resolve(files=[name])
+    assert resolved.given()
+    assert not resolved.given("node"), "a preset is the swarm's half only"
+    assert 20 < len(preset_summary(name)) < 140
+
+
+def test_presets_are_what_their_names_say() -> None:
+    cartpole = resolve(files=["cartpole"]).config.task
+    assert cartpole.env.id == "CartPole-v1"
+    assert cartpole.stop.mean_return == 475
+    assert isinstance(cartpole.algorithm, PPOConfig)
+    assert isinstance(resolve(files=["ppo"]).config.task.algorithm, PPOConfig)
+    assert isinstance(resolve(files=["a2c"]).config.task.algorithm, A2CConfig)
+    assert resolve(files=["adpsgd"]).config.task.strategy == AdpsgdConfig()
+
+
+@pytest.mark.parametrize("name", ["../ppo", "ppo.toml", "/etc/passwd", "", "."])
+def test_paths_are_not_presets(name: str) -> None:
+    assert not is_preset_name(name)
+    with pytest.raises(ConfigError):
+        preset_path(name)
+
+
+def test_a_wheel_carries_its_presets_beside_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "p2pdrl" / "config" / "presets"
+    folder.mkdir(parents=True)
+    (folder / "one.toml").write_text("# The one.\n")
+    (tmp_path / "config").mkdir()  # somebody else's
+    monkeypatch.setattr(presets, "__file__", str(folder.parent / "presets.py"))
+    assert preset_names() == ["one"]
+    assert preset_summary("one") == "The one."
+
+
+def test_a_foreign_config_folder_holds_no_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "theirs.toml").write_text("")
+    monkeypatch.setattr(presets, "__file__", str(tmp_path / "p2pdrl" / "config" / "presets.py"))
+    assert preset_names() == []
+    with pytest.raises(ConfigError, match="none"):
+        preset_path("theirs")
