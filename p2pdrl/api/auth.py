@@ -1,0 +1,144 @@
+"""Who may ask the API what: the gate in front of every route.
+
+| access | on a keyless node | with a swarm key |
+|---|---|---|
+| open (``/``, ``/healthz``) | anyone who reaches the port | anyone who reaches the port |
+| metrics | anyone | credentials, unless ``open_metrics`` |
+| read | anyone (it listens on loopback only) | credentials |
+| change | credentials, even on loopback: a lab machine's loopback isn't private | credentials |
+
+Credentials are the local token as ``Authorization: Bearer``, or a MAC over method, path, time
+and nonce keyed by the local token or by the swarm key. Our own commands always send the MAC, so
+that a stranger who listens on the port first never gets hold of a token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from enum import Enum
+from ipaddress import ip_address
+
+from aiohttp import web
+
+from p2pdrl.api.answers import ApiRefusal, Handler, answers_errors
+from p2pdrl.api.protocol import NodeView
+from p2pdrl.clock import Clock
+from p2pdrl.transport.auth import ReplayGuard, is_nonce, parse_time, verify_api
+
+__all__ = ["MAC_HEADERS", "Access", "Gate", "is_loopback"]
+
+MAC_HEADERS = ("P2PDRL-Time", "P2PDRL-Nonce", "P2PDRL-Mac")
+"""The headers of a signed request: wall time, nonce, `p2pdrl.transport.auth.sign_api` over both."""
+
+_MAC = re.compile(r"[0-9a-f]{64}")
+_WANTS = {"WWW-Authenticate": 'Bearer realm="p2pdrl"'}
+
+
+class Access(Enum):
+    """What a route does, which decides who may call it."""
+
+    OPEN = "open"
+    METRICS = "metrics"
+    READ = "read"
+    CHANGE = "change"
+
+
+class Gate:
+    """Decides about each request of one node's API.
+
+    Args:
+        node: whose token and key count.
+        clock: the wall clock that signed requests are compared with.
+    """
+
+    def __init__(self, node: NodeView, clock: Clock) -> None:
+        self._node = node
+        self._replays = ReplayGuard(clock)
+
+    def guard(self, access: Access, handler: Handler) -> Handler:
+        """Return ``handler`` behind the gate, with errors as JSON."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            self.check(request, access)
+            return await handler(request)
+
+        return answers_errors(guarded)
+
+    def check(self, request: web.Request, access: Access) -> None:
+        """Let the request pass, or refuse it.
+
+        Raises:
+            ApiRefusal: 401 without good credentials; 409 for a replay; 400 or 415 for a body.
+        """
+        _refuse_body(request)
+        if access is Access.CHANGE or not self._readable(access):
+            self._authenticate(request)
+
+    def _readable(self, access: Access) -> bool:
+        if access is Access.OPEN or self._node.swarm_key is None:
+            return True
+        return access is Access.METRICS and self._node.open_metrics
+
+    def _authenticate(self, request: web.Request) -> None:
+        if "P2PDRL-Mac" in request.headers:
+            self._check_mac(request)
+            return
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            raise ApiRefusal(
+                401,
+                "this route wants credentials: the token in DATA_DIR/token as `Authorization: Bearer …`, "
+                "or the swarm key (--swarm-key-file)",
+                _WANTS,
+            )
+        if not hmac.compare_digest(
+            given.strip().encode("utf-8", "surrogateescape"), self._node.token.encode()
+        ):
+            raise ApiRefusal(
+                401, "that isn't this node's token, which is in the file `token` of its data folder", _WANTS
+            )
+
+    def _check_mac(self, request: web.Request) -> None:
+        """A stranger learns nothing from the order: freshness is only told to holders of a key."""
+        time_text, nonce, mac = (request.headers.get(name, "") for name in MAC_HEADERS)
+        wall_s = parse_time(time_text)
+        well_formed = is_nonce(nonce) and _MAC.fullmatch(mac) and request.raw_path.isascii()
+        if wall_s is None or not well_formed:
+            raise ApiRefusal(400, "malformed P2PDRL-Time, P2PDRL-Nonce, P2PDRL-Mac or path")
+        signed = (request.method, request.raw_path, wall_s, nonce)
+        if not any(verify_api(key, *signed, mac=mac) for key in self._keys()):
+            raise ApiRefusal(
+                401, "the request is signed with another swarm's key or another node's token", _WANTS
+            )
+        if stale := self._replays.stale(wall_s):
+            raise ApiRefusal(401, stale)
+        fresh = self._replays.take(nonce)
+        if fresh is None:
+            raise ApiRefusal(429, "too many signed requests a minute", {"Retry-After": "60"})
+        if not fresh:
+            raise ApiRefusal(409, "this signed request was seen before")
+
+    def _keys(self) -> list[bytes]:
+        token, swarm_key = self._node.token.encode(), self._node.swarm_key
+        return [token] if swarm_key is None else [token, swarm_key]
+
+
+def is_loopback(request: web.Request) -> bool:
+    """Whether the request comes from this machine, and not through a proxy on it."""
+    if "X-Forwarded-For" in request.headers or "Forwarded" in request.headers:
+        return False
+    try:
+        address = ip_address((request.remote or "").partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def _refuse_body(request: web.Request) -> None:
+    """No route of the API takes a body, so one is never read."""
+    if "Content-Encoding" in request.headers:
+        raise ApiRefusal(415, "an encoded body isn't taken")
+    if request.body_exists and request.content_length != 0:
+        raise ApiRefusal(400, "this route takes no body")

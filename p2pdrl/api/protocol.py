@@ -1,0 +1,109 @@
+"""What the HTTP API needs to know of a node, on one page.
+
+`p2pdrl.node` implements `NodeView` with the live daemon; tests implement it with a few
+constants. Every value a method returns consists of JSON types, so that routes stay thin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+__all__ = ["Event", "EventSource", "NodeView"]
+
+Event = dict[str, object]
+"""``seq`` (int, grows by one), ``time`` (seconds since the Unix epoch), ``kind``, ``text``, and more."""
+
+
+class EventSource(Protocol):
+    """The node's log of what happened, newest last, bounded."""
+
+    def since(self, seq: int) -> list[Event]:
+        """Events whose ``seq`` is greater than ``seq`` and that are still remembered, oldest first."""
+        ...
+
+    def subscribe(self) -> AbstractAsyncContextManager[asyncio.Queue[Event]]:
+        """A bounded queue that gets each new event; one that isn't emptied is dropped."""
+        ...
+
+
+class NodeView(Protocol):
+    """One node, as its API shows and steers it. All methods are quick: none blocks the loop."""
+
+    @property
+    def name(self) -> str:
+        """What people call the node; text from a config file, so never trusted as markup."""
+        ...
+
+    @property
+    def token(self) -> str:
+        """The local token: 64 hex digits, also in ``<data_dir>/token``."""
+        ...
+
+    @property
+    def swarm_key(self) -> bytes | None:
+        """The swarm's secret, or None for a keyless swarm on loopback."""
+        ...
+
+    @property
+    def open_metrics(self) -> bool:
+        """Whether ``/metrics`` is answered without credentials even with a swarm key."""
+        ...
+
+    @property
+    def data_dir(self) -> str:
+        """Folder of the node's files; told to callers on this machine only."""
+        ...
+
+    def status(self) -> dict[str, object]:
+        """The node's and the swarm's state in numbers."""
+        ...
+
+    def peers(self) -> list[dict[str, object]]:
+        """Every known member, this node included (``"self": true``)."""
+        ...
+
+    def health(self) -> tuple[bool, list[str]]:
+        """Whether the node is well, and if not why, in plain words."""
+        ...
+
+    def ready(self) -> tuple[bool, list[str]]:
+        """Whether the node has joined and trains, and if not why."""
+        ...
+
+    def metrics(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        ...
+
+    def events(self) -> EventSource:
+        """The log of events."""
+        ...
+
+    async def leave(self) -> None:
+        """Begin to leave the swarm and end the process; returns before that is done."""
+        ...
+
+    async def pause(self, swarm: bool) -> None:
+        """Stop training, here or in the whole swarm; membership goes on."""
+        ...
+
+    async def resume(self, swarm: bool) -> None:
+        """Undo `pause`."""
+        ...
+
+    async def checkpoint(self) -> str:
+        """Write a checkpoint now and return its path.
+
+        Raises:
+            StorageError: it couldn't be written.
+        """
+        ...
+
+    async def export(self) -> bytes:
+        """Current parameters and sidecar as a safetensors file with JSON metadata."""
+        ...
+
+    def config(self) -> dict[str, object]:
+        """The resolved configuration without secrets."""
+        ...

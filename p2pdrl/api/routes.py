@@ -1,0 +1,167 @@
+"""The routes of the HTTP API, mounted on the application that also serves the peers.
+
+| route | access | answer |
+|---|---|---|
+| ``GET /`` | open | the page |
+| ``GET /healthz`` ``/readyz`` | open, read | 200 or 503, ``{"ok", "reasons"}`` |
+| ``GET /metrics`` | metrics | Prometheus text |
+| ``GET /v1/status`` ``/v1/peers`` ``/v1/config`` | read | JSON |
+| ``GET /v1/events`` | read | event stream; ``?follow=0`` a JSON list; ``?since=N`` |
+| ``GET /v1/checkpoint`` | read | safetensors file |
+| ``POST /v1/checkpoint`` | change | ``{"path"}`` |
+| ``POST /v1/pause`` ``/v1/resume`` | change | ``?scope=node`` or ``swarm`` |
+| ``POST /v1/leave`` | change | 202; the node leaves and ends |
+
+Called once by the daemon. Host and Origin are checked before, by the transport's middleware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from p2pdrl.api.answers import ApiRefusal, Handler, answers_errors, json_answer
+from p2pdrl.api.auth import Access, Gate, is_loopback
+from p2pdrl.api.page import load_page
+from p2pdrl.api.protocol import NodeView
+from p2pdrl.api.sse import EventStreams
+from p2pdrl.clock import Clock, SystemClock
+from p2pdrl.ids import PROTOCOL_VERSION
+
+__all__ = ["mount"]
+
+_PIECE_BYTES = 1 << 20
+"""aiohttp stalls its loop when it is handed one large buffer."""
+
+Route = tuple[str, str, Access, Handler]
+
+
+def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> None:
+    """Add every route of the API to ``app``.
+
+    Args:
+        app: not yet started.
+        node: what the routes show and steer.
+        clock: for signed requests; the system's by default.
+    """
+    gate = Gate(node, clock or SystemClock())
+    streams = EventStreams(node.events())
+    views, actions, export = _Views(node), _Actions(node), _Export(node)
+    table: list[Route] = [
+        ("GET", "/", Access.OPEN, load_page().handle),
+        ("GET", "/healthz", Access.OPEN, views.healthz),
+        ("GET", "/readyz", Access.READ, views.readyz),
+        ("GET", "/metrics", Access.METRICS, views.metrics),
+        ("GET", "/v1/status", Access.READ, views.status),
+        ("GET", "/v1/peers", Access.READ, views.peers),
+        ("GET", "/v1/config", Access.READ, views.config),
+        ("GET", "/v1/events", Access.READ, streams.handle),
+        ("GET", "/v1/checkpoint", Access.READ, export.handle),
+        ("POST", "/v1/checkpoint", Access.CHANGE, actions.checkpoint),
+        ("POST", "/v1/pause", Access.CHANGE, actions.pause),
+        ("POST", "/v1/resume", Access.CHANGE, actions.resume),
+        ("POST", "/v1/leave", Access.CHANGE, actions.leave),
+    ]
+    for method, path, access, handler in table:
+        add = app.router.add_get if method == "GET" else app.router.add_post
+        add(path, gate.guard(access, handler))
+    app.router.add_route("*", "/v1/{rest:.*}", answers_errors(_Unknown(table).handle))
+    app.on_shutdown.append(streams.close)
+
+
+class _Views:
+    """Routes that only look."""
+
+    def __init__(self, node: NodeView) -> None:
+        self._node = node
+
+    async def healthz(self, request: web.Request) -> web.Response:
+        ok, reasons = self._node.health()
+        content: dict[str, object] = {"ok": ok, "reasons": reasons, "protocol": PROTOCOL_VERSION}
+        if is_loopback(request):
+            content["data_dir"] = self._node.data_dir
+        return json_answer(content, status=200 if ok else 503)
+
+    async def readyz(self, _request: web.Request) -> web.Response:
+        ok, reasons = self._node.ready()
+        return json_answer({"ok": ok, "reasons": reasons}, status=200 if ok else 503)
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return web.Response(body=self._node.metrics(), headers={"Content-Type": kind})
+
+    async def status(self, _request: web.Request) -> web.Response:
+        return json_answer(self._node.status())
+
+    async def peers(self, _request: web.Request) -> web.Response:
+        return json_answer(self._node.peers())
+
+    async def config(self, _request: web.Request) -> web.Response:
+        return json_answer(self._node.config())
+
+
+class _Actions:
+    """Routes that change something; each answers ``{"ok": true, …}``."""
+
+    def __init__(self, node: NodeView) -> None:
+        self._node = node
+
+    async def leave(self, _request: web.Request) -> web.Response:
+        await self._node.leave()
+        return json_answer({"ok": True, "state": "leaving"}, status=202)
+
+    async def checkpoint(self, _request: web.Request) -> web.Response:
+        return json_answer({"ok": True, "path": await self._node.checkpoint()})
+
+    async def pause(self, request: web.Request) -> web.Response:
+        return await self._scoped(request, self._node.pause)
+
+    async def resume(self, request: web.Request) -> web.Response:
+        return await self._scoped(request, self._node.resume)
+
+    async def _scoped(self, request: web.Request, act: Callable[[bool], Awaitable[None]]) -> web.Response:
+        scope = request.query.get("scope", "node")
+        if scope not in {"node", "swarm"}:
+            raise ApiRefusal(400, "scope must be node or swarm")
+        await act(scope == "swarm")
+        return json_answer({"ok": True, "scope": scope})
+
+
+class _Export:
+    """The current parameters as a file."""
+
+    def __init__(self, node: NodeView) -> None:
+        self._node = node
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        data = memoryview(await self._node.export())
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "application/octet-stream",
+                "Content-Disposition": 'attachment; filename="checkpoint.safetensors"',
+                "X-Content-Type-Options": "nosniff",
+            }
+        )
+        response.content_length = data.nbytes
+        await response.prepare(request)
+        for start in range(0, data.nbytes, _PIECE_BYTES):
+            await response.write(data[start : start + _PIECE_BYTES])
+        await response.write_eof()
+        return response
+
+
+class _Unknown:
+    """What isn't in the table: 404, or 405 when only the method is wrong."""
+
+    def __init__(self, table: list[Route]) -> None:
+        self._methods: dict[str, list[str]] = {}
+        for method, path, _, _ in table:
+            self._methods.setdefault(path, []).append(method)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        methods = self._methods.get(request.path)
+        if methods is None:
+            raise ApiRefusal(404, "no such route")
+        allowed = ", ".join(methods)
+        raise ApiRefusal(405, f"this route takes {allowed}", {"Allow": allowed})

@@ -1,0 +1,239 @@
+"""Every route of the API over real HTTP: who may ask, what is answered, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from p2pdrl.api.routes import mount
+from p2pdrl.api.testing import FakeNode
+from p2pdrl.clock import ManualClock
+from p2pdrl.errors import StorageError
+from p2pdrl.transport.auth import format_time, new_nonce, sign_api
+
+KEY = bytes(range(32))
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+async def start(clock):
+    """Serve a node; returns its test client."""
+    clients = []
+
+    async def _start(node):
+        app = web.Application()
+        mount(app, node, clock)
+        client = TestClient(TestServer(app))
+        await client.start_server()
+        clients.append(client)
+        return client
+
+    yield _start
+    for client in clients:
+        await client.close()
+
+
+def bearer(node):
+    return {"Authorization": f"Bearer {node.token}"}
+
+
+def signed(key, method, path, wall_s, nonce=None):
+    nonce = nonce or new_nonce()
+    return {
+        "P2PDRL-Time": format_time(wall_s),
+        "P2PDRL-Nonce": nonce,
+        "P2PDRL-Mac": sign_api(key, method, path, wall_s, nonce),
+    }
+
+
+READS = [
+    "/v1/status",
+    "/v1/peers",
+    "/v1/config",
+    "/v1/events?follow=0",
+    "/v1/checkpoint",
+    "/readyz",
+    "/metrics",
+]
+CHANGES = ["/v1/leave", "/v1/pause", "/v1/resume", "/v1/checkpoint"]
+
+
+@pytest.mark.parametrize("path", ["/", "/healthz", *READS])
+async def test_a_keyless_node_can_be_read_by_anyone(start, path):
+    client = await start(FakeNode())
+    assert (await client.get(path)).status == 200
+
+
+@pytest.mark.parametrize("path", READS)
+async def test_with_a_swarm_key_reading_wants_credentials(start, clock, path):
+    node = FakeNode(swarm_key=KEY)
+    client = await start(node)
+    answer = await client.get(path)
+    assert answer.status == 401
+    assert "Bearer" in answer.headers["WWW-Authenticate"]
+    assert "\n" not in (await answer.json())["error"]
+    assert (await client.get(path, headers=bearer(node))).status == 200
+    assert (await client.get(path, headers=signed(KEY, "GET", path, clock.wall()))).status == 200
+    token = node.token.encode()
+    assert (await client.get(path, headers=signed(token, "GET", path, clock.wall()))).status == 200
+
+
+@pytest.mark.parametrize("path", CHANGES)
+@pytest.mark.parametrize(
+    "headers", [{}, {"Authorization": "Bearer nonsense"}, {"Authorization": "Basic eDp5"}]
+)
+async def test_changes_want_credentials_even_on_loopback_without_a_key(start, path, headers):
+    node = FakeNode()
+    client = await start(node)
+    assert (await client.post(path, headers=headers)).status == 401
+    assert node.done == []
+
+
+async def test_changes_are_done_for_the_token(start):
+    node = FakeNode()
+    client = await start(node)
+    answers = [
+        await client.post(path, headers=bearer(node))
+        for path in [
+            "/v1/pause",
+            "/v1/pause?scope=swarm",
+            "/v1/resume?scope=node",
+            "/v1/checkpoint",
+            "/v1/leave",
+        ]
+    ]
+    assert [answer.status for answer in answers] == [200, 200, 200, 200, 202]
+    assert node.done == ["pause node", "pause swarm", "resume node", "checkpoint", "leave"]
+    assert (await answers[3].json())["path"].endswith("last.safetensors")
+
+
+async def test_open_metrics_and_health_need_no_credentials(start):
+    node = FakeNode(swarm_key=KEY)
+    client = await start(node)
+    assert (await client.get("/healthz")).status == 200
+    assert (await client.get("/metrics")).status == 401
+    node.open_metrics = True
+    answer = await client.get("/metrics")
+    assert answer.status == 200
+    assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+
+
+async def test_health_says_why_and_tells_the_data_folder_to_this_machine_only(start):
+    node = FakeNode(data_dir="/data/n")
+    client = await start(node)
+    assert await (await client.get("/healthz")).json() == {
+        "ok": True, "reasons": [], "protocol": 1, "data_dir": "/data/n",
+    }  # fmt: skip
+    proxied = await (await client.get("/healthz", headers={"X-Forwarded-For": "203.0.113.9"})).json()
+    assert "data_dir" not in proxied
+    node.reasons = ["the learner is down"]
+    for path in ["/healthz", "/readyz"]:
+        answer = await client.get(path)
+        assert answer.status == 503
+        assert (await answer.json())["reasons"] == ["the learner is down"]
+
+
+async def test_a_signed_request_counts_once_for_its_path_method_and_minute(start, clock):
+    node = FakeNode(swarm_key=KEY)
+    client = await start(node)
+    good = signed(KEY, "POST", "/v1/pause", clock.wall())
+    assert (await client.post("/v1/pause", headers=good)).status == 200
+    assert (await client.post("/v1/pause", headers=good)).status == 409
+    other_path = signed(KEY, "POST", "/v1/pause", clock.wall())
+    assert (await client.post("/v1/leave", headers=other_path)).status == 401
+    other_method = signed(KEY, "GET", "/v1/checkpoint", clock.wall())
+    assert (await client.post("/v1/checkpoint", headers=other_method)).status == 401
+    with_query = signed(KEY, "POST", "/v1/pause", clock.wall())
+    assert (await client.post("/v1/pause?scope=swarm", headers=with_query)).status == 401
+    stale = await client.post("/v1/pause", headers=signed(KEY, "POST", "/v1/pause", clock.wall() - 61))
+    assert stale.status == 401
+    assert "clock" in (await stale.json())["error"]
+    foreign = await client.post("/v1/pause", headers=signed(b"x" * 32, "POST", "/v1/pause", clock.wall()))
+    assert foreign.status == 401
+    assert node.done == ["pause node"]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        {"P2PDRL-Time": "nan"}, {"P2PDRL-Time": ""}, {"P2PDRL-Time": "9" * 400}, {"P2PDRL-Nonce": "x"},
+        {"P2PDRL-Mac": "zz"}, {"P2PDRL-Mac": "é" * 64}, {"P2PDRL-Nonce": "é" * 32},
+    ],
+)  # fmt: skip
+async def test_malformed_signatures_are_400(start, clock, spoil):
+    node = FakeNode(swarm_key=KEY)
+    client = await start(node)
+    headers = signed(KEY, "GET", "/v1/status", clock.wall()) | spoil
+    assert (await client.get("/v1/status", headers=headers)).status == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404), ("GET", "/v1/", 404), ("DELETE", "/v1/status", 405),
+        ("GET", "/v1/leave", 405), ("PUT", "/v1/checkpoint", 405), ("POST", "/v1/pause?scope=world", 400),
+        ("GET", "/v1/events?since=-1", 400), ("GET", "/v1/events?since=x", 400),
+        ("GET", "/v1/events?since=" + "9" * 5000, 400), ("GET", "/v1/events?since=%C2%B2", 400),
+        ("GET", "/v1/events?follow=2", 400),
+    ],
+)  # fmt: skip
+async def test_malformed_requests_are_refused_as_json(start, method, path, status):
+    node = FakeNode()
+    client = await start(node)
+    answer = await client.request(method, path, headers=bearer(node))
+    assert answer.status == status
+    assert (await answer.json())["error"]
+    if status == 405:
+        assert answer.headers["Allow"] in {"GET", "POST", "GET, POST"}
+
+
+@pytest.mark.parametrize("body", [b"{}", b"\x80\x04.", b"[" * 20_000])
+async def test_bodies_are_refused(start, body):
+    node = FakeNode()
+    client = await start(node)
+    assert (await client.post("/v1/leave", data=body, headers=bearer(node))).status == 400
+    encoded = {**bearer(node), "Content-Encoding": "gzip"}
+    assert (await client.post("/v1/leave", data=body, headers=encoded)).status == 415
+    assert node.done == []
+
+
+async def test_a_bearer_token_of_odd_bytes_is_401(start):
+    client = await start(FakeNode())
+    assert (await client.post("/v1/leave", headers={"Authorization": "Bearer ü\udc80"})).status == 401
+
+
+async def test_status_with_nan_is_still_json(start):
+    node = FakeNode()
+    node.state["mean_return"] = math.nan
+    client = await start(node)
+    text = await (await client.get("/v1/status")).text()
+    assert json.loads(text)["mean_return"] is None
+    assert "NaN" not in text
+
+
+async def test_the_export_arrives_whole(start):
+    node = FakeNode()
+    client = await start(node)
+    answer = await client.get("/v1/checkpoint")
+    assert answer.headers["Content-Length"] == str(len(await node.export()))
+    assert await answer.read() == await node.export()
+
+
+async def test_an_error_of_the_node_is_told_in_one_line(start):
+    class Full(FakeNode):
+        async def checkpoint(self):
+            raise StorageError("the disk is full:\n free some space")
+
+    node = Full()
+    client = await start(node)
+    answer = await client.post("/v1/checkpoint", headers=bearer(node))
+    assert answer.status == 503
+    assert (await answer.json())["error"] == "the disk is full: free some space"
