@@ -14,10 +14,13 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CHUNK", "scratch_f64", "scratch_u32", "spans"]
+__all__ = ["CHUNK", "DOT_CHUNK", "scratch_f64", "scratch_u32", "spans"]
 
 CHUNK = 1 << 18
 """Elements per piece."""
+
+DOT_CHUNK = 1 << 13
+"""Elements per piece where BLAS sums them: from 10,000 on OpenBLAS starts threads, which costs more here."""
 
 
 class _Scratch(threading.local):
@@ -25,16 +28,16 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self.u32: npt.NDArray[np.uint32] = np.empty(CHUNK, np.uint32)
-        self.f64: npt.NDArray[np.float64] = np.empty(CHUNK, np.float64)
+        self.f64: npt.NDArray[np.float64] = np.empty(DOT_CHUNK, np.float64)
 
 
 _scratch = _Scratch()
 
 
-def spans(size: int) -> Iterator[slice]:
-    """Yield the slices that cover ``size`` elements, `CHUNK` at a time."""
-    for start in range(0, size, CHUNK):
-        yield slice(start, min(start + CHUNK, size))
+def spans(size: int, chunk: int = CHUNK) -> Iterator[slice]:
+    """Yield the slices that cover ``size`` elements, ``chunk`` at a time."""
+    for start in range(0, size, chunk):
+        yield slice(start, min(start + chunk, size))
 
 
 def scratch_u32(size: int) -> npt.NDArray[np.uint32]:
@@ -43,5 +46,5 @@ def scratch_u32(size: int) -> npt.NDArray[np.uint32]:
 
 
 def scratch_f64(size: int) -> npt.NDArray[np.float64]:
-    """This thread's float64 scratch, ``size <= CHUNK`` elements; the next call hands out the same."""
+    """This thread's float64 scratch, ``size <= DOT_CHUNK`` elements; the next call hands out the same."""
     return _scratch.f64[:size]

@@ -244,8 +244,13 @@ class DaemonBoard:
         self._gathered_sidecar = None
 
     def _facts(self) -> Published:
-        """Facts of the last publication."""
-        return self._memory.lock.read(self._memory.published) or _NONE_PUBLISHED
+        """Facts of the last publication; of an empty one when there was none."""
+        if not self.published_once:
+            return _NONE_PUBLISHED
+        facts = self._memory.lock.read(self._memory.published)
+        if facts is None:
+            raise TensorError("the learner publishes faster than the board's header can be read")
+        return facts
 
     def _in_slot(self, facts: Published) -> int:
         """Kind of the slot's content that the publication lacks; `NOTHING` means that the slot is free."""

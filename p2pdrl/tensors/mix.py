@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
-from p2pdrl.tensors.chunks import scratch_f64, spans
+from p2pdrl.tensors.chunks import DOT_CHUNK, scratch_f64, spans
 from p2pdrl.tensors.layout import Float32Array, check_vector
 
 __all__ = ["add_into", "check_finite", "distance", "norm", "pair_delta"]
@@ -61,7 +61,7 @@ def add_into(target: Float32Array, delta: Float32Array) -> None:
 def norm(vector: Float32Array) -> float:
     """Euclidean norm."""
     total = 0.0
-    for span in spans(vector.size):
+    for span in spans(vector.size, DOT_CHUNK):
         piece = scratch_f64(span.stop - span.start)
         np.copyto(piece, vector[span])
         total += float(np.dot(piece, piece))
@@ -77,10 +77,9 @@ def distance(a: Float32Array, b: Float32Array) -> float:
     if a.shape != b.shape:
         raise LayoutMismatchError(f"vectors of shapes {a.shape} and {b.shape} have no distance")
     total = 0.0
-    for span in spans(a.size):
+    for span in spans(a.size, DOT_CHUNK):
         piece = scratch_f64(span.stop - span.start)
-        np.copyto(piece, a[span])
-        np.subtract(piece, b[span], out=piece)
+        np.subtract(a[span], b[span], out=piece)
         total += float(np.dot(piece, piece))
     return math.sqrt(total)
 

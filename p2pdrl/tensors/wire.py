@@ -8,7 +8,6 @@ Shapes: every vector is flat, of D elements (all parameters); names carry no suf
 
 from __future__ import annotations
 
-import sys
 from typing import Literal
 
 import numpy as np
@@ -23,7 +22,6 @@ __all__ = ["WireDtype", "decode", "encode", "encoded_nbytes", "round_trip"]
 WireDtype = Literal["float32", "bf16"]
 
 _BYTES = {"float32": 4, "bf16": 2}
-_HIGH_HALF = slice(1 if sys.byteorder == "little" else 0, None, 2)
 
 
 def encoded_nbytes(size: int, dtype: WireDtype) -> int:
@@ -53,7 +51,9 @@ def encode(vector: Float32Array, dtype: WireDtype, out: bytearray | memoryview) 
         return
     wire: npt.NDArray[np.uint16] = np.frombuffer(out, "<u2")
     for span in spans(vector.size):
-        np.copyto(wire[span], _rounded(vector[span]).view(np.uint16)[_HIGH_HALF])
+        rounded = _rounded(vector[span])
+        np.right_shift(rounded, 16, out=rounded)
+        np.copyto(wire[span], rounded, casting="unsafe")
 
 
 def decode(buffer: bytes | bytearray | memoryview, dtype: WireDtype, out: Float32Array) -> None:

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
+from p2pdrl.tensors import mix
+from p2pdrl.tensors.chunks import CHUNK
+
+values = st.floats(-(2.0**99), 2.0**99, width=32)
+pairs = st.integers(0, 40).flatmap(
+    lambda n: st.tuples(arrays(np.float32, n, elements=values), arrays(np.float32, n, elements=values))
+)
+
+
+@given(pairs, st.just(0.0) | st.floats(0.001, 1))
+def test_the_two_sides_of_a_pair_are_opposite_bit_for_bit(
+    pair: tuple[np.ndarray, np.ndarray], weight: float
+) -> None:
+    a, b = pair
+    to_a, to_b = np.empty_like(a), np.empty_like(a)
+    mix.pair_delta(a, b, weight, out=to_a)
+    mix.pair_delta(b, a, weight, out=to_b)
+    np.testing.assert_array_equal(to_a, -to_b)
+    np.testing.assert_allclose(to_a, weight * (b.astype(float) - a), rtol=3e-7, atol=1e-44)
+
+
+def test_long_vectors_are_walked_to_their_end() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 2 * CHUNK + 17), dtype=np.float32)
+    out = np.empty_like(a)
+    mix.pair_delta(a, b, out=out)
+    np.testing.assert_array_equal(out, np.float32(0.5) * (b - a))
+    target = a.copy()
+    mix.add_into(target, out)
+    np.testing.assert_array_equal(target, a + out)
+    assert mix.norm(a) == pytest.approx(np.linalg.norm(a.astype(float)), rel=1e-12)
+    assert mix.distance(a, b) == pytest.approx(np.linalg.norm(a.astype(float) - b), rel=1e-7)
+
+
+@pytest.mark.parametrize("which", ["mine", "theirs"])
+def test_output_may_be_an_input(which: str) -> None:
+    vectors = {"mine": np.array([1, 2], np.float32), "theirs": np.array([3, 6], np.float32)}
+    mix.pair_delta(vectors["mine"], vectors["theirs"], out=vectors[which])
+    assert vectors[which].tolist() == [1.0, 2.0]
+
+
+def test_norm_of_many_small_values_is_summed_in_float64() -> None:
+    assert mix.norm(np.full(1_000_000, 0.1, np.float32)) == pytest.approx(
+        100 * float(np.float32(0.1)) * 10, rel=1e-9
+    )
+
+
+def test_nothing_of_the_vectors_length_is_allocated() -> None:
+    a, b, out = np.ones((3, 4 * CHUNK), np.float32)
+    mix.norm(a)  # the thread's scratch
+    tracemalloc.start()
+    try:
+        mix.pair_delta(a, b, out=out)
+        mix.add_into(out, a)
+        mix.distance(a, b)
+        mix.norm(a)
+        mix.check_finite(a, 1e6)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < CHUNK
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 11.0, -11.0])
+@pytest.mark.parametrize("at", [0, CHUNK - 1, CHUNK, CHUNK + 4])
+def test_poison_is_found_wherever_it_lies(bad: float, at: int) -> None:
+    vector = np.zeros(CHUNK + 5, np.float32)
+    mix.check_finite(vector, 10.0)
+    vector[at] = bad
+    with pytest.raises(PoisonedVectorError):
+        mix.check_finite(vector, 10.0)
+
+
+def test_vectors_that_differ_are_refused() -> None:
+    three, four, doubles = np.zeros(3, np.float32), np.zeros(4, np.float32), np.zeros(3)
+    for args in (
+        (three, four, three),
+        (three, three, four),
+        (doubles, three, three),
+        (three, three, doubles),
+    ):
+        with pytest.raises(LayoutMismatchError):
+            mix.pair_delta(args[0], args[1], out=args[2])
+    with pytest.raises(LayoutMismatchError):
+        mix.add_into(three, four)
+    with pytest.raises(LayoutMismatchError):
+        mix.distance(three, four)
+    with pytest.raises(ValueError, match="weight"):
+        mix.pair_delta(three, three, 1.5, out=three)
