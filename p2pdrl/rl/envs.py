@@ -37,7 +37,7 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 
-VETTED_VECTOR_ENVS = frozenset({"CartPole-v0", "CartPole-v1"})
+VETTED_VECTOR_ENVS = frozenset({"CartPole-v1"})
 """Ids whose ``vector_entry_point`` gives the same transitions and ends as the scalar one (see the tests)."""
 
 EXTRAS = {"Box2D": "box2d", "MuJoCo": "mujoco", "mujoco": "mujoco", "ale": "atari", "pygame": "video"}
@@ -175,8 +175,8 @@ def make_scalar_env(
             config.id,
             max_episode_steps=config.max_episode_steps,
             disable_env_checker=True,  # checks every step: costs more than CartPole's physics
-            render_mode=render_mode,
             **config.kwargs,
+            **({} if render_mode is None else {"render_mode": render_mode}),
         ),
     )
     if not isinstance(env.observation_space, gym.spaces.Box):

@@ -1,0 +1,77 @@
+"""Flat optimizers against torch.optim."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.rl.optimizers import Adam, RMSProp, clip_gradients
+
+D = 50
+
+
+def ours_and_torchs(name):
+    start = torch.randn(D, generator=torch.Generator().manual_seed(0))
+    mine, theirs = start.clone(), start.clone().requires_grad_()
+    gradients = torch.zeros(D)
+    if name == "adam":
+        return mine, gradients, Adam(mine, gradients, 1e-5), theirs, torch.optim.Adam([theirs], 0.01, eps=1e-5)
+    return (
+        mine,
+        gradients,
+        RMSProp(mine, gradients, 0.99, 1e-5),
+        theirs,
+        torch.optim.RMSprop([theirs], 0.01, alpha=0.99, eps=1e-5),
+    )
+
+
+@pytest.mark.parametrize("name", ["adam", "rmsprop"])
+def test_same_steps_as_torch(name):
+    mine, gradients, optimizer, theirs, reference = ours_and_torchs(name)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        gradients.copy_(torch.randn(D, generator=generator))
+        theirs.grad = gradients.clone()
+        optimizer.step(0.01)
+        reference.step()
+    torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adam", "rmsprop"])
+def test_state_carries_over(name):
+    mine, gradients, optimizer, _, _ = ours_and_torchs(name)
+    gradients.fill_(0.5)
+    for _ in range(3):
+        optimizer.step(0.01)
+    state = {key: value.copy() for key, value in optimizer.state().items()}
+    for item in optimizer.items():
+        assert state[item.name].shape == item.shape
+        assert str(state[item.name].dtype) == item.dtype
+
+    _, other_gradients, other, _, _ = ours_and_torchs(name)
+    other.load(state)
+    copy = mine.clone()
+    other._parameters_D.copy_(copy)
+    other_gradients.fill_(0.25)
+    gradients.fill_(0.25)
+    optimizer.step(0.01)
+    other.step(0.01)
+    torch.testing.assert_close(other._parameters_D, mine, rtol=0, atol=0)
+
+
+def test_state_of_another_size_is_refused():
+    _, _, optimizer, _, _ = ours_and_torchs("adam")
+    state = optimizer.state()
+    state["optimizer.m"] = np.zeros(3, dtype=np.float32)
+    with pytest.raises(LayoutMismatchError, match=r"optimizer\.m"):
+        optimizer.load(state)
+
+
+def test_clipping_keeps_small_gradients_and_scales_large_ones():
+    small, large = torch.tensor([0.3, 0.4]), torch.tensor([30.0, 40.0])
+    assert clip_gradients(small, 1.0) == pytest.approx(0.5)
+    assert clip_gradients(large, 1.0) == pytest.approx(50.0)
+    torch.testing.assert_close(small, torch.tensor([0.3, 0.4]))
+    torch.testing.assert_close(large, torch.tensor([0.6, 0.8]))
