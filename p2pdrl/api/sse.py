@@ -1,7 +1,7 @@
 """Events as a stream (server-sent events, WHATWG HTML §9.2) or as a JSON list.
 
-A subscriber's queue serves as the alarm clock only: what is sent is always
-``events.since(last sent)``. So a queue that overflowed costs a delay of one keep-alive and no event.
+A subscriber's queue serves as the alarm clock only: what is sent is always ``events.since(last
+sent)``. So a reader that lags behind the queue loses nothing that the log still remembers.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ class EventStreams:
         self._keep_alive_s = keep_alive_s
         self._write_deadline_s = write_deadline_s
         self._open: set[asyncio.Task[None]] = set()
+
+    @property
+    def open_streams(self) -> int:
+        """How many readers follow."""
+        return len(self._open)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request.
@@ -90,25 +95,29 @@ class EventStreams:
 
     async def _pump(self, response: web.StreamResponse, since: int) -> None:
         try:
-            async with self._events.subscribe() as queue:
-                while True:
-                    news = self._events.since(since)
-                    for event in news:
-                        since = _seq(event)
-                    await self._write(response, b"".join(map(_frame, news)) or b": keep-alive\n\n")
-                    await self._wake(queue)
+            await response.write(b": p2pdrl events\n\n")
+            while True:
+                news = await self._next(since)
+                for event in news:
+                    since = _seq(event)
+                await self._write(response, b"".join(map(_frame, news)) or b": keep-alive\n\n")
         except (ConnectionError, TimeoutError):
             return
 
-    async def _wake(self, queue: asyncio.Queue[Event]) -> None:
-        """Wait for news or for the keep-alive, and empty the queue."""
-        try:
-            async with asyncio.timeout(self._keep_alive_s):
-                await queue.get()
-        except TimeoutError:
-            return
-        while not queue.empty():
-            queue.get_nowait()
+    async def _next(self, since: int) -> list[Event]:
+        """What the log has after ``since``, waiting for it if need be; nothing after a silence.
+
+        Each wait has a subscription of its own, made before the log is read: no event falls between.
+        """
+        async with self._events.subscribe() as queue:
+            if news := self._events.since(since):
+                return news
+            try:
+                async with asyncio.timeout(self._keep_alive_s):
+                    await queue.get()
+            except TimeoutError:
+                pass
+            return self._events.since(since)
 
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
         async with asyncio.timeout(self._write_deadline_s):

@@ -33,11 +33,6 @@ class FakeEvents:
         self._queues: set[asyncio.Queue[Event]] = set()
         self._capacity = capacity
 
-    @property
-    def subscribers(self) -> int:
-        """How many queues are fed."""
-        return len(self._queues)
-
     def emit(self, kind: str, text: str, **fields: object) -> Event:
         """Append one event and hand it to the subscribers; a full queue is dropped."""
         event: Event = {
