@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, TensorError, WireError
+from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, WireError
 from p2pdrl.transport.counters import TrafficCounters
 from p2pdrl.transport.pieces import join_views
 from p2pdrl.transport.protocol import (
@@ -25,8 +25,8 @@ from p2pdrl.transport.protocol import (
     Refusal,
     Reply,
     VectorBuffer,
-    check_route,
 )
+from p2pdrl.transport.routes import MAX_REASON_CHARS, Route, Routes, run_handler
 
 __all__ = ["MemoryNetwork", "MemoryTransport"]
 
@@ -166,16 +166,14 @@ class MemoryTransport:
         self.swarm_id = swarm_id
         self.counters = TrafficCounters()
         self._network = network
-        self._routes: dict[str, tuple[Handler, int, int]] = {}
+        self._routes = Routes()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serve(
         self, route: str, handler: Handler, *, max_meta_bytes: int = 65536, max_vector_bytes: int = 0
     ) -> None:
         """Register a handler; see `Transport`."""
-        if check_route(route) in self._routes:
-            raise ValueError(f"route {route!r} is served already")
-        self._routes[route] = (handler, max_meta_bytes, max_vector_bytes)
+        self._routes.add(route, handler, max_meta_bytes, max_vector_bytes)
 
     async def start(self) -> None:
         """Begin to listen."""
@@ -274,37 +272,21 @@ class MemoryTransport:
             PeerRefusedError: what the caller shall see.
         """
         try:
-            handler = self._admit(caller, message)
+            route = self._admit(caller, message)
             self.counters.received(caller.node_id, len(message.meta) + len(message.vector))
-            reply = await handler(_MemoryIncoming(caller, message))
+            reply = await run_handler(route, _MemoryIncoming(caller, message))
         except Refusal as refusal:
-            status, reason = refusal.status, refusal.reason
-        except TensorError as error:
-            status, reason = 422, str(error)
-        except WireError as error:
-            status, reason = 400, str(error)
-        except PeerTimeoutError as error:
-            status, reason = 408, str(error)
-        except Exception as error:  # noqa: BLE001 - reported to the loop as every bug is
-            context = {"message": f"the handler of {message.route} failed", "exception": error}
-            asyncio.get_running_loop().call_exception_handler(context)
-            status, reason = 500, "the handler failed: see the peer's log"
-        else:
-            vector = join_views(reply.vector)
-            self.counters.sent(caller.node_id, len(reply.meta) + len(vector))
-            return reply, vector
-        self.counters.refused[status] += 1
-        raise PeerRefusedError(status, reason[:500])
+            self.counters.refused[refusal.status] += 1
+            raise PeerRefusedError(refusal.status, refusal.reason[:MAX_REASON_CHARS]) from refusal
+        vector = join_views(reply.vector)
+        self.counters.sent(caller.node_id, len(reply.meta) + len(vector))
+        return reply, vector
 
-    def _admit(self, caller: MemoryTransport, message: _Message) -> Handler:
+    def _admit(self, caller: MemoryTransport, message: _Message) -> Route:
         if caller.swarm_id != self.swarm_id:
             raise Refusal(403, f"this node belongs to swarm {self.swarm_id}, not {caller.swarm_id}")
         if message.target_id is not None and message.target_id != self.node_id:
             raise Refusal(403, f"meant for node {message.target_id}, this is {self.node_id}")
-        served = self._routes.get(message.route)
-        if served is None:
-            raise Refusal(404, f"no route {message.route!r} here")
-        handler, max_meta_bytes, max_vector_bytes = served
-        if len(message.meta) > max_meta_bytes or len(message.vector) > max_vector_bytes:
-            raise Refusal(413, f"{message.route} takes {max_meta_bytes} + {max_vector_bytes} bytes at most")
-        return handler
+        route = self._routes.find(message.route)
+        route.admit(len(message.meta), len(message.vector))
+        return route

@@ -12,13 +12,27 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Protocol
 
+import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web import RequestPayloadError
+
 from p2pdrl.errors import PeerTimeoutError, WireError
 from p2pdrl.transport.auth import MAC_BYTES, PieceMac
 from p2pdrl.transport.limits import PIECE_BYTES
 
-__all__ = ["BodyReader", "ByteSource", "OverlongError", "body_chunks", "body_nbytes", "cut", "join_views"]
+__all__ = [
+    "BodyReader",
+    "ByteSource",
+    "OverlongError",
+    "body_chunks",
+    "body_nbytes",
+    "cut",
+    "join_views",
+    "views_of",
+]
 
 Views = Sequence[memoryview] | memoryview | None
+_BROKEN = (ConnectionError, aiohttp.ClientError, RequestPayloadError, HttpProcessingError)
 
 
 class OverlongError(WireError):
@@ -168,7 +182,10 @@ class BodyReader:
             start += take
 
     async def _next(self, progress: _Progress) -> int:
-        self._rest = memoryview(await self._source.readany())
+        try:
+            self._rest = memoryview(await self._source.readany())
+        except _BROKEN as error:
+            raise WireError(f"the body broke off: {error}") from error
         self.nbytes += len(self._rest)
         progress.made()
         return len(self._rest)

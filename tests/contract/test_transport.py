@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from aiohttp import web
 
+from p2pdrl.clock import SystemClock
 from p2pdrl.errors import (
     LayoutMismatchError,
     PeerRefusedError,
@@ -17,6 +20,9 @@ from p2pdrl.errors import (
     PeerUnreachableError,
     WireError,
 )
+from p2pdrl.transport.http_transport import HttpTransport
+from p2pdrl.transport.limits import TransportLimits
+from p2pdrl.transport.listener import Listener
 from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
@@ -48,10 +54,36 @@ async def _memory() -> AsyncIterator[Pair]:
         await transport.close()
 
 
-@pytest.fixture(params=["memory"])
+async def _http(swarm_key: bytes | None) -> AsyncIterator[Pair]:
+    clock = SystemClock()
+    limits = TransportLimits(shutdown_grace_s=0.05)
+    alice = HttpTransport(ALICE, "default", swarm_key, clock=clock, limits=limits)
+    bob = HttpTransport(BOB, "default", swarm_key, clock=clock, limits=limits)
+    stranger = HttpTransport("c" * 32, "other", None, clock=clock, limits=limits)
+    app = web.Application()
+    bob.mount(app)
+    listener = Listener(limits, clock, bob.counters)
+    bob_at = await listener.listen(app, "localhost", 0, has_key=swarm_key is not None)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nowhere = Address("127.0.0.1", free.getsockname()[1])
+    for transport in (alice, bob, stranger):
+        await transport.start()
+    yield Pair(alice, bob, bob_at, stranger, nowhere)
+    for transport in (alice, bob, stranger):
+        await transport.close()
+    await listener.close()
+    assert listener.connections == 0
+
+
+@pytest.fixture(params=["memory", "http with key", "http without key"])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    make = {"memory": _memory}[request.param]
-    async for made in make():
+    makers = {
+        "memory": _memory,
+        "http with key": lambda: _http(b"the swarm's key"),
+        "http without key": lambda: _http(None),
+    }
+    async for made in makers[request.param]():
         yield made
 
 

@@ -1,0 +1,120 @@
+"""From a peer's address to an IP that may be dialled.
+
+Names are resolved here and the connection goes to the IP that was looked at, so that no name
+can point to one place when checked and to another when dialled, and so that the Host header is
+an IP literal that every node accepts. `http_client` asks before each call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+
+from p2pdrl.clock import Clock
+from p2pdrl.errors import ConfigError, PeerUnreachableError
+from p2pdrl.transport.auth import Verdict
+from p2pdrl.transport.protocol import Address
+
+__all__ = ["Dialer", "Resolve", "forbidden", "system_resolve"]
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+_IP = ipaddress.IPv4Address | ipaddress.IPv6Address
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+_METADATA = {ipaddress.ip_address(text) for text in ("169.254.169.254", "169.254.170.2", "fd00:ec2::254")}
+_METADATA.add(ipaddress.ip_address("100.100.100.200"))
+_MAX_NAMES = 1024
+
+
+async def system_resolve(host: str, port: int) -> list[str]:
+    """Ask the operating system for the IPs of ``host``."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in found]
+
+
+def forbidden(ip_text: str, allowed: Sequence[_Network] = ()) -> Verdict:
+    """Tell why ``ip_text`` is never dialled.
+
+    Cloud metadata services, multicast and unspecified addresses are never peers. With
+    ``allowed`` networks given, others aren't either; loopback stays allowed.
+    """
+    try:
+        ip: _IP = ipaddress.ip_address(ip_text.partition("%")[0])
+    except ValueError:
+        return f"{ip_text[:80]!r} isn't an IP address"
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped
+    if ip in _METADATA:
+        return f"{ip} is a cloud metadata service, not a peer"
+    if ip.is_multicast or ip.is_unspecified or ip == ipaddress.IPv4Address("255.255.255.255"):
+        return f"{ip} isn't the address of one machine"
+    if allowed and not ip.is_loopback and not any(ip in network for network in allowed):
+        return f"{ip} is outside the networks that --allow-cidr names"
+    return None
+
+
+class Dialer:
+    """Resolves names, for a short time, and refuses forbidden addresses.
+
+    Args:
+        clock: monotonic time for the cache.
+        ttl_s: how long a name's addresses are reused.
+        allow_cidr: networks to which dialling is limited; empty for no limit.
+        resolve: ``(host, port) -> IPs``; the system's by default.
+
+    Raises:
+        ConfigError: a network is malformed.
+    """
+
+    def __init__(
+        self, clock: Clock, ttl_s: float, allow_cidr: Sequence[str] = (), resolve: Resolve = system_resolve
+    ) -> None:
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._resolve = resolve
+        self._names: dict[Address, tuple[float, list[str]]] = {}
+        try:
+            self._allowed = [ipaddress.ip_network(text) for text in allow_cidr]
+        except ValueError as error:
+            raise ConfigError(f"--allow-cidr: {error}") from error
+
+    async def addresses(self, to: Address) -> list[Address]:
+        """Return the IPs behind ``to`` that may be dialled, at least one.
+
+        Raises:
+            PeerUnreachableError: the name isn't known, or no address may be dialled.
+        """
+        verdicts: list[str] = []
+        good: list[Address] = []
+        for ip_text in await self._ips(to):
+            verdict = forbidden(ip_text, self._allowed)
+            if verdict is None:
+                good.append(Address(ip_text, to.port))
+            else:
+                verdicts.append(verdict)
+        if not good:
+            raise PeerUnreachableError(f"{to} isn't dialled: {'; '.join(verdicts) or 'it has no address'}")
+        return good
+
+    async def _ips(self, to: Address) -> list[str]:
+        try:
+            ipaddress.ip_address(to.host.partition("%")[0])
+        except ValueError:
+            pass
+        else:
+            return [to.host]
+        now_s = self._clock.monotonic()
+        known = self._names.get(to)
+        if known is not None and known[0] > now_s:
+            return known[1]
+        try:
+            ips = list(dict.fromkeys(await self._resolve(to.host, to.port)))
+        except (OSError, UnicodeError) as error:
+            raise PeerUnreachableError(f"the name {to.host} can't be resolved: {error}") from error
+        if len(self._names) >= _MAX_NAMES:
+            self._names.clear()
+        self._names[to] = (now_s + self._ttl_s, ips)
+        return ips

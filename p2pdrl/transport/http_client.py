@@ -1,0 +1,229 @@
+"""Calls peers over HTTP and believes nothing that comes back unproved.
+
+`http_transport` owns this. Two lanes of connections: probes of the failure detector never
+wait behind vectors. Foreign errors become ours here: see `Transport.call`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import aiohttp
+from yarl import URL
+
+from p2pdrl.clock import Clock
+from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, WireError
+from p2pdrl.transport.auth import SwarmKeys, format_time, new_nonce
+from p2pdrl.transport.counters import TrafficCounters
+from p2pdrl.transport.dial import Dialer
+from p2pdrl.transport.headers import CONTENT_TYPE, NO_TARGET, AnswerHead, RequestHead
+from p2pdrl.transport.limits import TransportLimits
+from p2pdrl.transport.pieces import BodyReader, body_chunks, body_nbytes, views_of
+from p2pdrl.transport.protocol import Address, Answer, Lane, VectorBuffer, check_route
+from p2pdrl.transport.routes import MAX_REASON_CHARS
+
+__all__ = ["Call", "HttpClient"]
+
+
+class Call:
+    """What one call sends; kept together so that it can be tried at several addresses.
+
+    Args:
+        target_id: who must answer; None when unknown.
+        route: name of the route.
+        meta: metadata.
+        vector: sent after it.
+        into: gives the buffer for the answer's vector.
+    """
+
+    def __init__(
+        self,
+        target_id: str | None,
+        route: str,
+        meta: bytes,
+        vector: memoryview | None,
+        into: VectorBuffer | None,
+    ) -> None:
+        self.target_id = target_id
+        self.path = f"/p2p/{check_route(route)}"
+        self.meta = meta
+        self.views = views_of(vector)
+        self.vector_nbytes = sum(view.nbytes for view in self.views)
+        self.into = into
+
+
+class HttpClient:
+    """The calling half of `HttpTransport`.
+
+    Args:
+        node_id: our id, told to peers.
+        swarm_id: told to peers.
+        keys: the swarm's keys; None calls without MACs.
+        clock: wall time for the stamps.
+        limits: all bounds.
+        counters: written to.
+        dialer: turns names into addresses that may be dialled.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        swarm_id: str,
+        keys: SwarmKeys | None,
+        *,
+        clock: Clock,
+        limits: TransportLimits,
+        counters: TrafficCounters,
+        dialer: Dialer,
+    ) -> None:
+        self._node_id = node_id
+        self._swarm_id = swarm_id
+        self._keys = keys
+        self._clock = clock
+        self._limits = limits
+        self._counters = counters
+        self._dialer = dialer
+        self._lanes: dict[Lane, aiohttp.ClientSession] = {}
+
+    async def start(self) -> None:
+        """Open both lanes."""
+        if not self._lanes:
+            self._lanes["probe"] = self._session(self._limits.probe_connections_per_host)
+            self._lanes["bulk"] = self._session(self._limits.bulk_connections_per_host)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        lanes = tuple(self._lanes.values())
+        self._lanes.clear()
+        for session in lanes:
+            await session.close()
+
+    def _session(self, per_host: int) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(
+            limit=0, limit_per_host=per_host, keepalive_timeout=self._limits.client_keepalive_s
+        )
+        return aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+            read_bufsize=self._limits.read_buffer_bytes,
+            headers={"Accept-Encoding": "identity"},
+            skip_auto_headers=("User-Agent", "Accept"),
+        )
+
+    async def call(self, to: Address, call: Call, *, deadline_s: float, lane: Lane) -> Answer:
+        """Send ``call`` to ``to``; errors as in `Transport.call`."""
+        if not self._lanes:
+            raise PeerUnreachableError(f"{to} isn't called: our transport is closed")
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._try_addresses(to, call, self._lanes[lane])
+        except TimeoutError as error:
+            raise PeerTimeoutError(f"{to} didn't answer {call.path} within {deadline_s:g} s") from error
+
+    async def _try_addresses(self, to: Address, call: Call, session: aiohttp.ClientSession) -> Answer:
+        broken: Exception | None = None
+        for address in await self._dialer.addresses(to):
+            try:
+                return await self._exchange(address, call, session)
+            except aiohttp.ClientConnectorError as error:
+                broken = error
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                raise PeerUnreachableError(
+                    f"the connection to {to} broke before an answer: {error}"
+                ) from error
+            except (aiohttp.ClientError, UnicodeError) as error:
+                raise WireError(f"{to} answered what isn't HTTP: {str(error)[:200]}") from error
+        raise PeerUnreachableError(f"nothing listens at {to}: {broken}") from broken
+
+    async def _exchange(self, address: Address, call: Call, session: aiohttp.ClientSession) -> Answer:
+        """Send one request to one IP and read its answer."""
+        head = RequestHead(
+            path=call.path,
+            sender=self._node_id,
+            target=call.target_id if call.target_id is not None else NO_TARGET,
+            swarm=self._swarm_id,
+            meta_nbytes=len(call.meta),
+            vector_nbytes=call.vector_nbytes,
+            time=format_time(self._clock.wall()),
+            nonce=new_nonce(),
+        )
+        mac = None
+        if self._keys is not None:
+            head = head.sign(self._keys)
+            mac = self._keys.request_pieces(head.nonce)
+        nbytes = body_nbytes(len(call.meta), call.vector_nbytes, mac is not None)
+        data: bytes | AsyncIterator[bytes | memoryview]
+        if call.views:
+            data = body_chunks(call.meta, call.views, mac)
+        else:
+            data = call.meta + (mac.of(0, call.meta) if mac is not None else b"")
+        headers = {**head.to_headers(), "Content-Length": str(nbytes)}
+        url = URL.build(scheme="http", host=address.host, port=address.port, path=call.path)
+        async with session.post(url, data=data, headers=headers, allow_redirects=False) as response:
+            self._counters.sent(call.target_id, nbytes)
+            if response.status != 200:
+                raise await self._refusal(response)
+            return await self._answer(response, call, head.nonce)
+
+    async def _refusal(self, response: aiohttp.ClientResponse) -> Exception:
+        """Return the error for an answer that isn't 200; its text is cut and made printable."""
+        if not 400 <= response.status <= 599:
+            return WireError(f"the peer answered with status {response.status}, which is never followed")
+        text = b""
+        try:
+            async with asyncio.timeout(self._limits.stall_deadline_s):
+                while len(text) < self._limits.max_refusal_bytes and (
+                    chunk := await response.content.readany()
+                ):
+                    text += chunk
+        except (TimeoutError, aiohttp.ClientError, ConnectionError):
+            pass  # the status alone says enough
+        words = text[: self._limits.max_refusal_bytes].decode("utf-8", "replace")
+        reason = "".join(c if c.isprintable() else " " for c in words)[:MAX_REASON_CHARS]
+        return PeerRefusedError(response.status, reason)
+
+    async def _answer(self, response: aiohttp.ClientResponse, call: Call, nonce: str) -> Answer:
+        """Check and read an answer.
+
+        Raises:
+            WireError: anything about it is wrong.
+            PeerTimeoutError: it stopped coming.
+        """
+        if response.headers.get("Content-Type") != CONTENT_TYPE or "Content-Encoding" in response.headers:
+            raise WireError("the answer isn't of the peer protocol")
+        head = AnswerHead.from_headers(response.headers)
+        mac = None
+        if self._keys is not None:
+            if not head.mac or not head.authentic(self._keys, nonce):
+                raise WireError("the answer isn't signed with this swarm's key")
+            mac = self._keys.answer_pieces(nonce, head.nonce)
+        if call.target_id is not None and head.sender != call.target_id:
+            raise WireError(f"node {head.sender} answered in place of {call.target_id}")
+        if head.meta_nbytes > self._limits.max_answer_meta_bytes:
+            raise WireError(f"the answer announces {head.meta_nbytes} bytes of metadata")
+        expected = body_nbytes(head.meta_nbytes, head.vector_nbytes, mac is not None)
+        if response.content_length not in (None, expected):
+            raise WireError(f"the answer has {response.content_length} bytes, its parts {expected}")
+        body = BodyReader(response.content, mac, self._limits.stall_deadline_s)
+        try:
+            meta = await body.meta(head.meta_nbytes)
+            if head.vector_nbytes:
+                await body.vector_into(self._buffer(call, meta, head.vector_nbytes))
+            else:
+                await body.end()
+        finally:
+            self._counters.received(call.target_id or head.sender, body.nbytes)
+        return Answer(meta, head.vector_nbytes, head.sender)
+
+    @staticmethod
+    def _buffer(call: Call, meta: bytes, nbytes: int) -> memoryview:
+        out = call.into(meta, nbytes) if call.into is not None else None
+        if out is None:
+            raise WireError(f"the answer carries a vector of {nbytes} bytes that isn't wanted")
+        if out.nbytes != nbytes:
+            raise ValueError(f"the buffer holds {out.nbytes} bytes, the vector has {nbytes}")
+        return out.cast("B")

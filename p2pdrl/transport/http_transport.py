@@ -1,0 +1,114 @@
+"""The real transport: `HttpClient` and `HttpServer` under one roof.
+
+The node makes one, mounts it on the application that also serves the API, and gives it to
+membership and strategies as a `Transport`:
+
+    transport = HttpTransport(node_id, swarm_id, swarm_key, clock=SystemClock())
+    transport.mount(app)
+    await transport.start()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from aiohttp import web
+
+from p2pdrl.clock import Clock
+from p2pdrl.transport.auth import SwarmKeys
+from p2pdrl.transport.counters import TrafficCounters
+from p2pdrl.transport.dial import Dialer, Resolve, system_resolve
+from p2pdrl.transport.http_client import Call, HttpClient
+from p2pdrl.transport.http_server import HttpServer
+from p2pdrl.transport.limits import TransportLimits
+from p2pdrl.transport.protocol import Address, Answer, Handler, Lane, VectorBuffer
+
+__all__ = ["HttpTransport"]
+
+
+class HttpTransport:
+    """`Transport` over HTTP; see there for `call` and `serve`.
+
+    Args:
+        node_id: our id.
+        swarm_id: the swarm's id.
+        swarm_key: the shared secret; None for a keyless swarm, which `Listener` keeps on loopback.
+        clock: time for stamps, freshness, rates and the name cache.
+        limits: all bounds.
+        allowed_hosts: names in lower case, besides IP literals and ``localhost``, under which
+            others may address us.
+        allow_cidr: networks to which dialling is limited; empty for no limit.
+        resolve: name lookup; the system's by default.
+
+    Raises:
+        ConfigError: a network in ``allow_cidr`` is malformed.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        swarm_id: str,
+        swarm_key: bytes | None,
+        *,
+        clock: Clock,
+        limits: TransportLimits | None = None,
+        allowed_hosts: Callable[[], set[str]] = set,
+        allow_cidr: Sequence[str] = (),
+        resolve: Resolve = system_resolve,
+    ) -> None:
+        self.node_id = node_id
+        self.limits = limits if limits is not None else TransportLimits()
+        self.counters = TrafficCounters()
+        keys = SwarmKeys(swarm_key) if swarm_key is not None else None
+        self._server = HttpServer(
+            node_id,
+            swarm_id,
+            keys,
+            clock=clock,
+            limits=self.limits,
+            counters=self.counters,
+            allowed_hosts=allowed_hosts,
+        )
+        self._client = HttpClient(
+            node_id,
+            swarm_id,
+            keys,
+            clock=clock,
+            limits=self.limits,
+            counters=self.counters,
+            dialer=Dialer(clock, self.limits.resolve_ttl_s, allow_cidr, resolve),
+        )
+
+    def mount(self, app: web.Application) -> None:
+        """Add the peer routes to ``app``, before it starts."""
+        self._server.mount(app)
+
+    def serve(
+        self, route: str, handler: Handler, *, max_meta_bytes: int = 65536, max_vector_bytes: int = 0
+    ) -> None:
+        """Register a handler; see `Transport`."""
+        self._server.routes.add(route, handler, max_meta_bytes, max_vector_bytes)
+
+    async def start(self) -> None:
+        """Make calls possible."""
+        await self._client.start()
+
+    async def close(self) -> None:
+        """Close outgoing connections; the listener closes incoming ones."""
+        await self._client.close()
+
+    async def call(
+        self,
+        to: Address,
+        target_id: str | None,
+        route: str,
+        meta: bytes,
+        *,
+        vector: memoryview | None = None,
+        into: VectorBuffer | None = None,
+        deadline_s: float,
+        lane: Lane = "probe",
+    ) -> Answer:
+        """Send one request; see `Transport`."""
+        call = Call(target_id, route, meta, vector, into)
+        return await self._client.call(to, call, deadline_s=deadline_s, lane=lane)

@@ -1,0 +1,193 @@
+"""Stands between the socket and aiohttp: caps connections and cuts slow ones.
+
+`listener` makes one `Watchdog` per port. Each connection is a `_Watched` that passes everything
+on to aiohttp's protocol; a middleware tells it when a request starts and ends. All connections
+are looked at once per tick, by one timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Callable
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from p2pdrl.clock import Clock
+from p2pdrl.transport.counters import TrafficCounters
+from p2pdrl.transport.limits import TransportLimits
+from p2pdrl.transport.pace import Pace
+
+__all__ = ["Watchdog", "is_loopback"]
+
+_MakeProtocol = Callable[[], asyncio.Protocol]
+_FULL = b"too many connections"
+_REFUSAL = (
+    b"HTTP/1.1 429 Too Many Requests\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(_FULL), _FULL)
+)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether ``host`` is an IP literal of this machine's loopback."""
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback
+
+
+class Watchdog:
+    """All connections of one port.
+
+    Args:
+        limits: caps and deadlines.
+        clock: monotonic time.
+        counters: refused and dropped connections are counted here.
+    """
+
+    def __init__(self, limits: TransportLimits, clock: Clock, counters: TrafficCounters) -> None:
+        self.limits = limits
+        self.clock = clock
+        self.counters = counters
+        self._connections: dict[asyncio.Protocol, _Watched] = {}
+        self._by_host: dict[str, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def factory(self, make: _MakeProtocol) -> _MakeProtocol:
+        """Wrap aiohttp's protocol factory."""
+        return lambda: _Watched(self, make)
+
+    @property
+    def middleware(self) -> Middleware:
+        """The outermost middleware of the application; it marks the span of each request."""
+
+        @web.middleware
+        async def mark(request: web.Request, handler: Handler) -> web.StreamResponse:
+            connection = self._connections.get(request.protocol)
+            if connection is None:
+                return await handler(request)
+            connection.request_started(request)
+            try:
+                return await handler(request)
+            finally:
+                connection.request_ended()
+
+        return mark
+
+    def start(self) -> None:
+        """Begin to look at connections, once per tick."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self.limits.watchdog_tick_s, self._tick)
+
+    def stop(self) -> None:
+        """Stop looking."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def admit(self, connection: _Watched, host: str) -> asyncio.Protocol | None:
+        """Give a new connection its aiohttp protocol, or None when a cap is reached."""
+        of_host = self._by_host.get(host, 0)
+        crowded = of_host >= self.limits.max_connections_per_host and not is_loopback(host)
+        if crowded or len(self._connections) >= self.limits.max_connections:
+            self.counters.refused_connections += 1
+            return None
+        inner = connection.make()
+        self._connections[inner] = connection
+        self._by_host[host] = of_host + 1
+        return inner
+
+    def forget(self, inner: asyncio.Protocol, host: str) -> None:
+        """A connection ended."""
+        if self._connections.pop(inner, None) is None:
+            return
+        self._by_host[host] -= 1
+        if self._by_host[host] == 0:
+            del self._by_host[host]
+
+    def _tick(self) -> None:
+        now_s = self.clock.monotonic()
+        for connection in tuple(self._connections.values()):
+            if connection.too_slow(now_s):
+                self.counters.dropped_connections += 1
+                connection.abort()
+        self.start()
+
+
+class _Watched(asyncio.Protocol):
+    """One connection: everything goes on to aiohttp, some of it is noted on the way."""
+
+    def __init__(self, watchdog: Watchdog, make: _MakeProtocol) -> None:
+        self.make = make
+        self._watchdog = watchdog
+        self._pace = Pace(watchdog.limits, watchdog.clock.monotonic())
+        self._host = ""
+        self._inner: asyncio.Protocol | None = None
+        self._transport: asyncio.Transport | None = None
+        self._request: web.Request | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - TCP gives no other
+        peer = transport.get_extra_info("peername")
+        self._host = str(peer[0]) if peer else ""
+        self._transport = transport
+        self._inner = self._watchdog.admit(self, self._host)
+        if self._inner is None:
+            transport.write(_REFUSAL)
+            transport.close()
+        else:
+            self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._inner is not None:
+            self._pace.arrived(len(data), self._watchdog.clock.monotonic())
+            self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received() if self._inner is not None else None
+
+    def pause_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._inner is not None:
+            self._watchdog.forget(self._inner, self._host)
+            self._inner.connection_lost(exc)
+        self._request = None
+
+    def request_started(self, request: web.Request) -> None:
+        """Aiohttp read a whole header."""
+        self._request = request
+        self._pace.request_started(self._watchdog.clock.monotonic())
+
+    def request_ended(self) -> None:
+        """Its handler is done."""
+        self._request = None
+        self._pace.request_ended()
+
+    def too_slow(self, now_s: float) -> bool:
+        """Tell whether this connection has to be cut."""
+        transport = self._transport
+        if transport is None:
+            return False
+        body_open = (
+            self._request is not None and not self._request.content.is_eof() and transport.is_reading()
+        )
+        unsent_bytes = transport.get_write_buffer_size()
+        return self._pace.verdict(now_s, body_open=body_open, unsent_bytes=unsent_bytes) is not None
+
+    def abort(self) -> None:
+        """Cut the connection without waiting for unsent bytes."""
+        if self._transport is not None:
+            self._transport.abort()
