@@ -144,9 +144,8 @@ class DigestTable:
         room = max(0, limit - len(mine))
         fresh = sorted((held for held in others if held.fresh), key=lambda held: -held.changed)
         chosen = fresh[: (room + 1) // 2]
-        rest = sorted(
-            (held for held in others if not any(held is one for one in chosen)), key=lambda held: held.sent
-        )
+        taken = {held.report.id for held in chosen}
+        rest = sorted((held for held in others if held.report.id not in taken), key=lambda held: held.sent)
         chosen = [*mine, *chosen, *rest[: room - len(chosen)]]
         for held in chosen:
             held.sent, held.fresh = next(self._order), False
