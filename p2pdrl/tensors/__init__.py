@@ -10,6 +10,7 @@
 | `shm`, `seqlock` | anonymous shared memory, and a consistent snapshot of it |
 | `board` | the one meeting point of learner and daemon: the delta rule |
 | `board_memory`, `learner_board`, `daemon_board` | its parts |
+| `checkpoint` | vector, sidecar and metadata as one safetensors file |
 | `chunks` | how long vectors are walked in cache-sized pieces |
 
 Used by the learner process, the strategies and their exchanges, the state transfer and checkpoints.
