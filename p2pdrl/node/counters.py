@@ -22,18 +22,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.errors import WireError
-
-__all__ = [
-    "MAX_ENTRIES",
-    "CounterTable",
-    "Counts",
-    "CountsWire",
-    "NodeCounts",
-    "decode",
-    "encode",
-    "from_plain",
-]
+__all__ = ["LARGEST", "MAX_ENTRIES", "ZERO", "CounterTable", "Counts", "CountsWire", "NodeCounts"]
 
 MAX_ENTRIES = 8192
 """Bases and boots of a table, all nodes together; what others say beyond it isn't taken in."""
@@ -72,6 +61,7 @@ class Counts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 ZERO = Counts()
+"""Nothing done yet."""
 
 
 class NodeCounts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -216,32 +206,3 @@ class CounterTable:
         self._nodes[name] = joined
         self._entries += growth
         return True
-
-
-def encode(wire: CountsWire) -> bytes:
-    """Write a table as MessagePack."""
-    return msgspec.msgpack.encode(wire)
-
-
-def decode(data: bytes) -> CountsWire:
-    """Read what `encode` wrote, with bounds checked.
-
-    Raises:
-        WireError: if the bytes hold anything else.
-    """
-    try:
-        return msgspec.msgpack.decode(data, type=CountsWire)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise WireError(f"counters from a peer can't be read: {error}") from error
-
-
-def from_plain(value: object) -> CountsWire:
-    """Read a table from plain JSON types, as a checkpoint's metadata holds it.
-
-    Raises:
-        WireError: if ``value`` is anything else.
-    """
-    try:
-        return msgspec.convert(value, CountsWire)
-    except msgspec.ValidationError as error:
-        raise WireError(f"stored counters can't be read: {error}") from error

@@ -26,8 +26,6 @@ __all__ = [
     "DigestTable",
     "ExchangeCounts",
     "PeerReport",
-    "decode_reports",
-    "encode_reports",
     "period_s",
 ]
 
@@ -130,8 +128,13 @@ class DigestTable:
         self._order = itertools.count()
 
     def put(self, report: PeerReport, now: float) -> None:
-        """Keep this node's own new report, made at ``now`` (monotonic seconds)."""
-        self._keep(report, now)
+        """Keep this node's own new report, made at ``now`` (monotonic seconds).
+
+        Numbers that aren't finite (an environment may give such rewards) become unknown, or zero.
+        """
+        unknown = dict.fromkeys(_bad_numbers(report))
+        zero = {name: 0.0 for name in unknown if name not in {"mean_return", "consensus_distance"}}
+        self._keep(msgspec.structs.replace(report, **{**unknown, **zero}), now)
 
     def outgoing(self, now: float, limit: int = 32) -> list[PeerReport]:
         """Return what to tell a peer next: at most ``limit`` reports, this node's own first.
@@ -159,13 +162,20 @@ class DigestTable:
         """Take in a peer's reports, each if it is newer than the one held.
 
         Args:
-            reports: what `decode_reports` gave.
+            reports: decoded, so within the bounds of `PeerReport`.
             now: monotonic seconds.
             latest_boot: reports of boots beyond this (the far future) are ignored; None takes all.
 
         Returns:
             The ids whose report changed.
+
+        Raises:
+            WireError: if a report holds a number that isn't finite; none is taken in then.
         """
+        reports = list(reports)
+        for report in reports:
+            if bad := _bad_numbers(report):
+                raise WireError(f"the report of node {report.id} holds a {bad[0]} that isn't finite")
         changed = []
         for report in reports:
             if report.id == self._me or (latest_boot is not None and report.boot > latest_boot):
@@ -204,26 +214,18 @@ class DigestTable:
         self._held[report.id] = _Held(report, made_s, next(self._order), sent)
 
 
-def encode_reports(reports: list[PeerReport]) -> bytes:
-    """Write reports as MessagePack."""
-    return msgspec.msgpack.encode(reports)
+def _numbers(report: PeerReport) -> dict[str, float | None]:
+    """The fields that may be infinite, or NaN, within the bounds of the schema."""
+    return {
+        "mean_return": report.mean_return,
+        "steps_per_s": report.steps_per_s,
+        "consensus_distance": report.consensus_distance,
+        "loop_lag_s": report.loop_lag_s,
+        "age_s": report.age_s,
+    }
 
 
-_DECODER = msgspec.msgpack.Decoder(Annotated[list[PeerReport], Meta(max_length=MAX_REPORTS)])
-
-
-def decode_reports(data: bytes) -> list[PeerReport]:
-    """Read what `encode_reports` wrote, with bounds checked.
-
-    Raises:
-        WireError: if the bytes hold anything else, or a number that isn't finite.
-    """
-    try:
-        reports: list[PeerReport] = _DECODER.decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise WireError(f"a peer's reports can't be read: {error}") from error
-    for report in reports:
-        numbers = (report.mean_return, report.steps_per_s, report.consensus_distance, report.loop_lag_s)
-        if not all(math.isfinite(number) for number in (*numbers, report.age_s) if number is not None):
-            raise WireError(f"a peer's report of {report.id} holds a number that isn't finite")
-    return reports
+def _bad_numbers(report: PeerReport) -> list[str]:
+    return [
+        name for name, value in _numbers(report).items() if value is not None and not math.isfinite(value)
+    ]
