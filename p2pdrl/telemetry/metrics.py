@@ -1,0 +1,187 @@
+"""Every metric of a node, by name, in one table; rendered for Prometheus.
+
+The daemon owns one `Registry` and hands parts of it to whoever counts; the API serves
+``Registry.render`` at ``/metrics``. Names carry the prefix ``p2pdrl_`` and base units (seconds,
+bytes). Label values are bounded, for some of them are chosen by peers.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from p2pdrl.ids import PROTOCOL_VERSION
+
+__all__ = ["CONTENT_TYPE", "LabelledGauge", "LabelledTotal", "Registry", "Total"]
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+"""Content type of what `Registry.render` returns."""
+
+PREFIX = "p2pdrl_"
+OTHER = "other"
+_MAX_LABEL_VALUES = 32
+
+_LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_EXCHANGE_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class Total:
+    """A count that only grows."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._followed = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        """Add ``amount``, which isn't negative."""
+        self._counter.inc(amount)
+
+    def advance_to(self, total: float) -> None:
+        """Follow a running total that is kept elsewhere; one that went back is left alone.
+
+        Use either this or `inc` on one metric.
+        """
+        if total > self._followed:
+            self._counter.inc(total - self._followed)
+            self._followed = total
+
+
+class LabelledTotal:
+    """Counts that only grow, one per value of a label; beyond 32 values they count as ``other``."""
+
+    def __init__(self, counter: Counter, known: Iterable[str] = ()) -> None:
+        self._counter = counter
+        self._totals: dict[str, Total] = {}
+        for value in known:
+            self.of(value)
+
+    def of(self, value: str) -> Total:
+        """The count of one value of the label."""
+        if value not in self._totals:
+            if len(self._totals) >= _MAX_LABEL_VALUES and value != OTHER:
+                return self.of(OTHER)
+            self._totals[value] = Total(self._counter.labels(value))
+        return self._totals[value]
+
+    def inc(self, value: str, amount: float = 1.0) -> None:
+        """Add to the count of one value of the label."""
+        self.of(value).inc(amount)
+
+
+class LabelledGauge:
+    """Numbers that go up and down, one per value of a label whose values are known beforehand."""
+
+    def __init__(self, gauge: Gauge, known: Iterable[str]) -> None:
+        self._gauges = {value: gauge.labels(value) for value in known}
+
+    def set(self, value: str, number: float) -> None:
+        """Set the number of one value of the label.
+
+        Raises:
+            KeyError: if the value isn't one of the known ones.
+        """
+        self._gauges[value].set(number)
+
+
+class Registry:
+    """All metrics of one node.
+
+    Args:
+        version: of the package, for ``build_info``.
+    """
+
+    def __init__(self, version: str) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        total, gauge = self._total, self._gauge
+
+        self.env_steps_total = total("env_steps_total", "Environment steps that this node has made.")
+        self.episodes_total = total("episodes_total", "Episodes that this node has finished.")
+        self.updates_total = total("updates_total", "Updates of this node's learner.")
+        self.steps_per_second = gauge("steps_per_second", "Environment steps a second of this node.")
+        self.mean_return = gauge("mean_return", "Mean return of this node's latest episodes; NaN before any.")
+        self.policy_version = gauge("policy_version", "Policy version (Lamport count of updates).")
+        self.consensus_distance = gauge(
+            "consensus_distance", "Distance of the parameters from the peer's at the latest exchange."
+        )
+        self.members = LabelledGauge(
+            gauge("members", "Members of the swarm as this node sees them.", "state"),
+            ("alive", "suspect", "dead", "left"),
+        )
+        self.exchanges_total = LabelledTotal(
+            self._counter("exchanges_total", "Exchanges with peers by outcome.", "outcome"),
+            ("ok", "busy", "refused", "timeout", "failed"),
+        )
+        self.exchange_seconds = self._histogram(
+            "exchange_seconds", "Duration of an exchange that this node began.", _EXCHANGE_BUCKETS_S
+        )
+        self.bytes_in_total = total("bytes_in_total", "Bytes received from peers, bodies only.")
+        self.bytes_out_total = total("bytes_out_total", "Bytes sent to peers, bodies only.")
+        self.refused_total = LabelledTotal(
+            self._counter("refused_total", "Requests that this node refused, by reason.", "reason")
+        )
+        self.strikes_total = total("strikes_total", "Poisoned vectors received from peers.")
+        self.learner_restarts_total = total("learner_restarts_total", "Times the learner was started again.")
+        self.checkpoint_failures_total = total(
+            "checkpoint_failures_total", "Checkpoints that couldn't be written."
+        )
+        self.loop_lag_seconds = gauge("loop_lag_seconds", "Latest lag of the daemon's event loop.")
+        self.loop_lag_distribution_seconds = self._histogram(
+            "loop_lag_distribution_seconds", "Lags of the daemon's event loop.", _LAG_BUCKETS_S
+        )
+        self.rss_bytes = gauge("rss_bytes", "Resident memory of the daemon and its children.")
+
+        build = Gauge(
+            f"{PREFIX}build_info",
+            "Always 1; the labels tell what is running.",
+            ("version", "protocol", "python"),
+            registry=self._registry,
+        )
+        build.labels(version, str(PROTOCOL_VERSION), platform.python_version()).set(1)
+        self.mean_return.set(float("nan"))
+
+    def observe_loop_lag(self, lag_s: float) -> None:
+        """Record one measurement of the event loop's lag, in seconds."""
+        self.loop_lag_seconds.set(lag_s)
+        self.loop_lag_distribution_seconds.observe(lag_s)
+
+    def observe_exchange(self, outcome: str, seconds: float) -> None:
+        """Record one exchange that this node began."""
+        self.exchanges_total.inc(outcome)
+        self.exchange_seconds.observe(seconds)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The present value of one series, by its name without prefix; None when there is none."""
+        return self._registry.get_sample_value(PREFIX + name, labels)
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format, version 0.0.4."""
+        return generate_latest(_WithoutCreated(self._registry))
+
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, meaning, labels, registry=self._registry)
+
+    def _total(self, name: str, meaning: str) -> Total:
+        return Total(self._counter(name, meaning))
+
+    def _gauge(self, name: str, meaning: str, *labels: str) -> Gauge:
+        return Gauge(PREFIX + name, meaning, labels, registry=self._registry)
+
+    def _histogram(self, name: str, meaning: str, buckets_s: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + name, meaning, buckets=buckets_s, registry=self._registry)
+
+
+class _WithoutCreated(Collector):
+    """Leaves out the ``_created`` series, which double the page and serve nobody here."""
+
+    def __init__(self, inner: Collector) -> None:
+        self._inner = inner
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._inner.collect():
+            metric.samples = [sample for sample in metric.samples if sample.name != f"{metric.name}_created"]
+            yield metric
