@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from p2pdrl.transport.auth import Verdict
+from p2pdrl.transport.counters import TrafficCounters
 
 __all__ = ["guard_middleware", "host_of", "judge"]
 
@@ -80,19 +81,20 @@ def refuse_foreign(request: web.BaseRequest, allowed: set[str], *, own_origin_al
     return judge(hosts, origin, allowed, own_origin_allowed=own_origin_allowed)
 
 
-def guard_middleware(
-    allowed_hosts: AllowedHosts,
-) -> Middleware:
+def guard_middleware(allowed_hosts: AllowedHosts, counters: TrafficCounters | None = None) -> Middleware:
     """Return a middleware that answers 403 to foreign Hosts and Origins.
 
     Args:
         allowed_hosts: gives the node's own names in lower case, asked at each request.
+        counters: refusals are counted here.
     """
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         verdict = refuse_foreign(request, allowed_hosts(), own_origin_allowed=True)
         if verdict is not None:
+            if counters is not None:
+                counters.refused[403] += 1
             return web.Response(status=403, text=verdict)
         return await handler(request)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import UsageError
@@ -22,6 +24,16 @@ from p2pdrl.transport.watchdog import Watchdog, is_loopback
 __all__ = ["Listener"]
 
 _PORTS_TRIED = 100
+_log = logging.getLogger("p2pdrl.transport.http")
+
+
+def _is_our_trouble(record: logging.LogRecord) -> bool:
+    """Leave out the trace that aiohttp logs for each malformed request: anybody could fill the disk."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
+
+
+_log.addFilter(_is_our_trouble)
 
 
 class Listener:
@@ -92,6 +104,7 @@ class Listener:
         self._runner = web.AppRunner(
             app,
             access_log=None,
+            logger=_log,
             keepalive_timeout=limits.keepalive_s,
             lingering_time=limits.lingering_s,
             shutdown_timeout=limits.shutdown_grace_s,
