@@ -99,16 +99,17 @@ class RateMeter:
 
     Args:
         window_s: length of the window.
-        now_s: when counting begins. Until a window has passed, the rate is over the time since.
+        began_s: when counting begins; none is the first call. Until a window has passed, the rate is
+            over the time since.
     """
 
     SLOTS = 10
 
-    def __init__(self, window_s: float, now_s: float) -> None:
+    def __init__(self, window_s: float, began_s: float | None = None) -> None:
         if window_s <= 0:
             raise ValueError("a window has a length")
         self._slot_s = window_s / self.SLOTS
-        self._began_s = now_s
+        self._began_s = began_s
         self._slots: deque[tuple[int, float]] = deque()  # (number of the slot, count)
 
     def add(self, count: float, now_s: float) -> None:
@@ -123,12 +124,17 @@ class RateMeter:
     def rate(self, now_s: float) -> float:
         """Events per second."""
         self._forget(now_s)
-        covered_from_s = self._began_s + max(0, self._first_kept(now_s)) * self._slot_s
+        covered_from_s = self._start(now_s) + max(0, self._first_kept(now_s)) * self._slot_s
         # Right after the start a slot's length stands in for the time that has passed.
         return math.fsum(count for _, count in self._slots) / max(self._slot_s, now_s - covered_from_s)
 
     def _number(self, now_s: float) -> int:
-        return math.floor((now_s - self._began_s) / self._slot_s)
+        return math.floor((now_s - self._start(now_s)) / self._slot_s)
+
+    def _start(self, now_s: float) -> float:
+        if self._began_s is None:
+            self._began_s = now_s
+        return self._began_s
 
     def _first_kept(self, now_s: float) -> int:
         return self._number(now_s) - self.SLOTS + 1

@@ -95,7 +95,7 @@ def test_thinned_keeps_the_newest(size: int, points: int) -> None:
 
 
 def test_a_steady_stream_has_its_rate() -> None:
-    meter = RateMeter(window_s=10.0, now_s=100.0)
+    meter = RateMeter(window_s=10.0, began_s=100.0)
     for tick in range(1, 400):
         now_s = 100.0 + tick * 0.25
         meter.add(5, now_s)
@@ -104,7 +104,7 @@ def test_a_steady_stream_has_its_rate() -> None:
 
 
 def test_a_stream_that_stops_falls_to_zero() -> None:
-    meter = RateMeter(window_s=10.0, now_s=0.0)
+    meter = RateMeter(window_s=10.0, began_s=0.0)
     meter.add(100, 1.5)
     assert meter.rate(2.0) == pytest.approx(50.0)
     assert meter.rate(10.9) == pytest.approx(100 / 9.9)
@@ -114,12 +114,18 @@ def test_a_stream_that_stops_falls_to_zero() -> None:
 
 
 def test_the_first_instants_do_not_explode() -> None:
-    meter = RateMeter(window_s=10.0, now_s=0.0)
+    meter = RateMeter(window_s=10.0, began_s=0.0)
     assert meter.rate(0.0) == 0.0
     meter.add(3, 0.0)
     assert meter.rate(0.0) == 3.0
     with pytest.raises(ValueError, match="length"):
         RateMeter(0.0, 0.0)
+
+
+def test_counting_begins_with_the_first_call_unless_told() -> None:
+    meter = RateMeter(window_s=10.0)
+    meter.add(4, 700.0)
+    assert meter.rate(702.0) == 2.0
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 50)), max_size=60))
