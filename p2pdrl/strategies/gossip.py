@@ -206,7 +206,11 @@ class GossipStrategy:
             return "adopted"
         if theirs.verdict != Verdict.MIX.value or not answer.vector_nbytes:
             return "failed"
-        await self._mix(max(summary.policy_version, theirs.summary.policy_version))
+        delta_D = await self._heavy(self._scratch.mix)
+        version = max(summary.policy_version, theirs.summary.policy_version)
+        if not await self._heavy(lambda: self._scratch.commit(self._board, delta_D, version)):
+            return "unsure"
+        self._met()
         return "ok"
 
     async def answer(self, incoming: Incoming) -> Reply:
@@ -255,10 +259,10 @@ class GossipStrategy:
 
             def ended(sent: bool) -> None:
                 try:
-                    if sent:
-                        self._scratch.commit(self._board, delta_D, version)
+                    committed = sent and self._scratch.commit(self._board, delta_D, version)
+                    if committed:
                         self._met()
-                    self._outcomes["answered" if sent else "unsure"] += 1
+                    self._outcomes["answered" if committed else "unsure"] += 1
                 finally:
                     self._engaged = False
 
@@ -272,11 +276,6 @@ class GossipStrategy:
         finally:
             if not handed_over:
                 self._engaged = False
-
-    async def _mix(self, version: int) -> None:
-        delta_D = await self._heavy(self._scratch.mix)
-        await self._heavy(lambda: self._scratch.commit(self._board, delta_D, version))
-        self._met()
 
     def _met(self) -> None:
         square = self._scratch.distance**2

@@ -60,6 +60,7 @@ class PairScratch:
         self._theirs_D = np.zeros(size, np.float32)
         self.outgoing = memoryview(bytearray(encoded_nbytes(size, wire)))
         self.incoming = memoryview(bytearray(encoded_nbytes(size, wire)))
+        self._sets = 0
         self.distance = 0.0
         """‖theirs − mine‖ of the last exchange."""
 
@@ -70,7 +71,7 @@ class PairScratch:
 
     def load(self, board: DaemonBoard) -> None:
         """Read our vector off the board, rounded as the wire rounds it, into ``outgoing``."""
-        board.now(self._mine_D)
+        self._sets = board.now(self._mine_D).sets
         encode(self._mine_D, self._wire, self.outgoing)
         if self._wire != "float32":
             decode(self.outgoing, self._wire, self._mine_D)
@@ -88,10 +89,14 @@ class PairScratch:
         length = mix.norm(self._theirs_D)
         if length > bound:
             raise PoisonedVectorError(f"norm {length:.3g} is beyond the bound {bound:.3g}")
-        mix.pair_delta(self._mine_D, self._theirs_D, self._weight, out_D=self._theirs_D)
+        mix.pair_delta(self._mine_D, self._theirs_D, self._weight, out=self._theirs_D)
         self.distance = mix.norm(self._theirs_D) / self._weight
         return self._theirs_D
 
-    def commit(self, board: DaemonBoard, delta_D: Float32Array, policy_version: int) -> None:
-        """Hand our side's delta to the learner."""
-        board.post_delta(delta_D, policy_version)
+    def commit(self, board: DaemonBoard, delta_D: Float32Array, policy_version: int) -> bool:
+        """Hand our side's delta to the learner.
+
+        Returns:
+            False when our vector was replaced since `load`, so that the delta has lost its meaning.
+        """
+        return board.post_delta(delta_D, policy_version, sets=self._sets)

@@ -72,7 +72,6 @@ class Learner:
         self._metrics: dict[str, float] = {}
         self._paused = False
         self._min_update_s = 0.0
-        self._stopping = False
         self._reported_s = float("-inf")
         self._began_s = float("-inf")
 
@@ -87,17 +86,14 @@ class Learner:
             if restored is None:
                 raise WorkerError("the board holds no readable state to restore")
             vector, sidecar, self._version = restored
-            self._trainer.restore(vector, sidecar)
+            self._trainer.set_state(vector, sidecar, own=True)
         self._take_inbox()
         self._publish()
         self._report()
 
     def run(self) -> None:
         """Train until told to stop, or until the daemon is gone."""
-        while not self._stopping:
-            self._obey(self._mailbox.receive(self._wait_s()))
-            if self._stopping:
-                break
+        while self._obey(self._mailbox.receive(self._wait_s())):
             changed = self._take_inbox()
             if not self._paused and time.monotonic() >= self._began_s + self._min_update_s:
                 self._update()
@@ -115,11 +111,12 @@ class Learner:
         rest_s = self._began_s + self._min_update_s - time.monotonic()
         return min(max(rest_s, 0.0), IDLE_POLL_S)
 
-    def _obey(self, messages: list[ToLearner]) -> None:
+    def _obey(self, messages: list[ToLearner]) -> bool:
+        go_on = True
         for message in messages:
             match message:
                 case Stop():
-                    self._stopping = True
+                    go_on = False
                 case Pace(paused=paused, max_updates_per_s=rate):
                     self._paused = paused
                     self._min_update_s = 1.0 / rate if rate > 0 else 0.0
@@ -134,6 +131,7 @@ class Learner:
                     )
                 case Start() | Attach():
                     raise WorkerError("the daemon began the conversation anew")
+        return go_on
 
     def _take_inbox(self) -> bool:
         taken = self._board.take()
@@ -186,17 +184,17 @@ class Learner:
         self._returns = []
 
 
-def _build(start: Start) -> Trainer:
+def _build(start: Start) -> tuple[Trainer, str]:
     import torch
 
     torch.set_num_threads(start.threads)
-    from p2pdrl.rl.trainer import Trainer
+    from p2pdrl.rl.trainer import Trainer, resolve_device
+
+    device = str(resolve_device(start.device))
 
     task = msgspec.json.decode(start.task, type=TaskConfig)
-    trainer = Trainer(task, seed=start.seed, device=start.device, allow_import=start.allow_import)
-    if start.perturb_start > 0:
-        trainer.perturb(start.perturb_start, start.seed)
-    return trainer
+    trainer = Trainer(task, seed=start.seed, device=device, allow_import=start.allow_import)
+    return trainer, device
 
 
 def _live(mailbox: Mailbox) -> None:
@@ -204,13 +202,12 @@ def _live(mailbox: Mailbox) -> None:
     start = messages[0] if messages else None
     if not isinstance(start, Start):
         raise WorkerError("the daemon didn't say what to train")
-    trainer = _build(start)
+    trainer, device = _build(start)
     spec = BoardSpec(trainer.layout, trainer.sidecar_layout)
     mailbox.send(
         Hello(
-            device=trainer.device_name,
-            layout=msgspec.msgpack.encode(trainer.layout.to_wire()),
-            sidecar=msgspec.msgpack.encode(trainer.sidecar_layout.to_wire()),
+            device=device,
+            spec=msgspec.msgpack.encode(spec.to_wire()),
         )
     )
     attach, fd = mailbox.attach()

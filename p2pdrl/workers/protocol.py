@@ -61,8 +61,6 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     device: str
     threads: int
     allow_import: bool
-    perturb_start: float
-    """Deviation of the noise added to the initial weights; 0 is none."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -104,10 +102,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The model is built."""
 
     device: str
-    layout: bytes
-    """msgpack of `Layout.to_wire`."""
-    sidecar: bytes
-    """msgpack of `SidecarLayout.to_wire`."""
+    spec: bytes
+    """msgpack of `BoardSpec.to_wire`: the layout of parameters and sidecar."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):

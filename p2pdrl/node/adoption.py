@@ -1,0 +1,83 @@
+"""Takes a whole state from a peer: the next donor when one fails, the hash checked.
+
+Called when a node joins, when it meets a greater lineage, and when it has fallen too far behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from p2pdrl.errors import PeerRefusedError, TensorError, TransportError
+from p2pdrl.ids import short
+from p2pdrl.node.events import EventLog
+from p2pdrl.node.state_transfer import State, StateRequest, fetch
+from p2pdrl.tensors.board import BoardSpec
+from p2pdrl.transport.protocol import Address, Transport
+
+__all__ = ["Donors", "Download", "without_moments"]
+
+Donors = Callable[[], Sequence[tuple[str, Address]]]
+"""Living members, the best donor first."""
+
+PAUSE_S = 0.5
+
+
+class Download:
+    """Asks donors in turn.
+
+    Args:
+        transport: how they are reached.
+        events: where failures are told.
+        max_abs: largest parameter accepted.
+    """
+
+    def __init__(self, transport: Transport, events: EventLog, max_abs: float) -> None:
+        self._transport = transport
+        self._events = events
+        self._max_abs = max_abs
+
+    async def once(
+        self, donors: Sequence[tuple[str, Address]], request: StateRequest, spec: BoardSpec
+    ) -> tuple[str, State] | None:
+        """Return the first donor that gives its state, with it; None when none does."""
+        for donor, address in donors:
+            try:
+                state = await fetch(
+                    self._transport, donor, address, request=request, spec=spec, max_abs=self._max_abs
+                )
+            except PeerRefusedError as error:
+                if error.status != 503:
+                    self._tell(donor, address, error)
+            except (TransportError, TensorError) as error:
+                self._tell(donor, address, error)
+            else:
+                return donor, state
+        return None
+
+    async def until(
+        self, donors: Donors, request: StateRequest, spec: BoardSpec, give_up: Callable[[], bool]
+    ) -> tuple[str, State] | None:
+        """Ask again and again until a donor gives its state, or ``give_up`` says so."""
+        while True:
+            found = await self.once(donors(), request, spec)
+            if found is not None or give_up():
+                return found
+            await asyncio.sleep(PAUSE_S)
+
+    def _tell(self, donor: str, address: Address, error: Exception) -> None:
+        self._events.emit(
+            "donor-failed",
+            f"{short(donor)} at {address} didn't give its state: {error}",
+            level="warning",
+            peer=donor,
+        )
+
+
+def without_moments(state: State, spec: BoardSpec) -> State:
+    """Return ``state`` with its normaliser moments zeroed: they are the donor's own counts, not ours."""
+    if state.sidecar is None:
+        return state
+    moments = {item.name for item in spec.sidecar.items if item.rule == "moments"}
+    sidecar = {name: value * 0 if name in moments else value.copy() for name, value in state.sidecar.items()}
+    return State(state.head, state.vector, sidecar)

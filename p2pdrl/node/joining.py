@@ -1,0 +1,119 @@
+"""How a node comes to a task and a lineage: it founds a swarm, or takes over the task of one.
+
+A node without seeds founds. One whose own address is among its seeds, or that only remembers
+members from its last run, gives them three seconds and then founds (or goes on with what is in
+its data folder). Any other node keeps trying for ever, and says so.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from p2pdrl.config.task import TaskConfig
+from p2pdrl.config.task_hash import task_hash
+from p2pdrl.errors import WireError
+from p2pdrl.transport.protocol import Address
+
+__all__ = [
+    "FOUNDING_PATIENCE_S",
+    "JoinInfo",
+    "Origin",
+    "advertised",
+    "decode_info",
+    "patience_s",
+    "refuse_task",
+]
+
+FOUNDING_PATIENCE_S = 3.0
+
+
+class JoinInfo(msgspec.Struct, frozen=True):
+    """What a member tells a newcomer beside the view and the records."""
+
+    task: TaskConfig
+    task_hash: str
+    lineage: str
+    policy_version: int
+    founded_at: float
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where this node's task and lineage come from."""
+
+    how: Literal["founded", "joined"]
+    task: TaskConfig
+    info: JoinInfo | None
+    """What the member through which we joined told; None when founding."""
+
+
+def patience_s(seeds: tuple[str, ...], own: Address, *, remembers: bool) -> float | None:
+    """Return how long to wait for an answer before founding; None is for ever.
+
+    Args:
+        seeds: addresses given by the person.
+        own: our advertised address.
+        remembers: whether members of an earlier run are on disk.
+    """
+    addresses = {str(Address.parse(seed, own.port)) for seed in seeds}
+    if str(own) in addresses:
+        return FOUNDING_PATIENCE_S
+    if addresses:
+        return None
+    return FOUNDING_PATIENCE_S if remembers else 0.0
+
+
+def decode_info(data: bytes) -> JoinInfo:
+    """Read what a member told.
+
+    Raises:
+        WireError: it can't be read, or its hash isn't that of its task.
+    """
+    try:
+        info = msgspec.msgpack.decode(data, type=JoinInfo)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise WireError(f"the swarm's task can't be read (another release?): {error}") from error
+    if task_hash(info.task) != info.task_hash:
+        raise WireError("the swarm's task doesn't have the hash that was told")
+    return info
+
+
+def refuse_task(wanted_hash: str, task: TaskConfig, our_hash: str) -> str | None:
+    """Say why a newcomer that wants ``wanted_hash`` isn't let in; None when it is.
+
+    Args:
+        wanted_hash: hash of the task that the newcomer insists on; empty when it takes any.
+        task: our task.
+        our_hash: its hash.
+    """
+    if wanted_hash in ("", our_hash):
+        return None
+    return (
+        f"this swarm trains {task.env.id} with {task.algorithm.__struct_config__.tag} (task {our_hash[:8]}), "
+        f"you ask for another task ({wanted_hash[:8]}): leave out your task options to take the swarm's"
+    )
+
+
+def advertised(given: str | None, bound: Address, seeds: tuple[str, ...]) -> Address:
+    """Return the address that others reach us at.
+
+    Args:
+        given: what the person says, with or without a port.
+        bound: where we listen; a wildcard is replaced by the address that faces the seeds.
+        seeds: addresses of other nodes.
+    """
+    if given is not None:
+        return Address.parse(given, bound.port)
+    if bound.host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+        return bound
+    towards = Address.parse(seeds[0], bound.port) if seeds else Address("192.0.2.1", 9)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards.host, towards.port))
+            return Address(str(probe.getsockname()[0]), bound.port)
+        except OSError:
+            return Address("127.0.0.1", bound.port)

@@ -1,0 +1,148 @@
+"""What the swarm has done so far: counts by lineage, and everyone's normaliser moments.
+
+Counts are kept apart by lineage, because the lineage with more environment steps is the one
+that stays when two meet; the swarm's total is the sum over all of them, so no step is lost by
+an adoption. All merging is idempotent: a message that comes twice changes nothing.
+
+Called by `training` (our own counts), `rumours` (others') and `saving` (checkpoints).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from p2pdrl.errors import WireError
+from p2pdrl.node.counters import ZERO, CounterTable, Counts, CountsWire
+from p2pdrl.tensors.moments import Moments
+from p2pdrl.tensors.moments_table import MomentsTable
+
+__all__ = ["Ledger", "LineageCounts"]
+
+MAX_LINEAGES = 64
+MAX_STREAMS = 8
+
+LineageCounts = dict[str, CountsWire]
+
+
+class Ledger:
+    """Counts and moments, as far as known to this node.
+
+    Args:
+        me: own node id.
+        boot: own boot id.
+    """
+
+    def __init__(self, me: str, boot: int) -> None:
+        self._me = me
+        self._boot = boot
+        self._lineages: dict[str, CounterTable] = {}
+        self._elsewhere = ZERO
+        self._lineage = ""
+        self._moments: dict[str, MomentsTable] = {}
+
+    def follow(self, lineage: str) -> None:
+        """From now on our own counts belong to ``lineage``."""
+        if lineage == self._lineage:
+            return
+        if self._lineage:
+            self._elsewhere = self._credited()
+        self._lineage = lineage
+        self._table(lineage)
+
+    def credit(self, totals: Counts) -> None:
+        """Raise our own counts of this boot to ``totals``."""
+        gone = self._elsewhere
+        mine = Counts(
+            totals.env_steps - gone.env_steps,
+            totals.episodes - gone.episodes,
+            totals.updates - gone.updates,
+        )
+        self._table(self._lineage).raise_to(self._me, self._boot, mine)
+
+    def fold_own(self) -> None:
+        """Fold our earlier boots, once peers have had time to tell what they know of them."""
+        for table in self._lineages.values():
+            table.fold_own()
+
+    def steps(self, lineage: str) -> int:
+        """Environment steps made within ``lineage``."""
+        table = self._lineages.get(lineage)
+        return 0 if table is None else table.total().env_steps
+
+    def total(self) -> Counts:
+        """All that the swarm has done."""
+        return sum((table.total() for table in self._lineages.values()), ZERO)
+
+    def of_node(self, node: str) -> Counts:
+        """All that one node has done, over all its boots and lineages."""
+        return sum((table.of_node(node) for table in self._lineages.values()), ZERO)
+
+    def counts(self) -> LineageCounts:
+        """Return all counts, to be sent or saved."""
+        return {lineage: table.to_wire() for lineage, table in self._lineages.items()}
+
+    def merge_counts(self, counts: LineageCounts, *, latest_boot: int | None = None) -> None:
+        """Take in what a peer sent or a checkpoint held."""
+        for lineage, wire in counts.items():
+            if lineage in self._lineages or len(self._lineages) < MAX_LINEAGES:
+                self._table(lineage).merge(wire, latest_boot=latest_boot)
+
+    def put_moments(self, own: dict[str, bytes]) -> None:
+        """Keep the learner's own cumulative moments, msgpack by stream name.
+
+        Raises:
+            WireError: if one can't be read.
+        """
+        for name, data in own.items():
+            moments = Moments.from_wire(_unpack(data))
+            self._stream(name, moments.mean.shape).put(self._me, self._boot, moments)
+
+    def others_moments(self) -> dict[str, bytes]:
+        """Return the merged moments of everybody else, msgpack by stream name."""
+        return {
+            name: msgspec.msgpack.encode(table.others(self._me, self._boot).to_wire())
+            for name, table in self._moments.items()
+        }
+
+    def moments_digest(self) -> dict[str, object]:
+        """Say which moments we hold, so that a peer sends only newer ones."""
+        return {name: table.digest() for name, table in self._moments.items()}
+
+    def moments_since(self, digest: dict[str, object]) -> dict[str, list[object]]:
+        """Return the entries that a peer with ``digest`` lacks.
+
+        Raises:
+            WireError: if the digest can't be read.
+        """
+        return {name: [*table.delta_since(digest.get(name, []))] for name, table in self._moments.items()}
+
+    def merge_moments(self, entries: dict[str, list[object]]) -> int:
+        """Take in a peer's entries of the streams that we have; return how many were new.
+
+        Raises:
+            WireError: if they can't be read or are of another shape.
+        """
+        return sum(self._moments[name].merge(rows) for name, rows in entries.items() if name in self._moments)
+
+    def _credited(self) -> Counts:
+        table = self._lineages[self._lineage]
+        wire = table.to_wire([self._me])
+        here = dict(wire.nodes[0].boots).get(self._boot, ZERO) if wire.nodes else ZERO
+        return here + self._elsewhere
+
+    def _table(self, lineage: str) -> CounterTable:
+        if lineage not in self._lineages:
+            self._lineages[lineage] = CounterTable(self._me, self._boot)
+        return self._lineages[lineage]
+
+    def _stream(self, name: str, shape: tuple[int, ...]) -> MomentsTable:
+        if name not in self._moments and len(self._moments) < MAX_STREAMS:
+            self._moments[name] = MomentsTable(shape)
+        return self._moments[name]
+
+
+def _unpack(data: bytes) -> object:
+    try:
+        return msgspec.msgpack.decode(data)
+    except msgspec.DecodeError as error:
+        raise WireError(f"moments can't be read: {error}") from error

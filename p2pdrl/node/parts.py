@@ -1,0 +1,61 @@
+"""The parts of one running node, as the modules around the daemon see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from p2pdrl.clock import Clock
+from p2pdrl.config.root import Config
+from p2pdrl.membership.service import MembershipService
+from p2pdrl.node.events import EventLog
+from p2pdrl.node.ledger import Ledger
+from p2pdrl.node.looplag import LoopLagMonitor
+from p2pdrl.node.rumours import Rumours
+from p2pdrl.node.saving import Saving
+from p2pdrl.node.training import Training
+from p2pdrl.telemetry.history import RateMeter
+from p2pdrl.transport.http_transport import HttpTransport
+from p2pdrl.transport.protocol import Address
+
+__all__ = ["Parts"]
+
+
+@dataclass
+class Parts:
+    """Filled by the daemon as the node comes up; what isn't there yet is None."""
+
+    config: Config
+    name: str
+    node_id: str
+    swarm_id: str
+    boot: int
+    data_dir: str
+    address: Address
+    clock: Clock
+    events: EventLog
+    transport: HttpTransport
+    membership: MembershipService
+    ledger: Ledger
+    began_s: float
+    """Monotonic time of the start."""
+    lag: LoopLagMonitor = field(default_factory=LoopLagMonitor)
+    speed: RateMeter = field(default_factory=lambda: RateMeter(10.0))
+    rumours: Rumours | None = None
+    training: Training | None = None
+    saving: Saving | None = None
+    state: str = "joining"
+    """``joining starting training paused stopping stopped``; what people see."""
+    founded_at: float | None = None
+    """Wall time of the swarm's founding."""
+    join_refused: str | None = None
+    alone_since_s: float | None = None
+    halted: str | None = None
+    """Why the swarm is done, once it is."""
+
+    def alive(self) -> dict[str, Address]:
+        """Living members without ourselves, by id; suspects are left alone until they are heard of again."""
+        return {
+            member.id: Address.parse(member.address)
+            for member in self.membership.members()
+            if member.state == "alive" and not member.is_self
+        }

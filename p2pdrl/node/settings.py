@@ -1,0 +1,78 @@
+"""The swarm's records as typed values: mode, stop condition, halt, pause.
+
+Membership spreads them signed, last writer wins; this module says what is in them. A value
+that can't be read (from a newer release, say) is told once and left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import msgspec
+
+from p2pdrl.config.task import LocalConfig, StopConfig, StrategyConfig, TaskConfig
+
+__all__ = [
+    "HALT",
+    "MODE",
+    "PAUSE",
+    "STOP",
+    "HaltSetting",
+    "ModeSetting",
+    "PauseSetting",
+    "StopSetting",
+    "decode",
+]
+
+MODE, STOP, HALT, PAUSE = "mode", "stop", "halt", "pause"
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class ModeSetting(msgspec.Struct, frozen=True):
+    """How the swarm agrees."""
+
+    mode: str
+    """As people type it: ``gossip``, ``local``."""
+    strategy: StrategyConfig
+
+    @classmethod
+    def of(cls, strategy: StrategyConfig) -> ModeSetting:
+        """The setting for a strategy's options."""
+        return cls("local" if isinstance(strategy, LocalConfig) else "gossip", strategy)
+
+
+class StopSetting(msgspec.Struct, frozen=True):
+    """When the swarm is done."""
+
+    stop: StopConfig
+    founded_at: float
+    """Wall time of the founding, seconds since the Unix epoch."""
+
+    @classmethod
+    def of(cls, task: TaskConfig, founded_at: float) -> StopSetting:
+        """The setting for a task's stop conditions."""
+        return cls(task.stop, founded_at)
+
+
+class HaltSetting(msgspec.Struct, frozen=True):
+    """The swarm is done."""
+
+    kind: Literal["env_steps", "time_s", "mean_return"]
+    reason: str
+    stop_epoch: int
+    """Epoch of the stop record that was met; a later stop record makes the halt void."""
+
+
+class PauseSetting(msgspec.Struct, frozen=True):
+    """Whether all learners are held."""
+
+    paused: bool
+
+
+def decode(value: bytes, kind: type[S]) -> S | None:
+    """Read a record's value; None when it can't be read."""
+    try:
+        return msgspec.msgpack.decode(value, type=kind)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return None

@@ -1,0 +1,229 @@
+"""Keeps one learner running: builds the board once, restarts a learner that died from it.
+
+The board lives in the daemon's memory, so a learner killed −9 loses at most the update it was
+in: its successor takes parameters, optimizer state and untaken deltas off the board.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from p2pdrl.clock import Clock
+from p2pdrl.config.node import LearnerConfig
+from p2pdrl.errors import LayoutMismatchError, WorkerError
+from p2pdrl.node.events import EventLog
+from p2pdrl.node.learner_link import LearnerLink
+from p2pdrl.tensors.board import BoardSpec, DaemonBoard
+from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.workers.protocol import Hello, Others, Pace, Progress, Report, Start
+
+__all__ = ["LearnerSupervisor", "LearnerTotals"]
+
+LONG_LIFE_S = 60.0
+END_TIMEOUT_S = 3.0
+
+
+class LearnerTotals(msgspec.Struct):
+    """What all learners of this boot did, together."""
+
+    updates: int = 0
+    env_steps: int = 0
+    episodes: int = 0
+
+
+class LearnerSupervisor:
+    """The learner process of this node, through all its restarts.
+
+    Args:
+        start: what each learner is told first.
+        config: restart and pace options.
+        window: episodes that the mean return is taken over.
+        clock: time.
+        events: where starts and deaths are told.
+        on_report: called after each report, with the number of new updates.
+    """
+
+    def __init__(
+        self,
+        *,
+        start: Start,
+        config: LearnerConfig,
+        window: int,
+        clock: Clock,
+        events: EventLog,
+        on_report: Callable[[Report, int], None],
+    ) -> None:
+        self._start = start
+        self._config = config
+        self._clock = clock
+        self._events = events
+        self._on_report = on_report
+        self._link: LearnerLink | None = None
+        self._region: SharedRegion | None = None
+        self._sticky: dict[type[Pace | Progress | Others], Pace | Progress | Others] = {}
+        self._before = LearnerTotals()
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+        self.failures = 0
+        """Deaths of the learner without a minute of life between."""
+        self._down_since_s: float | None = None
+        self.spec: BoardSpec | None = None
+        self.board: DaemonBoard | None = None
+        self.totals = LearnerTotals()
+        self.returns: deque[float] = deque(maxlen=window)
+        self.metrics: dict[str, float] = {}
+        self.moments: dict[str, bytes] = {}
+        self.device = ""
+        self.restarts = 0
+        self.reported_s: float | None = None
+        """Monotonic time of the last report."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the learner; None while there is none."""
+        return None if self._link is None else self._link.pid
+
+    @property
+    def down_s(self) -> float | None:
+        """Seconds since the learner died; None while one runs or is being built for the first time."""
+        since_s = self._down_since_s
+        return None if since_s is None else self._clock.monotonic() - since_s
+
+    async def build(self) -> DaemonBoard:
+        """Start the first learner and wait until its model is built; return the board made for it.
+
+        Raises:
+            ConfigError: the task can't be run as configured.
+            WorkerError: the learner died while building.
+        """
+        self._link = await LearnerLink.spawn(self._start)
+        self._down_since_s = None
+        hello = await self._link.hello()
+        spec = _spec(hello)
+        self.device = hello.device
+        self.spec = spec
+        self._region = SharedRegion.create(spec.nbytes, "board")
+        self.board = DaemonBoard(self._region, spec)
+        return self.board
+
+    async def begin(self, *, restore: bool) -> None:
+        """Let the learner go; with ``restore`` it takes what is on the board.
+
+        Raises:
+            WorkerError: it died meanwhile.
+        """
+        await self._attach(restore=restore)
+        self._task = asyncio.create_task(self._supervise(), name="learner-supervisor")
+
+    async def watch(self) -> None:
+        """Wait until the learner is stopped for good.
+
+        Raises:
+            ConfigError: it can't run as configured.
+            WorkerError: it says that it failed for good.
+        """
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    def tell(self, message: Pace | Progress | Others) -> None:
+        """Send a message to the learner, and to each that replaces it."""
+        self._sticky[type(message)] = message
+        if self._link is not None:
+            self._link.tell(message)
+
+    async def stop(self) -> None:
+        """End the learner; its last state stays on the board."""
+        self._stopping.set()
+        if self._link is not None:
+            await self._link.end(END_TIMEOUT_S)
+        if self._task is not None:
+            _, late = await asyncio.wait([self._task], timeout=END_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def close(self) -> None:
+        """Free the board. Nobody may use it afterwards."""
+        self.board = None
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+
+    async def _attach(self, *, restore: bool) -> None:
+        if self._link is None or self._region is None or self.spec is None:
+            raise WorkerError("the learner isn't built yet")
+        await self._link.attach(self._region, self.spec.nbytes, restore=restore)
+        for message in self._sticky.values():
+            self._link.tell(message)
+
+    async def _supervise(self) -> None:
+        while not self._stopping.is_set():
+            began_s = self._clock.monotonic()
+            if self._link is not None:
+                await self._link.converse(self._report)
+                code = await self._link.reap(1.0)
+                if self._stopping.is_set():
+                    return
+                self._link = None
+                self._down_since_s = self._clock.monotonic()
+                self._died(code, self._clock.monotonic() - began_s)
+            await asyncio.sleep(self._rest_s())
+            if self._stopping.is_set():
+                return
+            try:
+                await self._restart()
+            except WorkerError as error:
+                self.failures += 1
+                self._events.emit("learner-failed", f"learner couldn't be restarted: {error}")
+
+    def _died(self, code: int, lived_s: float) -> None:
+        self.failures = 0 if lived_s >= LONG_LIFE_S else self.failures + 1
+        self._before = LearnerTotals(self.totals.updates, self.totals.env_steps, self.totals.episodes)
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        self._events.emit(
+            "learner-died", f"learner {how}; it is started again from the board", code=code, lived_s=lived_s
+        )
+
+    def _rest_s(self) -> float:
+        doublings = min(max(self.failures - 1, 0), 16)
+        return min(self._config.restart_min_s * 2.0**doublings, self._config.restart_max_s)
+
+    async def _restart(self) -> None:
+        link = await LearnerLink.spawn(self._start)
+        self._link = link
+        try:
+            await self._resume(await link.hello())
+        except BaseException:
+            self._link = None
+            await link.kill()
+            raise
+        self._down_since_s = None
+        self.restarts += 1
+        self._events.emit("learner-restarted", "learner runs again", pid=link.pid, restarts=self.restarts)
+
+    async def _resume(self, hello: Hello) -> None:
+        if self.spec is None or self.board is None or _spec(hello) != self.spec:
+            raise LayoutMismatchError("a restarted learner has another layout than its predecessor")
+        await self._attach(restore=self.board.published_once)
+
+    def _report(self, report: Report) -> None:
+        new = report.updates + self._before.updates - self.totals.updates
+        self.totals = LearnerTotals(
+            self._before.updates + report.updates,
+            self._before.env_steps + report.env_steps,
+            self._before.episodes + report.episodes,
+        )
+        self.returns.extend(report.returns)
+        self.metrics = report.metrics
+        if report.moments:
+            self.moments = report.moments
+        self.reported_s = self._clock.monotonic()
+        self._on_report(report, new)
+
+
+def _spec(hello: Hello) -> BoardSpec:
+    return BoardSpec.from_wire(msgspec.msgpack.decode(hello.spec))

@@ -1,0 +1,401 @@
+"""The training side of a node: learner, board, strategy, lineage, adoption.
+
+Implements `strategies.protocol.Swarm`. The daemon builds it once the task is known, gives it a
+first state (none when founding), and asks it for figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from p2pdrl.clock import Clock
+from p2pdrl.config.node import NodeConfig
+from p2pdrl.config.task import AdpsgdConfig, StrategyConfig, TaskConfig
+from p2pdrl.config.task_hash import task_hash
+from p2pdrl.errors import WireError, WorkerError
+from p2pdrl.ids import short
+from p2pdrl.node.adoption import Donors, Download, without_moments
+from p2pdrl.node.counters import Counts
+from p2pdrl.node.events import EventLog
+from p2pdrl.node.ledger import Ledger
+from p2pdrl.node.quarantine import Quarantine
+from p2pdrl.node.state_transfer import State, StateRequest, decode_request, offer
+from p2pdrl.node.supervisor import LearnerSupervisor
+from p2pdrl.strategies.gossip import GossipStrategy
+from p2pdrl.strategies.judgement import Summary
+from p2pdrl.strategies.local import LocalStrategy
+from p2pdrl.strategies.protocol import Strategy
+from p2pdrl.tensors.board import BoardSpec, DaemonBoard
+from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
+from p2pdrl.workers.protocol import Others, Pace, Progress, Report, Start
+
+__all__ = ["Training"]
+
+MAX_SERVED = 2
+EXCHANGE_END_S = 3.0
+
+
+class Training:
+    """What trains on this node, and what it agrees on with peers.
+
+    Args:
+        me: own node id.
+        task: the swarm's task.
+        config: this machine's options.
+        seed: of environments and exploration.
+        transport: how peers are reached.
+        clock: time.
+        events: what is told.
+        ledger: counts and moments.
+        rng: source of the random choices.
+        alive: the living members, without ourselves.
+        donors: the same, the best donor first.
+        observed: told how each exchange that we began has ended, and its seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: str,
+        task: TaskConfig,
+        config: NodeConfig,
+        seed: int,
+        transport: Transport,
+        clock: Clock,
+        events: EventLog,
+        ledger: Ledger,
+        rng: random.Random,
+        alive: Callable[[], dict[str, Address]],
+        donors: Donors,
+        observed: Callable[[str, float], None],
+    ) -> None:
+        self._me = me
+        self._config = config
+        self._transport = transport
+        self._clock = clock
+        self._events = events
+        self._ledger = ledger
+        self._rng = rng
+        self._alive = alive
+        self._donors = donors
+        self._observed = observed
+        self._quarantine = Quarantine(config.limits.strikes, config.limits.quarantine_s)
+        self._download = Download(transport, events, config.limits.max_abs_parameter)
+        self._seed = seed
+        self._adopting: asyncio.Task[None] | None = None
+        self._adopting_since_s: float | None = None
+        self._served = 0
+        self._outcomes: Counter[str] = Counter()
+        self._paused = False
+        self.task = task
+        self.stop_config = task.stop
+        """The stop conditions in force, which may differ from the task's own."""
+        self.task_hash = task_hash(task)
+        self.lineage = ""
+        self.mode_epoch = 0
+        self.strategy: Strategy = LocalStrategy()
+        self.supervisor = LearnerSupervisor(
+            start=Start(
+                task=msgspec.json.encode(task),
+                seed=seed,
+                device=config.learner.device,
+                threads=config.learner.threads,
+                allow_import=config.allow_import,
+            ),
+            config=config.learner,
+            window=task.stop.window,
+            clock=clock,
+            events=events,
+            on_report=self._report,
+        )
+
+    # --- life -------------------------------------------------------------------------------
+
+    async def build(self) -> None:
+        """Start the learner process and wait for its layout.
+
+        Raises:
+            ConfigError: the task can't be run as configured.
+            WorkerError: the learner died while building.
+        """
+        await self.supervisor.build()
+
+    async def begin(self, state: State | None, lineage: str) -> None:
+        """Begin to train, from ``state`` or (None) from the task's initial weights.
+
+        Raises:
+            WorkerError: the learner died meanwhile.
+        """
+        self._enter(lineage)
+        if state is not None:
+            clean = without_moments(state, self.spec)
+            self.board.seed(clean.vector, clean.sidecar, clean.head.policy_version)
+        if self._config.debug.perturb_start > 0:
+            noise = np.random.default_rng(self._seed).normal(
+                0.0, self._config.debug.perturb_start, self.spec.layout.size
+            )
+            self.board.post_delta(noise.astype(np.float32), 0)
+        self.supervisor.tell(self._pace())
+        await self.supervisor.begin(restore=state is not None)
+
+    async def use(self, config: StrategyConfig, epoch: int) -> None:
+        """Change to another strategy, after the exchange in flight."""
+        await self.strategy.stop(EXCHANGE_END_S)
+        self._outcomes.update(self.strategy.outcomes)
+        self.mode_epoch = epoch
+        if isinstance(config, AdpsgdConfig):
+            self.strategy = GossipStrategy(
+                config=config,
+                swarm=self,
+                board=self.board,
+                size=self.spec.layout.size,
+                transport=self._transport,
+                clock=self._clock,
+                rng=self._rng,
+                max_abs=self._config.limits.max_abs_parameter,
+                max_exchanges=self._config.debug.max_exchanges,
+            )
+        else:
+            self.strategy = LocalStrategy()
+        await self.strategy.start()
+
+    async def stop(self) -> None:
+        """Finish the exchange in flight, stop the learner; the last state stays readable."""
+        if self._adopting is not None:
+            self._adopting.cancel()
+            await asyncio.gather(self._adopting, return_exceptions=True)
+        await self.strategy.stop(EXCHANGE_END_S)
+        await self.supervisor.stop()
+
+    def pause(self, *, paused: bool) -> None:
+        """Hold the learner, or let it go on; averaging continues meanwhile."""
+        self._paused = paused
+        self.supervisor.tell(self._pace())
+
+    def progress(self, fraction: float) -> None:
+        """Tell the learner how far the swarm is, 0 to 1."""
+        self.supervisor.tell(Progress(fraction))
+
+    def share_moments(self) -> None:
+        """Give the learner what everybody else's normalisers counted."""
+        others = self._ledger.others_moments()
+        if others:
+            self.supervisor.tell(Others(others))
+
+    # --- figures ----------------------------------------------------------------------------
+
+    @property
+    def board(self) -> DaemonBoard:
+        """The daemon's end of the board."""
+        if self.supervisor.board is None:
+            raise WorkerError("the learner isn't built yet")
+        return self.supervisor.board
+
+    @property
+    def spec(self) -> BoardSpec:
+        """Layout of parameters and sidecar."""
+        if self.supervisor.spec is None:
+            raise WorkerError("the learner isn't built yet")
+        return self.supervisor.spec
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a state."""
+        return self.supervisor.board is not None and self.supervisor.board.published_once
+
+    @property
+    def paused(self) -> bool:
+        """Whether the learner is held."""
+        return self._paused
+
+    @property
+    def policy_version(self) -> int:
+        """Of the state as it is now; 0 while there is none."""
+        return self.board.policy_version if self.ready else 0
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Exchanges by outcome, over all strategies of this boot."""
+        return dict(self._outcomes + Counter(self.strategy.outcomes))
+
+    @property
+    def strikes(self) -> int:
+        """Poisoned vectors so far."""
+        return self._quarantine.total
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Peers in quarantine."""
+        return self._quarantine.held(self._clock.monotonic())
+
+    @property
+    def adopting_s(self) -> float:
+        """How long an adoption has been under way; 0 when none is."""
+        since_s = self._adopting_since_s
+        return 0.0 if since_s is None else self._clock.monotonic() - since_s
+
+    # --- what strategies ask (strategies.protocol.Swarm) -------------------------------------
+
+    @property
+    def node_id(self) -> str:
+        """Own id."""
+        return self._me
+
+    def alive(self) -> dict[str, Address]:
+        """Members that exchanges may begin with."""
+        now_s = self._clock.monotonic()
+        return {
+            peer: address
+            for peer, address in self._alive().items()
+            if not self._quarantine.holds(peer, now_s)
+        }
+
+    def summary(self) -> Summary | None:
+        """What we say of ourselves; None without a state, or while adopting one."""
+        if not self.ready or self._adopting_since_s is not None:
+            return None
+        return Summary(
+            node_id=self._me,
+            task_hash=self.task_hash,
+            layout_hash=self.spec.layout.hash,
+            mode_epoch=self.mode_epoch,
+            lineage=self.lineage,
+            lineage_steps=self._ledger.steps(self.lineage),
+            policy_version=self.board.policy_version,
+        )
+
+    def adopt(self, donor: str, why: str) -> None:
+        """Begin to take ``donor``'s state in the background; once at a time."""
+        if self._adopting_since_s is not None:
+            return
+        self._adopting_since_s = self._clock.monotonic()
+        self._adopting = asyncio.create_task(self._adopt(donor, why), name="adoption")
+
+    def strike(self, peer: str, why: str) -> None:
+        """Note that ``peer`` sent something poisoned."""
+        if self._quarantine.strike(peer, self._clock.monotonic()):
+            rest_s = self._config.limits.quarantine_s
+            why += f"; refused for {rest_s:.0f} s"
+        self._events.emit("strike", f"{short(peer)} sent a bad vector: {why}", level="warning", peer=peer)
+
+    def quarantined(self, peer: str) -> bool:
+        """Tell whether ``peer`` is to be refused."""
+        return self._quarantine.holds(peer, self._clock.monotonic())
+
+    def observed(self, outcome: str, seconds: float) -> None:
+        """Note how an exchange that we began has ended."""
+        self._observed(outcome, seconds)
+
+    # --- what peers ask -----------------------------------------------------------------------
+
+    async def answer_exchange(self, incoming: Incoming) -> Reply:
+        """Pass an exchange on to the strategy of the present mode.
+
+        Raises:
+            Refusal: the present mode has no exchanges, or the strategy refuses.
+        """
+        if not isinstance(self.strategy, GossipStrategy):
+            raise Refusal(409, f"this node's mode is {self.strategy.mode}")
+        return await self.strategy.answer(incoming)
+
+    async def answer_state(self, incoming: Incoming) -> Reply:
+        """Give our state to a peer.
+
+        Raises:
+            Refusal: no state yet (503), another layout (409), enough others served (429).
+        """
+        request = decode_request(incoming)
+        if not self.ready or self._adopting_since_s is not None:
+            raise Refusal(503, "no state to give yet")
+        if (request.layout_hash, request.sidecar_hash) != (self.spec.layout.hash, self.spec.sidecar.hash):
+            raise Refusal(409, "our parameters have another layout than you expect")
+        if request.task_hash != self.task_hash:
+            raise Refusal(409, "our task is another one")
+        if self._served >= MAX_SERVED:
+            raise Refusal(429, "giving our state to others right now; ask again or elsewhere")
+        self._served += 1
+        handed_over = False
+        try:
+            steps = self._ledger.steps(self.lineage)
+            reply, head = await offer(self.board, self.spec, self.lineage, steps)
+
+            def ended(sent: bool) -> None:
+                self._served -= 1
+                if sent:
+                    self._events.emit(
+                        "state-served",
+                        f"gave state of version {head.policy_version} to {short(incoming.sender)}",
+                        peer=incoming.sender,
+                        policy_version=head.policy_version,
+                        params_hash=head.params_hash,
+                    )
+
+            handed_over = True
+            return Reply(reply.meta, vector=reply.vector, on_end=ended)
+        finally:
+            if not handed_over:
+                self._served -= 1
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    async def download(self, give_up: Callable[[], bool]) -> tuple[str, State] | None:
+        """Take the state of the best donor, for a node that has none; None when ``give_up`` says so."""
+        return await self._download.until(self._donors, self._request(), self.spec, give_up)
+
+    async def _adopt(self, donor: str, why: str) -> None:
+        try:
+            alive = self.alive()
+            first = [(donor, alive[donor])] if donor in alive else []
+            found = await self._download.once(first, self._request(), self.spec)
+            if found is None:
+                return
+            giver, state = found
+            clean = without_moments(state, self.spec)
+            self.board.post_set(clean.vector, clean.sidecar, clean.head.policy_version)
+            self._enter(state.head.lineage)
+            self.tell_adopted(giver, state, why)
+        finally:
+            self._adopting_since_s = None
+
+    def tell_adopted(self, giver: str, state: State, why: str) -> None:
+        """Tell that a state was adopted, with the hash that shows it."""
+        self._outcomes["adopted"] += 1
+        self._events.emit(
+            "adopted",
+            f"took over the state of {short(giver)} at version {state.head.policy_version}: {why}",
+            peer=giver,
+            policy_version=state.head.policy_version,
+            params_hash=state.head.params_hash,
+            lineage=state.head.lineage,
+        )
+
+    def _enter(self, lineage: str) -> None:
+        self.lineage = lineage
+        self._ledger.follow(lineage)
+
+    def _request(self) -> StateRequest:
+        return StateRequest(
+            task_hash=self.task_hash,
+            layout_hash=self.spec.layout.hash,
+            sidecar_hash=self.spec.sidecar.hash,
+        )
+
+    def _pace(self) -> Pace:
+        return Pace(paused=self._paused, max_updates_per_s=self._config.learner.max_updates_per_s)
+
+    def _report(self, report: Report, new_updates: int) -> None:
+        totals = self.supervisor.totals
+        self._ledger.credit(Counts(totals.env_steps, totals.episodes, totals.updates))
+        if report.moments:
+            try:
+                self._ledger.put_moments(report.moments)
+            except WireError as error:
+                self._events.emit("moments-failed", str(error), level="warning")
+        if new_updates > 0:
+            self.strategy.updated(new_updates)
