@@ -17,7 +17,13 @@ def ours_and_torchs(name):
     mine, theirs = start.clone(), start.clone().requires_grad_()
     gradients = torch.zeros(D)
     if name == "adam":
-        return mine, gradients, Adam(mine, gradients, 1e-5), theirs, torch.optim.Adam([theirs], 0.01, eps=1e-5)
+        return (
+            mine,
+            gradients,
+            Adam(mine, gradients, 1e-5),
+            theirs,
+            torch.optim.Adam([theirs], 0.01, eps=1e-5),
+        )
     return (
         mine,
         gradients,

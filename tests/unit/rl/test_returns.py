@@ -51,7 +51,9 @@ def test_gae_matches_direct_sum(seed):
     rewards, values = rng.normal(size=(T, B)), rng.normal(size=(T + 1, B))
     discounts = 0.97 * (rng.random((T, B)) > 0.2)
     continues = (rng.random((T, B)) > 0.2).astype(float)
-    found = gae(*(torch.from_numpy(x) for x in (rewards, values, discounts)), lambda_, torch.from_numpy(continues))
+    found = gae(
+        *(torch.from_numpy(x) for x in (rewards, values, discounts)), lambda_, torch.from_numpy(continues)
+    )
     expected = gae_by_direct_sum(rewards, values, discounts, lambda_, continues)
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
@@ -68,7 +70,9 @@ def test_truncation_bootstraps_but_nothing_leaks_from_the_next_episode():
 
 def test_n_step_returns_are_discounted_sums_with_bootstrap():
     found = n_step_returns(
-        torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[9.0], [9.0], [9.0], [4.0]]), torch.full((3, 1), 0.5)
+        torch.tensor([[1.0], [2.0], [3.0]]),
+        torch.tensor([[9.0], [9.0], [9.0], [4.0]]),
+        torch.full((3, 1), 0.5),
     )
     expected = [1 + 0.5 * (2 + 0.5 * (3 + 0.5 * 4)), 2 + 0.5 * (3 + 0.5 * 4), 3 + 0.5 * 4]
     np.testing.assert_allclose(found.squeeze(-1), expected)

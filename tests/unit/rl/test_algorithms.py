@@ -1,0 +1,163 @@
+"""PPO and A2C on made-up unrolls: signs, masks, clipping, batch identities."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from p2pdrl.config.task import A2CConfig, NetworkConfig, PPOConfig
+from p2pdrl.rl.algorithms.a2c import A2C
+from p2pdrl.rl.algorithms.ppo import PPO
+from p2pdrl.rl.algorithms.registry import build
+from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.rollout import Unroll
+
+SPEC = EnvSpec((3,), "float32", Discrete(2))
+T, B = 6, 4
+
+
+def make(config, seed=0):
+    policy = ActorCritic(SPEC, NetworkConfig(hidden=(8,)), seed)
+    flat = FlatModule(policy, torch.device("cpu"))
+    return policy, flat, build(config, flat, policy, torch.Generator().manual_seed(0))
+
+
+def make_unroll(policy, seed=0, **changes):
+    generator = torch.Generator().manual_seed(seed)
+    obs = torch.randn(T + 1, B, 3, generator=generator)
+    actions = torch.randint(2, (T, B), generator=generator)
+    with torch.no_grad():
+        log_probs, _, values = policy.evaluate(obs[:-1], actions)
+        values = torch.cat((values, policy.values(obs[-1:])))
+    nothing = torch.zeros(T, B, dtype=torch.bool)
+    unroll = Unroll(
+        obs_T1BX=obs,
+        actions=actions,
+        log_probs_TB=log_probs,
+        values_T1B=values,
+        rewards_TB=torch.randn(T, B, generator=generator),
+        terminated_TB=nothing,
+        truncated_TB=nothing,
+        valid_TB=~nothing,
+        env_steps=T * B,
+        episodes=[],
+    )
+    return replace(unroll, **changes)
+
+
+def test_registry_builds_by_configuration():
+    assert isinstance(make(PPOConfig())[2], PPO)
+    assert isinstance(make(A2CConfig())[2], A2C)
+
+
+@pytest.mark.parametrize("config", [PPOConfig(normalize_advantages=False), A2CConfig(entropy_coef=0.0)])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_positive_advantage_raises_the_log_probability(config, sign):
+    policy, _, algorithm = make(config)
+    unroll = make_unroll(policy)
+    unroll = replace(
+        unroll,
+        actions=torch.ones(T, B, dtype=torch.int64),
+        rewards_TB=torch.full((T, B), 10.0 * sign),
+        log_probs_TB=policy.evaluate(unroll.obs_T1BX[:-1], torch.ones(T, B, dtype=torch.int64))[0].detach(),
+    )
+    algorithm.update(unroll)
+    after = policy.evaluate(unroll.obs_T1BX[:-1], unroll.actions)[0]
+    assert sign * (after - unroll.log_probs_TB).mean() > 0
+
+
+@pytest.mark.parametrize("config", [PPOConfig(epochs=2), A2CConfig()])
+def test_masked_steps_have_no_part_in_the_update(config):
+    ends = torch.zeros(T, B, dtype=torch.bool)
+    ends[2, 1] = ends[4, 3] = True
+    valid = torch.ones(T, B, dtype=torch.bool)
+    valid[3, 1] = valid[5, 3] = False
+    results = []
+    for garbage in (0.0, 1e3):
+        policy, flat, algorithm = make(config)
+        unroll = make_unroll(policy, truncated_TB=ends, valid_TB=valid)
+        unroll.rewards_TB[~valid] = garbage
+        unroll.log_probs_TB[~valid] = -garbage
+        unroll.actions[~valid] = int(garbage > 0)
+        algorithm.update(unroll)
+        results.append(flat.numpy().copy())
+    assert (results[0] == results[1]).all()
+
+
+def test_ratio_outside_the_clip_has_no_gradient():
+    policy, flat, algorithm = make(PPOConfig(value_coef=0.0, epochs=1, minibatches=1))
+    unroll = make_unroll(policy)
+    old = unroll.log_probs_TB
+    # the policy has already moved beyond the bound wherever the advantage would push it on
+    for push in (1.0, -1.0):
+        advantages = torch.full((T * B,), push)
+        loss, terms = algorithm._loss(
+            unroll.obs_T1BX[:-1].flatten(0, 1),
+            unroll.actions.flatten(),
+            old.flatten() - push,
+            unroll.values_T1B[:-1].flatten(),
+            advantages,
+            unroll.values_T1B[:-1].flatten(),
+        )
+        flat.gradients_D.zero_()
+        loss.backward()
+        assert not flat.gradients_D.any()
+        assert terms[4] == 1.0
+
+
+def test_value_clipping_never_lowers_the_loss():
+    policy, _, free = make(PPOConfig())
+    _, _, clipped = make(PPOConfig(value_clip=0.01))
+    unroll = make_unroll(policy)
+    arguments = (
+        unroll.obs_T1BX[:-1].flatten(0, 1),
+        unroll.actions.flatten(),
+        unroll.log_probs_TB.flatten(),
+        unroll.values_T1B[:-1].flatten() + 1.0,
+        torch.zeros(T * B),
+        unroll.rewards_TB.flatten(),
+    )
+    assert clipped._loss(*arguments)[1][1] >= free._loss(*arguments)[1][1]
+
+
+def test_target_kl_stops_the_passes():
+    config = PPOConfig(learning_rate=0.1, epochs=50, minibatches=1, target_kl=0.01)
+    policy, _, algorithm = make(config)
+    metrics = algorithm.update(make_unroll(policy))
+    assert metrics["gradient_steps"] < 50
+
+
+def test_k_environments_equal_k_averaged_workers():
+    config = A2CConfig(max_grad_norm=1e9)
+    policy, flat, algorithm = make(config)
+    unroll = make_unroll(policy)
+    start = flat.numpy().copy()
+    algorithm.update(unroll)
+    together = flat.gradients_D.clone()
+    workers = torch.zeros_like(together)
+    for b in range(B):
+        flat.set_(start)
+        columns = {
+            name: getattr(unroll, name)[:, b : b + 1]
+            for name in ("obs_T1BX", "actions", "log_probs_TB", "values_T1B", "rewards_TB")
+        }
+        masks = {
+            name: getattr(unroll, name)[:, b : b + 1]
+            for name in ("terminated_TB", "truncated_TB", "valid_TB")
+        }
+        algorithm.update(replace(unroll, **columns, **masks))
+        workers += flat.gradients_D / B
+    torch.testing.assert_close(workers, together, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [PPOConfig(epochs=1, minibatches=1), A2CConfig()])
+def test_a_batch_of_nonsense_leaves_the_parameters_alone(config):
+    policy, flat, algorithm = make(config)
+    before = flat.numpy().copy()
+    metrics = algorithm.update(make_unroll(policy, rewards_TB=torch.full((T, B), float("nan"))))
+    assert metrics["skipped_steps"] == 1
+    assert (flat.numpy() == before).all()
