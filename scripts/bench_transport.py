@@ -1,0 +1,222 @@
+"""Measure how fast vectors move between two processes over loopback.
+
+Each round times, one after another, a raw socket (sendall, recv_into) and `HttpTransport` with
+and without a swarm key, both ways, so that what else the machine does falls on all of them
+alike. Printed are the medians of MB/s and wall time, the mean CPU time of both processes together,
+and the longest time for which the caller's event loop served nobody else. Then the MACs that
+were considered for pieces of 1 MiB.
+
+    python scripts/bench_transport.py --rounds 15 --megabytes 40
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import hmac
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import psutil
+from aiohttp import web
+
+from p2pdrl.clock import SystemClock
+from p2pdrl.transport.auth import PieceMac
+from p2pdrl.transport.http_transport import HttpTransport
+from p2pdrl.transport.limits import PIECE_BYTES, TransportLimits
+from p2pdrl.transport.listener import Listener
+from p2pdrl.transport.protocol import Address, Incoming, Reply
+
+KEY = b"bench"
+CALLER, CALLEE = "a" * 32, "b" * 32
+LIMITS = TransportLimits(requests_burst=1e6)
+
+
+def serve_raw(nbytes: int) -> int:
+    """Accept one connection; take ``nbytes``, answer one byte, for ever. Returns the port."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        connection, _ = listening.accept()
+        view = memoryview(bytearray(nbytes))
+        while True:
+            got = 0
+            while got < nbytes:
+                count = connection.recv_into(view[got:])
+                if count == 0:
+                    return
+                got += count
+            connection.sendall(b"!")
+
+    threading.Thread(target=run, daemon=True).start()
+    return int(listening.getsockname()[1])
+
+
+async def serve_http(nbytes: int, key: bytes | None) -> int:
+    """Serve ``take`` and ``give``; return the port."""
+    buffer = np.zeros(nbytes // 4, np.float32)
+    transport = HttpTransport(CALLEE, "bench", key, clock=SystemClock(), limits=LIMITS)
+
+    async def take(incoming: Incoming) -> Reply:
+        await incoming.read_vector_into(memoryview(buffer))
+        return Reply(b"")
+
+    async def give(_: Incoming) -> Reply:
+        return Reply(b"", memoryview(buffer))
+
+    transport.serve("take", take, max_vector_bytes=nbytes)
+    transport.serve("give", give)
+    app = web.Application()
+    transport.mount(app)
+    listener = Listener(LIMITS, SystemClock(), transport.counters)
+    return (await listener.listen(app, "127.0.0.1", 0)).port
+
+
+async def serve(nbytes: int) -> None:
+    """The child process: print the three ports, then serve until standard input ends."""
+    ports = [serve_raw(nbytes), await serve_http(nbytes, KEY), await serve_http(nbytes, None)]
+    print(*ports, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
+class Stopwatch:
+    """Wall time, CPU time of both processes, and how long the loop was held, by name.
+
+    Args:
+        child_pid: the other process whose CPU time counts.
+    """
+
+    def __init__(self, child_pid: int) -> None:
+        self._processes = psutil.Process(), psutil.Process(child_pid)
+        self.wall: dict[str, list[float]] = {}
+        self.cpu: dict[str, list[float]] = {}
+        self.held: dict[str, list[float]] = {}
+
+    def _spent_s(self) -> float:
+        return sum(times.user + times.system for times in (p.cpu_times() for p in self._processes))
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Note wall and CPU time of a block."""
+        wall_s, cpu_s = time.perf_counter(), self._spent_s()
+        yield
+        self.wall.setdefault(name, []).append(time.perf_counter() - wall_s)
+        self.cpu.setdefault(name, []).append(self._spent_s() - cpu_s)
+
+    async def watch(self, name: str, work: Awaitable[object]) -> None:
+        """Note the longest time between two turns of another task while ``work`` runs."""
+        worst_s = 0.0
+
+        async def spin() -> None:
+            nonlocal worst_s
+            while True:
+                began_s = time.perf_counter()
+                await asyncio.sleep(0)
+                worst_s = max(worst_s, time.perf_counter() - began_s)
+
+        spinner = asyncio.create_task(spin())
+        await work
+        spinner.cancel()
+        self.held.setdefault(name, []).append(worst_s)
+
+    def report(self, nbytes: int) -> None:
+        """Print the medians, the first round left out."""
+        print(f"{'':28}{'MB/s':>8}{'wall ms':>10}{'CPU ms':>9}{'loop held ms':>14}")
+        for name, times in self.wall.items():
+            wall_s, cpu_s = statistics.median(times[1:]), statistics.mean(self.cpu[name][1:])
+            held = f"{statistics.median(self.held[name][1:]) * 1e3:14.1f}" if name in self.held else ""
+            print(f"{name:28}{nbytes / 1e6 / wall_s:8.0f}{wall_s * 1e3:10.1f}{cpu_s * 1e3:9.1f}{held}")
+
+
+async def measure(nbytes: int, rounds: int) -> None:
+    """The parent process: call the child and print the table."""
+    command = [sys.executable, __file__, "--serve", "--megabytes", str(nbytes / 1e6)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: ASYNC220
+    if child.stdin is None or child.stdout is None:
+        raise RuntimeError("the child has no pipes")
+    raw_port, *http_ports = map(int, child.stdout.readline().split())
+    vector = np.random.default_rng(0).standard_normal(nbytes // 4).astype(np.float32)
+    out = np.empty_like(vector)
+    raw = socket.create_connection(("127.0.0.1", raw_port))
+    watch = Stopwatch(child.pid)
+    transports: dict[str, tuple[HttpTransport, Address]] = {}
+    for (name, key), port in zip({"with key": KEY, "without key": None}.items(), http_ports, strict=True):
+        transport = HttpTransport(CALLER, "bench", key, clock=SystemClock(), limits=LIMITS)
+        await transport.start()
+        transports[name] = (transport, Address("127.0.0.1", port))
+
+    def send(transport: HttpTransport, to: Address) -> Awaitable[object]:
+        return transport.call(to, CALLEE, "take", b"", vector=memoryview(vector), deadline_s=60, lane="bulk")
+
+    def fetch(transport: HttpTransport, to: Address) -> Awaitable[object]:
+        return transport.call(
+            to, CALLEE, "give", b"", into=lambda _m, _n: memoryview(out), deadline_s=60, lane="bulk"
+        )
+
+    for _ in range(rounds + 1):
+        with watch.timed("raw socket"):
+            raw.sendall(vector)
+            raw.recv(1)
+        for name, (transport, to) in transports.items():
+            with watch.timed(f"http {name}, sent"):
+                await send(transport, to)
+            with watch.timed(f"http {name}, fetched"):
+                await fetch(transport, to)
+            await watch.watch(f"http {name}, sent", send(transport, to))
+            await watch.watch(f"http {name}, fetched", fetch(transport, to))
+    for transport, _ in transports.values():
+        await transport.close()
+    raw.close()
+    child.stdin.close()
+    child.wait()
+    print(f"{nbytes / 1e6:g} MB float32 over loopback, medians of {rounds} rounds, {os.cpu_count()} cores")
+    watch.report(nbytes)
+
+
+def measure_macs() -> None:
+    """Print the speed of each MAC that was considered, on one piece."""
+    piece = memoryview(bytearray(os.urandom(PIECE_BYTES)))
+    key = os.urandom(32)
+    gmac = PieceMac(key)
+    macs: dict[str, Callable[[], bytes]] = {
+        "GMAC (chosen)": lambda: gmac.of(1, piece),
+        "HMAC-SHA256": lambda: hmac.digest(key, piece, "sha256"),
+        "BLAKE2b keyed": lambda: hashlib.blake2b(piece, key=key, digest_size=16).digest(),
+    }
+    print(f"\n{'MAC of one 1 MiB piece':28}{'MB/s':>8}{'ms':>10}")
+    for name, mac in macs.items():
+        times = []
+        for _ in range(50):
+            began = time.perf_counter()
+            mac()
+            times.append(time.perf_counter() - began)
+        seconds = statistics.median(times)
+        print(f"{name:28}{PIECE_BYTES / 1e6 / seconds:8.0f}{seconds * 1e3:10.3f}")
+
+
+def main() -> None:
+    """Run as parent, or with ``--serve`` as the child."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds after one to warm up")
+    parser.add_argument("--megabytes", type=float, default=40.0, help="size of the vector")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    nbytes = int(arguments.megabytes * 1e6) // 4 * 4
+    if arguments.serve:
+        asyncio.run(serve(nbytes))
+        return
+    asyncio.run(measure(nbytes, arguments.rounds))
+    measure_macs()
+
+
+if __name__ == "__main__":
+    main()
