@@ -39,16 +39,17 @@ class Conduct:
 
     def found(self, training: Training, founded_at: float) -> None:
         """Write the first records, or those of a configuration that has changed since the last run."""
-        records = self._parts.membership.records
+        membership = self._parts.membership
+        records = membership.records
         wanted = ModeSetting.of(training.task.strategy)
         if records.get(settings.MODE) is None:
-            records.propose(settings.MODE, wanted)
+            membership.propose(settings.MODE, wanted)
         if records.get(settings.STOP) is None:
-            records.propose(settings.STOP, StopSetting.of(training.task, founded_at))
+            membership.propose(settings.STOP, StopSetting.of(training.task, founded_at))
 
     def pause(self, *, paused: bool) -> None:
         """Hold or release all learners of the swarm."""
-        self._parts.membership.records.propose(settings.PAUSE, PauseSetting(paused))
+        self._parts.membership.propose(settings.PAUSE, PauseSetting(paused))
 
     async def run(self, training: Training) -> None:
         """Follow the records for ever."""
@@ -101,7 +102,7 @@ class Conduct:
         reached = stop.judge(condition.stop, steps, age_s, reports or [])
         if reached is not None:
             halt = HaltSetting(reached.kind, reached.reason, epoch)
-            parts.membership.records.propose(settings.HALT, halt)
+            parts.membership.propose(settings.HALT, halt)
 
     async def _follow_mode(self, training: Training) -> None:
         record = self._parts.membership.records.get(settings.MODE)

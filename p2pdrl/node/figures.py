@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 import p2pdrl
+from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberView
 from p2pdrl.node import health, stop
 from p2pdrl.node.digest import ExchangeCounts, PeerReport
@@ -86,7 +87,7 @@ class Figures:
                 "quarantined": tuple(self._name(peer) for peer in training.held),
                 "adopting_s": training.adopting_s,
             }
-        me = parts.membership.me()
+        me = parts.membership.members()[0]
         return health.judge(
             health.HealthInputs(
                 loop_lag_s=parts.lag.p99_s,
@@ -151,9 +152,6 @@ class Figures:
         parts = self._parts
         report = self.report()
         training, saving = parts.training, parts.saving
-        members = {"alive": 0, "suspect": 0, "dead": 0, "left": 0}
-        for member in parts.membership.members():
-            members[member.state] += 1
         alive = [report, *self._reports(parts.alive())]
         return {
             "name": parts.name,
@@ -166,7 +164,7 @@ class Figures:
             "mode_epoch": report.mode_epoch,
             "lineage": report.lineage,
             "state": parts.state,
-            "members": members,
+            "members": parts.member_counts(),
             "policy_version": report.policy_version,
             "env_steps": report.env_steps,
             "swarm_env_steps": parts.ledger.total().env_steps,
@@ -295,5 +293,5 @@ class Figures:
         return self._parts.speed.rate(self._parts.clock.monotonic())
 
     def _name(self, node: str) -> str:
-        member = self._parts.membership.member(node)
-        return node[:8] if member is None else member.name
+        names = {member.id: member.name for member in self._parts.membership.members()}
+        return names.get(node, short(node))

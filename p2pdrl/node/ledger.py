@@ -124,6 +124,19 @@ class Ledger:
         """
         return sum(self._moments[name].merge(rows) for name, rows in entries.items() if name in self._moments)
 
+    def restore_moments(self, entries: dict[str, list[object]]) -> None:
+        """Take back what a checkpoint held; streams that we don't have yet are made.
+
+        Raises:
+            WireError: if the entries can't be read.
+        """
+        for name, rows in entries.items():
+            for row in rows:
+                if not isinstance(row, list | tuple) or len(row) != 3:
+                    raise WireError("moments of a checkpoint: expected node, boot, moments")
+                self._stream(name, Moments.from_wire(row[2]).mean.shape)
+        self.merge_moments(entries)
+
     def _credited(self) -> Counts:
         table = self._lineages[self._lineage]
         wire = table.to_wire([self._me])

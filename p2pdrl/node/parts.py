@@ -59,3 +59,10 @@ class Parts:
             for member in self.membership.members()
             if member.state == "alive" and not member.is_self
         }
+
+    def member_counts(self) -> dict[str, int]:
+        """Members by state, ourselves among the living."""
+        counts = {"alive": 0, "suspect": 0, "dead": 0, "left": 0}
+        for member in self.membership.members():
+            counts[member.state] += 1
+        return counts

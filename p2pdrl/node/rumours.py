@@ -15,7 +15,7 @@ import msgspec
 from p2pdrl.clock import Clock
 from p2pdrl.errors import TransportError, WireError
 from p2pdrl.node.counters import CountsWire
-from p2pdrl.node.digest import DigestTable, PeerReport, period_s
+from p2pdrl.node.digest import FAN_OUT, DigestTable, PeerReport, period_s
 from p2pdrl.node.ledger import Ledger
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
@@ -23,7 +23,6 @@ __all__ = ["MAX_META_BYTES", "ROUTE", "Rumours"]
 
 ROUTE = "rumours"
 MAX_META_BYTES = 1 << 20
-FAN_OUT = 2
 REPORTS = 32
 DEADLINE_S = 2.0
 BOOT_AHEAD_MS = 600_000
@@ -127,7 +126,7 @@ class Rumours:
         except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
             raise WireError(f"a rumour can't be read: {error}") from error
         latest_boot = int(self._clock.wall() * 1000) + BOOT_AHEAD_MS
-        self.table.merge(heard.reports, self._clock.monotonic())
+        self.table.merge(heard.reports, self._clock.monotonic(), latest_boot=latest_boot)
         self._ledger.merge_counts(heard.counts, latest_boot=latest_boot)
         self._ledger.merge_moments(heard.moments)
         return heard

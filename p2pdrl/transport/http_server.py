@@ -22,7 +22,7 @@ from p2pdrl.transport.headers import CONTENT_TYPE, NO_TARGET, AnswerHead, Reques
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.pieces import BodyReader, OverlongError, body_chunks, body_nbytes, views_of
 from p2pdrl.transport.protocol import Refusal, Reply
-from p2pdrl.transport.routes import MAX_REASON_CHARS, Route, Routes, run_handler
+from p2pdrl.transport.routes import MAX_REASON_CHARS, Route, Routes, report_sent, run_handler
 
 __all__ = ["PREFIX", "HttpServer"]
 
@@ -189,11 +189,21 @@ class HttpServer:
             self._counters.received(head.sender, body.nbytes)
 
     async def _answer(self, request: web.Request, head: RequestHead, reply: Reply) -> web.StreamResponse:
-        """Write the whole answer, and tell the handler when it is written.
+        """Write the whole answer, and tell the handler whether that went well.
 
         Raises:
             ConnectionError: the caller went away.
         """
+        written = False
+        try:
+            response = await self._write(request, head, reply)
+            written = True
+        finally:
+            if reply.on_end is not None:
+                reply.on_end(written)
+        return response
+
+    async def _write(self, request: web.Request, head: RequestHead, reply: Reply) -> web.StreamResponse:
         views = views_of(reply.vector)
         vector_nbytes = sum(view.nbytes for view in views)
         answer = AnswerHead(
@@ -214,8 +224,6 @@ class HttpServer:
             self._counters.sent(head.sender, len(chunk))
         await response.write_eof()
         await self._flush(request)
-        if reply.on_sent is not None:
-            reply.on_sent()
         return response
 
     @staticmethod

@@ -25,7 +25,8 @@ class TransportLimits:
         header_deadline_s: from the first byte of a request (or from the connection) to the end
             of its header. Longer tolerates worse links, shorter frees slots sooner.
         stall_deadline_s: longest time without progress in a body, either direction. With
-            ``watchdog_tick_s`` on top it stays under the 10 s that the abuse table promises.
+            ``watchdog_tick_s`` or ``lingering_s`` on top it stays under the 10 s after which
+            every slow connection has to be gone.
         min_body_bytes_s: a body slower than this over one ``stall_deadline_s`` counts as
             stalled, so that a byte now and then can't hold a connection for ever; 0 allows it.
         watchdog_tick_s: how often connections are looked at: the error of both deadlines.
@@ -61,7 +62,7 @@ class TransportLimits:
     watchdog_tick_s: float = 1.0
     keepalive_s: float = 75.0
     client_keepalive_s: float = 60.0
-    lingering_s: float = 2.0
+    lingering_s: float = 1.0
     shutdown_grace_s: float = 2.0
     clock_skew_s: float = 60.0
     max_nonces: int = 200_000

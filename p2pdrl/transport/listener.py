@@ -1,7 +1,7 @@
 """The node's one port: binds it, keeps strangers out, and closes it in good order.
 
 listener = Listener(transport.limits, clock, transport.counters)
-address = await listener.listen(app, "127.0.0.1", 7600, port_is_default=True, has_key=False)
+address = await listener.listen(app, "127.0.0.1", 7700, port_is_default=True, has_key=False)
 """
 
 from __future__ import annotations

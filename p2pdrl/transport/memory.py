@@ -26,7 +26,7 @@ from p2pdrl.transport.protocol import (
     Reply,
     VectorBuffer,
 )
-from p2pdrl.transport.routes import MAX_REASON_CHARS, Route, Routes, run_handler
+from p2pdrl.transport.routes import MAX_REASON_CHARS, Route, Routes, report_sent, run_handler
 
 __all__ = ["MemoryNetwork", "MemoryTransport"]
 
@@ -253,17 +253,18 @@ class MemoryTransport:
             outcome = await peer.dispatch(self, message)
         except PeerRefusedError as error:
             outcome = error
-        if not await network.travel(peer.node_id, self.node_id):
-            return
-        await network.until_thawed(self.node_id)
-        if answered.done():
-            return
-        if isinstance(outcome, Exception):
-            answered.set_exception(outcome)
-            return
-        answered.set_result(outcome)
-        if outcome[0].on_sent is not None:
-            outcome[0].on_sent()
+        arrived = False
+        try:
+            if await network.travel(peer.node_id, self.node_id):
+                await network.until_thawed(self.node_id)
+                arrived = not answered.done()
+            if arrived and isinstance(outcome, Exception):
+                answered.set_exception(outcome)
+            elif arrived and not isinstance(outcome, Exception):
+                answered.set_result(outcome)
+        finally:
+            if not isinstance(outcome, Exception) and outcome[0].on_end is not None:
+                outcome[0].on_end(arrived)
 
     async def dispatch(self, caller: MemoryTransport, message: _Message) -> tuple[Reply, bytes]:
         """Run the handler for a request that arrived.

@@ -35,7 +35,7 @@ __all__ = [
     "check_route",
 ]
 
-DEFAULT_PORT = 7600
+DEFAULT_PORT = 7700
 """TCP port of a node when none is named."""
 
 Lane = Literal["probe", "bulk"]
@@ -154,13 +154,14 @@ class Reply:
     Attributes:
         meta: metadata of the answer.
         vector: one view, or several that are sent one after another as one vector. They must
-            stay unchanged until ``on_sent`` was called or the request's task ended.
-        on_sent: called once the whole answer has been written; not called when that failed.
+            stay unchanged until ``on_end`` is called.
+        on_end: called exactly once: with True when the whole answer has been written, with False
+            when that failed (the caller went away, say). What True can't tell is whether it arrived.
     """
 
     meta: bytes
     vector: Sequence[memoryview] | memoryview | None = None
-    on_sent: Callable[[], None] | None = None
+    on_end: Callable[[bool], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

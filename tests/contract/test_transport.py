@@ -151,25 +151,25 @@ async def test_float_vectors_and_vectors_in_parts(pair: Pair) -> None:
     assert np.array_equal(out, np.concatenate(parts))
 
 
-async def test_on_sent_is_called_once_after_the_answer(pair: Pair) -> None:
+async def test_on_end_is_called_once_after_the_answer(pair: Pair) -> None:
     sent = asyncio.Event()
-    calls: list[int] = []
+    calls: list[bool] = []
 
-    def note() -> None:
-        calls.append(1)
+    def note(written: bool) -> None:
+        calls.append(written)
         sent.set()
 
     async def give(_: Incoming) -> Reply:
-        return Reply(b"", vector(2 * MIB), on_sent=note)
+        return Reply(b"", vector(2 * MIB), on_end=note)
 
     pair.bob.serve("give", give)
     out = memoryview(bytearray(2 * MIB))
     await pair.alice.call(pair.bob_at, BOB, "give", b"", into=lambda _m, _n: out, deadline_s=20)
     await asyncio.wait_for(sent.wait(), 5)
-    assert calls == [1]
+    assert calls == [True]
 
 
-async def test_on_sent_is_not_called_for_a_refusal(pair: Pair) -> None:
+async def test_a_refusal_keeps_its_status_and_reason(pair: Pair) -> None:
     async def refuse(_: Incoming) -> Reply:
         raise Refusal(409, "older than ours: round 7")
 
@@ -357,7 +357,29 @@ async def test_a_bug_in_a_handler_is_told_to_the_loop(pair: Pair) -> None:
     assert isinstance(told[0]["exception"], KeyError)
 
 
-async def test_closing_twice_and_calling_a_closed_peer(pair: Pair) -> None:
+async def test_a_bug_in_on_sent_is_told_to_the_loop_and_spoils_nothing(pair: Pair) -> None:
+    told: list[dict[str, object]] = []
+    failed = asyncio.Event()
+
+    def note(_loop: object, context: dict[str, object]) -> None:
+        told.append(context)
+        failed.set()
+
+    asyncio.get_running_loop().set_exception_handler(note)
+
+    def broken() -> None:
+        raise KeyError("commit")
+
+    async def give(_: Incoming) -> Reply:
+        return Reply(b"fine", on_sent=broken)
+
+    pair.bob.serve("give", give)
+    assert (await pair.alice.call(pair.bob_at, BOB, "give", b"", deadline_s=5)).meta == b"fine"
+    await asyncio.wait_for(failed.wait(), 5)
+    assert isinstance(told[0]["exception"], KeyError)
+
+
+async def test_closing_twice(pair: Pair) -> None:
     async def echo(incoming: Incoming) -> Reply:
         return Reply(incoming.meta)
 

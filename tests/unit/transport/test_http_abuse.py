@@ -13,7 +13,7 @@ import pytest
 
 from p2pdrl.transport.auth import format_time, new_nonce
 from p2pdrl.transport.limits import PIECE_BYTES
-from p2pdrl.transport.protocol import Address
+from p2pdrl.transport.protocol import Address, Incoming, Reply
 
 Served = Any
 Send = Callable[[Served], bytes]
@@ -238,6 +238,24 @@ async def test_the_second_header_on_a_connection_has_a_deadline_too(served: Serv
         assert ended[0] == b"" or isinstance(ended[0], ConnectionResetError)
     finally:
         writer.close()
+
+
+async def test_a_caller_that_does_not_read_its_answer_is_cut(served: Served) -> None:
+    sent: list[int] = []
+    vector = memoryview(bytearray(32 * PIECE_BYTES))
+
+    async def give(_: Incoming) -> Reply:
+        return Reply(b"", vector, on_sent=lambda: sent.append(1))
+
+    served.transport.serve("give", give)
+    _, writer = await asyncio.open_connection(served.address.host, served.address.port, limit=1)
+    try:
+        writer.write(served.request(route="give"))
+        await _until(lambda: served.transport.counters.dropped_connections == 1)
+    finally:
+        writer.transport.abort()
+    await _until(lambda: served.listener.connections == 0)
+    assert not sent
 
 
 async def test_an_idle_connection_is_kept(served: Served) -> None:

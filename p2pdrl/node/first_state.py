@@ -1,0 +1,124 @@
+"""Where a node's first state comes from: its own checkpoint, a donor, or the task's initial weights."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+
+from p2pdrl.errors import CheckpointError, WireError
+from p2pdrl.ids import new_lineage
+from p2pdrl.node.checkpoints import Checkpoint, CheckpointStore
+from p2pdrl.node.counters import CountsWire
+from p2pdrl.node.events import EventLog
+from p2pdrl.node.joining import Origin
+from p2pdrl.node.ledger import Ledger
+from p2pdrl.node.parts import Parts
+from p2pdrl.node.saving import as_state
+from p2pdrl.node.state_transfer import State
+from p2pdrl.node.training import Training
+
+__all__ = ["first_state", "restore_ledger", "take_up"]
+
+ORPHANED_S = 10.0
+
+
+def take_up(store: CheckpointStore, events: EventLog) -> Checkpoint | None:
+    """Return the newest whole checkpoint of an earlier run, and tell what was passed over."""
+    loaded = store.load_latest()
+    for reason in loaded.skipped:
+        events.emit("checkpoint-skipped", reason, level="warning")
+    return loaded.checkpoint
+
+
+def restore_ledger(ledger: Ledger, checkpoint: Checkpoint) -> None:
+    """Give the ledger back what the checkpoint knew of counts and moments.
+
+    Raises:
+        CheckpointError: that part of it can't be read.
+    """
+    meta = checkpoint.meta
+    try:
+        ledger.merge_counts(
+            {
+                str(lineage): msgspec.convert(wire, CountsWire)
+                for lineage, wire in dict(meta["counts"]).items()
+            }
+        )
+        ledger.restore_moments(msgspec.msgpack.decode(base64.b64decode(meta["moments"])))
+    except (KeyError, TypeError, ValueError, msgspec.DecodeError, WireError) as error:
+        raise CheckpointError(f"the counts of the checkpoint can't be read: {error}") from error
+
+
+async def first_state(
+    parts: Parts, training: Training, origin: Origin, checkpoint: Checkpoint | None
+) -> tuple[State | None, str]:
+    """Return the state to begin from (None: the task's initial weights) and its lineage.
+
+    Args:
+        parts: the node.
+        training: built, not begun.
+        origin: whether this node founded or joined.
+        checkpoint: of an earlier run of this task, if any.
+
+    Raises:
+        CheckpointError: the checkpoint is of another layout.
+    """
+    own = None if checkpoint is None else as_state(checkpoint, training.spec)
+    info = origin.info
+    if info is not None and not (own is not None and _fresh(own, info, training)):
+        found = await training.download(_Orphaned(parts).judge)
+        if found is not None:
+            giver, state = found
+            training.tell_adopted(giver, state, "joined")
+            return state, state.head.lineage
+    if own is None:
+        return None, new_lineage()
+    parts.events.emit(
+        "resumed-checkpoint",
+        f"goes on from its checkpoint at version {own.head.policy_version}; "
+        "another --data-dir would begin afresh",
+        policy_version=own.head.policy_version,
+        params_hash=own.head.params_hash,
+        optimizer=own.sidecar is not None,
+    )
+    return own, own.head.lineage or new_lineage()
+
+
+def _fresh(own: State, info: Any, training: Training) -> bool:
+    limit = getattr(training.task.strategy, "max_staleness", 0)
+    return own.head.lineage == info.lineage and bool(info.policy_version - own.head.policy_version <= limit)
+
+
+class _Orphaned:
+    """Notices that nobody is left who could give a state.
+
+    That happens when the founder dies before anybody has its state. After ten such seconds the
+    living node with the lowest id goes on by itself, and the others adopt from it.
+
+    Args:
+        parts: the node.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._since_s: float | None = None
+
+    def judge(self) -> bool:
+        """Tell whether this node is to go on by itself."""
+        parts = self._parts
+        now_s = parts.clock.monotonic()
+        alive = parts.alive()
+        if any(self._may_give(node, now_s) for node in alive):
+            self._since_s = None
+            return False
+        if self._since_s is None:
+            self._since_s = now_s
+        waited = now_s - self._since_s >= ORPHANED_S
+        return waited and parts.node_id < min(alive, default="g")
+
+    def _may_give(self, node: str, now_s: float) -> bool:
+        rumours = self._parts.rumours
+        found = None if rumours is None else rumours.table.get(node, now_s)
+        return found is None or found[0].state != "joining"

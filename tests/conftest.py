@@ -1,0 +1,56 @@
+"""Shared by all tests: nothing may outlive the test that made it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_FDS = Path("/proc/self/fd")
+_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children")
+
+
+def pytest_configure() -> None:
+    """Let no implicit event loop be made on Python 3.11, which nobody would close."""
+    asyncio.set_event_loop(None)
+
+
+def _open_things() -> set[str]:
+    """Sockets and pipes that are open now, by inode."""
+    things = set()
+    for entry in _FDS.iterdir() if _FDS.exists() else ():
+        try:
+            target = str(entry.readlink())
+        except OSError:
+            continue
+        if target.startswith(("socket:", "pipe:")):
+            things.add(target)
+    return things
+
+
+def _children() -> set[str]:
+    return set(_CHILDREN.read_text().split()) if _CHILDREN.exists() else set()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves threads, sockets, pipes or child processes behind."""
+    threads = set(threading.enumerate())
+    things, children = _open_things(), _children()
+    yield
+    left_children = _children() - children
+    assert not left_children, f"child processes left behind: {left_children}"
+    if _open_things() - things:
+        gc.collect()
+    left = _open_things() - things
+    assert not left, f"left open: {left}"
+    left_threads = {
+        thread for thread in set(threading.enumerate()) - threads if thread.is_alive() and not thread.daemon
+    }
+    left_threads = {thread for thread in left_threads if not thread.name.startswith("asyncio_")}
+    assert not left_threads, f"threads left behind: {left_threads}"
