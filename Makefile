@@ -1,0 +1,54 @@
+# Everything a contributor runs. `make demo` and `make test` set up what they need by themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help venv demo test test-slow lint format bench wheel clean
+
+help:
+	@echo "make demo       a local swarm of three nodes that trains CartPole-v1 until it is solved"
+	@echo "make test       the tests"
+	@echo "make test-slow  learning runs and fault campaigns too"
+	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make format     ruff format"
+	@echo "make bench      benchmarks"
+	@echo "make wheel      dist/*.whl"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (torch is a large download; this happens once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable . --group dev
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/p2pdrl swarm up 3 --config cartpole
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest -q
+
+test-slow: $(STAMP)
+	@$(BIN)/python -m pytest -q -m "slow or not slow" --timeout 1800
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@for script in scripts/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+wheel: $(STAMP)
+	@$(BIN)/python -m build --wheel --outdir dist .
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
