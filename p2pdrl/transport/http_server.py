@@ -22,7 +22,7 @@ from p2pdrl.transport.headers import CONTENT_TYPE, NO_TARGET, AnswerHead, Reques
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.pieces import BodyReader, OverlongError, body_chunks, body_nbytes, views_of
 from p2pdrl.transport.protocol import Refusal, Reply
-from p2pdrl.transport.routes import MAX_REASON_CHARS, Route, Routes, report_sent, run_handler
+from p2pdrl.transport.routes import MAX_REASON_CHARS, Route, Routes, report_end, run_handler
 
 __all__ = ["PREFIX", "HttpServer"]
 
@@ -199,8 +199,7 @@ class HttpServer:
             response = await self._write(request, head, reply)
             written = True
         finally:
-            if reply.on_end is not None:
-                reply.on_end(written)
+            report_end(request.match_info["route"], reply, written)
         return response
 
     async def _write(self, request: web.Request, head: RequestHead, reply: Reply) -> web.StreamResponse:

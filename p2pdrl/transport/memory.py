@@ -26,7 +26,7 @@ from p2pdrl.transport.protocol import (
     Reply,
     VectorBuffer,
 )
-from p2pdrl.transport.routes import MAX_REASON_CHARS, Route, Routes, report_sent, run_handler
+from p2pdrl.transport.routes import MAX_REASON_CHARS, Route, Routes, report_end, run_handler
 
 __all__ = ["MemoryNetwork", "MemoryTransport"]
 
@@ -263,8 +263,8 @@ class MemoryTransport:
             elif arrived and not isinstance(outcome, Exception):
                 answered.set_result(outcome)
         finally:
-            if not isinstance(outcome, Exception) and outcome[0].on_end is not None:
-                outcome[0].on_end(arrived)
+            if not isinstance(outcome, Exception):
+                report_end(message.route, outcome[0], arrived)
 
     async def dispatch(self, caller: MemoryTransport, message: _Message) -> tuple[Reply, bytes]:
         """Run the handler for a request that arrived.

@@ -12,7 +12,7 @@ from p2pdrl.errors import PeerTimeoutError, TensorError, WireError
 from p2pdrl.transport.pieces import OverlongError
 from p2pdrl.transport.protocol import Handler, Incoming, Refusal, Reply, check_route
 
-__all__ = ["MAX_REASON_CHARS", "Route", "Routes", "report_sent", "run_handler"]
+__all__ = ["MAX_REASON_CHARS", "Route", "Routes", "report_end", "run_handler"]
 
 MAX_REASON_CHARS = 500
 """A refusal's reason is cut to this length."""
@@ -94,12 +94,12 @@ async def run_handler(route: Route, incoming: Incoming) -> Reply:
         raise Refusal(500, "the handler failed: see this node's log") from error
 
 
-def report_sent(route: str, reply: Reply) -> None:
-    """Call ``reply.on_sent``; a bug in it is handed to the event loop's exception handler."""
-    if reply.on_sent is None:
+def report_end(route: str, reply: Reply, written: bool) -> None:
+    """Call ``reply.on_end``; a bug in it is handed to the event loop's exception handler."""
+    if reply.on_end is None:
         return
     try:
-        reply.on_sent()
+        reply.on_end(written)
     except Exception as error:  # noqa: BLE001 - reported, not swallowed
-        context = {"message": f"on_sent of {route} failed", "exception": error}
+        context = {"message": f"on_end of {route} failed", "exception": error}
         asyncio.get_running_loop().call_exception_handler(context)

@@ -357,7 +357,7 @@ async def test_a_bug_in_a_handler_is_told_to_the_loop(pair: Pair) -> None:
     assert isinstance(told[0]["exception"], KeyError)
 
 
-async def test_a_bug_in_on_sent_is_told_to_the_loop_and_spoils_nothing(pair: Pair) -> None:
+async def test_a_bug_in_on_end_is_told_to_the_loop_and_spoils_nothing(pair: Pair) -> None:
     told: list[dict[str, object]] = []
     failed = asyncio.Event()
 
@@ -367,11 +367,11 @@ async def test_a_bug_in_on_sent_is_told_to_the_loop_and_spoils_nothing(pair: Pai
 
     asyncio.get_running_loop().set_exception_handler(note)
 
-    def broken() -> None:
+    def broken(_: bool) -> None:
         raise KeyError("commit")
 
     async def give(_: Incoming) -> Reply:
-        return Reply(b"fine", on_sent=broken)
+        return Reply(b"fine", on_end=broken)
 
     pair.bob.serve("give", give)
     assert (await pair.alice.call(pair.bob_at, BOB, "give", b"", deadline_s=5)).meta == b"fine"
