@@ -29,8 +29,6 @@ Count = Annotated[int, Meta(ge=1)]
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The learner process of this node."""
 
-    enabled: bool = True
-    """False makes a node that holds membership and state for others but trains nothing."""
     device: str = "auto"
     """``auto`` takes the first GPU if there is one; or ``cpu``, ``cuda``, ``cuda:1``."""
     threads: Count = 1

@@ -32,6 +32,8 @@ class Conduct:
         self._stop: tuple[int, StopSetting] | None = None
         self._mode_at: tuple[int, str] = (0, "")
         self.halted = asyncio.Event()
+        self.founded_at: float | None = None
+        """Wall time of the swarm's founding; None until the records tell."""
 
     def record_changed(self) -> None:
         """A swarm record was replaced: look at all of them soon."""
@@ -68,7 +70,7 @@ class Conduct:
                 self._unreadable(settings.STOP)
             else:
                 self._stop = (stop_record.epoch, condition)
-                self._parts.founded_at = condition.founded_at
+                self.founded_at = condition.founded_at
                 training.stop_config = condition.stop
                 if self._parts.saving is not None:
                     self._parts.saving.stop_setting = condition

@@ -122,6 +122,7 @@ class Figures:
                 "consensus_distance": training.strategy.consensus_distance,
                 "exchanges": self._exchanges(),
                 "device": training.supervisor.device,
+                "steps_per_s": training.supervisor.speed.rate(parts.clock.monotonic()),
                 "learner_restarts": training.supervisor.restarts,
                 "mode_epoch": training.mode_epoch,
                 "stop_ready": stop.returns_ready(training.stop_config, window, mean),
@@ -137,7 +138,6 @@ class Figures:
             episodes=counts.episodes,
             episodes_in_window=window,
             mean_return=mean,
-            steps_per_s=self._steps_per_s(),
             loop_lag_s=parts.lag.p99_s,
             rss_bytes=self.rss_bytes,
             bytes_in=parts.transport.counters.bytes_in,
@@ -288,9 +288,6 @@ class Figures:
             "mean_return": config.mean_return,
             "window": config.window,
         }
-
-    def _steps_per_s(self) -> float:
-        return self._parts.speed.rate(self._parts.clock.monotonic())
 
     def _name(self, node: str) -> str:
         names = {member.id: member.name for member in self._parts.membership.members()}

@@ -19,7 +19,7 @@ from p2pdrl.node.saving import as_state
 from p2pdrl.node.state_transfer import State
 from p2pdrl.node.training import Training
 
-__all__ = ["first_state", "restore_ledger", "take_up"]
+__all__ = ["first_state", "founded_at", "restore_ledger", "take_up"]
 
 ORPHANED_S = 10.0
 
@@ -89,6 +89,12 @@ async def first_state(
 def _fresh(own: State, info: Any, training: Training) -> bool:
     limit = getattr(training.task.strategy, "max_staleness", 0)
     return own.head.lineage == info.lineage and bool(info.policy_version - own.head.policy_version <= limit)
+
+
+def founded_at(checkpoint: Checkpoint | None, now_s: float) -> float:
+    """Return the wall time at which the swarm was founded: as an earlier run has it, or now."""
+    stop = None if checkpoint is None else checkpoint.meta.get("stop")
+    return float(stop["founded_at"]) if isinstance(stop, dict) and "founded_at" in stop else now_s
 
 
 class _Orphaned:

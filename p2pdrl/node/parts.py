@@ -13,7 +13,6 @@ from p2pdrl.node.looplag import LoopLagMonitor
 from p2pdrl.node.rumours import Rumours
 from p2pdrl.node.saving import Saving
 from p2pdrl.node.training import Training
-from p2pdrl.telemetry.history import RateMeter
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.protocol import Address
 
@@ -39,14 +38,11 @@ class Parts:
     began_s: float
     """Monotonic time of the start."""
     lag: LoopLagMonitor = field(default_factory=LoopLagMonitor)
-    speed: RateMeter = field(default_factory=lambda: RateMeter(10.0))
     rumours: Rumours | None = None
     training: Training | None = None
     saving: Saving | None = None
     state: str = "joining"
     """``joining starting training paused stopping stopped``; what people see."""
-    founded_at: float | None = None
-    """Wall time of the swarm's founding."""
     join_refused: str | None = None
     alone_since_s: float | None = None
     halted: str | None = None

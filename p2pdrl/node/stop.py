@@ -38,7 +38,8 @@ def judge(
         stop: the conditions; zero or none never ends it.
         swarm_env_steps: environment steps of all nodes and boots.
         swarm_age_s: seconds since the swarm was founded.
-        reports: the newest report of every living node, this one's included.
+        reports: the newest report of every living node, this one's included. A node that is still
+            coming up holds back the mean return's condition until it trains.
 
     Returns:
         The first condition that is met, or None.
@@ -47,9 +48,12 @@ def judge(
         return StopReached("env_steps", f"{swarm_env_steps} of {stop.env_steps} environment steps are done")
     if stop.time_s and swarm_age_s >= stop.time_s:
         return StopReached("time_s", f"{swarm_age_s:.0f} of {stop.time_s:g} seconds are over")
-    training = [report for report in reports if report.state == "training" and report.device]
-    if training and all(
-        returns_ready(stop, report.episodes_in_window, report.mean_return) for report in training
+    coming = any(report.state in ("joining", "starting") for report in reports)
+    training = [report for report in reports if report.state == "training"]
+    if (
+        not coming
+        and training
+        and all(returns_ready(stop, report.episodes_in_window, report.mean_return) for report in training)
     ):
         lowest = min(report.mean_return for report in training if report.mean_return is not None)
         return StopReached(

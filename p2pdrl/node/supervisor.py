@@ -17,6 +17,7 @@ from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import LayoutMismatchError, WorkerError
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.learner_link import LearnerLink
+from p2pdrl.telemetry.history import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.workers.protocol import Hello, Others, Pace, Progress, Report, Start
@@ -79,6 +80,8 @@ class LearnerSupervisor:
         self.moments: dict[str, bytes] = {}
         self.device = ""
         self.restarts = 0
+        self.speed = RateMeter(10.0)
+        """Environment steps a second."""
         self.reported_s: float | None = None
         """Monotonic time of the last report."""
 
@@ -136,10 +139,11 @@ class LearnerSupervisor:
             self._link.tell(message)
 
     async def stop(self) -> None:
-        """End the learner; its last state stays on the board."""
+        """End the learner; its last state stays on the board. Calling it again does nothing."""
         self._stopping.set()
-        if self._link is not None:
-            await self._link.end(END_TIMEOUT_S)
+        link, self._link = self._link, None
+        if link is not None:
+            await link.end(END_TIMEOUT_S)
         if self._task is not None:
             _, late = await asyncio.wait([self._task], timeout=END_TIMEOUT_S)
             for task in late:
@@ -212,6 +216,8 @@ class LearnerSupervisor:
 
     def _report(self, report: Report) -> None:
         new = report.updates + self._before.updates - self.totals.updates
+        now_s = self._clock.monotonic()
+        self.speed.add(report.env_steps + self._before.env_steps - self.totals.env_steps, now_s)
         self.totals = LearnerTotals(
             self._before.updates + report.updates,
             self._before.env_steps + report.env_steps,
@@ -221,7 +227,7 @@ class LearnerSupervisor:
         self.metrics = report.metrics
         if report.moments:
             self.moments = report.moments
-        self.reported_s = self._clock.monotonic()
+        self.reported_s = now_s
         self._on_report(report, new)
 
 

@@ -25,7 +25,7 @@ from p2pdrl.node.counters import Counts
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.quarantine import Quarantine
-from p2pdrl.node.state_transfer import State, StateRequest, decode_request, offer
+from p2pdrl.node.state_transfer import State, StateRequest
 from p2pdrl.node.supervisor import LearnerSupervisor
 from p2pdrl.strategies.gossip import GossipStrategy
 from p2pdrl.strategies.judgement import Summary
@@ -37,7 +37,6 @@ from p2pdrl.workers.protocol import Others, Pace, Progress, Report, Start
 
 __all__ = ["Training"]
 
-MAX_SERVED = 2
 EXCHANGE_END_S = 3.0
 
 
@@ -90,7 +89,6 @@ class Training:
         self._seed = seed
         self._adopting: asyncio.Task[None] | None = None
         self._adopting_since_s: float | None = None
-        self._served = 0
         self._outcomes: Counter[str] = Counter()
         self._paused = False
         self.task = task
@@ -303,44 +301,6 @@ class Training:
         if not isinstance(self.strategy, GossipStrategy):
             raise Refusal(409, f"this node's mode is {self.strategy.mode}")
         return await self.strategy.answer(incoming)
-
-    async def answer_state(self, incoming: Incoming) -> Reply:
-        """Give our state to a peer.
-
-        Raises:
-            Refusal: no state yet (503), another layout (409), enough others served (429).
-        """
-        request = decode_request(incoming)
-        if not self.ready or self._adopting_since_s is not None:
-            raise Refusal(503, "no state to give yet")
-        if (request.layout_hash, request.sidecar_hash) != (self.spec.layout.hash, self.spec.sidecar.hash):
-            raise Refusal(409, "our parameters have another layout than you expect")
-        if request.task_hash != self.task_hash:
-            raise Refusal(409, "our task is another one")
-        if self._served >= MAX_SERVED:
-            raise Refusal(429, "giving our state to others right now; ask again or elsewhere")
-        self._served += 1
-        handed_over = False
-        try:
-            steps = self._ledger.steps(self.lineage)
-            reply, head = await offer(self.board, self.spec, self.lineage, steps)
-
-            def ended(sent: bool) -> None:
-                self._served -= 1
-                if sent:
-                    self._events.emit(
-                        "state-served",
-                        f"gave state of version {head.policy_version} to {short(incoming.sender)}",
-                        peer=incoming.sender,
-                        policy_version=head.policy_version,
-                        params_hash=head.params_hash,
-                    )
-
-            handed_over = True
-            return Reply(reply.meta, vector=reply.vector, on_end=ended)
-        finally:
-            if not handed_over:
-                self._served -= 1
 
     # --- inside ---------------------------------------------------------------------------------
 

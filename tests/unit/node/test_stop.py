@@ -56,10 +56,17 @@ def test_one_node_that_is_not_there_yet_keeps_all_going(other):
     assert judge(StopConfig(mean_return=475.0), 0, 0.0, [report(1, 480.0), other]) is None
 
 
-def test_nodes_that_do_not_train_are_not_waited_for():
-    idle = [report(2, None, 0, device=""), report(3, None, 0, state="joining")]
-    assert judge(StopConfig(mean_return=475.0), 0, 0.0, [report(1, 480.0), *idle]) is not None
-    assert judge(StopConfig(mean_return=475.0), 0, 0.0, idle) is None
+@pytest.mark.parametrize("state", ["joining", "starting"])
+def test_a_node_that_comes_up_is_waited_for(state):
+    coming = report(2, None, 0, state=state)
+    assert judge(StopConfig(mean_return=475.0), 0, 0.0, [report(1, 480.0), coming]) is None
+    assert judge(StopConfig(env_steps=10), 10, 0.0, [report(1, 480.0), coming]) is not None
+
+
+def test_a_paused_node_is_not_waited_for():
+    idle = report(2, None, 0, state="paused")
+    assert judge(StopConfig(mean_return=475.0), 0, 0.0, [report(1, 480.0), idle]) is not None
+    assert judge(StopConfig(mean_return=475.0), 0, 0.0, [idle]) is None
     assert judge(StopConfig(mean_return=475.0), 0, 0.0, []) is None
 
 

@@ -1,0 +1,165 @@
+"""The node's say in joins, both ways: whom it takes in, by whom it is taken in, how long it waits.
+
+Membership asks it through `JoinHooks`; the daemon waits in `find_swarm`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from p2pdrl.clock import Clock
+from p2pdrl.config.checks import task_problems
+from p2pdrl.config.root import Config
+from p2pdrl.config.task_hash import task_hash
+from p2pdrl.errors import JoinRefusedError, WireError
+from p2pdrl.membership.joining import JoinHooks
+from p2pdrl.membership.service import MembershipService
+from p2pdrl.node.events import EventLog
+from p2pdrl.node.joining import JoinInfo, Origin, decode_info, patience_s, refuse_task
+from p2pdrl.node.training import Training
+from p2pdrl.transport.protocol import Address, Refusal
+
+__all__ = ["Gate"]
+
+STILL_TRYING_S = 10.0
+
+
+class Gate:
+    """Judges joins.
+
+    Args:
+        config: the whole configuration.
+        insists: the person named a task, so that a swarm with another one is refused.
+        events: what is told.
+        clock: time.
+    """
+
+    def __init__(self, config: Config, *, insists: bool, events: EventLog, clock: Clock) -> None:
+        self._config = config
+        self._wanted_hash = task_hash(config.task) if insists else ""
+        self._events = events
+        self._clock = clock
+        self._welcome: JoinInfo | None = None
+        self._news = asyncio.Event()
+        self.training: Training | None = None
+        """What newcomers are told about, once it is built."""
+        self.founded_at: Callable[[], float | None] = lambda: None
+        """Tells when the swarm was founded."""
+
+    @property
+    def hooks(self) -> JoinHooks:
+        """What membership asks."""
+        return JoinHooks(
+            meta=self._wanted_hash.encode,
+            check_join=self._check_join,
+            info=self._info,
+            check_welcome=self._check_welcome,
+            on_refused=self._on_refused,
+        )
+
+    async def find_swarm(self, membership: MembershipService, own: Address, *, remembers: bool) -> Origin:
+        """Wait for a member to take us in, or decide to found.
+
+        Args:
+            membership: started.
+            own: our advertised address.
+            remembers: whether members of an earlier run are on disk.
+
+        Raises:
+            JoinRefusedError: every seed refuses us.
+        """
+        seeds = self._config.node.peers
+        patience = patience_s(seeds, own, remembers=remembers)
+        if patience != 0:
+            where = ", ".join(seeds) or "members of the last run"
+            self._events.emit("joining", f"looks for a swarm at {where}")
+        grumbling = asyncio.create_task(self._grumble(), name="grumbling")
+        try:
+            async with asyncio.timeout(patience):
+                while not membership.joined.is_set():
+                    await self._wait_for_news(membership)
+        except TimeoutError:
+            pass
+        finally:
+            grumbling.cancel()
+            await asyncio.wait([grumbling])
+        info = self._welcome
+        if info is not None:
+            text = f"joined a swarm that trains {info.task.env.id}"
+            self._events.emit("joined", text, lineage=info.lineage)
+            return Origin("joined", info.task, info)
+        self._events.emit("founded", f"founds a swarm that trains {self._config.task.env.id}")
+        return Origin("founded", self._config.task, None)
+
+    async def _wait_for_news(self, membership: MembershipService) -> None:
+        either = [
+            asyncio.create_task(membership.joined.wait(), name="joined"),
+            asyncio.create_task(self._news.wait(), name="refused"),
+        ]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in either:
+                task.cancel()
+            await asyncio.wait(either)
+        self._news.clear()
+        refusals = membership.refusals()
+        seeds = self._config.node.peers
+        if not membership.joined.is_set() and seeds and len(refusals) >= len(seeds):
+            where, why = next(iter(refusals.items()))
+            raise JoinRefusedError(f"{where} doesn't take this node in: {why}")
+
+    async def _grumble(self) -> None:
+        while True:
+            await asyncio.sleep(STILL_TRYING_S)
+            where = ", ".join(self._config.node.peers) or "the members of the last run"
+            self._events.emit(
+                "still-trying",
+                f"no answer from {where} yet; goes on trying. Is a node running there, is the address right, "
+                "is the port open?",
+                level="warning",
+            )
+
+    def _on_refused(self, address: str, reason: str) -> None:
+        self._events.emit("refused", f"{address}: {reason}", level="warning", address=address)
+        self._news.set()
+
+    def _need(self) -> Training:
+        if self.training is None:
+            raise Refusal(503, "this node is only just starting")
+        return self.training
+
+    def _check_join(self, meta: bytes) -> str | None:
+        training = self._need()
+        return refuse_task(meta.decode("ascii", "replace"), training.task, training.task_hash)
+
+    def _info(self) -> bytes:
+        training = self._need()
+        return msgspec.msgpack.encode(
+            JoinInfo(
+                task=training.task,
+                task_hash=training.task_hash,
+                lineage=training.lineage,
+                policy_version=training.policy_version,
+                founded_at=self.founded_at() or self._clock.wall(),
+            )
+        )
+
+    def _check_welcome(self, data: bytes) -> str | None:
+        try:
+            info = decode_info(data)
+        except WireError as error:
+            return str(error)
+        wanted = self._wanted_hash if self.training is None else self.training.task_hash
+        refusal = refuse_task(wanted, info.task, info.task_hash)
+        if refusal is not None:
+            return refusal
+        problem = next(iter(task_problems(info.task)), None)
+        if problem is not None:
+            return f"its task can't be run: {problem.key}: {problem.message}"
+        if self._welcome is None:
+            self._welcome = info
+        return None
