@@ -1,0 +1,83 @@
+"""The news that ride on outgoing messages, each a limited number of times.
+
+Least often sent goes first, newest first among equals (memberlist's TransmitLimitedQueue). The core
+puts records in and takes batches out; each batch is bounded in count and in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p2pdrl.membership.records import MemberRecord, Record, Suspicion, approx_bytes
+
+__all__ = ["BroadcastQueue"]
+
+Key = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Item:
+    record: Record
+    sent: int
+    number: int
+    nbytes: int
+
+
+class BroadcastQueue:
+    """Records still to be told."""
+
+    def __init__(self) -> None:
+        self._items: dict[Key, _Item] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, record: Record) -> None:
+        """Tell ``record``; it takes the place of what it makes untrue."""
+        if isinstance(record, MemberRecord):
+            self.forget_suspicions(record.id)
+        self._count += 1
+        self._items[_key(record)] = _Item(record, 0, self._count, approx_bytes(record))
+
+    def forget_suspicions(self, subject: str) -> None:
+        """Stop telling accusations against ``subject``."""
+        for key in [key for key in self._items if key[0] == "s" and key[1] == subject]:
+            del self._items[key]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._items.clear()
+
+    def take(self, limit: int, max_bytes: int, transmissions: int) -> tuple[Record, ...]:
+        """Return the records for one message and count them as sent once more.
+
+        Args:
+            limit: most records.
+            max_bytes: most bytes, by estimate.
+            transmissions: a record sent this often is dropped.
+        """
+        if not self._items or limit <= 0:
+            return ()
+        ordered = sorted(self._items.items(), key=lambda entry: (entry[1].sent, -entry[1].number))
+        taken: list[Record] = []
+        room = max_bytes
+        for key, item in ordered:
+            if len(taken) == limit:
+                break
+            if item.nbytes > room:
+                continue
+            room -= item.nbytes
+            taken.append(item.record)
+            item.sent += 1
+            if item.sent >= transmissions:
+                del self._items[key]
+        return tuple(taken)
+
+
+def _key(record: Record) -> Key:
+    if isinstance(record, MemberRecord):
+        return ("m", record.id)
+    if isinstance(record, Suspicion):
+        return ("s", record.subject, record.accuser)
+    return ("r", record.key)

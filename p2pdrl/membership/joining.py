@@ -1,0 +1,234 @@
+"""Getting into the swarm: asks every seed, judges the answers, tells refusals in plain words.
+
+`MembershipService` runs it; the daemon's wishes come in through `JoinHooks`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from p2pdrl.clock import Clock
+from p2pdrl.errors import PeerRefusedError, TransportError
+from p2pdrl.ids import PROTOCOL_VERSION
+from p2pdrl.membership.addresses import is_unspecified
+from p2pdrl.membership.events import Welcomed
+from p2pdrl.membership.messages import Join, Welcome, decode, encode
+from p2pdrl.membership.records import MemberRecord
+from p2pdrl.membership.seeds import Seed, SeedBook
+from p2pdrl.transport.protocol import Address, Refusal, Transport
+
+__all__ = ["JoinHooks", "JoinPort", "Joiner", "Resolver", "judge_newcomer", "resolve"]
+
+JOIN_DEADLINE_S = 5.0
+NOT_YET = frozenset({409, 429, 503})
+"""Refusals that mean "try again soon", and aren't told as a refusal to take us in."""
+
+Resolver = Callable[[str], Awaitable[list[str]]]
+
+
+async def resolve(host: str) -> list[str]:
+    """Every A and AAAA record of ``host``.
+
+    Raises:
+        OSError: the name isn't known.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _nothing() -> bytes:
+    return b""
+
+
+def _welcome(content: bytes) -> str | None:
+    return None
+
+
+def _ignore(address: str, reason: str) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class JoinHooks:
+    """What the daemon has to say when nodes meet.
+
+    Attributes:
+        meta: what we tell when we ask to join (task hash ...).
+        check_join: judges a newcomer's ``meta``: None takes it in, words refuse it (403); it may
+            raise `Refusal` with another status (503: not yet, come again).
+        info: what we tell a newcomer (task, lineage ...).
+        check_welcome: judges the ``info`` of the member that takes us in: None accepts, words
+            refuse and leave our view as it was.
+        on_refused: told ``(address, reason)`` of every refusal that is news, on either side.
+    """
+
+    meta: Callable[[], bytes] = _nothing
+    check_join: Callable[[bytes], str | None] = _welcome
+    info: Callable[[], bytes] = _nothing
+    check_welcome: Callable[[bytes], str | None] = _welcome
+    on_refused: Callable[[str, str], None] = _ignore
+
+
+@dataclass(frozen=True, slots=True)
+class JoinPort:
+    """What the joiner needs of the service.
+
+    Attributes:
+        me: our record at this moment.
+        accept: takes in a welcome.
+        move_to: changes the address that we claim.
+        at_rest: tells whether a living member has that address or that id.
+    """
+
+    me: Callable[[], MemberRecord]
+    accept: Callable[[Welcomed], None]
+    move_to: Callable[[str], None]
+    at_rest: Callable[[Address, str | None], bool]
+
+
+def judge_newcomer(join: Join, sender: str, hooks: JoinHooks) -> None:
+    """Let a newcomer in, or refuse it in plain words.
+
+    Raises:
+        Refusal: it isn't what it says, speaks another protocol, or the daemon doesn't want it.
+    """
+    record = join.record
+    if record.id != sender:
+        raise Refusal(403, "a node can only join in its own name")
+    if record.state != "alive":
+        raise Refusal(400, "a node that left can't join")
+    reason = hooks.check_join(join.meta)
+    if record.protocol != PROTOCOL_VERSION:
+        reason = f"it speaks protocol {record.protocol}, this swarm speaks {PROTOCOL_VERSION}"
+    if reason is not None:
+        hooks.on_refused(record.address, f"we refused it: {reason}")
+        raise Refusal(403, reason)
+
+
+class Joiner:
+    """Tries the seeds, for ever or once.
+
+    Args:
+        transport: calls peers.
+        clock: time of the back-off.
+        seeds: as given by the person.
+        hints: addresses remembered from the last run.
+        hooks: the daemon's wishes.
+        port: the service's side.
+        rng: spreads tries.
+        resolver: from host name to IP addresses.
+
+    Attributes:
+        joined: set once some member took us in, or we took one in.
+        own_address_among_seeds: True once a seed turned out to be ourselves.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        clock: Clock,
+        seeds: Iterable[Address],
+        hints: Iterable[Address],
+        hooks: JoinHooks,
+        port: JoinPort,
+        rng: random.Random,
+        resolver: Resolver,
+    ) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._book = SeedBook(seeds, hints, rng)
+        self._hooks = hooks
+        self._port = port
+        self._resolver = resolver
+        self.joined = asyncio.Event()
+        self.own_address_among_seeds = False
+
+    async def run(self) -> None:
+        """Try whatever is due, for ever."""
+        while True:
+            due = self._book.due(self._clock.monotonic())
+            await asyncio.gather(*(self._try(seed) for seed in due))
+            if self.joined.is_set():
+                self._book.drop_hints()
+            await asyncio.sleep(self._book.wait_s(self._clock.monotonic()))
+
+    async def once(self) -> bool:
+        """Try every seed now; True when we are in the swarm after that."""
+        await asyncio.gather(*(self._try(seed) for seed in self._book.all))
+        return self.joined.is_set()
+
+    def refusals(self) -> dict[str, str]:
+        """The last refusal of each seed that refuses us."""
+        return {str(seed.address): seed.refusal for seed in self._book.all if seed.refusal is not None}
+
+    async def _try(self, seed: Seed) -> None:
+        """Ask every address behind ``seed`` that isn't at rest."""
+        seed.next_at = float("inf")
+        addresses = await self._resolve(seed)
+        me = self._port.me()
+        own = [address for address in addresses if str(address) == me.address]
+        for address in own:
+            self.own_address_among_seeds = True
+            seed.answered[address] = me.id
+        todo = self._book.todo(seed, addresses, me.id, self._port.at_rest)
+        fine = await asyncio.gather(*(self._ask(seed, address) for address in todo))
+        now = self._clock.monotonic()
+        if addresses and all(fine):
+            self._book.succeeded(seed, now)
+        elif seed.next_at == float("inf"):
+            self._book.failed(seed, now)
+
+    async def _resolve(self, seed: Seed) -> list[Address]:
+        if not seed.is_name:
+            return [seed.address]
+        try:
+            return [Address(ip, seed.address.port) for ip in await self._resolver(seed.address.host)]
+        except OSError:
+            return []
+
+    async def _ask(self, seed: Seed, address: Address) -> bool:
+        """Ask ``address`` to take us in; True when a member did, or it is ourselves."""
+        join = Join(self._port.me(), self._hooks.meta())
+        try:
+            answer = await self._transport.call(
+                address, None, "swim/join", encode(join), deadline_s=JOIN_DEADLINE_S, lane="probe"
+            )
+            welcome = decode(answer.meta)
+        except PeerRefusedError as error:
+            if error.status not in NOT_YET and error.status < 500:
+                self._refused(seed, address, error.reason)
+            return False
+        except TransportError:
+            return False
+        if not isinstance(welcome, Welcome) or answer.sender is None:
+            return False
+        seed.answered[address] = answer.sender
+        if answer.sender == join.record.id:
+            self.own_address_among_seeds = True
+            return True
+        if self._learn_address(welcome):
+            return False  # ask again, now that we know where we live
+        reason = self._hooks.check_welcome(welcome.join_info)
+        if reason is not None:
+            self._refused(seed, address, reason)
+            return False
+        self._port.accept(Welcomed(answer.sender, str(address), welcome, address.host))
+        self.joined.set()
+        return True
+
+    def _learn_address(self, welcome: Welcome) -> bool:
+        """Take the host that the seed saw, when we don't know our own."""
+        mine = Address.parse(self._port.me().address)
+        if not is_unspecified(mine.host) or not welcome.observed_host:
+            return False
+        self._port.move_to(str(Address(welcome.observed_host, mine.port)))
+        return True
+
+    def _refused(self, seed: Seed, address: Address, reason: str) -> None:
+        if self._book.refused(seed, reason, self._clock.monotonic()):
+            self._hooks.on_refused(str(address), reason)

@@ -1,0 +1,97 @@
+"""What a node remembers of the swarm between runs: its last boot, and where others lived.
+
+Kept in ``members.json`` in the data folder. The service writes it some seconds after a change; at the
+next start the addresses serve as seeds until the swarm is met. A damaged file is as good as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+
+from p2pdrl.errors import StorageError
+
+__all__ = ["KnownMember", "KnownMembers"]
+
+MEMBERS_FILE = "members.json"
+MAX_KNOWN = 256
+
+
+class KnownMember(msgspec.Struct, frozen=True):
+    """Where a member lived."""
+
+    id: str
+    name: str
+    address: str
+
+
+class _Content(msgspec.Struct, frozen=True):
+    boot_ms: int
+    members: tuple[KnownMember, ...]
+
+
+class KnownMembers:
+    """The file, read once at start.
+
+    Args:
+        folder: the data folder; None keeps nothing.
+
+    Attributes:
+        members: who was living when the file was last written.
+        damaged: True when a file was there and couldn't be read.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / MEMBERS_FILE
+        self._boot_ms = 0
+        self._lock = threading.Lock()
+        self.members: tuple[KnownMember, ...] = ()
+        self.damaged = False
+        if self._path is not None and self._path.exists():
+            try:
+                content = msgspec.json.decode(self._path.read_bytes(), type=_Content)
+            except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+                self.damaged = True
+                return
+            self._boot_ms = content.boot_ms
+            self.members = content.members[:MAX_KNOWN]
+
+    def next_boot_ms(self, wall_s: float, future_s: float = 600.0) -> int:
+        """A boot id greater than every earlier one, even when the clock was set back a little.
+
+        One that lies further in the future than others accept is forgotten.
+        """
+        now_ms = int(wall_s * 1000)
+        if self._boot_ms > now_ms + future_s * 1000:
+            return now_ms
+        return max(now_ms, self._boot_ms + 1)
+
+    def save(self, boot_ms: int, members: tuple[KnownMember, ...]) -> None:
+        """Write the file whole or not at all.
+
+        Raises:
+            StorageError: the disk doesn't take it.
+        """
+        with self._lock:
+            self._boot_ms, self.members = boot_ms, members[:MAX_KNOWN]
+            if self._path is not None:
+                _write(self._path, msgspec.json.encode(_Content(boot_ms, self.members)))
+
+
+def _write(path: Path, content: bytes) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("wb") as file:
+            file.write(msgspec.json.format(content))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise StorageError(f"can't write {path}: {error}") from error

@@ -1,0 +1,245 @@
+"""The failure detector: one probe an interval, k relays when it times out (SWIM, section 3.1).
+
+A refused connection is fast evidence and accuses at once. A timeout is ambiguous: relays are asked,
+each of which answers with an ack on the target's behalf or with a nack; a relay that says nothing
+counts against ourselves (Lifeguard). `Membership` gives it the rounds and the requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p2pdrl.membership.events import Answered, Failed, Respond, proves_absence, shows_life
+from p2pdrl.membership.kernel import Kernel
+from p2pdrl.membership.messages import Ack, Gossip, Nack, Ping, PingReq
+from p2pdrl.membership.records import Incarnation, Record, Suspicion
+from p2pdrl.membership.rumours import Rumours
+from p2pdrl.membership.table import Member
+
+__all__ = ["Prober"]
+
+
+@dataclass(slots=True)
+class _Probe:
+    """One probe under way; ``failed`` once the direct ping did."""
+
+    target: str
+    incarnation: Incarnation
+    started: float
+    relays_asked: int = 0
+    nacks: int = 0
+    silent: int = 0
+    indirect: bool = False
+    failed: bool = False
+
+
+class Prober:
+    """Probes members in a shuffled round, and probes on behalf of others.
+
+    Args:
+        kernel: what the core's parts share.
+        rumours: takes the records that ride on answers, and our accusations.
+    """
+
+    def __init__(self, kernel: Kernel, rumours: Rumours) -> None:
+        self._kernel = kernel
+        self._rumours = rumours
+        self._ring: list[str] = []
+        self._probes: dict[int, _Probe] = {}
+        self._count = 0
+
+    # Rounds
+
+    def enter(self, member: Member) -> None:
+        """Give a newcomer a random place in the present round."""
+        self._ring.insert(self._kernel.rng.randint(0, len(self._ring)), member.record.id)
+
+    def probe_next(self) -> None:
+        """Probe the next living member of the round."""
+        member = self._next()
+        if member is not None:
+            self.probe(member)
+
+    def _next(self) -> Member | None:
+        table = self._kernel.table
+        for fresh in (False, True):
+            if fresh:
+                self._ring = [member.record.id for member in table.living]
+                self._kernel.rng.shuffle(self._ring)
+            while self._ring:
+                member = table.get(self._ring.pop())
+                if member is not None and member.living:
+                    return member
+        return None
+
+    def second_opinion(self, member: Member) -> None:
+        """Somebody accuses ``member``: maybe look ourselves, soon.
+
+        About ``second_opinions`` of all members do, so that a death is confirmed, or refuted, fast.
+        """
+        kernel, config = self._kernel, self._kernel.config
+        others = max(1, kernel.table.living_total - 2)
+        if kernel.rng.random() * others >= config.second_opinions:
+            return
+        node_id, generation = member.record.id, member.generation
+
+        def look() -> None:
+            held = kernel.table.get(node_id)
+            if held is None or held.timer is None or held.generation != generation:
+                return
+            if kernel.me.id not in held.timer.accusers:
+                self.probe(held)
+
+        kernel.arm(kernel.rng.uniform(0.0, 0.25) * config.probe_interval_s, look)
+
+    def forget(self) -> None:
+        """Drop every probe under way without a verdict: we were held up ourselves."""
+        self._probes.clear()
+
+    # One probe
+
+    def probe(self, member: Member) -> None:
+        """Start one probe of ``member``."""
+        kernel, config = self._kernel, self._kernel.config
+        self._count += 1
+        number, record = self._count, member.record
+        self._probes[number] = _Probe(record.id, record.incarnation, kernel.now)
+        window_s = kernel.awareness.scale(config.probe_interval_s)
+        ping = Ping(kernel.me.incarnation, record.incarnation, kernel.load(*self._rumours.evidence(member)))
+        kernel.send(member, ping, window_s, lambda result: self._direct(number, result))
+        kernel.arm(config.probe_timeout_s, lambda: self._ask_relays(number))
+        kernel.arm(window_s, lambda: self._verdict(number))
+
+    def _direct(self, number: int, result: Answered | Failed) -> None:
+        probe = self._probes.get(number)
+        if isinstance(result, Answered) and isinstance(result.message, Ack):
+            member = None if probe is None else self._kernel.table.get(probe.target)
+            if probe is not None and member is not None:
+                member.measured(self._kernel.now - probe.started)
+            self._good(number, result, result.message)
+            return
+        if probe is None:
+            return
+        if isinstance(result, Failed) and proves_absence(result):
+            del self._probes[number]
+            member = self._kernel.table.get(probe.target)
+            if member is not None:
+                self._rumours.accuse(member, probe.incarnation, result.reason)
+        elif shows_life(result):
+            del self._probes[number]
+        else:
+            if isinstance(result, Failed) and result.kind == "local":
+                self._kernel.awareness.add(1)
+            probe.failed = True
+            self._ask_relays(number)
+            self._settle(number)
+
+    def _ask_relays(self, number: int) -> None:
+        kernel = self._kernel
+        probe = self._probes.get(number)
+        if probe is None or probe.indirect:
+            return
+        probe.indirect = True
+        relays = kernel.table.sample(
+            kernel.config.indirect_probes,
+            kernel.rng,
+            lambda member: member.state == "alive" and member.record.id != probe.target,
+        )
+        probe.relays_asked = len(relays)
+        deadline_s = kernel.awareness.scale(kernel.config.probe_timeout_s)
+        for relay in relays:
+            request = PingReq(probe.target, probe.incarnation, kernel.load())
+            kernel.send(relay, request, deadline_s, lambda result: self._relayed(number, result))
+
+    def _relayed(self, number: int, result: Answered | Failed) -> None:
+        if isinstance(result, Answered) and isinstance(result.message, Ack):
+            self._good(number, result, result.message)
+            return
+        probe = self._probes.get(number)
+        if isinstance(result, Answered) and isinstance(result.message, Nack):
+            self._rumours.apply(result.message.records, result.told_by)
+            if probe is not None:
+                probe.nacks += 1
+        elif probe is not None:
+            probe.silent += 1
+        self._settle(number)
+
+    def _good(self, number: int, result: Answered, ack: Ack) -> None:
+        probe = self._probes.pop(number, None)
+        self._rumours.apply(ack.records, result.told_by)
+        if probe is not None:
+            self._kernel.awareness.add(-1)
+
+    def _settle(self, number: int) -> None:
+        """Judge early when nothing more can come."""
+        probe = self._probes.get(number)
+        if probe is not None and probe.failed and probe.nacks + probe.silent == probe.relays_asked > 0:
+            self._verdict(number)
+
+    def _verdict(self, number: int) -> None:
+        kernel = self._kernel
+        probe = self._probes.pop(number, None)
+        if probe is None:
+            return
+        missing = probe.relays_asked - probe.nacks
+        kernel.awareness.add(missing if probe.relays_asked else 1)
+        member = kernel.table.get(probe.target)
+        if member is None:
+            return
+        reason = "no answer to probe"
+        if probe.relays_asked:
+            reason += f"; {probe.nacks} of {probe.relays_asked} relays could not reach it either"
+        self._rumours.accuse(member, probe.incarnation, reason)
+
+    # Answering
+
+    def answer_ping(self, token: int, sender: str, ping: Ping, told_by: str) -> None:
+        """Answer a probe of ourselves: with our record when it is news, and with accusations."""
+        kernel = self._kernel
+        self._rumours.apply(ping.records, told_by)
+        first = (kernel.me,) if ping.known < kernel.me.incarnation else ()
+        kernel.effects.append(Respond(token, self.ack(sender, ping.incarnation, *first)))
+
+    def ack(self, sender: str, incarnation: Incarnation, *first: Record) -> Ack:
+        """An ack to ``sender``, who said that it is in ``incarnation``."""
+        kernel = self._kernel
+        member = kernel.table.get(sender)
+        accusations: tuple[Suspicion, ...] = ()
+        if member is not None and member.record.incarnation == incarnation:
+            accusations = self._rumours.evidence(member)
+        want = member is None or member.record.incarnation < incarnation
+        records = kernel.load(*first, *accusations)
+        return Ack(kernel.me.incarnation, records, want)
+
+    def answer_ping_req(self, token: int, request: PingReq, told_by: str) -> None:
+        """Probe ``request.target`` for somebody else; only at the address that we hold."""
+        kernel = self._kernel
+        self._rumours.apply(request.records, told_by)
+        member = kernel.table.get(request.target)
+        if member is None or member.state == "left":
+            kernel.effects.append(Respond(token, Nack("not in my view", kernel.load())))
+            return
+        record = member.record
+        known = min(request.known, record.incarnation)
+
+        def relay(result: Answered | Failed) -> None:
+            if isinstance(result, Answered) and isinstance(result.message, Ack):
+                ack = result.message
+                self._rumours.apply(ack.records, result.told_by)
+                newer = (member.record,) if member.record.incarnation > request.known else ()
+                answer: Ack | Nack = Ack(ack.incarnation, kernel.load(*newer))
+            else:
+                reason = result.reason if isinstance(result, Failed) else "a strange answer"
+                answer = Nack(reason[:200], kernel.load())
+                if isinstance(result, Failed) and proves_absence(result):
+                    self._rumours.accuse(member, record.incarnation, reason)
+            kernel.effects.append(Respond(token, answer))
+
+        ping = Ping(kernel.me.incarnation, known, kernel.load(*self._rumours.evidence(member)))
+        kernel.send(member, ping, kernel.config.probe_timeout_s * kernel.config.nack_fraction, relay)
+
+    def introduce(self, member: Member) -> None:
+        """Send our own record to a member that asked for it."""
+        kernel = self._kernel
+        gossip = Gossip(kernel.me.incarnation, kernel.load(kernel.me))
+        kernel.send(member, gossip, kernel.config.probe_interval_s, lambda result: None)

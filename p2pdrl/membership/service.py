@@ -1,0 +1,356 @@
+"""Membership on a real network: carries the core's effects out over a `Transport`.
+
+The daemon makes one, starts it, subscribes to its events and closes it:
+
+    core = open_core(config=MembershipConfig.lan(), signer=identity, swarm_id=..., ...)
+    service = MembershipService(core, transport, clock, seeds, hooks=JoinHooks(...), folder=...)
+    await service.start()
+    service.subscribe(print)
+    await service.leave(timeout_s=5.0)
+    await service.close()
+
+It must not be blamed for a lagging event loop: a call that outlived its deadline here, and a timer that
+came late, count against this node's own health and accuse nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import msgspec
+
+from p2pdrl.clock import Clock
+from p2pdrl.errors import StorageError, TransportError
+from p2pdrl.membership.events import (
+    Answered,
+    Effect,
+    Failed,
+    Input,
+    MemberEvent,
+    MemberView,
+    Reject,
+    Request,
+    Respond,
+    Send,
+    SwarmChanged,
+    Tick,
+    Told,
+    Welcomed,
+)
+from p2pdrl.membership.joining import Joiner, JoinHooks, JoinPort, Resolver, judge_newcomer, resolve
+from p2pdrl.membership.known_members import KnownMember, KnownMembers
+from p2pdrl.membership.messages import ROUTES, Delta, Join, Message, Sync, Welcome, decode, encode, route_of
+from p2pdrl.membership.outcomes import failed
+from p2pdrl.membership.records import SwarmRecord
+from p2pdrl.membership.state import Membership
+from p2pdrl.membership.swarm_records import SwarmRecords
+from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
+
+__all__ = ["MembershipService"]
+
+MAX_META_BYTES = {"swim/delta": 2 * 1024 * 1024, "swim/join": 320 * 1024}
+ANSWER_WITHIN_S = 10.0
+SAVE_EVERY_S = 5.0
+
+
+class MembershipService:
+    """One node's membership, running.
+
+    Args:
+        core: made by `open_core`.
+        transport: calls peers and serves their calls; started and closed by the daemon.
+        clock: the same as the core's.
+        seeds: addresses to join through; ours may be among them.
+        hooks: the daemon's say in joins.
+        known: what was remembered from the last run, and where to keep it.
+        rng: spreads the tries of seeds.
+        resolver: from host name to IP addresses.
+        on_record: told of each swarm record that changed.
+        on_twin: told the address of another node that runs with our key.
+
+    Attributes:
+        joined: set once some member took us in, or we took one in.
+    """
+
+    def __init__(
+        self,
+        core: Membership,
+        transport: Transport,
+        clock: Clock,
+        seeds: Iterable[Address] = (),
+        *,
+        hooks: JoinHooks | None = None,
+        known: KnownMembers | None = None,
+        rng: random.Random,
+        resolver: Resolver = resolve,
+        on_record: Callable[[SwarmRecord], None] | None = None,
+        on_twin: Callable[[str], None] | None = None,
+    ) -> None:
+        self._core = core
+        self._transport = transport
+        self._clock = clock
+        self._hooks = hooks or JoinHooks()
+        self._known = known or KnownMembers(None)
+        self._on_record = on_record
+        self._on_twin = on_twin
+        self._subscribers: list[Callable[[MemberEvent], None]] = []
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._sends: set[asyncio.Task[Any]] = set()
+        self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._kick = asyncio.Event()
+        self._wake_at = float("inf")
+        self._token = 0
+        self._dirty = False
+        self._closed = False
+        self._joiner = Joiner(
+            transport=transport,
+            clock=clock,
+            seeds=seeds,
+            hints=[Address.parse(member.address) for member in self._known.members],
+            hooks=self._hooks,
+            port=JoinPort(lambda: core.me, self._accept, self._move_to, self._at_rest),
+            rng=rng,
+            resolver=resolver,
+        )
+        self.joined = self._joiner.joined
+        for route in ROUTES:
+            transport.serve(route, self._serve, max_meta_bytes=MAX_META_BYTES.get(route, 65536))
+
+    # Life
+
+    async def start(self) -> None:
+        """Begin probing, and trying the seeds."""
+        self._save(self._remembered())
+        self._spawn(self._run_timers(), "membership timers")
+        self._spawn(self._joiner.run(), "membership seeds")
+        self._spawn(self._run_saving(), "membership file")
+
+    async def try_join_once(self) -> bool:
+        """Try every seed now; True when we are in the swarm after that."""
+        return await self._joiner.once()
+
+    async def watch(self) -> None:
+        """Wait for ever; raise what ended one of our own tasks: a bug, to be told loudly."""
+        await asyncio.shield(self._crash)
+
+    async def leave(self, timeout_s: float = 5.0) -> int:
+        """Say goodbye to three members; return how many heard it within ``timeout_s``."""
+        before = set(self._sends)
+        self._carry_out(self._core.leave(self._clock.monotonic()))
+        goodbyes = self._sends - before
+        if not goodbyes:
+            return 0
+        done, _ = await asyncio.wait(goodbyes, timeout=timeout_s)
+        return sum(1 for task in done if not task.cancelled() and task.exception() is None and task.result())
+
+    async def close(self) -> None:
+        """Stop everything and write the file; calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        tasks = [*self._tasks, *self._sends]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for future in self._waiting.values():
+            future.cancel()
+        if not self._crash.done():
+            self._crash.cancel()
+        self._save(self._remembered())
+
+    # What the daemon reads and says
+
+    @property
+    def core(self) -> Membership:
+        """The core, for reading."""
+        return self._core
+
+    @property
+    def records(self) -> SwarmRecords:
+        """Settings of the whole swarm, for reading; `propose` writes them."""
+        return self._core.swarm
+
+    @property
+    def own_address_among_seeds(self) -> bool:
+        """True once a seed turned out to be ourselves."""
+        return self._joiner.own_address_among_seeds
+
+    def refusals(self) -> dict[str, str]:
+        """Seeds that refuse us now, and why."""
+        return self._joiner.refusals()
+
+    def members(self) -> list[MemberView]:
+        """Everybody known, ourselves first, tombstones included."""
+        return self._core.members(self._clock.monotonic())
+
+    def alive_ids(self) -> list[str]:
+        """Ids of the alive (not the suspect), ourselves included, sorted."""
+        return self._core.alive_ids()
+
+    def subscribe(self, callback: Callable[[MemberEvent], None]) -> Callable[[], None]:
+        """Call ``callback`` with each event; return what ends the subscription."""
+        self._subscribers.append(callback)
+        return lambda: self._subscribers.remove(callback)
+
+    def self_update(self, address: str | None = None, tags: dict[str, str] | None = None) -> None:
+        """Change what we say about ourselves."""
+        self._carry_out(self._core.update_self(self._clock.monotonic(), address, tags))
+
+    def propose(self, key: str, value: Any) -> SwarmRecord:
+        """Write a setting of the whole swarm.
+
+        Raises:
+            ValueError: the value is longer than 8 KiB, or the key malformed.
+        """
+        record, effects = self._core.propose(key, value, self._clock.monotonic())
+        self._carry_out(effects)
+        return record
+
+    # Inputs
+
+    def _feed(self, event: Input) -> None:
+        self._carry_out(self._core.handle(event, self._clock.monotonic()))
+
+    async def _run_timers(self) -> None:
+        while True:
+            due = self._core.next_wakeup()
+            self._wake_at = float("inf") if due is None else due
+            self._kick.clear()
+            wait_s = None if due is None else max(0.0, due - self._clock.monotonic())
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._kick.wait()
+            except TimeoutError:
+                # The loop may wake a hair early by its own clock; the timer is due all the same.
+                now = max(self._clock.monotonic(), self._wake_at)
+                self._carry_out(self._core.handle(Tick(), now))
+
+    async def _serve(self, incoming: Incoming) -> Reply:
+        message = decode(incoming.meta)
+        if type(message) is not ROUTES[incoming.route]:
+            raise Refusal(400, f"{type(message).__name__} doesn't belong to {incoming.route}")
+        if isinstance(message, Join):
+            if incoming.sender == self._core.me.id:
+                return Reply(encode(Welcome((), b"", incoming.remote_host)))
+            judge_newcomer(message, incoming.sender, self._hooks)
+        self._token += 1
+        token = self._token
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[token] = future
+        try:
+            self._feed(Request(token, incoming.sender, message, incoming.remote_host))
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                answer = await future
+        except TimeoutError:
+            raise Refusal(503, "no answer came together in time") from None
+        finally:
+            del self._waiting[token]
+        if isinstance(answer, Welcome):
+            self.joined.set()
+            answer = msgspec.structs.replace(answer, join_info=self._hooks.info())
+        return Reply(encode(answer))
+
+    def _accept(self, welcomed: Welcomed) -> None:
+        self._feed(welcomed)
+
+    def _move_to(self, address: str) -> None:
+        self.self_update(address=address)
+
+    def _at_rest(self, address: Address, node_id: str | None) -> bool:
+        return self._core.lives(str(address), node_id)
+
+    # Effects
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._spawn(self._send(effect), "membership call", self._sends)
+            elif isinstance(effect, Respond):
+                self._settle(effect.token, effect.message)
+            elif isinstance(effect, Reject):
+                self._settle(effect.token, Refusal(effect.status, effect.reason))
+            elif isinstance(effect, Told):
+                self._dirty = True
+                for callback in list(self._subscribers):
+                    callback(effect.event)
+            elif isinstance(effect, SwarmChanged):
+                if self._on_record is not None:
+                    self._on_record(effect.record)
+            elif self._on_twin is not None:
+                self._on_twin(effect.address)
+        due = self._core.next_wakeup()
+        if due is not None and due < self._wake_at:
+            self._kick.set()
+
+    def _settle(self, token: int, result: Message | Refusal) -> None:
+        future = self._waiting.get(token)
+        if future is None or future.done():
+            return
+        if isinstance(result, Refusal):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    async def _send(self, send: Send) -> bool:
+        started = self._clock.monotonic()
+        to = Address.parse(send.to)
+        bulk = isinstance(send.message, Sync | Delta)
+        result: Answered | Failed
+        try:
+            answer = await self._transport.call(
+                to,
+                send.target_id,
+                route_of(send.message),
+                encode(send.message),
+                deadline_s=send.deadline_s,
+                lane="bulk" if bulk else "probe",
+            )
+            result = Answered(send.call_id, decode(answer.meta), to.host)
+        except TransportError as error:
+            took_s = self._clock.monotonic() - started
+            result = failed(send.call_id, error, took_s, send.deadline_s, self._core.config.lag_s)
+        self._feed(result)
+        return isinstance(result, Answered)
+
+    def _spawn(
+        self, work: Coroutine[Any, Any, Any], name: str, group: set[asyncio.Task[Any]] | None = None
+    ) -> None:
+        tasks = self._tasks if group is None else group
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        tasks.add(task)
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            tasks.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not self._crash.done():
+                self._crash.set_exception(error)
+
+        task.add_done_callback(ended)
+
+    # The file
+
+    async def _run_saving(self) -> None:
+        while True:
+            await asyncio.sleep(SAVE_EVERY_S)
+            if self._dirty:
+                self._dirty = False
+                await asyncio.to_thread(self._save, self._remembered())
+
+    def _remembered(self) -> tuple[KnownMember, ...]:
+        living = tuple(
+            KnownMember(member.id, member.name, member.address)
+            for member in self.members()
+            if not member.is_self and member.state in ("alive", "suspect")
+        )
+        return living or self._known.members
+
+    def _save(self, members: tuple[KnownMember, ...]) -> None:
+        """Write the file; a disk that doesn't take it costs us hints at the next start, no more."""
+        try:
+            self._known.save(self._core.me.incarnation.boot_ms, members)
+        except StorageError:
+            self._dirty = True

@@ -1,0 +1,315 @@
+"""The membership core: SWIM with Lifeguard, without input or output.
+
+`MembershipService` and the simulator drive it alike: they give inputs with the time to
+`Membership.handle`, carry out the effects that it returns, and call it again at `next_wakeup`.
+
+    core = Membership(config=..., signer=..., verifier=..., record=own_record(...), ...)
+    effects = core.handle(Request(1, sender, Ping(...)), now)      # -> [Respond(1, Ack(...))]
+
+Papers: SWIM (Das, Gupta, Motivala 2002); Lifeguard (Dadgar, Phillips, Currey 2018,
+arXiv 1707.00788).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from p2pdrl.membership.addresses import AddressPolicy
+from p2pdrl.membership.anti_entropy import Syncer
+from p2pdrl.membership.events import (
+    Answered,
+    Effect,
+    Failed,
+    Input,
+    MemberView,
+    Reject,
+    Request,
+    Respond,
+    SwarmChanged,
+    Tick,
+    Welcomed,
+)
+from p2pdrl.membership.identity import Signer
+from p2pdrl.membership.kernel import Kernel
+from p2pdrl.membership.messages import Ack, Delta, Gossip, Join, Ping, PingReq, Sync, Welcome
+from p2pdrl.membership.parameters import MembershipConfig
+from p2pdrl.membership.prober import Prober
+from p2pdrl.membership.records import BadRecordError, MemberRecord, Record, SwarmRecord, Verifier
+from p2pdrl.membership.rounds import Rounds
+from p2pdrl.membership.rumours import Rumours
+from p2pdrl.membership.swarm_records import SwarmRecords
+from p2pdrl.membership.table import view_of
+
+__all__ = ["Membership"]
+
+
+class Membership:
+    """One node's view of the swarm and its part in keeping everybody's.
+
+    Args:
+        config: the protocol's constants.
+        signer: signs in our name.
+        verifier: checks what others signed.
+        record: our own record (`opening.own_record`), unsigned.
+        rng: every random choice.
+        wall: seconds since the Unix epoch.
+        now: monotonic time, seconds.
+        policy: judges addresses that others claim.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: MembershipConfig,
+        signer: Signer,
+        verifier: Verifier,
+        record: MemberRecord,
+        rng: random.Random,
+        wall: Callable[[], float],
+        now: float,
+        policy: AddressPolicy | None = None,
+    ) -> None:
+        kernel = Kernel(
+            config=config,
+            signer=signer,
+            verifier=verifier,
+            policy=policy or AddressPolicy(),
+            rng=rng,
+            wall=wall,
+            record=record,
+            now=now,
+        )
+        self._kernel = kernel
+        self._rumours = Rumours(kernel)
+        self._prober = Prober(kernel, self._rumours)
+        self._syncer = Syncer(kernel, self._rumours)
+        self._rounds = Rounds(kernel, self._rumours, self._prober, self._syncer)
+        kernel.on_news = self._rounds.start_gossip
+        kernel.on_joined = self._prober.enter
+        kernel.on_suspect = self._prober.second_opinion
+        self._rounds.start()
+
+    # What others read
+
+    @property
+    def me(self) -> MemberRecord:
+        """Our own signed record."""
+        return self._kernel.me
+
+    @property
+    def config(self) -> MembershipConfig:
+        """The protocol's constants."""
+        return self._kernel.config
+
+    @property
+    def health(self) -> int:
+        """Our own local health: 0 is well, 7 is worst."""
+        return self._kernel.awareness.score
+
+    @property
+    def refused_records(self) -> int:
+        """Records refused so far: forged, out of bounds or from the future."""
+        return self._kernel.refused_records
+
+    @property
+    def swarm(self) -> SwarmRecords:
+        """Settings of the whole swarm."""
+        return self._kernel.swarm
+
+    def members(self, now: float) -> list[MemberView]:
+        """Everybody known, ourselves first, tombstones included."""
+        me = self._kernel.me
+        own = MemberView(
+            id=me.id,
+            name=me.name,
+            address=me.address,
+            state="left" if self._kernel.leaving else "alive",
+            state_reason="this node",
+            incarnation=me.incarnation,
+            rtt_s=0.0,
+            last_seen_s=0.0,
+            tags=dict(me.tags),
+            suspected_by=(),
+            protocol=me.protocol,
+            public_key=me.public_key,
+            is_self=True,
+        )
+        return [own, *(view_of(member, now) for member in self._kernel.table)]
+
+    def member(self, node_id: str, now: float) -> MemberView | None:
+        """One other member, or None."""
+        held = self._kernel.table.get(node_id)
+        return None if held is None else view_of(held, now)
+
+    def alive_ids(self) -> list[str]:
+        """Ids of the alive (not the suspect), ourselves included, sorted."""
+        alive = [member.record.id for member in self._kernel.table.living if member.state == "alive"]
+        return sorted([self._kernel.me.id, *alive])
+
+    def lives(self, address: str, node_id: str | None) -> bool:
+        """True when a living other member has that address or that id."""
+        return any(
+            member.record.id == node_id or member.record.address == address
+            for member in self._kernel.table.living
+        )
+
+    def next_wakeup(self) -> float | None:
+        """Monotonic time at which `handle` wants a `Tick`."""
+        return self._kernel.next_due()
+
+    # What drives it
+
+    def handle(self, event: Input, now: float) -> list[Effect]:
+        """Take in one input at monotonic time ``now`` and return what is to be done."""
+        kernel = self._kernel
+        self._advance(now)
+        if isinstance(event, Answered | Failed):
+            self._finished(event)
+        elif isinstance(event, Request):
+            self._request(event)
+        elif isinstance(event, Welcomed):
+            self._welcomed(event)
+        kernel.run_due()
+        return self._flush()
+
+    def _advance(self, now: float) -> None:
+        """Move to ``now``; when a timer is late, we were held up, and nobody else is to blame."""
+        kernel = self._kernel
+        kernel.now = max(now, kernel.now)
+        due = kernel.next_due()
+        late_s = 0.0 if due is None else kernel.now - due
+        if late_s <= kernel.config.lag_s:
+            return
+        kernel.awareness.add(1)
+        kernel.shift_timers(late_s)
+        if late_s > kernel.config.probe_timeout_s:
+            self._prober.forget()
+
+    def _flush(self) -> list[Effect]:
+        effects, self._kernel.effects = self._kernel.effects, []
+        return effects
+
+    def _finished(self, event: Answered | Failed) -> None:
+        member = self._kernel.finish(event)
+        if member is None or not isinstance(event, Answered) or not isinstance(event.message, Ack):
+            return
+        if event.message.want_record:
+            self._prober.introduce(member)
+
+    def _request(self, request: Request) -> None:
+        kernel = self._kernel
+        member = kernel.table.get(request.sender)
+        if member is not None:
+            member.last_seen = kernel.now
+        token, message, told_by = request.token, request.message, request.told_by
+        bad: BadRecordError | None = None
+        if isinstance(message, Ping):
+            self._prober.answer_ping(token, request.sender, message, told_by)
+        elif isinstance(message, PingReq):
+            self._prober.answer_ping_req(token, message, told_by)
+        elif isinstance(message, Gossip):
+            bad = self._rumours.apply(message.records, told_by)
+            ack = self._prober.ack(request.sender, message.incarnation)
+            kernel.effects.append(Respond(token, ack))
+        elif isinstance(message, Sync):
+            self._syncer.answer_sync(token, message, told_by)
+        elif isinstance(message, Delta):
+            bad = self._syncer.answer_delta(token, message, told_by)
+        elif isinstance(message, Join):
+            bad = self._join(token, message, told_by)
+        else:
+            kernel.effects.append(Reject(token, 400, "that isn't a request"))
+        if bad is not None:
+            self._refuse(token, bad)
+
+    def _refuse(self, token: int, bad: BadRecordError) -> None:
+        kernel = self._kernel
+        kernel.effects = [
+            effect for effect in kernel.effects if not (isinstance(effect, Respond) and effect.token == token)
+        ]
+        kernel.effects.append(Reject(token, bad.status, str(bad)))
+
+    def _join(self, token: int, join: Join, told_by: str) -> BadRecordError | None:
+        kernel = self._kernel
+        bad = self._rumours.apply((join.record,), told_by)
+        if bad is not None:
+            return bad
+        member = kernel.table.get(join.record.id)
+        accusations = () if member is None else self._rumours.evidence(member)
+        welcome = Welcome((*accusations, *self._syncer.view()), observed_host=told_by)
+        kernel.effects.append(Respond(token, welcome))
+        return None
+
+    def _welcomed(self, welcomed: Welcomed) -> None:
+        kernel = self._kernel
+        self._rumours.apply(welcomed.message.records, welcomed.told_by, trusted=True)
+        member = kernel.table.get(welcomed.sender)
+        if member is not None:
+            member.last_seen = kernel.now
+            self._syncer.run(member)
+
+    # What the daemon asks for
+
+    def update_self(
+        self, now: float, address: str | None = None, tags: dict[str, str] | None = None
+    ) -> list[Effect]:
+        """Change what we say about ourselves, and spread it."""
+        self._advance(now)
+        changes: dict[str, Any] = {}
+        if address is not None and address != self._kernel.me.address:
+            changes["address"] = address
+        if tags is not None and tags != self._kernel.me.tags:
+            changes["tags"] = dict(tags)
+        if changes:
+            self._kernel.renew(**changes)
+        return self._flush()
+
+    def propose(self, key: str, value: Any, now: float) -> tuple[SwarmRecord, list[Effect]]:
+        """Write a setting of the whole swarm.
+
+        Raises:
+            ValueError: the value is longer than 8 KiB, or the key malformed.
+        """
+        self._advance(now)
+        kernel = self._kernel
+        record = kernel.swarm.compose(key, value, kernel.signer)
+        kernel.swarm.merge(record)
+        kernel.table.touch()
+        kernel.broadcast(record)
+        kernel.effects.append(SwarmChanged(record))
+        return record, self._flush()
+
+    def assume(self, records: Iterable[Record], now: float) -> None:
+        """Take ``records`` as known without telling anybody: a view that everyone has already."""
+        self._advance(now)
+        self._rumours.apply(records)
+        self._kernel.queue.clear()
+        self._flush()
+
+    def lagged(self) -> None:
+        """The service saw that this node was held up."""
+        self._kernel.awareness.add(1)
+
+    def leave(self, now: float) -> list[Effect]:
+        """Say goodbye to a few members, and do nothing of our own accord from now on."""
+        self._advance(now)
+        kernel = self._kernel
+        if kernel.leaving:
+            return []
+        kernel.renew(state="left")
+        kernel.leaving = True
+        kernel.stop_timers()
+        self._prober.forget()
+        told = kernel.table.sample(
+            kernel.config.leave_fanout, kernel.rng, lambda member: member.state == "alive"
+        )
+        for member in told:
+            gossip = Gossip(kernel.me.incarnation, (kernel.me,))
+            kernel.send(member, gossip, 2 * kernel.config.probe_interval_s, lambda result: None)
+        return self._flush()
+
+    def tick(self, now: float) -> list[Effect]:
+        """Run what is due."""
+        return self.handle(Tick(), now)

@@ -1,0 +1,78 @@
+"""How long a suspected member has before it is given up (Lifeguard, section IV-B).
+
+The rules of the core keep one `SuspicionTimer` for each suspect. It starts at the maximum and
+comes down with each independent accuser:
+
+    timeout(n) = max − ln(n + 1) / ln(k + 1) · (max − min)
+
+where n counts accusers besides the first and k of them bring it down to the minimum.
+"""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["SuspicionTimer", "suspicion_timeout_s"]
+
+
+def suspicion_timeout_s(confirmations: int, needed: int, min_s: float, max_s: float) -> float:
+    """Seconds from the first accusation to death.
+
+    Args:
+        confirmations: accusers besides the first (n).
+        needed: confirmations that bring it down to ``min_s`` (k); 0 takes ``min_s`` at once.
+        min_s: shortest time.
+        max_s: longest time.
+    """
+    if needed <= 0 or confirmations >= needed:
+        return min_s
+    return max_s - math.log(confirmations + 1) / math.log(needed + 1) * (max_s - min_s)
+
+
+class SuspicionTimer:
+    """One suspicion of one member.
+
+    Args:
+        accuser: node id of the first accuser.
+        needed: k of the formula.
+        min_s: shortest time to death.
+        max_s: longest time to death.
+        started: monotonic time of the first accusation.
+    """
+
+    __slots__ = ("_accusers", "_max_s", "_min_s", "_needed", "started")
+
+    def __init__(self, accuser: str, needed: int, min_s: float, max_s: float, started: float) -> None:
+        self._accusers = [accuser]
+        self._needed = needed
+        self._min_s = min_s
+        self._max_s = max_s
+        self.started = started
+
+    @property
+    def accusers(self) -> tuple[str, ...]:
+        """Who accused, in order."""
+        return tuple(self._accusers)
+
+    @property
+    def settled(self) -> bool:
+        """True when further accusers change nothing."""
+        return len(self._accusers) - 1 >= self._needed
+
+    @property
+    def deadline(self) -> float:
+        """Monotonic time at which the member is given up."""
+        return self.started + suspicion_timeout_s(
+            len(self._accusers) - 1, self._needed, self._min_s, self._max_s
+        )
+
+    def confirm(self, accuser: str) -> bool:
+        """Count ``accuser``; False when it counts already or changes nothing any more."""
+        if self.settled or accuser in self._accusers:
+            return False
+        self._accusers.append(accuser)
+        return True
+
+    def restart(self, now: float) -> None:
+        """Give the suspect the minimum from ``now`` on: it was just heard from."""
+        self.started = now - (self.deadline - self.started) + self._min_s
