@@ -81,7 +81,10 @@ class DebugConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Knobs for experiments on the swarm itself; leave them alone when training."""
 
     perturb_start: NonNegative = 0.0
-    """Deviation of the noise added to this node's start vector, to watch it average away."""
+    """This node starts from the task's initial weights plus noise of this deviation, drawn from
+    ``node.seed``, instead of a donor's state: to watch the differences average away."""
+    start_at_members: Annotated[int, Meta(ge=0)] = 0
+    """Begin no exchange before this many members are alive, ourselves included."""
     max_exchanges: Annotated[int, Meta(ge=0)] = 0
     """Stop initiating exchanges after this many; 0 is no bound."""
 

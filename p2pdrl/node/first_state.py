@@ -67,6 +67,8 @@ async def first_state(
     """
     own = None if checkpoint is None else as_state(checkpoint, training.spec)
     info = origin.info
+    if parts.config.node.debug.perturb_start > 0:
+        return None, new_lineage() if info is None else info.lineage
     if info is not None and not (own is not None and _fresh(own, info, training)):
         found = await training.download(_Orphaned(parts).judge)
         if found is not None:

@@ -158,6 +158,7 @@ class Training:
                 rng=self._rng,
                 max_abs=self._config.limits.max_abs_parameter,
                 max_exchanges=self._config.debug.max_exchanges,
+                start_at_members=self._config.debug.start_at_members,
             )
         else:
             self.strategy = LocalStrategy()

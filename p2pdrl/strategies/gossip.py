@@ -60,6 +60,7 @@ class GossipStrategy:
         rng: source of the random choices.
         max_abs: largest entry accepted from a peer.
         max_exchanges: begin no more than this many; 0 is no bound.
+        start_at_members: begin none before this many members are alive, ourselves included.
     """
 
     mode = "gossip"
@@ -76,6 +77,7 @@ class GossipStrategy:
         rng: random.Random,
         max_abs: float,
         max_exchanges: int = 0,
+        start_at_members: int = 0,
     ) -> None:
         self._config = config
         self._swarm = swarm
@@ -85,6 +87,7 @@ class GossipStrategy:
         self._core = AdpsgdCore(config, swarm.node_id, rng)
         self._scratch = PairScratch(size, config.wire, config.weight, max_abs, config.max_distance)
         self._max_exchanges = max_exchanges
+        self._start_at_members = start_at_members
         self._engaged = False
         self._news = asyncio.Event()
         self._seen: OrderedDict[str, None] = OrderedDict()
@@ -148,6 +151,9 @@ class GossipStrategy:
         if enough or self._engaged or not self._core.due(now_s) or self._swarm.summary() is None:
             return None
         alive = self._swarm.alive()
+        if len(alive) + 1 < self._start_at_members:
+            return None
+        self._start_at_members = 0
         peer = self._core.choose(alive, now_s)
         return None if peer is None else (peer, alive[peer])
 

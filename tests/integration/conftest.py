@@ -1,0 +1,197 @@
+"""Real nodes as real processes, started as a person would start them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes
+
+Json = Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str, every_s: float = 0.1) -> Any:
+    """Poll until ``condition`` is truthy; return what it gave."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        found = condition()
+        if found:
+            return found
+        time.sleep(every_s)
+    raise AssertionError(f"after {timeout_s} s still not: {what}")
+
+
+@dataclass
+class RealNode:
+    """One ``p2pdrl node`` process."""
+
+    name: str
+    port: int
+    data: Path
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def api(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def get(self, path: str, timeout_s: float = 5.0) -> bytes | None:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            body = answer.read()
+        except OSError:
+            return None
+        except http.client.HTTPException:
+            return None
+        finally:
+            connection.close()
+        return body if answer.status == 200 else None
+
+    def json(self, path: str) -> Json:
+        body = self.get(path)
+        return None if body is None else json.loads(body)
+
+    def status(self) -> Json:
+        return self.json("/v1/status") or {}
+
+    def peers(self) -> Json:
+        return self.json("/v1/peers") or []
+
+    def view(self) -> dict[str, str]:
+        return {row["name"]: row["state"] for row in self.peers()}
+
+    def events(self, kind: str = "") -> list[Json]:
+        found = self.json("/v1/events?follow=0") or []
+        return [event for event in found if kind in ("", event["kind"])]
+
+    def checkpoint(self) -> Checkpoint:
+        body = self.get("/v1/checkpoint", timeout_s=20)
+        assert body is not None, f"{self.name} gave no checkpoint"
+        return from_bytes(body)
+
+    def params(self) -> np.ndarray:
+        return np.asarray(self.checkpoint().params, np.float64)
+
+    def learner_pid(self) -> int | None:
+        learner = self.status().get("learner") or {}
+        return learner.get("pid")
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def kill9(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait(10)
+
+    def children(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def wait(self, timeout_s: float) -> int:
+        return self.process.wait(timeout_s)
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+@dataclass
+class RealSwarm:
+    """Starts nodes and sees to it that none outlives the test."""
+
+    folder: Path
+    nodes: list[RealNode] = field(default_factory=list)
+
+    def start(
+        self,
+        name: str,
+        *arguments: str,
+        peers: RealNode | None = None,
+        data: Path | None = None,
+        port: int | None = None,
+        env: dict[str, str] | None = None,
+    ) -> RealNode:
+        port = port or free_port()
+        data = data or self.folder / name
+        log = self.folder / f"{name}.log"
+        command = [sys.executable, "-m", "p2pdrl", "node", "--name", name, "--data-dir", str(data)]
+        command += ["--listen", f"127.0.0.1:{port}"]
+        command += ["--peers", peers.api] if peers is not None else []
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [*command, *arguments], stdout=out, stderr=out, env=os.environ | (env or {})
+            )
+        node = RealNode(name, port, data, process, log)
+        self.nodes.append(node)
+        return node
+
+    def training(self, *nodes: RealNode, timeout_s: float = 60.0) -> None:
+        """Wait until these train."""
+        for node in nodes or self.nodes:
+            wait_until(
+                lambda node=node: node.status().get("state") == "training",
+                timeout_s,
+                f"{node.name} trains:\n{node.text()[-3000:]}",
+            )
+
+    def close(self) -> None:
+        for node in self.nodes:
+            if node.process.poll() is None:
+                for child in node.children():
+                    child.kill()
+                node.signal(signal.SIGCONT)
+                node.kill9()
+
+
+@pytest.fixture(name="wait_until")
+def wait_until_fixture() -> Callable[..., Any]:
+    return wait_until
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[RealSwarm]:
+    made = RealSwarm(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def no_orphans() -> Iterator[None]:
+    """Fail when a p2pdrl process, shared memory segment or temporary file is left behind."""
+    before = _traces()
+    yield
+    wait_until(lambda: not (_traces() - before), 5, f"all is gone, but there is {_traces() - before}")
+
+
+def _traces() -> set[str]:
+    traces = {str(path) for path in Path("/dev/shm").glob("*p2pdrl*")}
+    traces |= {str(path) for path in Path("/tmp").glob("p2pdrl*")}
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if re.search(r"-m p2pdrl( |\.)", line):
+            traces.add(f"process {process.info['pid']}: {line}")
+    return traces

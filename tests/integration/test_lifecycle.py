@@ -1,0 +1,143 @@
+"""A swarm of five real nodes lives through a join, a crash, a leave, a dead learner and a frozen node."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+EXCHANGE_DEADLINE_S = 2.0
+AGREE_S = 15.0
+TASK = [
+    "--config", "cartpole",
+    "--set", "node.learner.max_updates_per_s=4",
+    "--set", f"task.strategy.deadline_s={EXCHANGE_DEADLINE_S}",
+]  # fmt: skip
+
+
+class Watch:
+    """Polls every node, each by a thread of its own, and notes when its update count moved."""
+
+    def __init__(self, nodes):
+        self._over = threading.Event()
+        self.moves = {node.name: [] for node in nodes}  # times at which the count was seen to have grown
+        self.steps = {node.name: [] for node in nodes}  # the swarm's steps as the node tells them
+        self._threads = [threading.Thread(target=self._poll, args=(node,)) for node in nodes]
+        for thread in self._threads:
+            thread.start()
+
+    def _poll(self, node):
+        updates = -1
+        while not self._over.wait(0.1):
+            status = node.json("/v1/status") if node.process.poll() is None else None
+            if not status or status["state"] != "training":
+                continue
+            self.steps[node.name].append(status["swarm_env_steps"])
+            if status["updates"] != updates:
+                updates = status["updates"]
+                self.moves[node.name].append(time.monotonic())
+
+    def close(self):
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def longest_pause_s(self, name, since_s, until_s):
+        times = [t for t in self.moves[name] if since_s <= t <= until_s]
+        return max((b - a for a, b in itertools.pairwise(times)), default=float("inf"))
+
+
+def views_agree(nodes, expected):
+    """Whether each of ``nodes`` sees exactly ``expected`` of those named in it."""
+    return all({name: node.view().get(name) for name in expected} == expected for node in nodes)
+
+
+@pytest.mark.timeout(420)
+def test_a_swarm_lives_through_joins_and_losses(swarm, wait_until, no_orphans):
+    a = swarm.start("a", *TASK)
+    b, c, d, e = (swarm.start(name, *TASK, peers=a) for name in "bcde")
+    swarm.training(timeout_s=90)
+    everybody = dict.fromkeys("abcde", "alive")
+    wait_until(lambda: views_agree([a, b, c, d, e], everybody), AGREE_S, "five see five")
+    watch = Watch(swarm.nodes)
+    marks = []  # (what, when, who must not have paused)
+
+    # A sixth joins with nothing but an address.
+    marks.append(("join", time.monotonic(), "abcde"))
+    f = swarm.start("f", "--set=node.learner.max_updates_per_s=4", peers=a)
+    swarm.training(f, timeout_s=60)
+    adopted = f.events("adopted")[0]
+    donor = next(node for node in swarm.nodes if node.status().get("id") == adopted["peer"])
+    served = [event for event in donor.events("state-served") if event["peer"] == f.status()["id"]]
+    assert adopted["params_hash"] in {event["params_hash"] for event in served}
+    assert adopted["policy_version"] in {event["policy_version"] for event in served}
+    wait_until(lambda: views_agree([a, b, c, d, e, f], everybody | {"f": "alive"}), AGREE_S, "six see six")
+
+    # One is killed.
+    marks.append(("kill", time.monotonic(), "acdef"))
+    b.kill9()
+    wait_until(lambda: views_agree([a, c, d, e, f], {"b": "dead"}), AGREE_S, "all know that b is dead")
+
+    # One leaves.
+    marks.append(("leave", time.monotonic(), "adef"))
+    began_s = time.monotonic()
+    told = subprocess.run(
+        [sys.executable, "-m", "p2pdrl", "leave", "--api", c.api, "--data-dir", str(c.data)],
+        capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    assert c.wait(15) == 0
+    assert time.monotonic() - began_s < 11
+    wait_until(lambda: views_agree([a, d, e, f], {"c": "left"}), AGREE_S, "all know that c left")
+
+    # One learner is killed: it comes back from the board, nothing is lost.
+    marks.append(("learner", time.monotonic(), "aef"))
+    pid, before = d.learner_pid(), d.status()
+    subprocess.run(["kill", "-9", str(pid)], check=True)
+    wait_until(lambda: d.events("learner-restarted"), 30, "d's learner runs again")
+    wait_until(lambda: d.status()["updates"] > before["updates"] + 3, 20, "d trains again")
+    after = d.status()
+    assert after["policy_version"] >= before["policy_version"]
+    assert after["env_steps"] >= before["env_steps"]
+    assert views_agree([a, d, e, f], {"a": "alive", "d": "alive", "e": "alive", "f": "alive"})
+
+    # One is frozen for 20 s.
+    marks.append(("freeze", time.monotonic(), "adf"))
+    learner = e.learner_pid()
+    e.signal(signal.SIGSTOP)
+    subprocess.run(["kill", "-STOP", str(learner)], check=True)
+    version = a.status()["policy_version"]
+    time.sleep(20)
+    assert all(node.view()["e"] in ("suspect", "dead") for node in (a, d, f))
+    subprocess.run(["kill", "-CONT", str(learner)], check=True)
+    e.signal(signal.SIGCONT)
+    wait_until(lambda: views_agree([a, d, e, f], dict.fromkeys("adef", "alive")), AGREE_S, "e is back")
+    wait_until(lambda: e.status()["policy_version"] > version, 15, "e caught up with the swarm's clock")
+
+    # All the living end solved.
+    marks.append(("end", time.monotonic(), ""))
+    finals = {}
+    while any(node.process.poll() is None for node in (a, d, e, f)):
+        assert time.monotonic() - marks[-1][1] < 200, "not solved in time"
+        finals |= {node.name: node.status() for node in (a, d, e, f) if node.status()}
+        time.sleep(0.2)
+    watch.close()
+    for node in (a, d, e, f):
+        assert node.wait(1) == 0, node.text()[-2000:]
+        assert finals[node.name]["stop"]["reached"]
+        assert finals[node.name]["mean_return"] >= 475
+        assert not list(Path(node.data).rglob("*.tmp*"))
+    print("seconds:", {what: round(b - a, 1) for (what, a, _), (_, b, _) in itertools.pairwise(marks)},
+          "end:", round(time.monotonic() - marks[-1][1], 1))
+    for (what, since_s, names), (_, until_s, _) in itertools.pairwise(marks):
+        for name in names:
+            pause_s = watch.longest_pause_s(name, since_s, until_s)
+            assert pause_s <= EXCHANGE_DEADLINE_S, f"{name} paused {pause_s:.1f} s after: {what}"
+    for name, steps in watch.steps.items():
+        assert steps == sorted(steps), f"the swarm's steps went back as {name} tells them"
