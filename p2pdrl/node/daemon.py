@@ -42,6 +42,7 @@ from p2pdrl.node.saving import Saving
 from p2pdrl.node.training import Training
 from p2pdrl.strategies import gossip
 from p2pdrl.telemetry import logging as telemetry_logging
+from p2pdrl.telemetry.tensorboard import TensorBoardWriter, open_writer
 from p2pdrl.transport.protocol import Address
 
 __all__ = ["Node", "run"]
@@ -110,7 +111,7 @@ class Node:
             parts = self._parts = opened.parts
             self._figures = Figures(parts)
             self._conduct = Conduct(parts, self._figures)
-            self._meters = Meters(parts, self._figures)
+            self._meters = Meters(parts, self._figures, self._open_writer(stack))
             self._gate.founded_at = lambda: self._conduct.founded_at
             opened.view.attach(parts, self._figures, self._meters, self._conduct)
             parts.membership.subscribe(self._on_member)
@@ -119,6 +120,14 @@ class Node:
             await self._until_left(self._work(stack, remembers=opened.remembers))
             await self._go_down(parts)
         return 0
+
+    def _open_writer(self, stack: AsyncExitStack) -> TensorBoardWriter | None:
+        folder = self._config.node.log.tensorboard_dir
+        if folder is None:
+            return None
+        writer = open_writer(folder, self._clock)
+        stack.callback(writer.close)
+        return writer
 
     def _catch_signals(self, stack: AsyncExitStack) -> None:
         loop = asyncio.get_running_loop()
@@ -280,6 +289,7 @@ class Node:
         if parts.saving is not None:
             parts.saving.mean_return = self._figures.mean_return
         self._conduct.look(training)
+        self._meters.write_scalars()
 
     def _on_member(self, event: MemberEvent) -> None:
         member = event.member

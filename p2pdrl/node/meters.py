@@ -1,4 +1,4 @@
-"""Fills the metrics registry from the node's figures whenever somebody reads it."""
+"""Where the node's figures go over time: the metrics page, and TensorBoard when that is wanted."""
 
 from __future__ import annotations
 
@@ -6,22 +6,48 @@ import p2pdrl
 from p2pdrl.node.figures import Figures
 from p2pdrl.node.parts import Parts
 from p2pdrl.telemetry.metrics import Registry
+from p2pdrl.telemetry.tensorboard import TensorBoardWriter
 
 __all__ = ["Meters"]
 
 
+SCALARS_EVERY_S = 5.0
+
+
 class Meters:
-    """Prometheus metrics of this node.
+    """Prometheus metrics of this node, filled whenever somebody reads them; and TensorBoard scalars.
 
     Args:
         parts: the node.
         figures: its figures.
+        writer: where scalars go; None writes none.
     """
 
-    def __init__(self, parts: Parts, figures: Figures) -> None:
+    def __init__(self, parts: Parts, figures: Figures, writer: TensorBoardWriter | None) -> None:
         self._parts = parts
         self._figures = figures
+        self._writer = writer
+        self._written_s = float("-inf")
         self.registry = Registry(p2pdrl.__version__)
+
+    def write_scalars(self) -> None:
+        """Write the newest figures over the swarm's environment steps, at most every five seconds."""
+        now_s = self._parts.clock.monotonic()
+        training = self._parts.training
+        if self._writer is None or training is None or now_s < self._written_s + SCALARS_EVERY_S:
+            return
+        self._written_s = now_s
+        report = self._figures.report()
+        values = {
+            "swarm/mean_return": report.mean_return,
+            "swarm/consensus_distance": report.consensus_distance,
+            "node/policy_version": float(report.policy_version),
+            "node/steps_per_s": report.steps_per_s,
+            "node/loop_lag_s": report.loop_lag_s,
+        }
+        values |= {f"train/{name}": value for name, value in training.supervisor.metrics.items()}
+        known = {name: value for name, value in values.items() if value is not None}
+        self._writer.scalars(self._parts.ledger.total().env_steps, known)
 
     def render(self) -> bytes:
         """Return the page of ``/metrics``."""
