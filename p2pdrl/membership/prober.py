@@ -18,6 +18,9 @@ from p2pdrl.membership.table import Member
 
 __all__ = ["Prober"]
 
+LOOK_AHEAD = 128
+"""Members of the round among which the most silent is probed first."""
+
 
 @dataclass(slots=True)
 class _Probe:
@@ -61,16 +64,27 @@ class Prober:
             self.probe(member)
 
     def _next(self) -> Member | None:
+        """Of the next few of the round, the one that we haven't heard from for longest.
+
+        Everybody is probed once a round all the same; but who fell silent comes first, which cuts the
+        tail of the time to the first probe that fails.
+        """
         table = self._kernel.table
         for fresh in (False, True):
             if fresh:
                 self._ring = [member.record.id for member in table.living]
                 self._kernel.rng.shuffle(self._ring)
             while self._ring:
-                member = table.get(self._ring.pop())
+                node_id = min(self._ring[-LOOK_AHEAD:], key=self._heard)
+                self._ring.remove(node_id)
+                member = table.get(node_id)
                 if member is not None and member.living:
                     return member
         return None
+
+    def _heard(self, node_id: str) -> float:
+        member = self._kernel.table.get(node_id)
+        return 0.0 if member is None or member.last_seen is None else member.last_seen
 
     def second_opinion(self, member: Member) -> None:
         """Somebody accuses ``member``: maybe look ourselves, soon.

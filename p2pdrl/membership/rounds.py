@@ -58,10 +58,11 @@ class Rounds:
 
     def _gossip_round(self) -> None:
         kernel, config = self._kernel, self._kernel.config
-        for member in kernel.table.sample(config.gossip_fanout, kernel.rng, lambda member: True):
+        fit = kernel.table.sample(config.gossip_fanout, kernel.rng, lambda member: member.state == "alive")
+        for member in fit:
             records = kernel.load()
             if records:
-                gossip = Gossip(kernel.me.incarnation, (*self._rumours.evidence(member), *records))
+                gossip = Gossip(kernel.me.incarnation, records)
                 kernel.send(member, gossip, config.probe_interval_s, self._gossiped)
         self._gossiping = len(kernel.queue) > 0
         if self._gossiping:

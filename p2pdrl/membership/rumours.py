@@ -165,20 +165,50 @@ class Rumours:
             self._accused(suspicion)
             return
         member = kernel.table.get(suspicion.subject)
-        if member is None or not member.living or suspicion.incarnation != member.record.incarnation:
+        if member is None or suspicion.incarnation != member.record.incarnation:
             return
-        if suspicion.accuser in (kernel.me.id, suspicion.subject):
+        if suspicion.accuser in (kernel.me.id, suspicion.subject) or member.state == "left":
+            return
+        if member.state == "dead":
+            self._pass_on(member, suspicion)
             return
         timer = member.timer
-        if timer is not None and (timer.settled or suspicion.accuser in timer.accusers):
-            return
+        dead = suspicion.verdict == "dead"
+        counted = timer is not None and (timer.settled or suspicion.accuser in timer.accusers)
         accuser = kernel.table.get(suspicion.accuser)
-        if accuser is None:
+        if accuser is None or (counted and not dead):
             return
         kernel.verifier.check_suspicion(suspicion, accuser.record.public_key)
         self._count_accuser(member, suspicion)
+        if dead:
+            self._count_burier(member, suspicion)
         if timer is None:
             kernel.on_suspect(member)
+
+    def _buriers_needed(self) -> int:
+        """How many must have given a member up before we look at once."""
+        kernel = self._kernel
+        return max(2, min(kernel.config.suspicion_confirmations + 1, kernel.table.living_total - 2))
+
+    def _pass_on(self, member: Member, suspicion: Suspicion) -> None:
+        """We hold it dead already: help the verdicts of others reach those who don't."""
+        kernel = self._kernel
+        accuser = kernel.table.get(suspicion.accuser)
+        known = {verdict.accuser for verdict in member.evidence}
+        if accuser is None or suspicion.verdict != "dead" or suspicion.accuser in known:
+            return
+        if len(known) > self._buriers_needed():
+            return
+        kernel.verifier.check_suspicion(suspicion, accuser.record.public_key)
+        member.evidence.append(suspicion)
+        kernel.broadcast(suspicion)
+
+    def _count_burier(self, member: Member, suspicion: Suspicion) -> None:
+        kernel = self._kernel
+        needed = self._buriers_needed()
+        if member.timer is not None and member.timer.bury(suspicion.accuser, needed, kernel.now):
+            kernel.broadcast(suspicion)
+            self._arm(member)
 
     def _accused(self, suspicion: Suspicion) -> None:
         kernel = self._kernel

@@ -40,10 +40,11 @@ class SuspicionTimer:
         started: monotonic time of the first accusation.
     """
 
-    __slots__ = ("_accusers", "_max_s", "_min_s", "_needed", "started")
+    __slots__ = ("_accusers", "_buriers", "_max_s", "_min_s", "_needed", "started")
 
     def __init__(self, accuser: str, needed: int, min_s: float, max_s: float, started: float) -> None:
         self._accusers = [accuser]
+        self._buriers: set[str] = set()
         self._needed = needed
         self._min_s = min_s
         self._max_s = max_s
@@ -71,6 +72,19 @@ class SuspicionTimer:
         if self.settled or accuser in self._accusers:
             return False
         self._accusers.append(accuser)
+        return True
+
+    def bury(self, accuser: str, needed: int, now: float) -> bool:
+        """Count ``accuser`` among those that gave the suspect up; False when it counts already.
+
+        Each of them waited a whole suspicion. Once ``needed`` have, there is nothing left to wait for:
+        whoever heard late looks for itself now.
+        """
+        if accuser in self._buriers or len(self._buriers) >= needed:
+            return False
+        self._buriers.add(accuser)
+        if len(self._buriers) >= needed:
+            self.started -= max(0.0, self.deadline - now)
         return True
 
     def restart(self, now: float) -> None:

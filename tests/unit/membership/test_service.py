@@ -3,20 +3,18 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import pytest
 
 from p2pdrl.membership.addresses import AddressPolicy
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.identity import Identity
-from p2pdrl.membership.joining import JoinHooks
 from p2pdrl.membership.known_members import KnownMembers
 from p2pdrl.membership.opening import open_core
 from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.transport.memory import MemoryNetwork, MemoryTransport
-from p2pdrl.transport.protocol import Address, Refusal
+from p2pdrl.transport.protocol import Address
 
 pytestmark = pytest.mark.looptime
 
