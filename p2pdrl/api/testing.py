@@ -183,7 +183,16 @@ class Served:
         self._stop = lambda: None if loop.is_closed() else _call(loop, over.set)
         self._ready.set()
         await over.wait()
+        await site.stop()
+        await _settle()
         await runner.cleanup()
+        await _settle()
+
+
+async def _settle() -> None:
+    """Let connections that were just accepted be made, and closed ones be gone, before the loop ends."""
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 def _call(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:

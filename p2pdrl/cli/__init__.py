@@ -1,1 +1,1 @@
-"""cli package."""
+"""The command line: thin commands, each imported only when it is called."""

@@ -1,0 +1,258 @@
+"""Talks to one node's API, synchronously, for commands and scripts.
+
+Uses `http.client` alone: importing aiohttp would take longer than most commands do. Every failure
+becomes one of the package's errors, so that commands hold no error handling of their own.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, StorageError, UsageError
+from p2pdrl.transport.protocol import Address
+
+__all__ = ["DEFAULT_API", "NodeClient", "parse_api", "read_token"]
+
+DEFAULT_API = "127.0.0.1:7700"
+_DEFAULT_PORT = 7700
+_LARGEST_JSON_BYTES = 64 << 20
+_PIECE_BYTES = 1 << 20
+_TOKEN = re.compile(r"[0-9a-f]{64}")
+
+
+def parse_api(text: str) -> Address:
+    """Read HOST[:PORT] (IPv6 in brackets); ``http://`` in front and ``/`` behind are forgiven.
+
+    Raises:
+        UsageError: it isn't an address, or its port is 0.
+    """
+    address = Address.parse(text.strip().removeprefix("http://").rstrip("/"), default_port=_DEFAULT_PORT)
+    if address.port == 0:
+        raise UsageError(f"{text[:80]!r} has no good port: write HOST:PORT with a port of 1-65535")
+    return address
+
+
+def read_token(data_dir: str | Path) -> str | None:
+    """Return the local token of the node whose data folder this is, if we may read it."""
+    try:
+        token = (Path(data_dir).expanduser() / "token").read_text("ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return token if _TOKEN.fullmatch(token) else None
+
+
+class NodeClient:
+    """One node's API.
+
+    Requests that need it are signed with the node's local token or with the swarm key; neither is
+    ever sent. The token is looked for in ``data_dir``, else where a node on this machine says it is.
+
+    Args:
+        address: where the node listens.
+        swarm_key: the swarm's key, for nodes on other machines.
+        data_dir: the node's data folder, if known.
+        token: the local token, if known.
+        timeout_s: longest wait for the connection, and for each further piece of the answer.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        swarm_key: bytes | None = None,
+        data_dir: str | None = None,
+        token: str | None = None,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self.address = address
+        self._swarm_key = swarm_key
+        self._data_dir = data_dir
+        self._token = token
+        self._timeout_s = timeout_s
+
+    def status(self) -> dict[str, Any]:
+        """The node's ``/v1/status``."""
+        return self._dict(self.get("/v1/status"))
+
+    def peers(self) -> list[dict[str, Any]]:
+        """The node's ``/v1/peers``."""
+        found = self.get("/v1/peers")
+        if not isinstance(found, list):
+            raise self._stranger()
+        return [self._dict(peer) for peer in found]
+
+    def health(self) -> dict[str, Any]:
+        """The node's ``/healthz``, also when it is unwell."""
+        return self._dict(self.get("/healthz", unwell_is_fine=True))
+
+    def date(self) -> str:
+        """The ``Date`` of an answer: the node's wall clock in whole seconds; empty if it tells none."""
+        with self._open("GET", "/healthz", unwell_is_fine=True) as response:
+            response.read(_LARGEST_JSON_BYTES)
+            return response.headers.get("Date", "")
+
+    def get(self, path: str, *, unwell_is_fine: bool = False) -> Any:
+        """GET a JSON document.
+
+        Raises:
+            DaemonUnreachableError: nobody answers, or it isn't a node.
+            UsageError: it wants credentials that we don't have.
+            P2PDRLError: it refuses for another reason.
+        """
+        with self._open("GET", path, unwell_is_fine=unwell_is_fine) as response:
+            return self._json(response)
+
+    def post(self, path: str) -> dict[str, Any]:
+        """POST without a body; errors as for `get`."""
+        with self._open("POST", path) as response:
+            return self._dict(self._json(response))
+
+    def download(self, path: str, out: IO[bytes]) -> int:
+        """GET a file in pieces and return its length in bytes; errors as for `get`."""
+        with self._open("GET", path) as response:
+            expected, length = response.length, 0
+            while piece := response.read(_PIECE_BYTES):
+                length += _write(out, piece)
+            if expected is not None and length != expected:
+                raise DaemonUnreachableError(f"the node at {self.address} broke off after {length} bytes")
+            return length
+
+    def lines(self, path: str, *, silence_s: float) -> Iterator[bytes]:
+        """GET a stream and yield its lines until it ends; ``silence_s`` bounds the wait for each."""
+        with self._open("GET", path, timeout_s=silence_s) as response:
+            while line := response.readline():
+                yield line.rstrip(b"\r\n")
+
+    @contextmanager
+    def _open(
+        self, method: str, path: str, *, unwell_is_fine: bool = False, timeout_s: float | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Send one request, with credentials where they are needed, and hand out the good answer."""
+        connection = http.client.HTTPConnection(
+            self.address.host, self.address.port, timeout=timeout_s or self._timeout_s
+        )
+        try:
+            key = self._swarm_key or self._known_token() if method == "GET" else self._key_for_changes()
+            response = self._send(connection, method, path, key)
+            if response.status == 401 and key is None and (key := self._token_nearby()) is not None:
+                response.read()
+                connection.close()
+                response = self._send(connection, method, path, key)
+            if response.status >= 300 and not (unwell_is_fine and response.status == 503):
+                raise self._refusal(response)
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from error
+        finally:
+            connection.close()
+
+    def _send(
+        self, connection: http.client.HTTPConnection, method: str, path: str, key: bytes | None
+    ) -> http.client.HTTPResponse:
+        connection.request(method, path, headers=_signature(key, method, path) if key else {})
+        return connection.getresponse()
+
+    def _key_for_changes(self) -> bytes | None:
+        return self._known_token() or self._swarm_key or self._token_nearby()
+
+    def _known_token(self) -> bytes | None:
+        if self._token is None and self._data_dir is not None:
+            self._token = read_token(self._data_dir)
+            if self._token is None:
+                raise UsageError(f"no token to be read in {self._data_dir}: is it the node's data folder?")
+        return self._token.encode() if self._token else None
+
+    def _token_nearby(self) -> bytes | None:
+        """The token of a node on this machine, which tells its data folder to local callers."""
+        folder = NodeClient(self.address, timeout_s=self._timeout_s).health().get("data_dir")
+        token = read_token(folder) if isinstance(folder, str) else None
+        return token.encode() if token else None
+
+    def _json(self, response: http.client.HTTPResponse) -> Any:
+        data = response.read(_LARGEST_JSON_BYTES)
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            raise self._stranger() from None
+
+    def _dict(self, content: object) -> dict[str, Any]:
+        if not isinstance(content, dict):
+            raise self._stranger()
+        return content
+
+    def _refusal(self, response: http.client.HTTPResponse) -> P2PDRLError:
+        data = response.read(4096)
+        try:
+            reason = json.loads(data)["error"]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            reason = data.decode("utf-8", "replace") or response.reason
+        line = "".join(c if c.isprintable() else " " for c in " ".join(str(reason).split()))[:500]
+        if response.status == 404:
+            return self._stranger()
+        if response.status == 401:
+            return UsageError(
+                f"the node at {self.address} doesn't let us in ({line}); try --data-dir FOLDER for a node "
+                "of yours, --swarm-key-file FILE for any node of your swarm"
+            )
+        return P2PDRLError(f"the node at {self.address} refuses: {line}")
+
+    def _stranger(self) -> DaemonUnreachableError:
+        return DaemonUnreachableError(
+            f"what answers at {self.address} isn't a p2pdrl node: name another address with --api HOST:PORT"
+        )
+
+    def _unreachable(self, error: Exception) -> DaemonUnreachableError:
+        if isinstance(error, http.client.HTTPException) and not isinstance(error, ConnectionError):
+            return self._stranger()
+        if isinstance(error, TimeoutError):
+            return DaemonUnreachableError(
+                f"the node at {self.address} doesn't answer within {self._timeout_s:g} s: is the machine up, "
+                "and the port open?"
+            )
+        why = getattr(error, "strerror", None) or str(error)
+        return DaemonUnreachableError(
+            f"no node answers at {self.address} ({why.lower()}): start one with `p2pdrl node`, "
+            "or name its address with --api HOST:PORT or P2PDRL_API"
+        )
+
+
+def _write(out: IO[bytes], piece: bytes) -> int:
+    """An error of our disk isn't an error of the connection."""
+    try:
+        return out.write(piece)
+    except OSError as error:
+        raise StorageError(f"can't store what the node sends: {error.strerror}") from error
+
+
+def _signature(key: bytes, method: str, path: str) -> dict[str, str]:
+    """Headers that prove that we hold ``key`` without showing it."""
+    from p2pdrl.transport.auth import format_time, new_nonce, sign_api
+
+    wall_s, nonce = time.time(), new_nonce()
+    return {
+        "P2PDRL-Time": format_time(wall_s),
+        "P2PDRL-Nonce": nonce,
+        "P2PDRL-Mac": sign_api(key, method, path, wall_s, nonce),
+    }
+
+
+def token_from_environment() -> str | None:
+    """The token in ``P2PDRL_TOKEN``, for containers whose data folder can't be read from outside.
+
+    Raises:
+        UsageError: it isn't a token.
+    """
+    token = os.environ.get("P2PDRL_TOKEN", "").strip() or None
+    if token is not None and not _TOKEN.fullmatch(token):
+        raise UsageError(
+            "P2PDRL_TOKEN isn't a token: 64 hex digits, from the file `token` in the data folder"
+        )
+    return token

@@ -1,0 +1,117 @@
+"""One node's status as lines of ``word  what``: the picture of ``p2pdrl status``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from p2pdrl.cli import formats
+from p2pdrl.cli.tables import progress_line
+
+__all__ = ["status_view"]
+
+
+def status_view(status: Mapping[str, Any]) -> RenderableType:
+    """Show a ``/v1/status``."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for word, fact in _FACTS.items():
+        table.add_row(word, Text(fact(_Shown(status))))
+    for reason in status.get("reasons") or []:
+        table.add_row("unwell", Text(formats.clean(reason), style="yellow"))
+    return table
+
+
+class _Shown:
+    """Values of a status by dotted key, written for people."""
+
+    def __init__(self, status: Mapping[str, Any]) -> None:
+        self.status = status
+
+    def get(self, key: str) -> Any:
+        """The value, or None where it or a part of its path is missing."""
+        value: Any = self.status
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def text(self, key: str) -> str:
+        value = self.get(key)
+        return formats.NONE if value is None or value == "" else formats.clean(value)
+
+    def number(self, key: str) -> str:
+        return formats.grouped(self.get(key))
+
+    def counts(self, key: str) -> str:
+        """``3 alive, 1 dead`` of a mapping, without what is zero."""
+        found = self.get(key)
+        parts = found.items() if isinstance(found, Mapping) else []
+        return ", ".join(f"{formats.grouped(n)} {formats.clean(word, 20)}" for word, n in parts if n)
+
+
+def _node(s: _Shown) -> str:
+    return f"{s.text('name')}  {s.text('id')[:8]}  at {s.text('address')}, p2pdrl {s.text('version')}"
+
+
+def _state(s: _Shown) -> str:
+    return f"{s.text('state')}, up {formats.duration(s.get('uptime_s'))}, pid {s.text('pid')}"
+
+
+def _return(s: _Shown) -> str:
+    mean = formats.fixed(s.get("mean_return"))
+    return f"{mean} over the last {s.number('episodes_in_window')} of {s.number('episodes')} episodes"
+
+
+def _training(s: _Shown) -> str:
+    rate = formats.count(s.get("steps_per_s"))
+    return f"{rate} steps/s, {s.number('env_steps')} steps, {s.number('updates')} updates"
+
+
+def _learner(s: _Shown) -> str:
+    restarts = s.get("learner.restarts")
+    after = f", {s.number('learner.restarts')} restarts" if restarts else ""
+    return f"{s.text('learner.state')} on {s.text('learner.device')}{after}"
+
+
+def _consensus(s: _Shown) -> str:
+    distance = formats.scientific(s.get("consensus_distance"))
+    return f"distance {distance}, policy version {s.number('policy_version')}"
+
+
+def _traffic(s: _Shown) -> str:
+    received, sent = formats.byte_size(s.get("bytes_in")), formats.byte_size(s.get("bytes_out"))
+    return f"{received} in, {sent} out"
+
+
+def _process(s: _Shown) -> str:
+    return f"{formats.byte_size(s.get('rss_bytes'))}, loop lag {formats.millis(s.get('loop_lag_s'))}"
+
+
+def _checkpoint(s: _Shown) -> str:
+    if s.get("last_checkpoint.error"):
+        return f"failed: {s.text('last_checkpoint.error')}"
+    if not s.get("last_checkpoint.path"):
+        return "none yet"
+    return f"{s.text('last_checkpoint.path')}, {formats.age(s.get('last_checkpoint.age_s'))} old"
+
+
+_FACTS: dict[str, Callable[[_Shown], str]] = {
+    "node": _node,
+    "state": _state,
+    "swarm": lambda s: progress_line(s.status),
+    "members": lambda s: s.counts("members") or formats.NONE,
+    "return": _return,
+    "training": _training,
+    "learner": _learner,
+    "exchanges": lambda s: s.counts("exchanges") or "none yet",
+    "consensus": _consensus,
+    "traffic": _traffic,
+    "process": _process,
+    "data": lambda s: s.text("data_dir"),
+    "checkpoint": _checkpoint,
+}

@@ -1,0 +1,102 @@
+"""Numbers and names as people read them; what isn't known is shown as a dash."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = [
+    "NONE",
+    "age",
+    "as_number",
+    "byte_size",
+    "clean",
+    "count",
+    "duration",
+    "fixed",
+    "grouped",
+    "millis",
+    "scientific",
+]
+
+NONE = "–"
+"""Shown for what isn't known."""
+
+
+def as_number(value: object) -> float | None:
+    """``value`` when it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def clean(text: object, longest: int = 200) -> str:
+    """Text from elsewhere, safe for a terminal: what can't be printed becomes ``?``."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:longest])
+
+
+def fixed(value: object, digits: int = 1) -> str:
+    """``431.3``."""
+    number = as_number(value)
+    return NONE if number is None else f"{number:.{digits}f}"
+
+
+def count(value: object) -> str:
+    """``950``, ``12.3k``, ``4.56M``: three figures or so."""
+    number = as_number(value)
+    if number is None:
+        return NONE
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= 0.9995 * size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def grouped(value: object) -> str:
+    """``1,234,567``."""
+    number = as_number(value)
+    return NONE if number is None else f"{number:,.0f}"
+
+
+def scientific(value: object) -> str:
+    """``0.0123``, ``1.2e-05``: three figures of a number of any size."""
+    number = as_number(value)
+    return NONE if number is None else f"{number:.3g}"
+
+
+def millis(seconds: object) -> str:
+    """``2.1 ms`` below ten milliseconds, ``38 ms`` above."""
+    number = as_number(seconds)
+    if number is None:
+        return NONE
+    return f"{1000 * number:.1f} ms" if abs(number) < 0.01 else f"{1000 * number:.0f} ms"
+
+
+def duration(seconds: object) -> str:
+    """``1:02:03``."""
+    number = as_number(seconds)
+    if number is None:
+        return NONE
+    whole = int(number)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def age(seconds: object) -> str:
+    """``0.4 s``, ``12 s``, ``3 min``, ``2 h``."""
+    number = as_number(seconds)
+    if number is None:
+        return NONE
+    for unit, size in (("h", 3600), ("min", 60)):
+        if number >= 2 * size:
+            return f"{number / size:.0f} {unit}"
+    return f"{number:.1f} s" if number < 10 else f"{number:.0f} s"
+
+
+def byte_size(value: object) -> str:
+    """``90.1 MB``: powers of ten."""
+    number = as_number(value)
+    if number is None:
+        return NONE
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} B"

@@ -1,0 +1,135 @@
+"""The ``p2pdrl`` command: names its subcommands, imports only the one that is called, ends with its code.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | it failed; one line on standard error says why |
+| 2 | the command line or the configuration is wrong |
+| 3 | no node answers at the API address |
+| 4 | the node or swarm answers, and is unwell; or waiting took too long |
+| 130 | interrupted by Ctrl-C |
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from p2pdrl.errors import P2PDRLError
+
+__all__ = ["COMMANDS", "LazyGroup", "cli", "main"]
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "node": ("p2pdrl.cli.node:node", "Run a node in the foreground: join the swarm and train."),
+    "swarm": ("p2pdrl.cli.swarm:swarm", "Run a whole swarm on this machine."),
+    "status": ("p2pdrl.cli.status:status", "Show one node and its view of the swarm."),
+    "peers": ("p2pdrl.cli.status:peers", "List every member that the node knows."),
+    "top": ("p2pdrl.cli.status:top", "Watch the members live."),
+    "events": ("p2pdrl.cli.events:events", "Show what happened on the node."),
+    "wait": ("p2pdrl.cli.wait:wait", "Wait until enough members are healthy."),
+    "pause": ("p2pdrl.cli.actions:pause", "Stop training; membership goes on."),
+    "resume": ("p2pdrl.cli.actions:resume", "Train again after a pause."),
+    "checkpoint": ("p2pdrl.cli.actions:checkpoint", "Write a checkpoint now."),
+    "leave": ("p2pdrl.cli.actions:leave", "Make the node leave the swarm and end."),
+    "eval": ("p2pdrl.cli.evaluate:evaluate", "Measure a checkpoint, or a running node's policy."),
+    "doctor": ("p2pdrl.cli.doctor:doctor", "Check this machine, and the way to the peers."),
+    "keygen": ("p2pdrl.cli.keygen:keygen", "Make a swarm key."),
+    "config": ("p2pdrl.cli.config:config", "Show, check or write a configuration."),
+}
+"""Name of each command: where it is, and its line in ``--help``."""
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands' names and summaries without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{COMMANDS[cmd_name][0]} isn't a command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the summaries from the table."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, with a guess for a name that doesn't exist."""
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            ctx.fail(f"No such command {args[0]!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+
+def _show_version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from p2pdrl import __version__
+
+        click.echo(f"p2pdrl {__version__}")
+        ctx.exit()
+
+
+@click.group(
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    callback=_show_version,
+    expose_value=False,
+    is_eager=True,
+    help="Show the version.",
+)
+def cli() -> None:
+    r"""Peer-to-peer daemon for decentralized deep reinforcement learning.
+
+    One line per machine makes them one swarm that trains one policy:
+
+    \b
+      p2pdrl node                          on the first machine
+      p2pdrl node --peers HOST:7700        on every other
+
+    Try it on this machine: p2pdrl swarm up 4 --config cartpole
+    """
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and end the process with the code of the table above."""
+    sys.exit(_run(args))
+
+
+def _run(args: Sequence[str] | None) -> int:
+    try:
+        code = cli.main(args=args, prog_name="p2pdrl", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except P2PDRLError as error:
+        print(f"p2pdrl: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of our output (head, less) went away; keep the interpreter's own flush from failing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code if isinstance(code, int) else 0

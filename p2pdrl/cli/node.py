@@ -1,0 +1,110 @@
+"""``p2pdrl node``: runs the daemon in the foreground with the configuration that all sources give."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any
+
+import click
+
+from p2pdrl.cli.options import config_options, split_addresses
+
+__all__ = ["end_with_parent", "node"]
+
+_WATCH_S = 0.5
+
+
+@click.command()
+@click.option(
+    "--peers",
+    multiple=True,
+    metavar="HOST:PORT[,…]",
+    help="Any members of the swarm to join. Repeatable. Without it this node founds a swarm.",
+)
+@config_options
+@click.option("--name", metavar="TEXT", help="What people call this node.")
+@click.option("--listen", metavar="HOST:PORT", help="Default: 127.0.0.1 and the first free port from 7700.")
+@click.option(
+    "--advertise", metavar="HOST:PORT", help="Where others reach it, when that differs from --listen."
+)
+@click.option("--data-dir", metavar="FOLDER", help="Identity, checkpoints and token of this node.")
+@click.option(
+    "--swarm-key-file",
+    envvar="P2PDRL_SWARM_KEY_FILE",
+    metavar="FILE",
+    help="The swarm's secret (see `p2pdrl keygen`).  [env: P2PDRL_SWARM_KEY_FILE]",
+)
+@click.option("--swarm", metavar="NAME", help="Name of a swarm without a key, on this machine only.")
+@click.option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1 …")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
+@click.option("--keep-running", is_flag=True, default=None, help="Stay up when the stop condition is met.")
+@click.option(
+    "--insecure",
+    is_flag=True,
+    default=None,
+    help="Listen beyond loopback without a swarm key: anyone who reaches the port can take part.",
+)
+@click.option(
+    "--allow-import",
+    is_flag=True,
+    default=None,
+    help="Let the task's environment id import modules, which runs their code.",
+)
+@click.option("--parent-pid", type=int, hidden=True, help="End when this parent process ends.")
+def node(
+    peers: tuple[str, ...],
+    files: tuple[str, ...],
+    sets: tuple[str, ...],
+    parent_pid: int | None,
+    **given: Any,
+) -> None:
+    """Run a node in the foreground: join the swarm and train.
+
+    A newcomer needs no configuration: it takes the task from the swarm. Ctrl-C leaves the swarm properly.
+    """
+    from p2pdrl.config.loader import resolve
+
+    if parent_pid is not None:
+        end_with_parent(parent_pid)
+    flags = {_KEYS[option]: value for option, value in given.items()}
+    flags["node.peers"] = split_addresses(peers) or None
+    resolved = resolve(files=files, sets=sets, flags=flags, environ=os.environ)
+    from p2pdrl.node.daemon import run
+
+    raise SystemExit(run(resolved))
+
+
+_KEYS = {
+    "name": "node.name",
+    "listen": "node.listen",
+    "advertise": "node.advertise",
+    "data_dir": "node.data_dir",
+    "swarm_key_file": "node.swarm_key_file",
+    "swarm": "node.swarm",
+    "device": "node.learner.device",
+    "log_level": "node.log.level",
+    "keep_running": "node.keep_running",
+    "insecure": "node.insecure",
+    "allow_import": "node.allow_import",
+}
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Never outlive the process that started this one, however that ends (``kill -9`` included).
+
+    Linux kills us itself; elsewhere a thread looks whether the parent is still the same.
+    """
+    from p2pdrl.workers.parent import die_with_parent
+
+    die_with_parent(parent_pid)
+    if sys.platform != "linux":
+        threading.Thread(target=_watch, args=(parent_pid,), name="parent watch", daemon=True).start()
+
+
+def _watch(parent_pid: int) -> None:
+    pause = threading.Event()
+    while os.getppid() == parent_pid:
+        pause.wait(_WATCH_S)
+    os._exit(1)

@@ -1,0 +1,269 @@
+"""``p2pdrl swarm up N``: a whole swarm on this machine, in one command that ends when the swarm is done.
+
+On a terminal the table of nodes is live; elsewhere it is printed to standard error every few seconds.
+The result goes to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from p2pdrl.cli.options import config_options, json_option
+
+if TYPE_CHECKING:
+    from p2pdrl.cli.fleet import Fleet
+
+__all__ = ["swarm"]
+
+_LIVE_S = 1.0
+_BLOCK_S = 5.0
+_GRACE_S = 20.0
+
+
+@click.group()
+def swarm() -> None:
+    """Run a whole swarm on this machine."""
+
+
+@swarm.command()
+@click.argument("count", metavar="N", type=click.IntRange(1, 64))
+@config_options
+@click.option(
+    "--exit-when-done/--keep",
+    "ends",
+    default=True,
+    show_default=True,
+    help="End when the stop condition is met, or stay up until Ctrl-C.",
+)
+@click.option(
+    "--data-root",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Keep data and logs here; without it they are temporary.",
+)
+@click.option("--device", metavar="NAME", help="auto, cpu, cuda …")
+@click.option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Of the nodes' logs."
+)
+@click.option("--swarm-key-file", metavar="FILE", help="Key of the swarm; not needed on one machine.")
+@click.option(
+    "--base-port",
+    type=click.IntRange(1, 65535),
+    default=7700,
+    show_default=True,
+    metavar="PORT",
+    help="Nodes take the first free ports from here.",
+)
+@click.option(
+    "--allow-import", is_flag=True, help="Let the environment id import modules, which runs their code."
+)
+@json_option
+def up(
+    *,
+    count: int,
+    files: tuple[str, ...],
+    sets: tuple[str, ...],
+    ends: bool,
+    data_root: Path | None,
+    base_port: int,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Start N nodes, show how they train, and end when all of them have ended.
+
+    Ctrl-C makes them leave properly; a second one ends them at once. The exit code is 0 only if every
+    node's was.
+    """  # fmt: skip
+    from p2pdrl.cli.fleet import Fleet
+    from p2pdrl.cli.ports import ReservedPorts
+    from p2pdrl.config.loader import resolve
+
+    resolve(files=files, sets=sets, environ=os.environ)  # a bad configuration is told before anything starts
+    arguments = _node_arguments(files, sets, ends, options)
+    # In this order: ports are let go after the nodes ended, and the folder last.
+    with _folder(data_root) as folder, ReservedPorts(count, base_port) as reserved:
+        with Fleet(folder, reserved.ports, arguments) as fleet:
+            run = _Run(fleet)
+            run.until_all_ended()
+        run.print_result(as_json)
+        run.raise_for_failures()
+
+
+def _node_arguments(
+    files: tuple[str, ...], sets: tuple[str, ...], ends: bool, options: dict[str, Any]
+) -> list[str]:
+    arguments = [part for file in files for part in ("--config", file)]
+    arguments += [part for one in sets for part in ("--set", one)]
+    if not ends:
+        arguments.append("--keep-running")
+    if options["swarm_key_file"] is None:
+        # A name of its own: no other swarm on this machine is joined by accident.
+        arguments += ["--swarm", f"up-{secrets.token_hex(4)}"]
+    for name, value in options.items():
+        if value is True:
+            arguments.append(f"--{name.replace('_', '-')}")
+        elif value:
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+    return arguments
+
+
+@contextmanager
+def _folder(data_root: Path | None) -> Iterator[Path]:
+    from p2pdrl.errors import StorageError
+
+    if data_root is None:
+        with tempfile.TemporaryDirectory(prefix="p2pdrl-swarm-", ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
+        return
+    try:
+        data_root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StorageError(f"can't make the data root {data_root}: {error.strerror}") from None
+    yield data_root.absolute()
+
+
+class _Run:
+    """One run of a fleet, from its start to its table of results."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._started_s = time.monotonic()
+        self._ended_s = self._started_s
+        self._wake = threading.Event()
+        self._signals = 0
+
+    def until_all_ended(self) -> None:
+        """Show the fleet until no node runs; see to signals, and to nodes that can't even start."""
+        with self._catching_signals():
+            if sys.stdout.isatty():
+                self._live()
+            else:
+                self._blocks()
+        self._fleet.ask()
+        self._ended_s = time.monotonic()
+
+    def _live(self) -> None:
+        from rich.live import Live
+
+        from p2pdrl.cli.tables import console
+
+        with Live(console=console(), auto_refresh=False, transient=True) as live:
+            for _ in self._rounds(_LIVE_S):
+                live.update(self._picture(), refresh=True)
+
+    def _blocks(self) -> None:
+        from p2pdrl.cli.tables import console
+
+        out, shown_s = console(sys.stderr), -_BLOCK_S
+        for now_s in self._rounds(_LIVE_S):
+            if now_s - shown_s >= _BLOCK_S:
+                out.print(self._picture())
+                out.print()
+                shown_s = now_s
+
+    def _rounds(self, interval_s: float) -> Iterator[float]:
+        """Ask all nodes again and again; yields the seconds since the start."""
+        leaving_s: float | None = None
+        while self._fleet.running():
+            self._fleet.ask()
+            now_s = time.monotonic() - self._started_s
+            yield now_s
+            if leaving_s is None and (self._signals or self._start_failed()):
+                self._fleet.leave()
+                leaving_s = now_s
+            elif leaving_s is not None and (self._signals > 1 or now_s - leaving_s > _GRACE_S):
+                self._fleet.kill()
+            self._wait(interval_s)
+
+    def _wait(self, interval_s: float) -> None:
+        """A pause that a signal cuts short, and the end of the last node too."""
+        self._wake.clear()
+        until_s = time.monotonic() + interval_s
+        while self._fleet.running() and time.monotonic() < until_s and not self._wake.wait(0.1):
+            pass
+
+    def _start_failed(self) -> bool:
+        """A node that ended badly before its first step: the others would wait for it, or fail alike."""
+        ended = (m for m in self._fleet.members if m.exit_code not in {None, 0})
+        return any(not m.status.get("env_steps") for m in ended)
+
+    @contextmanager
+    def _catching_signals(self) -> Iterator[None]:
+        def count(_number: int, _frame: object) -> None:
+            self._signals += 1
+            self._wake.set()
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, count) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [member.row() for member in self._fleet.members]
+
+    def _newest(self) -> dict[str, Any]:
+        """The status that saw the most of the swarm."""
+        statuses = [member.status for member in self._fleet.members if member.status]
+        return max(statuses, key=lambda status: status.get("swarm_env_steps") or 0, default={})
+
+    def _picture(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        from p2pdrl.cli.tables import swarm_view
+
+        view = swarm_view(self._newest(), self._rows(), time.monotonic() - self._started_s)
+        return (
+            Group(view, Text(f"\nleaving … ({len(self._fleet.running())} to go)")) if self._signals else view
+        )
+
+    def print_result(self, as_json: bool) -> None:
+        """Print how each node ended, on standard output."""
+        from rich.text import Text
+
+        from p2pdrl.cli.tables import RESULTS, console, members_table, progress_line
+
+        newest, seconds = self._newest(), self._ended_s - self._started_s
+        if as_json:
+            click.echo(json.dumps({"seconds": seconds, "swarm": newest, "nodes": self._rows()}, indent=2))
+            return
+        out = console()
+        out.print(Text(progress_line(newest, seconds, nodes=len(self._fleet.members))))
+        out.print()
+        out.print(members_table(self._rows(), RESULTS))
+
+    def raise_for_failures(self) -> None:
+        """End with 1 when a node did.
+
+        Raises:
+            WorkerError: names the nodes that failed, and the last words of the first.
+        """
+        from p2pdrl.cli.formats import clean
+        from p2pdrl.errors import WorkerError
+
+        failed = [member for member in self._fleet.members if member.exit_code != 0]
+        if not failed:
+            return
+        names = ", ".join(f"{member.name} with {member.exit_code}" for member in failed)
+        first = next((m for m in failed if m.exit_code is not None and m.exit_code > 0), failed[0])
+        words = clean(first.last_words(), 500)
+        raise WorkerError(
+            f"{len(failed)} of {len(self._fleet.members)} nodes failed ({names})"
+            + (f"; {first.name} said: {words}" if words else "")
+        )

@@ -1,0 +1,198 @@
+"""Tables of members and the line of progress, shared by ``top``, ``peers``, ``status`` and ``swarm up``.
+
+A member is a dict as ``/v1/peers`` lists them; ``/v1/status`` has the same keys where it matters.
+All text from elsewhere is shown as text: no markup, no control characters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from p2pdrl.cli.formats import (
+    NONE,
+    age,
+    as_number,
+    clean,
+    count,
+    duration,
+    fixed,
+    grouped,
+    millis,
+    scientific,
+)
+
+__all__ = [
+    "ADDRESSES",
+    "RESULTS",
+    "TRAINING",
+    "complaints",
+    "console",
+    "members_table",
+    "progress_line",
+    "swarm_view",
+]
+
+Member = Mapping[str, Any]
+Cell = Callable[[Member, float | None], Text]
+
+WIDTH = 100
+"""Columns of output that doesn't go to a terminal."""
+
+_STATE_STYLE = {
+    "training": "green",
+    "alive": "green",
+    "stopped": "green",
+    "done": "green",
+    "suspect": "yellow",
+    "unwell": "yellow",
+    "paused": "yellow",
+    "dead": "red",
+    "failed": "red",
+    "left": "dim",
+}
+
+
+def console(stream: IO[str] | None = None) -> Console:
+    """A console: as wide as its terminal, or `WIDTH` columns where there is none."""
+    out = stream or sys.stdout
+    return Console(
+        file=out, width=None if out.isatty() else WIDTH, highlight=False, markup=False, emoji=False
+    )
+
+
+def members_table(members: Sequence[Member], columns: Sequence[str]) -> Table:
+    """Show one line per member.
+
+    Args:
+        members: in the order of lines.
+        columns: keys of the columns below; see `TRAINING` and `ADDRESSES`.
+    """
+    newest = max((v for m in members if (v := as_number(m.get("policy_version"))) is not None), default=None)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for key in columns:
+        header, left, _ = _COLUMNS[key]
+        table.add_column(
+            header,
+            justify="left" if left else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+            vertical="bottom",
+            max_width=22 if left else None,
+        )
+    for member in members:
+        table.add_row(*(_COLUMNS[key][2](member, newest) for key in columns))
+    return table
+
+
+def progress_line(status: Member, elapsed_s: object = None, *, nodes: int | None = None) -> str:
+    """Say in one line how far the swarm is: steps, speed, members, time, goal.
+
+    Args:
+        status: any node's ``/v1/status``.
+        elapsed_s: time of the run; none takes the node's uptime.
+        nodes: told in place of the members that are alive, for a run that is over.
+    """
+    members = status.get("members") or {}
+    parts = [
+        f"{grouped(status.get('swarm_env_steps'))} steps",
+        f"{count(status.get('swarm_steps_per_s'))} steps/s",
+        f"{members.get('alive', NONE)} alive" if nodes is None else f"{nodes} nodes",
+        duration(status.get("uptime_s") if elapsed_s is None else elapsed_s),
+        clean(status.get("mode") or NONE, 40),
+        *_goals(status),
+    ]
+    return "  ·  ".join(parts)
+
+
+def swarm_view(status: Member, members: Sequence[Member], elapsed_s: object = None) -> RenderableType:
+    """The progress line, the table, and what is wrong, if anything."""
+    parts: list[RenderableType] = [
+        Text(progress_line(status, elapsed_s), style="bold"),
+        Text(),
+        members_table(members, TRAINING),
+    ]
+    if lines := complaints(members):
+        parts += [Text(), *(Text(line, style="yellow") for line in lines)]
+    return Group(*parts)
+
+
+def complaints(members: Sequence[Member]) -> list[str]:
+    """``node-3: the learner is down``, for each member that says or shows that it is unwell."""
+    lines = []
+    for member in members:
+        reasons = list(member.get("reasons") or [])
+        if member.get("state") in {"suspect", "dead"}:
+            reasons.insert(0, f"{member['state']} {member.get('state_reason') or ''}".strip())
+        elif member.get("healthy") is not False:
+            continue
+        lines.append(
+            f"{clean(member.get('name', '?'), 64)}: {clean('; '.join(map(str, reasons)) or 'unwell')}"
+        )
+    return lines
+
+
+def _goals(status: Member) -> list[str]:
+    stop = status.get("stop") or {}
+    if stop.get("reached"):
+        return [f"done: {clean(stop.get('reason') or 'the stop condition is met', 80)}"]
+    config = stop.get("config") or {}
+    goals = []
+    if config.get("env_steps"):
+        part = (as_number(status.get("swarm_env_steps")) or 0.0) / config["env_steps"]
+        goals.append(f"{min(part, 1):.0%} of {count(config['env_steps'])} steps")
+    if config.get("time_s"):
+        goals.append(f"until {duration(config['time_s'])}")
+    if config.get("mean_return") is not None:
+        goals.append(f"goal: return {config['mean_return']:g}")
+    return goals
+
+
+def _name(member: Member, _newest: float | None) -> Text:
+    return Text(clean(member.get("name", "?"), 64), style="bold" if member.get("self") else "")
+
+
+def _state(member: Member, _newest: float | None) -> Text:
+    state = clean(member.get("state", "?"), 20)
+    if member.get("healthy") is False and state in {"alive", "training"}:
+        state = "unwell"
+    return Text(state, style=_STATE_STYLE.get(state.split()[0] if state else "", ""))
+
+
+def _lag(member: Member, newest: float | None) -> Text:
+    version = as_number(member.get("policy_version"))
+    return Text(NONE if version is None or newest is None else grouped(newest - version))
+
+
+def _shown(key: str, form: Callable[[object], str]) -> Cell:
+    return lambda member, _newest: Text(form(member.get(key)))
+
+
+_COLUMNS: dict[str, tuple[str, bool, Cell]] = {
+    "name": ("node", True, _name),
+    "state": ("state", True, _state),
+    "address": ("address", True, _shown("address", lambda x: clean(x or NONE, 60))),
+    "return": ("mean\nreturn", False, _shown("mean_return", fixed)),
+    "rate": ("steps/s", False, _shown("steps_per_s", count)),
+    "steps": ("steps", False, _shown("env_steps", count)),
+    "lag": ("version\nlag", False, _lag),
+    "distance": ("consensus\ndistance", False, _shown("consensus_distance", scientific)),
+    "loop": ("loop\nlag", False, _shown("loop_lag_s", millis)),
+    "episodes": ("episodes\nin window", False, _shown("episodes_in_window", grouped)),
+    "rtt": ("round\ntrip", False, _shown("rtt_s", millis)),
+    "seen": ("last\nseen", False, _shown("last_seen_s", age)),
+    "exit": ("exit\ncode", False, _shown("exit_code", grouped)),
+}
+"""Key: header, whether it is text (to the left), and the cell of a member."""
+
+TRAINING = ("name", "state", "return", "rate", "steps", "lag", "distance", "loop")
+"""How training goes."""
+ADDRESSES = ("name", "address", "state", "return", "rate", "lag", "rtt", "seen")
+"""Who the members are and where."""
+RESULTS = ("name", "state", "exit", "return", "episodes", "rate", "steps", "lag", "distance")
+"""How a run ended."""

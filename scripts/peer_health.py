@@ -1,0 +1,119 @@
+#!/usr/bin/env python
+"""Every peer's health, from any one node of the swarm.
+
+    python scripts/peer_health.py --peers host-a:7700 --peers host-b:7700
+
+The addresses are tried in turn, and the first node that answers tells about all members. Ends with 0
+when all are well, with 4 and the reasons when something is unwell, with 3 when nobody answers. For cron,
+monitors and people; `p2pdrl top` shows the same live.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import click
+
+from p2pdrl.cli.health import problems
+from p2pdrl.cli.options import Target, split_addresses
+from p2pdrl.cli.tables import ADDRESSES, console, members_table
+from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError
+
+
+def ask(addresses: list[str], key_file: str | None, timeout_s: float) -> tuple[str, list[dict[str, Any]]]:
+    """Return the first address that answers, and its list of members; tell about those that don't."""
+    errors = []
+    for address in addresses:
+        try:
+            return address, Target(address, key_file, None).client(timeout_s).peers()
+        except P2PDRLError as error:
+            if error.exit_code == 2:
+                raise
+            errors.append(str(error))
+            print(f"peer_health: {error}", file=sys.stderr)
+    raise DaemonUnreachableError(f"none of {', '.join(addresses)} answers")
+
+
+def check(addresses: list[str], key_file: str | None, timeout_s: float, as_json: bool) -> list[str]:
+    """Ask once, print the answer, and return what is wrong."""
+    address, members = ask(addresses, key_file, timeout_s)
+    wrong = problems(members)
+    if as_json:
+        print(json.dumps({"asked": address, "healthy": not wrong, "problems": wrong, "peers": members}))
+    else:
+        console().print(members_table(members, ADDRESSES))
+        for line in wrong:
+            print(line)
+    return wrong
+
+
+@click.command()
+@click.option(
+    "--peers", multiple=True, metavar="HOST:PORT[,…]", help="Nodes to ask, tried in turn. Repeatable."
+)
+@click.option(
+    "--api", envvar="P2PDRL_API", metavar="HOST:PORT", help="One more, tried first.  [env: P2PDRL_API]"
+)
+@click.option(
+    "--swarm-key-file", envvar="P2PDRL_SWARM_KEY_FILE", metavar="FILE", help="The swarm's key, if it has one."
+)
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=5.0, show_default=True)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON: one document, or one per line with --watch."
+)
+@click.option(
+    "--watch",
+    "interval_s",
+    type=float,
+    is_flag=False,
+    flag_value=5.0,
+    metavar="[SECONDS]",
+    help="Again and again until Ctrl-C, every 5 s unless told otherwise.",
+)
+def peer_health(
+    *,
+    peers: tuple[str, ...],
+    api: str | None,
+    swarm_key_file: str | None,
+    timeout_s: float,
+    as_json: bool,
+    interval_s: float | None,
+) -> None:
+    """Show every peer's health, from any one node of the swarm."""  # fmt: skip
+    addresses = ([api] if api else []) + split_addresses(peers) or ["127.0.0.1:7700"]
+    while interval_s is not None:
+        try:
+            check(addresses, swarm_key_file, timeout_s, as_json)
+        except DaemonUnreachableError as error:
+            print(f"peer_health: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        time.sleep(interval_s)
+    if wrong := check(addresses, swarm_key_file, timeout_s, as_json):
+        raise UnhealthyError(f"{len(wrong)} of the members are unwell")
+
+
+def main() -> int:
+    """Run, and return the exit code."""
+    try:
+        peer_health.main(prog_name="peer_health", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except P2PDRLError as error:
+        print(f"peer_health: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

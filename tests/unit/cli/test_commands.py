@@ -1,0 +1,162 @@
+"""Commands that talk to a node, against a fake one over real HTTP."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from p2pdrl.api.keyfile import write_swarm_key
+
+ASKING = [["status"], ["peers"], ["top"], ["events"], ["pause"], ["resume"], ["checkpoint"], ["leave"]]
+
+
+@pytest.mark.parametrize("command", ASKING)
+def test_nobody_there_is_exit_3_and_one_line(p2pdrl, free_address, command):
+    result = p2pdrl(*command, "--api", free_address)
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert free_address in result.stderr
+    assert "p2pdrl node" in result.stderr
+
+
+@pytest.mark.parametrize("command", ASKING)
+def test_a_bad_address_is_exit_2(p2pdrl, command):
+    result = p2pdrl(*command, "--api", "nonsense:port")
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+
+
+def test_status_shows_what_a_researcher_looks_for(p2pdrl, served):
+    served.node.reasons = ["the disk is full"]
+    result = p2pdrl("status", "--api", served.address)
+    assert result.exit_code == 0
+    for part in ["node-1", "240,000 steps", "431.2", "goal: return 475", "unwell", "the disk is full"]:
+        assert part in result.stdout
+
+
+def test_the_address_may_come_from_the_environment(p2pdrl, served, monkeypatch):
+    monkeypatch.setenv("P2PDRL_API", served.address)
+    assert p2pdrl("status").exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["status", "peers", "events"])
+def test_json_is_one_document(p2pdrl, served, command):
+    result = p2pdrl(command, "--json", "--api", served.address)
+    assert result.exit_code == 0
+    json.loads(result.stdout)
+
+
+def test_peers_are_a_table_of_at_most_100_columns(p2pdrl, served):
+    served.node.members[1].update(name="n" * 300, address="[2001:db8::1234:5678:9abc]:7700")
+    result = p2pdrl("peers", "--api", served.address)
+    lines = result.stdout.splitlines()
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= 100
+    assert "node-1" in lines[2]
+
+
+def test_names_cant_steer_the_terminal(p2pdrl, served):
+    served.node.members[1]["name"] = "\x1b[2J[red]evil\r\n\x07"
+    served.node.state["name"] = "\x1b]0;evil\x07"
+    served.node.log.emit("join", "\x1b[2Jevil")
+    for command in ["status", "peers", "events"]:
+        output = p2pdrl(command, "--api", served.address).stdout
+        assert "evil" in output
+        assert not {"\x1b", "\x07", "\r"} & set(output)
+    assert "[red]evil" in p2pdrl("peers", "--api", served.address).stdout
+
+
+@pytest.mark.parametrize(
+    "broken", [{"members": None, "stop": [], "learner": 3, "exchanges": "x"}, {"mean_return": "nan"}]
+)
+def test_an_odd_status_is_shown_as_far_as_it_goes(p2pdrl, served, broken):
+    served.node.state.update(broken)
+    assert p2pdrl("status", "--api", served.address).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "done"),
+    [
+        (["pause"], "pause node"), (["pause", "--swarm"], "pause swarm"), (["resume"], "resume node"),
+        (["resume", "--swarm"], "resume swarm"), (["checkpoint"], "checkpoint"),
+        (["leave", "--timeout", "0"], "leave"),
+    ],
+)  # fmt: skip
+def test_actions(p2pdrl, served, command, done):
+    result = p2pdrl(*command, "--api", served.address)
+    assert result.exit_code == 0
+    assert served.node.done == [done]
+    assert result.stdout.count("\n") == 1
+
+
+def test_actions_without_the_token_are_exit_2(p2pdrl, served, tmp_path):
+    (tmp_path / "token").unlink()
+    result = p2pdrl("pause", "--api", served.address)
+    assert result.exit_code == 2
+    assert "--data-dir" in result.stderr
+    assert served.node.done == []
+
+
+def test_leave_waits_until_the_node_is_gone(p2pdrl, served):
+    served.node.on_leave = served.stop
+    result = p2pdrl("leave", "--api", served.address)
+    assert result.exit_code == 0
+    assert "has left" in result.stdout
+
+
+def test_leave_gives_up_with_4(p2pdrl, served):
+    assert p2pdrl("leave", "--timeout", "0.05", "--api", served.address).exit_code == 4
+
+
+def test_wait(p2pdrl, served):
+    assert p2pdrl("wait", "--healthy", "2", "--timeout", "0", "--api", served.address).exit_code == 0
+    served.node.members[1].update(healthy=False, reasons=["the learner is down"])
+    result = p2pdrl("wait", "--healthy", "2", "--timeout", "0", "--api", served.address)
+    assert result.exit_code == 4
+    assert "1 of 2" in result.stderr
+    assert "node-2: the learner is down" in result.stderr
+
+
+def test_wait_for_a_node_that_never_comes_is_4(p2pdrl, free_address):
+    assert p2pdrl("wait", "--healthy", "1", "--timeout", "0", "--api", free_address).exit_code == 4
+
+
+def test_events_since(p2pdrl, served):
+    for number in range(3):
+        served.node.log.emit("tick", f"number {number}")
+    assert p2pdrl("events", "--api", served.address).stdout.count("\n") == 3
+    assert "number 2" in p2pdrl("events", "--since", "2", "--api", served.address).stdout
+
+
+def test_following_events_ends_with_3_when_the_node_does(p2pdrl, served):
+    import threading
+
+    for number in range(12):
+        served.node.log.emit("tick", f"number {number}")
+    timer = threading.Timer(0.3, served.stop)
+    timer.start()
+    result = p2pdrl("events", "-f", "--api", served.address)
+    timer.join()
+    assert result.exit_code == 3
+    assert result.stdout.count("\n") == 10
+
+
+def test_keygen(p2pdrl, tmp_path):
+    path = tmp_path / "swarm.key"
+    assert p2pdrl("keygen", str(path)).stdout == f"{path}\n"
+    assert path.stat().st_mode & 0o777 == 0o600
+    again = p2pdrl("keygen", str(path))
+    assert again.exit_code == 2
+    assert "never overwritten" in again.stderr
+
+
+def test_a_swarm_key_opens_a_keyed_node(p2pdrl, served, tmp_path):
+    from p2pdrl.api.keyfile import read_swarm_key
+
+    write_swarm_key(tmp_path / "k")
+    served.node.swarm_key = read_swarm_key(tmp_path / "k")
+    served.node.data_dir = "/nowhere"
+    assert p2pdrl("status", "--api", served.address).exit_code == 2
+    assert p2pdrl("status", "--api", served.address, "--swarm-key-file", str(tmp_path / "k")).exit_code == 0

@@ -1,0 +1,88 @@
+"""``p2pdrl config`` and the options of ``p2pdrl node``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+import types
+
+import pytest
+
+
+def test_show_is_toml_that_gives_the_same_again(p2pdrl, tmp_path):
+    shown = p2pdrl("config", "show", "--set", "task.env.num_envs=3").stdout
+    assert tomllib.loads(shown)["task"]["env"]["num_envs"] == 3
+    path = tmp_path / "again.toml"
+    path.write_text(shown)
+    assert p2pdrl("config", "show", "--config", str(path)).stdout == shown
+
+
+def test_show_origin_and_json(p2pdrl):
+    lines = p2pdrl("config", "show", "--origin", "--set", "node.name=bob").stdout.splitlines()
+    assert any(line.startswith('node.name = "bob"') and line.endswith(" set") for line in lines)
+    document = json.loads(p2pdrl("config", "show", "--origin", "--json", "--set", "node.name=bob").stdout)
+    assert document["config"]["node"]["name"] == "bob"
+    assert document["origins"]["node.name"] == "set"
+
+
+def test_validate(p2pdrl, tmp_path):
+    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
+    good.write_text("[task.env]\nid = 'CartPole-v1'\n")
+    bad.write_text("[task.env]\nidd = 'CartPole-v1'\n")
+    assert p2pdrl("config", "validate", str(good)).exit_code == 0
+    result = p2pdrl("config", "validate", str(bad))
+    assert result.exit_code == 2
+    assert "task.env.idd" in result.stderr
+
+
+def test_init_writes_a_valid_file_once(p2pdrl, tmp_path):
+    path = tmp_path / "mine.toml"
+    assert p2pdrl("config", "init", str(path)).exit_code == 0
+    assert p2pdrl("config", "validate", str(path)).exit_code == 0
+    assert p2pdrl("config", "init", str(path)).exit_code == 2
+    assert p2pdrl("config", "init", str(tmp_path / "no" / "x.toml")).exit_code == 2
+    assert tomllib.loads(p2pdrl("config", "init").stdout) is not None
+
+
+def test_presets_are_listed(p2pdrl):
+    assert "cartpole" in p2pdrl("config", "presets").stdout
+
+
+@pytest.fixture
+def daemon(monkeypatch):
+    """Stands in for the daemon; returns the configurations it was run with."""
+    runs = []
+    module = types.ModuleType("p2pdrl.node.daemon")
+    module.run = lambda resolved: runs.append(resolved) or 0
+    monkeypatch.setitem(sys.modules, "p2pdrl.node.daemon", module)
+    return runs
+
+
+def test_flags_of_node_reach_the_daemon(p2pdrl, daemon, tmp_path):
+    result = p2pdrl(
+        "node", "--peers", "a:1,b:2", "--peers", "c:3", "--name", "x", "--listen", "127.0.0.1:0",
+        "--device", "cpu",
+        "--data-dir", str(tmp_path), "--log-level", "debug", "--keep-running", "--set", "task.env.num_envs=2",
+        "--config", "cartpole",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    node = daemon[0].config.node
+    assert node.peers == ("a:1", "b:2", "c:3")
+    assert (node.name, node.listen, node.learner.device) == ("x", "127.0.0.1:0", "cpu")
+    assert (node.log.level, node.keep_running, node.insecure) == ("debug", True, False)
+    assert daemon[0].config.task.env.num_envs == 2
+    assert daemon[0].origins["node.name"].kind == "flag"
+    assert "node.insecure" not in daemon[0].given("node")
+
+
+def test_the_daemons_code_is_the_commands(p2pdrl, daemon):
+    sys.modules["p2pdrl.node.daemon"].run = lambda _resolved: 4
+    assert p2pdrl("node").exit_code == 4
+
+
+def test_a_bad_key_never_reaches_the_daemon(p2pdrl, daemon):
+    result = p2pdrl("node", "--set", "task.env.idd=x")
+    assert result.exit_code == 2
+    assert "did you mean task.env.id" in result.stderr
+    assert daemon == []

@@ -1,0 +1,109 @@
+"""``p2pdrl doctor``: each check, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from p2pdrl.api.keyfile import read_swarm_key, write_swarm_key
+from p2pdrl.api.testing import FakeNode, Served
+from p2pdrl.cli import checks
+from p2pdrl.ids import swarm_id_from_key
+
+
+def results(found):
+    return {check.name: check.result for check in found}
+
+
+def test_this_machine_is_checked(p2pdrl, tmp_path):
+    result = p2pdrl("doctor", "--json", "--data-dir", str(tmp_path), "--listen", "127.0.0.1:0")
+    assert result.exit_code == 2  # port 0 is no port to ask for
+    result = p2pdrl("doctor", "--json", "--data-dir", str(tmp_path))
+    document = json.loads(result.stdout)
+    assert {"python", "torch", "memory", "shared memory", "data folder", "port", "gpu"} <= {
+        check["name"] for check in document["checks"]
+    }
+    assert document["ok"] is (result.exit_code == 0)
+
+
+def test_a_taken_port_is_a_warning():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        check = checks._port("{}:{}".format(*server.getsockname()))
+    assert check.result == "warn"
+    assert check.advice
+
+
+def test_a_data_folder_that_cant_be_written_fails(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert checks._data_folder(str(tmp_path / "file" / "x")).result == "fail"
+    assert checks._data_folder(str(tmp_path / "new" / "x")).result == "ok"
+    assert not (tmp_path / "new").exists()
+
+
+def test_missing_torch_fails(monkeypatch):
+    def missing(_name):
+        raise checks.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(checks.metadata, "version", missing)
+    assert checks._torch().result == "fail"
+
+
+def test_a_busy_machine_warns(monkeypatch):
+    monkeypatch.setattr(checks.os, "getloadavg", lambda: (10_000.0, 0, 0))
+    assert checks._processors().result == "warn"
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "expected"), [(0, "H200, 143771 MiB\n", "ok"), (9, "", "warn"), (0, "", "warn")]
+)
+def test_gpus_are_counted_by_the_drivers_tool(monkeypatch, code, out, expected):
+    monkeypatch.setattr(checks.shutil, "which", lambda _name: "/usr/bin/nvidia-smi")
+    done = SimpleNamespace(returncode=code, stdout=out)
+    monkeypatch.setattr(checks.subprocess, "run", lambda *_args, **_kwargs: done)
+    assert checks._gpu().result == expected
+
+
+def test_a_good_peer(served):
+    assert set(results(checks.peer_checks(served.address, None)).values()) == {"ok"}
+
+
+def test_an_unreachable_peer_fails_the_command(p2pdrl, free_address):
+    result = p2pdrl("doctor", "--peers", free_address)
+    assert result.exit_code == 4
+    assert free_address in result.stdout
+    assert "→" in result.stdout
+
+
+def test_swarm_keys_are_compared(tmp_path):
+    for name in ["ours", "theirs"]:
+        write_swarm_key(tmp_path / name)
+    ours, theirs = read_swarm_key(tmp_path / "ours"), read_swarm_key(tmp_path / "theirs")
+    node = FakeNode(swarm_key=theirs)
+    node.state["swarm_id"] = swarm_id_from_key(theirs)
+    with Served(node) as served:
+        name = f"peer {served.address} swarm"
+        assert results(checks.peer_checks(served.address, theirs))[name] == "ok"
+        assert results(checks.peer_checks(served.address, ours))[name] == "fail"
+        assert results(checks.peer_checks(served.address, None))[name] == "fail"
+        node.swarm_key = None
+        assert results(checks.peer_checks(served.address, ours))[name] == "fail"
+
+
+@pytest.mark.parametrize(
+    ("date", "expected"),
+    [
+        ("Tue, 14 Nov 2023 22:13:20 GMT", "ok"), ("Tue, 14 Nov 2023 22:13:50 GMT", "warn"),
+        ("Tue, 14 Nov 2023 22:10:00 GMT", "fail"), ("", "warn"), ("soon", "warn"),
+    ],
+)  # fmt: skip
+def test_clocks_are_compared(monkeypatch, date, expected):
+    monkeypatch.setattr(checks.time, "time", lambda: 1_700_000_000.5)
+    assert checks._clock("peer", SimpleNamespace(date=lambda: date)).result == expected
+
+
+def test_another_protocol_fails(served, monkeypatch):
+    monkeypatch.setattr(checks, "PROTOCOL_VERSION", 99)
+    assert results(checks.peer_checks(served.address, None))[f"peer {served.address} protocol"] == "fail"

@@ -1,0 +1,76 @@
+"""The command's frame: summaries, laziness, exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import click
+import pytest
+
+from p2pdrl.cli.main import COMMANDS, LazyGroup, cli
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_summary_is_the_first_line_of_the_commands_own_help(name):
+    command = LazyGroup().get_command(click.Context(cli), name)
+    assert command is not None
+    assert command.name == name or name == "eval"
+    assert COMMANDS[name][1] == command.help.splitlines()[0]
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from p2pdrl.cli import main\n"
+        "assert main._run(['--help']) == 0\n"
+        "heavy = {'rich', 'aiohttp', 'numpy', 'torch', 'msgspec', 'cryptography'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Commands:" in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_within_100_columns(p2pdrl, name):
+    result = p2pdrl(name, "--help")
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_the_module_runs_too():
+    done = subprocess.run(
+        [sys.executable, "-m", "p2pdrl", "--version"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("p2pdrl ")
+
+
+@pytest.mark.parametrize("args", [["stats"], ["status", "--nonsense"], ["wait"], ["wait", "--healthy", "x"]])
+def test_a_bad_command_line_ends_with_2(p2pdrl, args):
+    result = p2pdrl(*args)
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr
+
+
+def test_a_mistyped_command_gets_a_guess(p2pdrl):
+    assert "Did you mean status?" in p2pdrl("stauts").stderr
+
+
+def test_interrupting_ends_with_130(p2pdrl, monkeypatch):
+    def interrupted(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("p2pdrl.cli.main.cli.main", interrupted)
+    assert p2pdrl("status").exit_code == 130
+
+
+def test_output_into_a_closed_pipe_is_no_traceback():
+    done = subprocess.run(
+        f"{sys.executable} -m p2pdrl config init | head -c 10", shell=True, capture_output=True, text=True,
+        check=False, timeout=60,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr

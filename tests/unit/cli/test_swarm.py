@@ -1,0 +1,194 @@
+"""``p2pdrl swarm up`` with children that only pretend to train: real processes, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from p2pdrl.cli.ports import ReservedPorts
+from p2pdrl.errors import UsageError
+
+FAKE_NODE = """
+import argparse, json, os, pathlib, signal, sys, threading
+
+parser = argparse.ArgumentParser()
+parser.add_argument("command")
+for name in ["name", "listen", "data-dir", "parent-pid", "swarm", "peers", "swarm-key-file", "log-level"]:
+    parser.add_argument("--" + name)
+parser.add_argument("--keep-running", action="store_true")
+parser.add_argument("--set", action="append", default=[])
+parser.add_argument("--config", action="append", default=[])
+arguments = parser.parse_args()
+plan = json.loads(os.environ["FAKE_PLAN"]).get(arguments.name, {})
+if "dies" in plan:
+    print(json.dumps({"event": "told the log", "level": "info"}))
+    print("p2pdrl: " + plan["dies"], file=sys.stderr)
+    sys.exit(2)
+from p2pdrl.api.testing import FakeNode, Served
+from p2pdrl.cli.node import end_with_parent
+end_with_parent(int(arguments.parent_pid))
+import p2pdrl.api.testing as testing
+node = FakeNode(arguments.name)
+node.state.update(policy_version=100 + int(arguments.name[-1]), argv=sys.argv[1:])
+over = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: over.set())
+host, port = arguments.listen.split(":")
+real = testing.web.TCPSite
+testing.web.TCPSite = lambda runner, h, p: real(runner, host, int(port))
+folder = pathlib.Path(arguments.data_dir)
+folder.mkdir()
+with Served(node):
+    pathlib.Path(os.environ["FAKE_PLAN_UP"], arguments.name).write_text(str(os.getpid()))
+    over.wait(None if "stays" in plan else 2.5)
+if "final" in plan:
+    (folder / "final_status.json").write_text(json.dumps({**node.status(), "mean_return": plan["final"]}))
+sys.exit(plan.get("code", 0))
+"""
+
+
+@pytest.fixture
+def fake_nodes(monkeypatch, tmp_path):
+    """Put the fake in place of ``p2pdrl node``; returns a function that sets what each node does."""
+    script = tmp_path / "fake_node.py"
+    script.write_text(FAKE_NODE)
+    up = tmp_path / "up"
+    up.mkdir()
+    monkeypatch.setattr("p2pdrl.cli.fleet.PROGRAM", (sys.executable, str(script)))
+    monkeypatch.setenv("FAKE_PLAN_UP", str(up))
+
+    def plan(**nodes):
+        monkeypatch.setenv(
+            "FAKE_PLAN", json.dumps({name.replace("_", "-"): what for name, what in nodes.items()})
+        )
+        return up
+
+    plan()
+    return plan
+
+
+def test_a_run_ends_when_its_nodes_do_and_leaves_nothing(p2pdrl, fake_nodes, tmp_path, monkeypatch):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    fake_nodes(node_1={"final": 477.5})
+    result = p2pdrl("swarm", "up", "2", "--base-port", "21700", "--set", "task.env.num_envs=2")
+    assert result.exit_code == 0, result.stderr
+    assert "2 nodes" in result.stdout
+    assert "477.5" in result.stdout
+    assert result.stdout.count("done") >= 2
+    assert "\x1b" not in result.stdout + result.stderr
+    assert "node-1" in result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    assert list(scratch.iterdir()) == []
+
+
+def test_what_the_nodes_are_told(p2pdrl, fake_nodes, tmp_path):
+    fake_nodes()
+    result = p2pdrl(
+        "swarm", "up", "2", "--json", "--keep", "--base-port", "21710", "--data-root", str(tmp_path / "data"),
+        "--config", "cartpole", "--log-level", "debug",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    first, second = (node["argv"] for node in document["nodes"])
+    assert "--peers" not in first
+    assert second[second.index("--peers") + 1] == first[first.index("--listen") + 1]
+    for argv in (first, second):
+        assert "--keep-running" in argv
+        assert argv[argv.index("--config") + 1] == "cartpole"
+        assert argv[argv.index("--swarm") + 1].startswith("up-")
+    assert [node["exit_code"] for node in document["nodes"]] == [0, 0]
+    assert (tmp_path / "data" / "node-1.log").exists()
+
+
+def test_a_node_that_fails_later_fails_the_run_but_not_the_others(p2pdrl, fake_nodes):
+    fake_nodes(node_2={"code": 3})
+    result = p2pdrl("swarm", "up", "2", "--base-port", "21720")
+    assert result.exit_code == 1
+    assert "1 of 2 nodes failed (node-2 with 3)" in result.stderr
+    assert "done" in result.stdout
+    assert "failed" in result.stdout
+
+
+def test_a_node_that_cant_start_ends_the_run_with_its_words(p2pdrl, fake_nodes):
+    fake_nodes(node_1={"dies": "the port is taken"}, node_2={"stays": True})
+    result = p2pdrl("swarm", "up", "2", "--base-port", "21730")
+    assert result.exit_code == 1
+    assert "node-1 said: the port is taken" in result.stderr
+
+
+def test_a_bad_configuration_starts_nothing(p2pdrl, fake_nodes):
+    up = fake_nodes()
+    result = p2pdrl("swarm", "up", "2", "--set", "task.env.idd=x")
+    assert result.exit_code == 2
+    assert list(up.iterdir()) == []
+
+
+@pytest.mark.parametrize("count", ["0", "65", "x"])
+def test_bad_counts(p2pdrl, count):
+    assert p2pdrl("swarm", "up", count).exit_code == 2
+
+
+def in_a_process(port, script):
+    """Run ``swarm up 2`` in a process of its own, with the fake program."""
+    code = (
+        "import sys\n"
+        "import p2pdrl.cli.fleet as fleet\n"
+        f"fleet.PROGRAM = (sys.executable, {str(script)!r})\n"
+        "from p2pdrl.cli.main import main\n"
+        f"main(['swarm', 'up', '2', '--base-port', '{port}'])\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_until(what, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_node_outlives_the_command(fake_nodes, tmp_path, number):
+    up = fake_nodes(node_1={"stays": True}, node_2={"stays": True})
+    parent = in_a_process(21740 + 10 * number, tmp_path / "fake_node.py")
+    wait_until(lambda: len([file for file in up.iterdir() if file.read_text()]) == 2)
+    children = [int(file.read_text()) for file in up.iterdir()]
+    os.kill(parent.pid, number)
+    out, err = parent.communicate(timeout=30)
+    wait_until(lambda: all(map(is_gone, children)), 5)
+    if number != signal.SIGKILL:
+        assert parent.returncode == 0, err
+        assert out.count("done") == 2
+
+
+def test_reserved_ports_are_apart_and_open_to_a_server():
+    import socket
+
+    with ReservedPorts(2, 22700) as first, ReservedPorts(2, 22700) as second:
+        assert len({*first.ports, *second.ports}) == 4
+        # create_server sets SO_REUSEADDR, as asyncio does.
+        with (
+            socket.create_server(("127.0.0.1", first.ports[0])) as server,
+            socket.create_connection(server.getsockname()),
+        ):
+            pass
+    with pytest.raises(UsageError, match="free ports"):
+        ReservedPorts(3, 65534)

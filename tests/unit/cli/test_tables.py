@@ -1,0 +1,108 @@
+"""Numbers as people read them, and the tables they stand in."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+
+from p2pdrl.api.testing import FakeNode
+from p2pdrl.cli import formats
+from p2pdrl.cli.tables import TRAINING, complaints, console, members_table, progress_line, swarm_view
+from p2pdrl.cli.watch import watch
+from p2pdrl.errors import DaemonUnreachableError
+
+
+@pytest.mark.parametrize(
+    ("form", "value", "shown"),
+    [
+        (formats.count, 950, "950"), (formats.count, 12_345, "12.3k"), (formats.count, 999_999, "1M"),
+        (formats.count, 4.56e9, "4.56G"), (formats.grouped, 1_234_567, "1,234,567"),
+        (formats.fixed, 431.26, "431.3"),
+        (formats.millis, 0.0021, "2.1 ms"), (formats.millis, 0.038, "38 ms"),
+        (formats.duration, 3723, "1:02:03"),
+        (formats.age, 0.4, "0.4 s"), (formats.age, 90, "90 s"), (formats.age, 180, "3 min"),
+        (formats.age, 7200, "2 h"), (formats.byte_size, 90.1e6, "90.1 MB"),
+        (formats.scientific, 0.0123, "0.0123"),
+        (formats.scientific, 1.234e-7, "1.23e-07"), (formats.byte_size, 12, "12 B"),
+    ],
+)  # fmt: skip
+def test_formats(form, value, shown):
+    assert form(value) == shown
+
+
+@pytest.mark.parametrize(
+    "form", [formats.count, formats.fixed, formats.millis, formats.duration, formats.age]
+)
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, "7", True, [1]])
+def test_what_isnt_a_number_is_a_dash(form, value):
+    assert form(value) == formats.NONE
+
+
+def rendered(what):
+    out = io.StringIO()
+    console(out).print(what)
+    return out.getvalue()
+
+
+def test_version_lag_is_counted_from_the_newest():
+    members = [{"name": "a", "policy_version": 10}, {"name": "b", "policy_version": 7}, {"name": "c"}]
+    lines = rendered(members_table(members, ("name", "lag"))).splitlines()[2:]
+    assert [line.split() for line in lines] == [["a", "0"], ["b", "3"], ["c", "–"]]
+
+
+def test_a_crowd_with_long_names_keeps_to_100_columns():
+    members = [
+        {"name": "x" * 80, "state": "training", "mean_return": -1e5, "policy_version": n} for n in range(40)
+    ]
+    lines = rendered(members_table(members, TRAINING)).splitlines()
+    assert len(lines) == 42
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown"),
+    [
+        ({"config": {"env_steps": 960_000}}, "25% of 960k steps"),
+        ({"config": {"time_s": 600.0}}, "until 0:10:00"),
+        ({"config": {"mean_return": 475.0}}, "goal: return 475"),
+        ({"reached": True, "reason": "240,000 steps are done"}, "done: 240,000 steps are done"),
+        ({}, "adpsgd"),
+    ],
+)  # fmt: skip
+def test_progress_tells_the_goal(stop, shown):
+    assert progress_line({**FakeNode().status(), "stop": stop}).endswith(shown)
+
+
+def test_unwell_members_are_named_below_the_table():
+    status = FakeNode().status()
+    members = [{"name": "a", "state": "training", "healthy": False, "reasons": ["the disk is full"]}]
+    text = rendered(swarm_view(status, members))
+    assert "unwell" in text
+    assert "a: the disk is full" in text
+    assert complaints([{"name": "b", "state": "dead", "state_reason": "no answer"}]) == ["b: dead no answer"]
+
+
+def test_watching_survives_a_node_that_goes_away(monkeypatch):
+    answers = iter(["first", DaemonUnreachableError("gone"), "second", KeyboardInterrupt()])
+
+    def show():
+        answer = next(answers)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("p2pdrl.cli.watch.time.sleep", lambda _s: None)
+    out = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        watch(show, console(out), 1.0)
+    assert [line for line in out.getvalue().splitlines() if line] == ["first", "first", "gone", "second"]
+
+
+def test_watching_a_node_that_never_was_fails_at_once():
+    def show():
+        raise DaemonUnreachableError("nobody")
+
+    with pytest.raises(DaemonUnreachableError):
+        watch(show, console(io.StringIO()), 1.0)
