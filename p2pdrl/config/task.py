@@ -48,7 +48,7 @@ class EnvConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     normalize_observations: bool = False
     """Shift and scale observations by the swarm's running mean and deviation. Helps with raw
     physical units (MuJoCo), needless for images."""
-    normalize_returns: bool = False
+    normalize_returns: bool = True
     """Divide rewards by the running deviation of the discounted return; reported returns stay raw.
     Without it large returns (CartPole's reach 100) can saturate a tanh value function, which then
     predicts one constant and lets a good policy decay."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -126,6 +125,11 @@ class RealSwarm:
     folder: Path
     nodes: list[RealNode] = field(default_factory=list)
 
+    @property
+    def temporary(self) -> Path:
+        """The nodes' folder for temporary files."""
+        return self.folder / "tmp"
+
     def start(
         self,
         name: str,
@@ -143,7 +147,10 @@ class RealSwarm:
         command += ["--peers", peers.api] if peers is not None else []
         with log.open("ab") as out:
             process = subprocess.Popen(
-                [*command, *arguments], stdout=out, stderr=out, env=os.environ | (env or {})
+                [*command, *arguments],
+                stdout=out,
+                stderr=out,
+                env=os.environ | {"TMPDIR": str(self.temporary)} | (env or {}),
             )
         node = RealNode(name, port, data, process, log)
         self.nodes.append(node)
@@ -175,23 +182,27 @@ def wait_until_fixture() -> Callable[..., Any]:
 @pytest.fixture
 def swarm(tmp_path: Path) -> Iterator[RealSwarm]:
     made = RealSwarm(tmp_path)
+    made.temporary.mkdir()
     yield made
     made.close()
 
 
 @pytest.fixture
-def no_orphans() -> Iterator[None]:
-    """Fail when a p2pdrl process, shared memory segment or temporary file is left behind."""
-    before = _traces()
+def no_orphans(swarm: RealSwarm) -> Iterator[None]:
+    """Fail when a process, a shared memory segment or a temporary file of the swarm is left behind."""
+    segments = set(Path("/dev/shm").iterdir())
     yield
-    wait_until(lambda: not (_traces() - before), 5, f"all is gone, but there is {_traces() - before}")
+    wait_until(lambda: not _processes(swarm), 5, f"all processes ended, but there is {_processes(swarm)}")
+    left = [path for path in set(Path("/dev/shm").iterdir()) - segments if "p2pdrl" in path.name]
+    left += [*swarm.temporary.rglob("*"), *swarm.folder.rglob("*.tmp"), *swarm.folder.rglob(".*.tmp*")]
+    assert not left, f"left behind: {left}"
 
 
-def _traces() -> set[str]:
-    traces = {str(path) for path in Path("/dev/shm").glob("*p2pdrl*")}
-    traces |= {str(path) for path in Path("/tmp").glob("p2pdrl*")}
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        line = " ".join(process.info["cmdline"] or ())
-        if re.search(r"-m p2pdrl( |\.)", line):
-            traces.add(f"process {process.info['pid']}: {line}")
-    return traces
+def _processes(swarm: RealSwarm) -> list[str]:
+    parents = {f"--parent {node.process.pid}" for node in swarm.nodes}
+    lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    return [
+        line
+        for line in lines
+        if str(swarm.folder) in line or any(line.endswith(parent) for parent in parents)
+    ]

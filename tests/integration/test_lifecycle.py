@@ -26,11 +26,16 @@ class Watch:
 
     def __init__(self, nodes):
         self._over = threading.Event()
-        self.moves = {node.name: [] for node in nodes}  # times at which the count was seen to have grown
-        self.steps = {node.name: [] for node in nodes}  # the swarm's steps as the node tells them
-        self._threads = [threading.Thread(target=self._poll, args=(node,)) for node in nodes]
-        for thread in self._threads:
-            thread.start()
+        self.moves = {}  # by name: times at which the count was seen to have grown
+        self.steps = {}  # by name: the swarm's steps as the node tells them
+        self._threads = []
+        for node in nodes:
+            self.add(node)
+
+    def add(self, node):
+        self.moves[node.name], self.steps[node.name] = [], []
+        self._threads.append(threading.Thread(target=self._poll, args=(node,)))
+        self._threads[-1].start()
 
     def _poll(self, node):
         updates = -1
@@ -71,6 +76,7 @@ def test_a_swarm_lives_through_joins_and_losses(swarm, wait_until, no_orphans):
     # A sixth joins with nothing but an address.
     marks.append(("join", time.monotonic(), "abcde"))
     f = swarm.start("f", "--set=node.learner.max_updates_per_s=4", peers=a)
+    watch.add(f)
     swarm.training(f, timeout_s=60)
     adopted = f.events("adopted")[0]
     donor = next(node for node in swarm.nodes if node.status().get("id") == adopted["peer"])
@@ -133,8 +139,12 @@ def test_a_swarm_lives_through_joins_and_losses(swarm, wait_until, no_orphans):
         assert finals[node.name]["stop"]["reached"]
         assert finals[node.name]["mean_return"] >= 475
         assert not list(Path(node.data).rglob("*.tmp*"))
-    print("seconds:", {what: round(b - a, 1) for (what, a, _), (_, b, _) in itertools.pairwise(marks)},
-          "end:", round(time.monotonic() - marks[-1][1], 1))
+    print(
+        "seconds:",
+        {what: round(b - a, 1) for (what, a, _), (_, b, _) in itertools.pairwise(marks)},
+        "end:",
+        round(time.monotonic() - marks[-1][1], 1),
+    )
     for (what, since_s, names), (_, until_s, _) in itertools.pairwise(marks):
         for name in names:
             pause_s = watch.longest_pause_s(name, since_s, until_s)
