@@ -23,7 +23,7 @@ from p2pdrl.membership.records import Incarnation, MemberRecord, Record, Verifie
 from p2pdrl.membership.swarm_records import SwarmRecords
 from p2pdrl.membership.table import Member, MemberTable, view_of
 
-__all__ = ["Kernel"]
+__all__ = ["Kernel", "Outcome"]
 
 Outcome = Callable[[Answered | Failed], None]
 
@@ -41,9 +41,9 @@ class Kernel:
         record: our own record, unsigned.
         now: monotonic time.
 
-    The three hooks are set by `Membership`: ``on_news`` when there is something to gossip,
-    ``on_joined`` with each member that is new or came back, ``on_suspect`` when somebody else's
-    word made a member suspect.
+    The hooks are set by `Membership`: ``on_news`` when there is something to gossip, ``on_joined``
+    with each member that is new or came back, ``on_suspect`` when somebody else's word made a
+    member suspect, ``on_expired`` when a suspicion ran out.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Kernel:
         self.on_news: Callable[[], None] = lambda: None
         self.on_joined: Callable[[Member], None] = lambda member: None
         self.on_suspect: Callable[[Member], None] = lambda member: None
+        self.on_expired: Callable[[Member], None] = lambda member: None
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 

@@ -234,6 +234,12 @@ class Prober:
             kernel.effects.append(Respond(token, Nack("not in my view", kernel.load())))
             return
         record = member.record
+        if record.incarnation > request.known and member.state == "alive":
+            kernel.effects.append(Respond(token, Ack(record.incarnation, kernel.load(record))))
+            return
+        if record.incarnation == request.known and member.state == "dead":
+            kernel.effects.append(Respond(token, Nack("given up here too", kernel.load())))
+            return
         known = min(request.known, record.incarnation)
 
         def relay(result: Answered | Failed) -> None:

@@ -16,17 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from p2pdrl.membership.events import (
-    Answered,
-    EventKind,
-    Failed,
-    State,
-    SwarmChanged,
-    TwinFound,
-    shows_life,
-)
+from p2pdrl.membership.events import EventKind, State, SwarmChanged, TwinFound
 from p2pdrl.membership.kernel import Kernel
-from p2pdrl.membership.messages import Ack, Ping
 from p2pdrl.membership.records import (
     BadRecordError,
     Incarnation,
@@ -287,29 +278,19 @@ class Rumours:
         if kernel.now < member.timer.deadline - 1e-9:
             return  # its deadline moved on; another timer stands there
         member.looking = True
-        record = member.record
-        ping = Ping(kernel.me.incarnation, record.incarnation, kernel.load(*self.evidence(member)))
-        kernel.send(
-            member,
-            ping,
-            kernel.awareness.scale(kernel.config.probe_timeout_s),
-            lambda result: self._looked(node_id, generation, result),
-        )
+        kernel.on_expired(member)
 
-    def _looked(self, node_id: str, generation: int, result: Answered | Failed) -> None:
-        kernel = self._kernel
-        if isinstance(result, Answered) and isinstance(result.message, Ack):
-            self.apply(result.message.records, result.told_by)
+    def looked(self, node_id: str, generation: int, found: bool) -> None:
+        """The last look at a suspect is over: give it up, or give it more time."""
         member = self._suspect(node_id, generation)
-        if member is None:
+        if member is None or member.timer is None:
             return
         member.looking = False
-        inconclusive = isinstance(result, Failed) and result.kind == "local"
-        if (shows_life(result) or inconclusive) and member.timer is not None:
-            member.timer.restart(kernel.now)
+        if found:
+            member.timer.restart(self._kernel.now)
             self._arm(member)
-            return
-        self._bury(member)
+        else:
+            self._bury(member)
 
     def _bury(self, member: Member) -> None:
         kernel = self._kernel

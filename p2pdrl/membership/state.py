@@ -33,6 +33,7 @@ from p2pdrl.membership.events import (
 )
 from p2pdrl.membership.identity import Signer
 from p2pdrl.membership.kernel import Kernel
+from p2pdrl.membership.last_look import LastLooks
 from p2pdrl.membership.messages import Ack, Delta, Gossip, Join, Ping, PingReq, Sync, Welcome
 from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.membership.prober import Prober
@@ -85,10 +86,12 @@ class Membership:
         self._rumours = Rumours(kernel)
         self._prober = Prober(kernel, self._rumours)
         self._syncer = Syncer(kernel, self._rumours)
+        self._last_looks = LastLooks(kernel, self._rumours)
         self._rounds = Rounds(kernel, self._rumours, self._prober, self._syncer)
         kernel.on_news = self._rounds.start_gossip
         kernel.on_joined = self._prober.enter
         kernel.on_suspect = self._prober.second_opinion
+        kernel.on_expired = self._last_looks.start
         self._rounds.start()
 
     # What others read
