@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from p2pdrl.cli import formats
-from p2pdrl.cli.tables import progress_line
+from p2pdrl.cli.tables import outcome, progress_line
 
 __all__ = ["status_view"]
 
@@ -22,6 +22,8 @@ def status_view(status: Mapping[str, Any]) -> RenderableType:
     table.add_column(overflow="fold")
     for word, fact in _FACTS.items():
         table.add_row(word, Text(fact(_Shown(status))))
+    if why := outcome(status):
+        table.add_row("stopped", Text(why))
     for reason in status.get("reasons") or []:
         table.add_row("unwell", Text(formats.clean(reason), style="yellow"))
     return table

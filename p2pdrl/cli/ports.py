@@ -1,8 +1,8 @@
-"""Free ports for the nodes of ``p2pdrl swarm up``, kept until the nodes themselves listen.
+"""Free ports for the nodes of ``p2pdrl swarm up``, kept apart from those of other swarms that start now.
 
-A free port that was only looked at can be taken by somebody else before the node binds it. On Linux
-a socket that is bound but doesn't listen keeps others off, except those that set ``SO_REUSEADDR`` as
-asyncio's servers do: that is a reservation which the node can take over. Elsewhere it is let go early.
+A port that is free when it is looked at may be taken a second later by the nodes of another ``swarm up``.
+So each port is claimed by a name in Linux's abstract socket namespace, which the kernel frees however
+we end, and which reaches as far as the ports do (one network namespace). Elsewhere there are no claims.
 """
 
 from __future__ import annotations
@@ -34,19 +34,17 @@ class ReservedPorts:
     """
 
     def __init__(self, count: int, first: int = FIRST_PORT) -> None:
-        self._sockets: list[socket.socket] = []
+        self._claims: list[socket.socket] = []
         self.ports: list[int] = []
         for port in range(first, _LAST_PORT + 1):
             if len(self.ports) == count:
-                break
-            if (held := _reserve(port)) is not None:
-                self._sockets.append(held)
+                return
+            if (claim := _claim(port)) is not None:
+                self._claims.append(claim)
                 self.ports.append(port)
         if len(self.ports) < count:
             self.release()
             raise UsageError(f"there aren't {count} free ports from {first}: end what listens there")
-        if sys.platform != "linux":
-            self.release()
 
     def __enter__(self) -> Self:
         return self
@@ -57,19 +55,24 @@ class ReservedPorts:
         self.release()
 
     def release(self) -> None:
-        """Let go of all ports."""
-        for held in self._sockets:
-            held.close()
-        self._sockets.clear()
+        """Give up all claims."""
+        for claim in self._claims:
+            claim.close()
+        self._claims.clear()
 
 
-def _reserve(port: int) -> socket.socket | None:
-    """Bind without SO_REUSEADDR first, which fails where anybody else is bound; then allow the node in."""
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+def _claim(port: int) -> socket.socket | None:
+    """The claim on a port, or None where somebody listens there or has claimed it."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        held.bind(("127.0.0.1", port))
+        if sys.platform == "linux":
+            claim.bind(f"\0p2pdrl port {port}")
+        # With SO_REUSEADDR, as nodes do: connections that ended a moment ago don't keep a port.
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            probe.listen(1)
     except OSError:
-        held.close()
+        claim.close()
         return None
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return held
+    return claim

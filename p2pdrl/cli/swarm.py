@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from p2pdrl.cli.formats import as_number
 from p2pdrl.cli.options import config_options, json_option
 
 if TYPE_CHECKING:
@@ -218,9 +219,15 @@ class _Run:
         return [member.row() for member in self._fleet.members]
 
     def _newest(self) -> dict[str, Any]:
-        """The status that saw the most of the swarm."""
+        """The status that saw the most of the swarm: its end, or the most steps."""
         statuses = [member.status for member in self._fleet.members if member.status]
-        return max(statuses, key=lambda status: status.get("swarm_env_steps") or 0, default={})
+
+        def seen(status: dict[str, Any]) -> tuple[bool, float]:
+            stop = status.get("stop")
+            ended = isinstance(stop, dict) and bool(stop.get("reached"))
+            return ended, as_number(status.get("swarm_env_steps")) or 0.0
+
+        return max(statuses, key=seen, default={})
 
     def _picture(self) -> Any:
         from rich.console import Group
@@ -229,15 +236,16 @@ class _Run:
         from p2pdrl.cli.tables import swarm_view
 
         view = swarm_view(self._newest(), self._rows(), time.monotonic() - self._started_s)
-        return (
-            Group(view, Text(f"\nleaving … ({len(self._fleet.running())} to go)")) if self._signals else view
-        )
+        hint = f"more: p2pdrl status --api {self._fleet.members[0].address}"
+        if self._signals:
+            hint = f"leaving, {len(self._fleet.running())} to go; Ctrl-C again ends them at once"
+        return Group(view, Text(f"\n{hint}", style="dim"))
 
     def print_result(self, as_json: bool) -> None:
         """Print how each node ended, on standard output."""
         from rich.text import Text
 
-        from p2pdrl.cli.tables import RESULTS, console, members_table, progress_line
+        from p2pdrl.cli.tables import RESULTS, console, members_table, outcome, progress_line
 
         newest, seconds = self._newest(), self._ended_s - self._started_s
         if as_json:
@@ -245,6 +253,8 @@ class _Run:
             return
         out = console()
         out.print(Text(progress_line(newest, seconds, nodes=len(self._fleet.members))))
+        if why := outcome(newest):
+            out.print(Text(why))
         out.print()
         out.print(members_table(self._rows(), RESULTS))
 

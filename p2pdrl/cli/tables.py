@@ -34,6 +34,7 @@ __all__ = [
     "complaints",
     "console",
     "members_table",
+    "outcome",
     "progress_line",
     "swarm_view",
 ]
@@ -112,14 +113,19 @@ def progress_line(status: Member, elapsed_s: object = None, *, nodes: int | None
 
 def swarm_view(status: Member, members: Sequence[Member], elapsed_s: object = None) -> RenderableType:
     """The progress line, the table, and what is wrong, if anything."""
-    parts: list[RenderableType] = [
-        Text(progress_line(status, elapsed_s), style="bold"),
-        Text(),
-        members_table(members, TRAINING),
-    ]
+    parts: list[RenderableType] = [Text(progress_line(status, elapsed_s), style="bold")]
+    if why := outcome(status):
+        parts.append(Text(why, style="green"))
+    parts += [Text(), members_table(members, TRAINING)]
     if lines := complaints(members):
         parts += [Text(), *(Text(line, style="yellow") for line in lines)]
     return Group(*parts)
+
+
+def outcome(status: Member) -> str:
+    """Why the swarm stopped; empty while it hasn't."""
+    stop = status.get("stop") or {}
+    return clean(stop.get("reason") or "the stop condition is met", 300) if stop.get("reached") else ""
 
 
 def complaints(members: Sequence[Member]) -> list[str]:
@@ -140,7 +146,7 @@ def complaints(members: Sequence[Member]) -> list[str]:
 def _goals(status: Member) -> list[str]:
     stop = status.get("stop") or {}
     if stop.get("reached"):
-        return [f"done: {clean(stop.get('reason') or 'the stop condition is met', 80)}"]
+        return ["done"]
     config = stop.get("config") or {}
     goals = []
     if config.get("env_steps"):

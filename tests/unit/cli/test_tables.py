@@ -9,7 +9,7 @@ import pytest
 
 from p2pdrl.api.testing import FakeNode
 from p2pdrl.cli import formats
-from p2pdrl.cli.tables import TRAINING, complaints, console, members_table, progress_line, swarm_view
+from p2pdrl.cli.tables import TRAINING, complaints, console, members_table, outcome, progress_line, swarm_view
 from p2pdrl.cli.watch import watch
 from p2pdrl.errors import DaemonUnreachableError
 
@@ -67,12 +67,18 @@ def test_a_crowd_with_long_names_keeps_to_100_columns():
         ({"config": {"env_steps": 960_000}}, "25% of 960k steps"),
         ({"config": {"time_s": 600.0}}, "until 0:10:00"),
         ({"config": {"mean_return": 475.0}}, "goal: return 475"),
-        ({"reached": True, "reason": "240,000 steps are done"}, "done: 240,000 steps are done"),
+        ({"reached": True, "reason": "240,000 steps are done"}, "done"),
         ({}, "adpsgd"),
     ],
 )  # fmt: skip
 def test_progress_tells_the_goal(stop, shown):
     assert progress_line({**FakeNode().status(), "stop": stop}).endswith(shown)
+
+
+def test_why_it_stopped_has_a_line_of_its_own():
+    status = {**FakeNode().status(), "stop": {"reached": True, "reason": "240,000 steps\x1b are over"}}
+    assert rendered(swarm_view(status, [])).splitlines()[1] == "240,000 steps? are over"
+    assert outcome(FakeNode().status()) == ""
 
 
 def test_unwell_members_are_named_below_the_table():
