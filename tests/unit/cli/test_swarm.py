@@ -58,6 +58,8 @@ def fake_nodes(monkeypatch, tmp_path):
     """Put the fake in place of ``p2pdrl node``; returns a function that sets what each node does."""
     script = tmp_path / "fake_node.py"
     script.write_text(FAKE_NODE)
+    # A command that is killed can't remove its temporary folder.
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     up = tmp_path / "up"
     up.mkdir()
     monkeypatch.setattr("p2pdrl.cli.fleet.PROGRAM", (sys.executable, str(script)))
