@@ -222,7 +222,7 @@ class Prober:
         if member is not None and member.record.incarnation == incarnation:
             accusations = self._rumours.evidence(member)
         want = member is None or member.record.incarnation < incarnation
-        records = kernel.load(*first, *accusations)
+        records = kernel.load(*first, *self._rumours.corrections(), *accusations)
         return Ack(kernel.me.incarnation, records, want)
 
     def answer_ping_req(self, token: int, request: PingReq, told_by: str) -> None:

@@ -32,6 +32,9 @@ from p2pdrl.membership.table import Member
 
 __all__ = ["Rumours"]
 
+MAX_CORRECTIONS = 4
+"""Most records that correct the teller in one answer."""
+
 
 class Rumours:
     """Applies records to the view.
@@ -42,6 +45,7 @@ class Rumours:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
+        self._corrections: dict[str, MemberRecord] = {}
 
     def apply(
         self, records: Iterable[Record], told_by: str = "", trusted: bool = False
@@ -57,6 +61,7 @@ class Rumours:
             The first bad record's error, if any.
         """
         bad: BadRecordError | None = None
+        self._corrections.clear()
         for record in sorted(records, key=lambda record: isinstance(record, Suspicion)):
             try:
                 if isinstance(record, MemberRecord):
@@ -69,6 +74,10 @@ class Rumours:
                 self._kernel.refused_records += 1
                 bad = bad or error
         return bad
+
+    def corrections(self) -> tuple[MemberRecord, ...]:
+        """What the teller of the last batch didn't know yet; ride back on the answer."""
+        return tuple(self._corrections.values())[:MAX_CORRECTIONS]
 
     def evidence(self, member: Member) -> tuple[Suspicion, ...]:
         """What to tell ``member`` so that it can refute; empty while it is alive."""
@@ -83,6 +92,8 @@ class Rumours:
             return
         held = kernel.table.get(record.id)
         if held is not None and record.incarnation <= held.record.incarnation:
+            if record.incarnation < held.record.incarnation:
+                self._corrections[record.id] = held.record
             says_left = record.state == "left" and held.state != "left"
             if not (says_left and record.incarnation == held.record.incarnation):
                 return
@@ -157,6 +168,8 @@ class Rumours:
             return
         member = kernel.table.get(suspicion.subject)
         if member is None or suspicion.incarnation != member.record.incarnation:
+            if member is not None and suspicion.incarnation < member.record.incarnation:
+                self._corrections[suspicion.subject] = member.record
             return
         if suspicion.accuser in (kernel.me.id, suspicion.subject) or member.state == "left":
             return
@@ -204,6 +217,7 @@ class Rumours:
     def _accused(self, suspicion: Suspicion) -> None:
         kernel = self._kernel
         if kernel.leaving or suspicion.incarnation != kernel.me.incarnation:
+            self._corrections[kernel.me.id] = kernel.me
             return
         accuser = kernel.table.get(suspicion.accuser)
         if accuser is not None:
