@@ -58,8 +58,9 @@ def judge(
         lowest = min(report.mean_return for report in training if report.mean_return is not None)
         return StopReached(
             "mean_return",
-            f"each of {len(training)} training nodes has a mean return of at least {stop.mean_return:g} "
-            f"over {stop.window} episodes (the lowest: {lowest:g})",
+            f"mean return {stop.mean_return:g} over {stop.window} episodes is reached by "
+            f"{'the node that trains' if len(training) == 1 else f'all {len(training)} nodes'} "
+            f"(lowest {lowest:.4g})",
         )
     return None
 

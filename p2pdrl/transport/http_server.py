@@ -138,7 +138,11 @@ class HttpServer:
         if head.protocol != PROTOCOL_VERSION:
             raise Refusal(403, f"this node speaks protocol {PROTOCOL_VERSION}, not {head.protocol}")
         if head.swarm != self._swarm_id:
-            raise Refusal(403, f"this node belongs to swarm {self._swarm_id}, not {head.swarm}: another key?")
+            raise Refusal(
+                403,
+                f"this node belongs to another swarm ({self._swarm_id}, yours is {head.swarm}): "
+                "give both the same --swarm-key-file, or --swarm when there is no key",
+            )
         if head.target not in (NO_TARGET, self._node_id):
             raise Refusal(403, f"meant for node {head.target}, this is {self._node_id}")
 

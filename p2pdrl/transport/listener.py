@@ -88,7 +88,7 @@ class Listener:
         if not is_loopback(bind_ip) and not has_key and not insecure:
             raise UsageError(
                 f"{host} can be reached from other machines and there is no swarm key: make one with "
-                "`p2pdrl key new` and give it to every node, listen on 127.0.0.1, or add --insecure"
+                "`p2pdrl keygen FILE` and give it to every node, listen on 127.0.0.1, or add --insecure"
             )
         sock = _bind(bind_ip, family, host, port, _PORTS_TRIED if port_is_default and port else 1)
         try:

@@ -17,6 +17,7 @@ AGREE_S = 15.0
 TASK = [
     "--config", "cartpole",
     "--set", "node.learner.max_updates_per_s=4",
+    "--set", "task.algorithm.unroll_steps=32",
     "--set", f"task.strategy.deadline_s={EXCHANGE_DEADLINE_S}",
 ]  # fmt: skip
 
@@ -58,19 +59,32 @@ class Watch:
         return max((b - a for a, b in itertools.pairwise(times)), default=float("inf"))
 
 
+@pytest.fixture
+def make_watch():
+    made = []
+
+    def make(nodes):
+        made.append(Watch(nodes))
+        return made[-1]
+
+    yield make
+    for watch in made:
+        watch.close()
+
+
 def views_agree(nodes, expected):
     """Whether each of ``nodes`` sees exactly ``expected`` of those named in it."""
     return all({name: node.view().get(name) for name in expected} == expected for node in nodes)
 
 
 @pytest.mark.timeout(420)
-def test_a_swarm_lives_through_joins_and_losses(swarm, wait_until, no_orphans):
+def test_a_swarm_lives_through_joins_and_losses(swarm, make_watch, wait_until, no_orphans):
     a = swarm.start("a", *TASK)
     b, c, d, e = (swarm.start(name, *TASK, peers=a) for name in "bcde")
     swarm.training(timeout_s=90)
     everybody = dict.fromkeys("abcde", "alive")
     wait_until(lambda: views_agree([a, b, c, d, e], everybody), AGREE_S, "five see five")
-    watch = Watch(swarm.nodes)
+    watch = make_watch(swarm.nodes)
     marks = []  # (what, when, who must not have paused)
 
     # A sixth joins with nothing but an address.

@@ -44,7 +44,7 @@ def test_mean_return_wants_every_training_node():
     reached = judge(stop, 0, 0.0, [report(1, 480.0), report(2, 475.0)])
     assert reached is not None
     assert reached.kind == "mean_return"
-    assert "2 training nodes" in reached.reason
+    assert "all 2 nodes" in reached.reason
     assert "475" in reached.reason
 
 
