@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from p2pdrl.clock import Clock
-from p2pdrl.errors import PeerRefusedError, TransportError
+from p2pdrl.errors import PeerRefusedError, TransportError, UsageError
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.addresses import is_unspecified
 from p2pdrl.membership.events import Welcomed
@@ -21,7 +21,7 @@ from p2pdrl.membership.records import MemberRecord
 from p2pdrl.membership.seeds import Seed, SeedBook
 from p2pdrl.transport.protocol import Address, Refusal, Transport
 
-__all__ = ["JoinHooks", "JoinPort", "Joiner", "Resolver", "judge_newcomer", "resolve"]
+__all__ = ["JoinHooks", "JoinPort", "Joiner", "Resolver", "judge_newcomer", "knows_no_address", "resolve"]
 
 JOIN_DEADLINE_S = 5.0
 NOT_YET = frozenset({409, 429, 503})
@@ -62,7 +62,7 @@ class JoinHooks:
             raise `Refusal` with another status (503: not yet, come again).
         info: what we tell a newcomer (task, lineage ...).
         check_welcome: judges the ``info`` of the member that takes us in: None accepts, words
-            refuse and leave our view as it was.
+            refuse and leave ``joined`` unset. That member knows us by then: end with a `leave`.
         on_refused: told ``(address, reason)`` of every refusal that is news, on either side.
     """
 
@@ -88,6 +88,14 @@ class JoinPort:
     accept: Callable[[Welcomed], None]
     move_to: Callable[[str], None]
     at_rest: Callable[[Address, str | None], bool]
+
+
+def knows_no_address(record: MemberRecord) -> bool:
+    """True when a newcomer listens everywhere and has to be told where it was seen."""
+    try:
+        return is_unspecified(Address.parse(record.address).host)
+    except UsageError:
+        return False
 
 
 def judge_newcomer(join: Join, sender: str, hooks: JoinHooks) -> None:
@@ -175,13 +183,17 @@ class Joiner:
         for address in own:
             self.own_address_among_seeds = True
             seed.answered[address] = me.id
-        todo = self._book.todo(seed, addresses, me.id, self._port.at_rest)
+        todo = self._book.todo(seed, addresses, me.id, self._at_rest)
         fine = await asyncio.gather(*(self._ask(seed, address) for address in todo))
         now = self._clock.monotonic()
         if addresses and all(fine):
             self._book.succeeded(seed, now)
         elif seed.next_at == float("inf"):
             self._book.failed(seed, now)
+
+    def _at_rest(self, address: Address, node_id: str | None) -> bool:
+        """Gossip may bring members before any welcome did: until one has, everybody is asked."""
+        return self.joined.is_set() and self._port.at_rest(address, node_id)
 
     async def _resolve(self, seed: Seed) -> list[Address]:
         if not seed.is_name:
@@ -223,9 +235,10 @@ class Joiner:
 
     def _learn_address(self, welcome: Welcome) -> bool:
         """Take the host that the seed saw, when we don't know our own."""
-        mine = Address.parse(self._port.me().address)
-        if not is_unspecified(mine.host) or not welcome.observed_host:
+        me = self._port.me()
+        if not knows_no_address(me) or not welcome.observed_host:
             return False
+        mine = Address.parse(me.address)
         self._port.move_to(str(Address(welcome.observed_host, mine.port)))
         return True
 

@@ -38,9 +38,16 @@ from p2pdrl.membership.events import (
     SwarmChanged,
     Tick,
     Told,
-    Welcomed,
 )
-from p2pdrl.membership.joining import Joiner, JoinHooks, JoinPort, Resolver, judge_newcomer, resolve
+from p2pdrl.membership.joining import (
+    Joiner,
+    JoinHooks,
+    JoinPort,
+    Resolver,
+    judge_newcomer,
+    knows_no_address,
+    resolve,
+)
 from p2pdrl.membership.known_members import KnownMember, KnownMembers
 from p2pdrl.membership.messages import ROUTES, Delta, Join, Message, Sync, Welcome, decode, encode, route_of
 from p2pdrl.membership.outcomes import failed
@@ -112,7 +119,12 @@ class MembershipService:
             seeds=seeds,
             hints=[Address.parse(member.address) for member in self._known.members],
             hooks=self._hooks,
-            port=JoinPort(lambda: core.me, self._accept, self._move_to, self._at_rest),
+            port=JoinPort(
+                me=lambda: core.me,
+                accept=self._feed,
+                move_to=lambda address: self.self_update(address=address),
+                at_rest=lambda address, node_id: core.lives(str(address), node_id),
+            ),
             rng=rng,
             resolver=resolver,
         )
@@ -234,7 +246,7 @@ class MembershipService:
         if type(message) is not ROUTES[incoming.route]:
             raise Refusal(400, f"{type(message).__name__} doesn't belong to {incoming.route}")
         if isinstance(message, Join):
-            if incoming.sender == self._core.me.id:
+            if incoming.sender == self._core.me.id or knows_no_address(message.record):
                 return Reply(encode(Welcome((), b"", incoming.remote_host)))
             judge_newcomer(message, incoming.sender, self._hooks)
         self._token += 1
@@ -253,15 +265,6 @@ class MembershipService:
             self.joined.set()
             answer = msgspec.structs.replace(answer, join_info=self._hooks.info())
         return Reply(encode(answer))
-
-    def _accept(self, welcomed: Welcomed) -> None:
-        self._feed(welcomed)
-
-    def _move_to(self, address: str) -> None:
-        self.self_update(address=address)
-
-    def _at_rest(self, address: Address, node_id: str | None) -> bool:
-        return self._core.lives(str(address), node_id)
 
     # Effects
 

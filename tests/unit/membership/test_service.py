@@ -3,18 +3,22 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 
+from p2pdrl.errors import PeerRefusedError
 from p2pdrl.membership.addresses import AddressPolicy
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.identity import Identity
+from p2pdrl.membership.joining import JoinHooks
 from p2pdrl.membership.known_members import KnownMembers
+from p2pdrl.membership.messages import Join, Nack, encode
 from p2pdrl.membership.opening import open_core
 from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.transport.memory import MemoryNetwork, MemoryTransport
-from p2pdrl.transport.protocol import Address
+from p2pdrl.transport.protocol import Address, Refusal
 
 pytestmark = pytest.mark.looptime
 
@@ -113,3 +117,221 @@ async def test_three_nodes_meet_and_one_is_killed(start: Start) -> None:
     assert "connection refused" in dead.state_reason
     assert dead.state_reason.endswith("s ago)")
     assert [event.kind for event in one.events if event.member.name == "n3"] == ["joined", "suspect", "dead"]
+
+
+async def test_a_leaver_tells_three_and_ends_within_its_time(start: Start) -> None:
+    nodes = [await start(number, [] if number == 1 else ["10.0.0.1:7600"]) for number in range(1, 6)]
+    await asyncio.sleep(4)
+    leaver = nodes[4]
+    assert await leaver.service.leave(timeout_s=5.0) == 3
+    await leaver.kill()
+    await asyncio.sleep(15)
+    assert [node.states()["n5"] for node in nodes[:4]] == ["left"] * 4
+
+
+async def test_leaving_alone_takes_no_time(start: Start) -> None:
+    node = await start(1, [])
+    assert await node.service.leave(timeout_s=5.0) == 0
+
+
+async def test_seeds_are_tried_for_ever(start: Start) -> None:
+    two = await start(2, ["10.0.0.1:7600"])
+    assert not await two.service.try_join_once()
+    await asyncio.sleep(120)
+    assert not two.service.joined.is_set()
+    one = await start(1, [])
+    await asyncio.wait_for(two.service.joined.wait(), 31)
+    assert one.service.joined.is_set()
+
+
+async def test_two_islands_of_the_same_seeds_become_one(start: Start, network: MemoryNetwork) -> None:
+    seeds = ["10.0.0.1:7600", "10.0.0.2:7600"]
+    ids = [Identity(bytes([number]) * 32).node_id for number in range(1, 5)]
+    for left in (0, 2):
+        for right in (1, 3):
+            network.cut(ids[left], ids[right])
+    nodes = [await start(number, seeds) for number in range(1, 5)]
+    await asyncio.sleep(40)
+    assert set(nodes[0].states()) == {"n1", "n3"}
+    network.heal()
+    await asyncio.sleep(40)
+    for node in nodes:
+        assert node.states() == dict.fromkeys(["n1", "n2", "n3", "n4"], "alive")
+
+
+async def test_ourselves_among_the_seeds_is_noticed(start: Start) -> None:
+    one = await start(1, ["10.0.0.1:7600"])
+    assert not await one.service.try_join_once()
+    assert one.service.own_address_among_seeds
+    # also when we are known by another address
+    two = await start(2, ["10.0.0.2:7600"], claims="198.51.100.2:7600")
+    assert not await two.service.try_join_once()
+    assert two.service.own_address_among_seeds
+    assert not two.service.joined.is_set()
+
+
+async def test_every_address_of_a_name_is_tried_and_names_are_resolved_anew(start: Start) -> None:
+    answers = [["10.0.0.8", "10.0.0.1"], ["10.0.0.1", "10.0.0.2"]]
+    asked: list[str] = []
+
+    async def resolver(host: str) -> list[str]:
+        asked.append(host)
+        return answers[0]
+
+    one = await start(1, [])
+    three = await start(3, ["swarm.example:7600"], resolver=resolver)
+    await asyncio.sleep(2)
+    assert three.service.joined.is_set()
+    two = await start(2, [])
+    answers[0] = answers[1]
+    await asyncio.sleep(60)
+    assert set(two.states()) == set(one.states()) == {"n1", "n2", "n3"}
+    assert set(asked) == {"swarm.example"}
+
+
+async def test_a_name_that_isnt_known_is_tried_again(start: Start) -> None:
+    known: list[str] = []
+
+    async def resolver(host: str) -> list[str]:
+        if not known:
+            raise OSError(host)
+        return known
+
+    await start(1, [])
+    two = await start(2, ["swarm.example:7600"], resolver=resolver)
+    await asyncio.sleep(5)
+    known.append("10.0.0.1")
+    await asyncio.wait_for(two.service.joined.wait(), 31)
+
+
+async def test_another_task_is_refused_in_plain_words_on_both_sides(start: Start) -> None:
+    told: list[tuple[str, str]] = []
+
+    def check(meta: bytes) -> str | None:
+        return None if meta == b"cartpole" else "this swarm trains cartpole"
+
+    hooks = JoinHooks(check_join=check, on_refused=lambda *refusal: told.append(refusal))
+    mine = JoinHooks(meta=lambda: b"pong", on_refused=lambda *refusal: told.append(refusal))
+    one = await start(1, [], hooks=hooks)
+    two = await start(2, ["10.0.0.1:7600"], hooks=mine)
+    await asyncio.sleep(1)
+    assert ("10.0.0.1:7600", "this swarm trains cartpole") in told
+    assert ("10.0.0.2:7600", "we refused it: this swarm trains cartpole") in told
+    assert two.service.refusals() == {"10.0.0.1:7600": "this swarm trains cartpole"}
+    await asyncio.sleep(100)
+    assert sum(address == "10.0.0.1:7600" for address, _ in told) == 1  # told once, tried slowly
+    assert set(one.states()) == {"n1"}
+
+
+async def test_not_yet_is_no_refusal(start: Start) -> None:
+    ready: list[bool] = []
+    told: list[tuple[str, str]] = []
+
+    def check(meta: bytes) -> str | None:
+        if not ready:
+            raise Refusal(503, "still looking for the swarm")
+        return None
+
+    await start(1, [], hooks=JoinHooks(check_join=check))
+    two = await start(2, ["10.0.0.1:7600"], hooks=JoinHooks(on_refused=lambda *refusal: told.append(refusal)))
+    await asyncio.sleep(2)
+    assert not two.service.joined.is_set()
+    ready.append(True)
+    await asyncio.wait_for(two.service.joined.wait(), 10)
+    assert told == []
+
+
+async def test_the_welcome_carries_join_info_and_settings_and_may_be_declined(start: Start) -> None:
+    seen: list[bytes] = []
+    changed: list[str] = []
+
+    def decline(info: bytes) -> str | None:
+        seen.append(info)
+        return "its task needs --allow-import" if len(seen) == 1 else None
+
+    one = await start(1, [], hooks=JoinHooks(info=lambda: b"task"))
+    one.service.propose("mode", {"name": "dsgd"})
+    two = await start(
+        2,
+        ["10.0.0.1:7600"],
+        hooks=JoinHooks(check_welcome=decline),
+        on_record=lambda record: changed.append(record.key),
+    )
+    await asyncio.sleep(1)
+    assert not two.service.joined.is_set()
+    assert two.service.refusals() == {"10.0.0.1:7600": "its task needs --allow-import"}
+    assert await two.service.try_join_once()
+    assert seen == [b"task", b"task"]
+    assert two.service.records.value("mode") == {"name": "dsgd"}
+    assert changed == ["mode"]
+
+
+async def test_a_node_that_doesnt_know_its_address_learns_it(start: Start) -> None:
+    await start(1, [])
+    two = await start(2, ["10.0.0.1:7600"], claims="0.0.0.0:7600")
+    await asyncio.wait_for(two.service.joined.wait(), 10)
+    assert two.service.members()[0].address == "10.0.0.2:7600"
+
+
+async def test_a_killed_node_comes_back_as_itself_and_by_memory(start: Start, tmp_path: Path) -> None:
+    one = await start(1, [])
+    two = await start(2, ["10.0.0.1:7600"], folder=tmp_path)
+    await asyncio.sleep(8)
+    await two.kill()
+    await asyncio.sleep(2)
+    again = await start(2, [], folder=tmp_path, address="10.0.0.22:7600")
+    await asyncio.sleep(2)
+    assert again.service.joined.is_set()  # no seeds were given: it remembered
+    assert one.states() == {"n1": "alive", "n2": "alive"}
+    assert one.service.members()[1].address == "10.0.0.22:7600"
+    assert "dead" not in [event.kind for event in one.events]
+
+
+async def test_a_node_frozen_for_20_s_comes_back(start: Start, network: MemoryNetwork) -> None:
+    nodes = [await start(number, [] if number == 1 else ["10.0.0.1:7600"]) for number in range(1, 5)]
+    await asyncio.sleep(3)
+    frozen = nodes[3]
+    for other in nodes[:3]:  # cut off for as long, which looks the same from outside
+        network.cut(frozen.identity.node_id, other.identity.node_id)
+    await asyncio.sleep(20)
+    assert [node.states()["n4"] for node in nodes[:3]] == ["dead"] * 3
+    network.heal()
+    await asyncio.sleep(15)
+    for node in nodes:
+        assert node.states() == dict.fromkeys(["n1", "n2", "n3", "n4"], "alive")
+
+
+async def test_malformed_requests_are_refused(start: Start) -> None:
+    one = await start(1, [])
+    two = await start(2, [])
+    for route, meta, status in [
+        ("swim/ping", b"\xc1", 400),
+        ("swim/ping", encode(Nack("no")), 400),
+        ("swim/join", encode(Join(one.service.core.me)), 403),
+    ]:
+        with pytest.raises(PeerRefusedError) as caught:
+            await two.transport.call(Address.parse(one.address), None, route, meta, deadline_s=1.0)
+        assert caught.value.status == status
+    assert set(one.states()) == {"n1"}
+
+
+async def test_a_bug_in_a_subscriber_is_told_loudly(start: Start) -> None:
+    one = await start(1, [])
+
+    def broken(event: MemberEvent) -> None:
+        raise RuntimeError("a bug")
+
+    two = await start(2, ["10.0.0.1:7600"])
+    two.service.subscribe(broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        await asyncio.wait_for(two.service.watch(), 5)
+    assert set(one.states()) == {"n1", "n2"}
+
+
+async def test_closing_twice_leaves_no_task_behind(start: Start) -> None:
+    before = asyncio.all_tasks()
+    nodes = [await start(1, ["10.0.0.7:7600"]), await start(2, ["10.0.0.1:7600"])]
+    await asyncio.sleep(3)
+    for node in nodes * 2:
+        await node.kill()
+    assert asyncio.all_tasks() == before
