@@ -91,6 +91,7 @@ class Training:
         self._adopting_since_s: float | None = None
         self._outcomes: Counter[str] = Counter()
         self._paused = False
+        self._used = asyncio.Event()
         self.task = task
         self.stop_config = task.stop
         """The stop conditions in force, which may differ from the task's own."""
@@ -163,6 +164,14 @@ class Training:
         else:
             self.strategy = LocalStrategy()
         await self.strategy.start()
+        self._used.set()
+
+    async def watch_strategy(self) -> None:
+        """Wait for ever, from one strategy to the next; raise what ended one: a bug of ours."""
+        while True:
+            self._used.clear()
+            await self.strategy.watch()
+            await self._used.wait()
 
     async def stop(self) -> None:
         """Finish the exchange in flight, stop the learner; the last state stays readable."""

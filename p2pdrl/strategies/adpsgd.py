@@ -19,6 +19,9 @@ __all__ = ["AdpsgdCore"]
 
 COOL_FIRST_S = 0.5
 COOL_MAX_S = 15.0
+MAX_DOUBLINGS = 3
+MAX_FAILURES = 16
+"""Counted no further: the rest has long reached its bound by then."""
 
 
 class AdpsgdCore:
@@ -37,8 +40,14 @@ class AdpsgdCore:
         self._updates = 0
         self._began_s = float("-inf")
         self._next_s = float("-inf")
+        self._busy_in_a_row = 0
         self._failures: dict[str, int] = {}
         self._cool_until_s: dict[str, float] = {}
+
+    @property
+    def next_s(self) -> float:
+        """Monotonic time before which no exchange begins."""
+        return self._next_s
 
     def updated(self, updates: int) -> None:
         """Note that the learner made ``updates`` more updates."""
@@ -73,19 +82,30 @@ class AdpsgdCore:
     def mixed(self, partner: str) -> None:
         """Note that an exchange with ``partner`` ended well."""
         self._updates = 0
+        self._busy_in_a_row = 0
         self._failures.pop(partner, None)
         self._cool_until_s.pop(partner, None)
 
-    def busy(self, now_s: float) -> None:
+    def busy(self, now_s: float, took_s: float) -> None:
         """Note that the partner was in another exchange: try somebody else after a moment.
 
-        The moment is random, so that two nodes that called each other don't do so again.
+        The moment is random, so that two nodes that called each other don't do so again; it is
+        measured in the time that the refused call took, and doubles like Ethernet's back-off,
+        because calls that last longer than the moments differ would cross for ever.
+
+        Args:
+            now_s: monotonic time.
+            took_s: how long the refused call took.
         """
-        self._next_s = now_s + self._rng.uniform(0.1, 0.5) * self._config.min_interval_s
+        spread = 2.0 ** min(self._busy_in_a_row, MAX_DOUBLINGS)
+        self._busy_in_a_row += 1
+        self._began_s = float("-inf")
+        least_s = self._rng.uniform(0.1, 0.5) * self._config.min_interval_s
+        self._next_s = now_s + least_s + self._rng.uniform(0.0, spread) * took_s
 
     def failed(self, partner: str, now_s: float) -> None:
         """Note that ``partner`` didn't answer: it rests 0.5 s, doubling up to 15 s."""
-        failures = self._failures.get(partner, 0) + 1
+        failures = min(self._failures.get(partner, 0) + 1, MAX_FAILURES)
         self._failures[partner] = failures
         rest_s = min(COOL_FIRST_S * 2.0 ** (failures - 1), COOL_MAX_S)
         self._cool_until_s[partner] = now_s + rest_s

@@ -26,6 +26,7 @@ from p2pdrl.errors import (
     PeerTimeoutError,
     PeerUnreachableError,
     PoisonedVectorError,
+    TensorError,
     TransportError,
 )
 from p2pdrl.ids import new_exchange_id
@@ -109,7 +110,7 @@ class GossipStrategy:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Exchanges so far: ``ok busy timeout refused failed unsure answered``."""
+        """Exchanges so far: ``ok busy timeout refused failed poisoned unsure adopt adopted answered``."""
         return dict(self._outcomes)
 
     async def start(self) -> None:
@@ -117,14 +118,23 @@ class GossipStrategy:
         self._task = asyncio.create_task(self._run(), name="gossip")
 
     async def stop(self, timeout_s: float) -> None:
-        """Finish the exchange in flight, waiting at most ``timeout_s``."""
+        """Finish the exchange in flight, waiting at most ``timeout_s``; a bug is left to `watch`."""
         self._stopping = True
         self._news.set()
         if self._task is not None:
             _, late = await asyncio.wait([self._task], timeout=timeout_s)
             for task in late:
                 task.cancel()
-            await asyncio.gather(self._task, return_exceptions=bool(late))
+            task, self._task = self._task, None
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def watch(self) -> None:
+        """Wait until the strategy is stopped; raise what ended it before: a bug of ours."""
+        task = self._task
+        if task is not None:
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.result()
 
     def updated(self, updates: int) -> None:
         """The learner made ``updates`` more updates."""
@@ -140,10 +150,15 @@ class GossipStrategy:
                 continue
             self._news.clear()
             try:
-                async with asyncio.timeout(max(self._config.min_interval_s, 0.005)):
+                async with asyncio.timeout(self._rest_s()):
                     await self._news.wait()
             except TimeoutError:
                 continue
+
+    def _rest_s(self) -> float:
+        """How long to wait for news: up to the moment at which an exchange may begin."""
+        left_s = self._core.next_s - self._clock.monotonic()
+        return max(left_s if left_s > 0 else self._config.min_interval_s, 0.005)
 
     def _next_partner(self) -> tuple[str, Address] | None:
         now_s = self._clock.monotonic()
@@ -174,6 +189,8 @@ class GossipStrategy:
             outcome = "failed"
         except TransportError:
             outcome = "unsure"
+        except TensorError:
+            outcome = "failed"
         finally:
             self._engaged = False
         now_s = self._clock.monotonic()
@@ -182,7 +199,7 @@ class GossipStrategy:
         if outcome == "ok":
             self._core.mixed(peer)
         elif outcome == "busy":
-            self._core.busy(now_s)
+            self._core.busy(now_s, now_s - began_s)
         else:
             self._core.failed(peer, now_s)
 
@@ -291,7 +308,13 @@ class GossipStrategy:
     async def _heavy(self, work: Callable[[], T]) -> T:
         if self._scratch.nbytes <= INLINE_BYTES:
             return work()
-        return await asyncio.to_thread(work)
+        thread = asyncio.create_task(asyncio.to_thread(work), name="gossip-arithmetic")
+        try:
+            return await asyncio.shield(thread)
+        except asyncio.CancelledError:
+            # Given up, but the thread goes on: until it ends, the scratch is not for the next exchange.
+            await asyncio.gather(thread, return_exceptions=True)
+            raise
 
     def _remember(self, exchange_id: str) -> None:
         self._seen[exchange_id] = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 __all__ = ["LocalStrategy"]
 
 
@@ -10,6 +12,9 @@ class LocalStrategy:
 
     mode = "local"
     consensus_distance: float | None = None
+
+    def __init__(self) -> None:
+        self._stopped = asyncio.Event()
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -20,7 +25,12 @@ class LocalStrategy:
         """Nothing to begin."""
 
     async def stop(self, timeout_s: float) -> None:
-        """Nothing to end."""
+        """Nothing to end but the watch."""
+        self._stopped.set()
+
+    async def watch(self) -> None:
+        """Wait until it is stopped."""
+        await self._stopped.wait()
 
     def updated(self, updates: int) -> None:
         """Nothing to do."""

@@ -72,6 +72,10 @@ class Strategy(Protocol):
         """Finish the exchange in flight, at most ``timeout_s`` long, and end."""
         ...
 
+    async def watch(self) -> None:
+        """Wait until it is stopped; raise what ended it before: a bug of ours."""
+        ...
+
     def updated(self, updates: int) -> None:
         """The learner made ``updates`` more updates."""
         ...

@@ -1,0 +1,192 @@
+"""Nodes that gossip over the in-memory network, on the loop's virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from p2pdrl.config.task import AdpsgdConfig
+from p2pdrl.strategies import gossip
+from p2pdrl.strategies.gossip import GossipStrategy
+from p2pdrl.strategies.judgement import Summary
+from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
+from p2pdrl.tensors.layout import Entry, Layout
+from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.transport.protocol import Address, Incoming, Reply
+
+SIZE = 16
+SPEC = BoardSpec(Layout((Entry("x", (SIZE,)),)))
+GOSSIP = AdpsgdConfig(wire="float32", deadline_s=1.0)
+
+
+class LoopClock:
+    """The loop's own (here: virtual) time."""
+
+    def monotonic(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def wall(self) -> float:
+        return 1_700_000_000.0 + self.monotonic()
+
+
+class FakeSwarm:
+    """What the strategy asks of the node, and what it told."""
+
+    def __init__(self, node_id: str) -> None:
+        self.node_id = node_id
+        self.peers: dict[str, Address] = {}
+        self.says: Summary | None = Summary(node_id, "task", "layout", 1, "aa", 100, 10)
+        self.adoptions: list[tuple[str, str]] = []
+        self.strikes: list[str] = []
+        self.held: set[str] = set()
+        self.seen: list[tuple[str, float]] = []
+
+    def alive(self) -> dict[str, Address]:
+        return {peer: address for peer, address in self.peers.items() if peer not in self.held}
+
+    def summary(self) -> Summary | None:
+        return self.says
+
+    def adopt(self, donor: str, why: str) -> None:
+        self.adoptions.append((donor, why))
+
+    def strike(self, peer: str, why: str) -> None:
+        self.strikes.append(peer)
+
+    def quarantined(self, peer: str) -> bool:
+        return peer in self.held
+
+    def observed(self, outcome: str, seconds: float) -> None:
+        self.seen.append((outcome, seconds))
+
+
+class GossipNode:
+    """A strategy, its board, and a learner that only absorbs what is posted."""
+
+    def __init__(
+        self, network: MemoryNetwork, number: int, start_D: np.ndarray, config: AdpsgdConfig
+    ) -> None:
+        self.id = f"{number:032x}"
+        self.address = Address("10.0.0.1", 7000 + number)
+        self.transport = network.join(self.id, self.address)
+        self.swarm = FakeSwarm(self.id)
+        self.region = SharedRegion.create(SPEC.nbytes, "gossip")
+        self.board, self.learner = DaemonBoard(self.region, SPEC), LearnerBoard(self.region, SPEC)
+        self.x_D = start_D.astype(np.float32)
+        self.version = 10
+        self.learner.publish(self.x_D, None, self.version)
+        self.config = config
+        self.use(self.transport)
+
+    def use(self, transport: Any, **options: Any) -> None:
+        """Gossip over ``transport``."""
+        self.strategy = GossipStrategy(
+            config=self.config,
+            swarm=self.swarm,
+            board=self.board,
+            size=SIZE,
+            transport=transport,
+            clock=LoopClock(),
+            rng=random.Random(int(self.id, 16)),
+            max_abs=1e6,
+            **options,
+        )
+
+    async def start(self) -> None:
+        await self.transport.start()
+        self.transport.serve(gossip.ROUTE, self.answer, max_vector_bytes=1 << 20)
+        await self.strategy.start()
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        return await self.strategy.answer(incoming)
+
+    async def close(self) -> None:
+        await self.strategy.stop(0.0)
+        await self.transport.close()
+        self.region.close()
+
+    def now(self) -> np.ndarray:
+        out_D = np.empty(SIZE, np.float32)
+        self.board.now(out_D)
+        return out_D
+
+    def turn(self) -> None:
+        """What a learner does between two unrolls."""
+        taken = self.learner.take()
+        if taken is not None:
+            self.x_D = self.x_D + taken.vector if taken.kind == "delta" else taken.vector.copy()
+            self.version = max(self.version, taken.policy_version)
+        self.learner.publish(self.x_D, None, self.version)
+
+    def say(self, **changes: Any) -> None:
+        """Change what the node says of itself."""
+        self.swarm.says = msgspec.structs.replace(self.swarm.says, **changes)
+
+    def moved(self) -> bool:
+        return not np.array_equal(self.now(), self.x_D)
+
+
+class Swarm:
+    """Several nodes that know each other."""
+
+    config = GOSSIP
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self.network = network
+        self.nodes: list[GossipNode] = []
+
+    @staticmethod
+    def says(node: GossipNode) -> Summary:
+        """What a node says of itself at first."""
+        return Summary(node.id, "task", "layout", 1, "aa", 100, 10)
+
+    async def grow(self, count: int, config: AdpsgdConfig = GOSSIP, **options: Any) -> list[GossipNode]:
+        rng = np.random.default_rng(0)
+        for number in range(count):
+            node = GossipNode(self.network, number, rng.standard_normal(SIZE), config)
+            node.use(node.transport, **options)
+            self.nodes.append(node)
+        for node in self.nodes:
+            node.swarm.peers = {other.id: other.address for other in self.nodes if other is not node}
+            await node.start()
+        return self.nodes
+
+    async def close(self) -> None:
+        for node in self.nodes:
+            await node.close()
+
+
+@pytest.fixture
+def network() -> MemoryNetwork:
+    return MemoryNetwork(random.Random(0), delay_s=(0.01, 0.01))
+
+
+@pytest.fixture
+async def swarm(network: MemoryNetwork) -> Any:
+    made = Swarm(network)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def make_board() -> Iterator[Callable[[np.ndarray], DaemonBoard]]:
+    """Makes boards on which a vector is published."""
+    regions = []
+
+    def make(start_D: np.ndarray) -> DaemonBoard:
+        spec = BoardSpec(Layout((Entry("x", (start_D.size,)),)))
+        regions.append(SharedRegion.create(spec.nbytes, "pair"))
+        board = DaemonBoard(regions[-1], spec)
+        board.seed(start_D.astype(np.float32), None, 1)
+        return board
+
+    yield make
+    for region in regions:
+        region.close()

@@ -1,0 +1,52 @@
+"""Large vectors are worked on in threads; here every vector is large, and time is real."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+
+from p2pdrl.strategies import gossip
+
+
+@pytest.fixture(autouse=True)
+def everything_in_threads(monkeypatch):
+    monkeypatch.setattr(gossip, "INLINE_BYTES", 0)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.002)
+
+
+async def test_an_exchange_in_threads(swarm):
+    a, b = await swarm.grow(2)
+    a.strategy.updated(1)
+    await until(lambda: b.strategy.outcomes == {"answered": 1} and a.strategy.outcomes.get("ok"))
+    assert np.allclose(a.now(), b.now(), atol=1e-6)
+
+
+async def test_the_scratch_stays_taken_while_a_thread_works_on_it(swarm, monkeypatch):
+    config = msgspec.structs.replace(swarm.config, deadline_s=0.05)
+    a, b = await swarm.grow(2, config)
+    began, go_on = threading.Event(), threading.Event()
+    load = b.strategy._scratch.load
+
+    def slow(board):
+        began.set()
+        go_on.wait(5)
+        load(board)
+
+    monkeypatch.setattr(b.strategy._scratch, "load", slow)
+    a.strategy.updated(1)
+    await until(began.is_set)
+    await until(lambda: a.strategy.outcomes.get("timeout"))
+    await asyncio.sleep(0.06)  # b's own deadline is over as well
+    assert b.strategy._engaged
+    go_on.set()
+    await until(lambda: not b.strategy._engaged)
+    await until(lambda: a.strategy.outcomes.get("ok"))
