@@ -1,4 +1,4 @@
-#!/usr/bin/env python
+#!/usr/bin/env python3
 """Every peer's health, from any one node of the swarm.
 
     python scripts/peer_health.py --peers host-a:7700 --peers host-b:7700
@@ -14,14 +14,22 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-import click
+try:
+    import click
 
-from p2pdrl.cli.health import problems
-from p2pdrl.cli.options import Target, split_addresses
-from p2pdrl.cli.tables import ADDRESSES, console, members_table
-from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError
+    from p2pdrl.cli.health import problems
+    from p2pdrl.cli.options import Target, split_addresses
+    from p2pdrl.cli.tables import ADDRESSES, console, members_table
+    from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError
+except ModuleNotFoundError as error:
+    # Started by a Python that lacks the package: take the one that make has set up, if there is one.
+    own = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "python"
+    if not own.exists() or Path(sys.executable) == own:
+        sys.exit(f"peer_health: {error}: install p2pdrl, or run `make venv` first")
+    os.execv(own, [str(own), *sys.argv])
 
 
 def ask(addresses: list[str], key_file: str | None, timeout_s: float) -> tuple[str, list[dict[str, Any]]]:

@@ -31,6 +31,7 @@ class Conduct:
         self._changed = asyncio.Event()
         self._stop: tuple[int, StopSetting] | None = None
         self._mode_at: tuple[int, str] = (0, "")
+        self._pause_at: tuple[int, str] = (0, "")
         self.halted = asyncio.Event()
         self.founded_at: float | None = None
         """Wall time of the swarm's founding; None until the records tell."""
@@ -40,7 +41,7 @@ class Conduct:
         self._changed.set()
 
     def found(self, training: Training, founded_at: float) -> None:
-        """Write the first records, or those of a configuration that has changed since the last run."""
+        """Write the first records; those that others wrote already stay."""
         membership = self._parts.membership
         records = membership.records
         wanted = ModeSetting.of(training.task.strategy)
@@ -75,11 +76,7 @@ class Conduct:
                 if self._parts.saving is not None:
                     self._parts.saving.stop_setting = condition
         await self._follow_mode(training)
-        pause_record = records.get(settings.PAUSE)
-        if pause_record is not None:
-            pause = settings.decode(pause_record.value, PauseSetting)
-            if pause is not None and pause.paused != training.paused:
-                self.hold(training, paused=pause.paused)
+        self._follow_pause(training)
         self._follow_halt(training)
 
     def hold(self, training: Training, *, paused: bool) -> None:
@@ -117,6 +114,18 @@ class Conduct:
             return
         await training.use(mode.strategy, record.epoch)
         self._parts.events.emit("mode", f"mode is {mode.mode}", mode=mode.mode, epoch=record.epoch)
+
+    def _follow_pause(self, training: Training) -> None:
+        """Follow a new pause record; what a person did on this node alone since then stays."""
+        record = self._parts.membership.records.get(settings.PAUSE)
+        if record is None or self.halted.is_set() or (record.epoch, record.proposer) == self._pause_at:
+            return
+        self._pause_at = (record.epoch, record.proposer)
+        pause = settings.decode(record.value, PauseSetting)
+        if pause is None:
+            self._unreadable(settings.PAUSE)
+        elif pause.paused != training.paused:
+            self.hold(training, paused=pause.paused)
 
     def _follow_halt(self, training: Training) -> None:
         record = self._parts.membership.records.get(settings.HALT)

@@ -34,6 +34,7 @@ from p2pdrl.node.figures import Figures
 from p2pdrl.node.first_state import first_state, founded_at, restore_ledger, take_up
 from p2pdrl.node.gate import Gate
 from p2pdrl.node.giving import Giving
+from p2pdrl.node.looplag import LoopLagMonitor
 from p2pdrl.node.meters import Meters
 from p2pdrl.node.opening import open_node
 from p2pdrl.node.parts import Parts
@@ -112,6 +113,7 @@ class Node:
             self._figures = Figures(parts)
             self._conduct = Conduct(parts, self._figures)
             self._meters = Meters(parts, self._figures, self._open_writer(stack))
+            parts.lag = LoopLagMonitor(on_sample=self._meters.registry.observe_loop_lag)
             self._gate.founded_at = lambda: self._conduct.founded_at
             opened.view.attach(parts, self._figures, self._meters, self._conduct)
             parts.membership.subscribe(self._on_member)

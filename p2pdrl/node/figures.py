@@ -51,12 +51,13 @@ class Figures:
 
     @property
     def mean_return(self) -> float | None:
-        """Mean return of the last sampled training episodes; None before the first."""
+        """Mean return of the last sampled training episodes; None before the first, or when it isn't finite."""
         training = self._parts.training
         if training is None or not training.supervisor.returns:
             return None
         returns = training.supervisor.returns
-        return math.fsum(returns) / len(returns)
+        mean = sum(returns) / len(returns)
+        return mean if math.isfinite(mean) else None
 
     @property
     def rss_bytes(self) -> int:

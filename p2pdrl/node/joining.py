@@ -59,7 +59,7 @@ def patience_s(seeds: tuple[str, ...], own: Address, *, remembers: bool) -> floa
         own: our advertised address.
         remembers: whether members of an earlier run are on disk.
     """
-    addresses = {str(Address.parse(seed, own.port)) for seed in seeds}
+    addresses = {str(Address.parse(seed)) for seed in seeds}
     if str(own) in addresses:
         return FOUNDING_PATIENCE_S
     if addresses:
@@ -110,7 +110,7 @@ def advertised(given: str | None, bound: Address, seeds: tuple[str, ...]) -> Add
         return Address.parse(given, bound.port)
     if bound.host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
         return bound
-    towards = Address.parse(seeds[0], bound.port) if seeds else Address("192.0.2.1", 9)
+    towards = Address.parse(seeds[0]) if seeds else Address("192.0.2.1", 9)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((towards.host, towards.port))

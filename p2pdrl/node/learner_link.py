@@ -73,10 +73,17 @@ class LearnerLink:
         except OSError as error:
             ours.close()
             raise WorkerError(f"can't start the learner process: {error}") from error
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
         link = cls(process, ours)
-        await link._send_now(start)
+        try:
+            await link._send_now(start)
+        except BaseException:
+            await link.kill()
+            raise
         return link
 
     @property

@@ -42,12 +42,10 @@ class Ledger:
 
     def follow(self, lineage: str) -> None:
         """From now on our own counts belong to ``lineage``."""
-        if lineage == self._lineage:
-            return
-        if self._lineage:
-            self._elsewhere = self._credited()
         self._lineage = lineage
         self._table(lineage)
+        others = (table for name, table in self._lineages.items() if name != lineage)
+        self._elsewhere = sum((self._of_this_boot(table) for table in others), ZERO)
 
     def credit(self, totals: Counts) -> None:
         """Raise our own counts of this boot to ``totals``."""
@@ -137,11 +135,9 @@ class Ledger:
                 self._stream(name, Moments.from_wire(row[2]).mean.shape)
         self.merge_moments(entries)
 
-    def _credited(self) -> Counts:
-        table = self._lineages[self._lineage]
+    def _of_this_boot(self, table: CounterTable) -> Counts:
         wire = table.to_wire([self._me])
-        here = dict(wire.nodes[0].boots).get(self._boot, ZERO) if wire.nodes else ZERO
-        return here + self._elsewhere
+        return dict(wire.nodes[0].boots).get(self._boot, ZERO) if wire.nodes else ZERO
 
     def _table(self, lineage: str) -> CounterTable:
         if lineage not in self._lineages:

@@ -106,9 +106,11 @@ class Saving:
             CheckpointError: there is no state yet, or it holds NaN.
         """
         async with self._lock:
-            checkpoint = await self.snapshot()
             mean = self.mean_return
             best = mean is not None and (self._best is None or mean > self._best)
+            checkpoint = await self.snapshot()
+            if best:
+                checkpoint.meta["best_mean_return"] = mean
             await asyncio.to_thread(self._store.save, checkpoint, best=best)
             if best:
                 self._best = mean

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from p2pdrl.errors import WireError
+from p2pdrl.errors import PoisonedVectorError, WireError
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
@@ -126,7 +126,7 @@ async def fetch(
 
     Raises:
         TransportError: the donor didn't answer, refused, or sent something that doesn't fit.
-        PoisonedVectorError: its parameters aren't finite or too large.
+        PoisonedVectorError: its parameters are too large, or something in its state isn't finite.
     """
     size_bytes = 4 * spec.layout.size
     buffer = bytearray(size_bytes + spec.sidecar.nbytes)
@@ -148,11 +148,13 @@ async def fetch(
 
 
 def _unpack(meta: bytes, nbytes: int, buffer: bytearray, spec: BoardSpec, max_abs: float) -> State:
+    size_bytes = 4 * spec.layout.size
     try:
         head = msgspec.msgpack.decode(meta, type=StateHead)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise WireError(f"the donor's head can't be read: {error}") from error
-    if nbytes != head.params_bytes + head.sidecar_bytes or head.params_bytes != 4 * spec.layout.size:
+    told = (head.params_bytes, head.sidecar_bytes)
+    if sum(told) != nbytes or told not in ((size_bytes, 0), (size_bytes, spec.sidecar.nbytes)):
         raise WireError("the donor sent another length than its head says")
     vector = np.frombuffer(buffer, np.float32, spec.layout.size)
     packed = memoryview(buffer)[head.params_bytes : nbytes]
@@ -162,4 +164,7 @@ def _unpack(meta: bytes, nbytes: int, buffer: bytearray, spec: BoardSpec, max_ab
         raise WireError("the sidecar that arrived doesn't have the hash that the donor told")
     mix.check_finite(vector, max_abs)
     sidecar = dict(spec.sidecar.views(packed)) if packed.nbytes else None
+    for name, value in (sidecar or {}).items():
+        if not np.isfinite(value).all():
+            raise PoisonedVectorError(f"{name} of the sidecar holds NaN or infinity")
     return State(head, vector, sidecar)

@@ -175,12 +175,13 @@ class LearnerSupervisor:
                 self._link = None
                 self._down_since_s = self._clock.monotonic()
                 self._died(code, self._clock.monotonic() - began_s)
-            await asyncio.sleep(self._rest_s())
-            if self._stopping.is_set():
+            if await self._stopped_within(self._rest_s()):
                 return
             try:
                 await self._restart()
             except WorkerError as error:
+                if self._stopping.is_set():
+                    return
                 self.failures += 1
                 self._events.emit("learner-failed", f"learner couldn't be restarted: {error}")
 
@@ -191,6 +192,14 @@ class LearnerSupervisor:
         self._events.emit(
             "learner-died", f"learner {how}; it is started again from the board", code=code, lived_s=lived_s
         )
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _rest_s(self) -> float:
         doublings = min(max(self.failures - 1, 0), 16)

@@ -106,7 +106,7 @@ class Registry:
         self.mean_return = gauge("mean_return", "Mean return of this node's latest episodes; NaN before any.")
         self.policy_version = gauge("policy_version", "Policy version (Lamport count of updates).")
         self.consensus_distance = gauge(
-            "consensus_distance", "Distance of the parameters from the peer's at the latest exchange."
+            "consensus_distance", "Root mean square distance from the swarm's mean, estimated from exchanges."
         )
         self.members = LabelledGauge(
             gauge("members", "Members of the swarm as this node sees them.", "state"),
