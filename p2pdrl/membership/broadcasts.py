@@ -28,6 +28,7 @@ class BroadcastQueue:
 
     def __init__(self) -> None:
         self._items: dict[Key, _Item] = {}
+        self._accusations: dict[str, set[Key]] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -37,17 +38,21 @@ class BroadcastQueue:
         """Tell ``record``; it takes the place of what it makes untrue."""
         if isinstance(record, MemberRecord):
             self.forget_suspicions(record.id)
+        key = _key(record)
+        if isinstance(record, Suspicion):
+            self._accusations.setdefault(record.subject, set()).add(key)
         self._count += 1
-        self._items[_key(record)] = _Item(record, 0, self._count, approx_bytes(record))
+        self._items[key] = _Item(record, 0, self._count, approx_bytes(record))
 
     def forget_suspicions(self, subject: str) -> None:
         """Stop telling accusations against ``subject``."""
-        for key in [key for key in self._items if key[0] == "s" and key[1] == subject]:
-            del self._items[key]
+        for key in self._accusations.pop(subject, ()):
+            self._items.pop(key, None)
 
     def clear(self) -> None:
         """Forget everything."""
         self._items.clear()
+        self._accusations.clear()
 
     def take(self, limit: int, max_bytes: int, transmissions: int) -> tuple[Record, ...]:
         """Return the records for one message and count them as sent once more.
@@ -71,8 +76,16 @@ class BroadcastQueue:
             taken.append(item.record)
             item.sent += 1
             if item.sent >= transmissions:
-                del self._items[key]
+                self._drop(key, item.record)
         return tuple(taken)
+
+    def _drop(self, key: Key, record: Record) -> None:
+        del self._items[key]
+        if isinstance(record, Suspicion):
+            accusations = self._accusations.get(record.subject, set())
+            accusations.discard(key)
+            if not accusations:
+                self._accusations.pop(record.subject, None)
 
 
 def _key(record: Record) -> Key:

@@ -19,7 +19,7 @@ FEW_SEEDS = [0, *(pytest.param(seed, marks=slow) for seed in range(1, 20))]
 
 def settled(n: int, seed: int, **options: object) -> Swarm:
     swarm = Swarm(n, seed=seed, **options)
-    swarm.run(8.0 + 0.37 * seed % 1.0)
+    swarm.run(max(8.0, 0.6 * n) + 0.37 * seed % 1.0)  # long enough for everybody to have met most others
     return swarm
 
 
