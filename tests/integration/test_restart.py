@@ -1,0 +1,122 @@
+"""A node that comes back is the same node; two swarms that meet become one."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+from p2pdrl.node.checkpoints import load
+
+PACE = ["--set", "node.learner.max_updates_per_s=5", "--set", "task.algorithm.unroll_steps=32"]
+
+
+def command(node, *words):
+    done = subprocess.run(
+        [sys.executable, "-m", "p2pdrl", *words, "--api", node.api, "--data-dir", str(node.data)],
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_killed_founder_goes_on_from_its_checkpoint(swarm, wait_until):
+    first = swarm.start("solo", *PACE)
+    swarm.training(first)
+    wait_until(lambda: first.status()["updates"] >= 10, 30, "ten updates")
+    command(first, "checkpoint")
+    saved = load(next(first.data.rglob("last.safetensors")))
+    before = first.status()
+    first.kill9()
+
+    again = swarm.start("solo", *PACE, data=first.data)
+    swarm.training(again)
+    event = again.events("resumed-checkpoint")[0]
+    assert event["policy_version"] == saved.meta["policy_version"]
+    assert event["params_hash"] == saved.meta["params_hash"]
+    assert event["optimizer"] is True
+    now = again.status()
+    assert now["id"] == before["id"]
+    assert now["lineage"] == before["lineage"]
+    assert now["env_steps"] >= saved.meta["env_steps"]
+    steps = again.checkpoint().sidecar["optimizer.steps"]
+    assert steps >= saved.sidecar["optimizer.steps"]
+
+
+def test_a_killed_member_comes_back_elsewhere_with_its_counts(swarm, wait_until):
+    a = swarm.start("a", *PACE)
+    b = swarm.start("b", *PACE, peers=a)
+    swarm.training(a, b)
+    wait_until(lambda: b.status()["updates"] >= 10, 30, "b trains")
+    identity, done = b.status()["id"], b.status()["env_steps"]
+    wait_until(
+        lambda: a.status()["swarm_env_steps"] >= done + a.status()["env_steps"], 15, "a knows b's steps"
+    )
+    known = a.status()["swarm_env_steps"]
+    b.kill9()
+
+    back = swarm.start("b", *PACE, data=b.data)  # no --peers: it remembers where a lived
+    swarm.training(back)
+    assert back.status()["id"] == identity
+    assert back.port != b.port
+
+    def row():
+        return next((row for row in a.peers() if row["id"] == identity), {})
+
+    wait_until(lambda: (row().get("state"), row().get("address")) == ("alive", back.api), 15, "a sees b anew")
+    wait_until(lambda: back.status()["env_steps"] >= done, 15, "b has its counts back, from disk or from a")
+    assert a.status()["swarm_env_steps"] >= known
+    assert len(a.peers()) == 2
+
+
+def test_two_islands_become_one_swarm_of_the_elder_lineage(swarm, wait_until):
+    elder = swarm.start("elder", *PACE)
+    swarm.training(elder)
+    wait_until(lambda: elder.status()["env_steps"] >= 8000, 60, "the elder is ahead")
+    younger = swarm.start("younger", *PACE)
+    swarm.training(younger)
+    assert younger.status()["lineage"] != elder.status()["lineage"]
+    steps = elder.status()["env_steps"] + younger.status()["env_steps"]
+
+    bridge = swarm.start("bridge", *PACE, "--peers", younger.api, peers=elder)
+    swarm.training(bridge)
+    lineage = elder.status()["lineage"]
+    wait_until(lambda: younger.status()["lineage"] == lineage, 30, "the younger adopts")
+    assert any(lineage in event["text"] or "lineage" in event["text"] for event in younger.events("adopted"))
+    assert not elder.events("adopted")
+    wait_until(lambda: bridge.status()["lineage"] == lineage, 30, "the bridge too")
+    wait_until(
+        lambda: all(node.status()["members"]["alive"] == 3 for node in (elder, younger, bridge)),
+        30,
+        "all three see all three",
+    )
+    wait_until(lambda: younger.status()["swarm_env_steps"] >= steps, 15, "no island's steps are lost")
+
+
+def test_pause_and_resume_of_one_node_and_of_all(swarm, wait_until):
+    a = swarm.start("a", *PACE)
+    b = swarm.start("b", *PACE, peers=a)
+    swarm.training(a, b)
+    command(a, "pause")
+    wait_until(lambda: a.status()["state"] == "paused", 5, "a is paused")
+    at = a.status()["updates"]
+    going = b.status()["updates"]
+    wait_until(lambda: b.status()["updates"] > going + 3, 15, "b goes on")
+    assert a.status()["updates"] <= at + 1
+    command(a, "resume")
+    wait_until(lambda: a.status()["updates"] > at + 3, 15, "a goes on")
+    command(b, "pause", "--swarm")
+    wait_until(lambda: {a.status()["state"], b.status()["state"]} == {"paused"}, 15, "all are paused")
+    command(a, "resume", "--swarm")
+    wait_until(lambda: {a.status()["state"], b.status()["state"]} == {"training"}, 15, "all train")
+
+
+def test_ctrl_c_leaves_properly(swarm, wait_until, no_orphans):
+    a = swarm.start("a", *PACE)
+    b = swarm.start("b", *PACE, peers=a)
+    swarm.training(a, b)
+    b.signal(signal.SIGINT)
+    assert b.wait(10) == 0
+    wait_until(lambda: a.view().get("b") == "left", 10, "a knows that b left")
+    a.signal(signal.SIGTERM)
+    assert a.wait(10) == 0
