@@ -33,6 +33,7 @@ class Mailbox:
         self._frames = FrameBuffer()
         self._unsent = bytearray()
         self._fds: list[int] = []
+        self._early: list[ToLearner] = []
 
     def receive(self, timeout_s: float | None) -> list[ToLearner]:
         """Return what has arrived, waiting up to ``timeout_s`` (none: for ever) for something.
@@ -40,6 +41,9 @@ class Mailbox:
         Raises:
             WorkerError: if the daemon is gone.
         """
+        if self._early:
+            early, self._early = self._early, []
+            return early
         readable, _, _ = select.select([self._sock], [], [], timeout_s)
         if not readable:
             return []
@@ -66,6 +70,7 @@ class Mailbox:
         first = messages[0]
         if not isinstance(first, Attach) or not self._fds:
             raise WorkerError("the daemon didn't send the board")
+        self._early = messages[1:]
         return first, self._fds.pop()
 
     @property
@@ -92,7 +97,7 @@ class Mailbox:
             while self._unsent:
                 try:
                     sent = self._sock.send(self._unsent)
-                except BrokenPipeError as error:
+                except (BrokenPipeError, ConnectionResetError) as error:
                     raise WorkerError("the daemon is gone") from error
                 del self._unsent[:sent]
 
@@ -105,7 +110,7 @@ class Mailbox:
             self.flush()
 
     def close(self) -> None:
-        """Close the socket and any descriptor that nobody took."""
-        for fd in self._fds:
-            os.close(fd)
+        """Close the socket and any descriptor that nobody took; calling it again does nothing."""
+        while self._fds:
+            os.close(self._fds.pop())
         self._sock.close()

@@ -1,0 +1,42 @@
+"""A socket pair with a mailbox at one end."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from p2pdrl.workers.mailbox import Mailbox
+from p2pdrl.workers.protocol import FrameBuffer, FromLearner, ToLearner, decode_from_learner, frame
+
+
+class Daemon:
+    """The other end of the mailbox' socket pair."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._frames = FrameBuffer()
+
+    def say(self, *messages: ToLearner) -> None:
+        self.sock.sendall(b"".join(frame(message) for message in messages))
+
+    def hear(self) -> list[FromLearner]:
+        """What has arrived by now."""
+        self.sock.setblocking(False)
+        bodies = []
+        try:
+            while data := self.sock.recv(1 << 20):
+                bodies += self._frames.feed(data)
+        except BlockingIOError:
+            pass
+        return [decode_from_learner(body) for body in bodies]
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Mailbox, Daemon]]:
+    ours, theirs = socket.socketpair()
+    mailbox, daemon = Mailbox(theirs), Daemon(ours)
+    yield mailbox, daemon
+    mailbox.close()
+    ours.close()

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pdrl.errors import WireError
+from p2pdrl.workers.protocol import (
+    MAX_FRAME_BYTES,
+    Attach,
+    Failed,
+    FrameBuffer,
+    Hello,
+    Others,
+    Pace,
+    Progress,
+    Report,
+    Start,
+    Stop,
+    decode_from_learner,
+    decode_to_learner,
+    frame,
+)
+
+TO = [
+    Start(b"{}", 7, "cpu", 1, False),
+    Attach(4096, True),
+    Others({"observations": b"\x01"}),
+    Progress(0.5),
+    Pace(True, 2.5),
+    Stop(),
+]
+FROM = [
+    Hello("cpu", b"spec"),
+    Report(3, 2, 100, 4, [1.0, -2.0], {"loss": float("inf")}, {"returns": b"x"}),
+    Failed("no such environment", True),
+]
+
+
+def cut(data: bytes, points: list[int]) -> list[bytes]:
+    ends = sorted({point % (len(data) + 1) for point in points} | {len(data)})
+    return [data[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+@pytest.mark.parametrize("message", TO)
+def test_to_the_learner_and_back(message):
+    (body,) = FrameBuffer().feed(frame(message))
+    assert decode_to_learner(body) == message
+
+
+@pytest.mark.parametrize("message", FROM)
+def test_from_the_learner_and_back(message):
+    (body,) = FrameBuffer().feed(frame(message))
+    assert decode_from_learner(body) == message
+
+
+@pytest.mark.parametrize("message", FROM)
+def test_the_directions_have_their_own_messages(message):
+    with pytest.raises(WireError, match="can't be read"):
+        decode_to_learner(msgspec.msgpack.encode(message))
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80", b"junk", msgspec.msgpack.encode({"type": "dance"})])
+def test_rubbish_is_a_wire_error(body):
+    for decode in (decode_to_learner, decode_from_learner):
+        with pytest.raises(WireError, match="can't be read"):
+            decode(body)
+
+
+@given(
+    st.lists(st.sampled_from(TO), max_size=6),
+    st.lists(st.integers(0, 10_000), max_size=20),
+)
+def test_frames_survive_any_cut(messages, points):
+    buffer, found = FrameBuffer(), []
+    for piece in cut(b"".join(frame(message) for message in messages), points):
+        found += buffer.feed(piece)
+    assert [decode_to_learner(body) for body in found] == messages
+    assert buffer.feed(b"") == []
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_bodies_or_a_wire_error(data):
+    try:
+        bodies = FrameBuffer().feed(data)
+    except WireError:
+        return
+    assert sum(4 + len(body) for body in bodies) <= len(data)
+
+
+@pytest.mark.parametrize("length", [MAX_FRAME_BYTES + 1, 2**31, 2**32 - 1])
+def test_a_hostile_length_is_refused_before_it_is_waited_for(length):
+    buffer = FrameBuffer()
+    with pytest.raises(WireError, match=f"says {length} bytes"):
+        buffer.feed(struct.pack("<I", length))
+
+
+def test_the_longest_frame_is_waited_for():
+    assert FrameBuffer().feed(struct.pack("<I", MAX_FRAME_BYTES) + b"x") == []
+
+
+def test_an_empty_body_is_a_frame():
+    assert FrameBuffer().feed(bytes(8)) == [b"", b""]
