@@ -22,7 +22,7 @@ from p2pdrl.clock import SystemClock
 from p2pdrl.config.loader import Resolved
 from p2pdrl.config.root import Config
 from p2pdrl.config.task import TaskConfig
-from p2pdrl.errors import P2PDRLError
+from p2pdrl.errors import P2PDRLError, UsageError
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.records import SwarmRecord
@@ -90,6 +90,7 @@ class Node:
         self._events = EventLog(2000, self._clock)
         self._leaving = asyncio.Event()
         self._leave_reason = ""
+        self._fatal: P2PDRLError | None = None
 
     async def live(self, *, insists: bool) -> int:
         """Come up, train, go down; return the exit code.
@@ -108,6 +109,7 @@ class Node:
                 hooks=self._gate.hooks,
                 leave=self.leave,
                 on_record=self._on_record,
+                on_twin=self._on_twin,
             )
             parts = self._parts = opened.parts
             self._figures = Figures(parts)
@@ -120,6 +122,8 @@ class Node:
             await parts.membership.start()
             stack.push_async_callback(parts.membership.close)
             await self._until_left(self._work(stack, remembers=opened.remembers))
+            if self._fatal is not None:
+                raise self._fatal
             await self._go_down(parts)
         return 0
 
@@ -310,6 +314,13 @@ class Node:
 
     def _on_record(self, _record: SwarmRecord) -> None:
         self._conduct.record_changed()
+
+    def _on_twin(self, address: str) -> None:
+        self._fatal = UsageError(
+            f"another node was started with this node's identity, at {address}; this one ends. "
+            "Give each node a data folder of its own with --data-dir"
+        )
+        self.leave("its identity runs elsewhere")
 
     # --- down -----------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ async def open_node(
     hooks: JoinHooks,
     leave: Callable[[str], None],
     on_record: Callable[[SwarmRecord], None],
+    on_twin: Callable[[str], None],
 ) -> Opened:
     """Lock the data folder, bind the port, make membership (not started yet).
 
@@ -62,6 +63,7 @@ async def open_node(
         hooks: judges joins.
         leave: begins to leave; the API calls it.
         on_record: told of each swarm record that changed.
+        on_twin: told the address of another node that runs with our identity.
 
     Raises:
         UsageError: bad key file, taken port, open address without a key.
@@ -109,6 +111,7 @@ async def open_node(
         known=known,
         rng=random.Random(boot),
         on_record=on_record,
+        on_twin=on_twin,
     )
     parts = Parts(
         config=config,
