@@ -51,7 +51,7 @@ class Figures:
 
     @property
     def mean_return(self) -> float | None:
-        """Mean return of the last sampled training episodes; None before the first, or when it isn't finite."""
+        """Mean return of the last sampled training episodes; None before the first, or if not finite."""
         training = self._parts.training
         if training is None or not training.supervisor.returns:
             return None

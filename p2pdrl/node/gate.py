@@ -18,13 +18,21 @@ from p2pdrl.errors import JoinRefusedError, WireError
 from p2pdrl.membership.joining import JoinHooks
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.joining import JoinInfo, Origin, decode_info, patience_s, refuse_task
+from p2pdrl.node.joining import (
+    FOUNDING_PATIENCE_S,
+    JoinInfo,
+    Origin,
+    decode_info,
+    patience_s,
+    refuse_task,
+)
 from p2pdrl.node.training import Training
 from p2pdrl.transport.protocol import Address, Refusal
 
 __all__ = ["Gate"]
 
 STILL_TRYING_S = 10.0
+LOOK_AGAIN_S = 0.5
 
 
 class Gate:
@@ -78,9 +86,12 @@ class Gate:
             self._events.emit("joining", f"looks for a swarm at {where}")
         grumbling = asyncio.create_task(self._grumble(), name="grumbling")
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(patience) as limit:
                 while not membership.joined.is_set():
                     await self._wait_for_news(membership)
+                    if limit.when() is None and membership.own_address_among_seeds:
+                        # A seed that is written otherwise (a host's name) turned out to be ourselves.
+                        limit.reschedule(asyncio.get_running_loop().time() + FOUNDING_PATIENCE_S)
         except TimeoutError:
             pass
         finally:
@@ -100,7 +111,7 @@ class Gate:
             asyncio.create_task(self._news.wait(), name="refused"),
         ]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in either:
                 task.cancel()

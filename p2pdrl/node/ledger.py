@@ -89,7 +89,7 @@ class Ledger:
         """Keep the learner's own cumulative moments, msgpack by stream name.
 
         Raises:
-            WireError: if one can't be read.
+            WireError: if one can't be read, or there are too many streams.
         """
         for name, data in own.items():
             moments = Moments.from_wire(_unpack(data))
@@ -145,7 +145,9 @@ class Ledger:
         return self._lineages[lineage]
 
     def _stream(self, name: str, shape: tuple[int, ...]) -> MomentsTable:
-        if name not in self._moments and len(self._moments) < MAX_STREAMS:
+        if name not in self._moments:
+            if len(self._moments) >= MAX_STREAMS:
+                raise WireError(f"there are {MAX_STREAMS} streams of moments already")
             self._moments[name] = MomentsTable(shape)
         return self._moments[name]
 

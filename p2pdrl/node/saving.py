@@ -107,10 +107,8 @@ class Saving:
         """
         async with self._lock:
             mean = self.mean_return
-            best = mean is not None and (self._best is None or mean > self._best)
             checkpoint = await self.snapshot()
-            if best:
-                checkpoint.meta["best_mean_return"] = mean
+            best = mean is not None and (self._best is None or mean > self._best)
             await asyncio.to_thread(self._store.save, checkpoint, best=best)
             if best:
                 self._best = mean
@@ -146,6 +144,10 @@ class Saving:
             meta["sidecar_layout"] = spec.sidecar.to_wire()
         return Checkpoint(vector, sidecar or {}, meta)
 
+    def _known_means(self) -> list[float]:
+        """The best mean return so far, and that of the state which is about to be saved."""
+        return [mean for mean in (self._best, self.mean_return) if mean is not None]
+
     def _meta(self) -> dict[str, Any]:
         training = self._training
         total = self._ledger.total()
@@ -160,7 +162,7 @@ class Saving:
             "others_moments": _text(msgspec.msgpack.encode(self._ledger.others_moments())),
             "stop": None if self.stop_setting is None else msgspec.to_builtins(self.stop_setting),
             "mean_return": self.mean_return,
-            "best_mean_return": self._best,
+            "best_mean_return": max(self._known_means(), default=None),
             "saved_at": self._clock.wall(),
         }
 

@@ -1,0 +1,217 @@
+"""Fakes of what surrounds the modules of the node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2pdrl.clock import ManualClock
+from p2pdrl.config.root import Config
+from p2pdrl.config.task import StopConfig, TaskConfig
+from p2pdrl.config.task_hash import task_hash
+from p2pdrl.membership.events import MemberView
+from p2pdrl.membership.identity import Identity, verify
+from p2pdrl.membership.records import Incarnation, Verifier
+from p2pdrl.membership.swarm_records import SwarmRecords
+from p2pdrl.node.events import EventLog
+from p2pdrl.node.ledger import Ledger
+from p2pdrl.node.parts import Parts
+from p2pdrl.telemetry.history import RateMeter
+from p2pdrl.tensors.board import BoardSpec, DaemonBoard
+from p2pdrl.tensors.layout import Entry, Layout
+from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
+from p2pdrl.transport.counters import TrafficCounters
+from p2pdrl.transport.protocol import Address
+
+SPEC = BoardSpec(
+    Layout((Entry("w", (5,)),)),
+    SidecarLayout(
+        (
+            SidecarItem("adam.m", (5,)),
+            SidecarItem("adam.step", (), "int64"),
+            SidecarItem("observations.count", (), "float64", "moments"),
+        )
+    ),
+)
+
+
+def sidecar(step: int) -> dict[str, np.ndarray]:
+    """Optimizer state of a node that made ``step`` updates."""
+    return {
+        "adam.m": np.full(5, step, np.float32),
+        "adam.step": np.array(step, np.int64),
+        "observations.count": np.array(float(step)),
+    }
+
+
+class FakeMembership:
+    """Members as the test says, and the swarm's real records."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self.identity = Identity(bytes([seed]) * 32)
+        self.records = SwarmRecords(Verifier("swarm", verify))
+        self.views = [self.view(self.identity.node_id, "me", is_self=True)]
+        self.on_record: Callable[[Any], None] = lambda record: None
+
+    @staticmethod
+    def view(node: str, name: str, state: str = "alive", **fields: Any) -> MemberView:
+        given: dict[str, Any] = {
+            "address": f"10.0.0.1:{7700 + int(node[:2], 16)}",
+            "state_reason": "answered 0.1 s ago",
+            "incarnation": Incarnation(1000, 2),
+            "rtt_s": 0.002,
+            "last_seen_s": 0.1,
+            "tags": {},
+            "suspected_by": (),
+            "protocol": 1,
+            "public_key": bytes(32),
+        }
+        return MemberView(id=node, name=name, state=state, **(given | fields))  # type: ignore[arg-type]
+
+    def members(self) -> list[MemberView]:
+        return self.views
+
+    def propose(self, key: str, value: Any) -> Any:
+        record = self.records.compose(key, value, self.identity)
+        self.records.merge(record)
+        self.on_record(record)
+        return record
+
+
+class FakeTraining:
+    """What figures, conduct and saving ask of `Training`, and what they told it."""
+
+    def __init__(self, board: DaemonBoard | None = None) -> None:
+        self.task = TaskConfig(stop=StopConfig(env_steps=1000, window=3))
+        self.task_hash = task_hash(self.task)
+        self.stop_config = self.task.stop
+        self.lineage = "ab" * 8
+        self.mode_epoch = 0
+        self.paused = False
+        self.used: list[tuple[Any, int]] = []
+        self.fractions: list[float] = []
+        self.shared = 0
+        self.spec = SPEC
+        self.board = board
+        self.policy_version = 42
+        self.outcomes = {"ok": 3, "busy": 1, "answered": 7}
+        self.strikes = 0
+        self.held: tuple[str, ...] = ()
+        self.adopting_s = 0.0
+        self.strategy = SimpleNamespace(mode="gossip", consensus_distance=0.25)
+        self.supervisor = SimpleNamespace(
+            pid=None,
+            returns=[],
+            down_s=None,
+            failures=0,
+            reported_s=None,
+            device="cpu",
+            speed=RateMeter(10.0),
+            restarts=0,
+            metrics={"loss": 0.5},
+        )
+
+    @property
+    def ready(self) -> bool:
+        return self.board is not None and self.board.published_once
+
+    async def use(self, strategy: Any, epoch: int) -> None:
+        self.mode_epoch = epoch
+        self.used.append((strategy, epoch))
+
+    def pause(self, *, paused: bool) -> None:
+        self.paused = paused
+
+    def progress(self, fraction: float) -> None:
+        self.fractions.append(fraction)
+
+    def share_moments(self) -> None:
+        self.shared += 1
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(monotonic_s=100.0)
+
+
+@pytest.fixture
+def events(clock: ManualClock) -> EventLog:
+    return EventLog(500, clock)
+
+
+@pytest.fixture
+def kinds(events: EventLog) -> Callable[[], list[object]]:
+    """The kinds of all events so far."""
+    return lambda: [event["kind"] for event in events.since(0)]
+
+
+@pytest.fixture
+def membership() -> FakeMembership:
+    return FakeMembership()
+
+
+@pytest.fixture
+def make_membership() -> type[FakeMembership]:
+    return FakeMembership
+
+
+@pytest.fixture
+def make_board() -> Iterator[Callable[..., DaemonBoard]]:
+    """Makes boards; with a value, a state of it is on the board."""
+    regions: list[SharedRegion] = []
+
+    def make(value: float | None = None, version: int = 7, spec: BoardSpec = SPEC) -> DaemonBoard:
+        regions.append(SharedRegion.create(spec.nbytes, "node"))
+        board = DaemonBoard(regions[-1], spec)
+        if value is not None:
+            with_sidecar = sidecar(version) if spec is SPEC else None
+            board.seed(np.full(spec.layout.size, value, np.float32), with_sidecar, version)
+        return board
+
+    yield make
+    for region in regions:
+        region.close()
+
+
+@pytest.fixture
+def training(make_board: Callable[..., DaemonBoard]) -> FakeTraining:
+    return FakeTraining(make_board(1.5))
+
+
+@pytest.fixture
+def parts(clock: ManualClock, events: EventLog, membership: FakeMembership, tmp_path: Path) -> Parts:
+    me = membership.identity.node_id
+    return Parts(
+        config=Config(),
+        name="me",
+        node_id=me,
+        swarm_id="swarm",
+        boot=5,
+        data_dir=str(tmp_path),
+        address=Address("127.0.0.1", 7700),
+        clock=clock,
+        events=events,
+        transport=SimpleNamespace(counters=TrafficCounters()),  # type: ignore[arg-type]
+        membership=membership,  # type: ignore[arg-type]
+        ledger=Ledger(me, 5),
+        began_s=clock.monotonic(),
+    )
+
+
+@pytest.fixture
+async def until() -> AsyncIterator[Callable[..., Any]]:
+    """Waits, in real time, for something that tells nobody."""
+
+    async def wait(condition: Callable[[], Any], limit_s: float = 20.0) -> None:
+        async with asyncio.timeout(limit_s):
+            while not condition():  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.002)
+
+    return wait
