@@ -46,7 +46,7 @@ def restore_ledger(ledger: Ledger, checkpoint: Checkpoint) -> None:
                 for lineage, wire in dict(meta["counts"]).items()
             }
         )
-        ledger.restore_moments(msgspec.msgpack.decode(base64.b64decode(meta["moments"])))
+        ledger.restore_moments(dict(msgspec.msgpack.decode(base64.b64decode(meta["moments"]))))
     except (KeyError, TypeError, ValueError, msgspec.DecodeError, WireError) as error:
         raise CheckpointError(f"the counts of the checkpoint can't be read: {error}") from error
 

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from p2pdrl.config.task import AdpsgdConfig, LocalConfig, StopConfig
+from p2pdrl.node import settings
+from p2pdrl.node.conduct import Conduct
+from p2pdrl.node.counters import Counts
+from p2pdrl.node.settings import HaltSetting, ModeSetting, PauseSetting, StopSetting
+
+
+class FakeFigures:
+    """Reports of the living; None while one is unheard of."""
+
+    reports: list | None = None
+
+    def living_reports(self):
+        return self.reports
+
+
+@pytest.fixture
+def figures() -> FakeFigures:
+    return FakeFigures()
+
+
+@pytest.fixture
+def conduct(parts, figures, membership, training) -> Conduct:
+    parts.training = training
+    parts.state = "training"
+    parts.saving = SimpleNamespace(stop_setting=None)
+    parts.ledger.follow(training.lineage)
+    made = Conduct(parts, figures)
+    membership.on_record = lambda record: made.record_changed()
+    return made
+
+
+def stop_setting(**conditions) -> StopSetting:
+    return StopSetting(StopConfig(**conditions), 500.0)
+
+
+async def test_a_founder_writes_the_first_records(conduct, membership, training, parts, kinds):
+    conduct.found(training, 500.0)
+    await conduct.follow(training)
+    assert training.used == [(training.task.strategy, 1)]
+    assert training.stop_config == training.task.stop
+    assert conduct.founded_at == 500.0
+    assert parts.saving.stop_setting == StopSetting.of(training.task, 500.0)
+    assert kinds() == ["mode"]
+    conduct.found(training, 900.0)
+    await conduct.follow(training)
+    assert conduct.founded_at == 500.0
+    assert len(training.used) == 1
+
+
+async def test_without_records_nothing_happens(conduct, training):
+    await conduct.follow(training)
+    conduct.look(training)
+    assert training.used == []
+    assert training.shared == 1
+    assert conduct.founded_at is None
+
+
+async def test_the_mode_is_followed_once_per_record(conduct, membership, training):
+    conduct.found(training, 0.0)
+    await conduct.follow(training)
+    membership.propose(settings.MODE, ModeSetting.of(LocalConfig()))
+    await conduct.follow(training)
+    await conduct.follow(training)
+    assert [epoch for _, epoch in training.used] == [1, 2]
+    assert training.used[-1][0] == LocalConfig()
+    membership.propose(settings.MODE, ModeSetting.of(AdpsgdConfig(partners="ring")))
+    await conduct.follow(training)
+    assert training.used[-1] == (AdpsgdConfig(partners="ring"), 3)
+
+
+async def test_two_founders_records_end_alike(conduct, membership, training, make_membership):
+    stranger = make_membership(2)
+    mine = ModeSetting.of(AdpsgdConfig(partners="ring"))
+    theirs = ModeSetting.of(AdpsgdConfig(partners="exponential"))
+    records = [membership.propose(settings.MODE, mine), stranger.propose(settings.MODE, theirs)]
+    records += [
+        membership.propose(settings.STOP, stop_setting(env_steps=10)),
+        stranger.propose(settings.STOP, stop_setting(env_steps=20)),
+    ]
+    await conduct.follow(training)
+    for record in records:
+        membership.records.merge(record)
+        stranger.records.merge(record)
+    assert membership.records.all() == stranger.records.all()
+    await conduct.follow(training)
+    winner = max([membership, stranger], key=lambda one: one.identity.node_id)
+    assert training.used[-1][0] == (mine if winner is membership else theirs).strategy
+    assert training.stop_config.env_steps == (10 if winner is membership else 20)
+
+
+async def test_the_halt_ends_training(conduct, membership, training, parts, kinds):
+    membership.propose(settings.STOP, stop_setting(env_steps=100))
+    await conduct.follow(training)
+    membership.propose(settings.HALT, HaltSetting("env_steps", "100 of 100 steps are done", 1))
+    await conduct.follow(training)
+    assert conduct.halted.is_set()
+    assert training.paused
+    assert (parts.halted, parts.state) == ("100 of 100 steps are done", "stopping")
+    assert kinds() == ["halted"]
+
+
+async def test_a_halt_of_another_stop_record_is_void(conduct, membership, training):
+    membership.propose(settings.STOP, stop_setting(env_steps=100))
+    membership.propose(settings.HALT, HaltSetting("env_steps", "old", 1))
+    membership.propose(settings.STOP, stop_setting(env_steps=1000))
+    await conduct.follow(training)
+    assert not conduct.halted.is_set()
+    assert training.stop_config.env_steps == 1000
+    membership.propose(settings.HALT, HaltSetting("env_steps", "new", 2))
+    await conduct.follow(training)
+    assert conduct.halted.is_set()
+
+
+async def test_a_halt_that_came_before_its_stop_record_waits(conduct, membership, training):
+    membership.propose(settings.HALT, HaltSetting("time_s", "over", 1))
+    await conduct.follow(training)
+    assert not conduct.halted.is_set()
+    membership.propose(settings.STOP, stop_setting(time_s=1.0))
+    await conduct.follow(training)
+    assert conduct.halted.is_set()
+
+
+async def test_who_sees_the_stop_condition_met_halts_the_swarm(conduct, membership, training, parts):
+    membership.propose(settings.STOP, stop_setting(env_steps=100))
+    await conduct.follow(training)
+    parts.ledger.credit(Counts(40))
+    conduct.look(training)
+    assert membership.records.get(settings.HALT) is None
+    assert training.fractions == [0.4]
+    parts.ledger.credit(Counts(130))
+    conduct.look(training)
+    record = membership.records.get(settings.HALT)
+    assert settings.decode(record.value, HaltSetting).stop_epoch == 1
+    assert training.fractions == [0.4, 1.0]
+    await conduct.follow(training)
+    conduct.look(training)
+    assert membership.records.get(settings.HALT) is record
+
+
+async def test_returns_are_judged_once_everybody_is_heard(conduct, membership, training, figures):
+    report = SimpleNamespace(state="training", episodes_in_window=3, mean_return=500.0)
+    membership.propose(settings.STOP, stop_setting(mean_return=475.0, window=3))
+    await conduct.follow(training)
+    conduct.look(training)
+    assert membership.records.get(settings.HALT) is None
+    figures.reports = [report, SimpleNamespace(state="training", episodes_in_window=3, mean_return=100.0)]
+    conduct.look(training)
+    assert membership.records.get(settings.HALT) is None
+    figures.reports = [report, report]
+    conduct.look(training)
+    assert membership.records.get(settings.HALT) is not None
+
+
+async def test_time_is_counted_from_the_founding(conduct, membership, training, clock):
+    membership.propose(settings.STOP, StopSetting(StopConfig(time_s=60.0), clock.wall() - 50.0))
+    await conduct.follow(training)
+    conduct.look(training)
+    assert membership.records.get(settings.HALT) is None
+    clock.advance(11.0)
+    conduct.look(training)
+    assert membership.records.get(settings.HALT) is not None
+
+
+async def test_pause_and_resume_for_all(conduct, training, parts, kinds):
+    conduct.pause(paused=True)
+    await conduct.follow(training)
+    await conduct.follow(training)
+    assert training.paused
+    assert parts.state == "paused"
+    conduct.pause(paused=False)
+    await conduct.follow(training)
+    assert not training.paused
+    assert parts.state == "training"
+    assert kinds() == ["paused", "resumed"]
+
+
+async def test_an_old_pause_record_doesnt_undo_what_was_asked_of_this_node(conduct, membership, training):
+    conduct.pause(paused=False)
+    await conduct.follow(training)
+    conduct.hold(training, paused=True)
+    membership.propose(settings.MODE, ModeSetting.of(LocalConfig()))
+    await conduct.follow(training)
+    assert training.paused
+
+
+async def test_nothing_sets_a_halted_node_going_again(conduct, membership, training):
+    conduct.pause(paused=False)
+    membership.propose(settings.STOP, stop_setting(env_steps=100))
+    membership.propose(settings.HALT, HaltSetting("env_steps", "done", 1))
+    await conduct.follow(training)
+    assert training.paused
+    await conduct.follow(training)
+    conduct.pause(paused=False)
+    await conduct.follow(training)
+    assert training.paused
+
+
+@pytest.mark.parametrize("key", [settings.MODE, settings.STOP, settings.PAUSE])
+async def test_a_record_of_a_newer_release_is_left_alone(conduct, membership, training, kinds, key):
+    membership.propose(key, {"from": "the future"})
+    await conduct.follow(training)
+    assert kinds() == ["record-unreadable"]
+    assert training.used == []
+    assert training.stop_config == training.task.stop
+
+
+async def test_it_follows_every_change(conduct, membership, training, until):
+    following = asyncio.create_task(conduct.run(training))
+    await asyncio.sleep(0)
+    membership.propose(settings.PAUSE, PauseSetting(True))
+    await until(lambda: training.paused)
+    conduct.found(training, 1.0)
+    await until(lambda: training.used)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
