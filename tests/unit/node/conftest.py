@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -215,3 +216,21 @@ async def until() -> AsyncIterator[Callable[..., Any]]:
                 await asyncio.sleep(0.002)
 
     return wait
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Says what the learners do, one word per life; see ``fake_learner.py``."""
+    python, script = sys.executable, Path(__file__).with_name("fake_learner.py")
+    starter = tmp_path / "python"
+    starter.write_text(f'#!/bin/sh\nexec "{python}" "{script}" "$@"\n')
+    starter.chmod(0o700)
+    written = tmp_path / "plan"
+    monkeypatch.setattr(sys, "executable", str(starter))
+    monkeypatch.setenv("FAKE_LEARNER_PLAN", str(written))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+
+    def write(*words: str) -> None:
+        written.write_text(" ".join(words))
+
+    return write

@@ -1,0 +1,96 @@
+"""Stands in for the learner process: the real conversation and loop around a trainer that counts.
+
+``FAKE_LEARNER_PLAN`` names a file with one word per life, the last one for all that follow:
+``train``, ``die:N`` (killed at step N), ``exit:N``, ``usage:N`` (says that the task is bad),
+``usage`` and ``crash`` and ``mute`` (while it builds).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from p2pdrl.errors import ConfigError
+from p2pdrl.tensors.layout import Entry, Layout
+from p2pdrl.tensors.moments import Moments
+from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
+from p2pdrl.workers import learner
+
+
+class Trainer:
+    """Adds one to each of four parameters with every step."""
+
+    layout = Layout((Entry("w", (4,)),))
+    sidecar_layout = SidecarLayout((SidecarItem("step", (), "int64"),))
+
+    def __init__(self, act: str, at: int) -> None:
+        self.flat = np.zeros(4, np.float32)
+        self.act, self.at = act, at
+        self.steps = 0
+        self.total = 0
+        self.fraction = -1.0
+
+    def step(self) -> SimpleNamespace:
+        self.steps += 1
+        self.total += 1
+        self.flat += 1.0
+        time.sleep(0.001)
+        if self.steps == self.at:
+            if self.act == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.act == "exit":
+                sys.exit(5)
+            raise ConfigError("the task turned out to be bad")
+        metrics = {"fraction": self.fraction, "life": float(LIFE), "total": float(self.total)}
+        return SimpleNamespace(env_steps=10, episodes=[(1.0, 10)], metrics=metrics)
+
+    def add_delta(self, delta: np.ndarray) -> None:
+        self.flat += delta
+
+    def set_state(self, vector: np.ndarray, sidecar: dict | None, *, own: bool = False) -> None:
+        self.flat[:] = vector
+        self.total = int(sidecar["step"]) if sidecar is not None else self.total
+
+    def sidecar(self) -> dict[str, np.ndarray]:
+        return {"step": np.array(self.total, np.int64)}
+
+    def own_moments(self) -> dict[str, Moments]:
+        return {"obs": Moments(float(self.steps), np.ones(2), np.zeros(2))}
+
+    def set_progress(self, fraction: float) -> None:
+        self.fraction = fraction
+
+    def set_other_moments(self, moments: dict[str, Moments]) -> None:
+        pass
+
+
+def next_life() -> tuple[int, str]:
+    plan = Path(os.environ["FAKE_LEARNER_PLAN"])
+    count = plan.with_suffix(".lives")
+    life = len(count.read_text()) if count.exists() else 0
+    count.write_text("x" * (life + 1))
+    words = plan.read_text().split()
+    return life, words[min(life, len(words) - 1)]
+
+
+def build(start: object) -> tuple[Trainer, str]:
+    act, _, at = WORD.partition(":")
+    if act == "usage" and not at:
+        raise ConfigError("there is no such environment")
+    if act == "crash":
+        sys.exit(7)
+    if act == "mute":
+        time.sleep(60)
+    return Trainer(act, int(at or 0)), "fake"
+
+
+LIFE, WORD = next_life()
+learner._build = build
+del sys.argv[1:3]  # -m p2pdrl.workers.learner
+sys.exit(learner.main())

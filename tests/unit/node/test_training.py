@@ -1,0 +1,233 @@
+"""The training side of a node over the in-memory network; most learners are left out."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from p2pdrl.clock import SystemClock
+from p2pdrl.config.node import DebugConfig, LearnerConfig, LimitsConfig, NodeConfig
+from p2pdrl.config.task import AdpsgdConfig, LocalConfig, StopConfig, TaskConfig
+from p2pdrl.errors import PeerRefusedError, WorkerError
+from p2pdrl.node import state_transfer
+from p2pdrl.node.giving import Giving
+from p2pdrl.node.ledger import Ledger
+from p2pdrl.node.training import Training
+from p2pdrl.strategies import gossip
+from p2pdrl.strategies.gossip import GossipStrategy
+from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.transport.protocol import Address
+from p2pdrl.workers.protocol import Report
+
+GOSSIP = AdpsgdConfig(wire="float32", min_interval_s=0.0, deadline_s=1.0)
+CONFIG = NodeConfig(
+    learner=LearnerConfig(restart_min_s=0.01), limits=LimitsConfig(strikes=2, quarantine_s=60.0)
+)
+
+
+class Peer:
+    """A node's training, on a board of its own."""
+
+    def __init__(self, network, number, events, config=CONFIG) -> None:
+        self.id = f"{number:032x}"
+        self.address = Address("10.0.0.1", 7000 + number)
+        self.transport = network.join(self.id, self.address)
+        self.peers: dict[str, Address] = {}
+        self.seen: list[str] = []
+        self.ledger = Ledger(self.id, 1)
+        self.training = Training(
+            me=self.id,
+            task=TaskConfig(strategy=GOSSIP, stop=StopConfig(window=5)),
+            config=config,
+            seed=number,
+            transport=self.transport,
+            clock=SystemClock(),
+            events=events,
+            ledger=self.ledger,
+            rng=random.Random(number),
+            alive=lambda: self.peers,
+            donors=lambda: list(self.peers.items()),
+            observed=lambda outcome, seconds: self.seen.append(outcome),
+        )
+
+    async def start(self, board=None, lineage="aa" * 8) -> None:
+        if board is not None:
+            self.training.supervisor.board = board
+            self.training.supervisor.spec = board._memory.spec
+            self.training._enter(lineage)
+        giving = Giving(self.training, self.ledger, self.training._events)
+        await self.transport.start()
+        self.transport.serve(state_transfer.ROUTE, giving.answer)
+        self.transport.serve(gossip.ROUTE, self.training.answer_exchange, max_vector_bytes=1 << 20)
+
+    def now(self) -> list[float]:
+        out = np.empty(self.training.spec.layout.size, np.float32)
+        self.training.board.now(out)
+        return out.tolist()
+
+    def reports(self, updates: int) -> None:
+        self.training.supervisor._report(Report(0, updates, 10 * updates, updates, [], {}))
+
+
+@pytest.fixture
+async def pair(events, make_board):
+    network = MemoryNetwork(random.Random(0))
+    made = [Peer(network, number, events) for number in (1, 2)]
+    for peer, other in (made, made[::-1]):
+        peer.peers = {other.id: other.address}
+    for number, peer in enumerate(made):
+        await peer.start(make_board(float(number)))
+    yield made
+    for peer in made:
+        await peer.training.stop()
+        await peer.transport.close()
+
+
+async def test_what_it_says_of_itself(pair):
+    one = pair[0].training
+    pair[0].reports(3)
+    said = one.summary()
+    assert (said.node_id, said.lineage, said.lineage_steps, said.policy_version) == (
+        pair[0].id,
+        "aa" * 8,
+        30,
+        7,
+    )
+    assert (one.ready, one.paused, one.policy_version, one.adopting_s) == (True, False, 7, 0.0)
+
+
+async def test_before_it_is_built_there_is_nothing(events):
+    bare = Peer(MemoryNetwork(), 1, events).training
+    assert (bare.ready, bare.policy_version, bare.summary(), bare.outcomes) == (False, 0, None, {})
+    for read in ("board", "spec"):
+        with pytest.raises(WorkerError, match="isn't built"):
+            getattr(bare, read)
+    await bare.stop()
+
+
+async def test_two_gossip_after_updates(pair, until):
+    one, two = pair
+    for peer in pair:
+        await peer.training.use(GOSSIP, 1)
+    one.reports(1)
+    await until(lambda: one.training.outcomes.get("ok"))
+    await until(lambda: two.training.outcomes.get("answered"))
+    assert one.now() == two.now() == [0.5] * 5
+    assert "ok" in one.seen
+
+
+async def test_the_mode_changes_and_outcomes_stay(pair, until):
+    one, two = pair
+    for peer in pair:
+        await peer.training.use(GOSSIP, 1)
+    one.reports(1)
+    await until(lambda: one.training.outcomes.get("ok"))
+    ok = one.training.outcomes["ok"]
+    await two.training.use(LocalConfig(), 2)
+    assert (two.training.strategy.mode, two.training.mode_epoch) == ("local", 2)
+    meta = b"whatever"
+    with pytest.raises(PeerRefusedError) as caught:
+        await one.transport.call(two.address, two.id, gossip.ROUTE, meta, deadline_s=1.0)
+    assert caught.value.status == 409
+    await one.training.use(GOSSIP, 2)
+    assert one.training.outcomes["ok"] >= ok
+
+
+async def test_a_smaller_lineage_is_adopted_from(pair, until, kinds):
+    one, two = pair
+    two.training._enter("bb" * 8)
+    two.reports(1000)
+    for peer in pair:
+        await peer.training.use(GOSSIP, 1)
+    one.reports(1)
+    await until(lambda: one.training.lineage == "bb" * 8)
+    assert one.now() == [1.0] * 5
+    assert one.training.outcomes["adopted"] == 1
+    assert "adopted" in kinds()
+    sidecar = one.training.board.sidecar()
+    assert (int(sidecar["adam.step"]), float(sidecar["observations.count"])) == (7, 0.0)
+    assert one.ledger.steps("aa" * 8) == 10
+    one.reports(3)
+    assert one.ledger.steps("bb" * 8) == 20
+    assert one.ledger.total().env_steps == 30
+
+
+async def test_while_it_adopts_it_says_nothing(pair, until):
+    one, two = pair
+    gone = one.peers.pop(two.id)
+    one.training.adopt(two.id, "behind")
+    assert one.training.summary() is None
+    one.training.adopt(two.id, "once at a time")
+    await until(lambda: one.training.summary() is not None)
+    assert one.now() == [0.0] * 5
+    one.peers[two.id] = gone
+    one.training.adopt(two.id, "behind")
+    await until(lambda: one.now() == [1.0] * 5)
+
+
+async def test_the_poisoner_is_left_alone_for_a_while(pair, kinds):
+    one, two = pair
+    one.training.strike(two.id, "NaN")
+    assert not one.training.quarantined(two.id)
+    assert one.training.alive() == one.peers
+    one.training.strike(two.id, "NaN")
+    assert one.training.quarantined(two.id)
+    assert one.training.alive() == {}
+    assert (one.training.held, one.training.strikes) == ((two.id,), 2)
+    assert kinds() == ["strike", "strike"]
+
+
+async def test_a_bug_in_a_strategy_is_told(pair, monkeypatch):
+    one = pair[0].training
+    watch = asyncio.create_task(one.watch_strategy())
+    await one.use(GOSSIP, 1)
+    await one.use(LocalConfig(), 2)
+    await asyncio.sleep(0)
+    assert not watch.done()
+
+    def broken(self):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(GossipStrategy, "_next_partner", broken)
+    await one.use(GOSSIP, 3)
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(watch, 5)
+
+
+async def test_what_the_learner_is_told(pair, kinds):
+    one, _ = pair
+    told: list[object] = []
+    one.training.supervisor.tell = told.append
+    one.training.share_moments()
+    assert told == []
+    one.training.supervisor._report(Report(1, 1, 1, 0, [], {}, {"obs": b"\xc1"}))
+    assert (told, kinds()) == ([], ["moments-failed"])
+    one.training.pause(paused=True)
+    one.training.progress(0.5)
+    assert [type(message).__name__ for message in told] == ["Pace", "Progress"]
+    assert one.training.paused
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+async def test_a_life_with_a_learner(plan, events, until, noise):
+    plan("train")
+    config = NodeConfig(debug=DebugConfig(perturb_start=noise))
+    peer = Peer(MemoryNetwork(random.Random(0)), 1, events, config)
+    training = peer.training
+    try:
+        await training.build()
+        assert not training.ready
+        await training.begin(None, "cc" * 8)
+        await training.use(LocalConfig(), 1)
+        await until(lambda: training.supervisor.totals.updates >= 2)
+        assert training.ready
+        assert peer.ledger.steps("cc" * 8) == 10 * training.supervisor.totals.updates
+        await training.stop()
+        assert bool(np.std(peer.now()) > 0.05) is (noise > 0)
+    finally:
+        await training.stop()
+        training.supervisor.close()
+        await peer.transport.close()
