@@ -16,6 +16,7 @@ import msgspec
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import WireError
+from p2pdrl.strategies.judgement import Natural, Short
 from p2pdrl.transport.protocol import Address
 
 __all__ = [
@@ -36,8 +37,8 @@ class JoinInfo(msgspec.Struct, frozen=True):
 
     task: TaskConfig
     task_hash: str
-    lineage: str
-    policy_version: int
+    lineage: Short
+    policy_version: Natural
     founded_at: float
 
 

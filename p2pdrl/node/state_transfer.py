@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from p2pdrl.errors import PoisonedVectorError, WireError
+from p2pdrl.strategies.judgement import Natural, Short
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
@@ -37,14 +38,14 @@ class StateRequest(msgspec.Struct, frozen=True):
 class StateHead(msgspec.Struct, frozen=True):
     """What goes before the state."""
 
-    policy_version: int
-    lineage: str
-    lineage_steps: int
+    policy_version: Natural
+    lineage: Short
+    lineage_steps: Natural
     params_hash: str
     sidecar_hash: str
     """SHA-256 of the sidecar's bytes; empty when no sidecar comes along."""
-    params_bytes: int
-    sidecar_bytes: int
+    params_bytes: Natural
+    sidecar_bytes: Natural
 
 
 @dataclass(frozen=True)

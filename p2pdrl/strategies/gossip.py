@@ -254,7 +254,7 @@ class GossipStrategy:
         if self._engaged:
             raise Refusal(BUSY, "in another exchange")
         verdict = judge(mine, head.summary, self._config.max_staleness)
-        if verdict in (Verdict.OTHER_TASK, Verdict.OTHER_MODE):
+        if verdict in (Verdict.OTHER_TASK, Verdict.OTHER_MODE, Verdict.ABSURD):
             raise Refusal(409, f"can't mix: {verdict.value}")
         reply = ExchangeHead(
             exchange_id=head.exchange_id, wire=self._config.wire, summary=mine, verdict=verdict.value

@@ -8,24 +8,32 @@ averaging with a node that was frozen or cut off drags the swarm back: those ado
 from __future__ import annotations
 
 from enum import Enum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-__all__ = ["Summary", "Verdict", "judge"]
+__all__ = ["Natural", "Short", "Summary", "Verdict", "judge"]
+
+MAX_VERSION_GAP = 10**9
+"""No two honest nodes are this many updates apart: at 200 a second it is two months."""
+
+Natural = Annotated[int, Meta(ge=0, lt=2**53)]
+Short = Annotated[str, Meta(max_length=64)]
 
 
 class Summary(msgspec.Struct, frozen=True):
     """What a node says of itself before its vector."""
 
-    node_id: str
-    task_hash: str
-    layout_hash: str
-    mode_epoch: int
-    lineage: str
+    node_id: Short
+    task_hash: Short
+    layout_hash: Short
+    mode_epoch: Natural
+    lineage: Short
     """Id of the founding that these parameters descend from."""
-    lineage_steps: int
+    lineage_steps: Natural
     """Environment steps made within that lineage, all nodes together, as far as known."""
-    policy_version: int
+    policy_version: Natural
 
 
 class Verdict(Enum):
@@ -38,6 +46,8 @@ class Verdict(Enum):
     """They take ours."""
     OTHER_TASK = "other-task"
     OTHER_MODE = "other-mode"
+    ABSURD = "absurd-version"
+    """No honest node is that far ahead or behind."""
 
 
 def judge(mine: Summary, theirs: Summary, max_staleness: int) -> Verdict:
@@ -56,6 +66,8 @@ def judge(mine: Summary, theirs: Summary, max_staleness: int) -> Verdict:
     if mine.lineage != theirs.lineage:
         mine_stays = (-mine.lineage_steps, mine.lineage) < (-theirs.lineage_steps, theirs.lineage)
         return Verdict.BE_ADOPTED if mine_stays else Verdict.ADOPT
+    if abs(theirs.policy_version - mine.policy_version) > MAX_VERSION_GAP:
+        return Verdict.ABSURD
     if mine.mode_epoch != theirs.mode_epoch:
         return Verdict.OTHER_MODE
     lag = theirs.policy_version - mine.policy_version
