@@ -6,8 +6,9 @@ Called when a node joins, when it meets a greater lineage, and when it has falle
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
+from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerRefusedError, TensorError, TransportError
 from p2pdrl.ids import short
 from p2pdrl.node.events import EventLog
@@ -15,7 +16,7 @@ from p2pdrl.node.state_transfer import State, StateRequest, fetch
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.transport.protocol import Address, Transport
 
-__all__ = ["Donors", "Download", "without_moments"]
+__all__ = ["Adopting", "Donors", "Download", "without_moments"]
 
 Donors = Callable[[], Sequence[tuple[str, Address]]]
 """Living members, the best donor first."""
@@ -72,6 +73,55 @@ class Download:
             level="warning",
             peer=donor,
         )
+
+
+class Adopting:
+    """Adoptions in the background, one at a time.
+
+    Args:
+        clock: time.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._task: asyncio.Future[None] | None = None
+        self._since_s = 0.0
+        self._crash: asyncio.Future[None] | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether one is going on."""
+        return self._task is not None
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been going on; 0 when none is."""
+        return 0.0 if self._task is None else self._clock.monotonic() - self._since_s
+
+    def begin(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do ``work`` in the background, unless one is under way."""
+        if self._task is None:
+            self._since_s = self._clock.monotonic()
+            self._task = asyncio.ensure_future(work())
+            self._task.add_done_callback(self._ended)
+
+    async def watch(self) -> None:
+        """Wait for ever; raise what ended an adoption that shouldn't have failed: a bug of ours."""
+        self._crash = asyncio.get_running_loop().create_future()
+        await self._crash
+
+    async def stop(self) -> None:
+        """Give up the one under way."""
+        if self._task is not None:
+            task = self._task
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Future[None]) -> None:
+        self._task = None
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._crash is not None and not self._crash.done():
+            self._crash.set_exception(error)
 
 
 def without_moments(state: State, spec: BoardSpec) -> State:

@@ -20,7 +20,7 @@ from p2pdrl.config.task import AdpsgdConfig, StrategyConfig, TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import WireError, WorkerError
 from p2pdrl.ids import short
-from p2pdrl.node.adoption import Donors, Download, without_moments
+from p2pdrl.node.adoption import Adopting, Donors, Download, without_moments
 from p2pdrl.node.counters import Counts
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.ledger import Ledger
@@ -87,8 +87,7 @@ class Training:
         self._quarantine = Quarantine(config.limits.strikes, config.limits.quarantine_s)
         self._download = Download(transport, events, config.limits.max_abs_parameter)
         self._seed = seed
-        self._adopting: asyncio.Task[None] | None = None
-        self._adopting_since_s: float | None = None
+        self._adopting = Adopting(clock)
         self._outcomes: Counter[str] = Counter()
         self._paused = False
         self._used = asyncio.Event()
@@ -175,11 +174,26 @@ class Training:
 
     async def stop(self) -> None:
         """Finish the exchange in flight, stop the learner; the last state stays readable."""
-        if self._adopting is not None:
-            self._adopting.cancel()
-            await asyncio.gather(self._adopting, return_exceptions=True)
+        await self._adopting.stop()
         await self.strategy.stop(EXCHANGE_END_S)
         await self.supervisor.stop()
+
+    async def watch(self) -> None:
+        """Wait until the learner is stopped for good; raise what ended it, or a bug of ours.
+
+        Raises:
+            ConfigError: it can't run as configured.
+            WorkerError: it says that it failed for good.
+        """
+        jobs = [asyncio.ensure_future(job) for job in (self.supervisor.watch(), self._adopting.watch())]
+        try:
+            done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+        for job in done:
+            job.result()
 
     def pause(self, *, paused: bool) -> None:
         """Hold the learner, or let it go on; averaging continues meanwhile."""
@@ -245,8 +259,7 @@ class Training:
     @property
     def adopting_s(self) -> float:
         """How long an adoption has been under way; 0 when none is."""
-        since_s = self._adopting_since_s
-        return 0.0 if since_s is None else self._clock.monotonic() - since_s
+        return self._adopting.seconds
 
     # --- what strategies ask (strategies.protocol.Swarm) -------------------------------------
 
@@ -266,7 +279,7 @@ class Training:
 
     def summary(self) -> Summary | None:
         """What we say of ourselves; None without a state, or while adopting one."""
-        if not self.ready or self._adopting_since_s is not None:
+        if not self.ready or self._adopting.under_way:
             return None
         return Summary(
             node_id=self._me,
@@ -280,10 +293,7 @@ class Training:
 
     def adopt(self, donor: str, why: str) -> None:
         """Begin to take ``donor``'s state in the background; once at a time."""
-        if self._adopting_since_s is not None:
-            return
-        self._adopting_since_s = self._clock.monotonic()
-        self._adopting = asyncio.create_task(self._adopt(donor, why), name="adoption")
+        self._adopting.begin(lambda: self._adopt(donor, why))
 
     def strike(self, peer: str, why: str) -> None:
         """Note that ``peer`` sent something poisoned."""
@@ -319,19 +329,16 @@ class Training:
         return await self._download.until(self._donors, self._request(), self.spec, give_up)
 
     async def _adopt(self, donor: str, why: str) -> None:
-        try:
-            alive = self.alive()
-            first = [(donor, alive[donor])] if donor in alive else []
-            found = await self._download.once(first, self._request(), self.spec)
-            if found is None:
-                return
-            giver, state = found
-            clean = without_moments(state, self.spec)
-            self.board.post_set(clean.vector, clean.sidecar, clean.head.policy_version)
-            self._enter(state.head.lineage)
-            self.tell_adopted(giver, state, why)
-        finally:
-            self._adopting_since_s = None
+        alive = self.alive()
+        first = [(donor, alive[donor])] if donor in alive else []
+        found = await self._download.once(first, self._request(), self.spec)
+        if found is None:
+            return
+        giver, state = found
+        clean = without_moments(state, self.spec)
+        self.board.post_set(clean.vector, clean.sidecar, clean.head.policy_version)
+        self._enter(state.head.lineage)
+        self.tell_adopted(giver, state, why)
 
     def tell_adopted(self, giver: str, state: State, why: str) -> None:
         """Tell that a state was adopted, with the hash that shows it."""
