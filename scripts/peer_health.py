@@ -21,6 +21,7 @@ try:
     import click
 
     from p2pdrl.cli.health import problems
+    from p2pdrl.cli.main import run_command
     from p2pdrl.cli.options import Target, split_addresses
     from p2pdrl.cli.tables import ADDRESSES, console, members_table
     from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError
@@ -104,24 +105,5 @@ def peer_health(
         raise UnhealthyError(f"{len(wrong)} of the members are unwell")
 
 
-def main() -> int:
-    """Run, and return the exit code."""
-    try:
-        peer_health.main(prog_name="peer_health", standalone_mode=False)
-        sys.stdout.flush()
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        return 130
-    except P2PDRLError as error:
-        print(f"peer_health: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(peer_health, "peer_health"))

@@ -22,7 +22,7 @@ import click
 
 from p2pdrl.errors import P2PDRLError
 
-__all__ = ["COMMANDS", "LazyGroup", "cli", "main"]
+__all__ = ["COMMANDS", "LazyGroup", "cli", "main", "run_command"]
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "node": ("p2pdrl.cli.node:node", "Run a node in the foreground: join the swarm and train."),
@@ -113,12 +113,19 @@ def cli() -> None:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and end the process with the code of the table above."""
-    sys.exit(_run(args))
+    sys.exit(run_command(cli, "p2pdrl", args))
 
 
-def _run(args: Sequence[str] | None) -> int:
+def run_command(command: click.Command, name: str, args: Sequence[str] | None = None) -> int:
+    """Run a click command, tell its errors in one line, and return the exit code of the table above.
+
+    Args:
+        command: what to run; the scripts pass theirs.
+        name: stands before each message.
+        args: of the command line; the process's own by default.
+    """
     try:
-        code = cli.main(args=args, prog_name="p2pdrl", standalone_mode=False)
+        code = command.main(args=args, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as error:
         error.show()
@@ -126,7 +133,7 @@ def _run(args: Sequence[str] | None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except P2PDRLError as error:
-        print(f"p2pdrl: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # The reader of our output (head, less) went away; keep the interpreter's own flush from failing.

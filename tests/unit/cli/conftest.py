@@ -24,7 +24,10 @@ def p2pdrl():
 
         # The same error mapping as `main`, inside the runner's captured streams.
         wrapper = click.Command(
-            "p2pdrl", callback=lambda: (_ for _ in ()).throw(SystemExit(cli_main._run(args)))
+            "p2pdrl",
+            callback=lambda: (_ for _ in ()).throw(
+                SystemExit(cli_main.run_command(cli_main.cli, "p2pdrl", args))
+            ),
         )
         return CliRunner().invoke(wrapper, [])
 
