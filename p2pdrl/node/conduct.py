@@ -29,7 +29,7 @@ class Conduct:
         self._parts = parts
         self._figures = figures
         self._changed = asyncio.Event()
-        self._stop: tuple[int, StopSetting] | None = None
+        self._stop: tuple[tuple[int, str], StopSetting] | None = None
         self._mode_at: tuple[int, str] = (0, "")
         self._pause_at: tuple[int, str] = (0, "")
         self.halted = asyncio.Event()
@@ -70,7 +70,7 @@ class Conduct:
             if condition is None:
                 self._unreadable(settings.STOP)
             else:
-                self._stop = (stop_record.epoch, condition)
+                self._stop = ((stop_record.epoch, stop_record.proposer), condition)
                 self.founded_at = condition.founded_at
                 training.stop_config = condition.stop
                 if self._parts.saving is not None:
@@ -80,7 +80,9 @@ class Conduct:
         self._follow_halt(training)
 
     def hold(self, training: Training, *, paused: bool) -> None:
-        """Hold or release this node's learner."""
+        """Hold or release this node's learner; once the swarm is done it stays held."""
+        if self.halted.is_set():
+            return
         training.pause(paused=paused)
         if self._parts.state in ("training", "paused"):
             self._parts.state = "paused" if paused else "training"
@@ -92,7 +94,7 @@ class Conduct:
         training.share_moments()
         if self._stop is None or self.halted.is_set():
             return
-        epoch, condition = self._stop
+        version, condition = self._stop
         steps = parts.ledger.total().env_steps
         if condition.stop.env_steps:
             training.progress(min(1.0, steps / condition.stop.env_steps))
@@ -100,7 +102,7 @@ class Conduct:
         age_s = max(0.0, parts.clock.wall() - condition.founded_at)
         reached = stop.judge(condition.stop, steps, age_s, reports or [])
         if reached is not None:
-            halt = HaltSetting(reached.kind, reached.reason, epoch)
+            halt = HaltSetting(reached.kind, reached.reason, *version)
             parts.membership.propose(settings.HALT, halt)
 
     async def _follow_mode(self, training: Training) -> None:
@@ -132,7 +134,7 @@ class Conduct:
         if record is None or self._stop is None or self.halted.is_set():
             return
         halt = settings.decode(record.value, HaltSetting)
-        if halt is None or halt.stop_epoch != self._stop[0]:
+        if halt is None or (halt.stop_epoch, halt.stop_proposer) != self._stop[0]:
             return
         self._parts.halted = halt.reason
         self._parts.state = "stopping"

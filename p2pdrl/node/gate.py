@@ -118,7 +118,7 @@ class Gate:
             await asyncio.wait(either)
         self._news.clear()
         refusals = membership.refusals()
-        seeds = self._config.node.peers
+        seeds = set(self._config.node.peers)
         if not membership.joined.is_set() and seeds and len(refusals) >= len(seeds):
             where, why = next(iter(refusals.items()))
             raise JoinRefusedError(f"{where} doesn't take this node in: {why}")

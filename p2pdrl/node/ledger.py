@@ -19,6 +19,7 @@ from p2pdrl.tensors.moments_table import MomentsTable
 __all__ = ["Ledger", "LineageCounts"]
 
 MAX_LINEAGES = 64
+MAX_NAME_CHARS = 64
 MAX_STREAMS = 8
 
 LineageCounts = dict[str, CountsWire]
@@ -82,7 +83,8 @@ class Ledger:
     def merge_counts(self, counts: LineageCounts, *, latest_boot: int | None = None) -> None:
         """Take in what a peer sent or a checkpoint held."""
         for lineage, wire in counts.items():
-            if lineage in self._lineages or len(self._lineages) < MAX_LINEAGES:
+            room = len(self._lineages) < MAX_LINEAGES and len(lineage) <= MAX_NAME_CHARS
+            if lineage in self._lineages or room:
                 self._table(lineage).merge(wire, latest_boot=latest_boot)
 
     def put_moments(self, own: dict[str, bytes]) -> None:

@@ -61,7 +61,8 @@ class HaltSetting(msgspec.Struct, frozen=True):
     kind: Literal["env_steps", "time_s", "mean_return"]
     reason: str
     stop_epoch: int
-    """Epoch of the stop record that was met; a later stop record makes the halt void."""
+    stop_proposer: str
+    """Epoch and proposer of the stop record that was met; another stop record makes the halt void."""
 
 
 class PauseSetting(msgspec.Struct, frozen=True):

@@ -336,7 +336,7 @@ class Training:
             return
         giver, state = found
         clean = without_moments(state, self.spec)
-        self.board.post_set(clean.vector, clean.sidecar, clean.head.policy_version)
+        await asyncio.to_thread(self.board.post_set, clean.vector, clean.sidecar, clean.head.policy_version)
         self._enter(state.head.lineage)
         self.tell_adopted(giver, state, why)
 

@@ -35,6 +35,7 @@ from p2pdrl.strategies.judgement import Summary, Verdict, judge
 from p2pdrl.strategies.pair import ExchangeHead, PairScratch
 from p2pdrl.strategies.protocol import Swarm
 from p2pdrl.tensors.board import DaemonBoard
+from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
 __all__ = ["ROUTE", "GossipStrategy"]
@@ -95,6 +96,7 @@ class GossipStrategy:
         self._square: float | None = None
         self._outcomes: Counter[str] = Counter()
         self._task: asyncio.Task[None] | None = None
+        self._last: asyncio.Task[None] | None = None
         self._stopping = False
 
     @property
@@ -110,7 +112,12 @@ class GossipStrategy:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Exchanges so far: ``ok busy timeout refused failed poisoned unsure adopt adopted answered``."""
+        """Exchanges so far, by how they ended.
+
+        Begun by us: ``ok busy timeout refused failed poisoned``, ``behind`` (we adopted instead) and
+        ``ahead`` (the peer did); begun by peers: ``answered``. ``unsure``: one side may have moved
+        alone; a ``timeout`` may hide another such case.
+        """
         return dict(self._outcomes)
 
     async def start(self) -> None:
@@ -223,10 +230,12 @@ class GossipStrategy:
         if theirs is None or theirs.exchange_id != head.exchange_id:
             return "failed"
         if theirs.verdict == Verdict.BE_ADOPTED.value:
+            if judge(summary, theirs.summary, self._config.max_staleness) is not Verdict.ADOPT:
+                return "failed"
             self._swarm.adopt(peer, _why(summary, theirs.summary))
-            return "adopt"
+            return "behind"
         if theirs.verdict == Verdict.ADOPT.value:
-            return "adopted"
+            return "ahead"
         if theirs.verdict != Verdict.MIX.value or not answer.vector_nbytes:
             return "failed"
         delta_D = await self._heavy(self._scratch.mix)
@@ -281,13 +290,7 @@ class GossipStrategy:
             version = max(reply.summary.policy_version, their_version)
 
             def ended(sent: bool) -> None:
-                try:
-                    committed = sent and self._scratch.commit(self._board, delta_D, version)
-                    if committed:
-                        self._met()
-                    self._outcomes["answered" if committed else "unsure"] += 1
-                finally:
-                    self._engaged = False
+                self._last = asyncio.create_task(self._commit(delta_D, version, sent=sent), name="commit")
 
             handed_over = True
             return Reply(msgspec.msgpack.encode(reply), vector=self._scratch.outgoing, on_end=ended)
@@ -299,6 +302,18 @@ class GossipStrategy:
         finally:
             if not handed_over:
                 self._engaged = False
+
+    async def _commit(self, delta_D: Float32Array, version: int, *, sent: bool) -> None:
+        """End an exchange that a peer began: our side counts once the answer is written."""
+        try:
+            committed = sent and await self._heavy(
+                lambda: self._scratch.commit(self._board, delta_D, version)
+            )
+        finally:
+            self._engaged = False
+        if committed:
+            self._met()
+        self._outcomes["answered" if committed else "unsure"] += 1
 
     def _met(self) -> None:
         square = self._scratch.distance**2

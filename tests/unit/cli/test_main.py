@@ -23,7 +23,7 @@ def test_help_imports_nothing_heavy():
     code = (
         "import sys\n"
         "from p2pdrl.cli import main\n"
-        "assert main._run(['--help']) == 0\n"
+        "assert main.run_command(main.cli, 'p2pdrl', ['--help']) == 0\n"
         "heavy = {'rich', 'aiohttp', 'numpy', 'torch', 'msgspec', 'cryptography'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -99,7 +99,9 @@ async def test_two_founders_records_end_alike(conduct, membership, training, mak
 async def test_the_halt_ends_training(conduct, membership, training, parts, kinds):
     membership.propose(settings.STOP, stop_setting(env_steps=100))
     await conduct.follow(training)
-    membership.propose(settings.HALT, HaltSetting("env_steps", "100 of 100 steps are done", 1))
+    membership.propose(
+        settings.HALT, HaltSetting("env_steps", "100 of 100 steps are done", 1, membership.identity.node_id)
+    )
     await conduct.follow(training)
     assert conduct.halted.is_set()
     assert training.paused
@@ -109,18 +111,18 @@ async def test_the_halt_ends_training(conduct, membership, training, parts, kind
 
 async def test_a_halt_of_another_stop_record_is_void(conduct, membership, training):
     membership.propose(settings.STOP, stop_setting(env_steps=100))
-    membership.propose(settings.HALT, HaltSetting("env_steps", "old", 1))
+    membership.propose(settings.HALT, HaltSetting("env_steps", "old", 1, membership.identity.node_id))
     membership.propose(settings.STOP, stop_setting(env_steps=1000))
     await conduct.follow(training)
     assert not conduct.halted.is_set()
     assert training.stop_config.env_steps == 1000
-    membership.propose(settings.HALT, HaltSetting("env_steps", "new", 2))
+    membership.propose(settings.HALT, HaltSetting("env_steps", "new", 2, membership.identity.node_id))
     await conduct.follow(training)
     assert conduct.halted.is_set()
 
 
 async def test_a_halt_that_came_before_its_stop_record_waits(conduct, membership, training):
-    membership.propose(settings.HALT, HaltSetting("time_s", "over", 1))
+    membership.propose(settings.HALT, HaltSetting("time_s", "over", 1, membership.identity.node_id))
     await conduct.follow(training)
     assert not conduct.halted.is_set()
     membership.propose(settings.STOP, stop_setting(time_s=1.0))
@@ -194,7 +196,7 @@ async def test_an_old_pause_record_doesnt_undo_what_was_asked_of_this_node(condu
 async def test_nothing_sets_a_halted_node_going_again(conduct, membership, training):
     conduct.pause(paused=False)
     membership.propose(settings.STOP, stop_setting(env_steps=100))
-    membership.propose(settings.HALT, HaltSetting("env_steps", "done", 1))
+    membership.propose(settings.HALT, HaltSetting("env_steps", "done", 1, membership.identity.node_id))
     await conduct.follow(training)
     assert training.paused
     await conduct.follow(training)

@@ -102,10 +102,10 @@ async def test_none_before_enough_members(swarm):
 @pytest.mark.parametrize(
     ("changes", "theirs", "outcome"),
     [
-        ({"lineage": "bb", "lineage_steps": 500}, "them", "adopted"),
-        ({"lineage": "bb", "lineage_steps": 5}, "us", "adopt"),
-        ({"policy_version": 5000}, "them", "adopted"),
-        ({"policy_version": 5}, "us", "adopt"),
+        ({"lineage": "bb", "lineage_steps": 500}, "them", "ahead"),
+        ({"lineage": "bb", "lineage_steps": 5}, "us", "behind"),
+        ({"policy_version": 5000}, "them", "ahead"),
+        ({"policy_version": 5}, "us", "behind"),
     ],
 )
 async def test_one_of_two_lineages_or_ages_is_adopted(swarm, changes, theirs, outcome):
