@@ -22,8 +22,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.errors import WireError
 from p2pdrl.membership.records import Incarnation, MemberRecord, NodeId, Record, Words
+from p2pdrl.transport import codec
 
 __all__ = [
     "ROUTES",
@@ -159,7 +159,6 @@ ROUTES: dict[str, type[Message]] = {
 }
 _ROUTE_OF: dict[type[Message], str] = {kind: route for route, kind in ROUTES.items()}
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def route_of(message: Message) -> str:
@@ -178,7 +177,5 @@ def decode(data: bytes) -> Message:
     Raises:
         WireError: it isn't one, or breaks a bound.
     """
-    try:
-        return _DECODER.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise WireError(f"a membership message breaks the protocol: {str(error)[:200]}") from error
+    message: Message = codec.decode(data, Message, "membership message")
+    return message

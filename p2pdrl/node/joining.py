@@ -17,6 +17,7 @@ from p2pdrl.config.task import TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import WireError
 from p2pdrl.strategies.judgement import Natural, Short
+from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Address
 
 __all__ = [
@@ -74,10 +75,7 @@ def decode_info(data: bytes) -> JoinInfo:
     Raises:
         WireError: it can't be read, or its hash isn't that of its task.
     """
-    try:
-        info = msgspec.msgpack.decode(data, type=JoinInfo)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise WireError(f"the swarm's task can't be read (another release?): {error}") from error
+    info: JoinInfo = codec.decode(data, JoinInfo, "swarm's task (of another release?)")
     if task_hash(info.task) != info.task_hash:
         raise WireError("the swarm's task doesn't have the hash that was told")
     return info

@@ -11,6 +11,8 @@ from typing import Literal, TypeVar
 import msgspec
 
 from p2pdrl.config.task import LocalConfig, StopConfig, StrategyConfig, TaskConfig
+from p2pdrl.errors import WireError
+from p2pdrl.transport import codec
 
 __all__ = [
     "HALT",
@@ -74,6 +76,7 @@ class PauseSetting(msgspec.Struct, frozen=True):
 def decode(value: bytes, kind: type[S]) -> S | None:
     """Read a record's value; None when it can't be read."""
     try:
-        return msgspec.msgpack.decode(value, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError):
+        found: S = codec.decode(value, kind)
+    except WireError:
         return None
+    return found

@@ -19,6 +19,7 @@ from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.sidecar import AnyArray
+from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
 __all__ = ["ROUTE", "State", "StateHead", "StateRequest", "decode_request", "fetch", "offer", "params_hash"]
@@ -70,9 +71,10 @@ def decode_request(incoming: Incoming) -> StateRequest:
         Refusal: 400 when it can't be read.
     """
     try:
-        return msgspec.msgpack.decode(incoming.meta, type=StateRequest)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise Refusal(400, "the state request can't be read") from error
+        request: StateRequest = codec.decode(incoming.meta, StateRequest, "state request")
+    except WireError as error:
+        raise Refusal(400, str(error)) from error
+    return request
 
 
 async def offer(
@@ -150,10 +152,7 @@ async def fetch(
 
 def _unpack(meta: bytes, nbytes: int, buffer: bytearray, spec: BoardSpec, max_abs: float) -> State:
     size_bytes = 4 * spec.layout.size
-    try:
-        head = msgspec.msgpack.decode(meta, type=StateHead)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise WireError(f"the donor's head can't be read: {error}") from error
+    head: StateHead = codec.decode(meta, StateHead, "donor's head")
     told = (head.params_bytes, head.sidecar_bytes)
     if sum(told) != nbytes or told not in ((size_bytes, 0), (size_bytes, spec.sidecar.nbytes)):
         raise WireError("the donor sent another length than its head says")

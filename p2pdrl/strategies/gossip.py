@@ -28,6 +28,7 @@ from p2pdrl.errors import (
     PoisonedVectorError,
     TensorError,
     TransportError,
+    WireError,
 )
 from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.adpsgd import AdpsgdCore
@@ -36,6 +37,7 @@ from p2pdrl.strategies.pair import ExchangeHead, PairScratch
 from p2pdrl.strategies.protocol import Swarm
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
 __all__ = ["ROUTE", "GossipStrategy"]
@@ -339,9 +341,10 @@ class GossipStrategy:
 
 def _decode(meta: bytes) -> ExchangeHead | None:
     try:
-        return msgspec.msgpack.decode(meta, type=ExchangeHead)
-    except (msgspec.DecodeError, msgspec.ValidationError):
+        head: ExchangeHead = codec.decode(meta, ExchangeHead)
+    except WireError:
         return None
+    return head
 
 
 def _why(mine: Summary, theirs: Summary) -> str:
