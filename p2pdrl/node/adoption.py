@@ -39,9 +39,21 @@ class Download:
         self._max_abs = max_abs
 
     async def once(
-        self, donors: Sequence[tuple[str, Address]], request: StateRequest, spec: BoardSpec
+        self,
+        donors: Sequence[tuple[str, Address]],
+        request: StateRequest,
+        spec: BoardSpec,
+        *,
+        lineage: str | None = None,
     ) -> tuple[str, State] | None:
-        """Return the first donor that gives its state, with it; None when none does."""
+        """Return the first donor that gives its state, with it; None when none does.
+
+        Args:
+            donors: asked in this order.
+            request: what we expect.
+            spec: our own layout.
+            lineage: the only one that will do; None takes any.
+        """
         for donor, address in donors:
             try:
                 state = await fetch(
@@ -53,7 +65,8 @@ class Download:
             except (TransportError, TensorError) as error:
                 self._tell(donor, address, error)
             else:
-                return donor, state
+                if lineage in (None, state.head.lineage):
+                    return donor, state
         return None
 
     async def until(

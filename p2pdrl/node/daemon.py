@@ -13,6 +13,7 @@ import hashlib
 import os
 import random
 import signal
+import threading
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -30,14 +31,14 @@ from p2pdrl.node import rumours, state_transfer
 from p2pdrl.node.checkpoints import Checkpoint, CheckpointStore
 from p2pdrl.node.conduct import Conduct
 from p2pdrl.node.events import EventLog
+from p2pdrl.node.farewell import WITHIN_S, farewell
 from p2pdrl.node.figures import Figures
-from p2pdrl.node.first_state import first_state, founded_at, restore_ledger, take_up
+from p2pdrl.node.first_state import first_state, founded_at, take_up
 from p2pdrl.node.gate import Gate
 from p2pdrl.node.giving import Giving
 from p2pdrl.node.looplag import LoopLagMonitor
 from p2pdrl.node.meters import Meters
 from p2pdrl.node.opening import open_node
-from p2pdrl.node.parts import Parts
 from p2pdrl.node.rumours import Rumours
 from p2pdrl.node.saving import Saving
 from p2pdrl.node.training import Training
@@ -63,13 +64,16 @@ def run(resolved: Resolved) -> int:
     config = resolved.config
     telemetry_logging.configure(config.node.log.level, config.node.log.format)
     insists = any(key.split(".")[1] in HASHED for key in resolved.given("task"))
+    node = Node(config)
     try:
-        return asyncio.run(Node(config).live(insists=insists))
+        return asyncio.run(node.live(insists=insists))
     except BaseExceptionGroup as group:
         known, others = group.split(P2PDRLError)
         if known is None or others is not None:
             raise
         raise _first(known) from None
+    finally:
+        node.last_resort.cancel()
 
 
 def _first(group: BaseExceptionGroup[P2PDRLError]) -> P2PDRLError:
@@ -91,6 +95,9 @@ class Node:
         self._leaving = asyncio.Event()
         self._leave_reason = ""
         self._fatal: P2PDRLError | None = None
+        self.last_resort = threading.Timer(WITHIN_S, os._exit, (0,))
+        """Ends the process when leaving hangs (a disk that doesn't answer, say)."""
+        self.last_resort.daemon = True
 
     async def live(self, *, insists: bool) -> int:
         """Come up, train, go down; return the exit code.
@@ -124,7 +131,7 @@ class Node:
             await self._until_left(self._work(stack, remembers=opened.remembers))
             if self._fatal is not None:
                 raise self._fatal
-            await self._go_down(parts)
+            await farewell(parts, self._leave_reason or "done")
         return 0
 
     def _open_writer(self, stack: AsyncExitStack) -> TensorBoardWriter | None:
@@ -151,6 +158,7 @@ class Node:
         if not self._leaving.is_set():
             self._leave_reason = reason
             self._leaving.set()
+            self.last_resort.start()
 
     async def _until_left(self, work: Coroutine[Any, Any, None]) -> None:
         """Do ``work`` until it ends or somebody asks us to leave."""
@@ -182,9 +190,7 @@ class Node:
             stack.push_async_callback(training.stop)
             await training.build()
             store = CheckpointStore(self._folder(training), self._config.node.checkpoint.keep)
-            checkpoint = take_up(store, self._events)
-            if checkpoint is not None:
-                restore_ledger(parts.ledger, checkpoint)
+            checkpoint = await take_up(store, parts.ledger, self._events)
             parts.training = self._gate.training = training
             parts.transport.serve(
                 gossip.ROUTE,
@@ -196,7 +202,7 @@ class Node:
             state, lineage = await first_state(parts, training, origin, checkpoint)
             await training.begin(state, lineage)
             parts.saving = self._make_saving(store, training, checkpoint)
-            parts.state = "training"
+            parts.state = "paused" if training.paused else "training"
             self._events.emit("training", f"trains {origin.task.env.id} on {training.supervisor.device}")
             if origin.how == "founded":
                 self._conduct.found(training, founded_at(checkpoint, self._clock.wall()))
@@ -321,24 +327,6 @@ class Node:
             "Give each node a data folder of its own with --data-dir"
         )
         self.leave("its identity runs elsewhere")
-
-    # --- down -----------------------------------------------------------------------------------
-
-    async def _go_down(self, parts: Parts) -> None:
-        self._events.emit("leaving", f"leaves: {self._leave_reason or 'done'}")
-        parts.state = "stopping"
-        if parts.training is not None:
-            await parts.training.stop()
-        if parts.saving is not None and parts.training is not None and parts.training.ready:
-            await parts.saving.try_save()
-        if parts.rumours is not None:
-            parts.rumours.refresh()
-            alive = parts.alive()
-            for peer in sorted(alive)[:2]:
-                await parts.rumours.tell(peer, alive[peer])
-        heard = await parts.membership.leave(timeout_s=2.0)
-        parts.state = "stopped"
-        self._events.emit("left", f"left; {heard} members heard the goodbye")
 
 
 _VERBS = {

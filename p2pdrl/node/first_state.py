@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from typing import Any
 
 import msgspec
 
@@ -12,7 +12,7 @@ from p2pdrl.ids import new_lineage
 from p2pdrl.node.checkpoints import Checkpoint, CheckpointStore
 from p2pdrl.node.counters import CountsWire
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.joining import Origin
+from p2pdrl.node.joining import JoinInfo, Origin
 from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.parts import Parts
 from p2pdrl.node.saving import as_state
@@ -24,11 +24,23 @@ __all__ = ["first_state", "founded_at", "restore_ledger", "take_up"]
 ORPHANED_S = 10.0
 
 
-def take_up(store: CheckpointStore, events: EventLog) -> Checkpoint | None:
-    """Return the newest whole checkpoint of an earlier run, and tell what was passed over."""
-    loaded = store.load_latest()
+async def take_up(store: CheckpointStore, ledger: Ledger, events: EventLog) -> Checkpoint | None:
+    """Return the newest whole checkpoint of an earlier run, and tell what was passed over.
+
+    Args:
+        store: where checkpoints are.
+        ledger: gets back what the checkpoint knew of counts and moments.
+        events: what is told.
+    """
+
+    def readable(checkpoint: Checkpoint) -> None:
+        restore_ledger(Ledger("", 0), checkpoint)
+
+    loaded = await asyncio.to_thread(store.load_latest, accept=readable)
     for reason in loaded.skipped:
         events.emit("checkpoint-skipped", reason, level="warning")
+    if loaded.checkpoint is not None:
+        restore_ledger(ledger, loaded.checkpoint)
     return loaded.checkpoint
 
 
@@ -65,14 +77,18 @@ async def first_state(
     Raises:
         CheckpointError: the checkpoint is of another layout.
     """
-    own = None if checkpoint is None else as_state(checkpoint, training.spec)
+    own = None if checkpoint is None else await asyncio.to_thread(as_state, checkpoint, training.spec)
     info = origin.info
     if parts.config.node.debug.perturb_start > 0:
         return None, new_lineage() if info is None else info.lineage
-    if info is not None and not (own is not None and _fresh(own, info, training)):
+    if info is not None and not (own is not None and _stays(own, info, parts.ledger, training)):
+        parts.state = "fetching"
         found = await training.download(_Orphaned(parts).judge)
         if found is not None:
             giver, state = found
+            alive = parts.alive()
+            if parts.rumours is not None and giver in alive:
+                await parts.rumours.tell(giver, alive[giver])  # its counts and moments
             training.tell_adopted(giver, state, "joined")
             return state, state.head.lineage
     if own is None:
@@ -88,9 +104,13 @@ async def first_state(
     return own, own.head.lineage or new_lineage()
 
 
-def _fresh(own: State, info: Any, training: Training) -> bool:
+def _stays(own: State, info: JoinInfo, ledger: Ledger, training: Training) -> bool:
+    """Whether our checkpoint is at least as good as the swarm's state, by the rules of an exchange."""
+    if own.head.lineage != info.lineage:
+        mine = (-ledger.steps(own.head.lineage), own.head.lineage)
+        return mine < (-info.lineage_steps, info.lineage)
     limit = getattr(training.task.strategy, "max_staleness", 0)
-    return own.head.lineage == info.lineage and bool(info.policy_version - own.head.policy_version <= limit)
+    return info.policy_version - own.head.policy_version <= int(limit)
 
 
 def founded_at(checkpoint: Checkpoint | None, now_s: float) -> float:
@@ -129,4 +149,4 @@ class _Orphaned:
     def _may_give(self, node: str, now_s: float) -> bool:
         rumours = self._parts.rumours
         found = None if rumours is None else rumours.table.get(node, now_s)
-        return found is None or found[0].state != "joining"
+        return found is None or found[0].state not in ("joining", "fetching")

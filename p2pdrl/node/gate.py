@@ -47,7 +47,8 @@ class Gate:
 
     def __init__(self, config: Config, *, insists: bool, events: EventLog, clock: Clock) -> None:
         self._config = config
-        self._wanted_hash = task_hash(config.task) if insists else ""
+        self._decided_hash = task_hash(config.task) if insists else ""
+        """Hash of the task that this node insists on, has founded with or taken over; empty before."""
         self._events = events
         self._clock = clock
         self._welcome: JoinInfo | None = None
@@ -61,7 +62,7 @@ class Gate:
     def hooks(self) -> JoinHooks:
         """What membership asks."""
         return JoinHooks(
-            meta=self._wanted_hash.encode,
+            meta=self._meta,
             check_join=self._check_join,
             info=self._info,
             check_welcome=self._check_welcome,
@@ -102,6 +103,7 @@ class Gate:
             text = f"joined a swarm that trains {info.task.env.id}"
             self._events.emit("joined", text, lineage=info.lineage)
             return Origin("joined", info.task, info)
+        self._decided_hash = task_hash(self._config.task)
         self._events.emit("founded", f"founds a swarm that trains {self._config.task.env.id}")
         return Origin("founded", self._config.task, None)
 
@@ -143,6 +145,12 @@ class Gate:
             raise Refusal(503, "this node is only just starting")
         return self.training
 
+    def _meta(self) -> bytes:
+        return self._hash().encode()
+
+    def _hash(self) -> str:
+        return self._decided_hash if self.training is None else self.training.task_hash
+
     def _check_join(self, meta: bytes) -> str | None:
         training = self._need()
         return refuse_task(meta.decode("ascii", "replace"), training.task, training.task_hash)
@@ -154,6 +162,7 @@ class Gate:
                 task=training.task,
                 task_hash=training.task_hash,
                 lineage=training.lineage,
+                lineage_steps=training.lineage_steps,
                 policy_version=training.policy_version,
                 founded_at=self.founded_at() or self._clock.wall(),
             )
@@ -164,13 +173,13 @@ class Gate:
             info = decode_info(data)
         except WireError as error:
             return str(error)
-        wanted = self._wanted_hash if self.training is None else self.training.task_hash
-        refusal = refuse_task(wanted, info.task, info.task_hash)
+        refusal = refuse_task(self._hash(), info.task, info.task_hash)
         if refusal is not None:
             return refusal
         problem = next(iter(task_problems(info.task)), None)
         if problem is not None:
             return f"its task can't be run: {problem.key}: {problem.message}"
+        self._decided_hash = info.task_hash
         if self._welcome is None:
             self._welcome = info
         return None

@@ -42,7 +42,7 @@ class Parts:
     training: Training | None = None
     saving: Saving | None = None
     state: str = "joining"
-    """``joining starting training paused stopping stopped``; what people see."""
+    """``joining starting fetching training paused stopping stopped``; what people see."""
     join_refused: str | None = None
     alone_since_s: float | None = None
     halted: str | None = None

@@ -25,7 +25,9 @@ from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transpo
 __all__ = ["ROUTE", "State", "StateHead", "StateRequest", "decode_request", "fetch", "offer", "params_hash"]
 
 ROUTE = "state"
-DEADLINE_S = 120.0
+DEADLINE_S = 10.0
+SLOWEST_BYTES_S = 1e6
+"""A donor that gives less than this a second isn't waited for: there are others."""
 
 
 class StateRequest(msgspec.Struct, frozen=True):
@@ -144,7 +146,7 @@ async def fetch(
         ROUTE,
         msgspec.msgpack.encode(request),
         into=into,
-        deadline_s=DEADLINE_S,
+        deadline_s=DEADLINE_S + len(buffer) / SLOWEST_BYTES_S,
         lane="bulk",
     )
     return await asyncio.to_thread(_unpack, answer.meta, answer.vector_nbytes, buffer, spec, max_abs)

@@ -48,7 +48,7 @@ def judge(
         return StopReached("env_steps", f"{swarm_env_steps} of {stop.env_steps} environment steps are done")
     if stop.time_s and swarm_age_s >= stop.time_s:
         return StopReached("time_s", f"{swarm_age_s:.0f} of {stop.time_s:g} seconds are over")
-    coming = any(report.state in ("joining", "starting") for report in reports)
+    coming = any(report.state in ("joining", "starting", "fetching") for report in reports)
     training = [report for report in reports if report.state == "training"]
     if (
         not coming

@@ -242,6 +242,11 @@ class Training:
         return self.board.policy_version if self.ready else 0
 
     @property
+    def lineage_steps(self) -> int:
+        """Environment steps made within our lineage, as far as known."""
+        return self._ledger.steps(self.lineage)
+
+    @property
     def outcomes(self) -> dict[str, int]:
         """Exchanges by outcome, over all strategies of this boot."""
         return dict(self._outcomes + Counter(self.strategy.outcomes))
@@ -287,13 +292,13 @@ class Training:
             layout_hash=self.spec.layout.hash,
             mode_epoch=self.mode_epoch,
             lineage=self.lineage,
-            lineage_steps=self._ledger.steps(self.lineage),
+            lineage_steps=self.lineage_steps,
             policy_version=self.board.policy_version,
         )
 
-    def adopt(self, donor: str, why: str) -> None:
-        """Begin to take ``donor``'s state in the background; once at a time."""
-        self._adopting.begin(lambda: self._adopt(donor, why))
+    def adopt(self, donor: str, lineage: str, why: str) -> None:
+        """Begin to take the state of ``donor``, or of another member of ``lineage``, in the background."""
+        self._adopting.begin(lambda: self._adopt(donor, lineage, why))
 
     def strike(self, peer: str, why: str) -> None:
         """Note that ``peer`` sent something poisoned."""
@@ -328,10 +333,9 @@ class Training:
         """Take the state of the best donor, for a node that has none; None when ``give_up`` says so."""
         return await self._download.until(self._donors, self._request(), self.spec, give_up)
 
-    async def _adopt(self, donor: str, why: str) -> None:
-        alive = self.alive()
-        first = [(donor, alive[donor])] if donor in alive else []
-        found = await self._download.once(first, self._request(), self.spec)
+    async def _adopt(self, donor: str, lineage: str, why: str) -> None:
+        donors = sorted(self._donors(), key=lambda entry: entry[0] != donor)
+        found = await self._download.once(donors, self._request(), self.spec, lineage=lineage)
         if found is None:
             return
         giver, state = found

@@ -234,7 +234,7 @@ class GossipStrategy:
         if theirs.verdict == Verdict.BE_ADOPTED.value:
             if judge(summary, theirs.summary, self._config.max_staleness) is not Verdict.ADOPT:
                 return "failed"
-            self._swarm.adopt(peer, _why(summary, theirs.summary))
+            self._swarm.adopt(peer, theirs.summary.lineage, _why(summary, theirs.summary))
             return "behind"
         if theirs.verdict == Verdict.ADOPT.value:
             return "ahead"
@@ -271,7 +271,7 @@ class GossipStrategy:
             exchange_id=head.exchange_id, wire=self._config.wire, summary=mine, verdict=verdict.value
         )
         if verdict is Verdict.ADOPT:
-            self._swarm.adopt(incoming.sender, _why(mine, head.summary))
+            self._swarm.adopt(incoming.sender, head.summary.lineage, _why(mine, head.summary))
         if verdict is not Verdict.MIX:
             return Reply(msgspec.msgpack.encode(reply))
         if head.wire != self._config.wire or incoming.vector_nbytes != self._scratch.nbytes:

@@ -29,8 +29,11 @@ class Swarm(Protocol):
         """What we say of ourselves now; None while there is no state to mix."""
         ...
 
-    def adopt(self, donor: str, why: str) -> None:
-        """Begin to take ``donor``'s whole state, in the background; once at a time."""
+    def adopt(self, donor: str, lineage: str, why: str) -> None:
+        """Begin to take the whole state of ``donor``, or else of another member of ``lineage``.
+
+        In the background; once at a time.
+        """
         ...
 
     def strike(self, peer: str, why: str) -> None:

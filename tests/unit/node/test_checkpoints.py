@@ -99,6 +99,26 @@ def test_damaged_files_are_passed_over_and_told(tmp_path, how):
     ]
 
 
+def test_what_the_caller_cant_use_is_passed_over_and_told(tmp_path):
+    store = CheckpointStore(tmp_path, keep=3)
+    for number in (1, 2, 3):
+        store.save(make(number))
+
+    def accept(checkpoint: Checkpoint) -> None:
+        if checkpoint.meta["policy_version"] > limit:
+            raise CheckpointError("its counts can't be read")
+
+    limit = 2
+    loaded = store.load_latest(accept)
+    assert (version(loaded.checkpoint), loaded.path) == (2, tmp_path / "checkpoint-00000002.safetensors")
+    assert loaded.skipped == (
+        f"{store.last}: its counts can't be read",
+        f"{tmp_path / 'checkpoint-00000003.safetensors'}: its counts can't be read",
+    )
+    limit = 0
+    assert store.load_latest(accept).checkpoint is None
+
+
 def test_the_best_is_the_last_resort(tmp_path):
     store = CheckpointStore(tmp_path, keep=0)
     store.save(make(1), best=True)

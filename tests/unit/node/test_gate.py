@@ -39,7 +39,7 @@ def gate(events, clock, *peers: str, insists: bool = False) -> Gate:
 
 
 def welcome(task: TaskConfig = OTHER) -> bytes:
-    return msgspec.msgpack.encode(JoinInfo(task, task_hash(task), "ab" * 8, 5, 100.0))
+    return msgspec.msgpack.encode(JoinInfo(task, task_hash(task), "ab" * 8, 50, 5, 100.0))
 
 
 def now_s() -> float:
@@ -138,7 +138,9 @@ async def test_newcomers_are_judged_once_there_is_a_task(events, clock):
     with pytest.raises(Refusal) as caught:
         one.hooks.check_join(b"")
     assert caught.value.status == 503
-    one.training = SimpleNamespace(task=OTHER, task_hash=task_hash(OTHER), lineage="cd" * 8, policy_version=9)
+    one.training = SimpleNamespace(
+        task=OTHER, task_hash=task_hash(OTHER), lineage="cd" * 8, lineage_steps=90, policy_version=9
+    )
     assert one.hooks.check_join(b"") is None
     assert one.hooks.check_join(task_hash(OTHER).encode()) is None
     assert "Acrobot-v1" in one.hooks.check_join(task_hash(TaskConfig()).encode())

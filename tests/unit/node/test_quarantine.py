@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from p2pdrl.node import quarantine as module
 from p2pdrl.node.quarantine import Quarantine
 
 
@@ -30,3 +31,23 @@ def test_one_strike_may_be_enough():
     quarantine = Quarantine(1, 5.0)
     assert quarantine.strike("b", 7.0)
     assert quarantine.held(11.9) == ("b",)
+
+
+def test_old_strikes_are_forgiven():
+    quarantine = Quarantine(3, 60.0)
+    assert [quarantine.strike("b", now_s) for now_s in (0.0, 599.0, 600.0)] == [False, False, False]
+    assert quarantine.strike("b", 700.0)
+
+
+def test_made_up_peers_dont_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(module, "MAX_PEERS", 3)
+    quarantine = Quarantine(2, 60.0)
+    for peer in ("a", "b", "c", "a2", "b"):  # "a" is forgotten, "b" has its second
+        quarantine.strike(peer, 0.0)
+    assert quarantine.held(0.0) == ("b",)
+    assert not quarantine.strike("a", 0.0)
+    for peer in ("d", "e", "f"):
+        quarantine.strike(peer, 1.0)
+        quarantine.strike(peer, 1.0)
+    assert quarantine.held(1.0) == ("d", "e", "f")
+    assert len(quarantine._strikes) <= 3

@@ -85,13 +85,13 @@ async def test_what_a_checkpoint_holds(saving, store, training):
 async def test_an_heir_knows_what_was_done(saving, store, ledger, events):
     await saving.save()
     heir = Ledger(ME, 6)
-    restore_ledger(heir, take_up(store, events))
+    await take_up(store, heir, events)
     assert heir.total() == ledger.total() == Counts(120, 6, 3)
     assert heir.moments_digest() == {"obs": [[ME, 5, 9.0]]}
 
 
 async def test_nothing_to_take_up(store, events, kinds):
-    assert take_up(store, events) is None
+    assert await take_up(store, Ledger(ME, 6), events) is None
     assert founded_at(None, 999.0) == 999.0
     assert kinds() == []
 
@@ -103,7 +103,7 @@ async def test_a_damaged_checkpoint_is_passed_over_and_told(saving, store, event
     data = store.last.read_bytes()
     store.last.unlink()
     store.last.write_bytes(data[: len(data) // 2])
-    loaded = take_up(store, events)
+    loaded = await take_up(store, Ledger(ME, 6), events)
     assert loaded.meta["policy_version"] == 30
     assert kinds() == ["checkpoint-skipped"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import signal
@@ -15,9 +16,12 @@ import pytest
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import ConfigError, WorkerError
+from p2pdrl.node import learner_link as link_module
 from p2pdrl.node import supervisor as supervisor_module
 from p2pdrl.node.learner_link import LearnerLink
 from p2pdrl.node.supervisor import LearnerSupervisor
+from p2pdrl.tensors.board import BoardSpec
+from p2pdrl.tensors.layout import Entry, Layout
 from p2pdrl.workers.protocol import Pace, Progress, Report, Start
 
 START = Start(b"{}", 0, "cpu", 1, False)
@@ -169,6 +173,108 @@ async def test_a_successor_that_cant_be_built_is_tried_again(plan, make, until):
     await until(lambda: it.one.restarts == 1)
     assert it.told("learner-failed") == 1
     assert it.one.failures == 2
+
+
+async def test_a_successor_that_turns_out_bad_is_tried_again(plan, make, until):
+    plan("die:2", "usage", "train")
+    it = make()
+    await it.begin()
+    await until(lambda: it.one.restarts == 1)
+    (failed,) = [event for event in it.events.since(0) if event["kind"] == "learner-failed"]
+    assert "no such environment; next try in 0.02 s" in failed["text"]
+
+
+async def test_a_successor_of_another_layout_is_tried_again(plan, make, until):
+    plan("die:50", "train")
+    it = make()
+    await it.begin()
+    spec, it.one.spec = it.one.spec, BoardSpec(Layout((Entry("other", (4,)),)))
+    await until(lambda: it.told("learner-failed") >= 1)
+    it.one.spec = spec
+    await until(lambda: it.one.restarts == 1)
+
+
+async def test_without_file_descriptors_it_is_tried_again(plan, make, until, monkeypatch):
+    plan("die:2", "train")
+    it = make()
+    await it.begin()
+
+    def exhausted(*_args):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(link_module.socket, "socketpair", exhausted)
+        with pytest.raises(WorkerError, match="Too many open files"):
+            await LearnerLink.spawn(START)
+        await until(lambda: it.told("learner-failed") >= 1)
+    await until(lambda: it.one.restarts == 1)
+
+
+async def test_stopping_before_it_was_let_go(plan, make):
+    plan("train")
+    it = make()
+    await it.one.build()
+    await it.one.stop()
+    assert it.one.pid is None
+
+
+async def test_the_last_report_is_read_before_the_end(plan, make, until):
+    plan("train")
+    for _ in range(3):
+        it = make()
+        await it.begin()
+        await until(lambda: it.one.totals.updates >= 1)  # noqa: B023 (called at once)
+        await it.one.stop()
+        assert it.now() == (float(it.one.totals.updates), it.one.totals.updates)
+
+
+async def test_a_bug_that_shows_while_stopping_is_raised(plan, make, until, monkeypatch):
+    plan("train")
+    it = make()
+    await it.begin()
+    await until(lambda: it.one.totals.updates >= 1)
+
+    monkeypatch.setattr(it.one, "_on_report", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await it.one.stop()
+    await it.one.stop()
+    with pytest.raises(ZeroDivisionError):
+        await it.one.watch()
+    assert it.one.pid is None
+
+
+async def test_a_bug_ends_the_watch(plan, make, until, monkeypatch):
+    plan("train")
+    it = make()
+    await it.begin()
+    monkeypatch.setattr(it.one, "_on_report", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(it.one.watch(), 20)
+    await it.one.stop()
+
+
+async def test_a_learner_that_doesnt_end_is_killed(plan, make, until, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "END_TIMEOUT_S", 0.2)
+    plan("train")
+    it = make()
+    await it.begin()
+    await until(lambda: it.one.totals.updates >= 1)
+    pid = it.one.pid
+    os.kill(pid, signal.SIGSTOP)
+    await it.one.stop()
+    assert it.one.pid is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_the_window_may_change(make):
+    it = make()
+    it.one.returns.extend([1.0, 2.0, 3.0, 4.0, 5.0])
+    it.one.set_window(2)
+    assert list(it.one.returns) == [4.0, 5.0]
+    it.one.set_window(3)
+    it.one.returns.extend([6.0, 7.0])
+    assert list(it.one.returns) == [5.0, 6.0, 7.0]
 
 
 async def test_stopping_doesnt_wait_for_the_next_try(plan, make, until):

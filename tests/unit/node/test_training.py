@@ -158,13 +158,13 @@ async def test_a_smaller_lineage_is_adopted_from(pair, until, kinds):
 async def test_while_it_adopts_it_says_nothing(pair, until):
     one, two = pair
     gone = one.peers.pop(two.id)
-    one.training.adopt(two.id, "behind")
+    one.training.adopt(two.id, two.training.lineage, "behind")
     assert one.training.summary() is None
-    one.training.adopt(two.id, "once at a time")
+    one.training.adopt(two.id, two.training.lineage, "once at a time")
     await until(lambda: one.training.summary() is not None)
     assert one.now() == [0.0] * 5
     one.peers[two.id] = gone
-    one.training.adopt(two.id, "behind")
+    one.training.adopt(two.id, two.training.lineage, "behind")
     await until(lambda: one.now() == [1.0] * 5)
 
 

@@ -54,7 +54,7 @@ class FakeSwarm:
     def summary(self) -> Summary | None:
         return self.says
 
-    def adopt(self, donor: str, why: str) -> None:
+    def adopt(self, donor: str, lineage: str, why: str) -> None:
         self.adoptions.append((donor, why))
 
     def strike(self, peer: str, why: str) -> None:
