@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,10 +121,13 @@ class CheckpointStore:
                 raise storage_error("write the checkpoint", self.last, error) from error
         return self.last
 
-    def load_latest(self) -> Loaded:
+    def load_latest(self, accept: Callable[[Checkpoint], None] | None = None) -> Loaded:
         """Find the newest whole checkpoint: ``last``, then the history from its end, then ``best``.
 
         Never raises for a file that is damaged or unreadable; it is passed over and told.
+
+        Args:
+            accept: looks at each candidate, and raises CheckpointError for one that is of no use.
         """
         skipped: list[str] = []
         history = [path for _, path in sorted(self._history(), reverse=True)]
@@ -131,9 +135,17 @@ class CheckpointStore:
             if not path.exists():
                 continue
             try:
-                return Loaded(load(path), path, tuple(skipped))
+                checkpoint = load(path)
             except StorageError as error:
                 skipped.append(str(error))
+                continue
+            try:
+                if accept is not None:
+                    accept(checkpoint)
+            except CheckpointError as error:
+                skipped.append(f"{path}: {error}")
+                continue
+            return Loaded(checkpoint, path, tuple(skipped))
         return Loaded(None, None, tuple(skipped))
 
     def _history(self) -> list[tuple[int, Path]]:

@@ -23,7 +23,6 @@ from p2pdrl.workers.protocol import (
     Hello,
     Report,
     Start,
-    Stop,
     ToLearner,
     decode_from_learner,
     frame,
@@ -57,7 +56,10 @@ class LearnerLink:
         Raises:
             WorkerError: the process can't be started.
         """
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise WorkerError(f"can't start the learner process: {error}") from error
         ours.setblocking(False)
         environment = os.environ | {"OMP_NUM_THREADS": str(start.threads)}
         command = ("-m", "p2pdrl.workers.learner", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
@@ -146,15 +148,9 @@ class LearnerLink:
                         raise (ConfigError if message.usage else WorkerError)(message.message)
         finally:
             sender.cancel()
-            await asyncio.gather(sender, return_exceptions=True)
-
-    async def end(self, timeout_s: float) -> int:
-        """Ask the learner to stop, kill it if it doesn't; return its exit code."""
-        if self._process.returncode is None:
-            with contextlib.suppress(WorkerError, TimeoutError):
-                async with asyncio.timeout(0.5):
-                    await self._send_now(Stop())
-        return await self.reap(timeout_s)
+            await asyncio.wait([sender])
+            if not sender.cancelled():
+                sender.result()
 
     async def reap(self, timeout_s: float) -> int:
         """Wait for a learner that is ending; kill it when that takes too long; return its exit code."""

@@ -14,18 +14,19 @@ import msgspec
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import LearnerConfig
-from p2pdrl.errors import LayoutMismatchError, WorkerError
+from p2pdrl.errors import ConfigError, LayoutMismatchError, P2PDRLError, WorkerError
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.learner_link import LearnerLink
 from p2pdrl.telemetry.history import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.shm import SharedRegion
-from p2pdrl.workers.protocol import Hello, Others, Pace, Progress, Report, Start
+from p2pdrl.workers.protocol import Hello, Others, Pace, Progress, Report, Start, Stop
 
 __all__ = ["LearnerSupervisor", "LearnerTotals"]
 
 LONG_LIFE_S = 60.0
 END_TIMEOUT_S = 3.0
+REAP_TIMEOUT_S = 1.0
 
 
 class LearnerTotals(msgspec.Struct):
@@ -126,7 +127,7 @@ class LearnerSupervisor:
         """Wait until the learner is stopped for good.
 
         Raises:
-            ConfigError: it can't run as configured.
+            ConfigError: a running one says that it can't go on as configured.
             WorkerError: it says that it failed for good.
         """
         if self._task is not None:
@@ -138,17 +139,37 @@ class LearnerSupervisor:
         if self._link is not None:
             self._link.tell(message)
 
+    def set_window(self, window: int) -> None:
+        """Take the mean return over the last ``window`` episodes from now on; the newest known stay."""
+        if window != self.returns.maxlen:
+            self.returns = deque(self.returns, maxlen=window)
+
     async def stop(self) -> None:
-        """End the learner; its last state stays on the board. Calling it again does nothing."""
+        """End the learner, once its last report is read; its last state stays on the board.
+
+        Calling it again does nothing. A bug of ours that shows here is raised; what ended the
+        supervision before is left to `watch`.
+        """
         self._stopping.set()
-        link, self._link = self._link, None
-        if link is not None:
-            await link.end(END_TIMEOUT_S)
-        if self._task is not None:
-            _, late = await asyncio.wait([self._task], timeout=END_TIMEOUT_S)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        task, link = self._task, self._link
+        if task is None:
+            self._link = None
+            if link is not None:
+                await link.kill()  # it was never let go, so there is nothing to report
+            return
+        if task.done():
+            return
+        if self._down_since_s is not None:
+            task.cancel()  # a successor that is still being built has nothing to report
+        elif link is not None:
+            link.tell(Stop())
+        _, late = await asyncio.wait([task], timeout=END_TIMEOUT_S)
+        if late:
+            task.cancel()
+            await asyncio.wait([task])
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, P2PDRLError):
+            raise error
 
     def close(self) -> None:
         """Free the board. Nobody may use it afterwards."""
@@ -165,25 +186,37 @@ class LearnerSupervisor:
             self._link.tell(message)
 
     async def _supervise(self) -> None:
+        try:
+            await self._keep_one_running()
+        finally:
+            link, self._link = self._link, None
+            if link is not None:
+                await link.kill()
+
+    async def _keep_one_running(self) -> None:
         while not self._stopping.is_set():
-            began_s = self._clock.monotonic()
-            if self._link is not None:
-                await self._link.converse(self._report)
-                code = await self._link.reap(1.0)
+            link = self._link
+            if link is not None:
+                began_s = self._clock.monotonic()
+                await link.converse(self._report)
+                code = await link.reap(REAP_TIMEOUT_S)
+                self._link = None
                 if self._stopping.is_set():
                     return
-                self._link = None
                 self._down_since_s = self._clock.monotonic()
-                self._died(code, self._clock.monotonic() - began_s)
+                self._died(code, self._down_since_s - began_s)
             if await self._stopped_within(self._rest_s()):
                 return
             try:
                 await self._restart()
-            except WorkerError as error:
-                if self._stopping.is_set():
-                    return
+            except (WorkerError, ConfigError, LayoutMismatchError) as error:
+                # The first one was built from the same task, so it is this machine that changed.
                 self.failures += 1
-                self._events.emit("learner-failed", f"learner couldn't be restarted: {error}")
+                self._events.emit(
+                    "learner-failed",
+                    f"learner couldn't be restarted: {error}; next try in {self._rest_s():g} s",
+                    level="warning",
+                )
 
     def _died(self, code: int, lived_s: float) -> None:
         self.failures = 0 if lived_s >= LONG_LIFE_S else self.failures + 1
