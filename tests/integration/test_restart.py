@@ -120,3 +120,34 @@ def test_ctrl_c_leaves_properly(swarm, wait_until, no_orphans):
     wait_until(lambda: a.view().get("b") == "left", 10, "a knows that b left")
     a.signal(signal.SIGTERM)
     assert a.wait(10) == 0
+
+
+def test_an_elder_checkpoint_isn_t_thrown_away_for_a_young_swarm(swarm, wait_until):
+    elder = swarm.start("elder", *PACE)
+    swarm.training(elder)
+    wait_until(lambda: elder.status()["env_steps"] >= 4000, 60, "the elder has learnt something")
+    command(elder, "checkpoint")
+    lineage = elder.status()["lineage"]
+    elder.kill9()
+    young = swarm.start("young", *PACE, "--set", "node.learner.max_updates_per_s=1")
+    swarm.training(young)
+    back = swarm.start("elder", *PACE, peers=young, data=elder.data)
+    swarm.training(back)
+    assert back.status()["lineage"] == lineage
+    assert not back.events("adopted")
+    wait_until(lambda: young.status()["lineage"] == lineage, 30, "the young one adopts")
+
+
+def test_newcomers_whose_only_donor_dies_go_on_together(swarm, wait_until):
+    founder = swarm.start("founder", *PACE)
+    swarm.training(founder)
+    others = [swarm.start(name, *PACE, peers=founder) for name in ("x", "y")]
+    for node in others:
+        wait_until(lambda node=node: "joined a swarm" in node.text(), 40, "it joins", every_s=0.01)
+    founder.kill9()  # while their learners are still being built
+    swarm.training(*others, timeout_s=60)
+    x, y = others
+    wait_until(lambda: x.status()["lineage"] == y.status()["lineage"] != "", 30, "one lineage")
+    wait_until(
+        lambda: x.status()["exchanges"].get("ok", 0) + y.status()["exchanges"].get("ok", 0), 20, "they mix"
+    )
