@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from p2pdrl.errors import StorageError
+from p2pdrl.membership.events import MemberView
 
-__all__ = ["KnownMember", "KnownMembers"]
+__all__ = ["KnownMember", "KnownMembers", "living"]
 
 MEMBERS_FILE = "members.json"
 MAX_KNOWN = 256
@@ -27,6 +29,15 @@ class KnownMember(msgspec.Struct, frozen=True):
     id: str
     name: str
     address: str
+
+
+def living(members: Iterable[MemberView]) -> tuple[KnownMember, ...]:
+    """Return those worth remembering: the living, without ourselves."""
+    return tuple(
+        KnownMember(member.id, member.name, member.address)
+        for member in members
+        if not member.is_self and member.state in ("alive", "suspect")
+    )
 
 
 class _Content(msgspec.Struct, frozen=True):

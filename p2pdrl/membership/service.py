@@ -48,7 +48,7 @@ from p2pdrl.membership.joining import (
     knows_no_address,
     resolve,
 )
-from p2pdrl.membership.known_members import KnownMember, KnownMembers
+from p2pdrl.membership.known_members import KnownMember, KnownMembers, living
 from p2pdrl.membership.messages import ROUTES, Delta, Join, Message, Sync, Welcome, decode, encode, route_of
 from p2pdrl.membership.outcomes import failed
 from p2pdrl.membership.records import SwarmRecord
@@ -136,7 +136,7 @@ class MembershipService:
 
     async def start(self) -> None:
         """Begin probing, and trying the seeds."""
-        self._save(self._remembered())
+        self._save(living(self.members()))
         self._spawn(self._run_timers(), "membership timers")
         self._spawn(self._joiner.run(), "membership seeds")
         self._spawn(self._run_saving(), "membership file")
@@ -172,7 +172,7 @@ class MembershipService:
             future.cancel()
         if not self._crash.done():
             self._crash.cancel()
-        self._save(self._remembered())
+        self._save(living(self.members()))
 
     # What the daemon reads and says
 
@@ -334,26 +334,16 @@ class MembershipService:
 
         task.add_done_callback(ended)
 
-    # The file
-
     async def _run_saving(self) -> None:
         while True:
             await asyncio.sleep(SAVE_EVERY_S)
             if self._dirty:
                 self._dirty = False
-                await asyncio.to_thread(self._save, self._remembered())
-
-    def _remembered(self) -> tuple[KnownMember, ...]:
-        living = tuple(
-            KnownMember(member.id, member.name, member.address)
-            for member in self.members()
-            if not member.is_self and member.state in ("alive", "suspect")
-        )
-        return living or self._known.members
+                await asyncio.to_thread(self._save, living(self.members()))
 
     def _save(self, members: tuple[KnownMember, ...]) -> None:
         """Write the file; a disk that doesn't take it costs us hints at the next start, no more."""
         try:
-            self._known.save(self._core.me.incarnation.boot_ms, members)
+            self._known.save(self._core.me.incarnation.boot_ms, members or self._known.members)
         except StorageError:
             self._dirty = True
