@@ -21,9 +21,10 @@ __all__ = [
     "NodeConfig",
 ]
 
-Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -33,18 +34,18 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """``auto`` takes the first GPU if there is one; or ``cpu``, ``cuda``, ``cuda:1``."""
     threads: Count = 1
     """Threads of each torch process. More than one costs dearly when cores are shared."""
-    max_updates_per_s: NonNegative = 0.0
+    max_updates_per_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """Upper bound on updates a second, to leave the machine room for others; 0 is none."""
-    restart_min_s: Positive = 0.5
+    restart_min_s: PositiveSeconds = 0.5
     """Wait before a learner that died is started again; doubles with each death in a row …"""
-    restart_max_s: Positive = 30.0
+    restart_max_s: PositiveSeconds = 30.0
     """… up to this; a learner that lived for a minute begins again at the minimum."""
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What this node keeps on its own disk."""
 
-    every_s: NonNegative = 30.0
+    every_s: Seconds = 30.0
     """Seconds between checkpoints; 0 writes only at the end. Shorter loses less of the optimizer's
     state in a crash of every node at once, and writes more."""
     keep: Annotated[int, Meta(ge=0)] = 3
@@ -58,11 +59,11 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Largest parameter vector accepted from a peer."""
     max_connections: Count = 512
     """Open connections, all peers together."""
-    max_abs_parameter: Positive = 1e6
+    max_abs_parameter: Annotated[float, Meta(gt=0, le=1e30)] = 1e6
     """A vector with an entry beyond this is refused and counts as a strike."""
     strikes: Count = 3
     """Poisoned vectors after which a peer is quarantined."""
-    quarantine_s: Positive = 300.0
+    quarantine_s: PositiveSeconds = 300.0
     """How long a quarantined peer is neither met nor answered."""
 
 

@@ -196,7 +196,7 @@ def _allowed_one(annotation: Any) -> str:
 def _bounds(meta: msgspec.Meta) -> list[str]:
     signs = (("≥", meta.ge), (">", meta.gt), ("≤", meta.le), ("<", meta.lt))
     return [
-        f"{sign} {bound:g}" if abs(bound) < 1e6 else f"{sign} {bound}"
+        f"{sign} {bound:g}" if isinstance(bound, float) or abs(bound) < 1e6 else f"{sign} {bound}"
         for sign, bound in signs
         if bound is not None
     ]

@@ -9,6 +9,7 @@ Durations are in seconds (``_s``).
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -31,9 +32,27 @@ Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
 
 
-class EnvConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Travelling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A section that travels between nodes: whatever it holds, it holds no infinity and no NaN."""
+
+    def __post_init__(self) -> None:
+        """Check what was decoded, converted or built.
+
+        Raises:
+            ValueError: a number isn't finite; msgspec turns it into its own ValidationError.
+        """
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            for number in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(number, float) and not math.isfinite(number):
+                    raise ValueError(f"{name} must be a finite number")
+
+
+class EnvConfig(_Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where experience comes from."""
 
     id: str = "CartPole-v1"
@@ -54,7 +73,7 @@ class EnvConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     predicts one constant and lets a good policy decay."""
 
 
-class NetworkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class NetworkConfig(_Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The shape of policy and value function."""
 
     kind: Literal["auto", "mlp", "nature_cnn"] = "auto"
@@ -66,7 +85,7 @@ class NetworkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class PPOConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ppo"
+    _Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ppo"
 ):
     """Proximal policy optimization (Schulman 2017, arXiv 1707.06347)."""
 
@@ -101,7 +120,7 @@ class PPOConfig(
 
 
 class A2CConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="a2c"
+    _Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="a2c"
 ):
     """Advantage actor-critic, the synchronous form of A3C (Mnih 2016, arXiv 1602.01783)."""
 
@@ -135,7 +154,7 @@ AlgorithmConfig = PPOConfig | A2CConfig
 
 
 class AdpsgdConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="adpsgd"
+    _Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="adpsgd"
 ):
     """Asynchronous pairwise parameter averaging (AD-PSGD, Lian 2018, arXiv 1710.06952)."""
 
@@ -144,11 +163,11 @@ class AdpsgdConfig(
     Random mixes fastest; ring and exponential keep each node's set of peers small."""
     every_updates: Annotated[int, Meta(ge=0)] = 1
     """An exchange begins after this many updates of the learner; 0 leaves it to ``every_s``."""
-    every_s: NonNegative = 0.0
+    every_s: Seconds = 0.0
     """… or after this many seconds, whichever comes first; 0 leaves it to ``every_updates``."""
-    min_interval_s: NonNegative = 0.05
+    min_interval_s: Seconds = 0.05
     """Exchanges are never begun closer together. Lower mixes faster and costs more processor time."""
-    deadline_s: Positive = 2.0
+    deadline_s: PositiveSeconds = 2.0
     """An exchange that hasn't ended by then is given up; that costs the one round and nothing else."""
     weight: Annotated[float, Meta(gt=0, le=0.5)] = 0.5
     """How far each side moves towards the other: ½ is the average."""
@@ -156,12 +175,12 @@ class AdpsgdConfig(
     """Number format on the wire: bf16 halves the bytes; both sides mix the same rounded values."""
     max_staleness: Count = 1000
     """A node this many policy versions behind its peer adopts the peer's state instead of averaging."""
-    max_distance: Positive = 1e3
+    max_distance: Annotated[float, Meta(gt=0, le=1e12)] = 1e3
     """A node whose distance from its peer, relative to the peer's norm, exceeds this adopts or is refused."""
 
 
 class LocalConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="local"
+    _Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="local"
 ):
     """No averaging: each node trains alone. The reference that others are measured against."""
 
@@ -169,16 +188,16 @@ class LocalConfig(
 StrategyConfig = AdpsgdConfig | LocalConfig
 
 
-class StopConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StopConfig(_Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """When the swarm is done; the condition that is met first ends it, zero or none never does."""
 
     env_steps: Annotated[int, Meta(ge=0)] = 0
     """Environment steps of the whole swarm, all nodes and boots together."""
-    time_s: NonNegative = 0.0
+    time_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """Seconds since the swarm was founded."""
     mean_return: float | None = None
     """Each living node's mean return over its last ``window`` sampled training episodes has reached this."""
-    window: Count = 100
+    window: Annotated[int, Meta(ge=1, le=1_000_000)] = 100
     """Episodes that a mean return is taken over."""
 
 

@@ -73,6 +73,7 @@ class Conduct:
                 self._stop = ((stop_record.epoch, stop_record.proposer), condition)
                 self.founded_at = condition.founded_at
                 training.stop_config = condition.stop
+                training.supervisor.set_window(condition.stop.window)
                 if self._parts.saving is not None:
                     self._parts.saving.stop_setting = condition
         await self._follow_mode(training)

@@ -106,6 +106,7 @@ class FakeTraining:
         self.strikes = 0
         self.held: tuple[str, ...] = ()
         self.adopting_s = 0.0
+        self.windows: list[int] = []
         self.strategy = SimpleNamespace(mode="gossip", consensus_distance=0.25)
         self.supervisor = SimpleNamespace(
             pid=None,
@@ -117,6 +118,7 @@ class FakeTraining:
             speed=RateMeter(10.0),
             restarts=0,
             metrics={"loss": 0.5},
+            set_window=self.windows.append,
         )
 
     @property

@@ -96,6 +96,13 @@ async def test_two_founders_records_end_alike(conduct, membership, training, mak
     assert training.stop_config.env_steps == (10 if winner is membership else 20)
 
 
+async def test_the_window_follows_the_record(conduct, membership, training):
+    for window in (30, 50):
+        membership.propose(settings.STOP, stop_setting(window=window))
+        await conduct.follow(training)
+    assert training.windows == [30, 50]
+
+
 async def test_the_halt_ends_training(conduct, membership, training, parts, kinds):
     membership.propose(settings.STOP, stop_setting(env_steps=100))
     await conduct.follow(training)
