@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from p2pdrl.errors import PoisonedVectorError
 from p2pdrl.ids import short
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.ledger import Ledger
@@ -34,7 +35,7 @@ class Giving:
         """Give our state.
 
         Raises:
-            Refusal: no state yet (503), another layout or task (409), enough others served (429).
+            Refusal: no usable state (503), another layout or task (409), enough others served (429).
         """
         training = self._training
         request = decode_request(incoming)
@@ -51,6 +52,9 @@ class Giving:
         try:
             steps = self._ledger.steps(training.lineage)
             reply, head = await offer(training.board, training.spec, training.lineage, steps)
+        except PoisonedVectorError as error:
+            self._served -= 1
+            raise Refusal(503, f"our own state is unusable: {error}") from error
         except BaseException:
             self._served -= 1
             raise

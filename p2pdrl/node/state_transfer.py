@@ -28,6 +28,7 @@ ROUTE = "state"
 DEADLINE_S = 10.0
 SLOWEST_BYTES_S = 1e6
 """A donor that gives less than this a second isn't waited for: there are others."""
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class StateRequest(msgspec.Struct, frozen=True):
@@ -86,6 +87,7 @@ async def offer(
 
     Raises:
         TensorError: nothing has been published yet.
+        PoisonedVectorError: something in it isn't finite.
     """
     return await asyncio.to_thread(_pack, board, spec, lineage, lineage_steps)
 
@@ -94,6 +96,7 @@ def _pack(board: DaemonBoard, spec: BoardSpec, lineage: str, steps: int) -> tupl
     vector = np.empty(spec.layout.size, np.float32)
     version = board.now(vector).policy_version
     sidecar = board.sidecar()
+    _check_finite(vector, sidecar, FLOAT32_MAX)
     packed = bytearray(spec.sidecar.nbytes if sidecar is not None else 0)
     if sidecar is not None:
         spec.sidecar.write(sidecar, spec.sidecar.views(packed))
@@ -164,9 +167,13 @@ def _unpack(meta: bytes, nbytes: int, buffer: bytearray, spec: BoardSpec, max_ab
         raise WireError("the parameters that arrived don't have the hash that the donor told")
     if packed.nbytes and hashlib.sha256(packed).hexdigest() != head.sidecar_hash:
         raise WireError("the sidecar that arrived doesn't have the hash that the donor told")
-    mix.check_finite(vector, max_abs)
     sidecar = dict(spec.sidecar.views(packed)) if packed.nbytes else None
+    _check_finite(vector, sidecar, max_abs)
+    return State(head, vector, sidecar)
+
+
+def _check_finite(vector: Float32Array, sidecar: dict[str, AnyArray] | None, max_abs: float) -> None:
+    mix.check_finite(vector, max_abs)
     for name, value in (sidecar or {}).items():
         if not np.isfinite(value).all():
             raise PoisonedVectorError(f"{name} of the sidecar holds NaN or infinity")
-    return State(head, vector, sidecar)

@@ -300,6 +300,10 @@ class Training:
         """Begin to take the state of ``donor``, or of another member of ``lineage``, in the background."""
         self._adopting.begin(lambda: self._adopt(donor, lineage, why))
 
+    def heal(self, why: str) -> None:
+        """Begin to take the best donor's state in the background: our own is unusable."""
+        self._adopting.begin(lambda: self._adopt("", None, why))
+
     def strike(self, peer: str, why: str) -> None:
         """Note that ``peer`` sent something poisoned."""
         if self._quarantine.strike(peer, self._clock.monotonic()):
@@ -333,7 +337,7 @@ class Training:
         """Take the state of the best donor, for a node that has none; None when ``give_up`` says so."""
         return await self._download.until(self._donors, self._request(), self.spec, give_up)
 
-    async def _adopt(self, donor: str, lineage: str, why: str) -> None:
+    async def _adopt(self, donor: str, lineage: str | None, why: str) -> None:
         donors = sorted(self._donors(), key=lambda entry: entry[0] != donor)
         found = await self._download.once(donors, self._request(), self.spec, lineage=lineage)
         if found is None:

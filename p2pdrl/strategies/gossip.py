@@ -28,16 +28,14 @@ from p2pdrl.errors import (
     PoisonedVectorError,
     TensorError,
     TransportError,
-    WireError,
 )
 from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.adpsgd import AdpsgdCore
-from p2pdrl.strategies.judgement import Summary, Verdict, judge
-from p2pdrl.strategies.pair import ExchangeHead, PairScratch
+from p2pdrl.strategies.judgement import Verdict, judge, why_adopt
+from p2pdrl.strategies.pair import ExchangeHead, PairScratch, decode_head
 from p2pdrl.strategies.protocol import Swarm
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
 __all__ = ["ROUTE", "GossipStrategy"]
@@ -216,7 +214,8 @@ class GossipStrategy:
         summary = self._swarm.summary()
         if summary is None:
             return "failed"
-        await self._heavy(lambda: self._scratch.load(self._board))
+        if not await self._load():
+            return "failed"
         head = ExchangeHead(exchange_id=new_exchange_id(), wire=self._config.wire, summary=summary)
         answer = await self._transport.call(
             address,
@@ -228,13 +227,13 @@ class GossipStrategy:
             deadline_s=self._config.deadline_s,
             lane="bulk",
         )
-        theirs = _decode(answer.meta)
+        theirs = decode_head(answer.meta)
         if theirs is None or theirs.exchange_id != head.exchange_id:
             return "failed"
         if theirs.verdict == Verdict.BE_ADOPTED.value:
             if judge(summary, theirs.summary, self._config.max_staleness) is not Verdict.ADOPT:
                 return "failed"
-            self._swarm.adopt(peer, theirs.summary.lineage, _why(summary, theirs.summary))
+            self._swarm.adopt(peer, theirs.summary.lineage, why_adopt(summary, theirs.summary))
             return "behind"
         if theirs.verdict == Verdict.ADOPT.value:
             return "ahead"
@@ -254,7 +253,7 @@ class GossipStrategy:
             Refusal: engaged (423), no state yet (503), another task or mode (409), a replay (409),
                 poisoned (422), quarantined (403), malformed (400).
         """
-        head = _decode(incoming.meta)
+        head = decode_head(incoming.meta)
         if head is None:
             raise Refusal(400, "the exchange's head can't be read")
         if self._swarm.quarantined(incoming.sender):
@@ -271,7 +270,7 @@ class GossipStrategy:
             exchange_id=head.exchange_id, wire=self._config.wire, summary=mine, verdict=verdict.value
         )
         if verdict is Verdict.ADOPT:
-            self._swarm.adopt(incoming.sender, head.summary.lineage, _why(mine, head.summary))
+            self._swarm.adopt(incoming.sender, head.summary.lineage, why_adopt(mine, head.summary))
         if verdict is not Verdict.MIX:
             return Reply(msgspec.msgpack.encode(reply))
         if head.wire != self._config.wire or incoming.vector_nbytes != self._scratch.nbytes:
@@ -287,7 +286,8 @@ class GossipStrategy:
         try:
             async with asyncio.timeout(self._config.deadline_s):
                 await incoming.read_vector_into(self._scratch.incoming)
-                await self._heavy(lambda: self._scratch.load(self._board))
+                if not await self._load():
+                    raise Refusal(503, "our own parameters are unusable; taking a donor's")
                 delta_D = await self._heavy(self._scratch.mix)
             version = max(reply.summary.policy_version, their_version)
 
@@ -304,6 +304,15 @@ class GossipStrategy:
         finally:
             if not handed_over:
                 self._engaged = False
+
+    async def _load(self) -> bool:
+        """Take our vector off the board; False, and the node heals, when it can't be given to anybody."""
+        try:
+            await self._heavy(lambda: self._scratch.load(self._board))
+        except PoisonedVectorError as error:
+            self._swarm.heal(f"our own parameters are unusable: {error}")
+            return False
+        return True
 
     async def _commit(self, delta_D: Float32Array, version: int, *, sent: bool) -> None:
         """End an exchange that a peer began: our side counts once the answer is written."""
@@ -337,17 +346,3 @@ class GossipStrategy:
         self._seen[exchange_id] = None
         while len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
-
-
-def _decode(meta: bytes) -> ExchangeHead | None:
-    try:
-        head: ExchangeHead = codec.decode(meta, ExchangeHead)
-    except WireError:
-        return None
-    return head
-
-
-def _why(mine: Summary, theirs: Summary) -> str:
-    if mine.lineage != theirs.lineage:
-        return f"lineage {theirs.lineage} has {theirs.lineage_steps} steps, ours {mine.lineage_steps}"
-    return f"{theirs.policy_version - mine.policy_version} policy versions behind"

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-__all__ = ["Natural", "Short", "Summary", "Verdict", "judge"]
+__all__ = ["Natural", "Short", "Summary", "Verdict", "judge", "why_adopt"]
 
 MAX_VERSION_GAP = 10**9
 """No two honest nodes are this many updates apart: at 200 a second it is two months."""
@@ -76,3 +76,10 @@ def judge(mine: Summary, theirs: Summary, max_staleness: int) -> Verdict:
     if -lag > max_staleness:
         return Verdict.BE_ADOPTED
     return Verdict.MIX
+
+
+def why_adopt(mine: Summary, theirs: Summary) -> str:
+    """Say in words why ``mine`` adopts the state of ``theirs``."""
+    if mine.lineage != theirs.lineage:
+        return f"lineage {theirs.lineage} has {theirs.lineage_steps} steps, ours {mine.lineage_steps}"
+    return f"{theirs.policy_version - mine.policy_version} policy versions behind"

@@ -18,14 +18,15 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from p2pdrl.errors import PoisonedVectorError
+from p2pdrl.errors import PoisonedVectorError, WireError
 from p2pdrl.strategies.judgement import Summary
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.wire import WireDtype, decode, encode, encoded_nbytes
+from p2pdrl.transport import codec
 
-__all__ = ["ExchangeHead", "PairScratch"]
+__all__ = ["ExchangeHead", "PairScratch", "decode_head"]
 
 
 class ExchangeHead(msgspec.Struct, frozen=True):
@@ -36,6 +37,15 @@ class ExchangeHead(msgspec.Struct, frozen=True):
     summary: Summary
     verdict: str = "mix"
     """In an answer: what the responder does (a `judgement.Verdict`); a vector follows only for ``mix``."""
+
+
+def decode_head(meta: bytes) -> ExchangeHead | None:
+    """Read what a peer put before its vector; None when it can't be read."""
+    try:
+        head: ExchangeHead = codec.decode(meta, ExchangeHead)
+    except WireError:
+        return None
+    return head
 
 
 class PairScratch:
@@ -70,11 +80,17 @@ class PairScratch:
         return len(self.outgoing)
 
     def load(self, board: DaemonBoard) -> None:
-        """Read our vector off the board, rounded as the wire rounds it, into ``outgoing``."""
+        """Read our vector off the board, rounded as the wire rounds it, into ``outgoing``.
+
+        Raises:
+            PoisonedVectorError: our own vector holds NaN, infinity or a huge entry; peers would strike
+                us for it.
+        """
         self._sets = board.now(self._mine_D).sets
         encode(self._mine_D, self._wire, self.outgoing)
         if self._wire != "float32":
             decode(self.outgoing, self._wire, self._mine_D)
+        mix.check_finite(self._mine_D, self._max_abs)
 
     def mix(self) -> Float32Array:
         """Check what is in ``incoming`` and return what our side adds; valid until the next `load`.

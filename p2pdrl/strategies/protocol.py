@@ -36,6 +36,10 @@ class Swarm(Protocol):
         """
         ...
 
+    def heal(self, why: str) -> None:
+        """Our own state is unusable: begin to take the best donor's, in the background; once at a time."""
+        ...
+
     def strike(self, peer: str, why: str) -> None:
         """Note that ``peer`` sent something poisoned."""
         ...

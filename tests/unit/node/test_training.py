@@ -168,6 +168,24 @@ async def test_while_it_adopts_it_says_nothing(pair, until):
     await until(lambda: one.now() == [1.0] * 5)
 
 
+async def test_a_node_that_went_nan_heals(pair, until, kinds):
+    one, two = pair
+    for peer in pair:
+        await peer.training.use(GOSSIP, 1)
+    one.training.board.post_set(np.full(5, np.nan, np.float32), None, 7)
+    assert not one.training._adopting.under_way
+    request = one.training._request()
+    with pytest.raises(PeerRefusedError) as caught:
+        await state_transfer.fetch(
+            two.transport, one.id, one.address, request=request, spec=one.training.spec, max_abs=1e6
+        )
+    assert caught.value.status == 503
+    one.reports(1)
+    await until(lambda: one.now() == [1.0] * 5)
+    assert one.training.outcomes["adopted"] == 1
+    assert (two.training.strikes, two.now()) == (0, [1.0] * 5)
+
+
 async def test_the_poisoner_is_left_alone_for_a_while(pair, kinds):
     one, two = pair
     one.training.strike(two.id, "NaN")

@@ -44,6 +44,7 @@ class FakeSwarm:
         self.peers: dict[str, Address] = {}
         self.says: Summary | None = Summary(node_id, "task", "layout", 1, "aa", 100, 10)
         self.adoptions: list[tuple[str, str]] = []
+        self.heals: list[str] = []
         self.strikes: list[str] = []
         self.held: set[str] = set()
         self.seen: list[tuple[str, float]] = []
@@ -56,6 +57,9 @@ class FakeSwarm:
 
     def adopt(self, donor: str, lineage: str, why: str) -> None:
         self.adoptions.append((donor, why))
+
+    def heal(self, why: str) -> None:
+        self.heals.append(why)
 
     def strike(self, peer: str, why: str) -> None:
         self.strikes.append(peer)

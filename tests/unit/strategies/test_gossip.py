@@ -164,6 +164,22 @@ async def test_poison_is_a_strike_and_moves_nothing(swarm):
     assert b.strategy.outcomes == {"answered": 1}
 
 
+async def test_our_own_poison_is_kept_to_ourselves_and_healed(swarm):
+    a, b = await swarm.grow(2)
+    good_D = a.x_D
+    a.learner.publish(np.full(a.x_D.size, np.nan, np.float32), None, a.version)
+    a.strategy.updated(1)
+    await asyncio.sleep(0.2)
+    assert a.strategy.outcomes == {"failed": 1}
+    assert await refusal(b, a, "e1", np.zeros(a.x_D.size, np.float32)) == 503
+    assert (len(a.swarm.heals), a.swarm.strikes, b.swarm.strikes) == (2, [], [])
+    assert b.strategy.outcomes == {}
+    assert not b.moved()
+    a.learner.publish(good_D, None, a.version)
+    await offer(b, a, "e2")
+    assert a.strategy.outcomes == {"failed": 1, "answered": 1}
+
+
 async def test_a_poisoned_answer_is_a_strike_and_moves_nothing(swarm):
     a, b = await swarm.grow(2)
 

@@ -99,6 +99,15 @@ def test_poisoned_vectors_are_refused(wire, bad):
         mine.mix()
 
 
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2e6])
+def test_our_own_poison_isnt_loaded(wire, bad):
+    mine_D = np.ones(D, np.float32)
+    mine_D[3] = bad
+    with pytest.raises(PoisonedVectorError):
+        scratch(wire).load(StillBoard(mine_D))
+
+
 def test_a_norm_out_of_proportion_is_refused():
     mine = scratch(max_distance=10.0)
     mine.load(StillBoard(np.zeros(D, np.float32)))
