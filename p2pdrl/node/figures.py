@@ -44,7 +44,6 @@ class Figures:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._process = psutil.Process(os.getpid())
         self._seq = 0
 
     # --- of this node ---------------------------------------------------------------------------
@@ -61,15 +60,10 @@ class Figures:
 
     @property
     def rss_bytes(self) -> int:
-        """Memory of the daemon and its learner."""
-        total = int(self._process.memory_info().rss)
+        """Memory of the daemon and its learner; what can't be read (no descriptor left) counts nothing."""
         training = self._parts.training
-        if training is not None and training.supervisor.pid is not None:
-            try:
-                total += int(psutil.Process(training.supervisor.pid).memory_info().rss)
-            except psutil.Error:
-                return total
-        return total
+        learner = None if training is None else training.supervisor.pid
+        return _rss_bytes(os.getpid()) + (0 if learner is None else _rss_bytes(learner))
 
     def health(self) -> tuple[bool, list[str]]:
         """Whether this node is well, and why not."""
@@ -293,3 +287,10 @@ class Figures:
     def _name(self, node: str) -> str:
         names = {member.id: member.name for member in self._parts.membership.members()}
         return names.get(node, short(node))
+
+
+def _rss_bytes(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except (psutil.Error, OSError):
+        return 0

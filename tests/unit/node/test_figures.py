@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import random
 
 import msgspec
@@ -240,3 +241,13 @@ async def test_the_view_before_and_after_the_parts_are_there(figures, full, even
     for act in (view.checkpoint, view.export):
         with pytest.raises(CheckpointError, match="no state yet"):
             await act()
+
+
+async def test_without_file_descriptors_memory_is_left_out(figures, monkeypatch):
+    assert figures.rss_bytes > 0
+
+    def exhausted(_pid):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("p2pdrl.node.figures.psutil.Process", exhausted)
+    assert figures.report().rss_bytes == 0
