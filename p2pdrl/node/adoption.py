@@ -16,7 +16,7 @@ from p2pdrl.node.state_transfer import State, StateRequest, fetch
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.transport.protocol import Address, Transport
 
-__all__ = ["Adopting", "Donors", "Download", "without_moments"]
+__all__ = ["Adoptions", "Donors", "Download", "without_moments"]
 
 Donors = Callable[[], Sequence[tuple[str, Address]]]
 """Living members, the best donor first."""
@@ -88,22 +88,41 @@ class Download:
         )
 
 
-class Adopting:
-    """Adoptions in the background, one at a time.
+class Adoptions:
+    """Takes states over: the first one, and later ones in the background, one at a time.
 
     Args:
+        download: asks donors.
+        donors: the living members, the best donor first.
         clock: time.
+        request: what is expected of a donor.
+        spec: our own layout.
+        take: makes a state that arrived our own: ``(giver, state, why)``.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        download: Download,
+        donors: Donors,
+        clock: Clock,
+        request: Callable[[], StateRequest],
+        spec: Callable[[], BoardSpec],
+        take: Callable[[str, State, str], Awaitable[None]],
+    ) -> None:
+        self._download = download
+        self._donors = donors
         self._clock = clock
-        self._task: asyncio.Future[None] | None = None
+        self._request = request
+        self._spec = spec
+        self._take = take
+        self._task: asyncio.Task[None] | None = None
         self._since_s = 0.0
         self._crash: asyncio.Future[None] | None = None
 
     @property
     def under_way(self) -> bool:
-        """Whether one is going on."""
+        """Whether one is going on in the background."""
         return self._task is not None
 
     @property
@@ -111,11 +130,21 @@ class Adopting:
         """How long it has been going on; 0 when none is."""
         return 0.0 if self._task is None else self._clock.monotonic() - self._since_s
 
-    def begin(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do ``work`` in the background, unless one is under way."""
+    async def first(self, give_up: Callable[[], bool]) -> tuple[str, State] | None:
+        """Return the state of the best donor, for a node that has none; None when ``give_up`` says so."""
+        return await self._download.until(self._donors, self._request(), self._spec(), give_up)
+
+    def begin(self, donor: str, lineage: str | None, why: str) -> None:
+        """Take the state of ``donor`` in the background, or of another member of ``lineage``.
+
+        Args:
+            donor: asked first; empty begins with the best.
+            lineage: the only one that will do; None takes any.
+            why: told when it is done.
+        """
         if self._task is None:
             self._since_s = self._clock.monotonic()
-            self._task = asyncio.ensure_future(work())
+            self._task = asyncio.create_task(self._adopt(donor, lineage, why), name="adoption")
             self._task.add_done_callback(self._ended)
 
     async def watch(self) -> None:
@@ -130,7 +159,13 @@ class Adopting:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def _ended(self, task: asyncio.Future[None]) -> None:
+    async def _adopt(self, donor: str, lineage: str | None, why: str) -> None:
+        donors = sorted(self._donors(), key=lambda entry: entry[0] != donor)
+        found = await self._download.once(donors, self._request(), self._spec(), lineage=lineage)
+        if found is not None:
+            await self._take(*found, why)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
         error = None if task.cancelled() else task.exception()
         if error is not None and self._crash is not None and not self._crash.done():

@@ -208,7 +208,8 @@ class Node:
                 self._conduct.found(training, founded_at(checkpoint, self._clock.wall()))
             jobs += [
                 group.create_task(self._conduct.run(training), name="records"),
-                group.create_task(training.watch(), name="training"),
+                group.create_task(training.supervisor.watch(), name="learner"),
+                group.create_task(training.adoptions.watch(), name="adoptions"),
                 group.create_task(training.watch_strategy(), name="strategy"),
                 group.create_task(parts.saving.run(), name="checkpoints"),
                 group.create_task(self._fold_later(), name="fold"),

@@ -79,8 +79,8 @@ class Figures:
                 "learner_down_s": learner.down_s if wanted else None,
                 "learner_restarts_in_a_row": learner.failures,
                 "progress_age_s": None if not wanted or reported_s is None else now_s - reported_s,
-                "quarantined": tuple(self._name(peer) for peer in training.held),
-                "adopting_s": training.adopting_s,
+                "quarantined": tuple(self._name(peer) for peer in training.quarantine.held(now_s)),
+                "adopting_s": training.adoptions.seconds,
             }
         me = parts.membership.members()[0]
         return health.judge(

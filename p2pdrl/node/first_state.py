@@ -83,7 +83,7 @@ async def first_state(
         return None, new_lineage() if info is None else info.lineage
     if info is not None and not (own is not None and _stays(own, info, parts.ledger, training)):
         parts.state = "fetching"
-        found = await training.download(_Orphaned(parts).judge)
+        found = await training.adoptions.first(_Orphaned(parts).judge)
         if found is not None:
             giver, state = found
             alive = parts.alive()

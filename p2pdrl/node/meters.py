@@ -72,7 +72,7 @@ class Meters:
             registry.members.set(state, count)
         if training is not None:
             registry.learner_restarts_total.advance_to(training.supervisor.restarts)
-            registry.strikes_total.advance_to(training.strikes)
+            registry.strikes_total.advance_to(training.quarantine.total)
         if saving is not None:
             registry.checkpoint_failures_total.advance_to(saving.failures)
         return registry.render()

@@ -20,7 +20,7 @@ from p2pdrl.config.task import AdpsgdConfig, StrategyConfig, TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import WireError, WorkerError
 from p2pdrl.ids import short
-from p2pdrl.node.adoption import Adopting, Donors, Download, without_moments
+from p2pdrl.node.adoption import Adoptions, Donors, Download, without_moments
 from p2pdrl.node.counters import Counts
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.ledger import Ledger
@@ -82,12 +82,9 @@ class Training:
         self._ledger = ledger
         self._rng = rng
         self._alive = alive
-        self._donors = donors
         self._observed = observed
-        self._quarantine = Quarantine(config.limits.strikes, config.limits.quarantine_s)
-        self._download = Download(transport, events, config.limits.max_abs_parameter)
+        self.quarantine = Quarantine(config.limits.strikes, config.limits.quarantine_s)
         self._seed = seed
-        self._adopting = Adopting(clock)
         self._outcomes: Counter[str] = Counter()
         self._paused = False
         self._used = asyncio.Event()
@@ -98,6 +95,14 @@ class Training:
         self.lineage = ""
         self.mode_epoch = 0
         self.strategy: Strategy = LocalStrategy()
+        self.adoptions = Adoptions(
+            download=Download(transport, events, config.limits.max_abs_parameter),
+            donors=donors,
+            clock=clock,
+            request=self._request,
+            spec=lambda: self.spec,
+            take=self._take,
+        )
         self.supervisor = LearnerSupervisor(
             start=Start(
                 task=msgspec.json.encode(task),
@@ -174,26 +179,9 @@ class Training:
 
     async def stop(self) -> None:
         """Finish the exchange in flight, stop the learner; the last state stays readable."""
-        await self._adopting.stop()
+        await self.adoptions.stop()
         await self.strategy.stop(EXCHANGE_END_S)
         await self.supervisor.stop()
-
-    async def watch(self) -> None:
-        """Wait until the learner is stopped for good; raise what ended it, or a bug of ours.
-
-        Raises:
-            ConfigError: it can't run as configured.
-            WorkerError: it says that it failed for good.
-        """
-        jobs = [asyncio.ensure_future(job) for job in (self.supervisor.watch(), self._adopting.watch())]
-        try:
-            done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for job in jobs:
-                job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)
-        for job in done:
-            job.result()
 
     def pause(self, *, paused: bool) -> None:
         """Hold the learner, or let it go on; averaging continues meanwhile."""
@@ -251,21 +239,6 @@ class Training:
         """Exchanges by outcome, over all strategies of this boot."""
         return dict(self._outcomes + Counter(self.strategy.outcomes))
 
-    @property
-    def strikes(self) -> int:
-        """Poisoned vectors so far."""
-        return self._quarantine.total
-
-    @property
-    def held(self) -> tuple[str, ...]:
-        """Peers in quarantine."""
-        return self._quarantine.held(self._clock.monotonic())
-
-    @property
-    def adopting_s(self) -> float:
-        """How long an adoption has been under way; 0 when none is."""
-        return self._adopting.seconds
-
     # --- what strategies ask (strategies.protocol.Swarm) -------------------------------------
 
     @property
@@ -277,14 +250,12 @@ class Training:
         """Members that exchanges may begin with."""
         now_s = self._clock.monotonic()
         return {
-            peer: address
-            for peer, address in self._alive().items()
-            if not self._quarantine.holds(peer, now_s)
+            peer: address for peer, address in self._alive().items() if not self.quarantine.holds(peer, now_s)
         }
 
     def summary(self) -> Summary | None:
         """What we say of ourselves; None without a state, or while adopting one."""
-        if not self.ready or self._adopting.under_way:
+        if not self.ready or self.adoptions.under_way:
             return None
         return Summary(
             node_id=self._me,
@@ -298,22 +269,22 @@ class Training:
 
     def adopt(self, donor: str, lineage: str, why: str) -> None:
         """Begin to take the state of ``donor``, or of another member of ``lineage``, in the background."""
-        self._adopting.begin(lambda: self._adopt(donor, lineage, why))
+        self.adoptions.begin(donor, lineage, why)
 
     def heal(self, why: str) -> None:
         """Begin to take the best donor's state in the background: our own is unusable."""
-        self._adopting.begin(lambda: self._adopt("", None, why))
+        self.adoptions.begin("", None, why)
 
     def strike(self, peer: str, why: str) -> None:
         """Note that ``peer`` sent something poisoned."""
-        if self._quarantine.strike(peer, self._clock.monotonic()):
+        if self.quarantine.strike(peer, self._clock.monotonic()):
             rest_s = self._config.limits.quarantine_s
             why += f"; refused for {rest_s:.0f} s"
         self._events.emit("strike", f"{short(peer)} sent a bad vector: {why}", level="warning", peer=peer)
 
     def quarantined(self, peer: str) -> bool:
         """Tell whether ``peer`` is to be refused."""
-        return self._quarantine.holds(peer, self._clock.monotonic())
+        return self.quarantine.holds(peer, self._clock.monotonic())
 
     def observed(self, outcome: str, seconds: float) -> None:
         """Note how an exchange that we began has ended."""
@@ -333,16 +304,7 @@ class Training:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    async def download(self, give_up: Callable[[], bool]) -> tuple[str, State] | None:
-        """Take the state of the best donor, for a node that has none; None when ``give_up`` says so."""
-        return await self._download.until(self._donors, self._request(), self.spec, give_up)
-
-    async def _adopt(self, donor: str, lineage: str | None, why: str) -> None:
-        donors = sorted(self._donors(), key=lambda entry: entry[0] != donor)
-        found = await self._download.once(donors, self._request(), self.spec, lineage=lineage)
-        if found is None:
-            return
-        giver, state = found
+    async def _take(self, giver: str, state: State, why: str) -> None:
         clean = without_moments(state, self.spec)
         await asyncio.to_thread(self.board.post_set, clean.vector, clean.sidecar, clean.head.policy_version)
         self._enter(state.head.lineage)

@@ -103,9 +103,9 @@ class FakeTraining:
         self.board = board
         self.policy_version = 42
         self.outcomes = {"ok": 3, "busy": 1, "answered": 7}
-        self.strikes = 0
+        self.quarantine = SimpleNamespace(total=0, held=lambda now_s: self.held)
         self.held: tuple[str, ...] = ()
-        self.adopting_s = 0.0
+        self.adoptions = SimpleNamespace(seconds=0.0)
         self.windows: list[int] = []
         self.strategy = SimpleNamespace(mode="gossip", consensus_distance=0.25)
         self.supervisor = SimpleNamespace(

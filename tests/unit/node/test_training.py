@@ -96,7 +96,7 @@ async def test_what_it_says_of_itself(pair):
         30,
         7,
     )
-    assert (one.ready, one.paused, one.policy_version, one.adopting_s) == (True, False, 7, 0.0)
+    assert (one.ready, one.paused, one.policy_version, one.adoptions.seconds) == (True, False, 7, 0.0)
 
 
 async def test_before_it_is_built_there_is_nothing(events):
@@ -173,7 +173,7 @@ async def test_a_node_that_went_nan_heals(pair, until, kinds):
     for peer in pair:
         await peer.training.use(GOSSIP, 1)
     one.training.board.post_set(np.full(5, np.nan, np.float32), None, 7)
-    assert not one.training._adopting.under_way
+    assert not one.training.adoptions.under_way
     request = one.training._request()
     with pytest.raises(PeerRefusedError) as caught:
         await state_transfer.fetch(
@@ -183,7 +183,7 @@ async def test_a_node_that_went_nan_heals(pair, until, kinds):
     one.reports(1)
     await until(lambda: one.now() == [1.0] * 5)
     assert one.training.outcomes["adopted"] == 1
-    assert (two.training.strikes, two.now()) == (0, [1.0] * 5)
+    assert (two.training.quarantine.total, two.now()) == (0, [1.0] * 5)
 
 
 async def test_the_poisoner_is_left_alone_for_a_while(pair, kinds):
@@ -194,7 +194,7 @@ async def test_the_poisoner_is_left_alone_for_a_while(pair, kinds):
     one.training.strike(two.id, "NaN")
     assert one.training.quarantined(two.id)
     assert one.training.alive() == {}
-    assert (one.training.held, one.training.strikes) == ((two.id,), 2)
+    assert (one.training.quarantine.held(0.0), one.training.quarantine.total) == ((two.id,), 2)
     assert kinds() == ["strike", "strike"]
 
 
