@@ -128,6 +128,7 @@ class Training:
             WorkerError: the learner died while building.
         """
         await self.supervisor.build()
+        self._ledger.open_streams(self.spec.sidecar)
 
     async def begin(self, state: State | None, lineage: str) -> None:
         """Begin to train, from ``state`` or (None) from the task's initial weights.
@@ -144,6 +145,7 @@ class Training:
                 0.0, self._config.debug.perturb_start, self.spec.layout.size
             )
             self.board.post_delta(noise.astype(np.float32), 0)
+        self.share_moments()
         self.supervisor.tell(self._pace())
         await self.supervisor.begin(restore=state is not None)
 

@@ -31,6 +31,7 @@ Float64Array = npt.NDArray[np.float64]
 _MAX_ELEMENTS = 1 << 20
 # Bounds on what a peer may send, chosen so that no merge of admitted moments overflows a float64.
 _MAX_COUNT, _MAX_MEAN, _MAX_M2 = 2.0**53, 1e100, 1e250
+_PLAUSIBLE = 1e6
 
 
 @dataclass
@@ -57,12 +58,22 @@ class Moments:
         """Population variance M2 / count; ones before the first sample, so that dividing is harmless."""
         return self.m2 / self.count if self.count > 0 else np.ones_like(self.m2)
 
+    @property
+    def plausible(self) -> bool:
+        """Whether means and deviations are at most 1e6, as those of any sensible stream are.
+
+        Cumulative counters never forget, so what is beyond that had better not be counted in at all.
+        """
+        return bool(np.abs(self.mean).max() <= _PLAUSIBLE and self.var.max() <= _PLAUSIBLE**2)
+
     def copy(self) -> Moments:
         """Moments of their own memory."""
         return Moments(self.count, self.mean.copy(), self.m2.copy())
 
     def update(self, batch: AnyArray) -> None:
-        """Count a batch of samples in, in place.
+        """Count a batch of samples in, in place; those that aren't finite, or beyond 1e100, are left out.
+
+        An environment that gives infinity or NaN once would otherwise spoil the counters for good.
 
         Raises:
             LayoutMismatchError: the samples aren't of the stream's shape.
@@ -72,6 +83,11 @@ class Moments:
         if len(batch) == 0:
             return
         samples = np.asarray(batch, np.float64)
+        if not np.abs(samples).max(initial=0.0) <= _MAX_MEAN:  # NaN isn't either
+            rows = np.abs(samples.reshape(len(samples), -1))
+            samples = samples[(rows <= _MAX_MEAN).all(axis=1)]
+            if len(samples) == 0:
+                return
         mean = np.asarray(samples.mean(axis=0))
         m2 = np.asarray(np.square(samples - mean).sum(axis=0))
         self.add(float(len(samples)), mean, m2)

@@ -3,7 +3,8 @@
 Started by the node's supervisor as ``python -m p2pdrl.workers.learner --fd N --parent PID``.
 One turn of its loop:
 
-1. read the daemon's messages (pace, progress, others' normaliser moments, stop);
+1. read the daemon's messages (pace, progress, others' normaliser moments, stop), before the first
+   turn until the pace is known;
 2. take what peers changed from the board's inbox: add a delta, or replace everything by a set;
 3. collect one unroll and update;
 4. publish parameters and sidecar, count the policy version up, report.
@@ -18,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,6 +28,7 @@ from p2pdrl.errors import P2PDRLError, UsageError, WorkerError
 from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.transport.codec import decode
 from p2pdrl.workers.mailbox import Mailbox
 from p2pdrl.workers.parent import die_with_parent
 from p2pdrl.workers.protocol import (
@@ -49,6 +51,8 @@ __all__ = ["Learner", "main"]
 
 REPORT_INTERVAL_S = 0.02
 IDLE_POLL_S = 0.05
+FIRST_WORDS_S = 5.0
+"""The longest wait for the daemon's first words; a daemon that is well sends them at once."""
 
 
 class Learner:
@@ -70,6 +74,7 @@ class Learner:
         self._episodes = 0
         self._returns: list[float] = []
         self._metrics: dict[str, float] = {}
+        self._paced = False
         self._paused = False
         self._min_update_s = 0.0
         self._reported_s = float("-inf")
@@ -93,7 +98,8 @@ class Learner:
 
     def run(self) -> None:
         """Train until told to stop, or until the daemon is gone."""
-        while self._obey(self._mailbox.receive(self._wait_s())):
+        going = self._obey_first_words()
+        while going and self._obey(self._mailbox.receive(self._wait_s())):
             changed = self._take_inbox()
             if not self._paused and time.monotonic() >= self._began_s + self._min_update_s:
                 self._update()
@@ -104,6 +110,21 @@ class Learner:
         self._publish()
         self._report()
         self._mailbox.drain(1.0)
+
+    def _obey_first_words(self) -> bool:
+        """Read until the pace is known and nothing follows, so that no update is made without it.
+
+        A learner that is started again while the swarm is paused must not train, and one that joins
+        must know the others' normalisation first.
+        """
+        until_s = time.monotonic() + FIRST_WORDS_S
+        messages: list[ToLearner] = []
+        while messages or (not self._paced and time.monotonic() < until_s):
+            messages = self._mailbox.receive(IDLE_POLL_S)
+            if not self._obey(messages):
+                return False
+            self._mailbox.flush()
+        return True
 
     def _wait_s(self) -> float:
         if self._paused:
@@ -118,6 +139,7 @@ class Learner:
                 case Stop():
                     go_on = False
                 case Pace(paused=paused, max_updates_per_s=rate):
+                    self._paced = True
                     self._paused = paused
                     self._min_update_s = 1.0 / rate if rate > 0 else 0.0
                 case Progress(fraction=fraction):
@@ -125,7 +147,7 @@ class Learner:
                 case Others(moments=moments):
                     self._trainer.set_other_moments(
                         {
-                            name: Moments.from_wire(msgspec.msgpack.decode(data))
+                            name: Moments.from_wire(decode(data, Any, "moments"))
                             for name, data in moments.items()
                         }
                     )

@@ -14,7 +14,7 @@ board, shared memory whose file descriptor is passed once.
       │         Report, Report, …     │
       │◀──────────────────────────────┤
       │  Others, Progress, Pace, Stop │
-      ├──────────────────────────────▶│
+      ├──────────────────────────────▶│  begins to train once it has heard the first Pace
 
 A report's counts are cumulative over the learner's life, so a lost or doubled report does no
 harm. Torch-free: the daemon imports this module.
@@ -23,11 +23,11 @@ harm. Torch-free: the daemon imports this module.
 from __future__ import annotations
 
 import struct
-from typing import TypeVar
 
 import msgspec
 
 from p2pdrl.errors import WireError
+from p2pdrl.transport.codec import decode
 
 __all__ = [
     "Attach",
@@ -84,7 +84,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Pace(msgspec.Struct, frozen=True, tag="pace"):
-    """How fast to go."""
+    """How fast to go. The first one lets the learner begin: what is told before it counts from the start."""
 
     paused: bool
     max_updates_per_s: float
@@ -135,9 +135,6 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 FromLearner = Hello | Report | Failed
 
 _encoder = msgspec.msgpack.Encoder()
-_to_learner: msgspec.msgpack.Decoder[ToLearner] = msgspec.msgpack.Decoder(ToLearner)
-_from_learner: msgspec.msgpack.Decoder[FromLearner] = msgspec.msgpack.Decoder(FromLearner)
-M = TypeVar("M")
 
 
 def frame(message: ToLearner | FromLearner) -> bytes:
@@ -152,7 +149,8 @@ def decode_to_learner(body: bytes) -> ToLearner:
     Raises:
         WireError: if it isn't a message of this protocol.
     """
-    return _decode(_to_learner, body)
+    message: ToLearner = decode(body, ToLearner, "message of the daemon")
+    return message
 
 
 def decode_from_learner(body: bytes) -> FromLearner:
@@ -161,14 +159,8 @@ def decode_from_learner(body: bytes) -> FromLearner:
     Raises:
         WireError: if it isn't a message of this protocol.
     """
-    return _decode(_from_learner, body)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise WireError(f"message between daemon and learner can't be read: {error}") from error
+    message: FromLearner = decode(body, FromLearner, "message of the learner")
+    return message
 
 
 class FrameBuffer:

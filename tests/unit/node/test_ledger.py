@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from p2pdrl.errors import WireError
 from p2pdrl.node import ledger as ledger_module
-from p2pdrl.node.counters import Counts, CountsWire
+from p2pdrl.node.counters import Counts, CountsWire, NodeCounts
 from p2pdrl.node.ledger import Ledger
 from p2pdrl.tensors.moments import Moments
+from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 
 A, B = "a" * 32, "b" * 32
 NODES = [f"{number:032x}" for number in range(3)]
@@ -118,6 +119,37 @@ def test_lineages_are_bounded():
     assert ledger.steps("mine") == 5
 
 
+def test_a_full_table_of_lineages_keeps_the_greatest_and_our_own():
+    ledger = Ledger(A, 1)
+    for lineage, total in (("before", 1), ("mine", 3)):
+        ledger.follow(lineage)
+        ledger.credit(Counts(total))
+    liar, honest = Ledger(B, 1), Ledger("c" * 32, 1)
+    done = 0
+    for number in range(ledger_module.MAX_LINEAGES):
+        done += 10 + number
+        liar.follow(f"{number:02}")
+        liar.credit(Counts(done))
+    ledger.merge_counts(liar.counts())
+    ledger.merge_counts(liar.counts())
+    honest.follow("greater")
+    honest.credit(Counts(1000))
+    ledger.merge_counts(honest.counts())
+    assert (ledger.steps("before"), ledger.steps("mine"), ledger.steps("greater")) == (1, 2, 1000)
+    assert len(ledger.counts()) == ledger_module.MAX_LINEAGES
+    # The rest are the 61 greatest: the newcomer took the place of the least.
+    assert min(steps for name in ledger.counts() if (steps := ledger.steps(name)) > 2) == 13
+
+
+def test_empty_lineages_are_neither_told_nor_taken_in():
+    ledger = Ledger(A, 1)
+    ledger.merge_counts({f"{number}": CountsWire() for number in range(100)})
+    ledger.merge_counts(over_the_wire(ledger) | {"l": CountsWire((NodeCounts(B, Counts(), 0, ()),))})
+    ledger.follow("mine")
+    assert ledger.counts() == {}
+    assert len(ledger._lineages) == 1
+
+
 def test_counts_of_the_far_future_arent_taken_in():
     ledger, other = Ledger(A, 1), Ledger(B, 5000)
     other.follow("l0")
@@ -153,25 +185,79 @@ def swap(asks: Ledger, gives: Ledger) -> int:
     return asks.merge_moments(entries)
 
 
+def swap_all(asks: Ledger, gives: Ledger) -> int:
+    asks.merge_counts(over_the_wire(gives))
+    return swap(asks, gives)
+
+
+def worked(node: str, steps: int, boot: int = 1, **fields) -> Ledger:
+    """A ledger of a node that has made steps and counted as many samples."""
+    made = Ledger(node, boot)
+    made.follow("l0")
+    made.credit(Counts(steps))
+    made.put_moments({"obs": packed(moments(steps, **fields))})
+    return made
+
+
+def others_of(ledger: Ledger) -> Moments:
+    return Moments.from_wire(msgspec.msgpack.decode(ledger.others_moments()["obs"]))
+
+
 def test_moments_of_the_others():
-    one, two = Ledger(A, 1), Ledger(B, 1)
-    one.put_moments({"obs": packed(moments(10, 1.0))})
-    two.put_moments({"obs": packed(moments(30, 5.0))})
-    assert swap(one, two) == 1
-    assert swap(one, two) == 0
-    others = Moments.from_wire(msgspec.msgpack.decode(one.others_moments()["obs"]))
-    assert (others.count, others.mean.tolist()) == (30.0, [5.0, 5.0])
+    one, two = worked(A, 10, mean=1.0), worked(B, 30, mean=5.0)
+    assert swap_all(one, two) == 1
+    assert swap_all(one, two) == 0
+    assert (others_of(one).count, others_of(one).mean.tolist()) == (30.0, [5.0, 5.0])
     two.put_moments({"obs": packed(moments(40, 5.0))})
-    assert swap(one, two) == 1
-    others = Moments.from_wire(msgspec.msgpack.decode(one.others_moments()["obs"]))
-    assert others.count == 40.0
+    assert swap_all(one, two) == 1
+    assert others_of(one).count == 40.0
+
+
+def test_moments_wait_until_the_nodes_steps_are_known():
+    one, two = worked(A, 10), worked(B, 30)
+    assert swap(one, two) == 0
+    assert swap_all(one, two) == 1
+    two.put_moments({"obs": packed(moments(61))})
+    assert swap_all(one, two) == 0
+    two.credit(Counts(31))
+    assert swap_all(one, two) == 1
+
+
+@pytest.mark.parametrize("mean", [1.1e6, -1e99])
+def test_absurd_moments_are_put_aside(mean):
+    one = worked(A, 10)
+    assert swap_all(one, worked(B, 30, mean=mean)) == 0
+    assert others_of(one).count == 0
+
+
+def test_moments_of_the_far_future_or_of_our_own_boot_arent_taken_in():
+    one, two = worked(A, 10, boot=5), worked(B, 30, boot=9)
+    one.merge_counts(over_the_wire(two))
+    rows = [[B, 9, moments(30).to_wire()], [A, 5, moments(15).to_wire()], [A, 6, moments(15).to_wire()]]
+    assert one.merge_moments({"obs": rows}, latest_boot=8) == 0
+    assert one.merge_moments({"obs": rows}, latest_boot=9) == 1
+    assert others_of(one).count == 30
 
 
 def test_streams_that_this_node_doesnt_have_are_passed_over():
-    one, two = Ledger(A, 1), Ledger(B, 1)
-    two.put_moments({"obs": packed(moments(3))})
-    assert swap(one, two) == 0
+    one, two = Ledger(A, 1), worked(B, 3)
+    assert swap_all(one, two) == 0
     assert one.moments_digest() == {}
+
+
+def test_streams_of_the_learner_are_open_before_its_first_report():
+    def of_stream(name: str, shape: tuple[int, ...]) -> list[SidecarItem]:
+        parts = (("count", ()), ("mean", shape), ("m2", shape))
+        return [SidecarItem(f"{name}.{part}", size, "float64", "moments") for part, size in parts]
+
+    one, two = Ledger(A, 1), worked(B, 3)
+    adam = SidecarItem("adam.mean", (9,))
+    one.open_streams(SidecarLayout((adam, *of_stream("obs", (2,)), *of_stream("returns", ()))))
+    assert set(one.moments_digest()) == {"obs", "returns"}
+    assert swap_all(one, two) == 1
+    assert others_of(one).count == 3
+    one.open_streams(SidecarLayout(tuple(of_stream("obs", (2,)))))
+    assert others_of(one).count == 3
 
 
 def test_moments_come_back_from_a_checkpoint():
@@ -179,8 +265,7 @@ def test_moments_come_back_from_a_checkpoint():
     one.put_moments({"obs": packed(moments(10, 1.0)), "returns": packed(moments(4, size=1))})
     heir = Ledger(A, 2)
     heir.restore_moments(msgspec.msgpack.decode(msgspec.msgpack.encode(one.moments_since({}))))
-    others = Moments.from_wire(msgspec.msgpack.decode(heir.others_moments()["obs"]))
-    assert others.count == 10.0
+    assert others_of(heir).count == 10.0
     assert set(heir.moments_digest()) == {"obs", "returns"}
 
 

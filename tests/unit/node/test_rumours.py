@@ -9,11 +9,12 @@ import pytest
 
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.node import rumours
-from p2pdrl.node.counters import Counts
+from p2pdrl.node.counters import Counts, CountsWire, NodeCounts
 from p2pdrl.node.digest import PeerReport
 from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.rumours import Rumours
 from p2pdrl.tensors.moments import Moments
+from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address
 
@@ -226,6 +227,61 @@ async def test_boots_of_the_far_future_are_ignored(talkers):
     assert await send(one, two, meta) == 200
     assert two.ledger.total().env_steps == 0
     assert two.rumours.table.ids() == ["d" * 32]
+
+
+async def test_one_round_brings_a_newcomer_the_moments(talkers):
+    one, two = talkers[:2]
+    two.work(50)
+    parts = (("count", ()), ("mean", (2,)), ("m2", (2,)))
+    items = tuple(SidecarItem(f"obs.{part}", shape, "float64", "moments") for part, shape in parts)
+    one.ledger.open_streams(SidecarLayout(items))
+    assert await one.rumours.tell(two.id, two.address)
+    assert others_count(one) == 50.0
+
+
+def crowd(nodes: int, boots: int = 1, lineages: int = 1) -> dict[str, CountsWire]:
+    """What a liar may say: many nodes, boots and lineages."""
+    counts = tuple((boot, Counts(9, 9, 9)) for boot in range(1, boots + 1))
+    rows = tuple(NodeCounts(f"{number + 100:032x}", Counts(), 0, counts) for number in range(nodes))
+    return {f"l{number}": CountsWire(rows) for number in range(lineages)}
+
+
+@pytest.mark.parametrize(
+    "lie", [{"nodes": 8000}, {"nodes": 1, "boots": 8000}, {"nodes": 500, "lineages": 20}]
+)
+async def test_nobodys_tables_grow_a_message_beyond_its_bounds(talkers, lie):
+    one, two = talkers[:2]
+    one.work(70)
+    said = crowd(**lie)
+    one.ledger.merge_counts(said)
+    message = one.rumours._speak(None)
+    assert len(msgspec.msgpack.encode(message)) <= rumours.SPOKEN_BYTES
+    assert await one.rumours.tell(two.id, two.address)
+    assert two.ledger.of_node(one.id).env_steps == 70
+    for _ in range(40):
+        assert await one.rumours.tell(two.id, two.address)
+    assert two.ledger.total() == one.ledger.total()
+
+
+async def test_many_moments_take_turns(talkers):
+    one, two = talkers[:2]
+    size = 512
+    wide = msgspec.msgpack.encode(Moments(1.0, np.zeros(size), np.zeros(size)).to_wire())
+    for talker in (one, two):
+        talker.ledger.credit(Counts(1))
+        talker.ledger.put_moments({"obs": wide})
+    one.ledger.merge_counts(crowd(300))
+    rows = [
+        [f"{number + 100:032x}", 1, [1.0, [size], bytes(8 * size), bytes(8 * size)]] for number in range(300)
+    ]
+    assert one.ledger.merge_moments({"obs": rows}) == 300
+    rounds = 0
+    while others_count(two) < 301:
+        answer = one.rumours._speak(two.ledger.moments_digest())
+        assert len(msgspec.msgpack.encode(answer)) <= rumours.SPOKEN_BYTES
+        assert await two.rumours.tell(one.id, one.address)
+        rounds += 1
+    assert 3 <= rounds <= 20
 
 
 async def test_what_others_say_of_us_is_ignored(talkers):

@@ -105,3 +105,24 @@ def test_the_largest_admitted_moments_merge_to_finite_ones() -> None:
     merged = Moments.merge([Moments.from_wire(top), Moments.from_wire(low)] * 8)
     assert np.isfinite(merged.mean).all()
     assert np.isfinite(merged.m2).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e300])
+def test_samples_that_arent_finite_are_left_out(bad: float) -> None:
+    moments = Moments.zeros((2,))
+    moments.update(np.array([[1.0, 2.0], [bad, 5.0], [3.0, 4.0]]))
+    assert (moments.count, moments.mean.tolist()) == (2.0, [2.0, 3.0])
+    moments.update(np.full((3, 2), bad))
+    assert moments.count == 2.0
+    scalar = Moments.zeros(())
+    scalar.update(np.array([bad, 7.0]))
+    assert (scalar.count, float(scalar.mean)) == (1.0, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "plausible"),
+    [(0.0, 0.0, True), (-1e6, 1e6, True), (-1.1e6, 0.0, False), (0.0, 1.1e6, False)],
+)
+def test_plausible_moments(mean: float, deviation: float, plausible: bool) -> None:
+    one = Moments(10.0, np.array([0.0, mean]), np.array([0.0, 10.0 * deviation**2]))
+    assert one.plausible is plausible

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -92,7 +93,8 @@ class World:
 
 
 @pytest.fixture
-def world(ends):
+def world(ends, monkeypatch):
+    monkeypatch.setattr("p2pdrl.workers.learner.FIRST_WORDS_S", 0.0)
     made = World(ends)
     yield made
     made.region.close()
@@ -194,6 +196,40 @@ def test_progress_and_the_others_moments_reach_the_trainer(world):
     world.events[1] = Stop()
     world.live()
     assert world.trainer.calls == [("progress", 0.25), ("others", {"observations": 7.0})]
+
+
+def test_no_update_before_the_first_words_are_obeyed(world, monkeypatch):
+    monkeypatch.setattr("p2pdrl.workers.learner.FIRST_WORDS_S", 60.0)
+    others = {"observations": msgspec.msgpack.encode(Moments(7.0, np.ones(2), np.ones(2)).to_wire())}
+
+    def slow_daemon() -> None:
+        world.daemon.say(Progress(0.5))
+        time.sleep(0.1)
+        world.daemon.say(Pace(paused=False, max_updates_per_s=0.0), Others(others))
+
+    friend = threading.Thread(target=slow_daemon)
+    known: list[int] = []
+    world.events[1] = lambda: (known.append(len(world.trainer.calls)), world.daemon.say(Stop()))
+    friend.start()
+    world.live()
+    friend.join(5)
+    assert known == [2]
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 60.0])
+def test_a_paused_learner_makes_no_update(world, monkeypatch, wait_s):
+    monkeypatch.setattr("p2pdrl.workers.learner.FIRST_WORDS_S", wait_s)
+    world.daemon.say(Pace(paused=True, max_updates_per_s=0.0))
+    friend = threading.Timer(0.2, lambda: world.daemon.say(Stop()))
+    friend.start()
+    assert world.live()[-1].updates == 0
+    friend.join(5)
+
+
+def test_stop_may_be_the_first_word(world, monkeypatch):
+    monkeypatch.setattr("p2pdrl.workers.learner.FIRST_WORDS_S", 60.0)
+    world.daemon.say(Stop())
+    assert world.live()[-1].updates == 0
 
 
 def test_a_successor_goes_on_from_the_board(world):
