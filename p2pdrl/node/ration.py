@@ -64,6 +64,9 @@ def rows_of(counts: dict[str, CountsWire]) -> tuple[CountRows, CountRows]:
     older: CountRows = []
     for lineage, wire in counts.items():
         for node in wire.nodes:
+            if len(node.boots) <= BOOTS_A_ROW:
+                newest.append((lineage, node))
+                continue
             newest.append((lineage, _part(node, node.boots[-BOOTS_A_ROW:])))
             earlier = node.boots[:-BOOTS_A_ROW]
             for at in range(0, len(earlier), BOOTS_A_ROW):

@@ -247,7 +247,7 @@ def crowd(nodes: int, boots: int = 1, lineages: int = 1) -> dict[str, CountsWire
 
 
 @pytest.mark.parametrize(
-    "lie", [{"nodes": 8000}, {"nodes": 1, "boots": 8000}, {"nodes": 500, "lineages": 20}]
+    "lie", [{"nodes": 8000}, {"nodes": 1, "boots": 8100}, {"nodes": 500, "lineages": 20}]
 )
 async def test_nobodys_tables_grow_a_message_beyond_its_bounds(talkers, lie):
     one, two = talkers[:2]
@@ -258,9 +258,11 @@ async def test_nobodys_tables_grow_a_message_beyond_its_bounds(talkers, lie):
     assert len(msgspec.msgpack.encode(message)) <= rumours.SPOKEN_BYTES
     assert await one.rumours.tell(two.id, two.address)
     assert two.ledger.of_node(one.id).env_steps == 70
-    for _ in range(40):
+    rounds = 1
+    while two.ledger.total() != one.ledger.total() and rounds < 12:
         assert await one.rumours.tell(two.id, two.address)
-    assert two.ledger.total() == one.ledger.total()
+        rounds += 1
+    assert rounds < 12
 
 
 async def test_many_moments_take_turns(talkers):
