@@ -18,6 +18,7 @@ from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.training import Training
 from p2pdrl.strategies import gossip
 from p2pdrl.strategies.gossip import GossipStrategy
+from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address
 from p2pdrl.workers.protocol import Report
@@ -227,6 +228,22 @@ async def test_what_the_learner_is_told(pair, kinds):
     one.training.progress(0.5)
     assert [type(message).__name__ for message in told] == ["Pace", "Progress"]
     assert one.training.paused
+
+
+async def test_the_learner_begins_with_the_others_moments(pair, monkeypatch):
+    one, _ = pair
+    told: list[str] = []
+
+    async def begin(*, restore: bool) -> None:
+        told.append("begin")
+
+    one.training.supervisor.tell = lambda message: told.append(type(message).__name__)
+    monkeypatch.setattr(one.training.supervisor, "begin", begin)
+    parts = (("count", ()), ("mean", (2,)), ("m2", (2,)))
+    items = tuple(SidecarItem(f"obs.{part}", shape, "float64", "moments") for part, shape in parts)
+    one.ledger.open_streams(SidecarLayout(items))
+    await one.training.begin(None, "cc" * 8)
+    assert told == ["Others", "Pace", "begin"]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
