@@ -142,7 +142,8 @@ class RealSwarm:
         port = port or free_port()
         data = data or self.folder / name
         log = self.folder / f"{name}.log"
-        command = [sys.executable, "-m", "p2pdrl", "node", "--name", name, "--data-dir", str(data)]
+        command = [sys.executable, "-m", "p2pdrl", "node", "--data-dir", str(data)]
+        command += [] if any("node.name=" in argument for argument in arguments) else ["--name", name]
         command += ["--listen", f"127.0.0.1:{port}"]
         command += ["--peers", peers.api] if peers is not None else []
         with log.open("ab") as out:
