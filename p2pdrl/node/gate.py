@@ -13,6 +13,7 @@ import msgspec
 from p2pdrl.clock import Clock
 from p2pdrl.config.checks import task_problems
 from p2pdrl.config.root import Config
+from p2pdrl.config.task import TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import JoinRefusedError, WireError
 from p2pdrl.membership.joining import JoinHooks
@@ -32,6 +33,7 @@ from p2pdrl.transport.protocol import Address, Refusal
 __all__ = ["Gate"]
 
 STILL_TRYING_S = 10.0
+DEFAULT = TaskConfig()
 LOOK_AGAIN_S = 0.5
 
 
@@ -102,6 +104,7 @@ class Gate:
         if info is not None:
             text = f"joined a swarm that trains {info.task.env.id}"
             self._events.emit("joined", text, lineage=info.lineage)
+            self._tell_overruled(info)
             return Origin("joined", info.task, info)
         self._decided_hash = task_hash(self._config.task)
         self._events.emit("founded", f"founds a swarm that trains {self._config.task.env.id}")
@@ -124,6 +127,21 @@ class Gate:
         if not membership.joined.is_set() and seeds and len(refusals) >= len(seeds):
             where, why = next(iter(refusals.items()))
             raise JoinRefusedError(f"{where} doesn't take this node in: {why}")
+
+    def _tell_overruled(self, info: JoinInfo) -> None:
+        """Say which of our own options count for nothing, because the swarm has its own."""
+        mine = self._config.task
+        overruled = [
+            name
+            for name, ours, theirs, default in (
+                ("task.strategy", mine.strategy, info.task.strategy, DEFAULT.strategy),
+                ("task.stop", mine.stop, info.task.stop, DEFAULT.stop),
+            )
+            if ours not in (theirs, default)
+        ]
+        if overruled:
+            text = f"the swarm's own {' and '.join(overruled)} count here, not this node's"
+            self._events.emit("overruled", text, level="warning")
 
     async def _grumble(self) -> None:
         while True:

@@ -8,7 +8,7 @@ import pytest
 
 from p2pdrl.config.node import NodeConfig
 from p2pdrl.config.root import Config
-from p2pdrl.config.task import EnvConfig, TaskConfig
+from p2pdrl.config.task import EnvConfig, StopConfig, TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import JoinRefusedError
 from p2pdrl.node.gate import Gate
@@ -155,3 +155,16 @@ async def test_newcomers_are_judged_once_there_is_a_task(events, clock):
     )
     one.founded_at = lambda: 77.0
     assert decode_info(one.hooks.info()).founded_at == 77.0
+
+
+@pytest.mark.parametrize(
+    ("own", "overruled"),
+    [(StopConfig(), False), (StopConfig(env_steps=5), False), (StopConfig(env_steps=9), True)],
+)
+async def test_options_that_the_swarm_overrules_are_told(events, clock, kinds, own, overruled):
+    config = Config(task=TaskConfig(stop=own), node=NodeConfig(peers=(SEED,)))
+    one, joins = Gate(config, insists=False, events=events, clock=clock), FakeJoins()
+    assert one.hooks.check_welcome(welcome(TaskConfig(stop=StopConfig(env_steps=5)))) is None
+    joins.joined.set()
+    await one.find_swarm(joins, OWN, remembers=False)
+    assert ("overruled" in kinds()) is overruled
