@@ -207,6 +207,8 @@ class SimulatedNetwork:
         self._at(self.now + self._way_s(), lambda: self._arrive(node, life, target, send))
 
     def _arrive(self, node: SimulatedNode, life: int, target: SimulatedNode, send: Send) -> None:
+        if target.unplugged:
+            return  # the cable went while the message was on its way
         call_id = send.call_id
         failure: Failed | None = None
         if not target.running:
