@@ -32,6 +32,7 @@ REPORT_FIELDS = (
     "loop_lag_s",
     "rss_bytes",
     "device",
+    "learner_restarts",
 )
 
 

@@ -122,6 +122,9 @@ def test_a_swarm_lives_through_joins_and_losses(swarm, make_watch, wait_until, n
     subprocess.run(["kill", "-9", str(pid)], check=True)
     wait_until(lambda: d.events("learner-restarted"), 30, "d's learner runs again")
     wait_until(lambda: d.status()["updates"] > before["updates"] + 3, 20, "d trains again")
+    wait_until(
+        lambda: {row["name"]: row["learner_restarts"] for row in a.peers()}["d"] == 1, 15, "the swarm is told"
+    )
     after = d.status()
     assert after["policy_version"] >= before["policy_version"]
     assert after["env_steps"] >= before["env_steps"]

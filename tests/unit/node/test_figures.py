@@ -24,7 +24,7 @@ STATUS = (
 ROW = (
     "name id address state state_reason incarnation rtt_s last_seen_s policy_version env_steps steps_per_s "
     "mean_return episodes_in_window staleness bytes_in bytes_out consensus_distance loop_lag_s rss_bytes "
-    "healthy reasons device report_age_s self training_state"
+    "healthy reasons device learner_restarts report_age_s self training_state"
 )
 STATUS_KEYS, ROW_KEYS = set(STATUS.split()), set(ROW.split())
 B, C, D, E = ("b" * 32, "c" * 32, "d" * 32, "e" * 32)
