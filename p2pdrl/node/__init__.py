@@ -1,1 +1,13 @@
-"""node package."""
+"""One running node: everything below is put together here.
+
+| to … | modules |
+|---|---|
+| come up and go down | `daemon` (order of life), `opening`, `datadir`, `endpoint`, `farewell` |
+| find or found a swarm | `gate` (judges joins), `joining` (rules), `first_state` |
+| run the learner | `training`, `supervisor`, `learner_link` |
+| take and give whole states | `adoption`, `giving`, `state_transfer`, `quarantine` |
+| follow the swarm's records | `conduct`, `settings`, `stop` |
+| know what was done | `ledger` (counts by lineage, moments), `counters`, `rumours`, `ration`, `digest` |
+| keep it | `saving`, `checkpoints`, `atomic` |
+| show it | `figures`, `view`, `meters`, `events`, `health`, `looplag`, `parts` |
+"""

@@ -10,6 +10,7 @@ Shape suffix: D parameters.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ def clip_gradients(gradients_D: Tensor, max_norm: float) -> float:
     return norm
 
 
-class Optimizer:
+class Optimizer(ABC):
     """State shared by both: named vectors of D elements and a count of steps."""
 
     def __init__(self, parameters_D: Tensor, gradients_D: Tensor, names: tuple[str, ...]) -> None:
@@ -43,9 +44,9 @@ class Optimizer:
         self._vectors = {name: torch.zeros_like(parameters_D) for name in names}
         self._steps = 0
 
+    @abstractmethod
     def step(self, learning_rate: float) -> None:
         """Move the parameters against the gradients."""
-        raise NotImplementedError
 
     def items(self) -> tuple[SidecarItem, ...]:
         """Return how the state is laid out in the sidecar."""
@@ -72,7 +73,9 @@ class Optimizer:
                 raise LayoutMismatchError(f"{item.name} should be of shape {item.shape}, is {shape}")
         for name, vector_D in self._vectors.items():
             vector_D.copy_(torch.from_numpy(np.array(arrays[f"optimizer.{name}"], dtype=np.float32)))
-        self._steps = int(arrays["optimizer.steps"])
+            if name == "v":
+                vector_D.clamp_(min=0.0)  # a mean of squares: below zero, as a peer may send it, gives NaN
+        self._steps = max(0, int(arrays["optimizer.steps"]))
 
 
 class Adam(Optimizer):

@@ -81,3 +81,15 @@ def test_clipping_keeps_small_gradients_and_scales_large_ones():
     assert clip_gradients(large, 1.0) == pytest.approx(50.0)
     torch.testing.assert_close(small, torch.tensor([0.3, 0.4]))
     torch.testing.assert_close(large, torch.tensor([0.6, 0.8]))
+
+
+@pytest.mark.parametrize("name", ["adam", "rmsprop"])
+def test_a_peers_impossible_state_does_no_harm(name):
+    mine, gradients, optimizer, _, _ = ours_and_torchs(name)
+    state = {key: np.array(value) for key, value in optimizer.state().items()}
+    state["optimizer.v"] = np.full(D, -1.0, np.float32)
+    state["optimizer.steps"] = np.array(-5)
+    optimizer.load(state)
+    gradients.fill_(0.5)
+    optimizer.step(0.01)
+    assert torch.isfinite(mine).all()
