@@ -12,7 +12,8 @@ import msgspec
 
 from p2pdrl.config.node import NodeConfig
 from p2pdrl.config.root import Config
-from p2pdrl.config.task import AdpsgdConfig, LocalConfig, PPOConfig, TaskConfig
+from p2pdrl.config.strategy import AdpsgdConfig, StrategyConfig
+from p2pdrl.config.task import PPOConfig, TaskConfig
 
 __all__ = ["Problem", "problems", "task_problems"]
 
@@ -52,7 +53,7 @@ def task_problems(task: TaskConfig) -> Iterator[Problem]:
     yield from _strategy_problems(task.strategy)
 
 
-def _strategy_problems(strategy: AdpsgdConfig | LocalConfig) -> Iterator[Problem]:
+def _strategy_problems(strategy: StrategyConfig) -> Iterator[Problem]:
     if not isinstance(strategy, AdpsgdConfig):
         return
     if strategy.every_updates == 0 and strategy.every_s == 0:

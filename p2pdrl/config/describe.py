@@ -78,8 +78,11 @@ def section_doc(struct: type[msgspec.Struct]) -> str:
 
 
 def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """The meaning of each field that has one, in one line each."""
-    docs = _documented(struct.__module__).get(struct.__name__, ("", {}))[1]
+    """The meaning of each field that has one, inherited ones included, in one line each."""
+    docs: dict[str, str] = {}
+    for base in reversed(struct.__mro__):
+        if issubclass(base, msgspec.Struct):
+            docs |= _documented(base.__module__).get(base.__name__, ("", {}))[1]
     return {name: doc for name, doc in docs.items() if doc}
 
 

@@ -9,55 +9,31 @@ Durations are in seconds (``_s``).
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from p2pdrl.config.fields import Count, Fraction, NonNegative, Positive, Travelling
+from p2pdrl.config.strategy import AdpsgdConfig, StrategyConfig
+
 __all__ = [
     "A2CConfig",
-    "AdpsgdConfig",
     "AlgorithmConfig",
     "EnvConfig",
-    "LocalConfig",
     "NetworkConfig",
     "PPOConfig",
     "StopConfig",
-    "StrategyConfig",
     "TaskConfig",
 ]
 
-Positive = Annotated[float, Meta(gt=0)]
-NonNegative = Annotated[float, Meta(ge=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-Count = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(ge=0, le=1e6)]
-PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
 
-
-class _Travelling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A section that travels between nodes: whatever it holds, it holds no infinity and no NaN."""
-
-    def __post_init__(self) -> None:
-        """Check what was decoded, converted or built.
-
-        Raises:
-            ValueError: a number isn't finite; msgspec turns it into its own ValidationError.
-        """
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            for number in value.values() if isinstance(value, dict) else (value,):
-                if isinstance(number, float) and not math.isfinite(number):
-                    raise ValueError(f"{name} must be a finite number")
-
-
-class EnvConfig(_Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where experience comes from."""
 
     id: str = "CartPole-v1"
     """Name in gymnasium's registry; ``module:Name-v0`` imports a module and wants ``--allow-import``."""
-    kwargs: dict[str, bool | int | float | str] = {}
+    kwargs: dict[str, bool | int | float | str] = {}  # noqa: RUF012 - msgspec copies it
     """Arguments handed to the environment's constructor."""
     num_envs: Annotated[int, Meta(ge=1, le=4096)] = 8
     """Copies stepped together by one learner. More give larger batches and better use of the
@@ -73,7 +49,7 @@ class EnvConfig(_Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     predicts one constant and lets a good policy decay."""
 
 
-class NetworkConfig(_Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The shape of policy and value function."""
 
     kind: Literal["auto", "mlp", "nature_cnn"] = "auto"
@@ -85,7 +61,7 @@ class NetworkConfig(_Travelling, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class PPOConfig(
-    _Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ppo"
+    Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ppo"
 ):
     """Proximal policy optimization (Schulman 2017, arXiv 1707.06347)."""
 
@@ -120,7 +96,7 @@ class PPOConfig(
 
 
 class A2CConfig(
-    _Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="a2c"
+    Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="a2c"
 ):
     """Advantage actor-critic, the synchronous form of A3C (Mnih 2016, arXiv 1602.01783)."""
 
@@ -153,42 +129,7 @@ class A2CConfig(
 AlgorithmConfig = PPOConfig | A2CConfig
 
 
-class AdpsgdConfig(
-    _Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="adpsgd"
-):
-    """Asynchronous pairwise parameter averaging (AD-PSGD, Lian 2018, arXiv 1710.06952)."""
-
-    partners: Literal["random", "ring", "exponential"] = "random"
-    """Whom to meet: anyone; the two neighbours in id order; neighbours at distances 1, 2, 4, … .
-    Random mixes fastest; ring and exponential keep each node's set of peers small."""
-    every_updates: Annotated[int, Meta(ge=0)] = 1
-    """An exchange begins after this many updates of the learner; 0 leaves it to ``every_s``."""
-    every_s: Seconds = 0.0
-    """… or after this many seconds, whichever comes first; 0 leaves it to ``every_updates``."""
-    min_interval_s: Seconds = 0.05
-    """Exchanges are never begun closer together. Lower mixes faster and costs more processor time."""
-    deadline_s: PositiveSeconds = 2.0
-    """An exchange that hasn't ended by then is given up; that costs the one round and nothing else."""
-    weight: Annotated[float, Meta(gt=0, le=0.5)] = 0.5
-    """How far each side moves towards the other: ½ is the average."""
-    wire: Literal["float32", "bf16"] = "bf16"
-    """Number format on the wire: bf16 halves the bytes; both sides mix the same rounded values."""
-    max_staleness: Count = 1000
-    """A node this many policy versions behind its peer adopts the peer's state instead of averaging."""
-    max_distance: Annotated[float, Meta(gt=0, le=1e12)] = 1e3
-    """A node whose distance from its peer, relative to the peer's norm, exceeds this adopts or is refused."""
-
-
-class LocalConfig(
-    _Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="local"
-):
-    """No averaging: each node trains alone. The reference that others are measured against."""
-
-
-StrategyConfig = AdpsgdConfig | LocalConfig
-
-
-class StopConfig(_Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StopConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """When the swarm is done; the condition that is met first ends it, zero or none never does."""
 
     env_steps: Annotated[int, Meta(ge=0)] = 0

@@ -116,7 +116,7 @@ class Adoptions:
         self._request = request
         self._spec = spec
         self._take = take
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[bool] | None = None
         self._since_s = 0.0
         self._crash: asyncio.Future[None] | None = None
 
@@ -147,6 +147,14 @@ class Adoptions:
             self._task = asyncio.create_task(self._adopt(donor, lineage, why), name="adoption")
             self._task.add_done_callback(self._ended)
 
+    async def ended(self) -> bool:
+        """Wait for the end of the one under way; False when there is none, or nobody gave a state."""
+        task = self._task
+        if task is None:
+            return False
+        await asyncio.wait([task])
+        return not task.cancelled() and task.exception() is None and task.result()
+
     async def watch(self) -> None:
         """Wait for ever; raise what ended an adoption that shouldn't have failed: a bug of ours."""
         self._crash = asyncio.get_running_loop().create_future()
@@ -159,13 +167,14 @@ class Adoptions:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _adopt(self, donor: str, lineage: str | None, why: str) -> None:
+    async def _adopt(self, donor: str, lineage: str | None, why: str) -> bool:
         donors = sorted(self._donors(), key=lambda entry: entry[0] != donor)
         found = await self._download.once(donors, self._request(), self._spec(), lineage=lineage)
         if found is not None:
             await self._take(*found, why)
+        return found is not None
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[bool]) -> None:
         self._task = None
         error = None if task.cancelled() else task.exception()
         if error is not None and self._crash is not None and not self._crash.done():

@@ -42,7 +42,7 @@ from p2pdrl.node.opening import open_node
 from p2pdrl.node.rumours import Rumours
 from p2pdrl.node.saving import Saving
 from p2pdrl.node.training import Training
-from p2pdrl.strategies import gossip
+from p2pdrl.strategies.protocol import ROUTES
 from p2pdrl.telemetry import logging as telemetry_logging
 from p2pdrl.telemetry.tensorboard import TensorBoardWriter, open_writer
 from p2pdrl.transport.protocol import Address
@@ -192,11 +192,10 @@ class Node:
             store = CheckpointStore(self._folder(training), self._config.node.checkpoint.keep)
             checkpoint = await take_up(store, parts.ledger, self._events)
             parts.training = self._gate.training = training
-            parts.transport.serve(
-                gossip.ROUTE,
-                training.answer_exchange,
-                max_vector_bytes=self._config.node.limits.max_vector_bytes,
-            )
+            for route in ROUTES:
+                parts.transport.serve(
+                    route, training.answer, max_vector_bytes=self._config.node.limits.max_vector_bytes
+                )
             giving = Giving(training, parts.ledger, self._events)
             parts.transport.serve(state_transfer.ROUTE, giving.answer)
             state, lineage = await first_state(parts, training, origin, checkpoint)

@@ -10,7 +10,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from p2pdrl.config.task import LocalConfig, StopConfig, StrategyConfig, TaskConfig
+from p2pdrl.config.strategy import StrategyConfig, mode_of
+from p2pdrl.config.task import StopConfig, TaskConfig
 from p2pdrl.errors import WireError
 from p2pdrl.transport import codec
 
@@ -41,7 +42,7 @@ class ModeSetting(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, strategy: StrategyConfig) -> ModeSetting:
         """The setting for a strategy's options."""
-        return cls("local" if isinstance(strategy, LocalConfig) else "gossip", strategy)
+        return cls(mode_of(strategy), strategy)
 
 
 class StopSetting(msgspec.Struct, frozen=True):

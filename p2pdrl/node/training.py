@@ -16,23 +16,25 @@ import numpy as np
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import NodeConfig
-from p2pdrl.config.task import AdpsgdConfig, StrategyConfig, TaskConfig
+from p2pdrl.config.strategy import StrategyConfig
+from p2pdrl.config.task import TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import WireError, WorkerError
 from p2pdrl.ids import short
 from p2pdrl.node.adoption import Adoptions, Donors, Download, without_moments
 from p2pdrl.node.counters import Counts
 from p2pdrl.node.events import EventLog
+from p2pdrl.node.learner_port import LearnerPort
 from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.quarantine import Quarantine
 from p2pdrl.node.state_transfer import State, StateRequest
 from p2pdrl.node.supervisor import LearnerSupervisor
-from p2pdrl.strategies.gossip import GossipStrategy
 from p2pdrl.strategies.judgement import Summary
 from p2pdrl.strategies.local import LocalStrategy
-from p2pdrl.strategies.protocol import Strategy
+from p2pdrl.strategies.protocol import Context, RoundReport, Strategy
+from p2pdrl.strategies.registry import build
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
-from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
+from p2pdrl.transport.protocol import Address, Incoming, Reply, Transport
 from p2pdrl.workers.protocol import Others, Pace, Progress, Report, Start
 
 __all__ = ["Training"]
@@ -87,6 +89,7 @@ class Training:
         self._seed = seed
         self._outcomes: Counter[str] = Counter()
         self._paused = False
+        self._steps_told = 0
         self._used = asyncio.Event()
         self.task = task
         self.stop_config = task.stop
@@ -154,21 +157,7 @@ class Training:
         await self.strategy.stop(EXCHANGE_END_S)
         self._outcomes.update(self.strategy.outcomes)
         self.mode_epoch = epoch
-        if isinstance(config, AdpsgdConfig):
-            self.strategy = GossipStrategy(
-                config=config,
-                swarm=self,
-                board=self.board,
-                size=self.spec.layout.size,
-                transport=self._transport,
-                clock=self._clock,
-                rng=self._rng,
-                max_abs=self._config.limits.max_abs_parameter,
-                max_exchanges=self._config.debug.max_exchanges,
-                start_at_members=self._config.debug.start_at_members,
-            )
-        else:
-            self.strategy = LocalStrategy()
+        self.strategy = build(config, self._context(epoch))
         await self.strategy.start()
         self._used.set()
 
@@ -292,16 +281,36 @@ class Training:
         """Note how an exchange that we began has ended."""
         self._observed(outcome, seconds)
 
+    def round(self, report: RoundReport) -> None:
+        """Note how a round has ended."""
+
+    def tell(self, kind: str, message: str, *, warning: bool = False) -> None:
+        """Tell people something."""
+        self._events.emit(kind, message, level="warning" if warning else "info")
+
+    def name_of(self, peer: str) -> str:
+        """The name that people gave a member; its id when it is unknown."""
+        return peer
+
+    def steps_since(self) -> int:
+        """Environment steps that this node made since the last call."""
+        steps = self.supervisor.totals.env_steps
+        before, self._steps_told = self._steps_told, steps
+        return steps - before
+
+    async def adopted(self, donor: str, lineage: str, why: str) -> bool:
+        """Take the state of ``donor``, or of another member of ``lineage``; False when nobody gave one."""
+        self.adoptions.begin(donor, lineage, why)
+        return await self.adoptions.ended()
+
     # --- what peers ask -----------------------------------------------------------------------
 
-    async def answer_exchange(self, incoming: Incoming) -> Reply:
-        """Pass an exchange on to the strategy of the present mode.
+    async def answer(self, incoming: Incoming) -> Reply:
+        """Pass a peer's call on to the strategy in force.
 
         Raises:
-            Refusal: the present mode has no exchanges, or the strategy refuses.
+            Refusal: the strategy refuses.
         """
-        if not isinstance(self.strategy, GossipStrategy):
-            raise Refusal(409, f"this node's mode is {self.strategy.mode}")
         return await self.strategy.answer(incoming)
 
     # --- inside ---------------------------------------------------------------------------------
@@ -327,6 +336,21 @@ class Training:
     def _enter(self, lineage: str) -> None:
         self.lineage = lineage
         self._ledger.follow(lineage)
+
+    def _context(self, epoch: int) -> Context:
+        config = self._config
+        return Context(
+            swarm=self,
+            learner=LearnerPort(self.supervisor, self.task.algorithm),
+            transport=self._transport,
+            clock=self._clock,
+            rng=self._rng,
+            epoch=epoch,
+            size=self.spec.layout.size,
+            max_abs=config.limits.max_abs_parameter,
+            max_exchanges=config.debug.max_exchanges,
+            start_at_members=config.debug.start_at_members,
+        )
 
     def _request(self) -> StateRequest:
         return StateRequest(

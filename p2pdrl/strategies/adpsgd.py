@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from p2pdrl.config.task import AdpsgdConfig
+from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.strategies.topology import candidates
 
 __all__ = ["AdpsgdCore"]

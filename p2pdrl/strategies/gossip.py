@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
-from p2pdrl.clock import Clock
-from p2pdrl.config.task import AdpsgdConfig
+from p2pdrl.config.strategy import AdpsgdConfig, Mode
 from p2pdrl.errors import (
     PeerRefusedError,
     PeerTimeoutError,
@@ -33,10 +31,10 @@ from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.adpsgd import AdpsgdCore
 from p2pdrl.strategies.judgement import Verdict, judge, why_adopt
 from p2pdrl.strategies.pair import ExchangeHead, PairScratch, decode_head
-from p2pdrl.strategies.protocol import Swarm
-from p2pdrl.tensors.board import DaemonBoard
+from p2pdrl.strategies.protocol import Context
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
+from p2pdrl.tensors.wire import WireDtype
+from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
 
 __all__ = ["ROUTE", "GossipStrategy"]
 
@@ -54,42 +52,24 @@ class GossipStrategy:
 
     Args:
         config: the strategy's options.
-        swarm: the node.
-        board: where our vector is.
-        size: D, float32 parameters.
-        transport: how peers are reached; the node routes `ROUTE` to `answer`.
-        clock: time.
-        rng: source of the random choices.
-        max_abs: largest entry accepted from a peer.
-        max_exchanges: begin no more than this many; 0 is no bound.
-        start_at_members: begin none before this many members are alive, ourselves included.
+        context: what the node gives.
     """
 
-    mode = "gossip"
+    mode: Mode = "gossip"
 
-    def __init__(
-        self,
-        *,
-        config: AdpsgdConfig,
-        swarm: Swarm,
-        board: DaemonBoard,
-        size: int,
-        transport: Transport,
-        clock: Clock,
-        rng: random.Random,
-        max_abs: float,
-        max_exchanges: int = 0,
-        start_at_members: int = 0,
-    ) -> None:
+    def __init__(self, config: AdpsgdConfig, context: Context) -> None:
         self._config = config
-        self._swarm = swarm
-        self._board = board
-        self._transport = transport
-        self._clock = clock
-        self._core = AdpsgdCore(config, swarm.node_id, rng)
-        self._scratch = PairScratch(size, config.wire, config.weight, max_abs, config.max_distance)
-        self._max_exchanges = max_exchanges
-        self._start_at_members = start_at_members
+        self._swarm = context.swarm
+        self._board = context.learner.board
+        self._transport = context.transport
+        self._clock = context.clock
+        self._core = AdpsgdCore(config, context.swarm.node_id, context.rng)
+        self._wire: WireDtype = "float32" if config.compression == "none" else "bf16"
+        self._scratch = PairScratch(
+            context.size, self._wire, config.weight, context.max_abs, config.max_distance
+        )
+        self._max_exchanges = context.max_exchanges
+        self._start_at_members = context.start_at_members
         self._engaged = False
         self._news = asyncio.Event()
         self._seen: OrderedDict[str, None] = OrderedDict()
@@ -216,7 +196,7 @@ class GossipStrategy:
             return "failed"
         if not await self._load():
             return "failed"
-        head = ExchangeHead(exchange_id=new_exchange_id(), wire=self._config.wire, summary=summary)
+        head = ExchangeHead(exchange_id=new_exchange_id(), wire=self._wire, summary=summary)
         answer = await self._transport.call(
             address,
             peer,
@@ -253,6 +233,8 @@ class GossipStrategy:
             Refusal: engaged (423), no state yet (503), another task or mode (409), a replay (409),
                 poisoned (422), quarantined (403), malformed (400).
         """
+        if incoming.route != ROUTE:
+            raise Refusal(409, f"this node's strategy is adpsgd, which has no {incoming.route}")
         head = decode_head(incoming.meta)
         if head is None:
             raise Refusal(400, "the exchange's head can't be read")
@@ -267,13 +249,13 @@ class GossipStrategy:
         if verdict in (Verdict.OTHER_TASK, Verdict.OTHER_MODE, Verdict.ABSURD):
             raise Refusal(409, f"can't mix: {verdict.value}")
         reply = ExchangeHead(
-            exchange_id=head.exchange_id, wire=self._config.wire, summary=mine, verdict=verdict.value
+            exchange_id=head.exchange_id, wire=self._wire, summary=mine, verdict=verdict.value
         )
         if verdict is Verdict.ADOPT:
             self._swarm.adopt(incoming.sender, head.summary.lineage, why_adopt(mine, head.summary))
         if verdict is not Verdict.MIX:
             return Reply(msgspec.msgpack.encode(reply))
-        if head.wire != self._config.wire or incoming.vector_nbytes != self._scratch.nbytes:
+        if head.wire != self._wire or incoming.vector_nbytes != self._scratch.nbytes:
             raise Refusal(422, "the vector has another format or length than ours")
         if head.exchange_id in self._seen:
             raise Refusal(409, "this exchange was here before")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+from p2pdrl.config.strategy import Mode
+from p2pdrl.transport.protocol import Incoming, Refusal, Reply
+
 __all__ = ["LocalStrategy"]
 
 
 class LocalStrategy:
     """Trains alone."""
 
-    mode = "local"
+    mode: Mode = "local"
     consensus_distance: float | None = None
 
     def __init__(self) -> None:
@@ -34,3 +37,11 @@ class LocalStrategy:
 
     def updated(self, updates: int) -> None:
         """Nothing to do."""
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        """Refuse: whoever calls is in another mode.
+
+        Raises:
+            Refusal: always.
+        """
+        raise Refusal(409, "this node's mode is local")

@@ -1,16 +1,72 @@
-"""What a strategy needs of the node, and what the node needs of a strategy.
+"""What a strategy needs of the node, what the node needs of a strategy, and what a learner posts.
 
-The node hands each strategy one `Swarm`; the strategy owns no membership, learner or disk.
+The node hands each strategy one `Context`; the strategy owns no membership, learner or disk.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import random
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
 
+from p2pdrl.clock import Clock
+from p2pdrl.config.strategy import Mode
 from p2pdrl.strategies.judgement import Summary
-from p2pdrl.transport.protocol import Address
+from p2pdrl.tensors.board import DaemonBoard
+from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.transport.protocol import Address, Incoming, Reply, Transport
 
-__all__ = ["Strategy", "Swarm"]
+__all__ = ["ROUTES", "AnswerKind", "Context", "Learner", "Merged", "Post", "RoundReport", "Strategy", "Swarm"]
+
+ROUTES = ("exchange", "group", "reduce", "push", "neighbour", "relay", "shard")
+"""Routes that belong to the strategy in force. The node serves all of them once, for its whole life, and
+passes what comes to the present strategy; each strategy refuses those that it has no use for."""
+
+AnswerKind = Literal["none", "replace", "add", "set"]
+"""What the learner does with its post: ``none``: go on as if alone (a gradient is stepped with as it is,
+if the learner steps); ``replace``: the slot holds the gradient to step with; ``add``: the slot holds what is
+to be added to its next gradient; ``set``: take what is on the board before going on."""
+
+
+class Post(NamedTuple):
+    """What the learner posts, and (unless its regime lets it run ahead) waits to have answered.
+
+    Args:
+        number: grows by one with each post of this learner process.
+        kind: ``gradients`` or, only to say that the board holds a round's result, ``parameters``.
+        policy_version: of the parameters that it was computed on, or that are published.
+        samples: environment steps (rows, for a regression) behind it.
+        vector: the gradient, averaged over ``samples``, in the shared ring: D float32. It belongs to the
+            daemon until the post is answered, who may overwrite it. None for ``parameters``.
+    """
+
+    number: int
+    kind: Literal["parameters", "gradients"]
+    policy_version: int
+    samples: int
+    vector: Float32Array | None
+
+
+class Learner(Protocol):
+    """The learner of this node as its strategy sees it."""
+
+    @property
+    def board(self) -> DaemonBoard:
+        """Where its parameters are, and where deltas and sets are posted."""
+        ...
+
+    @property
+    def learning_rate(self) -> float:
+        """The algorithm's learning rate now, annealing included."""
+        ...
+
+    async def next_post(self) -> Post:
+        """Wait for the next post; cancelling loses none. Learners that run freely post nothing."""
+        ...
+
+    def answer(self, post: Post, kind: AnswerKind) -> None:
+        """Let the learner go on. A post of a learner that died since is passed over."""
+        ...
 
 
 class Swarm(Protocol):
@@ -22,7 +78,15 @@ class Swarm(Protocol):
         ...
 
     def alive(self) -> dict[str, Address]:
-        """Members that exchanges may begin with, without ourselves and the quarantined."""
+        """Members that exchanges may begin with, without ourselves, the suspect and the quarantined."""
+        ...
+
+    def name_of(self, peer: str) -> str:
+        """The name that people gave a member; its id when it is unknown."""
+        ...
+
+    def steps_since(self) -> int:
+        """Environment steps that this node made since the last call."""
         ...
 
     def summary(self) -> Summary | None:
@@ -32,8 +96,12 @@ class Swarm(Protocol):
     def adopt(self, donor: str, lineage: str, why: str) -> None:
         """Begin to take the whole state of ``donor``, or else of another member of ``lineage``.
 
-        In the background; once at a time.
+        In the background; once at a time. While it lasts `summary` is None.
         """
+        ...
+
+    async def adopted(self, donor: str, lineage: str, why: str) -> bool:
+        """Like `adopt`, and wait for its end; False when nobody's state could be taken."""
         ...
 
     def heal(self, why: str) -> None:
@@ -52,13 +120,97 @@ class Swarm(Protocol):
         """Note how an exchange that we began has ended, and how long it took."""
         ...
 
+    def round(self, report: RoundReport) -> None:
+        """Note how a round has ended."""
+        ...
+
+    def tell(self, kind: str, message: str, *, warning: bool = False) -> None:
+        """Tell people something: a new group, a new server."""
+        ...
+
+
+class Merged(NamedTuple):
+    """One contribution to a round.
+
+    Args:
+        peer: node id.
+        weight: how much it counted for in what we hold now.
+        staleness: our policy version minus its.
+    """
+
+    peer: str
+    weight: float
+    staleness: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """How one round ended, in figures; a round that changed nothing didn't succeed.
+
+    Args:
+        outcome: ``ok``, or in a word why not (``timeout``, ``refused``, ``regrouped`` …).
+        merged: who was merged and with which weight, ourselves included.
+        missing: who should have been and wasn't.
+        seconds: from its begin to its end, monotonic.
+        waited_s: how long our learner stood still for it.
+        bytes_out: payload that we sent for it.
+        bytes_in: payload that came for it.
+        round_trips: calls that we made for it.
+        changed: Euclidean norm of what was added to our vector.
+        distance: Euclidean distance between us and those merged, before; None where nobody measured it.
+        error: in words; empty when all went well.
+    """
+
+    outcome: str
+    merged: tuple[Merged, ...] = ()
+    missing: tuple[str, ...] = ()
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    round_trips: int = 0
+    changed: float = 0.0
+    distance: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Everything that the node gives a strategy.
+
+    Args:
+        swarm: the node.
+        learner: its learner.
+        transport: how peers are reached; ``bulk`` is the lane for vectors.
+        clock: time.
+        rng: source of the random choices.
+        epoch: mode epoch, in every message; peers of another epoch are refused with 409.
+        size: D, float32 parameters.
+        max_abs: largest entry accepted from a peer.
+        trusted_network: whether torch.distributed may be used.
+        max_exchanges: begin no more rounds than this (for experiments); 0 is no bound.
+        start_at_members: begin none before this many members are alive, ourselves included.
+    """
+
+    swarm: Swarm
+    learner: Learner
+    transport: Transport
+    clock: Clock
+    rng: random.Random = field(repr=False)
+    epoch: int
+    size: int
+    max_abs: float
+    trusted_network: bool = False
+    max_exchanges: int = 0
+    start_at_members: int = 0
+
 
 class Strategy(Protocol):
-    """One way to agree, from start to stop."""
+    """One way to agree, from start to stop. Built by `registry.build`; never started again once stopped."""
 
     @property
-    def mode(self) -> str:
-        """The word people type for it (``gossip``, ``local``)."""
+    def mode(self) -> Mode:
+        """The word people type for its family (``gossip``, ``allreduce``)."""
         ...
 
     @property
@@ -68,7 +220,7 @@ class Strategy(Protocol):
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Exchanges so far by outcome."""
+        """Exchanges or rounds so far by outcome."""
         ...
 
     async def start(self) -> None:
@@ -76,7 +228,11 @@ class Strategy(Protocol):
         ...
 
     async def stop(self, timeout_s: float) -> None:
-        """Finish the exchange in flight, at most ``timeout_s`` long, and end."""
+        """Finish the exchange in flight, at most ``timeout_s`` long, and end.
+
+        Afterwards no thread, task or callback of it touches the board or a post's vector. What was posted
+        and isn't answered is left: the learner drops it when it hears of the next regime.
+        """
         ...
 
     async def watch(self) -> None:
@@ -85,4 +241,13 @@ class Strategy(Protocol):
 
     def updated(self, updates: int) -> None:
         """The learner made ``updates`` more updates."""
+        ...
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        """Serve a peer's call on one of `ROUTES`.
+
+        Raises:
+            Refusal: another mode epoch or route (409), engaged (423), no state (503), poisoned (422),
+                quarantined (403), malformed (400).
+        """
         ...

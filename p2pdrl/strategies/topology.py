@@ -10,11 +10,10 @@ section 3, "Communication topology".
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
-__all__ = ["Partners", "candidates"]
+from p2pdrl.config.strategy import Partners
 
-Partners = Literal["random", "ring", "exponential"]
+__all__ = ["candidates"]
 
 
 def candidates(kind: Partners, me: str, others: Iterable[str]) -> list[str]:

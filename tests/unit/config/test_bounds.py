@@ -10,7 +10,8 @@ import pytest
 
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.schema import allowed, fields
-from p2pdrl.config.task import A2CConfig, AdpsgdConfig, EnvConfig, PPOConfig, StopConfig, StrategyConfig
+from p2pdrl.config.strategy import AdpsgdConfig, StrategyConfig
+from p2pdrl.config.task import A2CConfig, EnvConfig, PPOConfig, StopConfig
 from p2pdrl.errors import ConfigError
 
 NUMBERS = [

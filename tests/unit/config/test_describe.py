@@ -16,7 +16,8 @@ from p2pdrl.config.describe import all_keys, field_docs, render_toml, section_do
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.node import NodeConfig
 from p2pdrl.config.root import Config
-from p2pdrl.config.task import A2CConfig, EnvConfig, LocalConfig, PPOConfig, StopConfig, TaskConfig
+from p2pdrl.config.strategy import LocalConfig
+from p2pdrl.config.task import A2CConfig, EnvConfig, PPOConfig, StopConfig, TaskConfig
 
 
 def read(folder: Path, text: str) -> Any:

@@ -14,7 +14,8 @@ from p2pdrl.config import schema
 from p2pdrl.config.describe import all_keys
 from p2pdrl.config.loader import Resolved, resolve
 from p2pdrl.config.root import Config
-from p2pdrl.config.task import A2CConfig, LocalConfig, PPOConfig
+from p2pdrl.config.strategy import LocalConfig
+from p2pdrl.config.task import A2CConfig, PPOConfig
 from p2pdrl.errors import ConfigError
 
 A2C_FILE = '[task.algorithm]\nname = "a2c"\noptimizer = "adam"\nlearning_rate = 3e-4\n'

@@ -9,7 +9,8 @@ import pytest
 from p2pdrl.config import presets
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.presets import is_preset_name, preset_names, preset_path, preset_summary
-from p2pdrl.config.task import A2CConfig, AdpsgdConfig, PPOConfig
+from p2pdrl.config.strategy import AdpsgdConfig
+from p2pdrl.config.task import A2CConfig, PPOConfig
 from p2pdrl.errors import ConfigError
 
 

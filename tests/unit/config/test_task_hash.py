@@ -7,7 +7,8 @@ import pytest
 
 from p2pdrl.config import schema
 from p2pdrl.config.loader import resolve
-from p2pdrl.config.task import A2CConfig, AdpsgdConfig, EnvConfig, LocalConfig, StopConfig, TaskConfig
+from p2pdrl.config.strategy import AdpsgdConfig, LocalConfig
+from p2pdrl.config.task import A2CConfig, EnvConfig, StopConfig, TaskConfig
 from p2pdrl.config.task_hash import HASHED, task_hash
 
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from p2pdrl.config.task import AdpsgdConfig, LocalConfig, StopConfig
+from p2pdrl.config.strategy import AdpsgdConfig, LocalConfig
+from p2pdrl.config.task import StopConfig
 from p2pdrl.node import settings
 from p2pdrl.node.conduct import Conduct
 from p2pdrl.node.counters import Counts

@@ -10,7 +10,8 @@ import pytest
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.node import DebugConfig, LearnerConfig, LimitsConfig, NodeConfig
-from p2pdrl.config.task import AdpsgdConfig, LocalConfig, StopConfig, TaskConfig
+from p2pdrl.config.strategy import AdpsgdConfig, LocalConfig
+from p2pdrl.config.task import StopConfig, TaskConfig
 from p2pdrl.errors import PeerRefusedError, WorkerError
 from p2pdrl.node import state_transfer
 from p2pdrl.node.giving import Giving
@@ -23,7 +24,7 @@ from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address
 from p2pdrl.workers.protocol import Report
 
-GOSSIP = AdpsgdConfig(wire="float32", min_interval_s=0.0, deadline_s=1.0)
+GOSSIP = AdpsgdConfig(compression="none", min_interval_s=0.0, deadline_s=1.0)
 CONFIG = NodeConfig(
     learner=LearnerConfig(restart_min_s=0.01), limits=LimitsConfig(strikes=2, quarantine_s=60.0)
 )
@@ -62,7 +63,7 @@ class Peer:
         giving = Giving(self.training, self.ledger, self.training._events)
         await self.transport.start()
         self.transport.serve(state_transfer.ROUTE, giving.answer)
-        self.transport.serve(gossip.ROUTE, self.training.answer_exchange, max_vector_bytes=1 << 20)
+        self.transport.serve(gossip.ROUTE, self.training.answer, max_vector_bytes=1 << 20)
 
     def now(self) -> list[float]:
         out = np.empty(self.training.spec.layout.size, np.float32)

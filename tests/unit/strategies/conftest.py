@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,10 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from p2pdrl.config.task import AdpsgdConfig
+from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.strategies import gossip
 from p2pdrl.strategies.gossip import GossipStrategy
 from p2pdrl.strategies.judgement import Summary
+from p2pdrl.strategies.protocol import Context
+from p2pdrl.strategies.testing import FakeSwarm, LoopClock
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
 from p2pdrl.tensors.layout import Entry, Layout
 from p2pdrl.tensors.shm import SharedRegion
@@ -23,52 +24,7 @@ from p2pdrl.transport.protocol import Address, Incoming, Reply
 
 SIZE = 16
 SPEC = BoardSpec(Layout((Entry("x", (SIZE,)),)))
-GOSSIP = AdpsgdConfig(wire="float32", deadline_s=1.0)
-
-
-class LoopClock:
-    """The loop's own (here: virtual) time."""
-
-    def monotonic(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def wall(self) -> float:
-        return 1_700_000_000.0 + self.monotonic()
-
-
-class FakeSwarm:
-    """What the strategy asks of the node, and what it told."""
-
-    def __init__(self, node_id: str) -> None:
-        self.node_id = node_id
-        self.peers: dict[str, Address] = {}
-        self.says: Summary | None = Summary(node_id, "task", "layout", 1, "aa", 100, 10)
-        self.adoptions: list[tuple[str, str]] = []
-        self.heals: list[str] = []
-        self.strikes: list[str] = []
-        self.held: set[str] = set()
-        self.seen: list[tuple[str, float]] = []
-
-    def alive(self) -> dict[str, Address]:
-        return {peer: address for peer, address in self.peers.items() if peer not in self.held}
-
-    def summary(self) -> Summary | None:
-        return self.says
-
-    def adopt(self, donor: str, lineage: str, why: str) -> None:
-        self.adoptions.append((donor, why))
-
-    def heal(self, why: str) -> None:
-        self.heals.append(why)
-
-    def strike(self, peer: str, why: str) -> None:
-        self.strikes.append(peer)
-
-    def quarantined(self, peer: str) -> bool:
-        return peer in self.held
-
-    def observed(self, outcome: str, seconds: float) -> None:
-        self.seen.append((outcome, seconds))
+GOSSIP = AdpsgdConfig(compression="none", deadline_s=1.0)
 
 
 class GossipNode:
@@ -82,25 +38,28 @@ class GossipNode:
         self.transport = network.join(self.id, self.address)
         self.swarm = FakeSwarm(self.id)
         self.region = SharedRegion.create(SPEC.nbytes, "gossip")
-        self.board, self.learner = DaemonBoard(self.region, SPEC), LearnerBoard(self.region, SPEC)
+        self.board, self._own = DaemonBoard(self.region, SPEC), LearnerBoard(self.region, SPEC)
         self.x_D = start_D.astype(np.float32)
         self.version = 10
-        self.learner.publish(self.x_D, None, self.version)
+        self._own.publish(self.x_D, None, self.version)
         self.config = config
         self.use(self.transport)
 
     def use(self, transport: Any, **options: Any) -> None:
         """Gossip over ``transport``."""
         self.strategy = GossipStrategy(
-            config=self.config,
-            swarm=self.swarm,
-            board=self.board,
-            size=SIZE,
-            transport=transport,
-            clock=LoopClock(),
-            rng=random.Random(int(self.id, 16)),
-            max_abs=1e6,
-            **options,
+            self.config,
+            Context(
+                swarm=self.swarm,
+                learner=self,
+                transport=transport,
+                clock=LoopClock(),
+                rng=random.Random(int(self.id, 16)),
+                epoch=1,
+                size=SIZE,
+                max_abs=1e6,
+                **options,
+            ),
         )
 
     async def start(self) -> None:
@@ -123,11 +82,11 @@ class GossipNode:
 
     def turn(self) -> None:
         """What a learner does between two unrolls."""
-        taken = self.learner.take()
+        taken = self._own.take()
         if taken is not None:
             self.x_D = self.x_D + taken.vector if taken.kind == "delta" else taken.vector.copy()
             self.version = max(self.version, taken.policy_version)
-        self.learner.publish(self.x_D, None, self.version)
+        self._own.publish(self.x_D, None, self.version)
 
     def say(self, **changes: Any) -> None:
         """Change what the node says of itself."""

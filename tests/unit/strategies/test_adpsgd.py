@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from p2pdrl.config.task import AdpsgdConfig
+from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.strategies.adpsgd import COOL_MAX_S, AdpsgdCore
 
 

@@ -167,7 +167,7 @@ async def test_poison_is_a_strike_and_moves_nothing(swarm):
 async def test_our_own_poison_is_kept_to_ourselves_and_healed(swarm):
     a, b = await swarm.grow(2)
     good_D = a.x_D
-    a.learner.publish(np.full(a.x_D.size, np.nan, np.float32), None, a.version)
+    a._own.publish(np.full(a.x_D.size, np.nan, np.float32), None, a.version)
     a.strategy.updated(1)
     await asyncio.sleep(0.2)
     assert a.strategy.outcomes == {"failed": 1}
@@ -175,7 +175,7 @@ async def test_our_own_poison_is_kept_to_ourselves_and_healed(swarm):
     assert (len(a.swarm.heals), a.swarm.strikes, b.swarm.strikes) == (2, [], [])
     assert b.strategy.outcomes == {}
     assert not b.moved()
-    a.learner.publish(good_D, None, a.version)
+    a._own.publish(good_D, None, a.version)
     await offer(b, a, "e2")
     assert a.strategy.outcomes == {"failed": 1, "answered": 1}
 

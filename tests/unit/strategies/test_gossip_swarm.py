@@ -10,6 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.looptime
 
+COMPRESSION = {"float32": "none", "bf16": "bf16"}
 NODES, TURNS, TURN_S = 8, 60, 0.06
 
 
@@ -45,7 +46,7 @@ async def settle(nodes) -> None:
     [("float32", "random"), ("bf16", "random"), ("bf16", "ring"), ("bf16", "exponential")],
 )
 async def test_eight_nodes_agree_on_their_mean(swarm, wire, partners):
-    config = msgspec.structs.replace(swarm.config, wire=wire, partners=partners)
+    config = msgspec.structs.replace(swarm.config, compression=COMPRESSION[wire], partners=partners)
     nodes = await swarm.grow(NODES, config)
     first, mean_D = consensus(nodes), mean(nodes)
     await live(nodes, TURNS * (3 if partners == "ring" else 1), slow=5)

@@ -1,0 +1,47 @@
+"""Types of number that configuration fields share, and the base of sections that travel.
+
+Durations are in seconds (``_s``).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+__all__ = [
+    "Count",
+    "Fraction",
+    "Natural",
+    "NonNegative",
+    "Positive",
+    "PositiveSeconds",
+    "Seconds",
+    "Travelling",
+]
+
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
+
+
+class Travelling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A section that travels between nodes: whatever it holds, it holds no infinity and no NaN."""
+
+    def __post_init__(self) -> None:
+        """Check what was decoded, converted or built.
+
+        Raises:
+            ValueError: a number isn't finite; msgspec turns it into its own ValidationError.
+        """
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            for number in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(number, float) and not math.isfinite(number):
+                    raise ValueError(f"{name} must be a finite number")

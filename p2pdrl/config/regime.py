@@ -1,0 +1,76 @@
+"""How a learner works under a strategy: what it sends, whether it waits, who steps.
+
+A pure function of the strategy's options, so that daemon and learner can't disagree. `node` sends the
+regime to the learner process; `strategies` answer what the learner posts.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from p2pdrl.config.strategy import (
+    AdpsgdConfig,
+    DsgdConfig,
+    FederatedConfig,
+    GalaConfig,
+    GradAverageConfig,
+    HogwildConfig,
+    ParamAverageConfig,
+    ServerAsyncConfig,
+    ServerSyncConfig,
+    StrategyConfig,
+)
+
+__all__ = ["FREE", "Regime", "regime_of"]
+
+
+class Regime(msgspec.Struct, frozen=True):
+    """What a learner does between two of its steps."""
+
+    sends: Literal["nothing", "parameters", "gradients"] = "nothing"
+    """``nothing``: it publishes, and takes what comes; ``parameters``: every ``every`` updates it says that
+    it is ready and waits; ``gradients``: each gradient goes out before (or instead of) a step."""
+    every: int = 1
+    """Updates (parameters) or gradients (gradients, added up) to one post."""
+    ahead: int = 0
+    """Posts that may be unanswered while the learner goes on; 0 waits for the answer to each."""
+    steps: bool = True
+    """Whether the learner's own optimizer steps; else parameters come back as a set."""
+    clip: Literal["before", "after"] = "after"
+    """Whether a gradient's norm is clipped before it is sent, or after the answer was merged."""
+    learners: int = 1
+    """Processes that share one vector."""
+
+    @property
+    def slots(self) -> int:
+        """Gradients that the shared ring holds."""
+        return self.ahead + 1 if self.sends == "gradients" else 0
+
+
+FREE = Regime()
+"""The learner trains by itself; deltas and sets come by the board."""
+
+
+def regime_of(strategy: StrategyConfig) -> Regime:
+    """How learners work under ``strategy``."""
+    match strategy:
+        case HogwildConfig(learners=learners):
+            return Regime(learners=learners)
+        case DsgdConfig(exchanges="gradients"):
+            return Regime("gradients")
+        case DsgdConfig(every_updates=every):
+            return Regime("parameters", every=every)
+        case AdpsgdConfig(exchanges="gradients") | GalaConfig(exchanges="gradients"):
+            return Regime("gradients", ahead=2)
+        case GradAverageConfig():
+            return Regime("gradients")
+        case ParamAverageConfig(every_updates=every) | FederatedConfig(every_updates=every):
+            return Regime("parameters", every=every)
+        case ServerSyncConfig():
+            return Regime("gradients", steps=False, clip="before")
+        case ServerAsyncConfig(push_every=every, ahead=ahead, local_steps=steps):
+            return Regime("gradients", every=every, ahead=ahead, steps=steps, clip="before")
+        case _:
+            return FREE
