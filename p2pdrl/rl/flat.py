@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.errors import ConfigError, LayoutMismatchError
 from p2pdrl.tensors.layout import Entry, Layout
 
 __all__ = ["FlatModule"]
@@ -47,9 +47,9 @@ class FlatModule:
         for _, parameter in named:
             piece = slice(begin, begin + parameter.numel())
             self.parameters_D[piece] = parameter.detach().reshape(-1)
-            parameter.data = self.parameters_D[piece].view(parameter.shape)
             parameter.grad = self.gradients_D[piece].view(parameter.shape)
             begin = piece.stop
+        self._bind()
 
     @property
     def device(self) -> torch.device:
@@ -76,6 +76,46 @@ class FlatModule:
             LayoutMismatchError: the vector has another length.
         """
         self.parameters_D.copy_(self._tensor(vector_D))
+
+    def rebind(self, buffer_D: Vector, *, write: bool) -> None:
+        """Move the parameters onto memory that is given, such as a piece that several processes share.
+
+        ``parameters_D`` stays the same tensor object with other memory behind it, so whoever holds it,
+        as optimizers do, goes on with the new memory. Arrays that ``numpy`` returned before stay with the
+        old one. The buffer is kept alive as long as it is used here; give another (``np.empty``) to let
+        go of it. Processes that step on one buffer without locks do Hogwild (Recht 2011, arXiv
+        1106.5730): aligned float32 are read and written whole, sums may be lost.
+
+        Args:
+            buffer_D: D writable float32 in one piece.
+            write: copy the parameters into the buffer first; else those that lie there count.
+
+        Raises:
+            LayoutMismatchError: the buffer is of another length or type, or can't be written.
+            ConfigError: the parameters live on a GPU.
+        """
+        if self.device.type != "cpu":
+            raise ConfigError(f"memory can be shared by learners on the cpu only, not on {self.device}")
+        flags = buffer_D.flags
+        fits = buffer_D.shape == (self.layout.size,) and buffer_D.dtype == np.float32
+        if not (fits and flags.writeable and flags.c_contiguous and flags.aligned):
+            raise LayoutMismatchError(
+                f"parameters want {self.layout.size} writable float32 in one piece, "
+                f"not {buffer_D.dtype} of shape {buffer_D.shape}"
+            )
+        shared_D = torch.from_numpy(buffer_D)
+        if write:
+            shared_D.copy_(self.parameters_D)
+        self.parameters_D.data = shared_D
+        self._bind()
+
+    def _bind(self) -> None:
+        """Make each parameter a view of its piece of the vector."""
+        begin = 0
+        for parameter in self.module.parameters():
+            piece_D = self.parameters_D[begin : begin + parameter.numel()]
+            parameter.data = piece_D.view(parameter.shape)
+            begin += parameter.numel()
 
     def _tensor(self, vector_D: Vector) -> Tensor:
         if vector_D.shape != (self.layout.size,):

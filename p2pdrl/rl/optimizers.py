@@ -4,7 +4,7 @@
 the arithmetic; over one flat vector the formulas below are the whole of it, and their state is
 plain vectors that travel beside the parameters.
 
-Shape suffix: D parameters.
+Shape suffixes: D parameters, K those of them that move.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.tensors.sidecar import SidecarItem
 
-__all__ = ["Adam", "Optimizer", "RMSProp", "clip_gradients"]
+__all__ = ["SGD", "Adagrad", "Adam", "Momentum", "Optimizer", "RMSProp", "clip_gradients"]
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -36,7 +36,7 @@ def clip_gradients(gradients_D: Tensor, max_norm: float) -> float:
 
 
 class Optimizer(ABC):
-    """State shared by both: named vectors of D elements and a count of steps."""
+    """State shared by all: named vectors of D elements and a count of steps."""
 
     def __init__(self, parameters_D: Tensor, gradients_D: Tensor, names: tuple[str, ...]) -> None:
         self._parameters_D = parameters_D
@@ -74,8 +74,83 @@ class Optimizer(ABC):
         for name, vector_D in self._vectors.items():
             vector_D.copy_(torch.from_numpy(np.array(arrays[f"optimizer.{name}"], dtype=np.float32)))
             if name == "v":
-                vector_D.clamp_(min=0.0)  # a mean of squares: below zero, as a peer may send it, gives NaN
+                vector_D.clamp_(min=0.0)  # squares: below zero, as a peer may send them, they give NaN
         self._steps = max(0, int(arrays["optimizer.steps"]))
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent (Robbins and Monro 1951).
+
+    Args:
+        parameters_D: moved in place.
+        gradients_D: read at each step.
+        sparse: write only where the gradient isn't zero, as Hogwild asks for (Recht 2011, arXiv
+            1106.5730, section 3): processes that share the parameters then collide only where they
+            move the same entry. A dense step also writes back what it doesn't move.
+    """
+
+    def __init__(self, parameters_D: Tensor, gradients_D: Tensor, *, sparse: bool = False) -> None:
+        super().__init__(parameters_D, gradients_D, ())
+        self._sparse = sparse
+
+    def step(self, learning_rate: float) -> None:
+        """Move by −lr · g."""
+        self._steps += 1
+        if not self._sparse:
+            self._parameters_D.add_(self._gradients_D, alpha=-learning_rate)
+            return
+        where_K = self._gradients_D.nonzero().squeeze(1)
+        self._parameters_D.index_add_(0, where_K, self._gradients_D[where_K], alpha=-learning_rate)
+
+
+class Momentum(Optimizer):
+    """Gradient descent with momentum (Polyak 1964; Sutskever 2013), in the form that torch has.
+
+    Args:
+        parameters_D: moved in place.
+        gradients_D: read at each step.
+        momentum: μ, share of the last move that goes on.
+        nesterov: look ahead by one move.
+    """
+
+    def __init__(
+        self, parameters_D: Tensor, gradients_D: Tensor, momentum: float = 0.9, *, nesterov: bool = False
+    ) -> None:
+        super().__init__(parameters_D, gradients_D, ("m",))
+        self._momentum = momentum
+        self._nesterov = nesterov
+
+    def step(self, learning_rate: float) -> None:
+        """Move by −lr · m with m ← μ m + g; with Nesterov by −lr · (g + μ m)."""
+        self._steps += 1
+        m_D = self._vectors["m"]
+        m_D.mul_(self._momentum).add_(self._gradients_D)
+        if self._nesterov:
+            self._parameters_D.add_(self._gradients_D, alpha=-learning_rate)
+            self._parameters_D.add_(m_D, alpha=-learning_rate * self._momentum)
+        else:
+            self._parameters_D.add_(m_D, alpha=-learning_rate)
+
+
+class Adagrad(Optimizer):
+    """Adagrad (Duchi 2011, JMLR 12, with diagonal matrices).
+
+    Args:
+        parameters_D: moved in place.
+        gradients_D: read at each step.
+        eps: added to the denominator.
+    """
+
+    def __init__(self, parameters_D: Tensor, gradients_D: Tensor, eps: float = 1e-10) -> None:
+        super().__init__(parameters_D, gradients_D, ("v",))
+        self._eps = eps
+
+    def step(self, learning_rate: float) -> None:
+        """Move by −lr · g / (√Σg² + ε)."""
+        self._steps += 1
+        v_D = self._vectors["v"]
+        v_D.addcmul_(self._gradients_D, self._gradients_D)
+        self._parameters_D.addcdiv_(self._gradients_D, v_D.sqrt().add_(self._eps), value=-learning_rate)
 
 
 class Adam(Optimizer):

@@ -25,6 +25,7 @@ from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.rollout import Collector
+from p2pdrl.rl.stepping import Stepper
 from p2pdrl.tensors.layout import Layout
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
@@ -134,6 +135,19 @@ class Trainer:
     def flat(self) -> Vector:
         """The D parameters: a view on the CPU (changed by ``step``), a copy from any other device."""
         return self._flat.numpy()
+
+    @property
+    def stepper(self) -> Stepper:
+        """What each gradient is handed to; may be replaced between two calls of ``step``."""
+        return self._algorithm.stepper
+
+    @stepper.setter
+    def stepper(self, stepper: Stepper) -> None:
+        self._algorithm.stepper = stepper
+
+    def rebind(self, buffer_D: Vector, *, write: bool) -> None:
+        """Let the parameters live in ``buffer_D`` from now on; see ``FlatModule.rebind``."""
+        self._flat.rebind(buffer_D, write=write)
 
     def add_delta(self, delta_D: Vector) -> None:
         """Add what exchanges with peers changed; the optimizer's state stays.

@@ -14,10 +14,11 @@ import torch
 
 from p2pdrl.config.task import A2CConfig
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.optimizers import Adam, Optimizer, RMSProp, clip_gradients
+from p2pdrl.rl.optimizers import Adam, Optimizer, RMSProp
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.returns import gae
 from p2pdrl.rl.rollout import Unroll
+from p2pdrl.rl.stepping import OwnStepper, Stepper
 
 __all__ = ["A2C"]
 
@@ -33,6 +34,7 @@ class A2C:
     Attributes:
         optimizer: RMSProp or Adam; its state travels in the sidecar.
         progress: 0 … 1, how far the swarm is; lowers the learning rate where that is annealed.
+        stepper: gets the gradient of each unroll; may be replaced between updates.
     """
 
     def __init__(self, config: A2CConfig, flat: FlatModule, policy: ActorCritic) -> None:
@@ -47,6 +49,7 @@ class A2C:
                 flat.parameters_D, flat.gradients_D, config.rmsprop_alpha, config.rmsprop_eps
             )
         self.progress = 0.0
+        self.stepper: Stepper = OwnStepper()
 
     def update(self, unroll: Unroll) -> dict[str, float]:
         """Improve the policy on one unroll, in place, and return what the monitors plot."""
@@ -74,10 +77,14 @@ class A2C:
         loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
         self._flat.gradients_D.zero_()
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = clip_gradients(self._flat.gradients_D, config.max_grad_norm)
+        norm = self.stepper.step(
+            self._flat,
+            self.optimizer,
+            learning_rate=learning_rate,
+            max_grad_norm=config.max_grad_norm,
+            samples=len(advantages_N),
+        )
         finite = math.isfinite(norm)
-        if finite:  # one bad batch must not poison the parameters, here and at every peer
-            self.optimizer.step(learning_rate)
 
         return {
             "policy_loss": float(policy_loss.detach()),

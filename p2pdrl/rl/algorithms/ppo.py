@@ -16,10 +16,11 @@ from torch import Tensor
 
 from p2pdrl.config.task import PPOConfig
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.optimizers import Adam, clip_gradients
+from p2pdrl.rl.optimizers import Adam
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.returns import gae
 from p2pdrl.rl.rollout import Unroll
+from p2pdrl.rl.stepping import OwnStepper, Stepper
 
 __all__ = ["PPO"]
 
@@ -36,6 +37,7 @@ class PPO:
     Attributes:
         optimizer: Adam; its state travels in the sidecar.
         progress: 0 … 1, how far the swarm is; lowers the learning rate where that is annealed.
+        stepper: gets the gradient of each minibatch; may be replaced between updates.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PPO:
         self._generator = generator
         self.optimizer = Adam(flat.parameters_D, flat.gradients_D)
         self.progress = 0.0
+        self.stepper: Stepper = OwnStepper()
 
     def update(self, unroll: Unroll) -> dict[str, float]:
         """Improve the policy on one unroll, in place, and return what the monitors plot."""
@@ -82,14 +85,19 @@ class PPO:
                 loss, terms = self._loss(*(array_N[indices_M] for array_N in batch))
                 self._flat.gradients_D.zero_()
                 loss.backward()  # type: ignore[no-untyped-call]
-                norm = clip_gradients(self._flat.gradients_D, config.max_grad_norm)
+                norm = self.stepper.step(
+                    self._flat,
+                    self.optimizer,
+                    learning_rate=learning_rate,
+                    max_grad_norm=config.max_grad_norm,
+                    samples=len(indices_M),
+                )
                 totals += terms
                 epoch_kl += terms[3]
                 epoch_steps += 1
                 if math.isfinite(norm):
-                    self.optimizer.step(learning_rate)
                     gradient_norm += norm
-                else:  # one bad batch must not poison the parameters, here and at every peer
+                else:
                     skipped += 1
             steps += epoch_steps
             if config.target_kl is not None and float(epoch_kl) / epoch_steps > config.target_kl:

@@ -16,6 +16,7 @@ from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.rollout import Unroll
+from p2pdrl.rl.stepping import Stepper
 
 __all__ = ["Algorithm", "build"]
 
@@ -25,9 +26,11 @@ class Algorithm(Protocol):
 
     Attributes:
         progress: 0 … 1, how far the swarm is towards its last environment step.
+        stepper: gets each mean gradient, once per minibatch; may be replaced between updates.
     """
 
     progress: float
+    stepper: Stepper
 
     @property
     def optimizer(self) -> Optimizer:

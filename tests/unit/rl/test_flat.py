@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.errors import ConfigError, LayoutMismatchError
 from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.optimizers import Adam
+from p2pdrl.tensors.shm import SharedRegion
 
 CPU = torch.device("cpu")
 
@@ -72,3 +74,76 @@ def test_other_lengths_are_refused(method):
     flat = FlatModule(make(), CPU)
     with pytest.raises(LayoutMismatchError, match="parameters"):
         getattr(flat, method)(np.zeros(3, dtype=np.float32))
+
+
+def train(flat, optimizer, steps):
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        flat.gradients_D.zero_()
+        flat.module(x).square().sum().backward()
+        optimizer.step(0.01)
+
+
+def test_rebinding_in_the_midst_of_training_changes_no_number():
+    moved, stays = FlatModule(make(), CPU), FlatModule(make(), CPU)
+    optimizers = [Adam(flat.parameters_D, flat.gradients_D) for flat in (moved, stays)]
+    for flat, optimizer in zip((moved, stays), optimizers, strict=True):
+        train(flat, optimizer, 3)
+    old = moved.numpy()
+    buffer = np.zeros(moved.layout.size, np.float32)
+    moved.rebind(buffer, write=True)
+    np.testing.assert_array_equal(buffer, old)
+    kept = old.copy()
+    for flat, optimizer in zip((moved, stays), optimizers, strict=True):
+        train(flat, optimizer, 3)
+    np.testing.assert_array_equal(buffer, stays.numpy())
+    np.testing.assert_array_equal(old, kept)
+    assert np.shares_memory(moved.numpy(), buffer)
+
+
+def test_rebinding_takes_what_lies_in_the_buffer_unless_told_to_write():
+    flat = FlatModule(make(), CPU)
+    buffer = np.full(flat.layout.size, 2.0, np.float32)
+    flat.rebind(buffer, write=False)
+    assert all((parameter == 2.0).all() for parameter in flat.module.parameters())
+    buffer[:] = 3.0  # another process writes
+    assert all((parameter == 3.0).all() for parameter in flat.module.parameters())
+
+
+def test_two_modules_step_on_one_piece_of_shared_memory():
+    one, two = FlatModule(make(0), CPU), FlatModule(make(1), CPU)
+    nbytes = 4 * one.layout.size
+    region = SharedRegion.create(nbytes, "test")
+    try:
+        one.rebind(np.frombuffer(region.buf, np.float32), write=True)
+        two.rebind(np.frombuffer(region.buf, np.float32), write=False)
+        x = torch.randn(5, 3)
+        torch.testing.assert_close(one.module(x), two.module(x), rtol=0, atol=0)
+        train(two, Adam(two.parameters_D, two.gradients_D), 2)
+        torch.testing.assert_close(one.module(x), two.module(x), rtol=0, atol=0)
+        for flat in (one, two):  # let go of the memory before it is unmapped
+            flat.rebind(np.empty(flat.layout.size, np.float32), write=True)
+    finally:
+        region.close()
+
+
+@pytest.mark.parametrize("kind", ["short", "double", "read-only", "strided"])
+def test_buffers_that_do_not_fit_are_refused(kind):
+    flat = FlatModule(make(), CPU)
+    size = flat.layout.size
+    buffer = {
+        "short": np.zeros(size - 1, np.float32),
+        "double": np.zeros(size),
+        "read-only": np.frombuffer(bytes(4 * size), np.float32),
+        "strided": np.zeros(2 * size, np.float32)[::2],
+    }[kind]
+    before = flat.numpy().copy()
+    with pytest.raises(LayoutMismatchError, match="in one piece"):
+        flat.rebind(buffer, write=True)
+    np.testing.assert_array_equal(flat.numpy(), before)
+
+
+def test_memory_is_shared_on_the_cpu_only():
+    flat = FlatModule(make(), torch.device("meta"))
+    with pytest.raises(ConfigError, match="meta"):
+        flat.rebind(np.zeros(flat.layout.size, np.float32), write=True)

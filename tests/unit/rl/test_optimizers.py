@@ -7,33 +7,38 @@ import pytest
 import torch
 
 from p2pdrl.errors import LayoutMismatchError
-from p2pdrl.rl.optimizers import Adam, RMSProp, clip_gradients
+from p2pdrl.rl.optimizers import SGD, Adagrad, Adam, Momentum, RMSProp, clip_gradients
 
 D = 50
+
+
+PAIRS = {
+    "adam": (lambda p, g: Adam(p, g, 1e-5), lambda p: torch.optim.Adam([p], 0.01, eps=1e-5)),
+    "rmsprop": (
+        lambda p, g: RMSProp(p, g, 0.99, 1e-5),
+        lambda p: torch.optim.RMSprop([p], 0.01, alpha=0.99, eps=1e-5),
+    ),
+    "sgd": (SGD, lambda p: torch.optim.SGD([p], 0.01)),
+    "sparse_sgd": (lambda p, g: SGD(p, g, sparse=True), lambda p: torch.optim.SGD([p], 0.01)),
+    "momentum": (lambda p, g: Momentum(p, g, 0.9), lambda p: torch.optim.SGD([p], 0.01, momentum=0.9)),
+    "nesterov": (
+        lambda p, g: Momentum(p, g, 0.9, nesterov=True),
+        lambda p: torch.optim.SGD([p], 0.01, momentum=0.9, nesterov=True),
+    ),
+    "adagrad": (lambda p, g: Adagrad(p, g, 1e-8), lambda p: torch.optim.Adagrad([p], 0.01, eps=1e-8)),
+}
+SQUARES = ["adam", "rmsprop", "adagrad"]
 
 
 def ours_and_torchs(name):
     start = torch.randn(D, generator=torch.Generator().manual_seed(0))
     mine, theirs = start.clone(), start.clone().requires_grad_()
     gradients = torch.zeros(D)
-    if name == "adam":
-        return (
-            mine,
-            gradients,
-            Adam(mine, gradients, 1e-5),
-            theirs,
-            torch.optim.Adam([theirs], 0.01, eps=1e-5),
-        )
-    return (
-        mine,
-        gradients,
-        RMSProp(mine, gradients, 0.99, 1e-5),
-        theirs,
-        torch.optim.RMSprop([theirs], 0.01, alpha=0.99, eps=1e-5),
-    )
+    make, make_reference = PAIRS[name]
+    return mine, gradients, make(mine, gradients), theirs, make_reference(theirs)
 
 
-@pytest.mark.parametrize("name", ["adam", "rmsprop"])
+@pytest.mark.parametrize("name", PAIRS)
 def test_same_steps_as_torch(name):
     mine, gradients, optimizer, theirs, reference = ours_and_torchs(name)
     generator = torch.Generator().manual_seed(1)
@@ -45,7 +50,7 @@ def test_same_steps_as_torch(name):
     torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adam", "rmsprop"])
+@pytest.mark.parametrize("name", PAIRS)
 def test_state_carries_over(name):
     mine, gradients, optimizer, _, _ = ours_and_torchs(name)
     gradients.fill_(0.5)
@@ -83,7 +88,7 @@ def test_clipping_keeps_small_gradients_and_scales_large_ones():
     torch.testing.assert_close(large, torch.tensor([0.6, 0.8]))
 
 
-@pytest.mark.parametrize("name", ["adam", "rmsprop"])
+@pytest.mark.parametrize("name", SQUARES)
 def test_a_peers_impossible_state_does_no_harm(name):
     mine, gradients, optimizer, _, _ = ours_and_torchs(name)
     state = {key: np.array(value) for key, value in optimizer.state().items()}
@@ -93,3 +98,20 @@ def test_a_peers_impossible_state_does_no_harm(name):
     gradients.fill_(0.5)
     optimizer.step(0.01)
     assert torch.isfinite(mine).all()
+
+
+def test_sparse_steps_write_nothing_where_the_gradient_is_zero():
+    parameters, gradients = torch.full((4,), float("nan")), torch.tensor([0.0, 2.0, 0.0, -4.0])
+    parameters[1::2] = 1.0
+    seen = parameters.view(torch.int32).clone()
+    seen[0] = 0x7FC0BEEF  # a NaN of our own: any arithmetic on it would make another one
+    parameters.view(torch.int32).copy_(seen)
+    SGD(parameters, gradients, sparse=True).step(0.25)
+    assert parameters.view(torch.int32)[0] == 0x7FC0BEEF
+    assert parameters[1::2].tolist() == [0.5, 2.0]
+
+
+def test_a_sparse_step_on_nothing_is_no_step():
+    parameters = torch.ones(4)
+    SGD(parameters, torch.zeros(4), sparse=True).step(1.0)
+    assert parameters.tolist() == [1.0] * 4
