@@ -8,26 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
-
 from p2pdrl.config.node import NodeConfig
+from p2pdrl.config.problem import Problem
 from p2pdrl.config.root import Config
-from p2pdrl.config.strategy import AdpsgdConfig, StrategyConfig
+from p2pdrl.config.strategy import GradAverageConfig, ParamAverageConfig, StrategyConfig
+from p2pdrl.config.strategy_checks import strategy_problems
 from p2pdrl.config.task import PPOConfig, TaskConfig
 
-__all__ = ["Problem", "problems", "task_problems"]
-
-
-class Problem(msgspec.Struct, frozen=True):
-    """A broken rule: the key to change first, and what is wrong, in words."""
-
-    key: str
-    message: str
+__all__ = ["Problem", "problems", "task_problems", "trust_problems"]
 
 
 def problems(config: Config) -> list[Problem]:
     """Every rule that ``config`` breaks."""
-    return [*task_problems(config.task), *_node_problems(config.node)]
+    trust = trust_problems(config.task.strategy, trusted_network=config.node.trusted_network)
+    return [*task_problems(config.task), *trust, *_node_problems(config.node)]
 
 
 def task_problems(task: TaskConfig) -> Iterator[Problem]:
@@ -50,16 +44,17 @@ def task_problems(task: TaskConfig) -> Iterator[Problem]:
             "task.algorithm.anneal",
             "linear lowers the learning rate until task.stop.env_steps, so it must be set",
         )
-    yield from _strategy_problems(task.strategy)
+    yield from strategy_problems(task.strategy)
 
 
-def _strategy_problems(strategy: StrategyConfig) -> Iterator[Problem]:
-    if not isinstance(strategy, AdpsgdConfig):
-        return
-    if strategy.every_updates == 0 and strategy.every_s == 0:
+def trust_problems(strategy: StrategyConfig, *, trusted_network: bool) -> Iterator[Problem]:
+    """What ``strategy`` wants of this machine's network and may not have."""
+    over_torch = isinstance(strategy, GradAverageConfig | ParamAverageConfig) and strategy.backend == "torch"
+    if over_torch and not trusted_network:
         yield Problem(
-            "task.strategy.every_updates",
-            "with this and every_s both 0 no exchange ever begins; set one, or task.strategy.name = local",
+            "task.strategy.backend",
+            "torch.distributed listens without authentication; where everybody who reaches this machine "
+            "may be trusted set node.trusted_network = true on each node, else take backend = own",
         )
 
 

@@ -8,14 +8,46 @@ import pytest
 
 from p2pdrl.config import presets
 from p2pdrl.config.loader import resolve
+from p2pdrl.config.mode import PROTOCOLS, protocol_of
 from p2pdrl.config.presets import is_preset_name, preset_names, preset_path, preset_summary
 from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.config.task import A2CConfig, PPOConfig
 from p2pdrl.errors import ConfigError
 
 
-def test_the_first_presets_are_there() -> None:
-    assert {"cartpole", "ppo", "a2c", "adpsgd"} <= set(preset_names())
+STRATEGIES = {
+    "mapreduce_sync": "server_sync",
+    "param_average": "param_average",
+    "grad_average": "grad_average",
+    "ddp": "grad_average",
+    "hogwild": "hogwild",
+    "downpour": "server_async",
+    "dsgd": "dsgd",
+    "adpsgd": "adpsgd",
+    "sgp": "sgp",
+    "gala": "gala",
+    "strom": "strom",
+    "federated": "federated",
+    "local": "local",
+}
+
+
+def test_the_presets_are_there() -> None:
+    assert {"cartpole", "ppo", "a2c", *STRATEGIES} <= set(preset_names())
+
+
+@pytest.mark.parametrize(("name", "strategy"), STRATEGIES.items())
+def test_each_strategys_preset_is_a_whole_task(name: str, strategy: str) -> None:
+    resolved = resolve(files=[name])
+    task = resolved.config.task
+    assert protocol_of(task.strategy) == strategy
+    assert task.env.id == "CartPole-v1"
+    assert task.stop.env_steps
+    assert {"task.env.id", "task.algorithm.name", "task.strategy.name"} <= resolved.given("task")
+
+
+def test_every_strategy_has_a_preset() -> None:
+    assert set(STRATEGIES.values()) == {name for names in PROTOCOLS.values() for name in names}
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -1,0 +1,127 @@
+"""From what people type after ``mode set`` to a strategy's options, and back to words.
+
+    mode set gossip --set protocol=dsgd --set topology=torus
+
+Read by the same rules as every other source of configuration: typed by the schema, unknown names get the
+nearest valid one, combinations that can't work are refused. Both the command line and the node call it:
+the one to tell mistakes at once, the other because it trusts nobody.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import msgspec
+
+from p2pdrl.config import schema
+from p2pdrl.config.strategy import Mode, StrategyConfig, mode_of
+from p2pdrl.config.strategy_checks import strategy_problems
+from p2pdrl.config.values import coerce_text, shown
+from p2pdrl.errors import ConfigError
+
+__all__ = ["PROTOCOLS", "changed_options", "protocol_of", "strategy_from"]
+
+PROTOCOLS: dict[Mode, tuple[str, ...]] = {
+    "gossip": ("adpsgd", "dsgd", "sgp", "gala", "strom", "hogwild"),
+    "server-sync": ("server_sync",),
+    "server-async": ("server_async",),
+    "allreduce": ("grad_average", "param_average", "federated"),
+    "local": ("local", "hogwild"),
+}
+"""The strategies of each mode; the first is taken when nobody names one."""
+ALIASES = {"ddp": "grad_average", "downpour": "server_async", "mapreduce_sync": "server_sync"}
+PROTOCOL = "protocol"
+"""The key that names the strategy; every other key is one of its options."""
+
+_STRUCTS = {str(struct.__struct_config__.tag): struct for struct in get_args(StrategyConfig)}
+
+
+def protocol_of(strategy: StrategyConfig) -> str:
+    """The name of a strategy: ``adpsgd``, ``server_sync``."""
+    return str(strategy.__struct_config__.tag)
+
+
+def changed_options(strategy: StrategyConfig) -> dict[str, Any]:
+    """The options that differ from their defaults, as JSON types."""
+    options: dict[str, Any] = msgspec.to_builtins(strategy)
+    defaults: dict[str, Any] = msgspec.to_builtins(type(strategy)())
+    return {name: value for name, value in options.items() if value != defaults[name]}
+
+
+def strategy_from(mode: str, sets: Sequence[str] = ()) -> StrategyConfig:
+    """Read what a person typed.
+
+    Args:
+        mode: one of `PROTOCOLS`.
+        sets: ``key=value`` texts; options that aren't named take their defaults; of two for one key the
+            later counts.
+
+    Raises:
+        ConfigError: an unknown mode, strategy or option, a bad value, or options that can't work together.
+    """
+    family = _family(mode)
+    given = dict(_split(text) for text in sets)
+    protocol = _protocol(family, given.pop(PROTOCOL, PROTOCOLS[family][0]))
+    options = {key: _option(protocol, key, text) for key, text in given.items()}
+    if protocol == "hogwild":
+        options.setdefault("between_nodes", family == "gossip")
+    try:
+        strategy: StrategyConfig = msgspec.convert({**options, schema.TAG: protocol}, StrategyConfig)
+    except msgspec.ValidationError as error:  # every value passed alone: a rule between fields
+        raise ConfigError(f"{protocol}: {error}") from error
+    if mode_of(strategy) != family:
+        raise ConfigError(f"{protocol} with these options is mode {mode_of(strategy)}, not {family}")
+    problem = next(strategy_problems(strategy), None)
+    if problem is not None:
+        raise ConfigError(f"{problem.key.removeprefix('task.strategy.')}: {problem.message}")
+    return strategy
+
+
+def _family(text: str) -> Mode:
+    name = text.strip().lower().replace("_", "-")
+    for mode, protocols in PROTOCOLS.items():
+        if name == mode:
+            return mode
+        if name.replace("-", "_") in protocols or ALIASES.get(name.replace("-", "_")) in protocols:
+            protocol = name.replace("-", "_")
+            raise ConfigError(f"{protocol} is a protocol: write `mode set {mode} --set protocol={protocol}`")
+    if name == "pipeline":
+        raise ConfigError("this release has no pipeline mode")
+    raise ConfigError(f"no mode is named {shown(text)}; {_nearest(name, list(PROTOCOLS), 'the modes are')}")
+
+
+def _protocol(family: Mode, text: str) -> str:
+    wanted = text.strip().strip("\"'").lower().replace("-", "_")
+    name = ALIASES.get(wanted, wanted)
+    protocols = PROTOCOLS[family]
+    if name in protocols:
+        return name
+    for mode, others in PROTOCOLS.items():
+        if name in others:
+            raise ConfigError(f"protocol {name} belongs to mode {mode}; {family} has {', '.join(protocols)}")
+    raise ConfigError(f"{family} has no protocol {shown(text)}; {_nearest(name, protocols, f'{family} has')}")
+
+
+def _split(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"{shown(text)} isn't written KEY=VALUE, as in --set weight=0.5")
+    return key.strip(), value.strip()
+
+
+def _option(protocol: str, key: str, text: str) -> Any:
+    fields: Mapping[str, schema.Field] = schema.fields(_STRUCTS[protocol])
+    if key not in fields:
+        known = [*fields, PROTOCOL]
+        raise ConfigError(f"{protocol} has no option {shown(key)}; {_nearest(key, known, 'it has')}")
+    try:
+        return coerce_text(text, fields[key].annotation)
+    except ValueError as error:
+        raise ConfigError(f"{key} = {shown(text)}: {error}") from error
+
+
+def _nearest(name: str, known: Sequence[str], has: str) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else f"{has} {', '.join(known)}"
