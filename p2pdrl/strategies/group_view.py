@@ -1,0 +1,203 @@
+"""Group views: one agreed list of members for the strategies that need one, and how it is talked about.
+
+Membership is a weak view: two nodes may differ for seconds. Strategies whose arithmetic needs one list
+(who holds which shard, which weights sum to one) act in a *group view*: the mode epoch, a generation, the
+proposer, and the members in order. Views are ordered by those three; a member acknowledges only a greater
+one than any before, and from then on acts in none until all have acknowledged and the new one is in force
+(virtual synchrony without its message guarantees: Birman and Joseph 1987).
+
+`group_order` says who proposes, `group_roster` who answers him, `group_core` puts them together, without
+any I/O; `group` does the I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from p2pdrl.strategies.judgement import Natural, Short
+
+__all__ = [
+    "MAX_GENERATION",
+    "MAX_MEMBERS",
+    "MAX_NOTE_BYTES",
+    "Accept",
+    "Activate",
+    "ActiveView",
+    "Done",
+    "Doubt",
+    "GroupView",
+    "Invite",
+    "Ping",
+    "Pong",
+    "Refuse",
+    "Request",
+    "Response",
+    "Timing",
+    "ViewKey",
+]
+
+MAX_MEMBERS = 200
+"""So that all notes fit in one message's metadata; of more, the first in rendezvous order are in."""
+MAX_NOTE_BYTES = 256
+MAX_GENERATION = 2**52
+"""A greater one is nobody's honest count, and nothing could follow it."""
+
+Note = Annotated[bytes, Meta(max_length=MAX_NOTE_BYTES)]
+
+
+class ViewKey(msgspec.Struct, frozen=True, order=True):
+    """Which view; of two, the greater counts.
+
+    Attributes:
+        epoch: mode epoch.
+        generation: grows with each view.
+        proposer: node id.
+    """
+
+    epoch: Natural
+    generation: Natural
+    proposer: Short
+
+    def __str__(self) -> str:
+        return f"{self.epoch}/{self.generation}/{self.proposer[:8]}"
+
+
+class GroupView(msgspec.Struct, frozen=True):
+    """Who acts together.
+
+    Attributes:
+        key: which view.
+        members: node ids, ascending.
+    """
+
+    key: ViewKey
+    members: Annotated[tuple[Short, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+
+
+class ActiveView(NamedTuple):
+    """A view in force.
+
+    Args:
+        view: which, and whose.
+        notes: what each member noted when it acknowledged, at most 256 bytes each.
+    """
+
+    view: GroupView
+    notes: dict[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long things take; all in seconds.
+
+    Attributes:
+        poll_s: how often membership is looked at.
+        ping_s: how often a proposer asks each member how it stands.
+        answer_s: deadline of one message.
+        acknowledge_s: who hasn't acknowledged a view by then is left out of the next.
+        silence_s: a proposer that wasn't heard for so long is passed over, and a member that didn't
+            answer for so long is left out. More: slower when membership doesn't notice. Less: long
+            pauses of a process cost a new view.
+        gather_s: how long a proposer waits for those it doesn't know yet, and for more newcomers.
+        rest_s: how long somebody left out stays out at least; doubles with each time within a minute.
+        rest_silent_s: greatest rest of somebody who didn't answer.
+        rest_doubted_s: greatest rest of somebody others doubted although it answers.
+    """
+
+    poll_s: float = 0.1
+    ping_s: float = 1.0
+    answer_s: float = 0.5
+    acknowledge_s: float = 2.0
+    silence_s: float = 2.5
+    gather_s: float = 0.25
+    rest_s: float = 0.5
+    rest_silent_s: float = 2.0
+    rest_doubted_s: float = 30.0
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """How do you stand?
+
+    Attributes:
+        epoch: mode epoch.
+        proposes: whether the sender takes itself for the proposer.
+    """
+
+    epoch: Natural
+    proposes: bool
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """How a member stands.
+
+    Attributes:
+        acknowledged: the greatest view that it acknowledged.
+        active: the view in force there.
+        follows: whom it heard propose of late; empty for nobody.
+        takes: whether it would acknowledge a view of the asker now, if it was great enough.
+    """
+
+    acknowledged: ViewKey | None
+    active: ViewKey | None
+    follows: Short
+    takes: bool
+
+
+class Invite(msgspec.Struct, frozen=True, tag="invite"):
+    """A proposal: be in this view."""
+
+    view: GroupView
+
+
+class Accept(msgspec.Struct, frozen=True, tag="accept"):
+    """An acknowledgement: from now on the sender acts in no older view."""
+
+    key: ViewKey
+    note: Note
+
+
+class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
+    """No: a greater view was acknowledged here, or another proposer is followed.
+
+    Attributes:
+        acknowledged: the greatest view that was acknowledged here.
+        takes: as in `Pong`.
+    """
+
+    acknowledged: ViewKey | None
+    takes: bool
+
+
+class Activate(msgspec.Struct, frozen=True, tag="activate"):
+    """All have acknowledged: the view is in force."""
+
+    key: ViewKey
+    notes: Annotated[dict[Short, Note], Meta(max_length=MAX_MEMBERS)]
+
+
+class Doubt(msgspec.Struct, frozen=True, tag="doubt"):
+    """A member didn't do its part; about itself: it leaves.
+
+    Attributes:
+        epoch: mode epoch.
+        key: the view in which it was seen.
+        peer: who.
+        why: in words.
+    """
+
+    epoch: Natural
+    key: ViewKey | None
+    peer: Short
+    why: Annotated[str, Meta(max_length=200)]
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """Heard."""
+
+
+Request = Ping | Invite | Activate | Doubt
+Response = Pong | Accept | Refuse | Done
