@@ -13,9 +13,12 @@ from p2pdrl.config.problem import Problem
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import GradAverageConfig, ParamAverageConfig, StrategyConfig
 from p2pdrl.config.strategy_checks import strategy_problems
-from p2pdrl.config.task import PPOConfig, TaskConfig
+from p2pdrl.config.task import A2CConfig, PPOConfig, RegressionConfig, TaskConfig
 
 __all__ = ["Problem", "problems", "task_problems", "trust_problems"]
+
+MAX_DATA_NUMBERS = 1 << 28
+"""What a regression's made-up rows may come to: every node of the swarm holds them in memory."""
 
 
 def problems(config: Config) -> list[Problem]:
@@ -26,8 +29,20 @@ def problems(config: Config) -> list[Problem]:
 
 def task_problems(task: TaskConfig) -> Iterator[Problem]:
     """Every rule that ``task`` breaks."""
-    algorithm = task.algorithm
-    batch = task.env.num_envs * algorithm.unroll_steps
+    if isinstance(task.algorithm, RegressionConfig):
+        yield from _regression_problems(task.algorithm)
+    else:
+        yield from _batch_problems(task.algorithm, task.env.num_envs)
+    if task.algorithm.anneal == "linear" and task.stop.env_steps == 0:
+        yield Problem(
+            "task.algorithm.anneal",
+            "linear lowers the learning rate until task.stop.env_steps, so it must be set",
+        )
+    yield from strategy_problems(task.strategy)
+
+
+def _batch_problems(algorithm: PPOConfig | A2CConfig, num_envs: int) -> Iterator[Problem]:
+    batch = num_envs * algorithm.unroll_steps
     steps = f"env.num_envs × algorithm.unroll_steps = {batch} steps"
     if isinstance(algorithm, PPOConfig) and algorithm.minibatches > batch:
         yield Problem(
@@ -39,12 +54,17 @@ def task_problems(task: TaskConfig) -> Iterator[Problem]:
             "task.algorithm.normalize_advantages",
             f"a batch of {steps} has no deviation to divide by; turn it off, or gather more steps",
         )
-    if algorithm.anneal == "linear" and task.stop.env_steps == 0:
+
+
+def _regression_problems(algorithm: RegressionConfig) -> Iterator[Problem]:
+    classes = algorithm.classes if algorithm.kind == "classifier" else 1
+    numbers = algorithm.features * max(algorithm.rows, algorithm.batch_size, classes)
+    if numbers > MAX_DATA_NUMBERS:
         yield Problem(
-            "task.algorithm.anneal",
-            "linear lowers the learning rate until task.stop.env_steps, so it must be set",
+            "task.algorithm.features",
+            f"rows, batch or classes of {algorithm.features} features come to {numbers} numbers, more than "
+            f"{MAX_DATA_NUMBERS} (1 GiB); lower it, or rows, batch_size or classes",
         )
-    yield from strategy_problems(task.strategy)
 
 
 def trust_problems(strategy: StrategyConfig, *, trusted_network: bool) -> Iterator[Problem]:

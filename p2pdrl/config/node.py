@@ -36,6 +36,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Threads of each torch process. More than one costs dearly when cores are shared."""
     max_updates_per_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """Upper bound on updates a second, to leave the machine room for others; 0 is none."""
+    step_delay_s: Annotated[float, Meta(ge=0, le=10)] = 0.0
+    """The learner sleeps this long at each step of its environments (all ``num_envs`` together): a slow
+    environment, or a slow machine, for benchmarks. A regression sleeps once per update."""
     restart_min_s: PositiveSeconds = 0.5
     """Wait before a learner that died is started again; doubles with each death in a row …"""
     restart_max_s: PositiveSeconds = 30.0

@@ -23,6 +23,7 @@ __all__ = [
     "EnvConfig",
     "NetworkConfig",
     "PPOConfig",
+    "RegressionConfig",
     "StopConfig",
     "TaskConfig",
 ]
@@ -126,7 +127,65 @@ class A2CConfig(
     """Added to RMSProp's (and Adam's) denominator."""
 
 
-AlgorithmConfig = PPOConfig | A2CConfig
+class RegressionConfig(
+    Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="regression"
+):
+    """Supervised regression on made-up data: the smallest thing a swarm can train, to measure strategies.
+
+    ``task.env`` and ``task.network`` are ignored. A row used counts as an environment step, and
+    minus the loss on rows that nobody trains on as the return of an episode.
+    """
+
+    kind: Literal["least_squares", "classifier"] = "least_squares"
+    """``least_squares``: a linear model of D = ``features`` weights that begin at zero, loss ½(x·w − y)²;
+    ``classifier``: softmax over a mixture of ``classes`` Gaussians, with hidden layers where asked for."""
+    features: Annotated[int, Meta(ge=1, le=100_000_000)] = 32
+    """Length of one input row."""
+    rows: Annotated[int, Meta(ge=1, le=10_000_000)] = 4096
+    """Rows to train on, drawn from ``task.seed`` and so the same on every node; up to 1024 more are for
+    the evaluation."""
+    density: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of the inputs of ``least_squares`` that aren't zero. Below 1, ``sgd`` writes only the weights
+    that a batch moves, as Hogwild asks for."""
+    noise: Annotated[float, Meta(ge=0, le=1e3)] = 0.1
+    """Deviation of the targets from the linear model, which have deviation 1 themselves; of each Gaussian
+    around its centre, which is 1 from the origin."""
+    classes: Annotated[int, Meta(ge=2, le=10_000)] = 10
+    """Classes of the classifier."""
+    hidden: tuple[Count, ...] = ()
+    """Widths of the classifier's tanh layers; none is plain softmax regression, which is convex."""
+    batch_size: Annotated[int, Meta(ge=1, le=10_000_000)] = 32
+    """Rows of each gradient."""
+    sample: Literal["random", "sequence"] = "random"
+    """``random``: each learner draws rows by its own seed; ``sequence``: update t (from 0) of a learner with
+    seed s (``node.seed``) takes batch number t × ``workers`` + s mod ``workers``, counted through the rows
+    and round again: n workers of seeds 0 … n−1 use what one with n times the batch would."""
+    workers: Annotated[int, Meta(ge=1, le=100_000)] = 1
+    """Learners that share the sequence; 1 gives all of them the same rows."""
+    learning_rate: NonNegative = 0.1
+    """Step of the optimizer. Zero leaves parameters alone."""
+    anneal: Literal["none", "linear"] = "none"
+    """``linear`` lowers the learning rate to zero as the swarm nears ``stop.env_steps``."""
+    optimizer: Literal["sgd", "momentum", "rmsprop", "adagrad", "adam"] = "sgd"
+    """What the learner applies to its gradients."""
+    momentum: Fraction = 0.9
+    """μ of ``momentum``."""
+    nesterov: bool = False
+    """Whether ``momentum`` looks ahead."""
+    decay: Fraction = 0.99
+    """α of ``rmsprop``: decay of its squared-gradient average."""
+    eps: Annotated[float, Meta(gt=0, le=1)] = 1e-8
+    """Added to the denominators of ``rmsprop``, ``adagrad`` and ``adam``."""
+    max_grad_norm: Positive = 1e9
+    """Global gradient norm is clipped to this; the default never clips."""
+    min_update_s: Annotated[float, Meta(ge=0, le=60)] = 0.0
+    """The learner sleeps until a gradient has taken this long: computation as slow as wanted, on
+    any number of nodes of one machine. ``node.learner.step_delay_s`` slows a single node down."""
+    evaluate_every: Count = 10
+    """Updates of a learner between two evaluations, the "episodes" of ``stop.mean_return``."""
+
+
+AlgorithmConfig = PPOConfig | A2CConfig | RegressionConfig
 
 
 class StopConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -152,3 +211,10 @@ class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     algorithm: AlgorithmConfig = PPOConfig()
     strategy: StrategyConfig = AdpsgdConfig()
     stop: StopConfig = StopConfig()
+
+    @property
+    def subject(self) -> str:
+        """What is trained, for people: the environment's id, or the kind of regression."""
+        if isinstance(self.algorithm, RegressionConfig):
+            return f"made-up data ({self.algorithm.kind})"
+        return self.env.id

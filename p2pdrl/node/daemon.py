@@ -202,7 +202,7 @@ class Node:
             await training.begin(state, lineage)
             parts.saving = self._make_saving(store, training, checkpoint)
             parts.state = "paused" if training.paused else "training"
-            self._events.emit("training", f"trains {origin.task.env.id} on {training.supervisor.device}")
+            self._events.emit("training", f"trains {origin.task.subject} on {training.supervisor.device}")
             if origin.how == "founded":
                 self._conduct.found(training, founded_at(checkpoint, self._clock.wall()))
             jobs += [

@@ -102,12 +102,12 @@ class Gate:
             await asyncio.wait([grumbling])
         info = self._welcome
         if info is not None:
-            text = f"joined a swarm that trains {info.task.env.id}"
+            text = f"joined a swarm that trains {info.task.subject}"
             self._events.emit("joined", text, lineage=info.lineage)
             self._tell_overruled(info)
             return Origin("joined", info.task, info)
         self._decided_hash = task_hash(self._config.task)
-        self._events.emit("founded", f"founds a swarm that trains {self._config.task.env.id}")
+        self._events.emit("founded", f"founds a swarm that trains {self._config.task.subject}")
         return Origin("founded", self._config.task, None)
 
     async def _wait_for_news(self, membership: MembershipService) -> None:

@@ -113,6 +113,7 @@ class Training:
                 device=config.learner.device,
                 threads=config.learner.threads,
                 allow_import=config.allow_import,
+                step_delay_s=config.learner.step_delay_s,
             ),
             config=config.learner,
             window=task.stop.window,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -89,12 +90,23 @@ class VectorEnv:
     Args:
         env: gymnasium's vector environment, with autoreset mode NEXT_STEP.
         seed: every random stream of the batch follows from it.
+        step_delay_s: seconds slept at each step, to stand for a slow environment.
+        sleep: does it.
     """
 
-    def __init__(self, env: gym.vector.VectorEnv[Any, Any, Any], seed: int) -> None:
+    def __init__(
+        self,
+        env: gym.vector.VectorEnv[Any, Any, Any],
+        seed: int,
+        *,
+        step_delay_s: float = 0.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.spec = describe(env)
         self.num_envs: int = env.num_envs
         self._env = env
+        self._step_delay_s = step_delay_s
+        self._sleep = sleep
         sequence = np.random.SeedSequence(seed)
         # given one integer, a SyncVectorEnv takes seed, seed + 1, …: nodes seeded alike would share episodes
         self._seeds: Any = [int(word) for word in sequence.generate_state(self.num_envs)]
@@ -125,6 +137,8 @@ class VectorEnv:
         elif self._action_start:
             actions = actions + self._action_start
         obs_BX, rewards_B, terminated_B, truncated_B, _ = self._env.step(actions)
+        if self._step_delay_s > 0.0:
+            self._sleep(self._step_delay_s)
         return obs_BX, rewards_B, terminated_B, truncated_B
 
     def close(self) -> None:
@@ -132,13 +146,16 @@ class VectorEnv:
         self._env.close()
 
 
-def make_vector_env(config: EnvConfig, seed: int, *, allow_import: bool = False) -> VectorEnv:
+def make_vector_env(
+    config: EnvConfig, seed: int, *, allow_import: bool = False, step_delay_s: float = 0.0
+) -> VectorEnv:
     """Build ``config.num_envs`` copies on the fastest path that gymnasium has.
 
     Args:
         config: which environment, how many copies.
         seed: of the environments' random streams.
         allow_import: permit ids like ``module:Name-v0``, which run code from ``module``.
+        step_delay_s: seconds slept at each step of the batch, to stand for a slow environment.
 
     Raises:
         ConfigError: unknown id, bad constructor arguments, missing package, or spaces no policy here fits.
@@ -151,7 +168,7 @@ def make_vector_env(config: EnvConfig, seed: int, *, allow_import: bool = False)
         ]
         # copy=False: observations are copied into the unroll at once
         env = SyncVectorEnv(copies, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
-    return VectorEnv(env, seed)
+    return VectorEnv(env, seed, step_delay_s=step_delay_s)
 
 
 def make_scalar_env(

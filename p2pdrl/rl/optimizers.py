@@ -22,9 +22,12 @@ from torch import Tensor
 from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.tensors.sidecar import SidecarItem
 
-__all__ = ["SGD", "Adagrad", "Adam", "Momentum", "Optimizer", "RMSProp", "clip_gradients"]
+__all__ = ["MAX_COUNT", "SGD", "Adagrad", "Adam", "Momentum", "Optimizer", "RMSProp", "clip_gradients"]
 
 Arrays = dict[str, npt.NDArray[Any]]
+
+MAX_COUNT = 1 << 53
+"""Where a count that a peer sends is cut: what is added to it must still fit in an int64."""
 
 
 def clip_gradients(gradients_D: Tensor, max_norm: float) -> float:
@@ -75,7 +78,7 @@ class Optimizer(ABC):
             vector_D.copy_(torch.from_numpy(np.array(arrays[f"optimizer.{name}"], dtype=np.float32)))
             if name == "v":
                 vector_D.clamp_(min=0.0)  # squares: below zero, as a peer may send them, they give NaN
-        self._steps = max(0, int(arrays["optimizer.steps"]))
+        self._steps = min(max(int(arrays["optimizer.steps"]), 0), MAX_COUNT)
 
 
 class SGD(Optimizer):

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from p2pdrl.config.task import TaskConfig
+from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.registry import build
 from p2pdrl.rl.envs import make_vector_env
@@ -61,6 +61,7 @@ class Trainer:
         seed: of this learner's environments, actions and shuffles; another one on every node and actor.
         device: ``cpu``, ``cuda``, ``cuda:1`` … or ``auto``, which takes a GPU where there is one.
         allow_import: permit environment ids that import a module.
+        step_delay_s: seconds slept at each step of the environments.
         clock: seconds, monotonic; only ``StepStats.seconds`` depends on it.
 
     Attributes:
@@ -87,16 +88,20 @@ class Trainer:
         device: str = "auto",
         *,
         allow_import: bool = False,
+        step_delay_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        algorithm = task.algorithm
+        if isinstance(algorithm, RegressionConfig):
+            raise ConfigError("a regression has neither environment nor policy")
         env_seed, action_seed = (int(word) for word in np.random.SeedSequence(seed).generate_state(2))
         torch_device = resolve_device(device)
         generator = torch.Generator(torch_device).manual_seed(action_seed)
         self._clock = clock
-        self._env = make_vector_env(task.env, env_seed, allow_import=allow_import)
+        self._env = make_vector_env(task.env, env_seed, allow_import=allow_import, step_delay_s=step_delay_s)
         self.policy = ActorCritic(self._env.spec, task.network, task.seed)
         self._flat = FlatModule(self.policy, torch_device)
-        self._algorithm = build(task.algorithm, self._flat, self.policy, generator)
+        self._algorithm = build(algorithm, self._flat, self.policy, generator)
 
         self._statistics: dict[str, RunningNormalizer] = {}
         self.observation_normalizer: RunningNormalizer | None = None
@@ -109,12 +114,12 @@ class Trainer:
             self._statistics["observations"] = self.observation_normalizer
         scaler = None
         if task.env.normalize_returns:
-            scaler = RewardScaler(self._env.num_envs, task.algorithm.discount)
+            scaler = RewardScaler(self._env.num_envs, algorithm.discount)
             self._statistics["returns"] = scaler.statistics
         self._collector = Collector(
             self._env,
             self.policy,
-            task.algorithm.unroll_steps,
+            algorithm.unroll_steps,
             generator,
             normalizer=self.observation_normalizer,
             reward_scaler=scaler,

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from p2pdrl.config.task import TaskConfig
+from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import CheckpointError, P2PDRLError
 from p2pdrl.rl.evaluate import EvalResult, evaluate, record_video
 from p2pdrl.rl.trainer import Trainer
@@ -36,6 +36,11 @@ def _trainer(checkpoint: Checkpoint, arguments: argparse.Namespace) -> tuple[Tra
         task = msgspec.convert(checkpoint.meta.get("task"), TaskConfig)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"the checkpoint's task can't be read: {error}") from error
+    if isinstance(task.algorithm, RegressionConfig):
+        raise CheckpointError(
+            "the checkpoint holds a regression, which plays no episodes; its evaluation_loss is among the "
+            "node's metrics"
+        )
     trainer = Trainer(task, arguments.seed, arguments.device, allow_import=arguments.allow_import)
     if trainer.layout != checkpoint.layout:
         raise CheckpointError("the checkpoint's layout isn't that of its task's network")

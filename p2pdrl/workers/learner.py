@@ -45,7 +45,7 @@ from p2pdrl.workers.protocol import (
 )
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.trainer import Trainer
+    from p2pdrl.rl.registry import AnyTrainer
 
 __all__ = ["Learner", "main"]
 
@@ -64,7 +64,7 @@ class Learner:
         mailbox: messages to and from the daemon.
     """
 
-    def __init__(self, trainer: Trainer, board: LearnerBoard, mailbox: Mailbox) -> None:
+    def __init__(self, trainer: AnyTrainer, board: LearnerBoard, mailbox: Mailbox) -> None:
         self._trainer = trainer
         self._board = board
         self._mailbox = mailbox
@@ -206,16 +206,19 @@ class Learner:
         self._returns = []
 
 
-def _build(start: Start) -> tuple[Trainer, str]:
+def _build(start: Start) -> tuple[AnyTrainer, str]:
     import torch
 
     torch.set_num_threads(start.threads)
-    from p2pdrl.rl.trainer import Trainer, resolve_device
+    from p2pdrl.rl.registry import build_trainer
+    from p2pdrl.rl.trainer import resolve_device
 
     device = str(resolve_device(start.device))
 
     task = msgspec.json.decode(start.task, type=TaskConfig)
-    trainer = Trainer(task, seed=start.seed, device=device, allow_import=start.allow_import)
+    trainer = build_trainer(
+        task, start.seed, device, allow_import=start.allow_import, step_delay_s=start.step_delay_s
+    )
     return trainer, device
 
 

@@ -61,6 +61,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     device: str
     threads: int
     allow_import: bool
+    step_delay_s: float = 0.0
+    """Slept at each step of the environments: this machine is to be a slow one."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from p2pdrl.config.task import AlgorithmConfig, PPOConfig
+from p2pdrl.config.task import A2CConfig, PPOConfig
 from p2pdrl.rl.algorithms.a2c import A2C
 from p2pdrl.rl.algorithms.ppo import PPO
 from p2pdrl.rl.flat import FlatModule
@@ -43,7 +43,7 @@ class Algorithm(Protocol):
 
 
 def build(
-    config: AlgorithmConfig, flat: FlatModule, policy: ActorCritic, generator: torch.Generator
+    config: PPOConfig | A2CConfig, flat: FlatModule, policy: ActorCritic, generator: torch.Generator
 ) -> Algorithm:
     """Return the algorithm that ``config`` names, working on ``flat`` in place."""
     if isinstance(config, PPOConfig):

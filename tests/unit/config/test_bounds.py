@@ -11,12 +11,12 @@ import pytest
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.schema import allowed, fields
 from p2pdrl.config.strategy import AdpsgdConfig, StrategyConfig
-from p2pdrl.config.task import A2CConfig, EnvConfig, PPOConfig, StopConfig
+from p2pdrl.config.task import A2CConfig, EnvConfig, PPOConfig, RegressionConfig, StopConfig
 from p2pdrl.errors import ConfigError
 
 NUMBERS = [
     (struct, field.name)
-    for struct in (AdpsgdConfig, StopConfig, PPOConfig, A2CConfig)
+    for struct in (AdpsgdConfig, StopConfig, PPOConfig, A2CConfig, RegressionConfig)
     for field in fields(struct).values()
     if "a number" in allowed(field.annotation)
 ]

@@ -27,6 +27,11 @@ def test_the_default_breaks_no_rule() -> None:
         (["task.algorithm.name=a2c", "task.algorithm.anneal=linear"], "task.algorithm.anneal"),
         (["task.strategy.every_updates=0"], "task.strategy.every_updates"),
         (["node.learner.restart_min_s=60"], "node.learner.restart_min_s"),
+        (["task.algorithm.name=regression", "task.algorithm.anneal=linear"], "task.algorithm.anneal"),
+        (
+            ["task.algorithm.name=regression", "task.algorithm.features=1000000"],
+            "task.algorithm.features (in --set)",
+        ),
     ],
 )
 def test_rules(sets: list[str], key: str) -> None:
@@ -42,6 +47,13 @@ def test_rules(sets: list[str], key: str) -> None:
         ["task.strategy.every_updates=0", "task.strategy.every_s=1"],
         ["task.strategy.name=local"],
         ["task.algorithm.name=a2c", "task.env.num_envs=1", "task.algorithm.unroll_steps=1"],
+        ["task.algorithm.name=regression", "task.env.num_envs=1"],
+        [
+            "task.algorithm.name=regression",
+            "task.algorithm.features=10000000",
+            "task.algorithm.rows=16",
+            "task.algorithm.batch_size=16",
+        ],
     ],
 )
 def test_what_the_rules_let_pass(sets: list[str]) -> None:

@@ -35,7 +35,11 @@ def test_every_key_and_section_has_a_meaning() -> None:
 def test_keys_cover_the_schema() -> None:
     keys = {doc.key for doc in all_keys()}
     assert {schema.dotted(path) for path, _ in schema.leaves(Config())} <= keys
-    assert {doc.variant for doc in all_keys() if doc.key == "task.algorithm.learning_rate"} == {"ppo", "a2c"}
+    assert {doc.variant for doc in all_keys() if doc.key == "task.algorithm.learning_rate"} == {
+        "ppo",
+        "a2c",
+        "regression",
+    }
     assert "task.algorithm.optimizer" in keys
 
 

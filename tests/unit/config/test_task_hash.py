@@ -8,7 +8,7 @@ import pytest
 from p2pdrl.config import schema
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.strategy import AdpsgdConfig, LocalConfig
-from p2pdrl.config.task import A2CConfig, EnvConfig, StopConfig, TaskConfig
+from p2pdrl.config.task import A2CConfig, EnvConfig, RegressionConfig, StopConfig, TaskConfig
 from p2pdrl.config.task_hash import HASHED, task_hash
 
 
@@ -33,7 +33,10 @@ def test_strategy_and_stop_may_differ(change: dict[str, object]) -> None:
 OTHER = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 0.125, str: lambda v: v + "x"}
 
 
-@pytest.mark.parametrize("base", [TaskConfig(), TaskConfig(algorithm=A2CConfig())])
+@pytest.mark.parametrize(
+    "base",
+    [TaskConfig(), TaskConfig(algorithm=A2CConfig()), TaskConfig(algorithm=RegressionConfig())],
+)
 def test_every_fixed_value_counts(base: TaskConfig) -> None:
     seen = {task_hash(base)}
     changed = 0

@@ -8,7 +8,7 @@ import pytest
 
 from p2pdrl.config.task import EnvConfig
 from p2pdrl.errors import ConfigError
-from p2pdrl.rl.envs import VETTED_VECTOR_ENVS, Continuous, Discrete, make_vector_env
+from p2pdrl.rl.envs import VETTED_VECTOR_ENVS, Continuous, Discrete, VectorEnv, make_vector_env
 
 
 def test_cartpole_is_described():
@@ -161,3 +161,22 @@ def test_missing_package_names_the_extra():
         pytest.skip("Box2D is installed here")
     with pytest.raises(ConfigError, match=r"p2pdrl\[box2d\]"):
         make_vector_env(EnvConfig(id="LunarLander-v3"), seed=0)
+
+
+def test_a_slow_environment_sleeps_once_per_step_of_the_whole_batch():
+    slept = []
+    inner = gym.make_vec("CartPole-v1", 3, vectorization_mode="vector_entry_point")
+    env = VectorEnv(inner, 0, step_delay_s=0.25, sleep=slept.append)
+    env.reset()
+    for _ in range(4):
+        env.step(np.zeros(3, np.int64))
+    assert slept == [0.25] * 4
+
+
+def test_no_environment_sleeps_by_itself():
+    slept = []
+    inner = gym.make_vec("CartPole-v1", 3, vectorization_mode="vector_entry_point")
+    env = VectorEnv(inner, 0, sleep=slept.append)
+    env.reset()
+    env.step(np.zeros(3, np.int64))
+    assert slept == []

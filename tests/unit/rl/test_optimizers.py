@@ -93,11 +93,13 @@ def test_a_peers_impossible_state_does_no_harm(name):
     mine, gradients, optimizer, _, _ = ours_and_torchs(name)
     state = {key: np.array(value) for key, value in optimizer.state().items()}
     state["optimizer.v"] = np.full(D, -1.0, np.float32)
-    state["optimizer.steps"] = np.array(-5)
-    optimizer.load(state)
-    gradients.fill_(0.5)
-    optimizer.step(0.01)
-    assert torch.isfinite(mine).all()
+    for steps in (-5, 2**63 - 1):
+        state["optimizer.steps"] = np.array(steps)
+        optimizer.load(state)
+        gradients.fill_(0.5)
+        optimizer.step(0.01)
+        assert torch.isfinite(mine).all()
+        assert 0 < optimizer.state()["optimizer.steps"] < 2**62
 
 
 def test_sparse_steps_write_nothing_where_the_gradient_is_zero():

@@ -1,0 +1,251 @@
+"""One learner of a regression: the smallest thing that a swarm can train.
+
+It stands where ``trainer.Trainer`` stands, without environments: strategies are measured and checked on it
+against serial gradient descent, without the noise of reinforcement learning. Rows used count as
+environment steps, and minus the loss on the evaluation's rows as the return of an episode.
+
+Shape suffixes: D parameters, R rows, F features, B rows of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from p2pdrl.config.task import RegressionConfig, TaskConfig
+from p2pdrl.errors import ConfigError, LayoutMismatchError
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.networks import linear, mlp
+from p2pdrl.rl.optimizers import MAX_COUNT, SGD, Adagrad, Adam, Momentum, Optimizer, RMSProp
+from p2pdrl.rl.regression_data import Rows, make_rows, sequence_batch
+from p2pdrl.rl.stepping import OwnStepper, Stepper
+from p2pdrl.rl.trainer import StepStats, resolve_device
+from p2pdrl.tensors.layout import Layout
+from p2pdrl.tensors.moments import Moments
+from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
+
+__all__ = ["RegressionTrainer"]
+
+Vector = npt.NDArray[np.float32]
+Arrays = dict[str, npt.NDArray[Any]]
+
+UPDATES = "regression.updates"
+
+
+class RegressionTrainer:
+    """Trains one copy of the swarm's model; one gradient to each ``step``.
+
+    Args:
+        task: ``algorithm`` must be a regression; ``seed`` gives data and initial weights.
+        seed: of this learner's batches.
+        device: as in ``trainer.Trainer``.
+        step_delay_s: seconds slept at each update, on top of ``min_update_s``.
+        clock: seconds, monotonic.
+        sleep: waits for so many seconds.
+
+    Attributes:
+        layout: how the parameters lie in the vector.
+        sidecar_layout: optimizer state, and the number of updates made, which is the place in the sequence.
+        stepper: gets each gradient; may be replaced between two calls of ``step``.
+
+    Raises:
+        ConfigError: the task is no regression, or there is no such device.
+
+    Example:
+        >>> from p2pdrl.config.task import RegressionConfig, TaskConfig
+        >>> trainer = RegressionTrainer(TaskConfig(algorithm=RegressionConfig()), seed=1, device="cpu")
+        >>> trainer.step().env_steps
+        32
+    """
+
+    def __init__(
+        self,
+        task: TaskConfig,
+        seed: int,
+        device: str = "auto",
+        *,
+        step_delay_s: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not isinstance(task.algorithm, RegressionConfig):
+            raise ConfigError("the task's algorithm is no regression")
+        self._config = config = task.algorithm
+        self._seed = seed
+        self._step_delay_s = step_delay_s
+        self._clock = clock
+        self._sleep = sleep
+        self._rng = np.random.default_rng(seed)
+        torch_device = resolve_device(device)
+        train, evaluation = make_rows(config, task.seed)
+        self._inputs_RF, self._targets_R = _tensors(train, torch_device)
+        self._evaluation = _tensors(evaluation, torch_device)
+        self._flat = FlatModule(_model(config, task.seed), torch_device)
+        self._optimizer = _optimizer(config, self._flat)
+        self._progress = 0.0
+        self._updates = 0
+        self._unseen_updates = 0
+        self._evaluated = self._evaluate()
+        self.stepper: Stepper = OwnStepper()
+        self.layout: Layout = self._flat.layout
+        self.sidecar_layout = SidecarLayout(
+            (*self._optimizer.items(), SidecarItem(UPDATES, (), "int64", "copy"))
+        )
+
+    def step(self) -> StepStats:
+        """Compute one gradient and hand it to the stepper."""
+        start = self._clock()
+        config = self._config
+        rows_B = torch.from_numpy(self._next_batch())
+        loss = self._loss(self._inputs_RF[rows_B], self._targets_R[rows_B])
+        self._flat.gradients_D.zero_()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._pace(start)
+        learning_rate = config.learning_rate * (1.0 - self._progress if config.anneal == "linear" else 1.0)
+        norm = self.stepper.step(
+            self._flat,
+            self._optimizer,
+            learning_rate=learning_rate,
+            max_grad_norm=config.max_grad_norm,
+            samples=config.batch_size,
+        )
+        self._updates += 1
+        self._unseen_updates += 1
+        episodes = []
+        if self._unseen_updates >= config.evaluate_every:
+            self._evaluated = self._evaluate()
+            episodes.append((-self._evaluated["evaluation_loss"], self._unseen_updates * config.batch_size))
+            self._unseen_updates = 0
+        finite = math.isfinite(norm)
+        metrics = {
+            "loss": float(loss.detach()),
+            "gradient_norm": norm if finite else 0.0,
+            "learning_rate": learning_rate,
+            "gradient_steps": float(finite),
+            "skipped_steps": float(not finite),
+            **self._evaluated,
+        }
+        return StepStats(config.batch_size, episodes, metrics, self._clock() - start)
+
+    def _next_batch(self) -> npt.NDArray[np.int64]:
+        config = self._config
+        if config.sample == "sequence":
+            return sequence_batch(config, self._seed, self._updates)
+        return self._rng.integers(config.rows, size=config.batch_size)
+
+    def _loss(self, inputs_BF: Tensor, targets_B: Tensor) -> Tensor:
+        """Return the mean loss over some rows."""
+        outputs: Tensor = self._flat.module(inputs_BF)
+        if self._config.kind == "classifier":
+            return nn.functional.cross_entropy(outputs, targets_B)
+        return 0.5 * (outputs.squeeze(1) - targets_B).square().mean()
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        inputs_RF, targets_R = self._evaluation
+        figures = {"evaluation_loss": float(self._loss(inputs_RF, targets_R))}
+        if self._config.kind == "classifier":
+            right_R = self._flat.module(inputs_RF).argmax(1) == targets_R
+            figures["accuracy"] = float(right_R.to(torch.float32).mean())
+        return figures
+
+    def _pace(self, start: float) -> None:
+        """Sleep for what the gradient should have taken and hasn't."""
+        rest_s = max(self._config.min_update_s - (self._clock() - start), 0.0) + self._step_delay_s
+        if rest_s > 0.0:
+            self._sleep(rest_s)
+
+    @property
+    def flat(self) -> Vector:
+        """The D parameters: a view on the CPU (changed by ``step``), a copy from any other device."""
+        return self._flat.numpy()
+
+    def rebind(self, buffer_D: Vector, *, write: bool) -> None:
+        """Let the parameters live in ``buffer_D`` from now on; see ``FlatModule.rebind``."""
+        self._flat.rebind(buffer_D, write=write)
+
+    def add_delta(self, delta_D: Vector) -> None:
+        """Add what exchanges with peers changed.
+
+        Raises:
+            LayoutMismatchError: the delta has another length.
+        """
+        self._flat.add_(delta_D)
+
+    def set_state(
+        self, vector_D: Vector, sidecar: Mapping[str, npt.NDArray[Any]] | None, *, own: bool = False
+    ) -> None:
+        """Take over parameters, and with a sidecar the optimizer's state and the place in the sequence.
+
+        Args:
+            vector_D: the parameters.
+            sidecar: as ``sidecar`` returned it here or on another node.
+            own: makes no difference here: there are no counts of one's own.
+
+        Raises:
+            LayoutMismatchError: an array is missing or has another shape.
+        """
+        self._flat.set_(vector_D)
+        if sidecar is None:
+            return
+        updates = sidecar.get(UPDATES)
+        if updates is None or updates.shape != ():
+            raise LayoutMismatchError(f"{UPDATES} should be one number")
+        self._optimizer.load(sidecar)
+        self._updates = min(max(int(updates), 0), MAX_COUNT)
+
+    def sidecar(self) -> Arrays:
+        """Return the arrays of ``sidecar_layout`` by name; some are views that ``step`` changes."""
+        return {**self._optimizer.state(), UPDATES: np.array(self._updates, dtype=np.int64)}
+
+    def own_moments(self) -> dict[str, Moments]:
+        """Return nothing: a regression has no normalisers."""
+        return {}
+
+    def set_other_moments(self, moments: Mapping[str, Moments]) -> None:
+        """Do nothing: a regression has no normalisers."""
+
+    def set_progress(self, fraction: float) -> None:
+        """Tell how far the swarm is, 0 … 1, towards its last row (for annealing)."""
+        self._progress = min(max(fraction, 0.0), 1.0)
+
+    def close(self) -> None:
+        """Do nothing: there is nothing open."""
+
+
+def _tensors(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(rows.inputs_RF).to(device), torch.from_numpy(rows.targets_R).to(device)
+
+
+def _model(config: RegressionConfig, seed: int) -> nn.Module:
+    if config.kind == "classifier":
+        generator = torch.Generator().manual_seed(seed)
+        widths = (config.features, *config.hidden)
+        return nn.Sequential(
+            mlp(widths, "tanh", generator), linear(widths[-1], config.classes, 0.01, generator)
+        )
+    model = nn.Linear(config.features, 1, bias=False, device="meta").to_empty(device="cpu")
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def _optimizer(config: RegressionConfig, flat: FlatModule) -> Optimizer:
+    tensors = flat.parameters_D, flat.gradients_D
+    match config.optimizer:
+        case "sgd":
+            return SGD(*tensors, sparse=config.kind == "least_squares" and config.density < 1.0)
+        case "momentum":
+            return Momentum(*tensors, config.momentum, nesterov=config.nesterov)
+        case "rmsprop":
+            return RMSProp(*tensors, config.decay, config.eps)
+        case "adagrad":
+            return Adagrad(*tensors, config.eps)
+        case "adam":
+            return Adam(*tensors, config.eps)
