@@ -1,6 +1,8 @@
 """One learner process and the socket pair to it: start, talk, notice its end.
 
-Called by `supervisor`, which decides when to start another one.
+Called by `supervisor` and `crew`, which decide when to start another one. News (pace, progress, …) wait in
+line, where a later one of the same kind replaces an earlier; answers, which a learner stands still for, go
+out at once whenever the socket takes them, and none is ever replaced.
 """
 
 from __future__ import annotations
@@ -11,16 +13,20 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.workers.protocol import (
+    Answer,
     Attach,
     Failed,
     FrameBuffer,
     FromLearner,
     Hello,
+    Join,
+    Posted,
     Report,
     Start,
     ToLearner,
@@ -46,8 +52,11 @@ class LearnerLink:
         self._process = process
         self._sock = sock
         self._frames = FrameBuffer()
-        self._outbox: dict[type[ToLearner], ToLearner] = {}
-        self._outbox_filled = asyncio.Event()
+        self._news: dict[type[ToLearner], tuple[ToLearner, Sequence[SharedRegion]]] = {}
+        self._answers: deque[bytes] = deque()
+        self._filled = asyncio.Event()
+        self._sending = True
+        """Whether something else may be half sent; so it is until `converse`."""
 
     @classmethod
     async def spawn(cls, start: Start) -> LearnerLink:
@@ -117,18 +126,44 @@ class LearnerLink:
         Raises:
             WorkerError: the learner is gone.
         """
-        try:
-            socket.send_fds(self._sock, [frame(Attach(nbytes=nbytes, restore=restore))], [region.fd])
-        except OSError as error:
-            raise WorkerError(f"the learner is gone: {error}") from error
+        await self._send_now(Attach(nbytes=nbytes, restore=restore), [region])
 
-    def tell(self, message: ToLearner) -> None:
-        """Queue a message; a later one of the same type replaces one that wasn't sent yet."""
-        self._outbox[type(message)] = message
-        self._outbox_filled.set()
+    async def join(self, region: SharedRegion) -> None:
+        """Let the learner help another one, whose parameters lie in ``region``.
 
-    async def converse(self, on_report: Callable[[Report], None]) -> None:
-        """Pass reports on and send what is queued, until the learner's end of the socket closes.
+        Raises:
+            WorkerError: the learner is gone.
+        """
+        await self._send_now(Join(nbytes=region.nbytes), [region])
+
+    def tell(self, message: ToLearner, regions: Sequence[SharedRegion] = ()) -> None:
+        """Queue news; a later message of the same type replaces one that wasn't sent yet.
+
+        Args:
+            message: any but an answer.
+            regions: their descriptors go along; they stay open until this is sent or replaced.
+        """
+        self._news[type(message)] = (message, regions)
+        self._filled.set()
+
+    def answer(self, message: Answer) -> None:
+        """Send an answer, at once if the socket takes it."""
+        data = frame(message)
+        if not self._sending and not self._answers:
+            try:
+                data = data[self._sock.send(data) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                return  # it is gone, as `converse` is about to notice
+        if data:
+            self._answers.append(data)
+            self._filled.set()
+
+    async def converse(
+        self, on_report: Callable[[Report], None], on_posted: Callable[[Posted], None] | None = None
+    ) -> None:
+        """Pass reports and posts on and send what is queued, until the learner's end of the socket closes.
 
         Raises:
             ConfigError: the learner says that it can't run as configured.
@@ -142,7 +177,10 @@ class LearnerLink:
                 except WorkerError:
                     return
                 for message in messages:
-                    if isinstance(message, Report):
+                    if isinstance(message, Posted):
+                        if on_posted is not None:
+                            on_posted(message)
+                    elif isinstance(message, Report):
                         on_report(message)
                     elif isinstance(message, Failed):
                         raise (ConfigError if message.usage else WorkerError)(message.message)
@@ -182,19 +220,49 @@ class LearnerLink:
             raise WorkerError("the learner is gone")
         return [decode_from_learner(body) for body in self._frames.feed(data)]
 
-    async def _send_now(self, message: ToLearner) -> None:
+    async def _send_now(self, message: ToLearner, regions: Sequence[SharedRegion] = ()) -> None:
+        await self._send(frame(message), regions)
+
+    async def _send(self, data: bytes, regions: Sequence[SharedRegion] = ()) -> None:
         try:
-            await asyncio.get_running_loop().sock_sendall(self._sock, frame(message))
+            if regions:
+                data = await self._send_with_fds(data, regions)
+            await asyncio.get_running_loop().sock_sendall(self._sock, data)
         except OSError as error:
             raise WorkerError(f"the learner is gone: {error}") from error
 
+    async def _send_with_fds(self, data: bytes, regions: Sequence[SharedRegion]) -> bytes:
+        """Send descriptors with as much of ``data`` as fits; return the rest of it."""
+        while all(region.fd >= 0 for region in regions):
+            try:
+                return data[socket.send_fds(self._sock, [data], [region.fd for region in regions]) :]
+            except BlockingIOError:
+                await _writable(self._sock)
+        return b""  # the memory was given up while the socket was full: other news of it waits in line
+
     async def _send_queued(self) -> None:
         while True:
-            await self._outbox_filled.wait()
-            self._outbox_filled.clear()
-            while self._outbox:
-                message = self._outbox.pop(next(iter(self._outbox)))
+            self._sending = False
+            await self._filled.wait()
+            self._filled.clear()
+            self._sending = True
+            while self._answers or self._news:
+                if self._answers:
+                    sending = self._send(self._answers.popleft())
+                else:
+                    sending = self._send_now(*self._news.pop(next(iter(self._news))))
                 try:
-                    await self._send_now(message)
+                    await sending
                 except WorkerError:
                     return
+
+
+async def _writable(sock: socket.socket) -> None:
+    """Wait until ``sock`` takes more."""
+    loop = asyncio.get_running_loop()
+    room = asyncio.Event()
+    loop.add_writer(sock, room.set)
+    try:
+        await room.wait()
+    finally:
+        loop.remove_writer(sock)

@@ -5,7 +5,7 @@ Implements `strategies.protocol.Learner` over the supervisor, whichever process 
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 
 from p2pdrl.config.task import AlgorithmConfig
 from p2pdrl.errors import WorkerError
@@ -22,11 +22,15 @@ class LearnerPort:
     Args:
         supervisor: keeps the learner process.
         algorithm: says the learning rate.
+        progress: how far the swarm is towards its last environment step, 0 to 1, as the learner knows it.
     """
 
-    def __init__(self, supervisor: LearnerSupervisor, algorithm: AlgorithmConfig) -> None:
+    def __init__(
+        self, supervisor: LearnerSupervisor, algorithm: AlgorithmConfig, progress: Callable[[], float]
+    ) -> None:
         self._supervisor = supervisor
         self._algorithm = algorithm
+        self._progress = progress
 
     @property
     def board(self) -> DaemonBoard:
@@ -37,13 +41,16 @@ class LearnerPort:
 
     @property
     def learning_rate(self) -> float:
-        """The algorithm's learning rate now."""
-        return self._algorithm.learning_rate
+        """The algorithm's learning rate now, annealing included."""
+        algorithm = self._algorithm
+        if algorithm.anneal == "linear":
+            return algorithm.learning_rate * (1.0 - min(max(self._progress(), 0.0), 1.0))
+        return algorithm.learning_rate
 
     async def next_post(self) -> Post:
-        """Wait for the learner's next post."""
-        await asyncio.Event().wait()
-        raise AssertionError
+        """Wait for the learner's next post; cancelling loses none."""
+        return await self._supervisor.workplace.next_post()
 
     def answer(self, post: Post, kind: AnswerKind) -> None:
-        """Let the learner go on."""
+        """Let the learner go on. A post of an earlier regime, or of a learner that died, is passed over."""
+        self._supervisor.answer(post, kind)

@@ -14,9 +14,12 @@ import msgspec
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import LearnerConfig
-from p2pdrl.errors import ConfigError, LayoutMismatchError, P2PDRLError, WorkerError
+from p2pdrl.config.regime import Regime
+from p2pdrl.errors import ConfigError, LayoutMismatchError, P2PDRLError, TensorError, WorkerError
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.learner_link import LearnerLink
+from p2pdrl.node.workplace import Workplace
+from p2pdrl.strategies.protocol import AnswerKind, Post
 from p2pdrl.telemetry.history import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.shm import SharedRegion
@@ -66,6 +69,8 @@ class LearnerSupervisor:
         self._on_report = on_report
         self._link: LearnerLink | None = None
         self._region: SharedRegion | None = None
+        self.workplace = Workplace()
+        """How the learner works now."""
         self._sticky: dict[type[Pace | Progress | Others], Pace | Progress | Others] = {}
         self._before = LearnerTotals()
         self._task: asyncio.Task[None] | None = None
@@ -139,6 +144,29 @@ class LearnerSupervisor:
         if self._link is not None:
             self._link.tell(message)
 
+    def work(self, regime: Regime, epoch: int) -> None:
+        """Let the learner, and each that replaces it, work by another regime; what it posted is void.
+
+        Raises:
+            TensorError: the system gives no shared memory for it.
+            WorkerError: the learner isn't built yet.
+        """
+        if self.spec is None:
+            raise WorkerError("the learner isn't built yet")
+        order, regions = self.workplace.arrange(regime, epoch, self.spec.layout.size)
+        if self._link is not None:
+            self._link.tell(order, regions)
+
+    def answer(self, post: Post, kind: AnswerKind) -> None:
+        """Let the learner go on; an answer to a post that is void is passed over."""
+        content = 0
+        if kind == "set" and self.board is not None:
+            self.board.flush()
+            content = self.board.content_id
+        message = self.workplace.answered(post.number, kind, content)
+        if message is not None and self._link is not None:
+            self._link.answer(message)
+
     def set_window(self, window: int) -> None:
         """Take the mean return over the last ``window`` episodes from now on; the newest known stay."""
         if window != self.returns.maxlen:
@@ -172,8 +200,9 @@ class LearnerSupervisor:
             raise error
 
     def close(self) -> None:
-        """Free the board. Nobody may use it afterwards."""
+        """Free the board and the regime's memory. Nobody may use them afterwards."""
         self.board = None
+        self.workplace.close()
         if self._region is not None:
             self._region.close()
             self._region = None
@@ -182,6 +211,8 @@ class LearnerSupervisor:
         if self._link is None or self._region is None or self.spec is None:
             raise WorkerError("the learner isn't built yet")
         await self._link.attach(self._region, self.spec.nbytes, restore=restore)
+        order, regions = self.workplace.renew(self.spec.layout.size)
+        self._link.tell(order, regions)
         for message in self._sticky.values():
             self._link.tell(message)
 
@@ -198,7 +229,7 @@ class LearnerSupervisor:
             link = self._link
             if link is not None:
                 began_s = self._clock.monotonic()
-                await link.converse(self._report)
+                await link.converse(self._report, self.workplace.posted)
                 code = await link.reap(REAP_TIMEOUT_S)
                 self._link = None
                 if self._stopping.is_set():
@@ -209,7 +240,7 @@ class LearnerSupervisor:
                 return
             try:
                 await self._restart()
-            except (WorkerError, ConfigError, LayoutMismatchError) as error:
+            except (WorkerError, ConfigError, TensorError) as error:
                 # The first one was built from the same task, so it is this machine that changed.
                 self.failures += 1
                 self._events.emit(
@@ -270,6 +301,8 @@ class LearnerSupervisor:
         if report.moments:
             self.moments = report.moments
         self.reported_s = now_s
+        if self.board is not None:
+            self.board.flush()  # it has published, so there may be room for what was posted meanwhile
         self._on_report(report, new)
 
 

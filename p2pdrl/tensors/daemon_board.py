@@ -84,6 +84,12 @@ class DaemonBoard:
         return self._gathered.kind != NOTHING
 
     @property
+    def content_id(self) -> int:
+        """Id that the newest posted content has, or will have once it is flushed; 0 when there was none."""
+        with self._lock:
+            return self._memory.slot().id + int(self.pending)
+
+    @property
     def absorbed(self) -> bool:
         """Whether the learner's last publication contains everything that was posted."""
         with self._lock:

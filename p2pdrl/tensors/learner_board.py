@@ -65,6 +65,11 @@ class LearnerBoard:
             self._facts = self._memory.published(self._memory.lock.writes % 2)
         self._taken_id = self._facts.delta_id
 
+    @property
+    def taken_id(self) -> int:
+        """Id of the last content that was taken; contents are taken in the order of their ids."""
+        return self._taken_id
+
     def publish(
         self, flat: Float32Array, sidecar: Mapping[str, AnyArray] | None, policy_version: int
     ) -> None:

@@ -1,15 +1,17 @@
-"""The learner process: model, optimizer, environments; trains and never waits for the network.
+"""The learner process: model, optimizer, environments; trains, and waits only where its regime says so.
 
 Started by the node's supervisor as ``python -m p2pdrl.workers.learner --fd N --parent PID``.
 One turn of its loop:
 
-1. read the daemon's messages (pace, progress, others' normaliser moments, stop), before the first
-   turn until the pace is known;
-2. take what peers changed from the board's inbox: add a delta, or replace everything by a set;
-3. collect one unroll and update;
-4. publish parameters and sidecar, count the policy version up, report.
+1. read the daemon's messages (pace, progress, others' normaliser moments, another regime, stop),
+   before the first turn until the pace is known;
+2. bring another regime into force (`regimes`);
+3. take what peers changed from the board's inbox: add a delta, or replace everything by a set (`replica`);
+4. collect one unroll and update; some regimes post gradients or parameters and wait meanwhile (`posts`);
+5. publish parameters and sidecar, report.
 
-The policy version is a Lamport count: a delta or a set carries its sender's, and the greater stays.
+A helper (`Join`) is a further learner of the same node: it steps the vector that the first one shares with
+it and has no board.
 """
 
 from __future__ import annotations
@@ -32,9 +34,12 @@ from p2pdrl.transport.codec import decode
 from p2pdrl.workers.mailbox import Mailbox
 from p2pdrl.workers.parent import die_with_parent
 from p2pdrl.workers.protocol import (
+    Answer,
     Attach,
     Failed,
+    FromLearner,
     Hello,
+    Join,
     Others,
     Pace,
     Progress,
@@ -42,7 +47,10 @@ from p2pdrl.workers.protocol import (
     Start,
     Stop,
     ToLearner,
+    Work,
 )
+from p2pdrl.workers.regimes import Regimes
+from p2pdrl.workers.replica import Replica
 
 if TYPE_CHECKING:
     from p2pdrl.rl.registry import AnyTrainer
@@ -56,24 +64,27 @@ FIRST_WORDS_S = 5.0
 
 
 class Learner:
-    """One learner's life after its board is attached.
+    """One learner's life after its memory is attached.
 
     Args:
         trainer: environments, policy and algorithm.
-        board: the learner's end of the board.
+        board: the learner's end of the board; None for a helper.
         mailbox: messages to and from the daemon.
     """
 
-    def __init__(self, trainer: AnyTrainer, board: LearnerBoard, mailbox: Mailbox) -> None:
+    def __init__(self, trainer: AnyTrainer, board: LearnerBoard | None, mailbox: Mailbox) -> None:
         self._trainer = trainer
-        self._board = board
         self._mailbox = mailbox
-        self._version = 0
+        self._replica = Replica(trainer, board)
+        self._regimes = Regimes(
+            trainer, self._replica, say=self._say, listen=self._listen, paused=lambda: self._paused
+        )
         self._updates = 0
         self._env_steps = 0
         self._episodes = 0
         self._returns: list[float] = []
         self._metrics: dict[str, float] = {}
+        self._going = True
         self._paced = False
         self._paused = False
         self._min_update_s = 0.0
@@ -87,57 +98,72 @@ class Learner:
             WorkerError: if the board should hold a state and doesn't.
         """
         if restore:
-            restored = self._board.restore()
-            if restored is None:
-                raise WorkerError("the board holds no readable state to restore")
-            vector, sidecar, self._version = restored
-            self._trainer.set_state(vector, sidecar, own=True)
-        self._take_inbox()
-        self._publish()
+            self._replica.restore()
+        self._replica.take()
+        self._replica.publish(always=True)
+        self._report()
+
+    def help(self, region: SharedRegion) -> None:
+        """Work on the vector of another learner of this node."""
+        self._regimes.help(region)
         self._report()
 
     def run(self) -> None:
         """Train until told to stop, or until the daemon is gone."""
-        going = self._obey_first_words()
-        while going and self._obey(self._mailbox.receive(self._wait_s())):
-            changed = self._take_inbox()
-            if not self._paused and time.monotonic() >= self._began_s + self._min_update_s:
+        self._obey_first_words()
+        while self._going and self._obey(self._mailbox.receive(self._wait_s())):
+            self._regimes.turn()
+            self._replica.take()
+            if not self._paused and self._regimes.ready and time.monotonic() >= self._next_s:
                 self._update()
-                changed = True
-            if changed:
-                self._publish()
+            self._replica.publish()
             self._report_if_due()
-        self._publish()
+        self._replica.publish(always=True)
         self._report()
         self._mailbox.drain(1.0)
 
-    def _obey_first_words(self) -> bool:
+    def _obey_first_words(self) -> None:
         """Read until the pace is known and nothing follows, so that no update is made without it.
 
-        A learner that is started again while the swarm is paused must not train, and one that joins
-        must know the others' normalisation first.
+        A learner that is started again while the swarm is paused must not train, one that joins must know
+        the others' normalisation first, and one that follows another works by the same regime.
         """
         until_s = time.monotonic() + FIRST_WORDS_S
         messages: list[ToLearner] = []
-        while messages or (not self._paced and time.monotonic() < until_s):
+        while self._going and (messages or (not self._paced and time.monotonic() < until_s)):
             messages = self._mailbox.receive(IDLE_POLL_S)
-            if not self._obey(messages):
-                return False
+            self._obey(messages)
             self._mailbox.flush()
-        return True
+
+    @property
+    def _next_s(self) -> float:
+        """When the next update may begin."""
+        return self._began_s + self._min_update_s
 
     def _wait_s(self) -> float:
-        if self._paused:
+        if self._paused or not self._regimes.ready:
             return IDLE_POLL_S
-        rest_s = self._began_s + self._min_update_s - time.monotonic()
-        return min(max(rest_s, 0.0), IDLE_POLL_S)
+        return min(max(self._next_s - time.monotonic(), 0.0), IDLE_POLL_S)
+
+    def _say(self, message: FromLearner) -> None:
+        self._mailbox.send(message)
+
+    def _listen(self, timeout_s: float) -> None:
+        """Hear the daemon while an answer is waited for."""
+        self._obey(self._mailbox.receive(timeout_s))
+        self._report_if_due()
 
     def _obey(self, messages: list[ToLearner]) -> bool:
-        go_on = True
+        """Do what the messages say; False once the learner is to end."""
         for message in messages:
             match message:
+                case Answer():
+                    self._regimes.answered(message)
                 case Stop():
-                    go_on = False
+                    self._going = False
+                    self._regimes.stop()
+                case Work():
+                    self._regimes.hear(message, self._mailbox.take_fd)
                 case Pace(paused=paused, max_updates_per_s=rate):
                     self._paced = True
                     self._paused = paused
@@ -151,34 +177,20 @@ class Learner:
                             for name, data in moments.items()
                         }
                     )
-                case Start() | Attach():
+                case Start() | Attach() | Join():
                     raise WorkerError("the daemon began the conversation anew")
-        return go_on
-
-    def _take_inbox(self) -> bool:
-        taken = self._board.take()
-        if taken is None:
-            return False
-        if taken.kind == "set":
-            self._trainer.set_state(taken.vector, taken.sidecar)
-            self._version = taken.policy_version
-        else:
-            self._trainer.add_delta(taken.vector)
-            self._version = max(self._version, taken.policy_version)
-        return True
+        return self._going
 
     def _update(self) -> None:
         self._began_s = time.monotonic()
         stats = self._trainer.step()
-        self._version += 1
+        self._replica.moved(versions=int(self._regimes.regime.steps))
         self._updates += 1
         self._env_steps += stats.env_steps
         self._episodes += len(stats.episodes)
         self._returns += [episode_return for episode_return, _ in stats.episodes]
         self._metrics = stats.metrics
-
-    def _publish(self) -> None:
-        self._board.publish(self._trainer.flat, self._trainer.sidecar(), self._version)
+        self._regimes.updated()
 
     def _report_if_due(self) -> None:
         self._mailbox.flush()
@@ -194,7 +206,7 @@ class Learner:
         }
         self._mailbox.send(
             Report(
-                policy_version=self._version,
+                policy_version=self._replica.version,
                 updates=self._updates,
                 env_steps=self._env_steps,
                 episodes=self._episodes,
@@ -235,10 +247,14 @@ def _live(mailbox: Mailbox) -> None:
             spec=msgspec.msgpack.encode(spec.to_wire()),
         )
     )
-    attach, fd = mailbox.attach()
-    region = SharedRegion.attach(fd, attach.nbytes)
-    learner = Learner(trainer, LearnerBoard(region, spec), mailbox)
-    learner.begin(restore=attach.restore)
+    memory, fd = mailbox.attach()
+    region = SharedRegion.attach(fd, memory.nbytes)
+    board = LearnerBoard(region, spec) if isinstance(memory, Attach) else None
+    learner = Learner(trainer, board, mailbox)
+    if isinstance(memory, Attach):
+        learner.begin(restore=memory.restore)
+    else:
+        learner.help(region)
     learner.run()
 
 

@@ -6,18 +6,22 @@ import contextlib
 import os
 import select
 import socket
+from collections import deque
 
 from p2pdrl.errors import WorkerError
 from p2pdrl.workers.protocol import (
     Attach,
     FrameBuffer,
     FromLearner,
+    Join,
     ToLearner,
     decode_to_learner,
     frame,
 )
 
 __all__ = ["Mailbox"]
+
+READ_BYTES = 1 << 16
 
 
 class Mailbox:
@@ -32,7 +36,7 @@ class Mailbox:
         self._sock = sock
         self._frames = FrameBuffer()
         self._unsent = bytearray()
-        self._fds: list[int] = []
+        self._fds: deque[int] = deque()
         self._early: list[ToLearner] = []
 
     def receive(self, timeout_s: float | None) -> list[ToLearner]:
@@ -48,7 +52,7 @@ class Mailbox:
         if not readable:
             return []
         try:
-            data, fds, _, _ = socket.recv_fds(self._sock, 1 << 20, 4)
+            data, fds, _, _ = socket.recv_fds(self._sock, READ_BYTES, 4)
         except BlockingIOError:
             return []
         except OSError as error:
@@ -58,8 +62,8 @@ class Mailbox:
         self._fds += fds
         return [decode_to_learner(body) for body in self._frames.feed(data)]
 
-    def attach(self) -> tuple[Attach, int]:
-        """Wait for the board; return its message and its file descriptor.
+    def attach(self) -> tuple[Attach | Join, int]:
+        """Wait for the memory to work on; return its message and its file descriptor.
 
         Raises:
             WorkerError: if the daemon is gone or says something else.
@@ -68,10 +72,20 @@ class Mailbox:
         while not messages:
             messages = self.receive(None)
         first = messages[0]
-        if not isinstance(first, Attach) or not self._fds:
+        if not isinstance(first, Attach | Join) or not self._fds:
             raise WorkerError("the daemon didn't send the board")
         self._early = messages[1:]
-        return first, self._fds.pop()
+        return first, self._fds.popleft()
+
+    def take_fd(self) -> int:
+        """Return the descriptor that belongs to the message in hand; the caller owns it from now on.
+
+        Raises:
+            WorkerError: if none came with it.
+        """
+        if not self._fds:
+            raise WorkerError("the daemon didn't send the memory that it spoke of")
+        return self._fds.popleft()
 
     @property
     def backlog(self) -> bool:

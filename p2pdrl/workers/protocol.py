@@ -15,33 +15,49 @@ board, shared memory whose file descriptor is passed once.
       │◀──────────────────────────────┤
       │  Others, Progress, Pace, Stop │
       ├──────────────────────────────▶│  begins to train once it has heard the first Pace
+      │  Work (+ file descriptors)    │
+      ├──────────────────────────────▶│  works by another regime from its next update on
+      │                       Posted  │
+      │◀──────────────────────────────┤  under some regimes, and waits
+      │  Answer                       │
+      ├──────────────────────────────▶│  goes on
 
 A report's counts are cumulative over the learner's life, so a lost or doubled report does no
-harm. Torch-free: the daemon imports this module.
+harm. Posts and answers name the epoch of their regime; what belongs to another is passed over.
+A descriptor travels beside the first byte of its frame, so they are claimed in the order of the
+frames. Torch-free: the daemon imports this module.
 """
 
 from __future__ import annotations
 
 import struct
+from typing import Literal
 
 import msgspec
 
+from p2pdrl.config.regime import Regime
 from p2pdrl.errors import WireError
 from p2pdrl.transport.codec import decode
 
 __all__ = [
+    "Answer",
+    "AnswerKind",
     "Attach",
     "Failed",
     "FrameBuffer",
     "FromLearner",
     "Hello",
+    "Join",
     "Others",
     "Pace",
+    "PostKind",
+    "Posted",
     "Progress",
     "Report",
     "Start",
     "Stop",
     "ToLearner",
+    "Work",
     "decode_from_learner",
     "decode_to_learner",
     "frame",
@@ -49,6 +65,10 @@ __all__ = [
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct("<I")
+
+AnswerKind = Literal["none", "replace", "add", "set"]
+"""What to do about a post; `strategies.protocol.AnswerKind` says it in full."""
+PostKind = Literal["parameters", "gradients"]
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -71,6 +91,41 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     nbytes: int
     restore: bool
     """True: parameters and sidecar on the board replace the learner's own."""
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """In place of `Attach`: help another learner of this node, by stepping the vector that it has filled.
+
+    The descriptor of that memory (`tensors.shared_vector`) travels beside this frame. A helper has no board.
+    """
+
+    nbytes: int
+
+
+class Work(msgspec.Struct, frozen=True, tag="work"):
+    """How to work from the next update on. A post that waits for its answer is given up at once.
+
+    Descriptors of the ring and of the shared vector, as far as there are any, travel beside this frame.
+    """
+
+    regime: Regime
+    epoch: int
+    """Of the mode; posts and answers carry it."""
+    ring_nbytes: int = 0
+    """Of the `tensors.gradient_ring`; 0 when gradients don't travel."""
+    shared_nbytes: int = 0
+    """Of the `tensors.shared_vector`; 0 when the learner has its parameters for itself."""
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """The learner may go on; each of them arrives, in order."""
+
+    number: int
+    """Of the post."""
+    epoch: int
+    kind: AnswerKind
+    content: int = 0
+    """With ``set``: id of the board's content that is to be taken first; 0 is whatever lies there."""
 
 
 class Others(msgspec.Struct, frozen=True, tag="others"):
@@ -97,7 +152,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Publish once more and end."""
 
 
-ToLearner = Start | Attach | Others | Progress | Pace | Stop
+ToLearner = Start | Attach | Join | Work | Answer | Others | Progress | Pace | Stop
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -126,6 +181,22 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """This node's own cumulative normaliser moments, by name; empty when nothing is normalised."""
 
 
+class Posted(msgspec.Struct, frozen=True, tag="posted"):
+    """A gradient lies in a slot of the ring, or (``parameters``) a round is due; see `Work`."""
+
+    number: int
+    """Grows by one with each post of this process."""
+    epoch: int
+    kind: PostKind
+    slot: int
+    """The slot belongs to the daemon until it answers; -1 for ``parameters``."""
+    policy_version: int
+    """Of the parameters behind it, which are published."""
+    samples: int
+    """Environment steps behind it. 0: this learner has nothing to add and the vector is zero (its
+    gradient wasn't finite); it is posted so that nobody waits in vain."""
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The learner can't go on, and starting it again wouldn't help (unknown environment, …)."""
 
@@ -134,7 +205,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """True when the person can mend it (exit code 2)."""
 
 
-FromLearner = Hello | Report | Failed
+FromLearner = Hello | Report | Posted | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 

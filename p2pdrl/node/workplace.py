@@ -1,0 +1,125 @@
+"""How the learner is to work now, the shared memory for it, and its posts on the way to the strategy.
+
+`supervisor` keeps one through all lives of the learner: each life gets the order anew, on memory of its own,
+so that nothing which still writes into a slot of a dead learner's can spoil a gradient of its successor's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from p2pdrl.config.regime import FREE, Regime
+from p2pdrl.errors import TensorError
+from p2pdrl.strategies.protocol import AnswerKind, Post
+from p2pdrl.tensors.gradient_ring import GradientRing
+from p2pdrl.tensors.shared_vector import SharedVector
+from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.workers.protocol import Answer, Posted, Work
+
+__all__ = ["Workplace"]
+
+
+class Workplace:
+    """The regime in force, its memory, and the posts under it.
+
+    Posts are numbered anew, over all lives of the learner, so that an answer never meets another post.
+    """
+
+    def __init__(self) -> None:
+        self.regime: Regime = FREE
+        self.epoch = 0
+        self._ring: GradientRing | None = None
+        self._ring_region: SharedRegion | None = None
+        self._shared_region: SharedRegion | None = None
+        self._number = 0
+        self._posts: asyncio.Queue[Post] = asyncio.Queue()
+        self._open: dict[int, int] = {}
+        """From our numbers to those that the learner gave."""
+
+    @property
+    def shared(self) -> SharedRegion | None:
+        """The vector that several learners step, where the regime wants one."""
+        return self._shared_region
+
+    def arrange(self, regime: Regime, epoch: int, size: int) -> tuple[Work, Sequence[SharedRegion]]:
+        """Put another regime into force; what was posted before is void.
+
+        Args:
+            regime: it.
+            epoch: of the mode.
+            size: D.
+
+        Returns:
+            What the learner is told, and the regions whose descriptors go along.
+
+        Raises:
+            TensorError: the system gives no shared memory; the old regime is over all the same.
+        """
+        self.regime, self.epoch = regime, epoch
+        self._close_shared()
+        if regime.learners > 1:
+            self._shared_region = SharedRegion.create(SharedVector.nbytes_of(size), "hogwild")
+        return self.renew(size)
+
+    def renew(self, size: int) -> tuple[Work, Sequence[SharedRegion]]:
+        """Give the regime in force to a new learner, or to the present one: with a ring of its own.
+
+        Raises:
+            TensorError: the system gives no shared memory.
+        """
+        self._open.clear()
+        while not self._posts.empty():
+            self._posts.get_nowait()
+        self._close_ring()
+        slots = self.regime.slots
+        if slots:
+            self._ring_region = SharedRegion.create(GradientRing.nbytes_of(slots, size), "gradients")
+            self._ring = GradientRing(self._ring_region, slots, size)
+        regions = [region for region in (self._ring_region, self._shared_region) if region is not None]
+        ring_nbytes, shared_nbytes = (
+            0 if region is None else region.nbytes for region in (self._ring_region, self._shared_region)
+        )
+        return Work(self.regime, self.epoch, ring_nbytes, shared_nbytes), regions
+
+    def posted(self, posted: Posted) -> None:
+        """Note what the learner posted; what belongs to an earlier epoch is dropped.
+
+        Raises:
+            TensorError: it names a slot that there isn't.
+        """
+        if posted.epoch != self.epoch:
+            return
+        vector = None
+        if posted.kind == "gradients":
+            if self._ring is None:
+                raise TensorError("the learner posted a gradient, and there is no ring")
+            vector = self._ring.slot(posted.slot)
+        self._number += 1
+        self._open[self._number] = posted.number
+        self._posts.put_nowait(Post(self._number, posted.kind, posted.policy_version, posted.samples, vector))
+
+    async def next_post(self) -> Post:
+        """Wait for the next post; cancelling loses none."""
+        return await self._posts.get()
+
+    def answered(self, number: int, kind: AnswerKind, content: int) -> Answer | None:
+        """Return the message that answers a post; None when nobody waits for it any more."""
+        theirs = self._open.pop(number, None)
+        return None if theirs is None else Answer(theirs, self.epoch, kind, content)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._close_ring()
+        self._close_shared()
+
+    def _close_ring(self) -> None:
+        self._ring = None
+        if self._ring_region is not None:
+            self._ring_region.close()
+            self._ring_region = None
+
+    def _close_shared(self) -> None:
+        if self._shared_region is not None:
+            self._shared_region.close()
+            self._shared_region = None

@@ -1,0 +1,75 @@
+"""A learner's copy of the policy, and its way to and from the board.
+
+The policy version is a Lamport count: it grows by one with each update that the learner makes by itself (one
+`Trainer.step`, however many gradient steps that takes); a delta or a set carries its sender's, and of a
+delta's and our own the greater stays. Where a server steps, only sets move it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from p2pdrl.errors import WorkerError
+from p2pdrl.tensors.board import LearnerBoard
+
+if TYPE_CHECKING:
+    from p2pdrl.rl.registry import AnyTrainer
+
+__all__ = ["Replica"]
+
+
+class Replica:
+    """Parameters, optimizer state and policy version of one learner.
+
+    Args:
+        trainer: holds parameters and optimizer.
+        board: the learner's end; None for a helper, whose parameters are another learner's.
+    """
+
+    def __init__(self, trainer: AnyTrainer, board: LearnerBoard | None) -> None:
+        self.trainer = trainer
+        self._board = board
+        self._changed = True
+        self.version = 0
+
+    @property
+    def taken_id(self) -> int:
+        """Id of the last content that was taken from the board."""
+        return 0 if self._board is None else self._board.taken_id
+
+    def restore(self) -> None:
+        """Take up the state that was last published.
+
+        Raises:
+            WorkerError: there is none.
+        """
+        restored = None if self._board is None else self._board.restore()
+        if restored is None:
+            raise WorkerError("the board holds no readable state to restore")
+        vector, sidecar, self.version = restored
+        self.trainer.set_state(vector, sidecar, own=True)
+
+    def take(self) -> bool:
+        """Add or take over what lies in the board's slot; tell whether there was something."""
+        taken = None if self._board is None else self._board.take()
+        if taken is None:
+            return False
+        if taken.kind == "set":
+            self.trainer.set_state(taken.vector, taken.sidecar)
+            self.version = taken.policy_version
+        else:
+            self.trainer.add_delta(taken.vector)
+            self.version = max(self.version, taken.policy_version)
+        self._changed = True
+        return True
+
+    def moved(self, *, versions: int) -> None:
+        """Note that training changed the state, and by how many versions."""
+        self.version += versions
+        self._changed = True
+
+    def publish(self, *, always: bool = False) -> None:
+        """Copy parameters and sidecar to the board, if they changed since the last time."""
+        if self._board is not None and (self._changed or always):
+            self._board.publish(self.trainer.flat, self.trainer.sidecar(), self.version)
+            self._changed = False

@@ -1,0 +1,153 @@
+"""The stepper of learners whose gradients travel: it posts them, waits for answers, merges, clips, steps.
+
+``trainer`` calls it once per minibatch through `rl.stepping.Stepper`. What it does follows
+`config.regime.Regime`; what an answer asks for is said at `strategies.protocol.AnswerKind`:
+
+| regime | a gradient … | its answer … |
+|---|---|---|
+| ``ahead = 0`` | is posted and waited for, then stepped with | replaces it, is added to it, or leaves it |
+| ``ahead > 0`` | is posted and stepped with at once | (``add``) is added to the next one |
+| ``steps`` off | is posted | (``set``) brings the parameters |
+| ``every > 1`` | goes into the mean over ``every`` of them, weighted by samples, which is posted | |
+
+A gradient that isn't finite never leaves. Where peers wait for it, zeros with ``samples = 0`` are posted in
+its place, so that nobody waits in vain; the learner then steps only with what the answer brings.
+
+Shape suffix: D parameters.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from p2pdrl.config.regime import Regime
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.optimizers import Optimizer, clip_gradients
+from p2pdrl.tensors.gradient_ring import GradientRing
+from p2pdrl.workers.posts import Posts
+from p2pdrl.workers.protocol import Answer
+from p2pdrl.workers.replica import Replica
+
+__all__ = ["PostingStepper"]
+
+
+class PostingStepper:
+    """Implements `rl.stepping.Stepper` for one regime that sends gradients.
+
+    Args:
+        regime: what to do.
+        posts: of this regime.
+        replica: the parameters, which are published before each post and taken from the board after it.
+        ring: where gradients lie.
+    """
+
+    def __init__(self, regime: Regime, posts: Posts, replica: Replica, ring: GradientRing) -> None:
+        self._regime = regime
+        self._posts = posts
+        self._replica = replica
+        self._slots = [torch.from_numpy(ring.slot(number)) for number in range(len(ring))]
+        self._sum_D: Tensor | None = None
+        self._gathered = 0
+        self._samples = 0
+        self._set_due: int | None = None
+
+    def step(
+        self,
+        flat: FlatModule,
+        optimizer: Optimizer,
+        *,
+        learning_rate: float,
+        max_grad_norm: float,
+        samples: int,
+    ) -> float:
+        """Use the mean gradient over ``samples`` rows in ``flat.gradients_D`` as the regime says.
+
+        Returns:
+            The norm of the gradient that was used, before it was clipped; infinite or NaN when the step was
+            skipped.
+        """
+        gradients_D = flat.gradients_D
+        before = self._regime.clip == "before"
+        norm = clip_gradients(gradients_D, max_grad_norm) if before else _norm(gradients_D)
+        finite = math.isfinite(norm)
+        if not finite:
+            gradients_D.zero_()
+        awaited = None if self._posts.over else self._post(gradients_D, samples if finite else 0)
+        merged = self._merge(gradients_D, awaited)
+        if merged:
+            norm = _norm(gradients_D)
+        alone = self._posts.over and not merged
+        if self._may_step(alone=alone) and (finite or merged) and math.isfinite(norm):
+            if alone or not before:
+                clip_gradients(gradients_D, max_grad_norm)
+            optimizer.step(learning_rate)
+            self._replica.moved(versions=0)
+        elif alone:
+            norm = math.nan
+        self._take()
+        return norm
+
+    def _may_step(self, *, alone: bool) -> bool:
+        """Whether the optimizer steps; for the rest of an update that a new regime came into, by that one."""
+        heir = self._posts.heir
+        return (heir is not None and heir.steps) if alone else self._regime.steps
+
+    def _post(self, gradients_D: Tensor, samples: int) -> int | None:
+        """Post a gradient if one is due, and wait as the regime says; return the post's number."""
+        mean_D = self._gather(gradients_D, samples)
+        slot = self._posts.slot()
+        nobody_waits = self._regime.ahead > 0
+        if mean_D is None or slot < 0 or self._posts.crowded or (nobody_waits and self._samples == 0):
+            return None
+        self._slots[slot].copy_(mean_D)
+        self._replica.publish()
+        number = self._posts.post("gradients", slot, self._replica.version, self._samples)
+        self._posts.wait()
+        return number
+
+    def _gather(self, gradients_D: Tensor, samples: int) -> Tensor | None:
+        """Count a gradient in; return the mean to be posted when it is complete."""
+        if self._regime.every == 1:
+            self._samples = samples
+            return gradients_D
+        if self._sum_D is None:
+            self._sum_D = torch.zeros_like(gradients_D)
+        if self._gathered == 0:
+            self._sum_D.zero_()
+            self._samples = 0
+        self._sum_D.add_(gradients_D, alpha=samples)
+        self._samples += samples
+        self._gathered = (self._gathered + 1) % self._regime.every
+        return None if self._gathered else self._sum_D.div_(max(self._samples, 1))
+
+    def _merge(self, gradients_D: Tensor, awaited: int | None) -> bool:
+        """Bring in the answers that came; True when ``gradients_D`` has become another gradient by them."""
+        merged = False
+
+        def use(answer: Answer, slot: int) -> None:
+            nonlocal merged
+            if answer.kind == "set":
+                self._set_due = answer.content
+            elif answer.kind == "replace" and answer.number == awaited and self._regime.ahead == 0:
+                gradients_D.copy_(self._slots[slot])
+                merged = True
+            elif answer.kind == "add":
+                gradients_D.add_(self._slots[slot].to(gradients_D.device))
+                merged = True
+
+        self._posts.collect(use)
+        return merged
+
+    def _take(self) -> None:
+        if self._set_due is None:
+            self._replica.take()
+            return
+        content, self._set_due = self._set_due, None
+        self._posts.take_set(self._replica, content)
+
+
+def _norm(gradients_D: Tensor) -> float:
+    return float(torch.linalg.vector_norm(gradients_D))
