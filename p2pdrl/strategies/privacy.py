@@ -5,9 +5,9 @@ Called by the ``federated`` strategy, which reports ε. Each round every member 
 swarms are neighbours when one has one member more. Rényi differential privacy of each order α adds up over
 rounds, and the best order's is turned into (ε, δ) at the end.
 
-References: Mironov 2017 (arXiv 1702.07476), proposition 1 and corollary 3; Mironov, Talwar and Zhang 2019 (arXiv
-1908.10530), section 3.3, for integer α; Canonne, Kamath and Steinke 2020 (arXiv 2004.00010), proposition
-12, for the conversion.
+References: Mironov 2017 (arXiv 1702.07476), proposition 1 and corollary 3; Mironov, Talwar and Zhang 2019
+(arXiv 1908.10530), section 3.3, for integer α; Canonne, Kamath and Steinke 2020 (arXiv 2004.00010),
+proposition 12, for the conversion.
 """
 
 from __future__ import annotations
