@@ -82,7 +82,15 @@ class TransportError(P2PDRLError):
 
 
 class PeerUnreachableError(TransportError):
-    """The connection was refused or couldn't be made at once."""
+    """The connection was refused, couldn't be made, or broke before an answer.
+
+    Attributes:
+        sent: whether the peer may have got the request; False when there never was a connection.
+    """
+
+    def __init__(self, message: str, *, sent: bool = True) -> None:
+        super().__init__(message)
+        self.sent = sent
 
 
 class PeerTimeoutError(TransportError):

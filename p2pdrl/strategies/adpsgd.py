@@ -1,4 +1,4 @@
-"""When to begin an exchange and with whom: the pure core of AD-PSGD.
+"""With whom to begin an exchange: the pure core of AD-PSGD.
 
 Asynchronous decentralized parallel SGD (Lian 2018, arXiv 1710.06952, algorithm 1): a node
 averages with one partner at a time while its learner goes on. An exchange is refused, not
@@ -13,19 +13,14 @@ import random
 from collections.abc import Iterable
 
 from p2pdrl.config.strategy import AdpsgdConfig
+from p2pdrl.strategies.occasions import COOL_MAX_S, Occasions
 from p2pdrl.strategies.topology import candidates
 
-__all__ = ["AdpsgdCore"]
-
-COOL_FIRST_S = 0.5
-COOL_MAX_S = 15.0
-MAX_DOUBLINGS = 3
-MAX_FAILURES = 16
-"""Counted no further: the rest has long reached its bound by then."""
+__all__ = ["COOL_MAX_S", "AdpsgdCore"]
 
 
-class AdpsgdCore:
-    """Timing and choice of partners.
+class AdpsgdCore(Occasions):
+    """Timing (see `Occasions`), choice of partners, and what the next exchange is about.
 
     Args:
         config: the strategy's options.
@@ -34,84 +29,25 @@ class AdpsgdCore:
     """
 
     def __init__(self, config: AdpsgdConfig, me: str, rng: random.Random) -> None:
+        super().__init__(config, rng)
         self._config = config
         self._me = me
-        self._rng = rng
-        self._updates = 0
-        self._began_s = float("-inf")
-        self._next_s = float("-inf")
-        self._busy_in_a_row = 0
-        self._failures: dict[str, int] = {}
-        self._cool_until_s: dict[str, float] = {}
-
-    @property
-    def next_s(self) -> float:
-        """Monotonic time before which no exchange begins."""
-        return self._next_s
-
-    def updated(self, updates: int) -> None:
-        """Note that the learner made ``updates`` more updates."""
-        self._updates += updates
-
-    def due(self, now_s: float) -> bool:
-        """Tell whether an exchange should begin at ``now_s``."""
-        if now_s < self._next_s:
-            return False
-        config = self._config
-        by_count = config.every_updates > 0 and self._updates >= config.every_updates
-        by_time = config.every_s > 0 and now_s >= self._began_s + config.every_s
-        return by_count or by_time
+        self._gradients_in_a_row = 0
 
     def choose(self, alive: Iterable[str], now_s: float) -> str | None:
         """Return the partner of the next exchange, or None while nobody is fit.
 
         Members that lately failed to answer are passed over for a while.
         """
-        fit = [
-            peer
-            for peer in candidates(self._config.partners, self._me, alive)
-            if self._cool_until_s.get(peer, now_s) <= now_s
-        ]
+        fit = self.fit(candidates(self._config.partners, self._me, alive), now_s)
         return self._rng.choice(fit) if fit else None
 
-    def began(self, now_s: float) -> None:
-        """Note that an exchange begins."""
-        self._began_s = now_s
-        self._next_s = now_s + self._config.min_interval_s
+    @property
+    def gradients_next(self) -> bool:
+        """Whether the next exchange that we begin averages gradients."""
+        config = self._config
+        return config.exchanges == "gradients" and self._gradients_in_a_row < config.parameters_every
 
-    def mixed(self, partner: str) -> None:
-        """Note that an exchange with ``partner`` ended well."""
-        self._updates = 0
-        self._busy_in_a_row = 0
-        self._failures.pop(partner, None)
-        self._cool_until_s.pop(partner, None)
-
-    def busy(self, now_s: float, took_s: float) -> None:
-        """Note that the partner was in another exchange: try somebody else after a moment.
-
-        The moment is random, so that two nodes that called each other don't do so again; it is
-        measured in the time that the refused call took, and doubles like Ethernet's back-off,
-        because calls that last longer than the moments differ would cross for ever.
-
-        Args:
-            now_s: monotonic time.
-            took_s: how long the refused call took.
-        """
-        spread = 2.0 ** min(self._busy_in_a_row, MAX_DOUBLINGS)
-        self._busy_in_a_row += 1
-        self._began_s = float("-inf")
-        least_s = self._rng.uniform(0.1, 0.5) * self._config.min_interval_s
-        self._next_s = now_s + least_s + self._rng.uniform(0.0, spread) * took_s
-
-    def failed(self, partner: str, now_s: float) -> None:
-        """Note that ``partner`` didn't answer: it rests 0.5 s, doubling up to 15 s."""
-        failures = min(self._failures.get(partner, 0) + 1, MAX_FAILURES)
-        self._failures[partner] = failures
-        rest_s = min(COOL_FIRST_S * 2.0 ** (failures - 1), COOL_MAX_S)
-        self._cool_until_s[partner] = now_s + rest_s
-
-    def forget(self, gone: Iterable[str]) -> None:
-        """Drop what is remembered of members that are gone."""
-        for peer in gone:
-            self._failures.pop(peer, None)
-            self._cool_until_s.pop(peer, None)
+    def exchanged(self, *, gradients: bool) -> None:
+        """Note what an exchange averaged, whoever began it: parameters keep replicas together."""
+        self._gradients_in_a_row = self._gradients_in_a_row + 1 if gradients else 0

@@ -15,28 +15,54 @@ Shape suffixes: ``_D`` all parameters, flat.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
 import msgspec
 import numpy as np
 
+from p2pdrl.config.strategy import Content
 from p2pdrl.errors import PoisonedVectorError, WireError
-from p2pdrl.strategies.judgement import Summary
+from p2pdrl.strategies.freshness import Freshness
+from p2pdrl.strategies.judgement import Natural, Short, Summary
+from p2pdrl.strategies.protocol import Merged, RoundReport
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.wire import WireDtype, decode, encode, encoded_nbytes
 from p2pdrl.transport import codec
 
-__all__ = ["ExchangeHead", "PairScratch", "decode_head"]
+__all__ = [
+    "Bounds",
+    "ExchangeHead",
+    "PairScratch",
+    "Step",
+    "WireName",
+    "decode_head",
+    "pair_report",
+    "pair_step",
+]
+
+WireName = Literal["float32", "bf16", "int8", "topk", "threshold"]
+"""A vector's format on the wire."""
 
 
 class ExchangeHead(msgspec.Struct, frozen=True):
     """What goes before the vector, in both directions."""
 
-    exchange_id: str
-    wire: WireDtype
+    exchange_id: Short
+    wire: WireName
     summary: Summary
     verdict: str = "mix"
     """In an answer: what the responder does (a `judgement.Verdict`); a vector follows only for ``mix``."""
+    content: Content = "parameters"
+    fresh_steps: Natural = 0
+    """Environment steps of this side since its last exchange."""
+
+    @property
+    def freshness(self) -> Freshness:
+        """What this side claims of its experience."""
+        return Freshness(self.fresh_steps, self.summary.policy_version)
 
 
 def decode_head(meta: bytes) -> ExchangeHead | None:
@@ -48,36 +74,131 @@ def decode_head(meta: bytes) -> ExchangeHead | None:
     return head
 
 
+class Bounds(NamedTuple):
+    """What of a peer's vector is accepted, and how far it may pull.
+
+    Args:
+        max_abs: largest entry accepted.
+        max_distance: largest ratio of the peer's norm to ours accepted.
+        clip_distance: longest difference let through, as a multiple of the shorter of the two vectors;
+            None lets all through.
+    """
+
+    max_abs: float
+    max_distance: float
+    clip_distance: float | None = None
+
+
+class Step(NamedTuple):
+    """What one side of a pair does.
+
+    Args:
+        weight: how far it moves towards the other, after clipping.
+        changed: ‖what it adds‖.
+        distance: ‖theirs − mine‖.
+    """
+
+    weight: float
+    changed: float
+    distance: float
+
+
+def pair_step(mine_D: Float32Array, theirs_D: Float32Array, weight: float, bounds: Bounds) -> Step:
+    """Check the peer's vector and put what our side adds in its place.
+
+    Clipping (centered, Karimireddy 2021, arXiv 2012.10333) shortens the difference of the two. Its bound
+    comes from the shorter vector, which both sides know, so both shorten alike and the pair's sum is kept.
+
+    Args:
+        mine_D: our vector as the peer sees it.
+        theirs_D: the peer's; overwritten.
+        weight: how far we move.
+        bounds: what is accepted.
+
+    Raises:
+        PoisonedVectorError: the peer's vector holds NaN, infinity, a huge entry, or its norm is out of
+            proportion to ours.
+    """
+    mix.check_finite(theirs_D, bounds.max_abs)
+    my_length, their_length = mix.norm(mine_D), mix.norm(theirs_D)
+    bound = bounds.max_distance * (1.0 + my_length)
+    if their_length > bound:
+        raise PoisonedVectorError(f"norm {their_length:.3g} is beyond the bound {bound:.3g}")
+    distance: float | None = None
+    if bounds.clip_distance is not None:
+        distance = mix.distance(mine_D, theirs_D)
+        longest = bounds.clip_distance * min(my_length, their_length)
+        weight *= longest / distance if distance > longest else 1.0
+    mix.pair_delta(mine_D, theirs_D, weight, out=theirs_D)
+    changed = mix.norm(theirs_D)
+    return Step(weight, changed, changed / weight if distance is None else distance)
+
+
+def pair_report(report: RoundReport, me: str, peer: str, step: Step, staleness: int) -> RoundReport:
+    """Complete the report of an exchange that is done.
+
+    Args:
+        report: with the bytes; its outcome is kept when we were called, and ``ok`` when we called.
+        me: own node id.
+        peer: whom we met.
+        step: our side.
+        staleness: our policy version minus its.
+    """
+    outcome, error = "ok" if report.outcome == "failed" else report.outcome, ""
+    if outcome == "ok" and step.changed == 0 and step.distance > 0:
+        outcome, error = "unchanged", "the two differ, but the step rounds or clips to nothing"
+    return replace(
+        report,
+        outcome=outcome,
+        merged=(Merged(me, 1.0 - step.weight), Merged(peer, step.weight, staleness)),
+        missing=(),
+        changed=step.changed,
+        distance=step.distance,
+        error=error,
+    )
+
+
 class PairScratch:
-    """Buffers and arithmetic of one exchange at a time.
+    """Buffers and arithmetic of one exchange of parameters at a time.
 
     Args:
         size: D, float32 parameters.
         wire: number format on the wire.
-        weight: how far each side moves towards the other.
+        weight: how far each side moves towards the other, unless `mix` is told otherwise.
         max_abs: largest entry accepted.
         max_distance: largest ratio of the peer's norm to ours accepted.
+        clip_distance: see `Bounds`.
     """
 
-    def __init__(
-        self, size: int, wire: WireDtype, weight: float, max_abs: float, max_distance: float
+    def __init__(  # noqa: PLR0917 - as many facts as a pair has
+        self,
+        size: int,
+        wire: WireDtype,
+        weight: float,
+        max_abs: float,
+        max_distance: float,
+        clip_distance: float | None = None,
     ) -> None:
         self._wire: WireDtype = wire
         self._weight = weight
-        self._max_abs = max_abs
-        self._max_distance = max_distance
+        self._bounds = Bounds(max_abs, max_distance, clip_distance)
         self._mine_D = np.zeros(size, np.float32)
         self._theirs_D = np.zeros(size, np.float32)
         self.outgoing = memoryview(bytearray(encoded_nbytes(size, wire)))
         self.incoming = memoryview(bytearray(encoded_nbytes(size, wire)))
         self._sets = 0
-        self.distance = 0.0
-        """‖theirs − mine‖ of the last exchange."""
+        self.step = Step(0.0, 0.0, 0.0)
+        """Our side of the last exchange."""
 
     @property
     def nbytes(self) -> int:
         """Length of the vector on the wire."""
         return len(self.outgoing)
+
+    @property
+    def distance(self) -> float:
+        """‖theirs − mine‖ of the last exchange."""
+        return self.step.distance
 
     def load(self, board: DaemonBoard) -> None:
         """Read our vector off the board, rounded as the wire rounds it, into ``outgoing``.
@@ -90,23 +211,20 @@ class PairScratch:
         encode(self._mine_D, self._wire, self.outgoing)
         if self._wire != "float32":
             decode(self.outgoing, self._wire, self._mine_D)
-        mix.check_finite(self._mine_D, self._max_abs)
+        mix.check_finite(self._mine_D, self._bounds.max_abs)
 
-    def mix(self) -> Float32Array:
+    def mix(self, weight: float | None = None) -> Float32Array:
         """Check what is in ``incoming`` and return what our side adds; valid until the next `load`.
 
+        Args:
+            weight: how far our side moves; None is the constructor's.
+
         Raises:
-            PoisonedVectorError: the peer's vector holds NaN, infinity, a huge entry, or its norm
-                is out of proportion to ours.
+            PoisonedVectorError: see `pair_step`.
         """
         decode(self.incoming, self._wire, self._theirs_D)
-        mix.check_finite(self._theirs_D, self._max_abs)
-        bound = self._max_distance * (1.0 + mix.norm(self._mine_D))
-        length = mix.norm(self._theirs_D)
-        if length > bound:
-            raise PoisonedVectorError(f"norm {length:.3g} is beyond the bound {bound:.3g}")
-        mix.pair_delta(self._mine_D, self._theirs_D, self._weight, out=self._theirs_D)
-        self.distance = mix.norm(self._theirs_D) / self._weight
+        weight = self._weight if weight is None else weight
+        self.step = pair_step(self._mine_D, self._theirs_D, weight, self._bounds)
         return self._theirs_D
 
     def commit(self, board: DaemonBoard, delta_D: Float32Array, policy_version: int) -> bool:

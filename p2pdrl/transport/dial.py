@@ -96,7 +96,8 @@ class Dialer:
             else:
                 verdicts.append(verdict)
         if not good:
-            raise PeerUnreachableError(f"{to} isn't dialled: {'; '.join(verdicts) or 'it has no address'}")
+            why = "; ".join(verdicts) or "it has no address"
+            raise PeerUnreachableError(f"{to} isn't dialled: {why}", sent=False)
         return good
 
     async def _ips(self, to: Address) -> list[str]:
@@ -113,7 +114,9 @@ class Dialer:
         try:
             ips = list(dict.fromkeys(await self._resolve(to.host, to.port)))
         except (OSError, UnicodeError) as error:
-            raise PeerUnreachableError(f"the name {to.host} can't be resolved: {error}") from error
+            raise PeerUnreachableError(
+                f"the name {to.host} can't be resolved: {error}", sent=False
+            ) from error
         if len(self._names) >= _MAX_NAMES:
             self._names.clear()
         self._names[to] = (now_s + self._ttl_s, ips)

@@ -117,7 +117,7 @@ class HttpClient:
     async def call(self, to: Address, call: Call, *, deadline_s: float, lane: Lane) -> Answer:
         """Send ``call`` to ``to``; errors as in `Transport.call`."""
         if not self._lanes:
-            raise PeerUnreachableError(f"{to} isn't called: our transport is closed")
+            raise PeerUnreachableError(f"{to} isn't called: our transport is closed", sent=False)
         try:
             async with asyncio.timeout(deadline_s):
                 return await self._try_addresses(to, call, self._lanes[lane])
@@ -137,7 +137,7 @@ class HttpClient:
                 ) from error
             except (aiohttp.ClientError, UnicodeError) as error:
                 raise WireError(f"{to} answered what isn't HTTP: {str(error)[:200]}") from error
-        raise PeerUnreachableError(f"nothing listens at {to}: {broken}") from broken
+        raise PeerUnreachableError(f"nothing listens at {to}: {broken}", sent=False) from broken
 
     async def _exchange(self, address: Address, call: Call, session: aiohttp.ClientSession) -> Answer:
         """Send one request to one IP and read its answer."""

@@ -202,7 +202,7 @@ class MemoryTransport:
         del lane  # nothing queues here
         peer = self._network.at(to)
         if peer is None:
-            raise PeerUnreachableError(f"nothing listens at {to}")
+            raise PeerUnreachableError(f"nothing listens at {to}", sent=False)
         body = b"" if vector is None else bytes(vector)
         self.counters.sent(target_id, len(meta) + len(body))
         message = _Message(target_id, route, meta, body)

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from p2pdrl.strategies import gossip
+from p2pdrl.strategies import heavy
 
 
 @pytest.fixture(autouse=True)
 def everything_in_threads(monkeypatch):
-    monkeypatch.setattr(gossip, "INLINE_BYTES", 0)
+    monkeypatch.setattr(heavy, "INLINE_BYTES", 0)
 
 
 async def until(condition) -> None:
