@@ -70,8 +70,8 @@ class TransportLimits:
     max_connections_per_host: int = 64
     max_requests: int = 256
     max_requests_per_peer: int = 32
-    requests_per_s: float = 200.0
-    requests_burst: float = 400.0
+    requests_per_s: float = 1000.0
+    requests_burst: float = 2000.0
     failures_per_s: float = 20.0
     failures_burst: float = 100.0
     max_answer_meta_bytes: int = 4 << 20

@@ -98,3 +98,28 @@ def test_vectors_that_differ_are_refused() -> None:
         mix.distance(three, four)
     with pytest.raises(ValueError, match="weight"):
         mix.pair_delta(three, three, 1.5, out=three)
+
+
+@pytest.mark.parametrize("size", [1, 8191, 3 * 8192 + 5])
+def test_a_pair_step_is_the_delta_and_the_norms_in_one(size: int) -> None:
+    rng = np.random.default_rng(3)
+    mine, theirs = rng.standard_normal((2, size), dtype=np.float32)
+    expected, out = np.empty(size, np.float32), np.empty(size, np.float32)
+    mix.pair_delta(mine, theirs, 0.25, out=expected)
+    figures = mix.pair_step(mine, theirs, 0.25, 1e6, out=out)
+    assert np.array_equal(out, expected)
+    assert figures == pytest.approx((mix.norm(mine), mix.norm(theirs), mix.distance(mine, theirs)), rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2e6])
+def test_a_pair_step_refuses_poison(bad: float) -> None:
+    mine, theirs = np.zeros(20_000, np.float32), np.ones(20_000, np.float32)
+    theirs[12_345] = bad
+    with pytest.raises(PoisonedVectorError):
+        mix.pair_step(mine, theirs, 0.5, 1e6, out=np.empty_like(mine))
+
+
+def test_a_pair_step_takes_long_entries_within_the_bound() -> None:
+    mine, theirs = np.zeros(10_000, np.float32), np.full(10_000, 9e5, np.float32)
+    figures = mix.pair_step(mine, theirs, 0.5, 1e6, out=np.empty_like(mine))
+    assert figures.theirs == pytest.approx(9e7)
