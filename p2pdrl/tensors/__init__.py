@@ -7,6 +7,10 @@
 | `moments`, `moments_table` | running count, mean and M2, merged from cumulative per-node counters |
 | `mix` | pair averaging, norms and the poison check, in place and chunked |
 | `wire` | float32 and bfloat16 on the wire |
+| `compression` and its kinds | fewer bytes on the wire, with error feedback: int8, top-k, threshold |
+| `positions` | where the entries of a sparse message lie |
+| `robust` | several nodes' vectors become one: mean, centered clipping, trimmed mean |
+| `optimizers` | what a parameter server applies to its shard |
 | `shm`, `seqlock` | anonymous shared memory, and a consistent snapshot of it |
 | `board` | the one meeting point of learner and daemon: the delta rule |
 | `board_memory`, `learner_board`, `daemon_board` | its parts |
