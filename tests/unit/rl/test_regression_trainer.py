@@ -43,6 +43,17 @@ def test_the_registry_builds_what_the_task_asks_for():
     assert isinstance(build_trainer(small, 1, "cpu"), Trainer)
 
 
+@pytest.mark.parametrize("algorithm", [RegressionConfig(), A2CConfig()])
+def test_a_slow_machine_is_slow_in_whatever_it_trains(algorithm):
+    slept = []
+    task = TaskConfig(env=EnvConfig(num_envs=2), network=NetworkConfig(hidden=(4,)), algorithm=algorithm)
+    trainer = build_trainer(task, 1, "cpu", step_delay_s=0.25)
+    (trainer if isinstance(trainer, RegressionTrainer) else trainer._env)._sleep = slept.append
+    trainer.step()
+    assert slept == [0.25] * (1 if isinstance(trainer, RegressionTrainer) else 5)
+    trainer.close()
+
+
 def test_each_trainer_refuses_the_others_task():
     with pytest.raises(ConfigError, match="neither environment nor policy"):
         Trainer(TaskConfig(algorithm=RegressionConfig()), 1, "cpu")

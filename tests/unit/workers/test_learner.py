@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import WorkerError
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
 from p2pdrl.tensors.layout import Entry, Layout
@@ -282,3 +283,14 @@ def test_a_daemon_that_doesnt_read_holds_nothing_up(world, monkeypatch):
     assert world.mailbox.backlog
     # Reports wait for room instead of piling up; the next one brings every return.
     assert len(world.mailbox._unsent) < 1_000_000
+
+
+def test_the_daemons_first_message_says_what_to_build():
+    from p2pdrl.rl.regression_trainer import RegressionTrainer
+    from p2pdrl.workers.learner import _build
+
+    task = TaskConfig(algorithm=RegressionConfig(features=5))
+    start = Start(msgspec.json.encode(task), 3, "cpu", 1, False, step_delay_s=0.5)
+    trainer, device = _build(start)
+    assert isinstance(trainer, RegressionTrainer)
+    assert (trainer.layout.size, trainer._seed, trainer._step_delay_s, device) == (5, 3, 0.5, "cpu")
