@@ -98,6 +98,8 @@ class PostingStepper:
     def _post(self, gradients_D: Tensor, samples: int) -> int | None:
         """Post a gradient if one is due, and wait as the regime says; return the post's number."""
         mean_D = self._gather(gradients_D, samples)
+        if self._posts.slot() < 0:  # a wait was given up; the answer has come since, too late for most of it
+            self._posts.collect(self._use_late)
         slot = self._posts.slot()
         nobody_waits = self._regime.ahead > 0
         if mean_D is None or slot < 0 or self._posts.crowded or (nobody_waits and self._samples == 0):
@@ -129,9 +131,8 @@ class PostingStepper:
 
         def use(answer: Answer, slot: int) -> None:
             nonlocal merged
-            if answer.kind == "set":
-                self._set_due = answer.content
-            elif answer.kind == "replace" and answer.number == awaited and self._regime.ahead == 0:
+            self._use_late(answer, slot)
+            if answer.kind == "replace" and answer.number == awaited and self._regime.ahead == 0:
                 gradients_D.copy_(self._slots[slot])
                 merged = True
             elif answer.kind == "add":
@@ -140,6 +141,10 @@ class PostingStepper:
 
         self._posts.collect(use)
         return merged
+
+    def _use_late(self, answer: Answer, _: int) -> None:
+        if answer.kind == "set":
+            self._set_due = answer.content
 
     def _take(self) -> None:
         if self._set_due is None:

@@ -2,7 +2,8 @@
 
 ``FAKE_LEARNER_PLAN`` names a file with one word per life, the last one for all that follow:
 ``train``, ``die:N`` (killed at step N), ``exit:N``, ``usage:N`` (says that the task is bad),
-``usage`` and ``crash`` and ``mute`` (while it builds).
+``usage`` and ``crash`` and ``mute`` (while it builds), ``gradients`` (a real flat module, whose gradient
+is one everywhere, goes through the stepper in force).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Trainer:
         self.steps = 0
         self.total = 0
         self.fraction = -1.0
+        self.others = 0.0
+        self.stepper: object = None
 
     def step(self) -> SimpleNamespace:
         self.steps += 1
@@ -47,8 +50,18 @@ class Trainer:
             if self.act == "exit":
                 sys.exit(5)
             raise ConfigError("the task turned out to be bad")
-        metrics = {"fraction": self.fraction, "life": float(LIFE), "total": float(self.total)}
+        metrics = {
+            "fraction": self.fraction,
+            "life": float(LIFE),
+            "total": float(self.total),
+            "others": self.others,
+        }
         return SimpleNamespace(env_steps=10, episodes=[(1.0, 10)], metrics=metrics)
+
+    def rebind(self, buffer: np.ndarray, *, write: bool) -> None:
+        if write:
+            buffer[:] = self.flat
+        self.flat = buffer
 
     def add_delta(self, delta: np.ndarray) -> None:
         self.flat += delta
@@ -67,7 +80,33 @@ class Trainer:
         self.fraction = fraction
 
     def set_other_moments(self, moments: dict[str, Moments]) -> None:
-        pass
+        self.others = moments["obs"].count
+
+
+class Gradients(Trainer):
+    """Steps by plain gradient descent of rate 1 along a gradient of ones."""
+
+    def __init__(self) -> None:
+        import torch
+
+        from p2pdrl.rl.flat import FlatModule
+        from p2pdrl.rl.optimizers import SGD
+        from p2pdrl.rl.stepping import OwnStepper
+
+        super().__init__("gradients", 0)
+        self.module = FlatModule(torch.nn.Linear(4, 1, bias=False), torch.device("cpu"))
+        self.flat = self.module.numpy()
+        self.flat[:] = 0.0
+        self.optimizer = SGD(self.module.parameters_D, self.module.gradients_D)
+        self.stepper = OwnStepper()
+
+    def step(self) -> SimpleNamespace:
+        self.total += 1
+        self.module.gradients_D.fill_(1.0)
+        self.stepper.step(
+            self.module, self.optimizer, learning_rate=1.0, max_grad_norm=1e9, samples=self.total
+        )
+        return SimpleNamespace(env_steps=10, episodes=[], metrics={"life": float(LIFE)})
 
 
 def next_life() -> tuple[int, str]:
@@ -87,6 +126,8 @@ def build(start: object) -> tuple[Trainer, str]:
         sys.exit(7)
     if act == "mute":
         time.sleep(60)
+    if act == "gradients":
+        return Gradients(), "fake"
     return Trainer(act, int(at or 0)), "fake"
 
 

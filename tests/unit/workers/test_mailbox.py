@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from p2pdrl.config.regime import FREE
 from p2pdrl.errors import WireError, WorkerError
-from p2pdrl.workers.protocol import Attach, Failed, Others, Pace, Progress, Report, Stop, frame
+from p2pdrl.workers.protocol import Attach, Failed, Join, Others, Pace, Progress, Report, Stop, Work, frame
 
 
 def report(updates: int, size: int = 0) -> Report:
@@ -88,6 +89,27 @@ def test_what_comes_right_behind_the_board_isnt_lost(ends):
     os.close(fd)
     assert mailbox.receive(0.0) == [Pace(True, 0.0), Others({"a": b"b"})]
     assert mailbox.receive(0.0) == []
+
+
+def test_descriptors_are_claimed_in_the_order_of_their_messages(ends):
+    mailbox, daemon = ends
+    pipes = [os.pipe() for _ in range(3)]
+    socket.send_fds(daemon.sock, [frame(Join(64))], [pipes[0][0]])
+    mailbox_join, first = mailbox.attach()
+    for (read_end, _), word in zip(pipes[1:], (Work(FREE, 1, 64), Work(FREE, 2, 64)), strict=True):
+        socket.send_fds(daemon.sock, [frame(word)], [read_end])
+    messages = []
+    while len(messages) < 2:
+        messages += mailbox.receive(1.0)
+    fds = [first, mailbox.take_fd(), mailbox.take_fd()]
+    with pytest.raises(WorkerError, match="didn't send the memory"):
+        mailbox.take_fd()
+    assert (mailbox_join, [word.epoch for word in messages]) == (Join(64), [1, 2])
+    for number, ((read_end, write_end), fd) in enumerate(zip(pipes, fds, strict=True)):
+        os.write(write_end, bytes([number]))
+        assert os.read(fd, 1) == bytes([number])
+        for each in (read_end, write_end, fd):
+            os.close(each)
 
 
 @pytest.mark.parametrize("message", [Pace(False, 0.0), Attach(64, restore=False)])

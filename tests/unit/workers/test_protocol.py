@@ -7,19 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pdrl.config.regime import Regime
 from p2pdrl.errors import WireError
 from p2pdrl.workers.protocol import (
     MAX_FRAME_BYTES,
+    Answer,
     Attach,
     Failed,
     FrameBuffer,
     Hello,
+    Join,
     Others,
     Pace,
+    Posted,
     Progress,
     Report,
     Start,
     Stop,
+    Work,
     decode_from_learner,
     decode_to_learner,
     frame,
@@ -28,6 +33,9 @@ from p2pdrl.workers.protocol import (
 TO = [
     Start(b"{}", 7, "cpu", 1, False),
     Attach(4096, True),
+    Join(4096),
+    Work(Regime("gradients", every=2, ahead=1, steps=False, clip="before"), 2**60, 4096, 0),
+    Answer(7, 2**60, "replace", 3),
     Others({"observations": b"\x01"}),
     Progress(0.5),
     Pace(True, 2.5),
@@ -36,6 +44,7 @@ TO = [
 FROM = [
     Hello("cpu", b"spec"),
     Report(3, 2, 100, 4, [1.0, -2.0], {"loss": float("inf")}, {"returns": b"x"}),
+    Posted(7, 2**60, "gradients", 1, 1000, 128),
     Failed("no such environment", True),
 ]
 

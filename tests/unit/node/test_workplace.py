@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from p2pdrl.config.regime import FREE, Regime
+from p2pdrl.errors import TensorError
+from p2pdrl.node.workplace import Workplace
+from p2pdrl.tensors.gradient_ring import GradientRing
+from p2pdrl.tensors.shared_vector import SharedVector
+from p2pdrl.workers.protocol import Answer, Posted
+
+SIZE = 5
+
+
+@pytest.fixture
+def place():
+    made = Workplace()
+    yield made
+    made.close()
+
+
+def posted(number: int, epoch: int = 1, slot: int = 0) -> Posted:
+    return Posted(number, epoch, "gradients", slot, 100 + number, 8)
+
+
+async def test_a_gradient_comes_with_its_slot(place):
+    work, (region,) = place.arrange(Regime("gradients", ahead=1), 1, SIZE)
+    assert (work.epoch, work.ring_nbytes, work.shared_nbytes) == (1, region.nbytes, 0)
+    learner = GradientRing(region, 2, SIZE)
+    learner.slot(1)[:] = 2.5
+    place.posted(posted(4, slot=1))
+    post = await place.next_post()
+    assert (post.kind, post.policy_version, post.samples) == ("gradients", 104, 8)
+    post.vector[0] = -1.0
+    assert learner.slot(1).tolist() == [-1.0, 2.5, 2.5, 2.5, 2.5]
+    assert place.answered(post.number, "replace", 0) == Answer(4, 1, "replace")
+    assert place.answered(post.number, "none", 0) is None
+
+
+async def test_a_round_of_parameters_takes_no_memory(place):
+    work, regions = place.arrange(Regime("parameters", every=4), 2, SIZE)
+    assert (work.ring_nbytes, list(regions)) == (0, [])
+    place.posted(Posted(1, 2, "parameters", -1, 50, 0))
+    post = await place.next_post()
+    assert (post.kind, post.vector) == ("parameters", None)
+    assert place.answered(post.number, "set", 12) == Answer(1, 2, "set", 12)
+
+
+async def test_what_an_earlier_regime_posted_is_void(place):
+    place.arrange(Regime("gradients"), 1, SIZE)
+    place.posted(posted(1))
+    post = await place.next_post()
+    place.posted(posted(2))
+    place.arrange(Regime("gradients"), 2, SIZE)
+    place.posted(posted(3, epoch=1))
+    place.posted(posted(4, epoch=2))
+    assert place.answered(post.number, "replace", 0) is None
+    assert (await place.next_post()).policy_version == 104
+
+
+async def test_what_a_dead_learner_posted_is_void_and_its_slot_is_nobodys(place):
+    place.arrange(Regime("gradients"), 1, SIZE)
+    place.posted(posted(1))
+    old = await place.next_post()
+    work, (region,) = place.renew(SIZE)
+    assert (work.regime, work.epoch) == (Regime("gradients"), 1)
+    place.posted(posted(1))  # the successor counts from one again
+    new = await place.next_post()
+    assert new.number > old.number
+    assert place.answered(old.number, "replace", 0) is None
+    old.vector[:] = np.nan  # a thread that hadn't heard of the death yet
+    assert GradientRing(region, 1, SIZE).slot(0).tolist() == [0.0] * SIZE
+    assert place.answered(new.number, "replace", 0) == Answer(1, 1, "replace")
+
+
+async def test_giving_up_the_wait_for_a_post_loses_none(place):
+    place.arrange(Regime("gradients"), 1, SIZE)
+    waiting = asyncio.create_task(place.next_post())
+    await asyncio.sleep(0)
+    place.posted(posted(1))
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    async with asyncio.timeout(1.0):
+        assert (await place.next_post()).policy_version == 101
+
+
+def test_several_learners_share_a_vector(place):
+    work, (region,) = place.arrange(Regime(learners=3), 1, SIZE)
+    assert place.shared is region
+    assert work.shared_nbytes == SharedVector.nbytes_of(SIZE)
+    assert place.renew(SIZE)[1] == [region]  # it outlives a learner
+    assert place.arrange(FREE, 2, SIZE)[1] == []
+    assert place.shared is None
+
+
+def test_a_learner_that_names_what_there_isnt(place):
+    place.arrange(Regime("gradients"), 1, SIZE)
+    with pytest.raises(TensorError, match="no 1"):
+        place.posted(posted(1, slot=1))
+    place.arrange(FREE, 2, SIZE)
+    with pytest.raises(TensorError, match="no ring"):
+        place.posted(posted(1, epoch=2))
