@@ -7,6 +7,7 @@ constants. Every value a method returns consists of JSON types, so that routes s
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -102,6 +103,29 @@ class NodeView(Protocol):
 
     async def export(self) -> bytes:
         """Current parameters and sidecar as a safetensors file with JSON metadata."""
+        ...
+
+    def mode(self) -> dict[str, object]:
+        """The swarm's mode: what is in force here, since when, and who follows it."""
+        ...
+
+    def rounds(self) -> list[dict[str, object]]:
+        """The last rounds of the strategy, oldest first."""
+        ...
+
+    async def set_mode(self, mode: str, sets: Sequence[str]) -> dict[str, object]:
+        """Propose another mode to the swarm; returns before anybody follows it.
+
+        Args:
+            mode: as people type it (``gossip``).
+            sets: ``key=value`` texts; ``protocol`` names the strategy, others are its options.
+
+        Returns:
+            ``epoch`` and ``proposer`` of the record that says so.
+
+        Raises:
+            ConfigError: there is no such mode or option, or they can't work together.
+        """
         ...
 
     def config(self) -> dict[str, object]:

@@ -6,10 +6,12 @@
 | ``GET /healthz`` ``/readyz`` | open, read | 200 or 503, ``{"ok", "reasons"}`` |
 | ``GET /metrics`` | metrics | Prometheus text |
 | ``GET /v1/status`` ``/v1/peers`` ``/v1/config`` | read | JSON |
+| ``GET /v1/mode`` ``/v1/rounds`` | read | JSON |
 | ``GET /v1/events`` | read | event stream; ``?follow=0`` a JSON list; ``?since=N`` |
 | ``GET /v1/checkpoint`` | read | safetensors file |
 | ``POST /v1/checkpoint`` | change | ``{"path"}`` |
 | ``POST /v1/pause`` ``/v1/resume`` | change | ``?scope=node`` or ``swarm`` |
+| ``POST /v1/mode`` | change | ``?mode=MODE&set=KEY=VALUE&…``; ``{"epoch", "proposer"}``, or 400 and why not |
 | ``POST /v1/leave`` | change | 202; the node leaves and ends |
 
 Called once by the daemon. Host and Origin are checked before, by the transport's middleware.
@@ -27,12 +29,15 @@ from p2pdrl.api.page import load_page
 from p2pdrl.api.protocol import NodeView
 from p2pdrl.api.sse import EventStreams
 from p2pdrl.clock import Clock, SystemClock
+from p2pdrl.errors import ConfigError
 from p2pdrl.ids import PROTOCOL_VERSION
 
 __all__ = ["mount"]
 
 _PIECE_BYTES = 1 << 20
 """aiohttp stalls its loop when it is handed one large buffer."""
+
+_MAX_SETS = 64
 
 Route = tuple[str, str, Access, Handler]
 
@@ -56,11 +61,14 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
         ("GET", "/v1/status", Access.READ, views.status),
         ("GET", "/v1/peers", Access.READ, views.peers),
         ("GET", "/v1/config", Access.READ, views.config),
+        ("GET", "/v1/mode", Access.READ, views.mode),
+        ("GET", "/v1/rounds", Access.READ, views.rounds),
         ("GET", "/v1/events", Access.READ, streams.handle),
         ("GET", "/v1/checkpoint", Access.READ, export.handle),
         ("POST", "/v1/checkpoint", Access.CHANGE, actions.checkpoint),
         ("POST", "/v1/pause", Access.CHANGE, actions.pause),
         ("POST", "/v1/resume", Access.CHANGE, actions.resume),
+        ("POST", "/v1/mode", Access.CHANGE, actions.mode),
         ("POST", "/v1/leave", Access.CHANGE, actions.leave),
     ]
     for method, path, access, handler in table:
@@ -100,6 +108,12 @@ class _Views:
     async def config(self, _request: web.Request) -> web.Response:
         return json_answer(self._node.config())
 
+    async def mode(self, _request: web.Request) -> web.Response:
+        return json_answer(self._node.mode())
+
+    async def rounds(self, _request: web.Request) -> web.Response:
+        return json_answer(self._node.rounds())
+
 
 class _Actions:
     """Routes that change something; each answers ``{"ok": true, …}``."""
@@ -113,6 +127,20 @@ class _Actions:
 
     async def checkpoint(self, _request: web.Request) -> web.Response:
         return json_answer({"ok": True, "path": await self._node.checkpoint()})
+
+    async def mode(self, request: web.Request) -> web.Response:
+        """Everything is in the query: a signature covers it, as it does no body."""
+        given = request.query
+        if unknown := set(given) - {"mode", "set"}:
+            raise ApiRefusal(400, f"this route takes mode and set, not {min(unknown)[:40]!r}")
+        modes, sets = given.getall("mode", []), given.getall("set", [])
+        if len(modes) != 1 or len(sets) > _MAX_SETS:
+            raise ApiRefusal(400, f"this route takes one mode, and at most {_MAX_SETS} times set=KEY=VALUE")
+        try:
+            done = await self._node.set_mode(modes[0], sets)
+        except ConfigError as error:
+            raise ApiRefusal(400, str(error)) from error
+        return json_answer({"ok": True, **done})
 
     async def pause(self, request: web.Request) -> web.Response:
         return await self._scoped(request, self._node.pause)

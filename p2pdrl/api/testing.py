@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
@@ -17,6 +17,7 @@ from aiohttp import web
 
 from p2pdrl.api.protocol import Event
 from p2pdrl.api.routes import mount
+from p2pdrl.config.mode import strategy_from
 
 __all__ = ["FakeEvents", "FakeNode", "Served"]
 
@@ -71,6 +72,7 @@ class FakeNode:
     Attributes:
         done: the changes that were asked for, in order: ``"pause swarm"``, ``"leave"``, …
         on_leave: called by `leave`, for a test that ends the server then.
+        on_mode: called by `set_mode`, for a test that lets the members follow.
     """
 
     def __init__(
@@ -85,6 +87,9 @@ class FakeNode:
         self.log = FakeEvents()
         self.done: list[str] = []
         self.on_leave: Callable[[], None] | None = None
+        self.on_mode: Callable[[FakeNode], None] = lambda _node: None
+        self.mode_state: dict[str, object] = _mode(name)
+        self.last_rounds: list[dict[str, object]] = [_round(1, "ok"), _round(2, "timeout")]
         self.state: dict[str, object] = _status(name, data_dir)
         self.members: list[dict[str, object]] = [_peer(name, 1, True), _peer("node-2", 2, False)]
 
@@ -125,6 +130,22 @@ class FakeNode:
     async def resume(self, swarm: bool) -> None:
         """Noted in ``done``."""
         self.done.append(f"resume {'swarm' if swarm else 'node'}")
+
+    def mode(self) -> dict[str, object]:
+        """The constants, or what the test has set."""
+        return self.mode_state
+
+    def rounds(self) -> list[dict[str, object]]:
+        """Two rounds, or what the test has set."""
+        return self.last_rounds
+
+    async def set_mode(self, mode: str, sets: Sequence[str]) -> dict[str, object]:
+        """Noted in ``done`` if it makes sense; nobody follows unless the test says so."""
+        strategy_from(mode, sets)
+        self.done.append(" ".join(["mode", mode, *sets]))
+        record = {"epoch": 2, "proposer": "01" * 16}
+        self.on_mode(self)
+        return dict(record)
 
     async def checkpoint(self) -> str:
         """Noted in ``done``."""
@@ -207,8 +228,10 @@ def _status(name: str, data_dir: str) -> dict[str, object]:
         "address": "127.0.0.1:7700",
         "pid": 4711,
         "version": "0.1.0",
-        "mode": "adpsgd",
+        "mode": "gossip",
         "mode_epoch": 1,
+        "mode_error": None,
+        "strategy": {"name": "adpsgd", "options": {}},
         "lineage": "cd" * 8,
         "state": "training",
         "members": {"alive": 2, "suspect": 0, "dead": 0, "left": 0},
@@ -236,6 +259,48 @@ def _status(name: str, data_dir: str) -> dict[str, object]:
         "uptime_s": 75.0,
         "data_dir": data_dir,
         "last_checkpoint": {"path": f"{data_dir}/checkpoints/last.safetensors", "age_s": 12.0, "error": None},
+    }
+
+
+def _mode(name: str) -> dict[str, object]:
+    member = {"state": "training", "epoch": 1, "protocol": "adpsgd", "role": "", "follows": True}
+    return {
+        "mode": "gossip",
+        "protocol": "adpsgd",
+        "options": {"weight": 0.3},
+        "epoch": 1,
+        "since": 1_700_000_000.0,
+        "error": None,
+        "facts": {},
+        "record": {
+            "epoch": 1,
+            "proposer": "01" * 16,
+            "proposer_name": name,
+            "mode": "gossip",
+            "protocol": "adpsgd",
+            "options": {"weight": 0.3},
+        },
+        "members": [{"name": name, **member}, {"name": "node-2", **member}],
+    }
+
+
+def _round(number: int, outcome: str) -> dict[str, object]:
+    merged = {"peer": "02" * 16, "name": "node-2", "weight": 0.5, "staleness": 3}
+    return {
+        "number": number,
+        "time": 1_700_000_000.0 + number,
+        "protocol": "adpsgd",
+        "outcome": outcome,
+        "merged": [merged] if outcome == "ok" else [],
+        "missing": [] if outcome == "ok" else ["node-2"],
+        "bytes_in": 20_000,
+        "bytes_out": 20_000,
+        "round_trips": 1,
+        "seconds": 0.012,
+        "waited_s": 0.0,
+        "changed": 0.25,
+        "distance": 0.5,
+        "error": "" if outcome == "ok" else "no answer within 2 s",
     }
 
 

@@ -104,7 +104,7 @@ class NodeClient:
 
         Raises:
             DaemonUnreachableError: nobody answers, or it isn't a node.
-            UsageError: it wants credentials that we don't have.
+            UsageError: it wants credentials that we don't have, or doesn't take what we ask.
             P2PDRLError: it refuses for another reason.
         """
         with self._open("GET", path, unwell_is_fine=unwell_is_fine) as response:
@@ -202,6 +202,8 @@ class NodeClient:
                 f"the node at {self.address} doesn't let us in ({line}); try --data-dir FOLDER for a node "
                 "of yours, --swarm-key-file FILE for any node of your swarm"
             )
+        if response.status == 400:
+            return UsageError(f"the node at {self.address} refuses: {line}")
         return P2PDRLError(f"the node at {self.address} refuses: {line}")
 
     def _stranger(self) -> DaemonUnreachableError:

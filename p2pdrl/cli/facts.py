@@ -64,6 +64,11 @@ def _state(s: _Shown) -> str:
     return f"{s.text('state')}, up {formats.duration(s.get('uptime_s'))}, pid {s.text('pid')}"
 
 
+def _mode(s: _Shown) -> str:
+    words = formats.mode_words(s.get("mode"), s.get("strategy.name"), s.get("strategy.options"))
+    return f"{words}, epoch {s.number('mode_epoch')}"
+
+
 def _return(s: _Shown) -> str:
     mean = formats.fixed(s.get("mean_return"))
     return f"{mean} over the last {s.number('episodes_in_window')} of {s.number('episodes')} episodes"
@@ -105,6 +110,7 @@ def _checkpoint(s: _Shown) -> str:
 _FACTS: dict[str, Callable[[_Shown], str]] = {
     "node": _node,
     "state": _state,
+    "mode": _mode,
     "swarm": lambda s: progress_line(s.status),
     "members": lambda s: s.counts("members") or formats.NONE,
     "return": _return,

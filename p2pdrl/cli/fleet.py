@@ -155,7 +155,7 @@ class Fleet:
 
     def _status(self, member: Member) -> dict[str, Any] | None:
         if member.exit_code is not None:
-            return _final_status(member.folder)
+            return _final_status(member)
         # Its token only counts where a swarm key closes the API; before the node is up there is none.
         folder = str(member.folder) if (member.folder / "token").exists() else None
         try:
@@ -164,10 +164,10 @@ class Fleet:
             return None
 
 
-def _final_status(folder: Path) -> dict[str, Any] | None:
-    """What a node wrote about itself just before it ended, if it does so."""
+def _final_status(member: Member) -> dict[str, Any] | None:
+    """What a node wrote about itself just before it ended; that of an earlier run isn't meant."""
     try:
-        document = json.loads((folder / "final_status.json").read_bytes())
-    except (OSError, ValueError):
+        status = json.loads((member.folder / "summary.json").read_bytes())["status"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return document if isinstance(document, dict) else None
+    return status if isinstance(status, dict) and status.get("pid") == member.process.pid else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 __all__ = [
     "NONE",
@@ -15,6 +16,7 @@ __all__ = [
     "fixed",
     "grouped",
     "millis",
+    "mode_words",
     "scientific",
 ]
 
@@ -100,3 +102,13 @@ def byte_size(value: object) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:.0f} B"
+
+
+def mode_words(mode: object, protocol: object = None, options: object = None) -> str:
+    """``gossip: adpsgd (weight=0.3)``, a strategy of the mode's own name left out."""
+    words = clean(mode or NONE, 40)
+    if protocol and str(protocol).replace("_", "-") != str(mode):
+        words += f": {clean(protocol, 40)}"
+    if not isinstance(options, Mapping) or not options:
+        return words
+    return f"{words} ({', '.join(f'{clean(key, 40)}={clean(value, 80)}' for key, value in options.items())})"

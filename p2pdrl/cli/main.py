@@ -30,6 +30,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("p2pdrl.cli.status:status", "Show one node and its view of the swarm."),
     "peers": ("p2pdrl.cli.status:peers", "List every member that the node knows."),
     "top": ("p2pdrl.cli.status:top", "Watch the members live."),
+    "mode": ("p2pdrl.cli.mode:mode", "Show how the swarm agrees, or change it while it trains."),
+    "rounds": ("p2pdrl.cli.rounds:rounds", "Show the last rounds of the node's strategy."),
     "events": ("p2pdrl.cli.events:events", "Show what happened on the node."),
     "wait": ("p2pdrl.cli.wait:wait", "Wait until enough members are healthy."),
     "pause": ("p2pdrl.cli.actions:pause", "Stop training; membership goes on."),

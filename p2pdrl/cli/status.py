@@ -14,7 +14,7 @@ from p2pdrl.cli.options import Target, api_options, json_option
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["peers", "status", "top"]
+__all__ = ["peers", "show_again", "status", "top", "watchable"]
 
 watch_options = [
     click.option("--watch", is_flag=True, help="Show it again and again until Ctrl-C."),
@@ -25,7 +25,8 @@ watch_options = [
 ]  # fmt: skip
 
 
-def _watchable(command: Callable[..., Any]) -> Callable[..., Any]:
+def watchable(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--watch`` and ``--interval`` to a command."""
     for option in reversed(watch_options):
         command = option(command)
     return command
@@ -34,25 +35,25 @@ def _watchable(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command()
 @api_options
 @json_option
-@_watchable
+@watchable
 def status(target: Target, as_json: bool, watch: bool, interval_s: float) -> None:
     """Show one node and its view of the swarm."""
     from p2pdrl.cli.facts import status_view
 
     client = target.client()
-    _show(client.status, lambda: status_view(client.status()), as_json, watch, interval_s)
+    show_again(client.status, lambda: status_view(client.status()), as_json, watch, interval_s)
 
 
 @click.command()
 @api_options
 @json_option
-@_watchable
+@watchable
 def peers(target: Target, as_json: bool, watch: bool, interval_s: float) -> None:
     """List every member that the node knows."""
     from p2pdrl.cli.tables import ADDRESSES, members_table
 
     client = target.client()
-    _show(client.peers, lambda: members_table(client.peers(), ADDRESSES), as_json, watch, interval_s)
+    show_again(client.peers, lambda: members_table(client.peers(), ADDRESSES), as_json, watch, interval_s)
 
 
 @click.command()
@@ -66,10 +67,10 @@ def top(target: Target, interval_s: float) -> None:
     from p2pdrl.cli.tables import swarm_view
 
     client = target.client()
-    _show(client.status, lambda: swarm_view(client.status(), client.peers()), False, True, interval_s)
+    show_again(client.status, lambda: swarm_view(client.status(), client.peers()), False, True, interval_s)
 
 
-def _show(
+def show_again(
     ask: Callable[[], object],
     view: Callable[[], RenderableType],
     as_json: bool,

@@ -24,6 +24,7 @@ from p2pdrl.cli.formats import (
     fixed,
     grouped,
     millis,
+    mode_words,
     scientific,
 )
 
@@ -105,7 +106,7 @@ def progress_line(status: Member, elapsed_s: object = None, *, nodes: int | None
         f"{count(status.get('swarm_steps_per_s'))} steps/s",
         f"{members.get('alive', NONE)} alive" if nodes is None else f"{nodes} nodes",
         duration(status.get("uptime_s") if elapsed_s is None else elapsed_s),
-        clean(status.get("mode") or NONE, 40),
+        _mode(status),
         *_goals(status),
     ]
     return "  ·  ".join(parts)
@@ -141,6 +142,12 @@ def complaints(members: Sequence[Member]) -> list[str]:
             f"{clean(member.get('name', '?'), 64)}: {clean('; '.join(map(str, reasons)) or 'unwell')}"
         )
     return lines
+
+
+def _mode(status: Member) -> str:
+    """``gossip: adpsgd``."""
+    strategy = status.get("strategy")
+    return mode_words(status.get("mode"), strategy.get("name") if isinstance(strategy, Mapping) else None)
 
 
 def _goals(status: Member) -> list[str]:

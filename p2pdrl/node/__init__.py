@@ -6,8 +6,9 @@
 | find or found a swarm | `gate` (judges joins), `joining` (rules), `first_state` |
 | run the learner | `training`, `supervisor`, `learner_link` |
 | take and give whole states | `adoption`, `giving`, `state_transfer`, `quarantine` |
-| follow the swarm's records | `conduct`, `settings`, `stop` |
+| follow and change the swarm's records | `conduct`, `settings`, `stop` |
 | know what was done | `ledger` (counts by lineage, moments), `counters`, `rumours`, `ration`, `digest` |
+| know what agreeing cost | `accounting` |
 | keep it | `saving`, `checkpoints`, `atomic` |
-| show it | `figures`, `view`, `meters`, `events`, `health`, `looplag`, `parts` |
+| show it | `figures`, `mode_figures`, `view`, `meters`, `events`, `health`, `looplag`, `parts`, `summary` |
 """

@@ -1,13 +1,20 @@
 """Keeps this node in line with the swarm's records: mode, stop condition, halt, pause.
 
 The founder writes the first mode and stop records. Every node follows what the records say, and
-whichever first sees the stop condition met writes the halt record that ends training everywhere.
+whichever first sees the stop condition met writes the halt record that ends training everywhere. A change
+of mode waits for the exchange in flight, so it has a task of its own and the other records never wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 
+from p2pdrl.config.checks import trust_problems
+from p2pdrl.config.mode import protocol_of
+from p2pdrl.config.strategy import LocalConfig, StrategyConfig, mode_of
+from p2pdrl.config.strategy_checks import strategy_problems
+from p2pdrl.errors import ConfigError
+from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.node import settings, stop
 from p2pdrl.node.figures import Figures
 from p2pdrl.node.parts import Parts
@@ -29,6 +36,8 @@ class Conduct:
         self._parts = parts
         self._figures = figures
         self._changed = asyncio.Event()
+        self._mode_changed = asyncio.Event()
+        self._told_unreadable: dict[str, tuple[int, str]] = {}
         self._stop: tuple[tuple[int, str], StopSetting] | None = None
         self._mode_at: tuple[int, str] = (0, "")
         self._pause_at: tuple[int, str] = (0, "")
@@ -39,6 +48,7 @@ class Conduct:
     def record_changed(self) -> None:
         """A swarm record was replaced: look at all of them soon."""
         self._changed.set()
+        self._mode_changed.set()
 
     def found(self, training: Training, founded_at: float) -> None:
         """Write the first records; those that others wrote already stay."""
@@ -54,31 +64,55 @@ class Conduct:
         """Hold or release all learners of the swarm."""
         self._parts.membership.propose(settings.PAUSE, PauseSetting(paused))
 
+    def propose_mode(self, strategy: StrategyConfig) -> SwarmRecord:
+        """Make ``strategy`` the whole swarm's; return the record that says so.
+
+        Raises:
+            ConfigError: it can't work, here at least.
+        """
+        if self.halted.is_set():
+            raise ConfigError("the swarm is done; its mode counts for nothing any more")
+        why = self._impossible(strategy)
+        if why is not None:
+            raise ConfigError(why)
+        return self._parts.membership.propose(settings.MODE, ModeSetting.of(strategy))
+
     async def run(self, training: Training) -> None:
         """Follow the records for ever."""
-        while True:
-            await self.follow(training)
-            await self._changed.wait()
-            self._changed.clear()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._run_modes(training), name="modes")
+            while True:
+                self._follow_settings(training)
+                await self._changed.wait()
+                self._changed.clear()
 
     async def follow(self, training: Training) -> None:
         """Bring this node in line with the records as they are now."""
-        records = self._parts.membership.records
-        stop_record = records.get(settings.STOP)
-        if stop_record is not None:
-            condition = settings.decode(stop_record.value, StopSetting)
+        self._follow_settings(training)
+        await self._follow_mode(training)
+
+    def _follow_settings(self, training: Training) -> None:
+        """Follow all records but the mode: none of them has to wait for anything."""
+        record = self._parts.membership.records.get(settings.STOP)
+        if record is not None:
+            condition = settings.decode(record.value, StopSetting)
             if condition is None:
-                self._unreadable(settings.STOP)
+                self._unreadable(record)
             else:
-                self._stop = ((stop_record.epoch, stop_record.proposer), condition)
+                self._stop = ((record.epoch, record.proposer), condition)
                 self.founded_at = condition.founded_at
                 training.stop_config = condition.stop
                 training.supervisor.set_window(condition.stop.window)
                 if self._parts.saving is not None:
                     self._parts.saving.stop_setting = condition
-        await self._follow_mode(training)
         self._follow_pause(training)
         self._follow_halt(training)
+
+    async def _run_modes(self, training: Training) -> None:
+        while True:
+            self._mode_changed.clear()
+            await self._follow_mode(training)
+            await self._mode_changed.wait()
 
     def hold(self, training: Training, *, paused: bool) -> None:
         """Hold or release this node's learner; once the swarm is done it stays held."""
@@ -110,13 +144,39 @@ class Conduct:
         record = self._parts.membership.records.get(settings.MODE)
         if record is None or (record.epoch, record.proposer) == self._mode_at:
             return
-        mode = settings.decode(record.value, ModeSetting)
         self._mode_at = (record.epoch, record.proposer)
+        mode = settings.decode(record.value, ModeSetting)
         if mode is None:
-            self._unreadable(settings.MODE)
+            self._unreadable(record)
             return
-        await training.use(mode.strategy, record.epoch)
-        self._parts.events.emit("mode", f"mode is {mode.mode}", mode=mode.mode, epoch=record.epoch)
+        stamp = settings.stamp(record.epoch, record.proposer)
+        why = self._impossible(mode.strategy)
+        if why is None:
+            try:
+                await training.use(mode.strategy, stamp)
+            except ConfigError as error:
+                why = str(error)
+        name = f"{mode_of(mode.strategy)} ({protocol_of(mode.strategy)})"
+        self._parts.mode_error = None if why is None else f"this node can't run mode {name}: {why}"
+        if why is not None:
+            await training.use(LocalConfig(), stamp)
+            text = f"{self._parts.mode_error}; it trains alone until the mode changes"
+            self._parts.events.emit("mode-failed", text, level="warning", epoch=record.epoch)
+            return
+        self._parts.events.emit(
+            "mode",
+            f"mode is {name} by {self._parts.name_of(record.proposer)}",
+            mode=mode_of(mode.strategy),
+            protocol=protocol_of(mode.strategy),
+            epoch=record.epoch,
+            proposer=record.proposer,
+        )
+
+    def _impossible(self, strategy: StrategyConfig) -> str | None:
+        """Why a strategy can't run here, as far as its options tell: a peer may propose anything."""
+        trusted = self._parts.config.node.trusted_network
+        problems = [*strategy_problems(strategy), *trust_problems(strategy, trusted_network=trusted)]
+        return f"{problems[0].key}: {problems[0].message}" if problems else None
 
     def _follow_pause(self, training: Training) -> None:
         """Follow a new pause record; what a person did on this node alone since then stays."""
@@ -126,7 +186,7 @@ class Conduct:
         self._pause_at = (record.epoch, record.proposer)
         pause = settings.decode(record.value, PauseSetting)
         if pause is None:
-            self._unreadable(settings.PAUSE)
+            self._unreadable(record)
         elif pause.paused != training.paused:
             self.hold(training, paused=pause.paused)
 
@@ -143,9 +203,14 @@ class Conduct:
         self._parts.events.emit("halted", f"the swarm is done: {halt.reason}", reason=halt.reason)
         self.halted.set()
 
-    def _unreadable(self, key: str) -> None:
+    def _unreadable(self, record: SwarmRecord) -> None:
+        """Tell once that a record means nothing to us."""
+        which = (record.epoch, record.proposer)
+        if self._told_unreadable.get(record.key) == which:
+            return
+        self._told_unreadable[record.key] = which
         self._parts.events.emit(
             "record-unreadable",
-            f"the swarm's {key} record can't be read; it may come from a newer release of p2pdrl",
+            f"the swarm's {record.key} record can't be read; it may come from a newer release of p2pdrl",
             level="warning",
         )

@@ -131,7 +131,7 @@ class Node:
             await self._until_left(self._work(stack, remembers=opened.remembers))
             if self._fatal is not None:
                 raise self._fatal
-            await farewell(parts, self._leave_reason or "done")
+            await farewell(parts, self._figures, self._leave_reason or "done")
         return 0
 
     def _open_writer(self, stack: AsyncExitStack) -> TensorBoardWriter | None:
@@ -241,6 +241,8 @@ class Node:
             alive=parts.alive,
             donors=self._donors,
             observed=self._meters.registry.observe_exchange,
+            rounds=self._meters.round,
+            named=parts.name_of,
         )
         parts.state = "starting"
         return training

@@ -94,6 +94,11 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Where the learner runs; empty on a node that has no learner."""
     learner_restarts: Natural = 0
     mode_epoch: Natural = 0
+    """Stamp of the mode record that the node follows, see `settings.stamp`; 0 before the first."""
+    strategy: Label = ""
+    """Name of the strategy in force there."""
+    role: Label = ""
+    """What the node does in its group, in a word: ``server``, ``worker``; empty where all do the same."""
     stop_ready: bool = False
     """The node's own part of the stop condition on returns is met."""
     age_s: NonNegative = 0.0

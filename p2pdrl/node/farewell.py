@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Awaitable
 
 from p2pdrl.node.events import EventLog
+from p2pdrl.node.figures import Figures
 from p2pdrl.node.parts import Parts
+from p2pdrl.node.summary import write_summary
 
 __all__ = ["WITHIN_S", "farewell"]
 
@@ -15,14 +17,16 @@ WITHIN_S = 10.0
 TRAINING_S = 5.0
 CHECKPOINT_S = 2.0
 FIGURES_S = 1.0
+SUMMARY_S = 0.5
 GOODBYE_S = 1.0
 
 
-async def farewell(parts: Parts, reason: str) -> None:
+async def farewell(parts: Parts, figures: Figures, reason: str) -> None:
     """Finish the exchange in flight, stop the learner, save, tell the last figures, say goodbye.
 
     Args:
         parts: the node.
+        figures: its figures.
         reason: why it leaves, in plain words.
     """
     events, training, saving = parts.events, parts.training, parts.saving
@@ -33,6 +37,7 @@ async def farewell(parts: Parts, reason: str) -> None:
         if saving is not None and training.ready:
             await _within(CHECKPOINT_S, saving.try_save(), "the last checkpoint", events)
     await _within(FIGURES_S, _tell_figures(parts), "telling the last figures", events)
+    await _within(SUMMARY_S, write_summary(parts, figures, parts.halted or reason), "the summary", events)
     heard = await parts.membership.leave(timeout_s=GOODBYE_S)
     parts.state = "stopped"
     events.emit("left", f"left; {heard} members heard the goodbye")

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 
 import p2pdrl
+from p2pdrl.config.mode import protocol_of
+from p2pdrl.config.strategy import mode_of
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberView
-from p2pdrl.node import health, stop
+from p2pdrl.node import health, settings, stop
 from p2pdrl.node.digest import ExchangeCounts, PeerReport
+from p2pdrl.node.mode_figures import describe, facts_of, mode_document
 from p2pdrl.node.parts import Parts
 
 __all__ = ["Figures"]
@@ -33,6 +37,8 @@ REPORT_FIELDS = (
     "rss_bytes",
     "device",
     "learner_restarts",
+    "strategy",
+    "role",
 )
 
 
@@ -80,8 +86,9 @@ class Figures:
                 "learner_down_s": learner.down_s if wanted else None,
                 "learner_restarts_in_a_row": learner.failures,
                 "progress_age_s": None if not wanted or reported_s is None else now_s - reported_s,
-                "quarantined": tuple(self._name(peer) for peer in training.quarantine.held(now_s)),
+                "quarantined": tuple(self.namer()(peer) for peer in training.quarantine.held(now_s)),
                 "adopting_s": training.adoptions.seconds,
+                "mode_error": parts.mode_error,
             }
         me = parts.membership.members()[0]
         return health.judge(
@@ -121,6 +128,8 @@ class Figures:
                 "steps_per_s": training.supervisor.speed.rate(parts.clock.monotonic()),
                 "learner_restarts": training.supervisor.restarts,
                 "mode_epoch": training.mode_epoch,
+                "strategy": protocol_of(training.strategy_config),
+                "role": str(facts_of(training.strategy).get("role", ""))[:64],
                 "stop_ready": stop.returns_ready(training.stop_config, window, mean),
             }
         return PeerReport(
@@ -156,8 +165,10 @@ class Figures:
             "address": str(parts.address),
             "pid": os.getpid(),
             "version": p2pdrl.__version__,
-            "mode": "none" if training is None else training.strategy.mode,
-            "mode_epoch": report.mode_epoch,
+            "mode": "none" if training is None else mode_of(training.strategy_config),
+            "mode_epoch": settings.epoch_of(report.mode_epoch),
+            "mode_error": parts.mode_error,
+            "strategy": None if training is None else describe(training.strategy_config),
             "lineage": report.lineage,
             "state": parts.state,
             "members": parts.member_counts(),
@@ -176,6 +187,7 @@ class Figures:
             "bytes_in": report.bytes_in,
             "bytes_out": report.bytes_out,
             "exchanges": {} if training is None else training.outcomes,
+            "accounting": self.accounting(),
             "learner": None if training is None else self._learner(),
             "stop": {"reached": parts.halted is not None, "reason": parts.halted} | self._stop_config(),
             "healthy": report.healthy,
@@ -188,6 +200,19 @@ class Figures:
                 "error": None if saving is None else saving.error,
             },
         }
+
+    def accounting(self) -> dict[str, object]:
+        """What each strategy cost and brought, by its name."""
+        training = self._parts.training
+        if training is None:
+            return {}
+        training.accounting.saw_distance(training.strategy.consensus_distance)
+        return training.accounting.document(self.namer())
+
+    def rounds(self) -> list[dict[str, object]]:
+        """The document of ``/v1/rounds``: the last rounds, oldest first."""
+        training = self._parts.training
+        return [] if training is None else training.accounting.rounds(self.namer())
 
     # --- of everybody ---------------------------------------------------------------------------
 
@@ -206,6 +231,17 @@ class Figures:
         alive = self._parts.alive()
         reports = self._reports(alive)
         return [self.report(), *reports] if len(reports) == len(alive) else None
+
+    def mode(self) -> dict[str, object]:
+        """The document of ``/v1/mode``."""
+        alive = {
+            m.id: m.name for m in self._parts.membership.members() if m.state == "alive" and not m.is_self
+        }
+        heard = {report.id: report for report in self._reports(alive)}
+        others = [
+            (name, heard.get(node)) for node, name in sorted(alive.items(), key=lambda item: item[::-1])
+        ]
+        return mode_document(self._parts, [(self._parts.name, self.report()), *others])
 
     def _row(self, member: MemberView) -> dict[str, object]:
         now_s = self._parts.clock.monotonic()
@@ -231,6 +267,7 @@ class Figures:
         row["healthy"] = member.state == "alive" and (report is None or report.healthy)
         row["reasons"] = self._reasons(member, report)
         row["training_state"] = None if report is None else report.state
+        row["mode_epoch"] = None if report is None else settings.epoch_of(report.mode_epoch)
         training = self._parts.training
         behind = training.policy_version - report.policy_version if report and training else None
         row["staleness"] = None if behind is None else max(behind, 0)
@@ -285,9 +322,10 @@ class Figures:
             "window": config.window,
         }
 
-    def _name(self, node: str) -> str:
+    def namer(self) -> Callable[[str], str]:
+        """From a node id to the name that people gave it, or to its first digits."""
         names = {member.id: member.name for member in self._parts.membership.members()}
-        return names.get(node, short(node))
+        return lambda node: names.get(node) or short(node)
 
 
 def _rss_bytes(pid: int) -> int:

@@ -35,6 +35,7 @@ class HealthInputs:
         clock_skew_s: greatest difference to a peer's wall clock, either sign.
         exchange_failures_in_a_row: exchanges that failed since one went well.
         adopting_s: seconds that this node has been trying to take over a peer's state.
+        mode_error: why this node can't run the swarm's mode and trains alone; None while it can.
     """
 
     learner_down_s: float | None = None
@@ -51,6 +52,7 @@ class HealthInputs:
     clock_skew_s: float = 0.0
     exchange_failures_in_a_row: int = 0
     adopting_s: float = 0.0
+    mode_error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +125,8 @@ def _of_swarm(inputs: HealthInputs, limits: HealthLimits) -> list[str]:
         reasons.append(f"the swarm doesn't let this node in: {inputs.join_refused}")
     elif inputs.seeds_given and inputs.alone_s > limits.alone_s:
         reasons.append(f"none of the peers it was told of has answered for {inputs.alone_s:.0f} s")
+    if inputs.mode_error is not None:
+        reasons.append(f"trains alone: {inputs.mode_error}")
     if inputs.suspected_by > 0:
         peers = "one peer suspects" if inputs.suspected_by == 1 else f"{inputs.suspected_by} peers suspect"
         reasons.append(f"{peers} this node: their probes get no answer in time")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import p2pdrl
 from p2pdrl.node.figures import Figures
 from p2pdrl.node.parts import Parts
+from p2pdrl.strategies.protocol import RoundReport
 from p2pdrl.telemetry.metrics import Registry
 from p2pdrl.telemetry.tensorboard import TensorBoardWriter
 
@@ -29,6 +30,19 @@ class Meters:
         self._writer = writer
         self._written_s = float("-inf")
         self.registry = Registry(p2pdrl.__version__)
+
+    def round(self, report: RoundReport) -> None:
+        """Count a round of the strategy."""
+        me = self._parts.node_id
+        self.registry.observe_round(
+            report.outcome,
+            seconds=report.seconds,
+            waited_s=report.waited_s,
+            bytes_in=report.bytes_in,
+            bytes_out=report.bytes_out,
+            round_trips=report.round_trips,
+            staleness=[one.staleness for one in report.merged if one.peer != me],
+        )
 
     def write_scalars(self) -> None:
         """Write the newest figures over the swarm's environment steps, at most every five seconds."""

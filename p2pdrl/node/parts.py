@@ -47,6 +47,8 @@ class Parts:
     alone_since_s: float | None = None
     halted: str | None = None
     """Why the swarm is done, once it is."""
+    mode_error: str | None = None
+    """Why this node can't run the swarm's mode and trains alone; None while it can."""
 
     def alive(self) -> dict[str, Address]:
         """Living members without ourselves, by id; suspects are left alone until they are heard of again."""
@@ -62,3 +64,7 @@ class Parts:
         for member in self.membership.members():
             counts[member.state] += 1
         return counts
+
+    def name_of(self, node: str) -> str:
+        """The name that people gave a member; its id when it is unknown."""
+        return next((member.name for member in self.membership.members() if member.id == node), node)

@@ -25,18 +25,40 @@ __all__ = [
     "PauseSetting",
     "StopSetting",
     "decode",
+    "epoch_of",
+    "stamp",
 ]
 
 MODE, STOP, HALT, PAUSE = "mode", "stop", "halt", "pause"
+_PROPOSER_BITS = 16
+_EPOCHS = 1 << 37
 
 S = TypeVar("S", bound=msgspec.Struct)
+
+
+def stamp(epoch: int, proposer: str) -> int:
+    """One number for a mode record, below 2⁵³ and in the records' own order (ties of one in 65,536 apart).
+
+    Two nodes may propose a mode at once, with the same epoch. Until all have heard of both, each follows the
+    one that it knows; messages carry the stamp, so that what belongs to one is refused by the other.
+
+    Args:
+        epoch: of the record.
+        proposer: node id, hex digits.
+    """
+    return ((epoch % _EPOCHS) << _PROPOSER_BITS) | int(proposer[:4] or "0", 16)
+
+
+def epoch_of(stamp: int) -> int:
+    """The epoch that a stamp was made from."""
+    return stamp >> _PROPOSER_BITS
 
 
 class ModeSetting(msgspec.Struct, frozen=True):
     """How the swarm agrees."""
 
     mode: str
-    """As people type it: ``gossip``, ``local``."""
+    """As people type it: ``gossip``, ``local``; for those who read records. The strategy is what counts."""
     strategy: StrategyConfig
 
     @classmethod

@@ -16,11 +16,14 @@ import numpy as np
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import NodeConfig
-from p2pdrl.config.strategy import StrategyConfig
+from p2pdrl.config.regime import Regime, regime_of
+from p2pdrl.config.strategy import LocalConfig, StrategyConfig
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.config.task_hash import task_hash
-from p2pdrl.errors import WireError, WorkerError
+from p2pdrl.errors import ConfigError, TensorError, WireError, WorkerError
 from p2pdrl.ids import short
+from p2pdrl.node import settings
+from p2pdrl.node.accounting import Accounting
 from p2pdrl.node.adoption import Adoptions, Donors, Download, without_moments
 from p2pdrl.node.counters import Counts
 from p2pdrl.node.events import EventLog
@@ -58,6 +61,8 @@ class Training:
         alive: the living members, without ourselves.
         donors: the same, the best donor first.
         observed: told how each exchange that we began has ended, and its seconds.
+        rounds: told how each round has ended.
+        named: from a member's id to its name.
     """
 
     def __init__(
@@ -75,6 +80,8 @@ class Training:
         alive: Callable[[], dict[str, Address]],
         donors: Donors,
         observed: Callable[[str, float], None],
+        rounds: Callable[[RoundReport], None] = lambda report: None,
+        named: Callable[[str], str] = str,
     ) -> None:
         self._me = me
         self._config = config
@@ -85,10 +92,14 @@ class Training:
         self._rng = rng
         self._alive = alive
         self._observed = observed
+        self._rounds = rounds
+        self._named = named
+        self.accounting = Accounting(me, clock)
         self.quarantine = Quarantine(config.limits.strikes, config.limits.quarantine_s)
         self._seed = seed
         self._outcomes: Counter[str] = Counter()
         self._paused = False
+        self._progress = 0.0
         self._steps_told = 0
         self._used = asyncio.Event()
         self.task = task
@@ -97,7 +108,9 @@ class Training:
         self.task_hash = task_hash(task)
         self.lineage = ""
         self.mode_epoch = 0
+        """Of the mode in force: a `settings.stamp`, so that two modes proposed at once never mix."""
         self.strategy: Strategy = LocalStrategy()
+        self.strategy_config: StrategyConfig = LocalConfig()
         self.adoptions = Adoptions(
             download=Download(transport, events, config.limits.max_abs_parameter),
             donors=donors,
@@ -154,13 +167,32 @@ class Training:
         await self.supervisor.begin(restore=state is not None)
 
     async def use(self, config: StrategyConfig, epoch: int) -> None:
-        """Change to another strategy, after the exchange in flight."""
+        """Change to another strategy, after the exchange in flight.
+
+        Args:
+            config: its options.
+            epoch: stamp of the mode record.
+
+        Raises:
+            ConfigError: this node can't run it; until the next call it trains alone.
+        """
         await self.strategy.stop(EXCHANGE_END_S)
         self._outcomes.update(self.strategy.outcomes)
+        self.accounting.saw_distance(self.strategy.consensus_distance)
+        self.strategy, self.strategy_config = LocalStrategy(), LocalConfig()
         self.mode_epoch = epoch
-        self.strategy = build(config, self._context(epoch))
-        await self.strategy.start()
+        strategy = build(config, self._context(epoch))
+        self._work(regime_of(config), epoch)
+        await strategy.start()
+        self.strategy, self.strategy_config = strategy, config
+        self.accounting.entered(config, settings.epoch_of(epoch))
         self._used.set()
+
+    def _work(self, regime: Regime, epoch: int) -> None:
+        try:
+            self.supervisor.work(regime, epoch)
+        except TensorError as error:
+            raise ConfigError(f"the learner can't work so: {error}") from error
 
     async def watch_strategy(self) -> None:
         """Wait for ever, from one strategy to the next; raise what ended one: a bug of ours."""
@@ -182,6 +214,7 @@ class Training:
 
     def progress(self, fraction: float) -> None:
         """Tell the learner how far the swarm is, 0 to 1."""
+        self._progress = fraction
         self.supervisor.tell(Progress(fraction))
 
     def share_moments(self) -> None:
@@ -284,6 +317,8 @@ class Training:
 
     def round(self, report: RoundReport) -> None:
         """Note how a round has ended."""
+        self.accounting.round(report)
+        self._rounds(report)
 
     def tell(self, kind: str, message: str, *, warning: bool = False) -> None:
         """Tell people something."""
@@ -291,7 +326,7 @@ class Training:
 
     def name_of(self, peer: str) -> str:
         """The name that people gave a member; its id when it is unknown."""
-        return peer
+        return self._named(peer)
 
     def steps_since(self) -> int:
         """Environment steps that this node made since the last call."""
@@ -342,13 +377,14 @@ class Training:
         config = self._config
         return Context(
             swarm=self,
-            learner=LearnerPort(self.supervisor, self.task.algorithm),
+            learner=LearnerPort(self.supervisor, self.task.algorithm, lambda: self._progress),
             transport=self._transport,
             clock=self._clock,
             rng=self._rng,
             epoch=epoch,
             size=self.spec.layout.size,
             max_abs=config.limits.max_abs_parameter,
+            trusted_network=config.trusted_network,
             max_exchanges=config.debug.max_exchanges,
             start_at_members=config.debug.start_at_members,
         )

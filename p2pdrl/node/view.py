@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from p2pdrl.api.protocol import EventSource
+from p2pdrl.config.mode import strategy_from
 from p2pdrl.errors import CheckpointError
 from p2pdrl.node.conduct import Conduct
 from p2pdrl.node.events import EventLog
@@ -95,6 +96,26 @@ class View:
     async def resume(self, swarm: bool) -> None:
         """Let this node's learner go on, or everybody's."""
         self._set_pause(paused=False, swarm=swarm)
+
+    def mode(self) -> dict[str, object]:
+        """The document of ``/v1/mode``."""
+        return _need(self._figures).mode()
+
+    def rounds(self) -> list[dict[str, object]]:
+        """The document of ``/v1/rounds``."""
+        return _need(self._figures).rounds()
+
+    async def set_mode(self, mode: str, sets: Sequence[str]) -> dict[str, object]:
+        """Propose another mode to the swarm.
+
+        Raises:
+            ConfigError: it isn't one, or can't work.
+            CheckpointError: this node has no swarm yet.
+        """
+        parts, conduct = _need(self._parts), _need(self._conduct)
+        _need(parts.training)
+        record = conduct.propose_mode(strategy_from(mode, sets))
+        return {"epoch": record.epoch, "proposer": record.proposer}
 
     async def checkpoint(self) -> str:
         """Write a checkpoint; return its path.

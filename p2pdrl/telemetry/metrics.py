@@ -28,6 +28,7 @@ _MAX_LABEL_VALUES = 32
 
 _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _EXCHANGE_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_STALENESS_BUCKETS = (0.0, *(float(2**power) for power in range(11)))
 
 
 class Total:
@@ -119,6 +120,22 @@ class Registry:
         self.exchange_seconds = self._histogram(
             "exchange_seconds", "Duration of an exchange that this node began.", _EXCHANGE_BUCKETS_S
         )
+        self.rounds_total = LabelledTotal(
+            self._counter("rounds_total", "Rounds of the strategy by outcome.", "outcome"), ("ok",)
+        )
+        self.round_seconds = self._histogram(
+            "round_seconds", "Duration of a round of the strategy.", _EXCHANGE_BUCKETS_S
+        )
+        self.round_trips_total = total("round_trips_total", "Calls to peers that rounds made.")
+        self.round_bytes_total = LabelledTotal(
+            self._counter("round_bytes_total", "Payload of rounds, by direction.", "direction"), ("in", "out")
+        )
+        self.learner_wait_seconds_total = total(
+            "learner_wait_seconds_total", "Time that the learner stood still for rounds."
+        )
+        self.staleness = self._histogram(
+            "staleness_versions", "Staleness of merged contributions in policy versions.", _STALENESS_BUCKETS
+        )
         self.bytes_in_total = total("bytes_in_total", "Bytes received from peers, bodies only.")
         self.bytes_out_total = total("bytes_out_total", "Bytes sent to peers, bodies only.")
         self.refused_total = LabelledTotal(
@@ -154,6 +171,37 @@ class Registry:
         self.exchanges_total.inc(outcome)
         self.exchange_seconds.observe(seconds)
 
+    def observe_round(
+        self,
+        outcome: str,
+        *,
+        seconds: float = 0.0,
+        waited_s: float = 0.0,
+        bytes_in: int = 0,
+        bytes_out: int = 0,
+        round_trips: int = 0,
+        staleness: Iterable[int] = (),
+    ) -> None:
+        """Record one round of the strategy.
+
+        Args:
+            outcome: ``ok``, or in a word why not.
+            seconds: how long it took.
+            waited_s: how long the learner stood still for it.
+            bytes_in: payload that came for it.
+            bytes_out: payload that went out.
+            round_trips: calls that were made for it.
+            staleness: of each contribution of others, in policy versions.
+        """
+        self.rounds_total.inc(outcome)
+        self.round_seconds.observe(seconds)
+        self.learner_wait_seconds_total.inc(max(0.0, waited_s))
+        self.round_bytes_total.inc("in", bytes_in)
+        self.round_bytes_total.inc("out", bytes_out)
+        self.round_trips_total.inc(round_trips)
+        for versions in staleness:
+            self.staleness.observe(versions)
+
     def value(self, name: str, **labels: str) -> float | None:
         """The present value of one series, by its name without prefix; None when there is none."""
         return self._registry.get_sample_value(PREFIX + name, labels)
@@ -171,8 +219,8 @@ class Registry:
     def _gauge(self, name: str, meaning: str, *labels: str) -> Gauge:
         return Gauge(PREFIX + name, meaning, labels, registry=self._registry)
 
-    def _histogram(self, name: str, meaning: str, buckets_s: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, meaning, buckets=buckets_s, registry=self._registry)
+    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + name, meaning, buckets=buckets, registry=self._registry)
 
 
 class _WithoutCreated(Collector):

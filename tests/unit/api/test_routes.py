@@ -58,12 +58,14 @@ READS = [
     "/v1/status",
     "/v1/peers",
     "/v1/config",
+    "/v1/mode",
+    "/v1/rounds",
     "/v1/events?follow=0",
     "/v1/checkpoint",
     "/readyz",
     "/metrics",
 ]
-CHANGES = ["/v1/leave", "/v1/pause", "/v1/resume", "/v1/checkpoint"]
+CHANGES = ["/v1/mode?mode=local", "/v1/leave", "/v1/pause", "/v1/resume", "/v1/checkpoint"]
 
 
 @pytest.mark.parametrize("path", ["/", "/healthz", *READS])
@@ -113,6 +115,36 @@ async def test_changes_are_done_for_the_token(start):
     assert [answer.status for answer in answers] == [200, 200, 200, 200, 202]
     assert node.done == ["pause node", "pause swarm", "resume node", "checkpoint", "leave"]
     assert (await answers[3].json())["path"].endswith("last.safetensors")
+
+
+async def test_the_mode_is_changed_by_a_signed_query(start, clock):
+    node = FakeNode(swarm_key=KEY)
+    client = await start(node)
+    path = "/v1/mode?mode=gossip&set=protocol%3Ddsgd&set=topology%3Dtorus"
+    answer = await client.post(path, headers=signed(KEY, "POST", path, clock.wall()))
+    assert (answer.status, await answer.json()) == (200, {"ok": True, "epoch": 2, "proposer": "01" * 16})
+    assert node.done == ["mode gossip protocol=dsgd topology=torus"]
+    other = "/v1/mode?mode=gossip&set=protocol%3Dsgp"
+    assert (await client.post(other, headers=signed(KEY, "POST", path, clock.wall()))).status == 401
+    assert len(node.done) == 1
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ("mode=pipeline", "this release has no pipeline mode"),
+        ("mode=gossip&set=wieght%3D0.3", "did you mean weight?"),
+        ("mode=gossip&set=compression%3Dtopk", "isn't an average"),
+        ("mode=gossip&set=%00", "KEY=VALUE"),
+    ],
+)
+async def test_a_bad_mode_is_400_with_the_reason(start, query, says):
+    node = FakeNode()
+    client = await start(node)
+    answer = await client.post(f"/v1/mode?{query}", headers=bearer(node))
+    assert answer.status == 400
+    assert says in (await answer.json())["error"]
+    assert node.done == []
 
 
 async def test_open_metrics_and_health_need_no_credentials(start):
@@ -182,7 +214,9 @@ async def test_malformed_signatures_are_400(start, clock, spoil):
         ("GET", "/v1/leave", 405), ("PUT", "/v1/checkpoint", 405), ("POST", "/v1/pause?scope=world", 400),
         ("GET", "/v1/events?since=-1", 400), ("GET", "/v1/events?since=x", 400),
         ("GET", "/v1/events?since=" + "9" * 5000, 400), ("GET", "/v1/events?since=%C2%B2", 400),
-        ("GET", "/v1/events?follow=2", 400),
+        ("GET", "/v1/events?follow=2", 400), ("PUT", "/v1/mode", 405), ("POST", "/v1/mode", 400),
+        ("POST", "/v1/mode?mode=local&mode=gossip", 400), ("POST", "/v1/mode?mode=local&weight=1", 400),
+        ("POST", "/v1/mode?mode=gossip" + "&set=weight%3D0.3" * 65, 400),
     ],
 )  # fmt: skip
 async def test_malformed_requests_are_refused_as_json(start, method, path, status):

@@ -48,7 +48,8 @@ with Served(node):
     pathlib.Path(os.environ["FAKE_PLAN_UP"], arguments.name).write_text(str(os.getpid()))
     over.wait(None if "stays" in plan else 2.5)
 if "final" in plan:
-    (folder / "final_status.json").write_text(json.dumps({**node.status(), "mean_return": plan["final"]}))
+    status = {**node.status(), "mean_return": plan["final"], "pid": os.getpid()}
+    (folder / "summary.json").write_text(json.dumps({"status": status}))
 sys.exit(plan.get("code", 0))
 """
 

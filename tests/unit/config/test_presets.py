@@ -14,7 +14,6 @@ from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.config.task import A2CConfig, PPOConfig
 from p2pdrl.errors import ConfigError
 
-
 STRATEGIES = {
     "mapreduce_sync": "server_sync",
     "param_average": "param_average",

@@ -14,12 +14,15 @@ import pytest
 
 from p2pdrl.clock import ManualClock
 from p2pdrl.config.root import Config
+from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.config.task import StopConfig, TaskConfig
 from p2pdrl.config.task_hash import task_hash
+from p2pdrl.errors import ConfigError
 from p2pdrl.membership.events import MemberView
 from p2pdrl.membership.identity import Identity, verify
 from p2pdrl.membership.records import Incarnation, Verifier
 from p2pdrl.membership.swarm_records import SwarmRecords
+from p2pdrl.node.accounting import Accounting
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.parts import Parts
@@ -107,7 +110,11 @@ class FakeTraining:
         self.held: tuple[str, ...] = ()
         self.adoptions = SimpleNamespace(seconds=0.0)
         self.windows: list[int] = []
-        self.strategy = SimpleNamespace(mode="gossip", consensus_distance=0.25)
+        self.strategy = SimpleNamespace(mode="gossip", consensus_distance=0.25, facts={"role": "worker"})
+        self.strategy_config: Any = AdpsgdConfig(weight=0.3)
+        self.accounting = Accounting("", ManualClock())
+        self.accounting.entered(self.strategy_config, 1)
+        self.cannot: tuple[type, ...] = ()
         self.supervisor = SimpleNamespace(
             pid=None,
             returns=[],
@@ -127,6 +134,9 @@ class FakeTraining:
 
     async def use(self, strategy: Any, epoch: int) -> None:
         self.mode_epoch = epoch
+        if isinstance(strategy, self.cannot):
+            raise ConfigError("it wants what isn't here")
+        self.strategy_config = strategy
         self.used.append((strategy, epoch))
 
     def pause(self, *, paused: bool) -> None:

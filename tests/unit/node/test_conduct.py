@@ -5,8 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from p2pdrl.config.strategy import AdpsgdConfig, LocalConfig
+from p2pdrl.config.strategy import (
+    AdpsgdConfig,
+    GalaConfig,
+    GradAverageConfig,
+    LocalConfig,
+    ServerSyncConfig,
+    SgpConfig,
+)
 from p2pdrl.config.task import StopConfig
+from p2pdrl.errors import ConfigError
 from p2pdrl.node import settings
 from p2pdrl.node.conduct import Conduct
 from p2pdrl.node.counters import Counts
@@ -38,6 +46,10 @@ def conduct(parts, figures, membership, training) -> Conduct:
     return made
 
 
+def at(epoch: int, proposer) -> int:
+    return settings.stamp(epoch, proposer.identity.node_id)
+
+
 def stop_setting(**conditions) -> StopSetting:
     return StopSetting(StopConfig(**conditions), 500.0)
 
@@ -45,7 +57,7 @@ def stop_setting(**conditions) -> StopSetting:
 async def test_a_founder_writes_the_first_records(conduct, membership, training, parts, kinds):
     conduct.found(training, 500.0)
     await conduct.follow(training)
-    assert training.used == [(training.task.strategy, 1)]
+    assert training.used == [(training.task.strategy, at(1, membership))]
     assert training.stop_config == training.task.stop
     assert conduct.founded_at == 500.0
     assert parts.saving.stop_setting == StopSetting.of(training.task, 500.0)
@@ -70,11 +82,11 @@ async def test_the_mode_is_followed_once_per_record(conduct, membership, trainin
     membership.propose(settings.MODE, ModeSetting.of(LocalConfig()))
     await conduct.follow(training)
     await conduct.follow(training)
-    assert [epoch for _, epoch in training.used] == [1, 2]
+    assert [settings.epoch_of(epoch) for _, epoch in training.used] == [1, 2]
     assert training.used[-1][0] == LocalConfig()
     membership.propose(settings.MODE, ModeSetting.of(AdpsgdConfig(partners="ring")))
     await conduct.follow(training)
-    assert training.used[-1] == (AdpsgdConfig(partners="ring"), 3)
+    assert training.used[-1] == (AdpsgdConfig(partners="ring"), at(3, membership))
 
 
 async def test_two_founders_records_end_alike(conduct, membership, training, make_membership):
@@ -231,3 +243,145 @@ async def test_it_follows_every_change(conduct, membership, training, until):
     await until(lambda: training.used)
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+
+class Gated:
+    """A training whose change of mode waits until it is let go."""
+
+    def __init__(self, training) -> None:
+        self.entered, self.release = asyncio.Event(), asyncio.Event()
+        self._use = training.use
+        training.use = self.use
+
+    async def use(self, strategy, epoch) -> None:
+        self.entered.set()
+        await self.release.wait()
+        await self._use(strategy, epoch)
+
+
+async def test_a_change_of_mode_in_flight_holds_up_no_other_record(conduct, membership, training, until):
+    gate = Gated(training)
+    conduct.found(training, 1.0)
+    following = asyncio.create_task(conduct.run(training))
+    await gate.entered.wait()
+    membership.propose(settings.PAUSE, PauseSetting(True))
+    await until(lambda: training.paused)
+    membership.propose(settings.STOP, stop_setting(env_steps=7))
+    await until(lambda: training.stop_config.env_steps == 7)
+    membership.propose(settings.MODE, ModeSetting.of(LocalConfig()))
+    membership.propose(settings.MODE, ModeSetting.of(SgpConfig()))
+    gate.release.set()
+    await until(lambda: len(training.used) == 2)
+    assert training.used[-1] == (SgpConfig(), at(3, membership)), "those between are passed over"
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_stamps_order_as_records_do():
+    names = ["0" * 32, "00ff" + "0" * 28, "f" * 32]
+    records = [(epoch, name) for epoch in (1, 2, 2**36) for name in names]
+    stamps = [settings.stamp(*record) for record in records]
+    assert stamps == sorted(set(stamps))
+    assert max(stamps) < 2**53
+    assert [settings.epoch_of(stamp) for stamp in stamps] == [epoch for epoch, _ in records]
+
+
+async def test_a_proposed_mode_is_the_swarms(conduct, membership, training, events):
+    record = conduct.propose_mode(ServerSyncConfig(servers=2))
+    await conduct.follow(training)
+    assert (record.epoch, record.proposer) == (1, membership.identity.node_id)
+    assert training.used == [(ServerSyncConfig(servers=2), at(1, membership))]
+    told = events.since(0)[-1]
+    assert told["text"] == "mode is server-sync (server_sync) by me"
+    assert (told["mode"], told["protocol"], told["epoch"]) == ("server-sync", "server_sync", 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [
+        (AdpsgdConfig(compression="topk"), "isn't an average"),
+        (GradAverageConfig(backend="torch"), "trusted_network"),
+    ],
+)
+async def test_what_cant_work_is_neither_proposed_nor_followed(
+    conduct, membership, training, events, strategy, says
+):
+    with pytest.raises(ConfigError, match=says):
+        conduct.propose_mode(strategy)
+    assert membership.records.get(settings.MODE) is None
+    # A peer that is less careful, or trusts its network:
+    membership.propose(settings.MODE, ModeSetting.of(strategy))
+    await conduct.follow(training)
+    assert training.used == [(LocalConfig(), at(1, membership))]
+    [told] = events.since(0)
+    assert told["kind"] == "mode-failed"
+    assert says in told["text"]
+
+
+async def test_a_strategy_that_this_node_cant_build_leaves_it_training_alone(
+    conduct, membership, training, parts, kinds
+):
+    training.cannot = (SgpConfig,)
+    membership.propose(settings.MODE, ModeSetting.of(SgpConfig()))
+    await conduct.follow(training)
+    assert training.used == [(LocalConfig(), at(1, membership))]
+    assert parts.mode_error == "this node can't run mode gossip (sgp): it wants what isn't here"
+    membership.propose(settings.MODE, ModeSetting.of(AdpsgdConfig()))
+    await conduct.follow(training)
+    assert parts.mode_error is None
+    assert training.used[-1] == (AdpsgdConfig(), at(2, membership))
+    assert kinds() == ["mode-failed", "mode"]
+
+
+async def test_no_mode_is_proposed_to_a_swarm_that_is_done(conduct, membership, training):
+    membership.propose(settings.STOP, stop_setting(env_steps=100))
+    membership.propose(settings.HALT, HaltSetting("env_steps", "done", 1, membership.identity.node_id))
+    await conduct.follow(training)
+    with pytest.raises(ConfigError, match="done"):
+        conduct.propose_mode(LocalConfig())
+
+
+async def test_an_unreadable_record_is_told_once(conduct, membership, training, kinds):
+    for key in (settings.MODE, settings.STOP, settings.PAUSE):
+        membership.propose(key, {"from": "the future"})
+    for _ in range(3):
+        await conduct.follow(training)
+    assert kinds() == ["record-unreadable"] * 3
+    membership.propose(settings.STOP, {"from": "farther"})
+    await conduct.follow(training)
+    assert kinds() == ["record-unreadable"] * 4
+
+
+async def test_a_mode_of_a_newer_release_changes_nothing(conduct, membership, training, parts):
+    conduct.found(training, 0.0)
+    await conduct.follow(training)
+    future = {"mode": "gossip", "strategy": {"name": "adpsgd", "telepathy": True}}
+    membership.propose(settings.MODE, future)
+    await conduct.follow(training)
+    assert len(training.used) == 1
+    assert parts.mode_error is None
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+async def test_a_partition_with_proposals_on_both_sides_heals_to_one_mode(
+    conduct, membership, training, make_membership, ahead
+):
+    """Last writer wins by (epoch, proposer): whoever proposed more often, or then the greater id."""
+    other = make_membership(2)
+    for side, strategy in ((membership, SgpConfig()), (other, GalaConfig())):
+        for _ in range(ahead if side is membership else 1):
+            side.propose(settings.MODE, ModeSetting.of(strategy))
+    await conduct.follow(training)
+    records = [side.records.get(settings.MODE) for side in (membership, other)]
+    for record in records:
+        for side in (membership, other):
+            side.records.merge(record)
+    await conduct.follow(training)
+    winner = max(records, key=lambda record: (record.epoch, record.proposer))
+    assert membership.records.get(settings.MODE) == other.records.get(settings.MODE) == winner
+    assert training.used[-1][0] == settings.decode(winner.value, ModeSetting).strategy
+    if ahead == 2:
+        assert winner is records[0]

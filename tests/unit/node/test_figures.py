@@ -16,7 +16,8 @@ from p2pdrl.node.rumours import Rumours
 from p2pdrl.node.view import View
 
 STATUS = (
-    "name id swarm_id address pid version mode mode_epoch lineage state members policy_version env_steps "
+    "name id swarm_id address pid version mode mode_epoch mode_error strategy accounting lineage "
+    "state members policy_version env_steps "
     "swarm_env_steps steps_per_s swarm_steps_per_s mean_return episodes episodes_in_window updates "
     "consensus_distance loop_lag_s rss_bytes bytes_in bytes_out exchanges learner stop healthy reasons "
     "uptime_s data_dir last_checkpoint"
@@ -24,7 +25,7 @@ STATUS = (
 ROW = (
     "name id address state state_reason incarnation rtt_s last_seen_s policy_version env_steps steps_per_s "
     "mean_return episodes_in_window staleness bytes_in bytes_out consensus_distance loop_lag_s rss_bytes "
-    "healthy reasons device learner_restarts report_age_s self training_state"
+    "healthy reasons device learner_restarts report_age_s self training_state mode_epoch strategy role"
 )
 STATUS_KEYS, ROW_KEYS = set(STATUS.split()), set(ROW.split())
 B, C, D, E = ("b" * 32, "c" * 32, "d" * 32, "e" * 32)
@@ -79,6 +80,8 @@ async def test_status_has_exactly_the_promised_keys(figures, full):
     assert status["learner"].keys() == {"pid", "state", "restarts", "device", "metrics"}
     assert status["exchanges"] == {"ok": 3, "busy": 1, "answered": 7}
     assert (status["mode"], status["state"], status["policy_version"]) == ("gossip", "training", 42)
+    assert status["strategy"] == {"name": "adpsgd", "options": {"weight": 0.3}}
+    assert status["accounting"]["adpsgd"]["consensus_distance"] == 0.25
     assert (status["env_steps"], status["swarm_env_steps"], status["updates"]) == (800, 800, 2)
     assert status["consensus_distance"] == 0.25
     assert status["swarm_steps_per_s"] == pytest.approx(50.0)
@@ -95,6 +98,7 @@ async def test_status_before_there_is_a_task(parts):
         None,
         {},
     )
+    assert (status["strategy"], status["accounting"], status["mode_error"]) == (None, {}, None)
     assert status["mean_return"] is None
     assert status["members"] == {"alive": 1, "suspect": 0, "dead": 0, "left": 0}
     assert Figures(parts).ready() == (False, ["this node is joining"])
@@ -211,7 +215,8 @@ async def test_the_view_before_and_after_the_parts_are_there(figures, full, even
         events=events,
         leave=left.append,
     )
-    for ask in (view.status, view.peers, view.health, view.ready, view.metrics, view.config):
+    asks = [view.status, view.peers, view.health, view.ready, view.metrics, view.config]
+    for ask in [*asks, view.mode, view.rounds]:
         with pytest.raises(CheckpointError, match="still starting"):
             ask()
     held: list[tuple[str, bool]] = []

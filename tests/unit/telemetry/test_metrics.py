@@ -12,6 +12,8 @@ NAMES = {
     "env_steps_total", "episodes_total", "updates_total", "steps_per_second", "mean_return", "policy_version",
     "consensus_distance", "loop_lag_seconds", "members", "exchanges_total", "exchange_seconds_count",
     "bytes_in_total", "bytes_out_total", "learner_restarts_total", "checkpoint_failures_total",
+    "rounds_total", "round_seconds_count", "round_trips_total", "round_bytes_total",
+    "learner_wait_seconds_total", "staleness_versions_bucket",
     "strikes_total", "rss_bytes", "build_info", "loop_lag_distribution_seconds_bucket",
 }  # fmt: skip
 
@@ -71,6 +73,25 @@ def test_outcomes_and_durations(registry: Registry) -> None:
     assert registry.value("exchange_seconds_count") == 2
     assert registry.value("exchange_seconds_sum") == pytest.approx(0.23)
     assert registry.value("exchange_seconds_bucket", le="0.05") == 1
+
+
+def test_rounds(registry: Registry) -> None:
+    staleness = [-2, 0, 3, 5000]
+    registry.observe_round(
+        "ok", seconds=0.03, waited_s=0.01, bytes_in=10, bytes_out=20, round_trips=2, staleness=staleness
+    )
+    registry.observe_round("timeout", seconds=2.0)
+    assert registry.value("rounds_total", outcome="ok") == 1
+    assert registry.value("rounds_total", outcome="timeout") == 1
+    assert registry.value("round_seconds_count") == 2
+    assert registry.value("round_bytes_total", direction="in") == 10
+    assert registry.value("round_bytes_total", direction="out") == 20
+    assert registry.value("round_trips_total") == 2
+    assert registry.value("learner_wait_seconds_total") == pytest.approx(0.01)
+    assert registry.value("staleness_versions_bucket", le="0.0") == 2
+    assert registry.value("staleness_versions_bucket", le="4.0") == 3
+    assert registry.value("staleness_versions_bucket", le="1024.0") == 3
+    assert registry.value("staleness_versions_count") == 4
 
 
 def test_loop_lag(registry: Registry) -> None:
