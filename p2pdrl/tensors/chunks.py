@@ -14,10 +14,13 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CHUNK", "DOT_CHUNK", "scratch_f64", "scratch_u32", "spans"]
+__all__ = ["CHUNK", "DOT_CHUNK", "WALK", "scratch_f64", "scratch_u32", "spans"]
 
 CHUNK = 1 << 18
 """Elements per piece."""
+
+WALK = 1 << 16
+"""Elements per piece where several passes over it are made: three of them fit the second-level cache."""
 
 DOT_CHUNK = 1 << 13
 """Elements per piece where BLAS sums them: from 10,000 on OpenBLAS starts threads, which costs more here."""

@@ -79,6 +79,11 @@ class DaemonBoard:
             return self._version(self._facts())
 
     @property
+    def sets(self) -> int:
+        """How many sets have been posted; see `Snapshot`."""
+        return self._sets
+
+    @property
     def pending(self) -> bool:
         """Whether something waits for `flush`."""
         return self._gathered.kind != NOTHING

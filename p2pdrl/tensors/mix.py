@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
-from p2pdrl.tensors.chunks import DOT_CHUNK, scratch_f64, spans
+from p2pdrl.tensors.chunks import DOT_CHUNK, WALK, scratch_f64, spans
 from p2pdrl.tensors.layout import Float32Array, check_vector
+from p2pdrl.tensors.wire import WireDtype, as_wire, decode_span
 
 __all__ = ["PairFigures", "add_into", "check_finite", "distance", "norm", "pair_delta", "pair_step", "square"]
 
@@ -63,38 +64,46 @@ class PairFigures(NamedTuple):
 
 
 def pair_step(
-    mine: Float32Array, theirs: Float32Array, weight: float, max_abs: float, *, out: Float32Array
+    mine: Float32Array,
+    incoming: bytes | bytearray | memoryview,
+    dtype: WireDtype,
+    weight: float,
+    max_abs: float,
+    *,
+    out: Float32Array,
 ) -> PairFigures:
-    """`check_finite` of ``theirs``, `pair_delta`, and the three norms, in one walk over memory.
+    """Decode what arrived, check it, write `pair_delta` into ``out`` and measure, in one walk over memory.
 
     Args:
-        mine: this side's values; checked by the caller.
-        theirs: the other side's values, as they arrived.
+        mine: this side's values, as the other side sees them; checked by the caller.
+        incoming: the other side's values, encoded.
+        dtype: how they are encoded.
         weight: as in `pair_delta`.
         max_abs: as in `check_finite`.
-        out: may be ``theirs``; rubbish after an error.
+        out: may lie where ``incoming`` does when that is float32; rubbish after an error.
 
     Raises:
-        PoisonedVectorError: an element of ``theirs`` is NaN or beyond the bound.
-        LayoutMismatchError: the three differ in shape or dtype.
+        PoisonedVectorError: an element is NaN or beyond the bound.
+        LayoutMismatchError: the vectors differ in shape or dtype.
+        WireError: ``incoming`` has another length.
     """
     check_vector(mine, mine.size, "the vector of this side")
-    check_vector(theirs, mine.size, "the vector of the other side")
     check_vector(out, mine.size, "the output")
-    factor = np.float32(weight)
-    sums = [0.0, 0.0, 0.0]
-    for span in spans(mine.size, DOT_CHUNK):
-        a, b, difference = mine[span], theirs[span], out[span]
-        their_square = float(np.dot(b, b))
-        if not their_square <= max_abs * max_abs:  # an element may be bad; this says which
-            check_finite(b, max_abs)
-            their_square = square(b)
-        np.subtract(b, a, out=difference)
-        sums[0] += float(np.dot(a, a))
-        sums[1] += their_square
-        sums[2] += float(np.dot(difference, difference))
+    source, factor = as_wire(incoming, dtype, mine.size), np.float32(weight)
+    mine_square = their_square = between_square = 0.0
+    for span in spans(mine.size, WALK):
+        a, difference = mine[span], out[span]
+        decode_span(source, dtype, span, difference)
+        here = float(np.dot(difference, difference))
+        if not here <= max_abs * max_abs:  # an element may be bad; this says which
+            check_finite(difference, max_abs)
+            here = square(difference)
+        their_square += here
+        mine_square += float(np.dot(a, a))
+        np.subtract(difference, a, out=difference)
+        between_square += float(np.dot(difference, difference))
         np.multiply(difference, factor, out=difference)
-    return PairFigures(*(math.sqrt(total) for total in sums))
+    return PairFigures(math.sqrt(mine_square), math.sqrt(their_square), math.sqrt(between_square))
 
 
 def add_into(target: Float32Array, delta: Float32Array) -> None:

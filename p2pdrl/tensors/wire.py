@@ -8,16 +8,25 @@ Shapes: every vector is flat, of D elements (all parameters); names carry no suf
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError, WireError
-from p2pdrl.tensors.chunks import scratch_u32, spans
+from p2pdrl.tensors.chunks import WALK, scratch_u32, spans
 from p2pdrl.tensors.layout import Float32Array, check_vector
 
-__all__ = ["WireDtype", "decode", "encode", "encoded_nbytes", "round_trip"]
+__all__ = [
+    "WireDtype",
+    "as_wire",
+    "decode",
+    "decode_span",
+    "encode",
+    "encode_rounding",
+    "encoded_nbytes",
+    "round_trip",
+]
 
 WireDtype = Literal["float32", "bf16"]
 
@@ -75,6 +84,58 @@ def decode(buffer: bytes | bytearray | memoryview, dtype: WireDtype, out: Float3
     for span in spans(out.size):
         np.copyto(bits[span], wire[span])
         np.left_shift(bits[span], 16, out=bits[span])
+
+
+def encode_rounding(vector: Float32Array, dtype: WireDtype, out: bytearray | memoryview) -> None:
+    """`encode`, and leave in ``vector`` what the peer will decode, in one walk over memory.
+
+    Raises:
+        LayoutMismatchError: as `encode`.
+        WireError: as `encode`.
+    """
+    if dtype == "float32":
+        encode(vector, dtype, out)
+        return
+    check_vector(vector, vector.size, "the vector to send")
+    expected, have = encoded_nbytes(vector.size, dtype), memoryview(out).nbytes
+    if have != expected:
+        raise LayoutMismatchError(f"{dtype} of {vector.size} elements takes {expected} bytes, not {have}")
+    wire: npt.NDArray[np.uint16] = np.frombuffer(out, "<u2")
+    bits = vector.view(np.uint32)
+    for span in spans(vector.size, WALK):
+        rounded = _rounded(vector[span])
+        np.bitwise_and(rounded, 0xFFFF0000, out=bits[span])
+        np.right_shift(rounded, 16, out=rounded)
+        np.copyto(wire[span], rounded, casting="unsafe")
+
+
+def decode_span(source: npt.NDArray[Any], dtype: WireDtype, span: slice, out: Float32Array) -> None:
+    """Decode the elements of ``span`` into ``out``; for walks that do more with each piece.
+
+    Args:
+        source: `as_wire` of the buffer.
+        dtype: of the buffer.
+        span: elements, not bytes.
+        out: as long as the span.
+    """
+    if dtype == "float32":
+        np.copyto(out, source[span])
+        return
+    bits = out.view(np.uint32)
+    np.copyto(bits, source[span])
+    np.left_shift(bits, 16, out=bits)
+
+
+def as_wire(buffer: bytes | bytearray | memoryview, dtype: WireDtype, size: int) -> npt.NDArray[Any]:
+    """View a buffer as the ``size`` elements that it holds.
+
+    Raises:
+        WireError: the buffer's length doesn't fit, or ``dtype`` is unknown.
+    """
+    expected, have = encoded_nbytes(size, dtype), memoryview(buffer).nbytes
+    if have != expected:
+        raise WireError(f"a {dtype} vector of {size} elements takes {expected} bytes, {have} came")
+    return np.frombuffer(buffer, "<f4" if dtype == "float32" else "<u2")
 
 
 def round_trip(vector: Float32Array, dtype: WireDtype, out: Float32Array) -> None:

@@ -11,6 +11,7 @@ from hypothesis.extra.numpy import arrays
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.chunks import CHUNK
+from p2pdrl.tensors.wire import WireDtype, encode_rounding, encoded_nbytes
 
 values = st.floats(-(2.0**99), 2.0**99, width=32)
 pairs = st.integers(0, 40).flatmap(
@@ -100,15 +101,24 @@ def test_vectors_that_differ_are_refused() -> None:
         mix.pair_delta(three, three, 1.5, out=three)
 
 
-@pytest.mark.parametrize("size", [1, 8191, 3 * 8192 + 5])
-def test_a_pair_step_is_the_delta_and_the_norms_in_one(size: int) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+@pytest.mark.parametrize("size", [1, 8191, 3 * 65536 + 5])
+def test_a_pair_step_is_decoding_the_delta_and_the_norms_in_one(size: int, dtype: WireDtype) -> None:
     rng = np.random.default_rng(3)
     mine, theirs = rng.standard_normal((2, size), dtype=np.float32)
+    buffer = bytearray(encoded_nbytes(size, dtype))
+    encode_rounding(theirs, dtype, buffer)
     expected, out = np.empty(size, np.float32), np.empty(size, np.float32)
     mix.pair_delta(mine, theirs, 0.25, out=expected)
-    figures = mix.pair_step(mine, theirs, 0.25, 1e6, out=out)
+    figures = mix.pair_step(mine, buffer, dtype, 0.25, 1e6, out=out)
     assert np.array_equal(out, expected)
-    assert figures == pytest.approx((mix.norm(mine), mix.norm(theirs), mix.distance(mine, theirs)), rel=1e-6)
+    assert figures == pytest.approx((mix.norm(mine), mix.norm(theirs), mix.distance(mine, theirs)), rel=2e-6)
+
+
+def test_a_pair_step_may_write_where_the_vector_arrived() -> None:
+    mine, theirs = np.ones(70_000, np.float32), np.full(70_000, 3.0, np.float32)
+    mix.pair_step(mine, memoryview(theirs).cast("B"), "float32", 0.5, 1e6, out=theirs)
+    assert np.array_equal(theirs, np.ones(70_000, np.float32))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2e6])
@@ -116,10 +126,10 @@ def test_a_pair_step_refuses_poison(bad: float) -> None:
     mine, theirs = np.zeros(20_000, np.float32), np.ones(20_000, np.float32)
     theirs[12_345] = bad
     with pytest.raises(PoisonedVectorError):
-        mix.pair_step(mine, theirs, 0.5, 1e6, out=np.empty_like(mine))
+        mix.pair_step(mine, theirs.tobytes(), "float32", 0.5, 1e6, out=np.empty_like(mine))
 
 
-def test_a_pair_step_takes_long_entries_within_the_bound() -> None:
+def test_a_pair_step_takes_long_vectors_within_the_bound() -> None:
     mine, theirs = np.zeros(10_000, np.float32), np.full(10_000, 9e5, np.float32)
-    figures = mix.pair_step(mine, theirs, 0.5, 1e6, out=np.empty_like(mine))
+    figures = mix.pair_step(mine, theirs.tobytes(), "float32", 0.5, 1e6, out=np.empty_like(mine))
     assert figures.theirs == pytest.approx(9e7)

@@ -78,3 +78,15 @@ def test_lengths_and_types_that_do_not_fit_are_refused() -> None:
         wire.round_trip(vector, "int8", vector)  # type: ignore[arg-type]
     with pytest.raises(LayoutMismatchError):
         wire.round_trip(vector, "bf16", np.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+def test_encoding_with_rounding_leaves_what_the_peer_decodes(dtype: wire.WireDtype) -> None:
+    vector = np.random.default_rng(5).standard_normal(70_001).astype(np.float32)
+    vector[7] = np.nan
+    plain, rounding = encoded(vector, dtype), bytearray(wire.encoded_nbytes(vector.size, dtype))
+    wire.encode_rounding(vector, dtype, rounding)
+    decoded = np.empty_like(vector)
+    wire.decode(rounding, dtype, decoded)
+    assert rounding == plain
+    assert np.array_equal(vector, decoded, equal_nan=True)
