@@ -29,7 +29,7 @@ from p2pdrl.strategies.protocol import Merged, RoundReport
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.tensors.wire import WireDtype, decode, encode, encoded_nbytes
+from p2pdrl.tensors.wire import WireDtype, encode_rounding, encoded_nbytes
 from p2pdrl.transport import codec
 
 __all__ = [
@@ -104,34 +104,47 @@ class Step(NamedTuple):
 
 
 def pair_step(mine_D: Float32Array, theirs_D: Float32Array, weight: float, bounds: Bounds) -> Step:
-    """Check the peer's vector and put what our side adds in its place.
+    """`wire_step` of a vector that is decoded already; it is overwritten by what our side adds."""
+    return wire_step(mine_D, theirs_D.data.cast("B"), "float32", weight, bounds, out_D=theirs_D)
+
+
+def wire_step(
+    mine_D: Float32Array,
+    incoming: memoryview,
+    wire: WireDtype,
+    weight: float,
+    bounds: Bounds,
+    *,
+    out_D: Float32Array,
+) -> Step:
+    """Check the peer's vector and write what our side adds.
 
     Clipping (centered, Karimireddy 2021, arXiv 2012.10333) shortens the difference of the two. Its bound
     comes from the shorter vector, which both sides know, so both shorten alike and the pair's sum is kept.
 
     Args:
         mine_D: our vector as the peer sees it.
-        theirs_D: the peer's; overwritten.
+        incoming: the peer's, as it arrived.
+        wire: its number format.
         weight: how far we move.
         bounds: what is accepted.
+        out_D: what our side adds; may lie where ``incoming`` does when that is float32.
 
     Raises:
         PoisonedVectorError: the peer's vector holds NaN, infinity, a huge entry, or its norm is out of
             proportion to ours.
     """
-    mix.check_finite(theirs_D, bounds.max_abs)
-    my_length, their_length = mix.norm(mine_D), mix.norm(theirs_D)
-    bound = bounds.max_distance * (1.0 + my_length)
-    if their_length > bound:
-        raise PoisonedVectorError(f"norm {their_length:.3g} is beyond the bound {bound:.3g}")
-    distance: float | None = None
+    figures = mix.pair_step(mine_D, incoming, wire, weight, bounds.max_abs, out=out_D)
+    bound = bounds.max_distance * (1.0 + figures.mine)
+    if figures.theirs > bound:
+        raise PoisonedVectorError(f"norm {figures.theirs:.3g} is beyond the bound {bound:.3g}")
     if bounds.clip_distance is not None:
-        distance = mix.distance(mine_D, theirs_D)
-        longest = bounds.clip_distance * min(my_length, their_length)
-        weight *= longest / distance if distance > longest else 1.0
-    mix.pair_delta(mine_D, theirs_D, weight, out=theirs_D)
-    changed = mix.norm(theirs_D)
-    return Step(weight, changed, changed / weight if distance is None else distance)
+        longest = bounds.clip_distance * min(figures.mine, figures.theirs)
+        if figures.distance > longest:
+            factor = longest / figures.distance
+            np.multiply(out_D, np.float32(factor), out=out_D)
+            weight *= factor
+    return Step(weight, weight * figures.distance, figures.distance)
 
 
 def pair_report(report: RoundReport, me: str, peer: str, step: Step, staleness: int) -> RoundReport:
@@ -184,8 +197,12 @@ class PairScratch:
         self._bounds = Bounds(max_abs, max_distance, clip_distance)
         self._mine_D = np.zeros(size, np.float32)
         self._theirs_D = np.zeros(size, np.float32)
-        self.outgoing = memoryview(bytearray(encoded_nbytes(size, wire)))
-        self.incoming = memoryview(bytearray(encoded_nbytes(size, wire)))
+        if wire == "float32":  # as they lie in memory, so nothing is copied
+            self.outgoing = self._mine_D.data.cast("B")
+            self.incoming = self._theirs_D.data.cast("B")
+        else:
+            self.outgoing = memoryview(bytearray(encoded_nbytes(size, wire)))
+            self.incoming = memoryview(bytearray(encoded_nbytes(size, wire)))
         self._sets = 0
         self.step = Step(0.0, 0.0, 0.0)
         """Our side of the last exchange."""
@@ -208,9 +225,8 @@ class PairScratch:
                 us for it.
         """
         self._sets = board.now(self._mine_D).sets
-        encode(self._mine_D, self._wire, self.outgoing)
         if self._wire != "float32":
-            decode(self.outgoing, self._wire, self._mine_D)
+            encode_rounding(self._mine_D, self._wire, self.outgoing)
         mix.check_finite(self._mine_D, self._bounds.max_abs)
 
     def mix(self, weight: float | None = None) -> Float32Array:
@@ -222,9 +238,10 @@ class PairScratch:
         Raises:
             PoisonedVectorError: see `pair_step`.
         """
-        decode(self.incoming, self._wire, self._theirs_D)
         weight = self._weight if weight is None else weight
-        self.step = pair_step(self._mine_D, self._theirs_D, weight, self._bounds)
+        self.step = wire_step(
+            self._mine_D, self.incoming, self._wire, weight, self._bounds, out_D=self._theirs_D
+        )
         return self._theirs_D
 
     def commit(self, board: DaemonBoard, delta_D: Float32Array, policy_version: int) -> bool:
