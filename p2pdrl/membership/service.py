@@ -222,6 +222,10 @@ class MembershipService:
         self._carry_out(effects)
         return record
 
+    def catch_up(self, node_id: str) -> None:
+        """Compare views with a member that knows a newer setting than we do."""
+        self._carry_out(self._core.catch_up(node_id, self._clock.monotonic()))
+
     # Inputs
 
     def _feed(self, event: Input) -> None:

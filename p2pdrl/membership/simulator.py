@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from p2pdrl.membership.events import MemberEvent, Send, Tick
 from p2pdrl.membership.messages import Join
 from p2pdrl.membership.opening import own_record
 from p2pdrl.membership.parameters import MembershipConfig
-from p2pdrl.membership.records import Verifier
+from p2pdrl.membership.records import SwarmRecord, Verifier
 from p2pdrl.membership.simulated_network import FreeSigner, SimulatedNetwork, SimulatedNode, trust
 from p2pdrl.membership.state import Membership
 
@@ -155,6 +156,18 @@ class Swarm(SimulatedNetwork):
         node = self.nodes[number]
         self._carry_out(node, node.core.leave(self.now))
         self._at(self.now + 1.0, lambda: self.kill(number))
+
+    def propose(self, number: int, key: str, value: Any) -> SwarmRecord:
+        """Let a node write a setting of the whole swarm."""
+        node = self.nodes[number]
+        record, effects = node.core.propose(key, value, self.now)
+        self._carry_out(node, effects)
+        return record
+
+    def catch_up(self, number: int, other: int) -> None:
+        """Let a node compare views with another."""
+        node = self.nodes[number]
+        self._carry_out(node, node.core.catch_up(self.nodes[other].signer.node_id, self.now))
 
     # What is seen
 

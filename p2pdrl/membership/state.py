@@ -284,6 +284,14 @@ class Membership:
         kernel.effects.append(SwarmChanged(record))
         return record, self._flush()
 
+    def catch_up(self, node_id: str, now: float) -> list[Effect]:
+        """Compare views with a member that knows more than we do: gossip may have missed us."""
+        self._advance(now)
+        member = self._kernel.table.get(node_id)
+        if member is not None and not self._kernel.leaving:
+            self._syncer.run(member)
+        return self._flush()
+
     def assume(self, records: Iterable[Record], now: float) -> None:
         """Take ``records`` as known without telling anybody: a view that everyone has already."""
         self._advance(now)

@@ -23,6 +23,8 @@ from p2pdrl.node.training import Training
 
 __all__ = ["Conduct"]
 
+CATCH_UP_EVERY_S = 2.0
+
 
 class Conduct:
     """Follows and writes the swarm's records.
@@ -37,6 +39,7 @@ class Conduct:
         self._figures = figures
         self._changed = asyncio.Event()
         self._mode_changed = asyncio.Event()
+        self._caught_up_s = float("-inf")
         self._told_unreadable: dict[str, tuple[int, str]] = {}
         self._stop: tuple[tuple[int, str], StopSetting] | None = None
         self._mode_at: tuple[int, str] = (0, "")
@@ -127,6 +130,7 @@ class Conduct:
         """Judge the stop condition from the newest reports, and pass figures on to the learner."""
         parts = self._parts
         training.share_moments()
+        self._catch_up()
         if self._stop is None or self.halted.is_set():
             return
         version, condition = self._stop
@@ -171,6 +175,16 @@ class Conduct:
             epoch=record.epoch,
             proposer=record.proposer,
         )
+
+    def _catch_up(self) -> None:
+        """Ask a member whose mode is newer than our record: gossip tells a change only so many times."""
+        newest, peer = self._figures.newest_mode()
+        record = self._parts.membership.records.get(settings.MODE)
+        held = 0 if record is None else settings.stamp(record.epoch, record.proposer)
+        now_s = self._parts.clock.monotonic()
+        if newest > held and now_s >= self._caught_up_s + CATCH_UP_EVERY_S:
+            self._caught_up_s = now_s
+            self._parts.membership.catch_up(peer)
 
     def _impossible(self, strategy: StrategyConfig) -> str | None:
         """Why a strategy can't run here, as far as its options tell: a peer may propose anything."""

@@ -243,6 +243,11 @@ class Figures:
         ]
         return mode_document(self._parts, [(self._parts.name, self.report()), *others])
 
+    def newest_mode(self) -> tuple[int, str]:
+        """The greatest stamp of a mode that a living member follows, and who that is; (0, "") for none."""
+        reports = self._reports(self._parts.alive())
+        return max(((report.mode_epoch, report.id) for report in reports), default=(0, ""))
+
     def _row(self, member: MemberView) -> dict[str, object]:
         now_s = self._parts.clock.monotonic()
         if member.is_self:

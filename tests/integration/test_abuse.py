@@ -11,6 +11,7 @@ import pytest
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.errors import PeerRefusedError
+from p2pdrl.node.settings import stamp
 from p2pdrl.strategies.judgement import Summary
 from p2pdrl.strategies.pair import ExchangeHead
 from p2pdrl.transport.http_transport import HttpTransport
@@ -138,6 +139,7 @@ async def test_malformed_messages(victim):
 async def test_poisoned_vectors_and_lies_end_in_quarantine(victim):
     unchanged = Unchanged(victim)
     status, checkpoint = victim.status(), victim.checkpoint()
+    record = victim.json("/v1/mode")["record"]
     size = checkpoint.layout.size
 
     def head(**changed):
@@ -145,7 +147,7 @@ async def test_poisoned_vectors_and_lies_end_in_quarantine(victim):
             "node_id": LIAR,
             "task_hash": checkpoint.meta["task_hash"],
             "layout_hash": checkpoint.layout.hash,
-            "mode_epoch": status["mode_epoch"],
+            "mode_epoch": stamp(record["epoch"], record["proposer"]),
             "lineage": status["lineage"],
             "lineage_steps": status["swarm_env_steps"],
             "policy_version": status["policy_version"],

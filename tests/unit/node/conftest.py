@@ -63,6 +63,7 @@ class FakeMembership:
         self.records = SwarmRecords(Verifier("swarm", verify))
         self.views = [self.view(self.identity.node_id, "me", is_self=True)]
         self.on_record: Callable[[Any], None] = lambda record: None
+        self.asked: list[str] = []
 
     @staticmethod
     def view(node: str, name: str, state: str = "alive", **fields: Any) -> MemberView:
@@ -81,6 +82,9 @@ class FakeMembership:
 
     def members(self) -> list[MemberView]:
         return self.views
+
+    def catch_up(self, node: str) -> None:
+        self.asked.append(node)
 
     def propose(self, key: str, value: Any) -> Any:
         record = self.records.compose(key, value, self.identity)

@@ -25,9 +25,13 @@ class FakeFigures:
     """Reports of the living; None while one is unheard of."""
 
     reports: list | None = None
+    newest: tuple[int, str] = (0, "")
 
     def living_reports(self):
         return self.reports
+
+    def newest_mode(self):
+        return self.newest
 
 
 @pytest.fixture
@@ -385,3 +389,18 @@ async def test_a_partition_with_proposals_on_both_sides_heals_to_one_mode(
     assert training.used[-1][0] == settings.decode(winner.value, ModeSetting).strategy
     if ahead == 2:
         assert winner is records[0]
+
+
+async def test_a_member_that_follows_a_newer_mode_is_asked_for_it(
+    conduct, membership, training, figures, clock
+):
+    """Gossip may have missed us; its report tells."""
+    conduct.found(training, 1.0)
+    ours = at(1, membership)
+    for newest, asked in ((0, 0), (ours, 0), (ours - 1, 0), (ours + 1, 1), (ours + 1, 1)):
+        figures.newest = (newest, "b" * 32)
+        conduct.look(training)
+        assert len(membership.asked) == asked
+    clock.advance(2.5)
+    conduct.look(training)
+    assert membership.asked == ["b" * 32] * 2, "at most every two seconds"
