@@ -208,6 +208,7 @@ class Node:
             jobs += [
                 group.create_task(self._conduct.run(training), name="records"),
                 group.create_task(training.supervisor.watch(), name="learner"),
+                group.create_task(training.crew.watch(), name="helpers"),
                 group.create_task(training.adoptions.watch(), name="adoptions"),
                 group.create_task(training.watch_strategy(), name="strategy"),
                 group.create_task(parts.saving.run(), name="checkpoints"),

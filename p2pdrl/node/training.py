@@ -16,16 +16,17 @@ import numpy as np
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import NodeConfig
-from p2pdrl.config.regime import Regime, regime_of
+from p2pdrl.config.regime import regime_of
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.config.task_hash import task_hash
-from p2pdrl.errors import ConfigError, TensorError, WireError, WorkerError
+from p2pdrl.errors import WireError, WorkerError
 from p2pdrl.ids import short
 from p2pdrl.node import settings
 from p2pdrl.node.accounting import Accounting
 from p2pdrl.node.adoption import Adoptions, Donors, Download, without_moments
 from p2pdrl.node.counters import Counts
+from p2pdrl.node.crew import Crew
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.learner_port import LearnerPort
 from p2pdrl.node.ledger import Ledger
@@ -38,7 +39,7 @@ from p2pdrl.strategies.protocol import Context, RoundReport, Strategy
 from p2pdrl.strategies.registry import build
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.transport.protocol import Address, Incoming, Reply, Transport
-from p2pdrl.workers.protocol import Others, Pace, Progress, Report, Start
+from p2pdrl.workers.protocol import Pace, Progress, Report, Start
 
 __all__ = ["Training"]
 
@@ -119,17 +120,26 @@ class Training:
             spec=lambda: self.spec,
             take=self._take,
         )
+        start = Start(
+            task=msgspec.json.encode(task),
+            seed=seed,
+            device=config.learner.device,
+            threads=config.learner.threads,
+            allow_import=config.allow_import,
+            step_delay_s=config.learner.step_delay_s,
+        )
         self.supervisor = LearnerSupervisor(
-            start=Start(
-                task=msgspec.json.encode(task),
-                seed=seed,
-                device=config.learner.device,
-                threads=config.learner.threads,
-                allow_import=config.allow_import,
-                step_delay_s=config.learner.step_delay_s,
-            ),
+            start=start,
             config=config.learner,
             window=task.stop.window,
+            clock=clock,
+            events=events,
+            on_report=self._report,
+        )
+        self.crew = Crew(
+            supervisor=self.supervisor,
+            start=start,
+            config=config.learner,
             clock=clock,
             events=events,
             on_report=self._report,
@@ -163,7 +173,7 @@ class Training:
             )
             self.board.post_delta(noise.astype(np.float32), 0)
         self.share_moments()
-        self.supervisor.tell(self._pace())
+        self.crew.tell(self._pace())
         await self.supervisor.begin(restore=state is not None)
 
     async def use(self, config: StrategyConfig, epoch: int) -> None:
@@ -182,17 +192,11 @@ class Training:
         self.strategy, self.strategy_config = LocalStrategy(), LocalConfig()
         self.mode_epoch = epoch
         strategy = build(config, self._context(epoch))
-        self._work(regime_of(config), epoch)
+        await self.crew.change(regime_of(config), epoch)
         await strategy.start()
         self.strategy, self.strategy_config = strategy, config
         self.accounting.entered(config, settings.epoch_of(epoch))
         self._used.set()
-
-    def _work(self, regime: Regime, epoch: int) -> None:
-        try:
-            self.supervisor.work(regime, epoch)
-        except TensorError as error:
-            raise ConfigError(f"the learner can't work so: {error}") from error
 
     async def watch_strategy(self) -> None:
         """Wait for ever, from one strategy to the next; raise what ended one: a bug of ours."""
@@ -205,23 +209,22 @@ class Training:
         """Finish the exchange in flight, stop the learner; the last state stays readable."""
         await self.adoptions.stop()
         await self.strategy.stop(EXCHANGE_END_S)
+        await self.crew.stop()
         await self.supervisor.stop()
 
     def pause(self, *, paused: bool) -> None:
         """Hold the learner, or let it go on; averaging continues meanwhile."""
         self._paused = paused
-        self.supervisor.tell(self._pace())
+        self.crew.tell(self._pace())
 
     def progress(self, fraction: float) -> None:
         """Tell the learner how far the swarm is, 0 to 1."""
         self._progress = fraction
-        self.supervisor.tell(Progress(fraction))
+        self.crew.tell(Progress(fraction))
 
     def share_moments(self) -> None:
         """Give the learner what everybody else's normalisers counted."""
-        others = self._ledger.others_moments()
-        if others:
-            self.supervisor.tell(Others(others))
+        self.crew.share(self._ledger.others_moments())
 
     # --- figures ----------------------------------------------------------------------------
 
@@ -330,7 +333,7 @@ class Training:
 
     def steps_since(self) -> int:
         """Environment steps that this node made since the last call."""
-        steps = self.supervisor.totals.env_steps
+        steps = self.crew.totals.env_steps
         before, self._steps_told = self._steps_told, steps
         return steps - before
 
@@ -400,11 +403,11 @@ class Training:
         return Pace(paused=self._paused, max_updates_per_s=self._config.learner.max_updates_per_s)
 
     def _report(self, report: Report, new_updates: int) -> None:
-        totals = self.supervisor.totals
+        totals = self.crew.totals
         self._ledger.credit(Counts(totals.env_steps, totals.episodes, totals.updates))
         if report.moments:
             try:
-                self._ledger.put_moments(report.moments)
+                self._ledger.put_moments(self.crew.moments)
             except WireError as error:
                 self._events.emit("moments-failed", str(error), level="warning")
         if new_updates > 0:

@@ -95,6 +95,10 @@ class Posts:
             if slot >= 0:
                 self._free.add(slot)
 
+    def hold(self) -> bool:
+        """Stand still while the learner is held; False once the regime is over."""
+        return self._wait_until(lambda: not self._paused(), BACKSTOP_S, POLL_S)
+
     def wait(self) -> bool:
         """Wait until no more posts are unanswered than the regime lets be.
 

@@ -104,6 +104,8 @@ class PostingStepper:
         nobody_waits = self._regime.ahead > 0
         if mean_D is None or slot < 0 or self._posts.crowded or (nobody_waits and self._samples == 0):
             return None
+        if not self._posts.hold():  # an update of many gradients may take long
+            return None
         self._slots[slot].copy_(mean_D)
         self._replica.publish()
         number = self._posts.post("gradients", slot, self._replica.version, self._samples)

@@ -10,8 +10,8 @@ import pytest
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.node import DebugConfig, LearnerConfig, LimitsConfig, NodeConfig
-from p2pdrl.config.strategy import AdpsgdConfig, LocalConfig
-from p2pdrl.config.task import StopConfig, TaskConfig
+from p2pdrl.config.strategy import AdpsgdConfig, HogwildConfig, LocalConfig
+from p2pdrl.config.task import PPOConfig, StopConfig, TaskConfig
 from p2pdrl.errors import PeerRefusedError, WorkerError
 from p2pdrl.node import state_transfer
 from p2pdrl.node.giving import Giving
@@ -245,6 +245,38 @@ async def test_the_learner_begins_with_the_others_moments(pair, monkeypatch):
     one.ledger.open_streams(SidecarLayout(items))
     await one.training.begin(None, "cc" * 8)
     assert told == ["Others", "Pace", "begin"]
+
+
+async def test_another_strategy_changes_the_work_of_a_live_learner(plan, events, until):
+    plan("train")
+    peer = Peer(MemoryNetwork(random.Random(0)), 1, events)
+    training = peer.training
+    steps = lambda: peer.ledger.steps("cc" * 8)  # noqa: E731
+    try:
+        await training.build()
+        await training.begin(None, "cc" * 8)
+        pid = training.supervisor.pid
+        await training.use(HogwildConfig(learners=3), 1)
+        assert training.supervisor.workplace.regime.learners == 3
+        await until(lambda: steps() > 10 * training.supervisor.totals.updates)
+        assert steps() == training.crew.totals.env_steps
+        await training.use(GOSSIP, 2)
+        assert (training.supervisor.workplace.regime.learners, training.crew.pids) == (1, ())
+        assert training.steps_since() == training.crew.totals.env_steps
+        assert training.supervisor.pid == pid
+    finally:
+        await training.stop()
+        training.supervisor.close()
+        await peer.transport.close()
+
+
+async def test_the_learning_rate_follows_the_progress(pair):
+    one = pair[0].training
+    one.supervisor.tell = lambda message: None
+    one.task = TaskConfig(algorithm=PPOConfig(learning_rate=0.5, anneal="linear"))
+    learner = one._context(1).learner
+    one.progress(0.25)
+    assert learner.learning_rate == 0.375
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])

@@ -311,6 +311,26 @@ def test_a_pause_doesnt_count_as_waiting(rig):
     assert len(it.said) == 1
 
 
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_held_learner_posts_nothing_in_the_middle_of_an_update(rig, resumed):
+    it = rig(WAIT, lambda *_: "none")
+    listen = it.posts._listen
+
+    def wait(timeout_s: float) -> None:
+        listen(timeout_s)
+        if it.paused and it.now_s > 3 * posts_module.BACKSTOP_S:
+            assert not it.said
+            it.paused = not resumed
+            if not resumed:
+                it.posts.end(None)
+
+    it.posts._listen = wait
+    it.paused = True
+    it.step([1, 1, 1])
+    assert len(it.said) == resumed
+    assert it.x == [-float(resumed)] * 3
+
+
 def test_a_set_that_had_to_wait_for_room_on_the_board(rig):
     def answer(*_: object) -> str:
         it.board.post_delta(np.full(SIZE, 7.0, np.float32), 1)  # takes the slot
