@@ -127,6 +127,12 @@ class Gathering:
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._why: str | None = None
+        self._overdue: tuple[str, ...] = ()
+
+    @property
+    def overdue(self) -> tuple[str, ...]:
+        """Members for whose sake a round was given up last; empty when none was."""
+        return self._overdue
 
     @property
     def number(self) -> int:
@@ -220,7 +226,7 @@ class Gathering:
         if here.opened_s is None:
             here.opened_s = self._clock.monotonic()
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._patience.deadline_s, self._overdue, here)
+            self._timer = loop.call_later(self._patience.deadline_s, self._check_time, here)
 
     def _observe(self, here: _Round) -> None:
         if here.opened_s is not None:
@@ -237,7 +243,7 @@ class Gathering:
         if len(here.arrived) >= min(enough, self._enough):
             self._close_round(here)
 
-    def _overdue(self, here: _Round) -> None:
+    def _check_time(self, here: _Round) -> None:
         """The patience's deadline has passed, or its longest wait."""
         if here is not self._round or here.closing:
             return
@@ -245,9 +251,10 @@ class Gathering:
         if len(here.arrived) >= min(self._quorum, self._enough):
             self._close_round(here)
         elif left_s > 1e-6:
-            self._timer = asyncio.get_running_loop().call_later(left_s, self._overdue, here)
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._check_time, here)
         else:
-            missing = ", ".join(member[:8] for member in self.missing)
+            self._overdue = self.missing
+            missing = ", ".join(member[:8] for member in self._overdue)
             self._round = _Round(here.number)
             self._end(here, error=Refusal(408, f"round {here.number} lacks {missing}"))
 
