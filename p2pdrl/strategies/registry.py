@@ -5,11 +5,29 @@ The node builds through it. A new strategy is one module beside this one and one
 
 from __future__ import annotations
 
-from p2pdrl.config.strategy import AdpsgdConfig, HogwildConfig, LocalConfig, StrategyConfig
+from p2pdrl.config.strategy import (
+    AdpsgdConfig,
+    FederatedConfig,
+    GradAverageConfig,
+    HogwildConfig,
+    LocalConfig,
+    ParamAverageConfig,
+    ServerAsyncConfig,
+    ServerSyncConfig,
+    SgpConfig,
+    StrategyConfig,
+)
 from p2pdrl.errors import ConfigError
+from p2pdrl.strategies.federated import Privacy
 from p2pdrl.strategies.gossip import GossipStrategy
+from p2pdrl.strategies.grad_average import GradientWork
+from p2pdrl.strategies.group_rounds import GroupRounds
 from p2pdrl.strategies.local import LocalStrategy
+from p2pdrl.strategies.param_average import ParameterWork
 from p2pdrl.strategies.protocol import Context, Strategy
+from p2pdrl.strategies.server_async import ServerAsyncStrategy
+from p2pdrl.strategies.server_sync import ServerSyncStrategy
+from p2pdrl.strategies.sgp import SgpStrategy
 
 __all__ = ["build"]
 
@@ -23,7 +41,24 @@ def build(config: StrategyConfig, context: Context) -> Strategy:
     match config:
         case LocalConfig() | HogwildConfig(between_nodes=False):
             return LocalStrategy()
+        case ServerSyncConfig():
+            return ServerSyncStrategy(config, context)
+        case ServerAsyncConfig():
+            return ServerAsyncStrategy(config, context)
         case AdpsgdConfig():
             return GossipStrategy(config, context)
+        case SgpConfig():
+            return SgpStrategy(config, context)
+        case GradAverageConfig(backend="torch") | ParamAverageConfig(backend="torch"):
+            raise ConfigError(
+                "this release averages over the swarm's own connections only: set task.strategy.backend = own"
+            )
+        case GradAverageConfig():
+            return GroupRounds(config, context, GradientWork(context))
+        case ParamAverageConfig():
+            return GroupRounds(config, context, ParameterWork(config, context))
+        case FederatedConfig():
+            privacy = Privacy(config, context.epoch, context.swarm.node_id)
+            return GroupRounds(config, context, ParameterWork(config, context, privacy))
         case _:
             raise ConfigError(f"this release has no strategy {type(config).__name__}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["Runner"]
+
+T = TypeVar("T")
 
 
 class Runner:
@@ -22,7 +24,7 @@ class Runner:
         self.news = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
         self._others: list[asyncio.Task[None]] = []
-        self._short: set[asyncio.Task[None]] = set()
+        self._short: set[asyncio.Task[Any]] = set()
         self._bug: BaseException | None = None
         self._ended = asyncio.Event()
 
@@ -31,7 +33,7 @@ class Runner:
         self._main = asyncio.create_task(main, name="strategy")
         self._others = [asyncio.create_task(other, name="strategy-posts") for other in others]
 
-    def briefly(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def briefly(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Begin a short task that is never cancelled; `stop` waits for its end.
 
         What it raises ends the main task at its next `rest`.
@@ -80,7 +82,7 @@ class Runner:
         if self.stopping:
             await self._ended.wait()
 
-    def _brief_ended(self, task: asyncio.Task[None]) -> None:
+    def _brief_ended(self, task: asyncio.Task[Any]) -> None:
         self._short.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._bug = task.exception()

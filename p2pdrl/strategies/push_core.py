@@ -1,0 +1,77 @@
+"""When to push, and to whom: directed gossip. Pure.
+
+Out-peers (SGP, arXiv 1811.10792, section 3): anyone; the next in id order; or those at distances
+1, 2, 4, … up the ring of ids, in turn, which mixes as fast as the complete graph for powers of two.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable
+
+from p2pdrl.config.strategy import Partners
+from p2pdrl.strategies.occasions import Occasions, Timetable
+
+__all__ = ["PushCore", "out_peers"]
+
+
+def out_peers(kind: Partners, me: str, others: Iterable[str]) -> list[str]:
+    """Return the ids that ``me`` pushes to, the nearest up the ring first.
+
+    Args:
+        kind: see the module; ``random`` gives everybody.
+        me: own id.
+        others: ids of the living members; own id is ignored.
+    """
+    ring = sorted({*others, me})
+    if kind == "random":
+        distances: Iterable[int] = range(1, len(ring))
+    elif kind == "ring":
+        distances = range(1, min(2, len(ring)))
+    else:
+        distances = (1 << power for power in range((len(ring) - 1).bit_length()))
+    at = ring.index(me)
+    return [ring[(at + distance) % len(ring)] for distance in distances]
+
+
+class PushCore(Occasions):
+    """Timing (see `Occasions`) and choice of out-peers.
+
+    Args:
+        config: the strategy's options.
+        me: own node id.
+        rng: source of the random choices.
+    """
+
+    def __init__(self, config: Timetable, me: str, rng: random.Random) -> None:
+        super().__init__(config, rng)
+        self._partners = config.partners
+        self._me = me
+        self._turn = 0
+
+    def choose(self, alive: Iterable[str], now_s: float, without: Collection[str] = ()) -> str | None:
+        """Return whom to push to next, or None while nobody is fit.
+
+        Args:
+            alive: the living members.
+            now_s: monotonic time.
+            without: peers that aren't to be chosen now.
+        """
+        peers = out_peers(self._partners, self._me, alive)
+        fit = [peer for peer in self.fit(peers, now_s) if peer not in without]
+        if not fit:
+            return None
+        if self._partners == "random":
+            return self._rng.choice(fit)
+        while True:
+            peer = peers[self._turn % len(peers)]
+            self._turn += 1
+            if peer in fit:
+                return peer
+
+    def choose_all(self, alive: Iterable[str], now_s: float) -> list[str]:
+        """Return all to push to at once: one of ``random`` partners, else each out-peer that is fit."""
+        if self._partners == "random":
+            one = self.choose(alive, now_s)
+            return [] if one is None else [one]
+        return self.fit(out_peers(self._partners, self._me, alive), now_s)
