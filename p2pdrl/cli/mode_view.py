@@ -16,6 +16,7 @@ __all__ = ["mode_view", "rounds_view"]
 
 _SHOWN = 8
 """Names in one cell; of more the rest is counted."""
+_GOOD = ("ok", "pushed", "answered")
 
 
 def mode_view(document: Mapping[str, Any]) -> RenderableType:
@@ -87,7 +88,7 @@ def rounds_view(rounds: Sequence[Any]) -> RenderableType:
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("error", overflow="fold")
     for one in found:
-        good = one.get("outcome") == "ok"
+        good = one.get("outcome") in _GOOD
         moved = (as_number(one.get("bytes_in")) or 0.0) + (as_number(one.get("bytes_out")) or 0.0)
         table.add_row(
             Text(time.strftime("%H:%M:%S", time.localtime(as_number(one.get("time")) or 0))),

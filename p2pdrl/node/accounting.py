@@ -18,10 +18,12 @@ from p2pdrl.config.mode import changed_options, protocol_of
 from p2pdrl.config.strategy import StrategyConfig, mode_of
 from p2pdrl.strategies.protocol import RoundReport
 
-__all__ = ["STALENESS_BOUNDS", "Account", "Accounting"]
+__all__ = ["GOOD", "STALENESS_BOUNDS", "Account", "Accounting"]
 
 STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Greatest staleness, in policy versions, of each bucket but the last, which takes the rest."""
+GOOD = ("ok", "pushed", "answered")
+"""Outcomes of rounds that went well: merged, given to another, or begun by another."""
 ROUNDS_KEPT = 50
 MODES_KEPT = 100
 PEERS_SHOWN = 256
@@ -76,7 +78,7 @@ class Account:
         return {
             "mode": self.mode,
             "rounds": dict(self.outcomes),
-            "failed": rounds - self.outcomes["ok"],
+            "failed": rounds - sum(self.outcomes[word] for word in GOOD),
             "round_s": self.seconds,
             "learner_wait_s": self.waited_s,
             "bytes_in": self.bytes_in,

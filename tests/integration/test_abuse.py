@@ -19,7 +19,7 @@ from p2pdrl.transport.protocol import Address
 
 STILL = ["--set", "task.algorithm.learning_rate=0", "--set", "task.env.num_envs=1", "--set", "node.seed=1"]
 STILL += ["--set", "task.algorithm.unroll_steps=8", "--set", "task.algorithm.minibatches=1"]
-STILL += ["--set", "node.learner.max_updates_per_s=2", "--set", "task.strategy.wire=float32"]
+STILL += ["--set", "node.learner.max_updates_per_s=2", "--set", "task.strategy.compression=none"]
 LIAR = "f" * 32
 
 

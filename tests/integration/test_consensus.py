@@ -42,7 +42,7 @@ def average(swarm, wait_until, seed: int, *, slow: bool) -> tuple[float, float]:
         "task.algorithm.unroll_steps": 16,
         "task.algorithm.epochs": 1,
         "task.algorithm.minibatches": 1,
-        "task.strategy.wire": "float32",
+        "task.strategy.compression": "none",
         "task.strategy.every_s": 0.2,
         "task.strategy.every_updates": 0,
         "node.debug.perturb_start": DEVIATION,

@@ -44,6 +44,7 @@ def test_sums_are_kept_per_strategy(accounting, clock):
     accounting.round(ok())
     accounting.round(ok())
     accounting.round(RoundReport("timeout", missing=(B,), seconds=2.0, bytes_out=50, error="no answer"))
+    accounting.round(RoundReport("pushed"))
     accounting.saw_distance(0.75)
     clock.advance(10.0)
     accounting.entered(GradAverageConfig(), 2)
@@ -53,7 +54,7 @@ def test_sums_are_kept_per_strategy(accounting, clock):
     assert documents.keys() == {"adpsgd", "grad_average"}
     gossip, reduce = documents["adpsgd"], documents["grad_average"]
     assert gossip["mode"] == "gossip"
-    assert (gossip["rounds"], gossip["failed"]) == ({"ok": 2, "timeout": 1}, 1)
+    assert (gossip["rounds"], gossip["failed"]) == ({"ok": 2, "timeout": 1, "pushed": 1}, 1)
     assert (gossip["bytes_in"], gossip["bytes_out"], gossip["round_trips"]) == (200, 450, 4)
     assert (gossip["round_s"], gossip["learner_wait_s"]) == (pytest.approx(3.0), pytest.approx(0.2))
     assert (gossip["consensus_distance"], gossip["in_force_s"]) == (0.75, pytest.approx(10.0))
