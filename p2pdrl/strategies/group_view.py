@@ -6,8 +6,8 @@ proposer, and the members in order. Views are ordered by those three; a member a
 one than any before, and from then on acts in none until all have acknowledged and the new one is in force
 (virtual synchrony without its message guarantees: Birman and Joseph 1987).
 
-`group_order` says who proposes, `group_roster` who answers him, `group_core` puts them together, without
-any I/O; `group` does the I/O.
+Pure: `group_order` (whose turn it is to propose), `group_member` (what is acknowledged), `group_roster` (who
+answers), `group_proposer` (what is proposed), and `group_core`, which joins them. `group` does the I/O.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Timing:
     ping_s: float = 1.0
     answer_s: float = 0.5
     acknowledge_s: float = 2.0
-    silence_s: float = 2.5
+    silence_s: float = 3.5
     gather_s: float = 0.25
     rest_s: float = 0.5
     rest_silent_s: float = 2.0
@@ -125,10 +125,12 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     Attributes:
         epoch: mode epoch.
         proposes: whether the sender takes itself for the proposer.
+        active: the view in force there, if it does.
     """
 
     epoch: Natural
     proposes: bool
+    active: ViewKey | None
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
