@@ -30,6 +30,8 @@ __all__ = ["LearnerSupervisor", "LearnerTotals"]
 LONG_LIFE_S = 60.0
 END_TIMEOUT_S = 3.0
 REAP_TIMEOUT_S = 1.0
+INLINE_BYTES = 1 << 20
+"""Longer vectors are copied in a thread."""
 
 
 class LearnerTotals(msgspec.Struct):
@@ -74,6 +76,7 @@ class LearnerSupervisor:
         self._sticky: dict[type[Pace | Progress | Others], Pace | Progress | Others] = {}
         self._before = LearnerTotals()
         self._task: asyncio.Task[None] | None = None
+        self._flushing: asyncio.Task[bool] | None = None
         self._stopping = asyncio.Event()
         self.failures = 0
         """Deaths of the learner without a minute of life between."""
@@ -161,7 +164,7 @@ class LearnerSupervisor:
         """Let the learner go on; an answer to a post that is void is passed over."""
         content = 0
         if kind == "set" and self.board is not None:
-            self.board.flush()
+            self._flush()
             content = self.board.content_id
         message = self.workplace.answered(post.number, kind, content)
         if message is not None and self._link is not None:
@@ -195,6 +198,8 @@ class LearnerSupervisor:
         if late:
             task.cancel()
             await asyncio.wait([task])
+        if self._flushing is not None:
+            await self._flushing
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, P2PDRLError):
             raise error
@@ -206,6 +211,16 @@ class LearnerSupervisor:
         if self._region is not None:
             self._region.close()
             self._region = None
+
+    def _flush(self) -> None:
+        """Move what waits for room on the board there, if there is room by now."""
+        board, spec = self.board, self.spec
+        if board is None or spec is None or not board.pending:
+            return
+        if 4 * spec.layout.size <= INLINE_BYTES:
+            board.flush()
+        elif self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(asyncio.to_thread(board.flush), name="board-flush")
 
     async def _attach(self, *, restore: bool) -> None:
         if self._link is None or self._region is None or self.spec is None:
@@ -301,8 +316,7 @@ class LearnerSupervisor:
         if report.moments:
             self.moments = report.moments
         self.reported_s = now_s
-        if self.board is not None:
-            self.board.flush()  # it has published, so there may be room for what was posted meanwhile
+        self._flush()  # it has published, so there may be room for what was posted meanwhile
         self._on_report(report, new)
 
 

@@ -134,6 +134,21 @@ async def test_a_delta_posted_while_it_is_down_isnt_lost(plan, make, until):
     assert it.one.down_s is None
 
 
+@pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
+async def test_what_had_no_room_on_the_board_follows(plan, make, until, monkeypatch, inline_bytes):
+    monkeypatch.setattr(supervisor_module, "INLINE_BYTES", inline_bytes)
+    plan("train")
+    it = make()
+    await it.begin()
+    await until(lambda: it.one.totals.updates >= 1)
+    for _ in range(3):
+        it.one.board.post_delta(np.full(4, 1000.0, np.float32), 0)
+    await until(lambda: it.one.board.absorbed)
+    await it.one.stop()
+    value, version = it.now()
+    assert value == 3000.0 + version
+
+
 async def test_a_paused_successor_stays_paused(plan, make, until):
     plan("train")
     it = make()
