@@ -24,7 +24,6 @@ from p2pdrl.cli.formats import (
     fixed,
     grouped,
     millis,
-    mode_words,
     scientific,
 )
 
@@ -145,9 +144,10 @@ def complaints(members: Sequence[Member]) -> list[str]:
 
 
 def _mode(status: Member) -> str:
-    """``gossip: adpsgd``."""
+    """``adpsgd``: the strategy says more than its family, and the line is long."""
     strategy = status.get("strategy")
-    return mode_words(status.get("mode"), strategy.get("name") if isinstance(strategy, Mapping) else None)
+    name = strategy.get("name") if isinstance(strategy, Mapping) else None
+    return clean(name or status.get("mode") or NONE, 40)
 
 
 def _goals(status: Member) -> list[str]:

@@ -124,17 +124,17 @@ def _mixing(strategy: Robust) -> Iterator[Problem]:
                 "an exchange has two vectors, and two vectors can't be trimmed; set mixing = clipped, "
                 "or take dsgd with a denser topology",
             )
-        case GalaConfig(mixing="trimmed"):
+        case GalaConfig(mixing="trimmed", partners="ring"):
             yield _problem(
                 "mixing",
-                "a push is averaged with our own vector as it arrives, and two vectors can't be trimmed; "
-                "set mixing = clipped, or take dsgd with a denser topology",
+                "on a ring each node hears of one other, and two vectors can't be trimmed; set mixing = "
+                "clipped, or partners = exponential or random",
             )
-        case ServerAsyncConfig(mixing="trimmed"):
+        case ServerAsyncConfig(mixing="clipped" | "trimmed"):
             yield _problem(
                 "mixing",
-                "a server applies each gradient alone as it comes, so there is nothing to trim it against; "
-                "set mixing = clipped, or take server_sync",
+                "a server applies each gradient alone as it comes: there are no others that it could be "
+                f"{strategy.mixing} against; set mixing = mean, or take server_sync",
             )
         case ServerSyncConfig(mixing="trimmed", reduce="sum"):
             yield _problem(

@@ -16,6 +16,7 @@ from p2pdrl.config.strategy import (
     Compression,
     Content,
     FederatedConfig,
+    GalaConfig,
     GradAverageConfig,
     HogwildConfig,
     Mixing,
@@ -58,7 +59,7 @@ def refused_keys(config: StrategyConfig) -> set[str]:
         compression in SPARSE or name in {"adpsgd", "hogwild", "gala", "sgp", "strom", "server_async"}
     ):
         keys.add("mixing")
-    if mixing == "clipped" and name in {"sgp", "strom"}:
+    if mixing == "clipped" and name in {"sgp", "strom", "server_async"}:
         keys.add("mixing")
     if name == "hogwild" and config.exchanges == "gradients":
         keys.add("exchanges")
@@ -134,6 +135,7 @@ def test_other_rules(config: StrategyConfig, key: str) -> None:
         ParamAverageConfig(outer_learning_rate=0.7, outer_momentum=0.9, compression="int8"),
         FederatedConfig(noise_multiplier=1.0, weighting="equal", compression="bf16"),
         FederatedConfig(compression="topk", mixing="clipped"),
+        GalaConfig(partners="exponential", mixing="trimmed"),
         GradAverageConfig(backend="torch", compression="none"),
     ],
 )
