@@ -4,7 +4,8 @@
 |---|---|
 | come up and go down | `daemon` (order of life), `opening`, `datadir`, `endpoint`, `farewell` |
 | find or found a swarm | `gate` (judges joins), `joining` (rules), `first_state` |
-| run the learner | `training`, `supervisor`, `learner_link` |
+| run the learner | `training`, `supervisor`, `learner_link`, `workplace` (regime, posts), `learner_port` |
+| run several on one vector | `crew`, `helper` |
 | take and give whole states | `adoption`, `giving`, `state_transfer`, `quarantine` |
 | follow and change the swarm's records | `conduct`, `settings`, `stop` |
 | know what was done | `ledger` (counts by lineage, moments), `counters`, `rumours`, `ration`, `digest` |

@@ -190,7 +190,7 @@ class Learner:
         self._episodes += len(stats.episodes)
         self._returns += [episode_return for episode_return, _ in stats.episodes]
         self._metrics = stats.metrics
-        self._regimes.updated()
+        self._regimes.updated(stats.env_steps)
 
     def _report_if_due(self) -> None:
         self._mailbox.flush()

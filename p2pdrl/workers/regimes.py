@@ -57,6 +57,7 @@ class Regimes:
         self._next: tuple[Work, list[SharedRegion]] | None = None
         self._vector: SharedVector | None = None
         self._updates = 0
+        self._samples = 0
         self.regime: Regime = FREE
         self._posts = self._open_posts(Work(FREE, 0), first=1)
 
@@ -105,20 +106,26 @@ class Regimes:
         self._posts = self._open_posts(work, first=self._posts.next_number)
         self._use_stepper(work, regions)
         self.regime = work.regime
-        self._updates = 0
+        self._updates = self._samples = 0
         _close(self._regions)
         self._regions = regions
 
-    def updated(self) -> None:
-        """Do what is due after an update: post parameters, wait, take what came."""
+    def updated(self, samples: int) -> None:
+        """Do what is due after an update: post parameters, wait, take what came.
+
+        Args:
+            samples: environment steps that the update took.
+        """
         self._updates += 1
+        self._samples += samples
         if self.regime.sends != "parameters" or self._updates % self.regime.every:
             return
         posts = self._posts
         if posts.over or posts.crowded:
             return
         self._replica.publish()
-        posts.post("parameters", -1, self._replica.version, 0)
+        posts.post("parameters", -1, self._replica.version, self._samples)
+        self._samples = 0
         posts.wait()
         due: list[int] = []
         posts.collect(lambda answer, _: due.append(answer.content) if answer.kind == "set" else None)

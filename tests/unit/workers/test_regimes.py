@@ -138,13 +138,8 @@ def test_rounds_of_parameters_every_so_many_updates(world):
     def mean(posted: Posted) -> Answer:
         value, version = world.now()
         assert value == [3.0] * 3
-        assert (posted.kind, posted.slot, posted.epoch, posted.policy_version, version) == (
-            "parameters",
-            -1,
-            5,
-            3,
-            3,
-        )
+        assert posted == Posted(1, 5, "parameters", -1, policy_version=3, samples=24)
+        assert version == 3
         world.board.post_set(np.full(SIZE, 10.0, np.float32), None, 40)
         return Answer(posted.number, 5, "set", world.board.content_id)
 
