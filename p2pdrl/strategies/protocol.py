@@ -36,8 +36,8 @@ class Post(NamedTuple):
         kind: ``gradients`` or, only to say that the board holds a round's result, ``parameters``.
         policy_version: of the parameters that it was computed on, or that are published.
         samples: environment steps (rows, for a regression) behind it: of the gradient, or made since the last
-            round. A gradient of 0 has nothing to add, and its vector is zero: the learner's own wasn't finite,
-            and it posts this so that nobody waits in vain.
+            round. A gradient of 0 has nothing to add, and its vector is zero: the learner's own was not
+            finite, and it posts this so that nobody waits in vain.
         vector: the gradient, averaged over ``samples``, in the shared ring: D float32. It belongs to the
             daemon until the post is answered, who may overwrite it. None for ``parameters``.
     """

@@ -193,8 +193,8 @@ class Posted(msgspec.Struct, frozen=True, tag="posted"):
     policy_version: int
     """Of the parameters behind it, which are published."""
     samples: int
-    """Environment steps behind it: of the gradient, or since the last round. A gradient of 0 has nothing to
-    add, and the vector is zero (the learner's own wasn't finite): it is posted so that nobody waits in vain."""
+    """Environment steps behind it: of the gradient, or since the last round. A gradient of 0 has
+    nothing to add, and its vector is zero (the own one was not finite): so nobody waits in vain."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
