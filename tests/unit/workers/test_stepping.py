@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from p2pdrl.config.regime import FREE, Regime
+from p2pdrl.config.task import EnvConfig, PPOConfig, TaskConfig
+from p2pdrl.rl import trainer as real
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.optimizers import SGD
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
@@ -156,6 +158,32 @@ def test_two_that_replace_by_the_mean_are_one_on_both_batches(rig):
         alone.module.gradients_D.copy_(torch.from_numpy(mean))
         alone.optimizer.step(rate)
     assert pair[0].x == pair[1].x == alone.flat.tolist()
+
+
+@pytest.mark.parametrize("kind", ["none", "replace"])
+def test_ppo_through_it_is_ppo_to_the_bit(kind):
+    task = TaskConfig(env=EnvConfig(num_envs=2), algorithm=PPOConfig(unroll_steps=16, anneal="linear"))
+    alone, posting = (real.Trainer(task, seed=5, device="cpu") for _ in range(2))
+    size, spec = alone.layout.size, BoardSpec(alone.layout, alone.sidecar_layout)
+    regions = [SharedRegion.create(n, "test") for n in (spec.nbytes, GradientRing.nbytes_of(1, size))]
+    samples: list[int] = []
+
+    def answer(posted: Posted) -> None:
+        samples.append(posted.samples)
+        posts.hear(Answer(posted.number, EPOCH, kind))
+
+    posts = Posts(Work(WAIT, EPOCH), first=1, say=answer, listen=lambda _: None, paused=lambda: False)
+    replica = Replica(posting, LearnerBoard(regions[0], spec))
+    posting.stepper = PostingStepper(WAIT, posts, replica, GradientRing(regions[1], 1, size))
+    for _ in range(2):
+        ours, theirs = alone.step(), posting.step()
+        assert ours.metrics == theirs.metrics
+    np.testing.assert_array_equal(alone.flat, posting.flat)
+    assert len(samples) == 2 * 4 * 4
+    for trainer in (alone, posting):
+        trainer.close()
+    for region in regions:
+        region.close()
 
 
 @pytest.mark.parametrize(("kind", "x"), [("none", -1.0), ("add", -1.5), ("set", -1.0)])
