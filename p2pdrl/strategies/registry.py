@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from p2pdrl.config.strategy import (
     AdpsgdConfig,
+    DsgdConfig,
     FederatedConfig,
+    GalaConfig,
     GradAverageConfig,
     HogwildConfig,
     LocalConfig,
@@ -18,7 +20,9 @@ from p2pdrl.config.strategy import (
     StrategyConfig,
 )
 from p2pdrl.errors import ConfigError
+from p2pdrl.strategies.dsgd import DsgdStrategy
 from p2pdrl.strategies.federated import Privacy
+from p2pdrl.strategies.gala import GalaStrategy
 from p2pdrl.strategies.gossip import GossipStrategy
 from p2pdrl.strategies.grad_average import GradientWork
 from p2pdrl.strategies.group_rounds import GroupRounds
@@ -47,8 +51,12 @@ def build(config: StrategyConfig, context: Context) -> Strategy:
             return ServerAsyncStrategy(config, context)
         case AdpsgdConfig():
             return GossipStrategy(config, context)
+        case DsgdConfig():
+            return DsgdStrategy(config, context)
         case SgpConfig():
             return SgpStrategy(config, context)
+        case GalaConfig():
+            return GalaStrategy(config, context)
         case GradAverageConfig(backend="torch") | ParamAverageConfig(backend="torch"):
             raise ConfigError(
                 "this release averages over the swarm's own connections only: set task.strategy.backend = own"
