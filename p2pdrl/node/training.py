@@ -20,7 +20,7 @@ from p2pdrl.config.regime import regime_of
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.config.task_hash import task_hash
-from p2pdrl.errors import WireError, WorkerError
+from p2pdrl.errors import ConfigError, WireError, WorkerError
 from p2pdrl.ids import short
 from p2pdrl.node import settings
 from p2pdrl.node.accounting import Accounting
@@ -193,8 +193,14 @@ class Training:
         self.mode_epoch = epoch
         strategy = build(config, self._context(epoch))
         await self.crew.change(regime_of(config), epoch)
-        await strategy.start()
-        self.strategy, self.strategy_config = strategy, config
+        self.strategy = strategy
+        try:
+            await strategy.start()
+        except ConfigError:
+            self.strategy = LocalStrategy()
+            await strategy.stop(0.0)
+            raise
+        self.strategy_config = config
         self.accounting.entered(config, settings.epoch_of(epoch))
         self._used.set()
 

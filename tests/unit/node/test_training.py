@@ -10,15 +10,16 @@ import pytest
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.node import DebugConfig, LearnerConfig, LimitsConfig, NodeConfig
-from p2pdrl.config.strategy import AdpsgdConfig, HogwildConfig, LocalConfig
+from p2pdrl.config.strategy import AdpsgdConfig, GradAverageConfig, HogwildConfig, LocalConfig, StrategyConfig
 from p2pdrl.config.task import PPOConfig, StopConfig, TaskConfig
-from p2pdrl.errors import PeerRefusedError, WorkerError
-from p2pdrl.node import state_transfer
+from p2pdrl.errors import ConfigError, PeerRefusedError, WorkerError
+from p2pdrl.node import settings, state_transfer
 from p2pdrl.node.giving import Giving
 from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.training import Training
 from p2pdrl.strategies import gossip
 from p2pdrl.strategies.gossip import GossipStrategy
+from p2pdrl.strategies.protocol import RoundReport
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address
@@ -299,3 +300,47 @@ async def test_a_life_with_a_learner(plan, events, until, noise):
         await training.stop()
         training.supervisor.close()
         await peer.transport.close()
+
+
+async def test_rounds_are_counted_for_the_strategy_in_force(pair):
+    one = pair[0].training
+    await one.use(GOSSIP, settings.stamp(1, one.node_id))
+    one.round(RoundReport("ok", bytes_in=5))
+    await one.use(LocalConfig(), settings.stamp(2, one.node_id))
+    documents = one.accounting.document(one.name_of)
+    assert documents["adpsgd"]["rounds"]["ok"] >= 1
+    assert [(step["epoch"], step["protocol"]) for step in one.accounting.walk()] == [
+        (1, "adpsgd"), (2, "local")
+    ]  # fmt: skip
+
+
+class Unwilling(GossipStrategy):
+    """Finds out as it starts that it can't run here."""
+
+    stopped = 0
+
+    async def start(self) -> None:
+        await super().start()
+        raise ConfigError("its port is taken")
+
+    async def stop(self, timeout_s: float) -> None:
+        Unwilling.stopped += 1
+        await super().stop(timeout_s)
+
+
+@pytest.mark.parametrize("when", ["built", "started"])
+async def test_a_strategy_that_cant_run_here_leaves_the_node_alone(pair, monkeypatch, when):
+    one = pair[0].training
+    await one.use(GOSSIP, 1)
+    wanted: StrategyConfig = GradAverageConfig(backend="torch")
+    if when == "started":
+        wanted = GOSSIP
+        monkeypatch.setattr("p2pdrl.node.training.build", Unwilling)
+    with pytest.raises(ConfigError):
+        await one.use(wanted, 2)
+    assert (one.strategy.mode, one.strategy_config, one.mode_epoch) == ("local", LocalConfig(), 2)
+    assert Unwilling.stopped == (when == "started")
+    monkeypatch.undo()
+    await one.use(GOSSIP, 3)
+    assert one.strategy.mode == "gossip"
+    assert one.outcomes.get("ok", 0) + one.outcomes.get("answered", 0) < 50, "no exchange counts twice"
