@@ -1,8 +1,9 @@
 """Stands between the socket and aiohttp: caps connections and cuts slow ones.
 
-`listener` makes one `Watchdog` per port. Each connection is a `_Watched` that passes everything
-on to aiohttp's protocol; a middleware tells it when a request starts and ends. All connections
-are looked at once per tick, by one timer.
+`listener` makes one `Watchdog` per port. Each connection is a `Watched` that passes everything
+on to aiohttp's protocol; a middleware tells it when a request starts and ends. A handler may lend
+a connection to somebody who speaks another protocol on it and watches its pace. All connections are
+looked at once per tick, by one timer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import Callable
+from typing import Protocol
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -19,7 +21,7 @@ from p2pdrl.transport.counters import TrafficCounters
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.pace import Pace
 
-__all__ = ["Watchdog", "is_loopback"]
+__all__ = ["Lent", "Watchdog", "Watched", "is_loopback", "watched"]
 
 _MakeProtocol = Callable[[], asyncio.Protocol]
 _FULL = b"too many connections"
@@ -39,6 +41,24 @@ def is_loopback(host: str) -> bool:
     return (mapped or ip).is_loopback
 
 
+class Lent(Protocol):
+    """What has taken a connection over from aiohttp."""
+
+    def tick(self, now_s: float) -> bool:
+        """Look at it, once per tick; return whether it is too slow to be kept."""
+        ...
+
+    def abort(self) -> None:
+        """Cut it."""
+        ...
+
+
+def watched(request: web.Request) -> Watched | None:
+    """Return the watched connection of a request; None when it came to another kind of server."""
+    found: Watched | None = request.get(_KEY)
+    return found
+
+
 class Watchdog:
     """All connections of one port.
 
@@ -52,7 +72,7 @@ class Watchdog:
         self.limits = limits
         self.clock = clock
         self.counters = counters
-        self._connections: dict[asyncio.Protocol, _Watched] = {}
+        self._connections: dict[asyncio.Protocol, Watched] = {}
         self._by_host: dict[str, int] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -61,7 +81,7 @@ class Watchdog:
 
     def factory(self, make: _MakeProtocol) -> _MakeProtocol:
         """Wrap aiohttp's protocol factory."""
-        return lambda: _Watched(self, make)
+        return lambda: Watched(self, make)
 
     @property
     def middleware(self) -> Middleware:
@@ -72,6 +92,7 @@ class Watchdog:
             connection = self._connections.get(request.protocol)
             if connection is None:
                 return await handler(request)
+            request[_KEY] = connection
             connection.request_started(request)
             try:
                 return await handler(request)
@@ -91,7 +112,7 @@ class Watchdog:
             self._timer.cancel()
             self._timer = None
 
-    def admit(self, connection: _Watched, host: str) -> asyncio.Protocol | None:
+    def admit(self, connection: Watched, host: str) -> asyncio.Protocol | None:
         """Give a new connection its aiohttp protocol, or None when a cap is reached."""
         of_host = self._by_host.get(host, 0)
         crowded = of_host >= self.limits.max_connections_per_host and not is_loopback(host)
@@ -120,8 +141,13 @@ class Watchdog:
         self.start()
 
 
-class _Watched(asyncio.Protocol):
-    """One connection: everything goes on to aiohttp, some of it is noted on the way."""
+class Watched(asyncio.Protocol):
+    """One connection: everything goes on to aiohttp, some of it is noted on the way.
+
+    Args:
+        watchdog: counts it.
+        make: makes the protocol of aiohttp.
+    """
 
     def __init__(self, watchdog: Watchdog, make: _MakeProtocol) -> None:
         self.make = make
@@ -131,8 +157,14 @@ class _Watched(asyncio.Protocol):
         self._inner: asyncio.Protocol | None = None
         self._transport: asyncio.Transport | None = None
         self._request: web.Request | None = None
+        self._lent: Lent | None = None
+
+    def lend(self, to: Lent) -> None:
+        """From now on ``to`` says whether this connection is too slow."""
+        self._lent = to
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Count it, or refuse it."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - TCP gives no other
         peer = transport.get_extra_info("peername")
         self._host = str(peer[0]) if peer else ""
@@ -145,22 +177,27 @@ class _Watched(asyncio.Protocol):
             self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
+        """Pass it on."""
         if self._inner is not None:
             self._pace.arrived(len(data), self._watchdog.clock.monotonic())
             self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
+        """Pass it on."""
         return self._inner.eof_received() if self._inner is not None else None
 
     def pause_writing(self) -> None:
+        """Pass it on."""
         if self._inner is not None:
             self._inner.pause_writing()
 
     def resume_writing(self) -> None:
+        """Pass it on."""
         if self._inner is not None:
             self._inner.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """It ended."""
         if self._inner is not None:
             self._watchdog.forget(self._inner, self._host)
             self._inner.connection_lost(exc)
@@ -181,6 +218,8 @@ class _Watched(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return False
+        if self._lent is not None:
+            return self._lent.tick(now_s)
         body_open = (
             self._request is not None and not self._request.content.is_eof() and transport.is_reading()
         )
@@ -189,5 +228,10 @@ class _Watched(asyncio.Protocol):
 
     def abort(self) -> None:
         """Cut the connection without waiting for unsent bytes."""
+        if self._lent is not None:
+            self._lent.abort()
         if self._transport is not None:
             self._transport.abort()
+
+
+_KEY = web.RequestKey("watched", Watched)
