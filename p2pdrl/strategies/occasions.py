@@ -47,11 +47,13 @@ class Occasions:
     Args:
         config: the strategy's options.
         rng: source of the random moments.
+        cool_first_s: how long a peer rests after its first failure in a row.
     """
 
-    def __init__(self, config: Timetable, rng: random.Random) -> None:
+    def __init__(self, config: Timetable, rng: random.Random, cool_first_s: float = COOL_FIRST_S) -> None:
         self._timetable = config
         self._rng = rng
+        self._cool_first_s = cool_first_s
         self._updates = 0
         self._began_s = float("-inf")
         self._next_s = float("-inf")
@@ -116,10 +118,10 @@ class Occasions:
         self._next_s = now_s + least_s + self._rng.uniform(0.0, spread) * took_s
 
     def failed(self, partner: str, now_s: float) -> None:
-        """Note that ``partner`` didn't answer: it rests 0.5 s, doubling up to 15 s."""
+        """Note that ``partner`` didn't answer: it rests a while, which doubles up to 15 s."""
         failures = min(self._failures.get(partner, 0) + 1, MAX_FAILURES)
         self._failures[partner] = failures
-        rest_s = min(COOL_FIRST_S * 2.0 ** (failures - 1), COOL_MAX_S)
+        rest_s = min(self._cool_first_s * 2.0 ** (failures - 1), COOL_MAX_S)
         self._cool_until_s[partner] = now_s + rest_s
 
     def forget(self, gone: Iterable[str]) -> None:

@@ -14,6 +14,9 @@ from p2pdrl.strategies.occasions import Occasions, Timetable
 
 __all__ = ["PushCore", "out_peers"]
 
+COOL_FIRST_S = 0.05
+"""A lost push costs nobody else anything, so that its peer hardly rests after the first."""
+
 
 def out_peers(kind: Partners, me: str, others: Iterable[str]) -> list[str]:
     """Return the ids that ``me`` pushes to, the nearest up the ring first.
@@ -44,7 +47,7 @@ class PushCore(Occasions):
     """
 
     def __init__(self, config: Timetable, me: str, rng: random.Random) -> None:
-        super().__init__(config, rng)
+        super().__init__(config, rng, COOL_FIRST_S)
         self._partners = config.partners
         self._me = me
         self._turn = 0

@@ -25,6 +25,7 @@ class Runner:
         self._main: asyncio.Task[None] | None = None
         self._others: list[asyncio.Task[None]] = []
         self._short: set[asyncio.Task[Any]] = set()
+        self._beside: set[asyncio.Task[None]] = set()
         self._bug: BaseException | None = None
         self._ended = asyncio.Event()
 
@@ -40,6 +41,17 @@ class Runner:
         """
         task = asyncio.create_task(work, name="strategy-commit")
         self._short.add(task)
+        task.add_done_callback(self._brief_ended)
+        return task
+
+    def beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin a task beside the main one, which `stop` cancels once the main one has ended.
+
+        What it raises ends the main task at its next `rest`.
+        """
+        task = asyncio.create_task(work, name="strategy-beside")
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
         task.add_done_callback(self._brief_ended)
         return task
 
@@ -66,6 +78,9 @@ class Runner:
             for task in late:
                 task.cancel()
             tasks.append(self._main)
+        for task in self._beside:
+            task.cancel()
+        tasks.extend(self._beside)
         await asyncio.gather(*tasks, return_exceptions=True)
         while self._short:
             await asyncio.gather(*self._short, return_exceptions=True)
