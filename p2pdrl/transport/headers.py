@@ -62,6 +62,7 @@ class RequestHead:
         vector_nbytes: length of the vector.
         time: wall time of sending, as `auth.format_time` writes it.
         nonce: 32 hex digits, fresh for each request.
+        method: as in the request line: POST for a call, GET to open a stream.
         protocol: version of the peer protocol.
         mac: 64 hex digits; empty without a swarm key.
     """
@@ -74,13 +75,14 @@ class RequestHead:
     vector_nbytes: int
     time: str
     nonce: str
+    method: str = "POST"
     protocol: int = PROTOCOL_VERSION
     mac: str = ""
 
     def _signed(self) -> tuple[str, ...]:
         lengths = (str(self.meta_nbytes), str(self.vector_nbytes))
         who = (self.sender, self.target, self.swarm)
-        return ("request", "POST", self.path, str(self.protocol), *who, *lengths, self.time, self.nonce)
+        return ("request", self.method, self.path, str(self.protocol), *who, *lengths, self.time, self.nonce)
 
     def sign(self, keys: SwarmKeys) -> RequestHead:
         """Return the head with its MAC."""
@@ -108,7 +110,7 @@ class RequestHead:
         return headers
 
     @classmethod
-    def from_headers(cls, path: str, headers: Mapping[str, str]) -> RequestHead:
+    def from_headers(cls, path: str, headers: Mapping[str, str], method: str = "POST") -> RequestHead:
         """Read the headers of a request.
 
         Raises:
@@ -118,6 +120,7 @@ class RequestHead:
         target, mac = get(_TARGET, ""), get(_MAC, "")
         return cls(
             path=path,
+            method=method,
             protocol=int(_word(headers, _PROTOCOL, _VERSION.fullmatch(get(_PROTOCOL, "")) is not None)),
             sender=_word(headers, _SENDER, is_node_id(get(_SENDER, ""))),
             target=_word(headers, _TARGET, target == NO_TARGET or is_node_id(target)),

@@ -1,7 +1,8 @@
 """Calls peers over HTTP and believes nothing that comes back unproved.
 
 `http_transport` owns this. Two lanes of connections: probes of the failure detector never
-wait behind vectors. Foreign errors become ours here: see `Transport.call`.
+wait behind vectors. The bulk lane goes over streams where the peer offers them. Foreign errors
+become ours here: see `Transport.call`.
 """
 
 from __future__ import annotations
@@ -13,44 +14,19 @@ import aiohttp
 from yarl import URL
 
 from p2pdrl.clock import Clock
-from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, WireError
+from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
 from p2pdrl.transport.auth import SwarmKeys, format_time, new_nonce
 from p2pdrl.transport.counters import TrafficCounters
 from p2pdrl.transport.dial import Dialer
 from p2pdrl.transport.headers import CONTENT_TYPE, NO_TARGET, AnswerHead, RequestHead
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.pieces import BodyReader, body_chunks, body_nbytes, views_of
-from p2pdrl.transport.protocol import Address, Answer, Lane, VectorBuffer, check_route
-from p2pdrl.transport.routes import MAX_REASON_CHARS
+from p2pdrl.transport.outgoing import Call, refused
+from p2pdrl.transport.pieces import BodyReader, body_chunks, body_nbytes
+from p2pdrl.transport.protocol import Address, Answer, Lane
+from p2pdrl.transport.stream_client import StreamClient
+from p2pdrl.transport.stream_opener import NoStreamsError, NotConnectedError
 
-__all__ = ["Call", "HttpClient"]
-
-
-class Call:
-    """What one call sends; kept together so that it can be tried at several addresses.
-
-    Args:
-        target_id: who must answer; None when unknown.
-        route: name of the route.
-        meta: metadata.
-        vector: sent after it.
-        into: gives the buffer for the answer's vector.
-    """
-
-    def __init__(
-        self,
-        target_id: str | None,
-        route: str,
-        meta: bytes,
-        vector: memoryview | None,
-        into: VectorBuffer | None,
-    ) -> None:
-        self.target_id = target_id
-        self.path = f"/p2p/{check_route(route)}"
-        self.meta = meta
-        self.views = views_of(vector)
-        self.vector_nbytes = sum(view.nbytes for view in self.views)
-        self.into = into
+__all__ = ["HttpClient"]
 
 
 class HttpClient:
@@ -85,9 +61,11 @@ class HttpClient:
         self._counters = counters
         self._dialer = dialer
         self._lanes: dict[Lane, aiohttp.ClientSession] = {}
+        self._streams = StreamClient(node_id, swarm_id, keys, clock=clock, limits=limits, counters=counters)
 
     async def start(self) -> None:
         """Open both lanes."""
+        self._streams.start()
         if not self._lanes:
             self._lanes["probe"] = self._session(self._limits.probe_connections_per_host)
             self._lanes["bulk"] = self._session(self._limits.bulk_connections_per_host)
@@ -96,6 +74,7 @@ class HttpClient:
         """Close all connections."""
         lanes = tuple(self._lanes.values())
         self._lanes.clear()
+        self._streams.close()
         for session in lanes:
             await session.close()
 
@@ -120,18 +99,23 @@ class HttpClient:
             raise PeerUnreachableError(f"{to} isn't called: our transport is closed", sent=False)
         try:
             async with asyncio.timeout(deadline_s):
-                return await self._try_addresses(to, call, self._lanes[lane])
+                return await self._try_addresses(to, call, lane)
         except TimeoutError as error:
             raise PeerTimeoutError(f"{to} didn't answer {call.path} within {deadline_s:g} s") from error
 
-    async def _try_addresses(self, to: Address, call: Call, session: aiohttp.ClientSession) -> Answer:
+    async def _try_addresses(self, to: Address, call: Call, lane: Lane) -> Answer:
         broken: Exception | None = None
         for address in await self._dialer.addresses(to):
             try:
-                return await self._exchange(address, call, session)
-            except aiohttp.ClientConnectorError as error:
+                if lane == "bulk" and self._streams.offered(address):
+                    try:
+                        return await self._streams.call(address, call)
+                    except NoStreamsError:
+                        pass  # an older node, or something between us that knows no upgrades
+                return await self._exchange(address, call, self._lanes[lane])
+            except (NotConnectedError, aiohttp.ClientConnectorError) as error:
                 broken = error
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            except (ConnectionError, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 raise PeerUnreachableError(
                     f"the connection to {to} broke before an answer: {error}"
                 ) from error
@@ -182,9 +166,7 @@ class HttpClient:
                     text += chunk
         except (TimeoutError, aiohttp.ClientError, ConnectionError):
             pass  # the status alone says enough
-        words = text[: self._limits.max_refusal_bytes].decode("utf-8", "replace")
-        reason = "".join(c if c.isprintable() else " " for c in words)[:MAX_REASON_CHARS]
-        return PeerRefusedError(response.status, reason)
+        return refused(response.status, text[: self._limits.max_refusal_bytes])
 
     async def _answer(self, response: aiohttp.ClientResponse, call: Call, nonce: str) -> Answer:
         """Check and read an answer.
@@ -212,18 +194,9 @@ class HttpClient:
         try:
             meta = await body.meta(head.meta_nbytes)
             if head.vector_nbytes:
-                await body.vector_into(self._buffer(call, meta, head.vector_nbytes))
+                await body.vector_into(call.buffer(meta, head.vector_nbytes))
             else:
                 await body.end()
         finally:
             self._counters.received(call.target_id or head.sender, body.nbytes)
         return Answer(meta, head.vector_nbytes, head.sender)
-
-    @staticmethod
-    def _buffer(call: Call, meta: bytes, nbytes: int) -> memoryview:
-        out = call.into(meta, nbytes) if call.into is not None else None
-        if out is None:
-            raise WireError(f"the answer carries a vector of {nbytes} bytes that isn't wanted")
-        if out.nbytes != nbytes:
-            raise ValueError(f"the buffer holds {out.nbytes} bytes, the vector has {nbytes}")
-        return out.cast("B")

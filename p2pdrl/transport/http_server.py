@@ -1,4 +1,4 @@
-"""Answers peers: ``POST /p2p/<route>`` on the application that the node's port serves.
+"""Answers peers: ``POST /p2p/<route>`` on the node's port, and requests for streams.
 
 A request is judged from its header alone, in the order cheap to dear: Host and Origin,
 content type, protocol, swarm and target, sizes, MAC, freshness, rate. Only then its body is
@@ -19,10 +19,15 @@ from p2pdrl.transport.auth import ReplayGuard, SwarmKeys, new_nonce, parse_time
 from p2pdrl.transport.counters import TrafficCounters
 from p2pdrl.transport.guard import refuse_foreign
 from p2pdrl.transport.headers import CONTENT_TYPE, NO_TARGET, AnswerHead, RequestHead
+from p2pdrl.transport.incoming import BodyIncoming
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.pieces import BodyReader, OverlongError, body_chunks, body_nbytes, views_of
 from p2pdrl.transport.protocol import Refusal, Reply
 from p2pdrl.transport.routes import MAX_REASON_CHARS, Route, Routes, report_end, run_handler
+from p2pdrl.transport.stream_frames import STREAM_PATH, UPGRADE
+from p2pdrl.transport.stream_served import Shared
+from p2pdrl.transport.stream_server import StreamServer
+from p2pdrl.transport.watchdog import watched
 
 __all__ = ["PREFIX", "HttpServer"]
 
@@ -30,30 +35,6 @@ PREFIX = "/p2p/"
 """Where peer routes live."""
 
 _SMALL_BODY_BYTES = 65536
-
-
-class _HttpIncoming:
-    """A request over HTTP; the attributes are those of `Incoming`."""
-
-    def __init__(
-        self, head: RequestHead, route: str, meta: bytes, remote_host: str, body: BodyReader
-    ) -> None:
-        self.sender = head.sender
-        self.route = route
-        self.meta = meta
-        self.vector_nbytes = head.vector_nbytes
-        self.remote_host = remote_host
-        self._body: BodyReader | None = body
-
-    async def read_vector_into(self, out: memoryview) -> None:
-        """Read the vector; see `Incoming`."""
-        view = out.cast("B")
-        if self._body is None:
-            raise ValueError("the vector was read already")
-        if view.nbytes != self.vector_nbytes:
-            raise ValueError(f"the buffer holds {view.nbytes} bytes, the vector has {self.vector_nbytes}")
-        body, self._body = self._body, None
-        await body.vector_into(view)
 
 
 class HttpServer:
@@ -92,14 +73,26 @@ class HttpServer:
         self._allowed_hosts = allowed_hosts
         self._admission = Admission(limits, clock)
         self._replays = ReplayGuard(clock, limits.clock_skew_s, limits.max_nonces)
+        shared = Shared(
+            routes=self.routes,
+            admission=self._admission,
+            tell=self._tell,
+            clock=clock,
+            limits=limits,
+            counters=counters,
+        )
+        self._streams = StreamServer(node_id, keys, shared)
 
     def mount(self, app: web.Application) -> None:
         """Add the peer routes, for every method, to ``app``."""
         app.router.add_route("*", PREFIX + "{route:.*}", self.handle)
+        self._streams.mount(app)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request; never raises for anything that a peer did."""
         try:
+            if request.method == "GET" and request.raw_path == STREAM_PATH and "Upgrade" in request.headers:
+                return await self._stream(request)
             head, route = self._judge(request)
             with self._admission.slot(head.sender):
                 reply = await self._run(request, head, route)
@@ -109,8 +102,40 @@ class HttpServer:
         except ConnectionError:
             return web.Response(status=408)  # nobody is there to read it
 
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        """Judge a request for a stream, and serve the stream.
+
+        Raises:
+            Refusal: with the status of the abuse table.
+            ConnectionError: the caller went away.
+        """
+        head = self._head(request, "GET")
+        connection = watched(request)
+        if connection is None or self._limits.max_streams_per_peer == 0:
+            raise Refusal(404, "no streams are offered here: post your calls")
+        if request.headers["Upgrade"].lower() != UPGRADE:
+            raise Refusal(426, f"streams of {UPGRADE} only")
+        if request.can_read_body or head.meta_nbytes or head.vector_nbytes:
+            raise Refusal(413, "the request for a stream has no body")
+        self._check_proof(head)
+        with self._admission.slot(head.sender):
+            pass  # it counts as one request; its calls count by themselves
+        return await self._streams.serve(request, head, connection)
+
     def _judge(self, request: web.Request) -> tuple[RequestHead, Route]:
         """Decide from the header alone.
+
+        Raises:
+            Refusal: with the status of the abuse table.
+        """
+        head = self._head(request, "POST")
+        route = self.routes.find(request.match_info["route"])
+        self._check_size(request, head, route)
+        self._check_proof(head)
+        return head, route
+
+    def _head(self, request: web.Request, method: str) -> RequestHead:
+        """Read the header, and check everything that is cheap to check.
 
         Raises:
             Refusal: with the status of the abuse table.
@@ -118,21 +143,18 @@ class HttpServer:
         foreign = refuse_foreign(request, self._allowed_hosts(), own_origin_allowed=False)
         if foreign is not None:
             raise Refusal(403, foreign)
-        if request.method != "POST":
+        if request.method != method:
             raise Refusal(405, "peer routes take POST only")
         if request.headers.get("Content-Type") != CONTENT_TYPE:
             raise Refusal(415, f"peer routes take {CONTENT_TYPE} only")
         if "Content-Encoding" in request.headers:
             raise Refusal(415, "no Content-Encoding is accepted")
         try:
-            head = RequestHead.from_headers(request.raw_path, request.headers)
+            head = RequestHead.from_headers(request.raw_path, request.headers, method)
         except WireError as error:
             raise Refusal(400, str(error)) from error
         self._check_parties(head)
-        route = self.routes.find(request.match_info["route"])
-        self._check_size(request, head, route)
-        self._check_proof(head)
-        return head, route
+        return head
 
     def _check_parties(self, head: RequestHead) -> None:
         if head.protocol != PROTOCOL_VERSION:
@@ -181,7 +203,14 @@ class HttpServer:
             meta = await body.meta(head.meta_nbytes)
             if head.vector_nbytes == 0:
                 await body.end()
-            incoming = _HttpIncoming(head, route.name, meta, request.remote or "", body)
+            incoming = BodyIncoming(
+                sender=head.sender,
+                route=route.name,
+                meta=meta,
+                vector_nbytes=head.vector_nbytes,
+                remote_host=request.remote or "",
+                body=body,
+            )
             return await run_handler(route, incoming)
         except OverlongError as error:
             raise Refusal(413, str(error)) from error
@@ -241,11 +270,15 @@ class HttpServer:
             raise ConnectionResetError("the caller went away")
         transport.set_write_buffer_limits()
 
-    def _refuse(self, request: web.Request, refusal: Refusal) -> web.Response:
+    def _tell(self, refusal: Refusal, host: str) -> tuple[int, str]:
+        """Count a refusal; return status and reason as ``host`` is told."""
         self._counters.refused[refusal.status] += 1
-        status, reason = refusal.status, refusal.reason[:MAX_REASON_CHARS]
-        if status in (400, 401, 403) and not self._admission.tell_failure(request.remote or ""):
-            status, reason = 429, "too many bad requests from your address"
+        if refusal.status in (400, 401, 403) and not self._admission.tell_failure(host):
+            return 429, "too many bad requests from your address"
+        return refusal.status, refusal.reason[:MAX_REASON_CHARS]
+
+    def _refuse(self, request: web.Request, refusal: Refusal) -> web.Response:
+        status, reason = self._tell(refusal, request.remote or "")
         response = web.Response(status=status, text=reason)
         length = request.content_length
         if request.can_read_body and (length is None or length > _SMALL_BODY_BYTES):

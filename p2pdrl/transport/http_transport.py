@@ -18,9 +18,10 @@ from p2pdrl.clock import Clock
 from p2pdrl.transport.auth import SwarmKeys
 from p2pdrl.transport.counters import TrafficCounters
 from p2pdrl.transport.dial import Dialer, Resolve, system_resolve
-from p2pdrl.transport.http_client import Call, HttpClient
+from p2pdrl.transport.http_client import HttpClient
 from p2pdrl.transport.http_server import HttpServer
 from p2pdrl.transport.limits import TransportLimits
+from p2pdrl.transport.outgoing import Call
 from p2pdrl.transport.protocol import Address, Answer, Handler, Lane, VectorBuffer
 
 __all__ = ["HttpTransport"]

@@ -53,6 +53,9 @@ class TransportLimits:
         read_buffer_bytes: aiohttp's receive buffer; reading pauses at twice this.
         probe_connections_per_host: connections of the probe lane to one peer.
         bulk_connections_per_host: connections of the bulk lane to one peer.
+        max_streams_per_peer: streams that one peer may have open here; a further one takes the place of
+            the one idle for longest. 0 offers none, so that peers post their calls.
+        stream_retry_s: how long calls are posted to a peer that offered no stream.
         resolve_ttl_s: how long a resolved name is reused.
     """
 
@@ -80,4 +83,6 @@ class TransportLimits:
     read_buffer_bytes: int = 1 << 18
     probe_connections_per_host: int = 8
     bulk_connections_per_host: int = 4
+    max_streams_per_peer: int = 8
+    stream_retry_s: float = 60.0
     resolve_ttl_s: float = 10.0

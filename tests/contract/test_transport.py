@@ -7,6 +7,7 @@ import random
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.listener import Listener
 from p2pdrl.transport.memory import MemoryNetwork
-from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
+from p2pdrl.transport.protocol import Address, Answer, Incoming, Refusal, Reply, Transport
 
 ALICE, BOB = "a" * 32, "b" * 32
 MIB = 1 << 20
@@ -54,12 +55,20 @@ async def _memory() -> AsyncIterator[Pair]:
         await transport.close()
 
 
-async def _http(swarm_key: bytes | None) -> AsyncIterator[Pair]:
+class BulkTransport(HttpTransport):
+    """All calls take the bulk lane."""
+
+    async def call(self, *args: Any, **kwargs: Any) -> Answer:
+        return await super().call(*args, **{**kwargs, "lane": "bulk"})
+
+
+async def _http(swarm_key: bytes | None, *, streams: bool) -> AsyncIterator[Pair]:
     clock = SystemClock()
-    limits = TransportLimits(shutdown_grace_s=0.05)
-    alice = HttpTransport(ALICE, "default", swarm_key, clock=clock, limits=limits)
-    bob = HttpTransport(BOB, "default", swarm_key, clock=clock, limits=limits)
-    stranger = HttpTransport("c" * 32, "other", None, clock=clock, limits=limits)
+    limits = TransportLimits(shutdown_grace_s=0.05, max_streams_per_peer=8 if streams else 0)
+    kind = BulkTransport if streams else HttpTransport
+    alice = kind(ALICE, "default", swarm_key, clock=clock, limits=limits)
+    bob = kind(BOB, "default", swarm_key, clock=clock, limits=limits)
+    stranger = kind("c" * 32, "other", None, clock=clock, limits=limits)
     app = web.Application()
     bob.mount(app)
     listener = Listener(limits, clock, bob.counters)
@@ -76,12 +85,16 @@ async def _http(swarm_key: bytes | None) -> AsyncIterator[Pair]:
     assert listener.connections == 0
 
 
-@pytest.fixture(params=["memory", "http with key", "http without key"])
+@pytest.fixture(
+    params=["memory", "posts with key", "posts without key", "streams with key", "streams without key"]
+)
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     makers = {
         "memory": _memory,
-        "http with key": lambda: _http(b"the swarm's key"),
-        "http without key": lambda: _http(None),
+        "posts with key": lambda: _http(b"the swarm's key", streams=False),
+        "posts without key": lambda: _http(None, streams=False),
+        "streams with key": lambda: _http(b"the swarm's key", streams=True),
+        "streams without key": lambda: _http(None, streams=True),
     }
     async for made in makers[request.param]():
         yield made

@@ -1,0 +1,118 @@
+"""The serving half of streams: takes connections over from aiohttp.
+
+`http_server` judges the request for a stream as it judges a call and hands it over here. aiohttp goes
+on to hold the connection, deaf, as long as its handler runs, so that it counts and is closed with all
+others; a duplicate of its socket carries the frames.
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from p2pdrl.transport.auth import SwarmKeys, new_nonce
+from p2pdrl.transport.headers import AnswerHead, RequestHead
+from p2pdrl.transport.protocol import Refusal
+from p2pdrl.transport.stream_frames import UPGRADE
+from p2pdrl.transport.stream_served import ServedStream, Shared
+from p2pdrl.transport.watchdog import Watched
+
+__all__ = ["StreamServer"]
+
+
+class StreamServer:
+    """Every stream that peers have opened here.
+
+    Args:
+        node_id: our id.
+        keys: the swarm's keys; None without a key.
+        shared: what all streams share.
+    """
+
+    def __init__(self, node_id: str, keys: SwarmKeys | None, shared: Shared) -> None:
+        self._node_id = node_id
+        self._keys = keys
+        self._shared = shared
+        self._streams: dict[str, set[ServedStream]] = {}
+
+    def mount(self, app: web.Application) -> None:
+        """End streams in good order when ``app`` does."""
+
+        async def end(_: web.Application) -> None:
+            for stream in self._all():
+                stream.end()
+
+        async def abort(_: web.Application) -> None:
+            for stream in self._all():
+                stream.abort()
+
+        app.on_shutdown.append(end)
+        app.on_cleanup.append(abort)
+
+    def _all(self) -> tuple[ServedStream, ...]:
+        return tuple(stream for streams in self._streams.values() for stream in streams)
+
+    async def serve(self, request: web.Request, head: RequestHead, watched: Watched) -> web.StreamResponse:
+        """Take the connection of ``request`` over, and serve calls on it until it ends.
+
+        Raises:
+            Refusal: 429, the peer has too many streams.
+            ConnectionError: the caller went away.
+        """
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the caller went away")
+        self._make_room(head.sender)
+        answer = AnswerHead(sender=self._node_id, meta_nbytes=0, vector_nbytes=0, nonce=new_nonce())
+        if self._keys is not None:
+            answer = answer.sign(self._keys, head.nonce)
+        macs = self._keys.stream(head.nonce, answer.nonce) if self._keys is not None else (None, None)
+        transport.pause_reading()
+        sock = transport.get_extra_info("socket").dup()
+        sock.setblocking(False)
+        stream = ServedStream(self._shared, sock, head.sender, request.remote or "", macs)
+        self._streams.setdefault(head.sender, set()).add(stream)
+        watched.lend(stream)
+        try:
+            await stream.run(_hello(answer))
+        finally:
+            stream.abort()
+            streams = self._streams[head.sender]
+            streams.discard(stream)
+            if not streams:
+                del self._streams[head.sender]
+        return _Over()
+
+    def _make_room(self, peer: str) -> None:
+        """Close the peer's longest idle stream when it has too many.
+
+        Raises:
+            Refusal: 429, none is idle.
+        """
+        streams = self._streams.get(peer, ())
+        if len(streams) < self._shared.limits.max_streams_per_peer:
+            return
+        idle = [stream for stream in streams if not stream.busy]
+        if not idle:
+            raise Refusal(429, f"{len(streams)} of your streams are busy: wait for their answers")
+        min(idle, key=lambda stream: stream.idle_since_s).abort()
+
+
+def _hello(answer: AnswerHead) -> bytes:
+    """Return the HTTP answer with which a stream begins."""
+    headers = {"Connection": "Upgrade", "Upgrade": UPGRADE, **answer.to_headers()}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"HTTP/1.1 101 Switching Protocols\r\n{lines}\r\n".encode()
+
+
+class _Over(web.StreamResponse):
+    """What is left to aiohttp of a connection that was taken over: to close it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.force_close()
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Write nothing."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Write nothing."""

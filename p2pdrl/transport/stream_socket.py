@@ -1,0 +1,341 @@
+"""Moves bytes between a socket and the callers' memory, with few system calls and no copies.
+
+One reader and one writer at a time. The socket stays registered with the event loop: heads and short
+frames land in a small stage by one ``recv``; long vectors are received straight where they belong,
+and sent by ``sendmsg`` from where they are. asyncio's own transports copy what a partial send leaves,
+and its ``sock_recv_into`` registers the socket anew each time it has to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from p2pdrl.errors import PeerTimeoutError, WireError
+from p2pdrl.transport.limits import PIECE_BYTES
+from p2pdrl.transport.stream_frames import Filling
+
+if TYPE_CHECKING:
+    from p2pdrl.transport.stream_frames import Buffer
+
+__all__ = ["STAGE_BYTES", "StreamSocket"]
+
+STAGE_BYTES = 32768
+"""What is received before anybody says where it belongs; also the longest `StreamSocket.read`."""
+
+_TURN_BYTES = 2 * PIECE_BYTES
+"""Moved before the event loop gets its turn."""
+
+
+def _gone(error: OSError) -> ConnectionError:
+    """Return ``error`` as a broken connection: a ``TimeoutError`` of the kernel isn't one of ours."""
+    return error if isinstance(error, ConnectionError) else ConnectionResetError(str(error))
+
+
+class StreamSocket:
+    """A connected socket with one reader and one writer.
+
+    Everything raises ``ConnectionError`` once the connection is gone, and `WireError` once a piece was
+    found not to be authentic.
+
+    Args:
+        sock: connected, non-blocking; owned from now on.
+        arrived: told how many bytes came in, each time.
+
+    Attributes:
+        unsent_nbytes: bytes of the message being sent that the kernel hasn't taken.
+        sent_nbytes: bytes that the kernel took since the stream was made.
+    """
+
+    def __init__(self, sock: socket.socket, arrived: Callable[[int], None] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._arrived = arrived
+        self._stage = memoryview(bytearray(STAGE_BYTES))
+        self._from = self._to = 0
+        self._need = 0
+        self._filling: Filling | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[bool] | None = None
+        self._progress_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._batches: Iterator[list[Buffer]] = iter(())
+        self._batch: list[Buffer] = []
+        self._fault: Exception | None = None
+        self._listening = False
+        self._until_answered = False
+        self.unsent_nbytes = 0
+        self.sent_nbytes = 0
+        self._listen()
+
+    @property
+    def receiving(self) -> bool:
+        """Whether somebody waits for bytes."""
+        return self._reader is not None
+
+    @property
+    def open(self) -> bool:
+        """Whether the connection is up, as far as is known."""
+        return self._fault is None
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes that came and that nobody asked for yet."""
+        return self._to - self._from
+
+    def close(self, why: str = "the connection was closed") -> None:
+        """Close the socket; whoever waits gets a ``ConnectionError``."""
+        self._fail(ConnectionResetError(why))
+        if self._sock.fileno() >= 0:
+            self._mute()
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
+
+    async def read(self, nbytes: int, stall_s: float | None = None) -> bytes:
+        """Return the next ``nbytes`` (at most `STAGE_BYTES`).
+
+        Args:
+            nbytes: how many.
+            stall_s: seconds without a byte after which the peer counts as stalled; None for no bound.
+
+        Raises:
+            ConnectionError: the connection is gone.
+            PeerTimeoutError: nothing came for ``stall_s``.
+        """
+        if self._to - self._from < nbytes:
+            if STAGE_BYTES - self._from < nbytes:
+                self._to -= self._from
+                self._stage[: self._to] = self._stage[self._from : self._from + self._to]
+                self._from = 0
+            self._need = nbytes
+            await self._wait(stall_s)
+        data = self._stage[self._from : self._from + nbytes].tobytes()
+        self._used(nbytes)
+        return data
+
+    async def read_until(self, end: bytes, most: int) -> bytes:
+        """Return what comes up to and with ``end``.
+
+        Raises:
+            ConnectionError: the connection is gone.
+            WireError: there is no ``end`` within ``most`` bytes (at most `STAGE_BYTES`).
+        """
+        while True:
+            data = self._stage[self._from : self._to].tobytes()
+            at = data.find(end, 0, most)
+            if at >= 0:
+                return await self.read(at + len(end))
+            if len(data) >= most:
+                raise WireError(f"no whole header within {most} bytes")
+            self._need = len(data) + 1
+            await self._wait(None)
+
+    async def fill(self, filling: Filling, stall_s: float) -> None:
+        """Receive until ``filling`` is full.
+
+        Raises:
+            ConnectionError: the connection is gone.
+            PeerTimeoutError: nothing came for ``stall_s``.
+            WireError: a piece isn't authentic.
+        """
+        try:
+            self._used(filling.copy(self._stage[self._from : self._to]))
+        except WireError as error:
+            self._fail(error)
+            raise
+        if filling.full:
+            return
+        self._filling = filling
+        self._receive()  # the rest of a short vector is here already, most times
+        if not filling.full:
+            await self._wait(stall_s)
+        self._filling = None
+
+    async def send(
+        self, batches: Iterator[list[Buffer]], nbytes: int, *, until_answered: bool = False
+    ) -> bool:
+        """Hand a message to the kernel.
+
+        Args:
+            batches: lists of buffers, each list for one system call.
+            nbytes: length of the whole message.
+            until_answered: stop when the peer speaks before it has everything.
+
+        Returns:
+            Whether everything was handed over.
+
+        Raises:
+            ConnectionError: the connection is gone.
+        """
+        if self._fault is not None:
+            raise self._fault
+        self._batches, self._batch, self.unsent_nbytes = batches, [], nbytes
+        self._until_answered = until_answered
+        try:
+            if self._push():
+                return True
+            if until_answered and self._to > self._from:
+                return False
+            self._writer = self._loop.create_future()
+            self._loop.add_writer(self._sock, self._writable)
+            return await self._writer
+        except OSError as error:
+            if until_answered and self._fault is None:
+                self._receive()  # the peer may have said why it hung up
+                if self._to > self._from:
+                    return False
+            self._fail(_gone(error))
+            raise _gone(error) from error
+        finally:
+            if self._writer is not None and self._sock.fileno() >= 0:
+                self._loop.remove_writer(self._sock)
+            self._writer = None
+            self._batches, self._batch, self.unsent_nbytes = iter(()), [], 0
+
+    def check(self) -> None:
+        """Look at the connection now.
+
+        Raises:
+            ConnectionError: it is gone.
+        """
+        if self._fault is None and self._to < STAGE_BYTES:
+            self._receive()
+        if self._fault is not None:
+            raise self._fault
+
+    async def _wait(self, stall_s: float | None) -> None:
+        """Wait until what the reader asked for has come."""
+        if self._fault is not None:
+            self._need, self._filling = 0, None
+            raise self._fault
+        self._listen()
+        self._reader = self._loop.create_future()
+        if stall_s is not None:
+            self._progress_s = self._loop.time()
+            self._timer = self._loop.call_later(stall_s, self._stalled, stall_s)
+        try:
+            await self._reader
+        finally:
+            self._reader, self._filling, self._need = None, None, 0
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _stalled(self, stall_s: float) -> None:
+        quiet_s = self._loop.time() - self._progress_s
+        if quiet_s < stall_s:
+            self._timer = self._loop.call_later(stall_s - quiet_s, self._stalled, stall_s)
+        elif self._reader is not None and not self._reader.done():
+            self._reader.set_exception(PeerTimeoutError(f"no byte came for {stall_s:g} s"))
+
+    def _listen(self) -> None:
+        if not self._listening and self._fault is None:
+            self._loop.add_reader(self._sock, self._readable)
+            self._listening = True
+
+    def _mute(self) -> None:
+        if self._listening:
+            self._loop.remove_reader(self._sock)
+            self._listening = False
+
+    def _used(self, nbytes: int) -> None:
+        self._from += nbytes
+        if self._from == self._to:
+            self._from = self._to = 0
+
+    def _readable(self) -> None:
+        if self._filling is None and self._to == STAGE_BYTES:
+            self._mute()  # until somebody asks for more
+            return
+        self._receive()
+        reader, filling = self._reader, self._filling
+        if reader is not None and not reader.done():
+            if filling.full if filling is not None else self._to - self._from >= self._need:
+                reader.set_result(None)
+        elif self._writer is not None and not self._writer.done() and self._until_answered:
+            self._writer.set_result(False)
+
+    def _receive(self) -> None:
+        """Take what the kernel has, for one turn."""
+        turn = _TURN_BYTES
+        filling = self._filling
+        try:
+            if filling is None:
+                got = self._sock.recv_into(self._stage[self._to :])
+                self._to += got
+                self._came(got)
+                return
+            while turn > 0 and not filling.full:
+                room = filling.room()
+                got = self._sock.recv_into(room[0]) if len(room) == 1 else self._sock.recvmsg_into(room)[0]
+                self._came(got)
+                filling.took(got)
+                turn -= got
+                if got < len(room[0]):
+                    return  # the kernel has no more
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._fail(_gone(error))
+        except WireError as error:
+            self._fail(error)
+
+    def _came(self, nbytes: int) -> None:
+        if nbytes == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        self._progress_s = self._loop.time()
+        if self._arrived is not None:
+            self._arrived(nbytes)
+
+    def _writable(self) -> None:
+        writer = self._writer
+        if writer is None or writer.done():
+            return
+        try:
+            if self._push():
+                writer.set_result(True)
+        except Exception as error:  # noqa: BLE001 - handed to whoever sends
+            writer.set_exception(error)
+
+    def _push(self) -> bool:
+        """Give the kernel what it takes, for one turn; tell whether that was all."""
+        turn = _TURN_BYTES
+        while True:
+            if not self._batch:
+                batch = next(self._batches, None)
+                if batch is None:
+                    return True
+                self._batch = batch
+            if turn <= 0:
+                return False
+            try:
+                sent = self._sock.sendmsg(self._batch)
+            except (BlockingIOError, InterruptedError):
+                return False
+            turn -= sent
+            self.sent_nbytes += sent
+            self.unsent_nbytes -= sent
+            self._drop(sent)
+
+    def _drop(self, nbytes: int) -> None:
+        """Forget the first ``nbytes`` of the batch."""
+        batch = self._batch
+        for index, buffer in enumerate(batch):
+            if nbytes < len(buffer):
+                self._batch = [memoryview(buffer)[nbytes:], *batch[index + 1 :]]
+                return
+            nbytes -= len(buffer)
+        self._batch = []
+
+    def _fail(self, error: Exception) -> None:
+        """The connection is of no more use."""
+        if self._fault is None:
+            self._fault = error
+        if self._sock.fileno() >= 0:
+            self._mute()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_exception(self._fault)
+        if self._writer is not None and not self._writer.done():
+            self._writer.set_exception(self._fault)
