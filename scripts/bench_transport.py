@@ -1,10 +1,10 @@
 """Measure how fast vectors move between two processes over loopback.
 
 Each round times, one after another, a raw socket (sendall, recv_into) and `HttpTransport` with
-and without a swarm key, both ways, so that what else the machine does falls on all of them
-alike. Printed are the medians of MB/s and wall time, the mean CPU time of both processes together,
-and the longest time for which the caller's event loop served nobody else. Then the MACs that
-were considered for pieces of 1 MiB.
+and without a swarm key, by streams and by posts, both ways, so that what else the machine does falls
+on all of them alike. Printed are the medians of MB/s and wall time, the mean CPU time of both
+processes together, and the longest time for which the caller's event loop served nobody else. Then
+calls with short vectors both ways, and the MACs that were considered for pieces of 1 MiB.
 
     python scripts/bench_transport.py --rounds 15 --megabytes 40
 """
@@ -38,7 +38,15 @@ from p2pdrl.transport.protocol import Address, Incoming, Reply
 
 KEY = b"bench"
 CALLER, CALLEE = "a" * 32, "b" * 32
-LIMITS = TransportLimits(requests_burst=1e6)
+LIMITS = TransportLimits(requests_per_s=1e6, requests_burst=1e6)
+WITHOUT_STREAMS = TransportLimits(requests_per_s=1e6, requests_burst=1e6, max_streams_per_peer=0)
+KINDS = {
+    "streams": (None, LIMITS),
+    "streams with key": (KEY, LIMITS),
+    "posts": (None, WITHOUT_STREAMS),
+    "posts with key": (KEY, WITHOUT_STREAMS),
+}
+SHORT_NBYTES = (0, 4_000, 100_000, 400_000)
 
 
 def serve_raw(nbytes: int) -> int:
@@ -61,10 +69,10 @@ def serve_raw(nbytes: int) -> int:
     return int(listening.getsockname()[1])
 
 
-async def serve_http(nbytes: int, key: bytes | None) -> int:
-    """Serve ``take`` and ``give``; return the port."""
+async def serve_http(nbytes: int, key: bytes | None, limits: TransportLimits) -> int:
+    """Serve ``take``, ``give`` and ``echo``; return the port."""
     buffer = np.zeros(nbytes // 4, np.float32)
-    transport = HttpTransport(CALLEE, "bench", key, clock=SystemClock(), limits=LIMITS)
+    transport = HttpTransport(CALLEE, "bench", key, clock=SystemClock(), limits=limits)
 
     async def take(incoming: Incoming) -> Reply:
         await incoming.read_vector_into(memoryview(buffer))
@@ -73,17 +81,25 @@ async def serve_http(nbytes: int, key: bytes | None) -> int:
     async def give(_: Incoming) -> Reply:
         return Reply(b"", memoryview(buffer))
 
+    async def echo(incoming: Incoming) -> Reply:
+        size = incoming.vector_nbytes // 4
+        if not size:
+            return Reply(b"")
+        await incoming.read_vector_into(memoryview(buffer[:size]))
+        return Reply(b"", memoryview(buffer[:size]))
+
+    transport.serve("echo", echo, max_vector_bytes=nbytes)
     transport.serve("take", take, max_vector_bytes=nbytes)
     transport.serve("give", give)
     app = web.Application()
     transport.mount(app)
-    listener = Listener(LIMITS, SystemClock(), transport.counters)
+    listener = Listener(limits, SystemClock(), transport.counters)
     return (await listener.listen(app, "127.0.0.1", 0)).port
 
 
 async def serve(nbytes: int) -> None:
-    """The child process: print the three ports, then serve until standard input ends."""
-    ports = [serve_raw(nbytes), await serve_http(nbytes, KEY), await serve_http(nbytes, None)]
+    """The child process: print the ports, then serve until standard input ends."""
+    ports = [serve_raw(nbytes), *[await serve_http(nbytes, *kind) for kind in KINDS.values()]]
     print(*ports, flush=True)
     await asyncio.to_thread(sys.stdin.read)
 
@@ -149,7 +165,7 @@ async def measure(nbytes: int, rounds: int) -> None:
     raw = socket.create_connection(("127.0.0.1", raw_port))
     watch = Stopwatch(child.pid)
     transports: dict[str, tuple[HttpTransport, Address]] = {}
-    for (name, key), port in zip({"with key": KEY, "without key": None}.items(), http_ports, strict=True):
+    for (name, (key, _)), port in zip(KINDS.items(), http_ports, strict=True):
         transport = HttpTransport(CALLER, "bench", key, clock=SystemClock(), limits=LIMITS)
         await transport.start()
         transports[name] = (transport, Address("127.0.0.1", port))
@@ -167,12 +183,13 @@ async def measure(nbytes: int, rounds: int) -> None:
             raw.sendall(vector)
             raw.recv(1)
         for name, (transport, to) in transports.items():
-            with watch.timed(f"http {name}, sent"):
+            with watch.timed(f"{name}, sent"):
                 await send(transport, to)
-            with watch.timed(f"http {name}, fetched"):
+            with watch.timed(f"{name}, fetched"):
                 await fetch(transport, to)
-            await watch.watch(f"http {name}, sent", send(transport, to))
-            await watch.watch(f"http {name}, fetched", fetch(transport, to))
+            await watch.watch(f"{name}, sent", send(transport, to))
+            await watch.watch(f"{name}, fetched", fetch(transport, to))
+    short = await measure_short(transports, child.pid, rounds)
     for transport, _ in transports.values():
         await transport.close()
     raw.close()
@@ -180,6 +197,30 @@ async def measure(nbytes: int, rounds: int) -> None:
     child.wait()
     print(f"{nbytes / 1e6:g} MB float32 over loopback, medians of {rounds} rounds, {os.cpu_count()} cores")
     watch.report(nbytes)
+    print("\n".join(("", "calls with short vectors both ways", *short)))
+
+
+async def measure_short(
+    transports: dict[str, tuple[HttpTransport, Address]], child_pid: int, rounds: int
+) -> list[str]:
+    """Return a table of calls that are mostly overhead."""
+    calls, lines = 40, [f"{'':28}{'bytes':>8}{'wall us':>10}{'CPU us':>9}"]
+    for nbytes in SHORT_NBYTES:
+        vector = memoryview(np.zeros(nbytes // 4, np.float32)) if nbytes else None
+        out = memoryview(np.zeros(nbytes // 4, np.float32))
+        watch = Stopwatch(child_pid)
+        for _ in range(rounds + 1):
+            for name, (transport, to) in transports.items():
+                with watch.timed(name):
+                    for _ in range(calls):
+                        await transport.call(
+                            to, CALLEE, "echo", b"", vector=vector, into=lambda _m, _n: out,  # noqa: B023
+                            deadline_s=60, lane="bulk",
+                        )  # fmt: skip
+        for name in transports:
+            wall_s, cpu_s = statistics.median(watch.wall[name][1:]), statistics.mean(watch.cpu[name][1:])
+            lines.append(f"{name:28}{nbytes:8}{wall_s / calls * 1e6:10.0f}{cpu_s / calls * 1e6:9.0f}")
+    return lines
 
 
 def measure_macs() -> None:
