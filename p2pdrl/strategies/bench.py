@@ -66,7 +66,7 @@ class Bench:
             except PeerTimeoutError as error:
                 self._swarm.tell("servers", str(error), warning=True)
             else:
-                self._holdings.branch = f"{term.key.generation}/{term.key.proposer[:8]}"
+                self._holdings.branch = f"{term.key.generation}/{term.key.proposer[-12:]}"
                 return versions
             await asyncio.sleep(RETRY_S)
 

@@ -104,7 +104,6 @@ class SyncDesk:
 
     async def _step(self, sender: str, head: Push, parcel: Parcel) -> Given:
         async def fill(out: Float32Array) -> None:
-            self._begun.set()
             try:
                 async with self._inbox.received(parcel, whole=False) as data:
                     await self._inbox.decode(sender, data, out, whole=False)
@@ -113,6 +112,7 @@ class SyncDesk:
                 self._poisoned.add((head.number, sender))
                 refused.append(sender)
             self._attendance.note(head.number, sender)
+            self._begun.set()
 
         refused: list[str] = []
         gathered = await self._contribute(sender, head, head.weight, fill)

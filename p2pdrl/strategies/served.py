@@ -25,6 +25,7 @@ from p2pdrl.strategies.group_view import ViewKey
 from p2pdrl.strategies.holdings import Holdings
 from p2pdrl.strategies.judgement import Summary
 from p2pdrl.strategies.office import Office
+from p2pdrl.strategies.posts import Posts
 from p2pdrl.strategies.protocol import Context
 from p2pdrl.strategies.server_messages import Pull, Push, ShardRequest
 from p2pdrl.strategies.serving import Note, make_plan, read_note
@@ -66,6 +67,7 @@ class ServedStrategy(ABC):
         self._holdings = Holdings(context.size)
         self._stopped = asyncio.Event()
         self._stop_s = 0.0
+        self._posts = Posts(context.learner, self._stopped)
         self._task: asyncio.Task[None] | None = None
         self._tally = Tally(context.swarm)
         self._office = Office(
@@ -129,6 +131,7 @@ class ServedStrategy(ABC):
             for task in late:
                 task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        await self._posts.close()
         await self._group.stop()
         self._holdings.clear()
 

@@ -13,7 +13,7 @@ slice of the parameters along; nobody waits for anybody else. Servers step as gr
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from p2pdrl.config.strategy import Mode, ServerAsyncConfig
@@ -32,6 +32,10 @@ from p2pdrl.strategies.term import Term
 __all__ = ["ServerAsyncStrategy"]
 
 SETS_REMEMBERED = 64
+LOST_CALLS = 2
+"""So many refused or broken connections in a row, and a server is doubted."""
+LOST_TIMEOUTS = 3
+"""The same for calls that ran out of time; the group's own pings find who is frozen."""
 
 
 class ServerAsyncStrategy(ServedStrategy):
@@ -55,6 +59,8 @@ class ServerAsyncStrategy(ServedStrategy):
         """Policy version and shards' versions of what was put on the board, the latest last."""
         self._taking = asyncio.Lock()
         self._pushes = 0
+        self._lost: Counter[str] = Counter()
+        """Calls that failed in a row, by server."""
 
     def _open_desk(self, term: Term, shard: Shard, options: DeskOptions) -> Desk:
         return AsyncDesk(shard, self._config, options, seed=term.plan.seed)
@@ -75,9 +81,9 @@ class ServerAsyncStrategy(ServedStrategy):
         """Push one gradient after the other."""
         deadline = CallDeadline(self._config.deadline_s)
         while not self._stopped.is_set():
-            post = await self._or_stop(self._learner.next_post())
+            post = await self._posts.next()
             if post is None:
-                return
+                continue
             try:
                 await self._push(courier, post, deadline)
             except asyncio.CancelledError:
@@ -171,11 +177,14 @@ class ServerAsyncStrategy(ServedStrategy):
                 deadline_s=deadline.seconds,
             )
             word = part.given.outcome
+            del self._lost[server]
             return part
         except PoisonedPushError:
             word = "poisoned"
         except (PeerTimeoutError, PeerUnreachableError) as error:
-            courier.term.doubt(server, str(error))
+            in_a_row = self._lost[server] = self._lost[server] + 1
+            if in_a_row >= (LOST_TIMEOUTS if isinstance(error, PeerTimeoutError) else LOST_CALLS):
+                courier.term.doubt(server, str(error))
         except TransportError:
             pass
         finally:

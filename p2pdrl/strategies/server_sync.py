@@ -83,29 +83,19 @@ class ServerSyncStrategy(ServedStrategy):
 
     async def _next_post(self, courier: Courier) -> None:
         """Wait for the learner; when it takes long, follow the rounds that go on without it."""
-        waiting = asyncio.ensure_future(self._learner.next_post())
-        stopped = asyncio.ensure_future(self._stopped.wait())
-        following: asyncio.Future[None] | None = None
         began_s = self._clock.monotonic()
         limit_s = self._posts_patience.deadline_s if self._posted_once else FIRST_POST_S
-        try:
-            await asyncio.wait(
-                [waiting, stopped],
-                timeout=min(limit_s, self._config.deadline_s),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if not waiting.done() and not stopped.done():
-                following = asyncio.ensure_future(self._follow(courier))
-                await asyncio.wait([waiting, stopped, following], return_when=asyncio.FIRST_COMPLETED)
-                if following.done():
-                    following.result()
-        finally:
-            for one in (waiting, stopped, following):
-                if one is not None and not one.done():
-                    one.cancel()
-                    await asyncio.gather(one, return_exceptions=True)
-            if waiting.done() and not waiting.cancelled():
-                self._post = waiting.result()
+        self._post = await self._posts.next(min(limit_s, self._config.deadline_s))
+        if self._post is None and not self._stopped.is_set():
+            following = asyncio.create_task(self._follow(courier), name="follow")
+            try:
+                while self._post is None and not following.done() and not self._stopped.is_set():
+                    self._post = await self._posts.next(LEAST_POST_S)
+            finally:
+                following.cancel()
+                await asyncio.wait([following])
+            if not following.cancelled():
+                following.result()
         if self._post is not None:
             self._posted_once = True
             self._posts_patience.observe(self._clock.monotonic() - began_s)
