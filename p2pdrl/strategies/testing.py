@@ -31,6 +31,7 @@ from p2pdrl.transport.protocol import Address, Incoming, Reply
 __all__ = ["FakeLearner", "FakeSwarm", "LoopClock", "SimNode", "SimSwarm"]
 
 Gradient = Callable[[Float32Array], Float32Array]
+Step = Callable[[Float32Array, Float32Array], Float32Array]
 
 
 class LoopClock:
@@ -134,6 +135,7 @@ class FakeLearner:
         learning_rate: of its own steps, and told to servers.
         samples: behind each gradient.
         period_s: time that one gradient takes.
+        step: gives the next vector from vector and gradient; None is plain gradient descent.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class FakeLearner:
         learning_rate: float = 0.1,
         samples: int = 1,
         period_s: float = 0.01,
+        step: Step | None = None,
     ) -> None:
         spec = BoardSpec(Layout((Entry("x", (start.size,)),)))
         self._region = SharedRegion.create(spec.nbytes, "learner")
@@ -157,6 +160,7 @@ class FakeLearner:
         self.learning_rate = learning_rate
         self.samples = samples
         self.period_s = period_s
+        self.step = step if step is not None else self._descend
         self.updates = 0
         self.waited_s = 0.0
         self.history: list[Float32Array] = []
@@ -193,7 +197,7 @@ class FakeLearner:
         if self.regime.sends == "gradients":
             await self._send(gradient)
         else:
-            self.x = self.x - np.float32(self.learning_rate) * gradient
+            self.x = self.step(self.x, gradient)
         self.version += 1
         self.updates += 1
         self.publish()
@@ -220,9 +224,15 @@ class FakeLearner:
                 gradient = post.vector.copy()
             elif kind == "add" and post.vector is not None:
                 gradient = gradient + post.vector
+            elif kind == "set":
+                self.absorb()
+                return
         if self.regime.steps:
-            self.x = self.x - np.float32(self.learning_rate) * gradient
+            self.x = self.step(self.x, gradient)
         self.absorb()
+
+    def _descend(self, x: Float32Array, gradient: Float32Array) -> Float32Array:
+        return x - np.float32(self.learning_rate) * gradient
 
     def _late(self, post: Post, done: asyncio.Future[AnswerKind]) -> None:
         del self._answers[post.number]
@@ -409,6 +419,8 @@ class SimSwarm:
     async def kill(self, node: SimNode) -> None:
         """Let a node die; the others learn of it after ``detect_s``."""
         node.vanish()
+        for other in self.nodes:
+            self.network.cut(node.id, other.id)
         await node.transport.close()
         await node.strategy.stop(0.0)
         asyncio.get_running_loop().call_later(self.detect_s, self.introduce)
