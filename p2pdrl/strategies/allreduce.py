@@ -201,14 +201,18 @@ class ViewAverager:
         if part.vector is not None:
             encoded = await heavy(4 * piece.size, lambda: self._memory.writer.encode(piece.span))
         ask = Ask("part", self.view.key, number, part.weight, part.policy_version)
-        clock, pause_s = self._context.clock, RETRY_S[0]
+        clock, pause_s, broken = self._context.clock, RETRY_S[0], False
         late_s = clock.monotonic() + self._config.deadline_s
         while True:
             try:
                 head = await self._call(piece, ask, encoded, result)
                 self._waiting.discard(piece.owner)
                 return head
-            except (PeerUnreachableError, PeerTimeoutError) as error:
+            except PeerUnreachableError as error:
+                if broken or not error.sent:
+                    self._group.doubt(piece.owner, str(error))
+                broken = True  # a connection may break by itself; the next call tells
+            except PeerTimeoutError as error:
                 self._group.doubt(piece.owner, str(error))
             except PoisonedVectorError as error:
                 self._context.swarm.strike(piece.owner, str(error))

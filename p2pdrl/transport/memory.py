@@ -245,6 +245,7 @@ class MemoryTransport:
     ) -> None:
         """Carry one request over and its answer back."""
         network = self._network
+        await network.until_thawed(self.node_id)
         if not await network.travel(self.node_id, peer.node_id):
             return
         await network.until_thawed(peer.node_id)
