@@ -6,10 +6,11 @@ import asyncio
 
 import numpy as np
 import pytest
-from .graphs import SIZE, Crowd
 
 from p2pdrl.config.strategy import DsgdConfig
 from p2pdrl.strategies.topology import matrix
+
+from .graphs import SIZE, Crowd
 
 pytestmark = pytest.mark.looptime
 
