@@ -192,7 +192,7 @@ class Proposer:
             if wanted == members or (set(members) < set(wanted) and not calm):
                 return None
         present = self._member.acknowledged
-        if self._roster.awaited(() if present is None else present.members, now_s):
+        if self._roster.must_wait(() if present is None else present.members, now_s):
             return None
         return wanted
 

@@ -140,7 +140,7 @@ class Roster:
             peer for peer, standing in self._standings.items() if standing.fit and self._rested(peer, now_s)
         }
 
-    def awaited(self, members: Iterable[str], now_s: float) -> bool:
+    def must_wait(self, members: Iterable[str], now_s: float) -> bool:
         """Tell whether somebody is worth waiting for before a view is proposed.
 
         That is who hasn't answered at all, for `gather_s`; and members of the present view that still

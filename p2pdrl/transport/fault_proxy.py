@@ -98,11 +98,18 @@ class Flow:
         """How much later the next bytes come."""
         return self.delay_s + self._rng.uniform(0.0, self.jitter_s)
 
-    def reserve_s(self, nbytes: int, now_s: float) -> float:
-        """When ``nbytes`` have passed the link, which they begin to do as soon as it is free."""
+    def reserve_s(self, nbytes: int, ready_s: float, now_s: float) -> float:
+        """When ``nbytes`` have passed the link.
+
+        Args:
+            nbytes: how many.
+            ready_s: when they came to it. They begin to pass then, or when the link is free, so that what
+                waits in line loses no time; but after a stall no more than a moment is made up for.
+            now_s: monotonic time.
+        """
         if self.bytes_per_s <= 0:
             return now_s
-        self._free_s = max(now_s, self._free_s) + nbytes / self.bytes_per_s
+        self._free_s = max(ready_s, self._free_s, now_s - 5 * SMOOTH_S) + nbytes / self.bytes_per_s
         return self._free_s
 
 
@@ -294,7 +301,7 @@ class _Link:
         while True:
             due_s, data = await queue.get()
             await asyncio.sleep(due_s - loop.time())
-            await asyncio.sleep(flow.reserve_s(len(data), loop.time()) - loop.time())
+            await asyncio.sleep(flow.reserve_s(len(data), due_s, loop.time()) - loop.time())
             await flow.until_open()
             if flow.lost:
                 self.broken = True
