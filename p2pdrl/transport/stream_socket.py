@@ -37,8 +37,7 @@ def _gone(error: OSError) -> ConnectionError:
 class StreamSocket:
     """A connected socket with one reader and one writer.
 
-    Everything raises ``ConnectionError`` once the connection is gone, and `WireError` once a piece was
-    found not to be authentic.
+    Everything raises ``ConnectionError`` once the connection is gone.
 
     Args:
         sock: connected, non-blocking; owned from now on.
@@ -140,18 +139,17 @@ class StreamSocket:
             PeerTimeoutError: nothing came for ``stall_s``.
             WireError: a piece isn't authentic.
         """
-        try:
-            self._used(filling.copy(self._stage[self._from : self._to]))
-        except WireError as error:
-            self._fail(error)
-            raise
+        self._used(filling.copy(self._stage[self._from : self._to]))
         if filling.full:
             return
         self._filling = filling
-        self._receive()  # the rest of a short vector is here already, most times
-        if not filling.full:
-            await self._wait(stall_s)
-        self._filling = None
+        try:
+            if self._fault is None:
+                self._receive()  # the rest of a short vector is here already, most times
+            if not filling.full:
+                await self._wait(stall_s)
+        finally:
+            self._filling = None
 
     async def send(
         self, batches: Iterator[list[Buffer]], nbytes: int, *, until_answered: bool = False
@@ -208,7 +206,7 @@ class StreamSocket:
     async def _wait(self, stall_s: float | None) -> None:
         """Wait until what the reader asked for has come."""
         if self._fault is not None:
-            self._need, self._filling = 0, None
+            self._need = 0
             raise self._fault
         self._listen()
         self._reader = self._loop.create_future()
@@ -218,7 +216,7 @@ class StreamSocket:
         try:
             await self._reader
         finally:
-            self._reader, self._filling, self._need = None, None, 0
+            self._reader, self._need = None, 0
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
@@ -249,7 +247,11 @@ class StreamSocket:
         if self._filling is None and self._to == STAGE_BYTES:
             self._mute()  # until somebody asks for more
             return
-        self._receive()
+        try:
+            self._receive()
+        except WireError as error:
+            if self._reader is not None and not self._reader.done():
+                self._reader.set_exception(error)
         reader, filling = self._reader, self._filling
         if reader is not None and not reader.done():
             if filling.full if filling is not None else self._to - self._from >= self._need:
@@ -258,7 +260,7 @@ class StreamSocket:
             self._writer.set_result(False)
 
     def _receive(self) -> None:
-        """Take what the kernel has, for one turn."""
+        """Take what the kernel has, for one turn; raises `WireError` only for a filling."""
         turn = _TURN_BYTES
         filling = self._filling
         try:
@@ -279,8 +281,6 @@ class StreamSocket:
             return
         except OSError as error:
             self._fail(_gone(error))
-        except WireError as error:
-            self._fail(error)
 
     def _came(self, nbytes: int) -> None:
         if nbytes == 0:
