@@ -15,41 +15,69 @@ from p2pdrl.strategies.patience import Patience
 
 __all__ = ["CallDeadline", "outcome_of"]
 
-MAX_DOUBLINGS = 6
+FIRST_S = 1.0
+"""Deadline before anybody answered: who waits long for a lost answer is engaged for all others."""
+LEAST_S = 0.25
+FEW = 4
+"""Calls that went well below which the longest of them, times `FEW_MARGIN`, is the measure."""
+FEW_MARGIN = 4.0
+ANSWER_MARGIN = 8.0
+"""On the time of a mere answer, which carried no vector."""
+PATIENT_EVERY = 4
+"""Of calls in a row that nobody answered, each so many-th is waited for as long as may be."""
 
 
 class CallDeadline:
     """A deadline for calls that follows the calls that went well.
 
-    Each call in a row that ran out of time doubles it, up to ``most_s``: or a network that became slow at
-    once would never be waited for again.
+    Before there are some, the time in which peers answer at all is the measure. After three calls in a row
+    that nobody answered the next is given all of ``most_s``: a network that became slow at once is found
+    out so. To wait longer and longer instead is a trap where messages are lost: nodes that wait are engaged
+    for each other, so that hardly a call goes well, and the waits never end.
 
     Args:
         most_s: never wait longer.
     """
 
     def __init__(self, most_s: float) -> None:
-        self._patience = Patience(most_s)
-        self._in_a_row = 0
+        self._patience = Patience(most_s, least_s=LEAST_S)
+        self._in_vain = 0
+        self._good: list[float] = []
+        self._answered_s: float | None = None
 
     @property
     def seconds(self) -> float:
         """How long the next call may take."""
-        patience = self._patience
-        return min(patience.deadline_s * 2.0**self._in_a_row, patience.most_s)
+        most_s = self._patience.most_s
+        patient = self._in_vain % PATIENT_EVERY == PATIENT_EVERY - 1
+        return most_s if patient else min(self._base_s(), most_s)
 
     def note(self, outcome: str, seconds: float) -> None:
         """Note how a call ended, and how long it took.
 
         Args:
-            outcome: ``ok``, ``timeout``, or another word, which says nothing about time.
+            outcome: ``ok``, ``timeout``, ``busy`` or ``refused``; another word says nothing about time.
             seconds: how long it took.
         """
+        if outcome == "timeout":
+            self._in_vain += 1
+        elif outcome in ("ok", "busy", "refused"):
+            self._in_vain = 0
         if outcome == "ok":
             self._patience.observe(seconds)
-            self._in_a_row = 0
-        elif outcome == "timeout":
-            self._in_a_row = min(self._in_a_row + 1, MAX_DOUBLINGS)
+            if len(self._good) < FEW:
+                self._good.append(seconds)
+        elif outcome in ("busy", "refused"):
+            self._answered_s = max(self._answered_s or 0.0, seconds)
+
+    def _base_s(self) -> float:
+        if len(self._good) >= FEW:
+            return self._patience.deadline_s
+        if self._good:
+            return max(FEW_MARGIN * max(self._good), LEAST_S)
+        if self._answered_s is not None:
+            return max(ANSWER_MARGIN * self._answered_s, LEAST_S)
+        return FIRST_S
 
 
 def outcome_of(error: P2PDRLError) -> str:

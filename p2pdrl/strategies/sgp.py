@@ -154,7 +154,10 @@ class SgpStrategy:
         self._core.began(now_s)
         buffer = self._outbox.buffer()
         async with self._books:
-            parcel = self._sum.send(peer, self._config.share) if await self._read() else None
+            readable = await self._read()
+            parcel = self._sum.send(peer, self._config.share) if readable else None
+            if not readable:
+                self._tally.ended(RoundReport("failed", error="our own parameters are unusable"))
             if parcel is None:
                 self._outbox.give_back(buffer)
                 return None
