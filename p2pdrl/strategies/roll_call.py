@@ -73,7 +73,9 @@ class RollCall:
         task, self._task, self._timer = self._task, None, None
         if task is not None:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.result()  # raises: it never ends by itself but by a bug
 
     def _begin_to_ask(self) -> None:
         self._task = asyncio.create_task(self._ask_all(), name="roll-call")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 
 import numpy as np
@@ -69,7 +70,7 @@ def now() -> float:
 def stall_s(node, since_s=0.0) -> float:
     """Longest time between two updates of ``node`` after ``since_s``, up to now."""
     times = [since_s, *(t for t in node.times if t > since_s), now()]
-    return max(b - a for a, b in zip(times, times[1:], strict=False))
+    return max(b - a for a, b in itertools.pairwise(times))
 
 
 def shared(nodes, last=10) -> int:

@@ -79,7 +79,7 @@ async def test_parameters_are_agreed_on_from_the_first_round():
 
 async def test_the_mean_is_kept():
     """Without steps in between (gradient zero) no round moves the mean."""
-    async with Bowls(PARAMETERS, gradient=lambda x: np.zeros_like(x)) as bowls:
+    async with Bowls(PARAMETERS, gradient=np.zeros_like) as bowls:
         before = np.mean([node.learner.x for node in bowls.nodes], axis=0, dtype=np.float64)
         await bowls.start(40)
         await asyncio.gather(*(node.trained() for node in bowls.nodes))
@@ -450,7 +450,8 @@ async def test_a_learner_whose_gradient_is_nan_spoils_nobodys():
         await asyncio.sleep(3)
         assert together(bowls.nodes)
         assert all(np.isfinite(node.learner.x).all() for node in bowls.nodes)
-        assert ("poisoned" in dict(bad.swarm.told)) and not any(node.swarm.strikes for node in bowls.nodes)
+        assert "poisoned" in dict(bad.swarm.told)
+        assert not any(node.swarm.strikes for node in bowls.nodes)
 
 
 async def test_alone_it_goes_on_by_itself_and_takes_others_in():
