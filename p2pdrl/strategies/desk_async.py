@@ -53,11 +53,12 @@ class AsyncDesk:
         given = Given(self._shard.version)
         if head.op == "seed" and self._seeding is not None:
             await self._seeding.give(sender, parcel)
-        elif head.op == "step":
+        elif head.op == "step" and head.weight > 0:
             await self._filled()
             given = await self._step(sender, head, parcel)
         else:
             await self._filled()
+        await self._inbox.drain(parcel)
         if head.wants:
             await self._refresh()
         return give(self._shard, head.base, given, wants=head.wants)

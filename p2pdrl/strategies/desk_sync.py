@@ -84,6 +84,7 @@ class SyncDesk:
             given = await self._step(sender, head, parcel)
         else:
             given = await self._idle(sender, head)
+        await self._inbox.drain(parcel)
         if given.outcome == "waiting":
             return given, None
         return give(self._shard, head.base, given, wants=head.wants)

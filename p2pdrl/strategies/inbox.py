@@ -36,6 +36,8 @@ class Parcel:
     def __init__(self, incoming: Incoming | None, vector: Float32Array | None = None) -> None:
         self.incoming = incoming
         self.vector = vector
+        self.read = False
+        """Whether the vector was read off the network."""
 
 
 class Inbox:
@@ -87,10 +89,17 @@ class Inbox:
             room = max(self._whole.max_nbytes, self._codec.max_nbytes)
             buffer = self._buffers.pop() if self._buffers else memoryview(bytearray(room))
             try:
+                parcel.read = True
                 await incoming.read_vector_into(buffer[:nbytes])
                 yield buffer[:nbytes]
             finally:
                 self._buffers.append(buffer)
+
+    async def drain(self, parcel: Parcel) -> None:
+        """Read what nobody needed: a connection with an unread vector can't be used again."""
+        if parcel.incoming is not None and parcel.incoming.vector_nbytes and not parcel.read:
+            async with self.received(parcel, whole=True):
+                pass
 
     async def decode(
         self, sender: str, data: memoryview | Float32Array, out: Float32Array, *, whole: bool

@@ -243,6 +243,8 @@ class ServedStrategy(ABC):
             await asyncio.gather(ended, stopped, *tasks, return_exceptions=True)
             await term.close("the group's view has changed")
             self._term = None
+            if self._stopped.is_set():
+                self._termed.set()
 
     async def _finish(
         self, term: Term, tasks: Collection[asyncio.Task[None]], ended: asyncio.Task[None]
@@ -300,7 +302,7 @@ class ServedStrategy(ABC):
         """Return the view that a message belongs to, once we act in it."""
         self._group.check(key)
         term = self._term
-        if term is None or term.key != key:
+        if (term is None or term.key != key) and not self._stopped.is_set():
             try:
                 async with asyncio.timeout(TERM_S):
                     await self._termed.wait()

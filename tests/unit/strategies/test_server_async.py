@@ -256,6 +256,13 @@ async def test_poisoned_gradients_are_refused(sim, bad):
     assert refused.value.status == 403
 
 
+async def test_a_gradient_over_no_samples_is_none(sim):
+    """Learners post zeros for a gradient that isn't finite, so that nobody waits in vain."""
+    nodes = await grow(sim, 2, config(optimizer="adam", servers=1), samples=0)
+    assert min(await progress(nodes, 1.0)) > 10
+    assert sum(node.strategy.facts.get("steps", 0) for node in nodes) == 0
+
+
 async def test_a_nan_of_our_own_is_told_to_nobody(sim):
     nodes = await grow(sim, 2, config(servers=1))
     nodes[0].learner.gradient = lambda x: np.full_like(x, np.nan)
