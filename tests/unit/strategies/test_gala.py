@@ -25,7 +25,7 @@ PERIOD_S = 0.05
 
 
 def config(**options) -> GalaConfig:
-    return GalaConfig(**({"compression": "none", "min_interval_s": 0.02} | options))
+    return GalaConfig(**({"compression": "none", "min_interval_s": 0.05} | options))
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ async def test_equal_pace_and_no_training_comes_to_one_point(make):
     first = spread(swarm.nodes)
     await start(swarm)
     await asyncio.sleep(10)
-    assert spread(swarm.nodes) < 1e-3 * first
+    assert spread(swarm.nodes) < 1e-2 * first
 
 
 async def test_nothing_that_happens_to_others_makes_a_learner_wait(make):

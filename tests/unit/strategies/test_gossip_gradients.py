@@ -94,7 +94,7 @@ async def test_replicas_of_different_data_keep_to_the_common_minimum():
     for node, target in zip(swarm.nodes, targets, strict=True):
         node.learner.gradient = lambda x, target=target: x - target
     await start(swarm)
-    await asyncio.sleep(30)
+    await asyncio.sleep(15)
     xs = np.array([node.learner.now() for node in swarm.nodes])
     alone = np.linalg.norm(targets - targets.mean(axis=0), axis=1).mean()
     # Corrections are opposite, so the mean descends as one learner would; a step or two may be under way.
@@ -102,7 +102,7 @@ async def test_replicas_of_different_data_keep_to_the_common_minimum():
     assert np.linalg.norm(xs - xs.mean(axis=0), axis=1).max() < 0.6 * alone
     for node in swarm.nodes:
         outcomes = node.strategy.outcomes
-        assert outcomes["ok"] > 100, outcomes
+        assert outcomes["ok"] > 50, outcomes
     await swarm.close()
 
 
