@@ -3,6 +3,9 @@
 - `protocol`: the one page to read first: `Transport`, `Address`, `Incoming`, `Reply`, `Refusal`.
 - `memory`: a network inside one process with loss, delay, cuts and frozen nodes.
 - `http_transport`: the real one; it joins `http_client` and `http_server`.
+- `stream_client` (`stream_opener`, `stream_caller`) and `stream_server` (`stream_served`): the bulk
+  lane's calls, framed on an upgraded connection; `stream_frames`: their bytes; `stream_socket`: moves them.
+- `outgoing`, `incoming`: a call on its way out, a request as its handler sees it.
 - `routes`: what is served, and how a handler's failure is told; shared by both.
 - `auth`, `headers`, `pieces`: what a request carries, how it is signed, how vectors are cut.
 - `listener`, `watchdog`, `pace`, `guard`: the port; too many or too slow connections; foreign

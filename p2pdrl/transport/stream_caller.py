@@ -50,8 +50,12 @@ class CallerStream:
         self.usable = True
 
     def fresh(self, not_before_s: float) -> bool:
-        """Whether it can be used again: up, silent, and not idle for longer than that."""
-        return self.idle_since_s >= not_before_s and self._sock.open and not self._sock.staged_nbytes
+        """Whether it can be used again: up, silent, and not idle since before ``not_before_s``."""
+        try:
+            self._sock.check()
+        except ConnectionError:
+            return False
+        return self.idle_since_s >= not_before_s and not self._sock.staged_nbytes
 
     def close(self) -> None:
         """Close the connection; a call on it ends with a ``ConnectionError``."""

@@ -22,6 +22,19 @@ Change = Callable[[RequestHead], RequestHead]
 BIG = bytes(range(256)) * (PIECE_BYTES // 256) + b"tail"
 
 
+@pytest.fixture
+async def served(serve_with: Any, quick: Any) -> AsyncIterator[Served]:
+    """A node that waits for slow callers, so that a busy machine spoils no test."""
+    async for node in serve_with(replace(quick, header_deadline_s=5.0, stall_deadline_s=5.0)):
+        yield node
+
+
+@pytest.fixture
+async def hasty(serve_with: Any, quick: Any) -> AsyncIterator[Served]:
+    async for node in serve_with(quick):
+        yield node
+
+
 def same(head: RequestHead) -> RequestHead:
     return head
 
@@ -277,22 +290,22 @@ SLOW: dict[str, Callable[[Caller], bytes]] = {
 
 
 @pytest.mark.parametrize("name", SLOW)
-async def test_stalled_frames_are_cut(served: Served, name: str) -> None:
+async def test_stalled_frames_are_cut(hasty: Served, name: str) -> None:
     started = time.monotonic()
-    async with stream(served) as caller:
+    async with stream(hasty) as caller:
         caller.writer.write(SLOW[name](caller))
         try:
             assert (await caller.answer())[0].status == 408  # it may be told, or cut without a word
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
     assert time.monotonic() - started >= 0.1
-    await until(lambda: served.listener.connections == 0)
-    assert not served.taken
+    await until(lambda: hasty.listener.connections == 0)
+    assert not hasty.taken
 
 
 @pytest.mark.parametrize("start", [0, HEAD_BYTES + 4 + 100])
-async def test_a_trickle_is_cut(served: Served, start: int) -> None:
-    async with stream(served) as caller:
+async def test_a_trickle_is_cut(hasty: Served, start: int) -> None:
+    async with stream(hasty) as caller:
         raw = caller.frame(b"m" * 4000)
         caller.writer.write(raw[:start])
 
@@ -303,28 +316,28 @@ async def test_a_trickle_is_cut(served: Served, start: int) -> None:
 
         task = asyncio.create_task(trickle())
         try:
-            await until(lambda: served.listener.connections == 0)
+            await until(lambda: hasty.listener.connections == 0)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-    assert served.transport.counters.dropped_connections == 1
-    assert not served.taken
+    assert hasty.transport.counters.dropped_connections == 1
+    assert not hasty.taken
 
 
-async def test_a_caller_that_does_not_read_its_answer_is_cut(served: Served) -> None:
+async def test_a_caller_that_does_not_read_its_answer_is_cut(hasty: Served) -> None:
     ends: list[bool] = []
     vector = memoryview(bytearray(32 * PIECE_BYTES))
 
     async def give(_: Incoming) -> Reply:
         return Reply(b"", vector, on_end=ends.append)
 
-    served.transport.serve("give", give)
-    async with stream(served) as caller:
+    hasty.transport.serve("give", give)
+    async with stream(hasty) as caller:
         caller.reader._transport.pause_reading()  # type: ignore[attr-defined]
         caller.writer.write(caller.frame(route=b"give"))
-        await until(lambda: served.transport.counters.dropped_connections == 1)
+        await until(lambda: hasty.transport.counters.dropped_connections == 1)
         await until(lambda: ends == [False])
-    await until(lambda: served.listener.connections == 0)
+    await until(lambda: hasty.listener.connections == 0)
 
 
 async def test_a_caller_that_hangs_up_is_not_taken_for_served(served: Served) -> None:
@@ -346,11 +359,11 @@ async def test_a_caller_that_hangs_up_is_not_taken_for_served(served: Served) ->
 
 
 async def test_idle_streams_are_kept_for_a_while(serve_with: Any, quick: Any) -> None:
-    async for served in serve_with(replace(quick, keepalive_s=0.6)):
+    async for served in serve_with(replace(quick, header_deadline_s=5.0, keepalive_s=0.6)):
         async with stream(served) as caller:
             for _ in range(2):
                 assert (await caller.call(caller.frame(b"ok")))[0].status == 200
-                await asyncio.sleep(0.3)  # twice the header deadline
+                await asyncio.sleep(0.3)
             assert await caller.ended()
         listener = served.listener
         await until(lambda: listener.connections == 0)  # noqa: B023
@@ -369,7 +382,7 @@ async def test_streams_count_as_connections(served: Served) -> None:
 
 
 async def test_one_peer_has_a_few_streams_only(serve_with: Any, quick: Any) -> None:
-    async for served in serve_with(replace(quick, max_streams_per_peer=2)):
+    async for served in serve_with(replace(quick, header_deadline_s=5.0, max_streams_per_peer=2)):
         release = asyncio.Event()
 
         async def hang(_: Incoming, release: asyncio.Event = release) -> Reply:
@@ -400,7 +413,7 @@ async def test_a_flood_on_a_stream_is_told_429(served: Served) -> None:
 async def test_closing_ends_idle_streams_at_once_and_running_calls_after_a_moment(
     serve_with: Any, quick: Any
 ) -> None:
-    async for served in serve_with(replace(quick, shutdown_grace_s=1.0)):
+    async for served in serve_with(replace(quick, header_deadline_s=5.0, shutdown_grace_s=1.0)):
         ends: list[bool] = []
 
         async def slow(_: Incoming, ends: list[bool] = ends) -> Reply:

@@ -10,7 +10,7 @@ import pytest
 from p2pdrl.clock import ManualClock
 from p2pdrl.transport.counters import OTHER_PEERS, TrafficCounters
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.watchdog import Watchdog
+from p2pdrl.transport.watchdog import Watchdog, Watched
 
 
 class FakeTransport(asyncio.Transport):
@@ -25,6 +25,9 @@ class FakeTransport(asyncio.Transport):
         self.written += bytes(data)
 
     def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
         self.closed = True
 
 
@@ -70,6 +73,29 @@ def test_a_refused_connection_is_deaf(watchdog: Watchdog) -> None:
     protocol.connection_lost(None)
     assert transport.written.count(b"HTTP/1.1") == 1
     assert len(watchdog) == 4
+
+
+def test_a_lent_connection_counts_and_is_watched_by_its_borrower(watchdog: Watchdog) -> None:
+    class Borrower:
+        slow, aborted = False, False
+
+        def tick(self, now_s: float) -> bool:
+            return self.slow
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    connection, borrower = connect(watchdog, "10.0.0.1")[0], Borrower()
+    assert isinstance(connection, Watched)
+    connection.lend(borrower)
+    assert len(watchdog) == 1
+    assert not connection.too_slow(1e6)
+    borrower.slow = True
+    assert connection.too_slow(0.0)
+    connection.abort()
+    assert borrower.aborted
+    connection.connection_lost(None)
+    assert len(watchdog) == 0
 
 
 def test_peers_beyond_the_bound_are_counted_together() -> None:
