@@ -172,6 +172,7 @@ class Holdings:
         """Hold nothing: all begin anew."""
         self.shard = self.copy = None
         self.kept = {}
+        self.progress, self.branch = 0, ""
 
     async def snapshot(self, span: Span, version: int, *, parameters: bool, state: bool) -> Contents | None:
         """Return a copy of the newest that we hold of ``span``; None when that is older than ``version``.

@@ -91,7 +91,6 @@ class Office:
         return self._context.learner.learning_rate if rate is None else rate
 
     async def _blank(self, term: Term, span: Span) -> Shard:
-        self._holdings.clear()
         shard = Shard(span, self._options, term.plan.version, differences=self._differences)
         self._holdings.replace_shard(shard)
         return shard

@@ -263,6 +263,8 @@ class ServedStrategy(ABC):
         plan = make_plan(
             f"servers {self._context.epoch}", active.view.members, notes, self._options.servers, size
         )
+        if self._me not in plan.holders:
+            self._holdings.clear()  # of another branch, or of none
         term = self._term = Term(active, plan, notes, self._swarm, self._group.doubt)
         self._termed.set()
         self._termed = asyncio.Event()

@@ -182,9 +182,10 @@ async def test_two_sides_of_a_cut_go_on_and_come_together(sim, network):
     assert min(await progress(nodes, 1.0)) > 5
 
 
-async def test_the_side_with_more_work_stays_after_a_cut(sim, network):
+@pytest.mark.parametrize("servers", [1, 2])
+async def test_the_side_with_more_work_stays_after_a_cut(sim, network, servers):
     """Alone, a node's rounds are quicker; what counts is how much experience is in the parameters."""
-    nodes = await grow(sim, 5, config(learning_rate=0.0), samples=10, period_s=0.1)
+    nodes = await grow(sim, 5, config(learning_rate=0.0, servers=servers), samples=10, period_s=0.1)
     lone, large = nodes[0], nodes[1:]
     for other in large:
         network.cut(lone.id, other.id)
@@ -197,6 +198,7 @@ async def test_the_side_with_more_work_stays_after_a_cut(sim, network):
     holdings.shard.parameters[:] = marked
     await asyncio.sleep(2.0)
     assert np.allclose(lone.learner.now(), marked)
+    assert lone.strategy.facts["version"] > large[0].strategy.facts["version"]
     network.heal()
     sim.introduce()
     await asyncio.sleep(5.0)
