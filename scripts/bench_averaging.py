@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 WORKER = Path(__file__).with_name("bench_averaging_worker.py")
 SIZES = (10_000_000, 1_700_000, 100_000)
@@ -32,17 +32,16 @@ class Worker:
     def __init__(self, rank: int, ranks: int, folder: str, key: bool) -> None:
         command = [sys.executable, str(WORKER), str(rank), str(ranks), folder, "key" if key else "nokey"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._to, self._from = cast("TextIO", self._process.stdin), cast("TextIO", self._process.stdout)
 
     def say(self, **words: object) -> None:
         """Send one line."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(words) + "\n")
-        self._process.stdin.flush()
+        self._to.write(json.dumps(words) + "\n")
+        self._to.flush()
 
     def hear(self) -> dict[str, Any]:
         """Read one line."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._from.readline()
         if not line:
             raise SystemExit(f"worker {self._process.pid} ended early")
         heard: dict[str, Any] = json.loads(line)
@@ -50,8 +49,7 @@ class Worker:
 
     def end(self) -> None:
         """End it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._to.close()
         self._process.wait(20)
 
 
@@ -61,8 +59,6 @@ class Team:
     def __init__(self, ranks: int, *, key: bool) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.workers = [Worker(rank, ranks, self._folder.name, key) for rank in range(ranks)]
-        addresses = [worker.hear()["address"] for worker in self.workers]
-        self.ask(do="meet", addresses=addresses)
 
     def ask(self, **words: object) -> list[dict[str, Any]]:
         """Say the same to all; return the answers."""
@@ -82,16 +78,23 @@ def measure(team: Team, size: int, rounds: int, methods: list[str]) -> dict[str,
     walls: dict[str, list[float]] = defaultdict(list)
     cpus: dict[str, list[float]] = defaultdict(list)
     for method in methods:
-        team.ask(do="prepare", method=method, size=size)
+        answers = team.ask(do="prepare", method=method, size=size)
+        team.ask(do="meet", method=method, addresses=[answer["address"] for answer in answers])
+        team.ask(do="gathered", method=method)
     for turn in range(rounds + 2):
         for method in methods:
-            team.ask(do="turn", method=method)
-            answers = team.ask(do="round", method=method, size=size, turn=turn)
+            answers = team.ask(do="round", method=method)
+            team.ask(do="rest", method=method)
             if turn >= 2:
                 walls[method].append(max(answer["wall_s"] for answer in answers))
                 cpus[method].append(sum(answer["cpu_s"] for answer in answers))
     team.ask(do="forget")
     return {name: (statistics.median(walls[name]), statistics.fmean(cpus[name])) for name in methods}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two rows are of the same size and swarm."""
+    return bool(one["size"] == other["size"] and one["swarm"] == other["swarm"])
 
 
 def main() -> None:
@@ -120,10 +123,8 @@ def main() -> None:
         return
     print(f"{'floats':>10} {'swarm':8} {'method':12} {'wall ms':>9} {'x gloo':>7} {'CPU ms':>9}")
     for row in rows:
-        gloo = [
-            r for r in rows if (r["size"], r["swarm"], r["method"]) == (row["size"], row["swarm"], "gloo")
-        ]
-        ratio = f"{row['wall_s'] / gloo[0]['wall_s']:7.2f}" if gloo else "      -"
+        gloo = [r["wall_s"] for r in rows if r["method"] == "gloo" and same(r, row)]
+        ratio = f"{row['wall_s'] / gloo[0]:7.2f}" if gloo else "      -"
         print(
             f"{row['size']:>10} {row['swarm']:8} {row['method']:12} {row['wall_s'] * 1e3:9.2f} {ratio} "
             f"{row['cpu_s'] * 1e3:9.2f}"

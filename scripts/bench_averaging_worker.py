@@ -1,6 +1,6 @@
 """One process of `bench_averaging.py`; started by it, told what to do in lines of JSON.
 
-python bench_averaging_worker.py RANK RANKS FOLDER key|nokey
+Usage: python bench_averaging_worker.py RANK RANKS FOLDER key|nokey
 """
 
 from __future__ import annotations
@@ -10,170 +10,243 @@ import json
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from aiohttp import web
 
-from p2pdrl.config.regime import FREE
-from p2pdrl.config.strategy import AdpsgdConfig
-from p2pdrl.strategies.gossip import GossipStrategy
-from p2pdrl.strategies.protocol import ROUTES, Context, Strategy
+from p2pdrl.config.regime import regime_of
+from p2pdrl.config.strategy import AdpsgdConfig, Compression, GradAverageConfig, StrategyConfig
+from p2pdrl.strategies.protocol import ROUTES, Context, RoundReport, Strategy
+from p2pdrl.strategies.registry import build
 from p2pdrl.strategies.testing import FakeLearner, FakeSwarm, LoopClock
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.listener import Listener
-from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
+from p2pdrl.transport.protocol import Address
 
 LIMITS = TransportLimits(requests_per_s=1e6, requests_burst=1e6)
-Round = Callable[[], Awaitable[None]]
 
 
-class Node:
-    """Transport, strategy in force, and the vectors of one worker.
+class Method(Protocol):
+    """One way to average, set up."""
+
+    async def open(self) -> str:
+        """Set up; return the address where peers call, if they do."""
+        ...
+
+    async def meet(self, addresses: list[str]) -> None:
+        """Learn where the others are, by rank."""
+        ...
+
+    async def gathered(self) -> None:
+        """Wait until rounds can begin."""
+        ...
+
+    async def round(self) -> None:
+        """Average once."""
+        ...
+
+    async def rest(self) -> None:
+        """Do what a learner would between two rounds; not timed."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+class Gloo:
+    """torch.distributed's all_reduce.
 
     Args:
         rank: which of the workers this is.
+        size: float32 elements.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._tensor = torch.full((size,), float(rank))
+
+    async def open(self) -> str:
+        """Nothing to serve."""
+        return ""
+
+    async def meet(self, addresses: list[str]) -> None:
+        """The process group exists already."""
+
+    async def gathered(self) -> None:
+        """It is whole."""
+
+    async def round(self) -> None:
+        """Average once."""
+        dist.all_reduce(self._tensor)
+        self._tensor.mul_(1.0 / dist.get_world_size())
+
+    async def rest(self) -> None:
+        """Nothing to do."""
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+class Watched(FakeSwarm):
+    """Counts the rounds that went well, in either role."""
+
+    def __init__(self, node_id: str) -> None:
+        super().__init__(node_id)
+        self.take = lambda _donor: asyncio.sleep(0, True)  # all begin with the same vector
+        self.done = 0
+        self.news = asyncio.Event()
+
+    def round(self, report: RoundReport) -> None:
+        """Count it."""
+        if report.outcome in ("ok", "answered", "unchanged"):
+            self.done += 1
+            self.news.set()
+
+
+class Asking(FakeLearner):
+    """A learner that posts only when it is told to."""
+
+    async def ask(self, vector: np.ndarray) -> None:
+        """Post a gradient until it is averaged; who adopts a state first has to post again."""
+        while await self._ask(self._post("gradients", vector)) != "replace":
+            self.absorb()
+
+
+class Ours:
+    """A strategy over the real transport.
+
+    Args:
+        rank: which of the workers this is.
+        size: float32 elements.
+        config: the strategy.
         key: whether the swarm has a key.
     """
 
-    def __init__(self, rank: int, *, key: bool) -> None:
-        self.rank = rank
-        self.id = f"{rank + 1:032x}"
-        self.transport = HttpTransport(
-            self.id, "bench", b"bench" if key else None, clock=LoopClock(), limits=LIMITS
+    def __init__(self, rank: int, size: int, config: StrategyConfig, *, key: bool) -> None:
+        self._rank, self._config, self._key = rank, config, key
+        self._id = f"{rank + 1:032x}"
+        self.swarm = Watched(self._id)
+        self._transport = HttpTransport(
+            self._id, "bench", b"bench" if key else None, clock=LoopClock(), limits=LIMITS
         )
-        self.swarm = FakeSwarm(self.id)
-        self.peers: dict[str, Address] = {}
-        self.strategy: Strategy | None = None
-        """The one whose turn it is."""
-        self.tensor = torch.zeros(1)
-        self._made: dict[str, tuple[Strategy, FakeLearner]] = {}
-        self._listener = Listener(LIMITS, LoopClock(), self.transport.counters)
+        self._listener = Listener(LIMITS, LoopClock(), self._transport.counters)
+        start = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+        self.learner = Asking(start, regime_of(config))
+        self.vector = np.random.default_rng(rank).standard_normal(size).astype(np.float32)
+        self.strategy: Strategy = build(
+            config,
+            Context(
+                swarm=self.swarm,
+                learner=self.learner,
+                transport=self._transport,
+                clock=LoopClock(),
+                rng=random.Random(rank),
+                epoch=1,
+                size=size,
+                max_abs=1e6,
+            ),
+        )
+        self._rounds = self._members = 0
 
-    async def open(self) -> Address:
-        """Serve; return where."""
+    async def open(self) -> str:
+        """Serve."""
         for route in ROUTES:
-            self.transport.serve(route, self._answer, max_vector_bytes=1 << 30)
+            self._transport.serve(route, self.strategy.answer, max_vector_bytes=1 << 30)
         app = web.Application()
-        self.transport.mount(app)
-        await self.transport.start()
-        return await self._listener.listen(
-            app, "127.0.0.1", 0, port_is_default=False, has_key=True, insecure=False
+        self._transport.mount(app)
+        await self._transport.start()
+        return str(
+            await self._listener.listen(
+                app, "127.0.0.1", 0, port_is_default=False, has_key=self._key, insecure=False
+            )
         )
+
+    async def meet(self, addresses: list[str]) -> None:
+        """Learn the others' addresses, and begin. Gossip knows only its neighbour."""
+        known = {f"{rank + 1:032x}": Address.parse(at) for rank, at in enumerate(addresses)}
+        if isinstance(self._config, AdpsgdConfig):
+            partner = f"{(self._rank ^ 1) + 1:032x}"
+            known = {partner: known[partner]}
+        known.pop(self._id, None)
+        self.swarm.peers = known
+        self._members = len(addresses)
+        await self.strategy.start()
+
+    async def gathered(self) -> None:
+        """Wait until the group is whole, for a strategy that has one."""
+        facts = getattr(self.strategy, "facts", {})
+        while "members" in facts and facts["members"] != self._members:
+            await asyncio.sleep(0.05)
+            facts = getattr(self.strategy, "facts", {})
+
+    async def round(self) -> None:
+        """Average once; of a gossiping pair the even rank begins."""
+        if self.learner.regime.sends == "gradients":
+            await self.learner.ask(self.vector)
+            return
+        self._rounds += 1  # the partner may have met us before we were told of the round
+        if self._rank % 2 == 0:
+            self.strategy.updated(1)
+        while self.swarm.done < self._rounds:
+            self.swarm.news.clear()
+            await self.swarm.news.wait()
+
+    async def rest(self) -> None:
+        """Take what the exchange posted, and move a little so that there is something to average."""
+        self.learner.absorb()
+        self.learner.x[0] += np.float32(0.01 * self._rank)
+        self.learner.publish()
 
     async def close(self) -> None:
         """End everything."""
-        await self.forget()
+        await self.strategy.stop(1.0)
         await self._listener.close()
-        await self.transport.close()
-
-    async def _answer(self, incoming: Incoming) -> Reply:
-        if self.strategy is None:
-            raise Refusal(503, "not yet")
-        return await self.strategy.answer(incoming)
-
-    def _context(self, size: int) -> Context:
-        """What a strategy is given."""
-        vector = np.random.default_rng(self.rank).standard_normal(size).astype(np.float32)
-        return Context(
-            swarm=self.swarm,
-            learner=FakeLearner(vector, FREE),
-            transport=self.transport,
-            clock=LoopClock(),
-            rng=random.Random(self.rank),
-            epoch=1,
-            size=size,
-            max_abs=1e6,
-        )
-
-    async def prepare(self, method: str, size: int) -> Round:
-        """Set a method up; return what does one round of it."""
-        name, _, compression = method.partition("/")
-        if name == "gloo":
-            self.tensor = torch.full((size,), float(self.rank))
-            return self._gloo
-        if name == "gossip":
-            return await self._gossip(size, compression)
-        raise ValueError(method)
-
-    def turn(self, method: str) -> None:
-        """Let ``method`` have what peers send from now on."""
-        if method in self._made:
-            self.strategy = self._made[method][0]
-
-    def absorb(self, method: str) -> None:
-        """Let the learner take what the last round posted."""
-        if method in self._made:
-            self._made[method][1].absorb()
-
-    async def forget(self) -> None:
-        """Free what was prepared."""
-        self.strategy = None
-        for strategy, learner in self._made.values():
-            await strategy.stop(1.0)
-            learner.close()
-        self._made.clear()
-
-    async def _gloo(self) -> None:
-        dist.all_reduce(self.tensor)
-        self.tensor.mul_(1.0 / dist.get_world_size())
-
-    async def _gossip(self, size: int, compression: str) -> Round:
-        """One exchange with the neighbour; the even rank of each pair begins."""
-        partner = f"{(self.rank ^ 1) + 1:032x}"
-        self.swarm.peers = {partner: self.peers[partner]}
-        config = AdpsgdConfig(compression=compression, min_interval_s=0.0, deadline_s=30.0)  # type: ignore[arg-type]
-        context = self._context(size)
-        strategy = GossipStrategy(config, context)
-        self._made[f"gossip/{compression}"] = (strategy, context.learner)  # type: ignore[assignment]
-        await strategy.start()
-
-        done = 0
-
-        async def one() -> None:
-            nonlocal done  # the partner may have met us before we were told of the round
-            done += 1
-            if self.rank % 2 == 0:
-                strategy.updated(1)
-            while sum(strategy.outcomes.get(how, 0) for how in ("ok", "answered")) < done:
-                await asyncio.sleep(0.0003)
-
-        return one
+        await self._transport.close()
+        self.learner.close()
 
 
-async def serve(node: Node, lines: asyncio.StreamReader, folder: str, ranks: int) -> None:
+def make(method: str, rank: int, size: int, *, key: bool) -> Method:
+    """Return what ``method`` names."""
+    name, _, word = method.partition("/")
+    compression = cast("Compression", word)
+    if name == "gloo":
+        return Gloo(rank, size)
+    if name == "exact":
+        return Ours(rank, size, GradAverageConfig(compression=compression, deadline_s=30.0), key=key)
+    return Ours(
+        rank, size, AdpsgdConfig(compression=compression, min_interval_s=0.0, deadline_s=30.0), key=key
+    )
+
+
+async def serve(rank: int, lines: asyncio.StreamReader, *, key: bool) -> None:
     """Do what the lines say."""
-    rounds: dict[tuple[str, int], Round] = {}
+    methods: dict[str, Method] = {}
     while line := await lines.readline():
         words = json.loads(line)
-        answer: dict[str, float] = {}
-        match words.pop("do"):
-            case "meet":
-                addresses = [Address.parse(text) for text in words["addresses"]]
-                node.peers = {
-                    f"{rank + 1:032x}": at for rank, at in enumerate(addresses) if rank != node.rank
-                }
-                store = dist.FileStore(f"{folder}/store", ranks)
-                timeout = timedelta(seconds=60)
-                dist.init_process_group(
-                    "gloo", store=store, rank=node.rank, world_size=ranks, timeout=timeout
-                )
+        answer: dict[str, float | str] = {}
+        match words["do"]:
             case "prepare":
-                rounds[words["method"], words["size"]] = await node.prepare(words["method"], words["size"])
-            case "turn":
-                node.turn(words["method"])
+                methods[words["method"]] = made = make(words["method"], rank, words["size"], key=key)
+                answer = {"address": await made.open()}
+            case "meet":
+                await methods[words["method"]].meet(words["addresses"])
+            case "gathered":
+                await methods[words["method"]].gathered()
             case "round":
                 wall_s, cpu_s = time.perf_counter(), time.process_time()
-                await rounds[words["method"], words["size"]]()
+                await methods[words["method"]].round()
                 answer = {"wall_s": time.perf_counter() - wall_s, "cpu_s": time.process_time() - cpu_s}
-                node.absorb(words["method"])
+            case "rest":
+                await methods[words["method"]].rest()
             case "forget":
-                rounds.clear()
-                await node.forget()
+                for made in methods.values():
+                    await made.close()
+                methods.clear()
         print(json.dumps(answer), flush=True)
 
 
@@ -181,16 +254,14 @@ async def main() -> None:
     """Serve until the parent closes our input."""
     rank, ranks, folder, key = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "key"
     torch.set_num_threads(1)
-    node = Node(rank, key=key)
-    address = await node.open()
-    print(json.dumps({"address": str(address)}), flush=True)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     try:
-        await serve(node, lines, folder, ranks)
+        await serve(rank, lines, key=key)
     finally:
-        await node.close()
         dist.destroy_process_group()
 
 
