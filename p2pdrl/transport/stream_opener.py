@@ -164,8 +164,6 @@ async def _connect(address: Address) -> socket.socket:
         raise NotConnectedError(str(error)) from error
     try:
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         await asyncio.get_running_loop().sock_connect(sock, (address.host, address.port))
     except OSError as error:
         sock.close()

@@ -68,7 +68,6 @@ class StreamServer:
         macs = self._keys.stream(head.nonce, answer.nonce) if self._keys is not None else (None, None)
         transport.pause_reading()
         sock = transport.get_extra_info("socket").dup()
-        sock.setblocking(False)
         stream = ServedStream(self._shared, sock, head.sender, request.remote or "", macs)
         self._streams.setdefault(head.sender, set()).add(stream)
         watched.lend(stream)

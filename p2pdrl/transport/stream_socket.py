@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from p2pdrl.errors import PeerTimeoutError, WireError
 from p2pdrl.transport.limits import PIECE_BYTES
+from p2pdrl.transport.socket_options import set_options
 from p2pdrl.transport.stream_frames import Filling
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class StreamSocket:
     Everything raises ``ConnectionError`` once the connection is gone.
 
     Args:
-        sock: connected, non-blocking; owned from now on.
+        sock: connected; owned from now on.
         arrived: told how many bytes came in, each time.
 
     Attributes:
@@ -49,6 +50,7 @@ class StreamSocket:
     """
 
     def __init__(self, sock: socket.socket, arrived: Callable[[int], None] | None = None) -> None:
+        set_options(sock)
         self._loop = asyncio.get_running_loop()
         self._sock = sock
         self._arrived = arrived
