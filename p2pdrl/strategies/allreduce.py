@@ -135,6 +135,11 @@ class ViewAverager:
         return self._given
 
     @property
+    def in_force(self) -> bool:
+        """Whether our view still is; what comes of it counts only then."""
+        return self._group.view == self.view
+
+    @property
     def busy(self) -> bool:
         """Whether a round is under way."""
         return self._busy

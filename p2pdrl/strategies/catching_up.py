@@ -1,5 +1,8 @@
 """How a member comes to the state of the others: the last round's result, or all of a member's state.
 
+And how a history that begins with one member's state begins: with the mean of all members' parameters where
+the `Work` wants that. All give theirs, the one takes the mean, the others take its state as always.
+
 And how it gives both. A state is given while its giver stands still between two rounds; it can't go on
 before the taker gives its part, so what is taken is the state after the last round exactly.
 """
@@ -8,20 +11,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from p2pdrl.config.strategy import Grouped
 from p2pdrl.errors import PeerRefusedError, TensorError, TransportError
 from p2pdrl.strategies.allreduce import ViewAverager
-from p2pdrl.strategies.averager import Average
+from p2pdrl.strategies.averager import Average, Part
 from p2pdrl.strategies.chain import Chain, Plan
-from p2pdrl.strategies.heavy import heavy
+from p2pdrl.strategies.heavy import heavy, through
 from p2pdrl.strategies.post_desk import PostDesk
 from p2pdrl.strategies.protocol import Context, Post
 from p2pdrl.strategies.reduce_messages import ROUTE, Ask, Reduced
-from p2pdrl.strategies.work import Work
+from p2pdrl.strategies.work import NOTHING, Work
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.mix import check_finite
 from p2pdrl.transport.codec import decode
@@ -80,6 +85,54 @@ class CatchingUp:
         self.in_step = True
         self._content = self._board.content_id
 
+    # Beginning
+
+    async def found(self, plan: Plan, averager: ViewAverager) -> None:
+        """Begin a history with the first leader's state; every member calls this.
+
+        Args:
+            plan: a fresh one.
+            averager: its first round is the one before ``plan.number`` if that is to be the mean's.
+        """
+        leads = self._context.swarm.node_id == plan.leaders[0]
+        if self._work.seeded and len(averager.view.members) > 1:
+            post = await self._desk.next()  # while it waits for the answer, its learner stands still
+            average = await averager.average(plan.number - 1, await self._own(plan))
+            if leads and averager.in_force:
+                await through(self._take_mean(post, average))
+        if leads and averager.in_force:
+            await self._work.found()
+            self._chain.found(averager.view.key)
+            self.arrived()
+
+    async def _own(self, plan: Plan) -> Part:
+        """Our parameters; nothing where they are unusable, or of another founding than the others'."""
+        summary, size = self._context.swarm.summary(), self._context.size
+        if summary is None or summary.lineage != plan.lineage:
+            return NOTHING
+        own: Float32Array = np.empty(size, np.float32)
+
+        def read() -> int:
+            snapshot = self._board.now(own)
+            check_finite(own, self._context.max_abs)
+            return snapshot.policy_version
+
+        try:
+            return Part(own, 1.0, await heavy(own.nbytes, read))
+        except TensorError as error:
+            text = f"our own parameters don't count in the group's beginning: {error}"
+            self._context.swarm.tell("poisoned", text, warning=True)
+            return NOTHING
+
+    async def _take_mean(self, post: Post | None, average: Average) -> None:
+        """Have the mean in our parameters' place; the optimizer stays as it is."""
+        if not average.total:
+            return
+        version, board = max(average.versions), self._board
+        await heavy(average.vector.nbytes, lambda: board.post_set(average.vector, None, version))
+        if post is not None:
+            self._desk.answer(post, "set")
+
     # Taking
 
     async def result(self, plan: Plan, averager: ViewAverager, out: Float32Array) -> Average | None:
@@ -131,6 +184,8 @@ class CatchingUp:
         if whole and not await swarm.adopted(peer, plan.lineage, why):
             return False
         head, nbytes = answer
+        if self._work.lockstep and await self._digest() != head.state:
+            return False  # the node took another member's, who may have gone on
         try:
             if nbytes:
                 await self._work.take()
@@ -194,21 +249,24 @@ class CatchingUp:
             Refusal: we are out of step (410), or weren't ready in time (503).
         """
         until_s = self._context.clock.monotonic() + PATIENCE * self._config.deadline_s
-        wanted = ask.number if ask.what == "result" else ask.number - 1
+        what: Wanted = "result" if ask.what == "result" else "state"
+        wanted = ask.number if what == "result" else ask.number - 1
         while self._context.clock.monotonic() < until_s:
             check()
             if not self.in_step:
                 raise Refusal(OUT_OF_STEP, "this member is out of step itself")
-            still = self._desk.post is not None or not self._work.lockstep or ask.what == "result"
+            still = self._desk.post is not None or not self._work.lockstep or what == "result"
             if self._chain.number == wanted and still:
-                return self._give(ask.what)
+                return await self._give(what)
             await asyncio.sleep(POLL_S)
         raise Refusal(503, "this member's learner is still at work")
 
-    def _give(self, what: str) -> Reply:
+    async def _give(self, what: Wanted) -> Reply:
         chain, kept = self._chain, self.kept
         head = Reduced(chain.number, mark=chain.mark, before=chain.before)
         if what == "state":
+            if self._work.lockstep:
+                head = msgspec.structs.replace(head, state=await self._digest())
             return Reply(msgspec.msgpack.encode(head), vector=self._work.state())
         if kept is None:
             raise Refusal(OUT_OF_STEP, "this member has no result to give")
@@ -216,3 +274,14 @@ class CatchingUp:
             head, weights=kept.weights, versions=kept.versions, square=kept.norm**2, spread=kept.spread
         )
         return Reply(msgspec.msgpack.encode(head), vector=kept.vector.data.cast("B"))
+
+    async def _digest(self) -> bytes:
+        """Of our parameters as they are now."""
+        size = self._context.size
+
+        def work() -> bytes:
+            vector: Float32Array = np.empty(size, np.float32)
+            self._board.now(vector)
+            return blake2b(vector.data, digest_size=16).digest()
+
+        return await heavy(4 * size, work)

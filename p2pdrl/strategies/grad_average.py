@@ -4,9 +4,11 @@ A worker's gradient is a mean over its samples, so weighted by samples the avera
 one big batch. Everybody steps with the same bits from the same state, so replicas stay equal without ever
 sending parameters (PyTorch DDP, Li 2020, arXiv 2006.15704; Horovod, Sergeev 2018, arXiv 1802.05799).
 
-All must begin with the same parameters and optimizer state: when the mode begins, all adopt the first in
-rendezvous order of those with most steps; a member that missed a step, whose learner was started anew, or
-whose state the node replaced, adopts a member's state while that one stands still before its next step.
+All must begin with the same parameters and optimizer state. When the mode begins, a first round, always in
+float32, averages everybody's parameters; the member with most steps begins with that mean and its own
+optimizer's state, and all others adopt both from it. So the mean of all members is what it was. A member
+that missed a step, whose learner was started anew, or whose state the node replaced, adopts a member's
+state while that one stands still before its next step.
 
 Shapes: every vector is flat, of D elements (all parameters); names carry no suffix.
 """
@@ -34,6 +36,7 @@ class GradientWork:
     """
 
     led = True
+    seeded = True
     lockstep = True
 
     def __init__(self, context: Context) -> None:

@@ -18,8 +18,6 @@ deadline. Then its daemon goes on without it, giving nothing, until it posts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,6 +29,7 @@ from p2pdrl.strategies.catching_up import CatchingUp
 from p2pdrl.strategies.chain import Chain, Note, Plan, make_plan, read_note
 from p2pdrl.strategies.group import ROUTE as GROUP_ROUTE
 from p2pdrl.strategies.group import ActiveView, Group
+from p2pdrl.strategies.heavy import through
 from p2pdrl.strategies.patience import Patience
 from p2pdrl.strategies.piece_owner import AverageMemory
 from p2pdrl.strategies.post_desk import PostDesk
@@ -51,8 +50,6 @@ LAST_ROUND_S = 0.5
 """How long `stop` waits for the round under way."""
 MOST_POISONED = 3
 """Unusable parts in a row after which a member takes another's state."""
-
-T = TypeVar("T")
 
 
 class GroupRounds:
@@ -159,6 +156,7 @@ class GroupRounds:
         view = active.view
         notes = {member: read_note(active.notes.get(member)) for member in view.members}
         plan = make_plan(view.key, view.members, notes, led=self._work.led)
+        seeds = plan.fresh and self._work.seeded and len(view.members) > 1
         averager = ViewAverager(
             self._context,
             self._config,
@@ -166,8 +164,8 @@ class GroupRounds:
             view,
             memory=self._memory,
             patience=self._patience,
-            first=plan.number,
-            raw=plan.fresh and not self._work.led,
+            first=plan.number - seeds,
+            raw=seeds or (plan.fresh and not self._work.led),
             spread=not self._work.lockstep,
         )
         self._averager = averager
@@ -195,12 +193,10 @@ class GroupRounds:
     async def _begin(self, plan: Plan, averager: ViewAverager) -> None:
         """Stand where the plan says."""
         standing = plan.standing[self._me]
-        if plan.fresh and self._work.led and standing == "same":
-            await self._work.found()
-            self._chain.found(averager.view.key)
-            self._catching_up.arrived()
+        if plan.fresh and self._work.led:
+            await self._catching_up.found(plan, averager)
         if standing == "behind":
-            await _through(self._catch_up_one(plan, averager))
+            await through(self._catch_up_one(plan, averager))
         else:
             self._catching_up.in_step = standing == "same"
 
@@ -236,7 +232,7 @@ class GroupRounds:
                 seconds = self._clock.monotonic() - began_s
                 self._tally.ended(RoundReport("regrouped", seconds=seconds, error="the group changed"))
             raise
-        if self._group.view != averager.view:
+        if not averager.in_force:
             await self._group.ended(averager.view.key)
             return False
         if part.vector is not None:
@@ -246,7 +242,7 @@ class GroupRounds:
             self._catching_up.kept = average
         if post is None and self._catching_up.in_step and not self._desk.restarted:
             post = self._desk.post  # it came too late to give, but not too late to take
-        await _through(self._take(post, average, number, began_s))
+        await through(self._take(post, average, number, began_s))
         if not average.total:
             self._desk.excuse(False)
         return True
@@ -336,13 +332,3 @@ class GroupRounds:
                 self._desk.awaited()
             return Reply(msgspec.msgpack.encode(Reduced(ask.number)))
         return await self._catching_up.serve(ask, lambda: self._group.check(ask.key))
-
-
-async def _through(work: Coroutine[Any, Any, T]) -> T:
-    """Do ``work`` to its end even when we are cancelled meanwhile."""
-    task = asyncio.create_task(work, name="round-end")
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.gather(task, return_exceptions=True)
-        raise

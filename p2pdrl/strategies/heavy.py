@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
-__all__ = ["INLINE_BYTES", "heavy"]
+__all__ = ["INLINE_BYTES", "heavy", "through"]
 
 INLINE_BYTES = 1 << 20
 """Work on less than this costs less than handing it over."""
@@ -30,4 +30,14 @@ async def heavy(nbytes: int, work: Callable[[], T]) -> T:
         return await asyncio.shield(thread)
     except asyncio.CancelledError:
         await asyncio.gather(thread, return_exceptions=True)
+        raise
+
+
+async def through(work: Coroutine[Any, Any, T]) -> T:
+    """Do ``work`` to its end even when we are cancelled meanwhile."""
+    task = asyncio.create_task(work, name="to its end")
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
         raise

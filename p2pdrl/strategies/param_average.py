@@ -116,6 +116,7 @@ class ParameterWork:
             parameters are to be seen.
     """
 
+    seeded = False
     lockstep = False
 
     def __init__(self, config: Averaged, context: Context, shaping: Shaping | None = None) -> None:

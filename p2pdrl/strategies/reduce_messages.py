@@ -52,6 +52,7 @@ class Reduced(msgspec.Struct, frozen=True, array_like=True):
         spread: Σ w_k ‖x_k − average‖² / Σ w_k of this piece; 0 where it isn't measured.
         mark: digest of the sender's rounds (see `chain`).
         before: the same, one round earlier.
+        state: of the sender's parameters, where others take its whole state.
     """
 
     number: Natural
@@ -61,3 +62,4 @@ class Reduced(msgspec.Struct, frozen=True, array_like=True):
     spread: Finite = 0.0
     mark: Digest = b""
     before: Digest = b""
+    state: Digest = b""

@@ -23,6 +23,11 @@ class Work(Protocol):
         ...
 
     @property
+    def seeded(self) -> bool:
+        """Whether that member begins with the mean of all members' parameters, which it sees for that."""
+        ...
+
+    @property
     def lockstep(self) -> bool:
         """Whether the state is the learner's, who must make each step: who missed one takes another's."""
         ...

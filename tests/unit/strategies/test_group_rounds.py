@@ -65,6 +65,56 @@ async def test_gradients_are_weighted_by_samples():
         assert [part.weight for part in merged] == [0.25, 0.75]
 
 
+async def test_averaged_gradients_begin_with_everybodys_mean():
+    """Whatever mode was before, the mean of all members' parameters is what it was; bf16 gradients too."""
+    async with Bowls(GradAverageConfig(), learning_rate=0.0) as bowls:
+        starts = np.array([node.learner.x for node in bowls.nodes], np.float64)
+        await bowls.start()
+        await until(lambda: min(node.strategy.outcomes.get("ok", 0) for node in bowls.nodes) >= 3)
+        for node in bowls.nodes:
+            assert np.allclose(node.learner.x, starts.mean(axis=0), atol=1e-6)
+        assert together(bowls.nodes)
+        assert sorted(len(node.swarm.adoptions) for node in bowls.nodes) == [0, 1, 1, 1]
+
+
+async def test_only_members_of_the_founding_that_stays_count_in_the_beginning():
+    async with Bowls(nodes=3, learning_rate=0.0) as bowls:
+        foreign = bowls.nodes[1]
+        foreign.swarm.says = msgspec.structs.replace(foreign.swarm.says, lineage="bb", lineage_steps=5)
+        kept = [bowls.nodes[0].learner.x.copy(), bowls.nodes[2].learner.x.copy()]
+        await bowls.start()
+        await until(lambda: foreign.strategy.outcomes.get("ok", 0) >= 3)
+        for node in bowls.nodes:
+            assert np.allclose(node.learner.x, np.mean(kept, axis=0), atol=1e-6)
+
+
+async def test_who_brings_poison_along_begins_with_the_mean_of_the_others():
+    async with Bowls(nodes=3, learning_rate=0.0) as bowls:
+        sick = bowls.nodes[0]
+        sick.learner.x[3] = np.nan
+        sick.learner.publish()
+        expected = np.mean([node.learner.x for node in bowls.nodes[1:]], axis=0)
+        await bowls.start()
+        await until(lambda: min(node.strategy.outcomes.get("ok", 0) for node in bowls.nodes) >= 3)
+        for node in bowls.nodes:
+            assert np.allclose(node.learner.x, expected, atol=1e-6)
+        assert any(kind == "poisoned" for kind, _ in sick.swarm.told)
+
+
+@pytest.mark.parametrize("at_s", [0.02, 0.05, 0.06, 0.08, 0.1, 0.15, 0.25])
+async def test_a_member_may_die_while_the_mean_is_made(at_s):
+    async with Bowls(learning_rate=0.0) as bowls:
+        starts = np.array([node.learner.x for node in bowls.nodes], np.float64)
+        await bowls.start()
+        await asyncio.sleep(at_s)
+        await bowls.swarm.kill(bowls.nodes[0])
+        living = bowls.swarm.living
+        await until(lambda: min(node.strategy.outcomes.get("ok", 0) for node in living) >= 5)
+        assert together(living)
+        means = [starts.mean(axis=0), starts[1:].mean(axis=0)]
+        assert any(np.allclose(living[0].learner.x, mean, atol=1e-6) for mean in means)
+
+
 async def test_parameters_are_agreed_on_from_the_first_round():
     async with Bowls(PARAMETERS) as bowls:
         await bowls.start(4)
@@ -275,6 +325,29 @@ async def test_a_learner_that_starts_again_takes_a_members_state():
         node.learner.x = node.learner.x + 1
         await asyncio.sleep(3)
         assert len(node.swarm.adoptions) == before + 1
+        assert together(bowls.nodes)
+
+
+async def test_the_state_of_another_member_than_asked_for_isnt_taken_for_the_right_one():
+    """A donor that serves enough others sends askers on: what comes then is looked at."""
+    async with Bowls(nodes=3) as bowls:
+        await bowls.start()
+        await asyncio.sleep(3)
+        newcomer = bowls.add()
+        take, wrong = newcomer.swarm.take, []
+
+        async def elsewhere(donor):
+            if len(wrong) < 2:
+                wrong.append(donor)
+                newcomer.learner.board.post_set(np.ones(SIZE, np.float32), None, 5)
+                return True
+            return await take(donor)
+
+        newcomer.swarm.take = elsewhere
+        bowls.swarm.introduce()
+        await bowls.start(nodes=[newcomer])
+        await asyncio.sleep(4)
+        assert len(newcomer.swarm.adoptions) == 3
         assert together(bowls.nodes)
 
 
