@@ -204,7 +204,7 @@ async def measure_short(
     transports: dict[str, tuple[HttpTransport, Address]], child_pid: int, rounds: int
 ) -> list[str]:
     """Return a table of calls that are mostly overhead."""
-    calls, lines = 40, [f"{'':28}{'bytes':>8}{'wall us':>10}{'CPU us':>9}"]
+    calls, lines = 100, [f"{'':28}{'bytes':>8}{'wall us':>10}{'CPU us':>9}"]
     for nbytes in SHORT_NBYTES:
         vector = memoryview(np.zeros(nbytes // 4, np.float32)) if nbytes else None
         out = memoryview(np.zeros(nbytes // 4, np.float32))
