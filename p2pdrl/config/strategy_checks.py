@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from p2pdrl.config.problem import Problem
 from p2pdrl.config.strategy import (
     AdpsgdConfig,
-    Compressed,
     DsgdConfig,
     FederatedConfig,
     GalaConfig,
@@ -19,13 +18,13 @@ from p2pdrl.config.strategy import (
     HogwildConfig,
     LocalConfig,
     ParamAverageConfig,
-    Robust,
     ServerAsyncConfig,
     ServerSyncConfig,
     SgpConfig,
     StrategyConfig,
     StromConfig,
 )
+from p2pdrl.config.strategy_bases import Compressed, Robust
 
 __all__ = ["strategy_problems"]
 

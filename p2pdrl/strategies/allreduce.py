@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from p2pdrl.config.strategy import Grouped
+from p2pdrl.config.strategy_bases import Grouped
 from p2pdrl.errors import (
     PeerTimeoutError,
     PeerUnreachableError,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from p2pdrl.config.strategy import Served
+from p2pdrl.config.strategy_bases import Served
 from p2pdrl.errors import (
     PeerRefusedError,
     PeerTimeoutError,

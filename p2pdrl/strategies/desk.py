@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from p2pdrl.clock import Clock
-from p2pdrl.config.strategy import Served
+from p2pdrl.config.strategy_bases import Served
 from p2pdrl.strategies.editions import Edition
 from p2pdrl.strategies.gathering import Contribution, Gathering
 from p2pdrl.strategies.heavy import heavy

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from p2pdrl.config.strategy import Served
+from p2pdrl.config.strategy_bases import Served
 from p2pdrl.strategies.heavy import heavy
 from p2pdrl.strategies.server_messages import Pull, Pulled
 from p2pdrl.strategies.serving import MOST_CLAIMS, Claim, Span

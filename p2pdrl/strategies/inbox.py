@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from p2pdrl.config.strategy import Served
+from p2pdrl.config.strategy_bases import Served
 from p2pdrl.errors import PoisonedVectorError, WireError
 from p2pdrl.strategies.heavy import heavy
 from p2pdrl.tensors import mix

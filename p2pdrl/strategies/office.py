@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from p2pdrl.config.strategy import Served
+from p2pdrl.config.strategy_bases import Served
 from p2pdrl.errors import PoisonedVectorError, TensorError, TransportError
 from p2pdrl.strategies.desk import Desk, DeskOptions
 from p2pdrl.strategies.holdings import Holdings, StateShape

@@ -26,7 +26,7 @@ from typing import Protocol
 
 import numpy as np
 
-from p2pdrl.config.strategy import Averaged
+from p2pdrl.config.strategy_bases import Averaged
 from p2pdrl.strategies.averager import Average, Part
 from p2pdrl.strategies.heavy import heavy
 from p2pdrl.strategies.protocol import AnswerKind, Context, Post

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from p2pdrl.config.strategy import Robust
+from p2pdrl.config.strategy_bases import Robust
 from p2pdrl.tensors import wire
 from p2pdrl.tensors.chunks import DOT_CHUNK, spans
 from p2pdrl.tensors.layout import Float32Array

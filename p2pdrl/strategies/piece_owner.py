@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from p2pdrl.config.strategy import Compressed, Grouped
+from p2pdrl.config.strategy_bases import Compressed, Grouped
 from p2pdrl.errors import PoisonedVectorError
 from p2pdrl.strategies.averager import Part
 from p2pdrl.strategies.gathering import Contribution, Gathering

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from p2pdrl.config.strategy import Compressed
+from p2pdrl.config.strategy_bases import Compressed
 from p2pdrl.tensors import wire
 from p2pdrl.tensors.compression import Codec, make_codec
 from p2pdrl.tensors.layout import Float32Array

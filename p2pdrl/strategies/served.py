@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from p2pdrl.config.strategy import Mode, Served
+from p2pdrl.config.strategy import Mode
+from p2pdrl.config.strategy_bases import Served
 from p2pdrl.strategies.desk import Desk, DeskOptions
 from p2pdrl.strategies.group import ActiveView, Group
 from p2pdrl.strategies.group_view import ViewKey

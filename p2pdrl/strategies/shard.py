@@ -17,7 +17,8 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from p2pdrl.config.strategy import Compression, Served
+from p2pdrl.config.strategy import Compression
+from p2pdrl.config.strategy_bases import Served
 from p2pdrl.strategies.editions import Edition, Editions
 from p2pdrl.strategies.heavy import heavy
 from p2pdrl.strategies.serving import Claim, Span
