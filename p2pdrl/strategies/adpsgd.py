@@ -39,7 +39,11 @@ class AdpsgdCore(Occasions):
 
         Members that lately failed to answer are passed over for a while.
         """
-        fit = self.fit(candidates(self._config.partners, self._me, alive), now_s)
+        return self.choose_among(candidates(self._config.partners, self._me, alive), now_s)
+
+    def choose_among(self, peers: Iterable[str], now_s: float) -> str | None:
+        """The same for peers that are candidates already."""
+        fit = self.fit(peers, now_s)
         return self._rng.choice(fit) if fit else None
 
     @property

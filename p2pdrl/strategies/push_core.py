@@ -7,7 +7,7 @@ Out-peers (SGP, arXiv 1811.10792, section 3): anyone; the next in id order; or t
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from p2pdrl.config.strategy import Partners
 from p2pdrl.strategies.occasions import Occasions, Timetable
@@ -60,7 +60,10 @@ class PushCore(Occasions):
             now_s: monotonic time.
             without: peers that aren't to be chosen now.
         """
-        peers = out_peers(self._partners, self._me, alive)
+        return self.choose_among(out_peers(self._partners, self._me, alive), now_s, without)
+
+    def choose_among(self, peers: Sequence[str], now_s: float, without: Collection[str] = ()) -> str | None:
+        """The same for peers that are out-peers already."""
         fit = [peer for peer in self.fit(peers, now_s) if peer not in without]
         if not fit:
             return None

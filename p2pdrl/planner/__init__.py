@@ -1,0 +1,16 @@
+"""A simulator that predicts how a swarm will do under each strategy, before anybody starts one.
+
+| to … | modules |
+|---|---|
+| say what the swarm is | `description` (machines, links, churn, costs), `texts` (what people type) |
+| run virtual time | `agenda`, `world` (all parts together), `churn` |
+| know what takes how long | `network`, `processors`, `payload` (bytes of a vector) |
+| be the nodes | `learners`, `replicas` (a small vector each, to see how fast they come together) |
+| be strategies | `gossip`, `push`, `gala`, `strom`, `neighbours`, `rounds`, `servers` and its two |
+| count | `books`, `forecast` |
+| predict, and advise | `simulate`, `advice` |
+
+Strategies' own pure cores decide here as they do on a node, so that timing, partners, graphs, weights and
+deadlines are the real ones; only bytes and seconds are modelled. Pure: no input, no output, no clock but
+the agenda's, and one seed for everything random.
+"""

@@ -1,0 +1,166 @@
+"""AD-PSGD in virtual time, on its own core: who is engaged refuses others, nobody queues.
+
+One call carries both vectors; the callee is engaged until its answer is written, the caller until it has
+come. See `strategies.gossip`, whose steps these are. With ``exchanges = "gradients"`` learners are taken
+never to wait, and vectors come together in the exchanges of parameters alone.
+"""
+
+from __future__ import annotations
+
+import random
+
+from p2pdrl.config.strategy import AdpsgdConfig
+from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
+from p2pdrl.planner.world import Model, World
+from p2pdrl.strategies.adpsgd import AdpsgdCore
+from p2pdrl.strategies.calling import CallDeadline
+from p2pdrl.strategies.topology import candidates
+
+__all__ = ["GossipModel"]
+
+
+class GossipModel(Model):
+    """Pairwise averaging.
+
+    Args:
+        config: the strategy's options.
+        world: the swarm.
+    """
+
+    def __init__(self, config: AdpsgdConfig, world: World) -> None:
+        super().__init__(world)
+        self._config = config
+        size = world.swarm.size
+        self._parameters = dense_nbytes(size, config.compression)
+        self._gradients = payload_nbytes(size, config.compression, keep=config.keep, moved=world.swarm.moved)
+        self._cores = [AdpsgdCore(config, me, random.Random(world.rng.random())) for me in world.ids]
+        self._deadlines = [CallDeadline(config.deadline_s) for _ in world.ids]
+        self._engaged_s = [-1.0] * world.capacity
+        self._wakes_s = [-1.0] * world.capacity
+
+    def begin(self) -> None:
+        """Exchanges by time begin by themselves."""
+        for node in self.world.view:
+            self._try(node)
+
+    def joined(self, node: int) -> None:
+        """Likewise."""
+        self._try(node)
+
+    def updated(self, node: int) -> None:
+        """An update may make an exchange due."""
+        self._cores[node].updated(1)
+        self._try(node)
+
+    def posted(self, node: int) -> None:
+        """A gradient is there."""
+        super().posted(node)
+        self.updated(node)
+
+    def _wake(self, node: int, when_s: float) -> None:
+        if self._wakes_s[node] <= self.world.now_s:
+            self._wakes_s[node] = when_s
+            self.agenda.at(when_s, self._woken, node)
+
+    def _woken(self, node: int) -> None:
+        self._wakes_s[node] = -1.0
+        self._try(node)
+
+    def _try(self, me: int) -> None:
+        """Begin an exchange if one is due and we are free; else come back when that may be so."""
+        world, core = self.world, self._cores[me]
+        now_s = world.now_s
+        if not world.up[me]:
+            return
+        if self._engaged_s[me] > now_s:
+            self._wake(me, max(self._engaged_s[me], now_s + core.rest_s(now_s)))
+            return
+        if not core.due(now_s):
+            if now_s < core.next_s or self._config.every_s > 0:
+                self._wake(me, now_s + core.rest_s(now_s))
+            return
+        if self._config.partners == "random":
+            peer = core.choose_among(world.some(me), now_s)
+        else:
+            kind = self._config.partners
+            peer = core.choose_among(world.known(me, lambda own, all_: candidates(kind, own, all_)), now_s)
+        if peer is None:
+            self._wake(me, now_s + core.rest_s(now_s))
+            return
+        self._meet(me, int(peer))
+
+    def _meet(self, me: int, peer: int) -> None:
+        now_s, core = self.world.now_s, self._cores[me]
+        core.began(now_s)
+        gradients = core.gradients_next
+        nbytes = self._gradients if gradients else self._parameters
+        until_s = now_s + self._deadlines[me].seconds
+        self._engaged_s[me] = until_s
+        ready_s = self.cpu.work(me, now_s, calls=0.5, nbytes=nbytes)
+        passage = self.network.send(me, peer, nbytes, self.half_bytes, ready_s)
+        if passage.arrived_s >= until_s:
+            self.agenda.at(until_s, self._ended, me, peer, now_s, "timeout")
+        else:
+            self.agenda.at(passage.arrived_s, self._asked, me, peer, now_s, until_s, gradients)
+
+    def _asked(self, me: int, peer: int, began_s: float, until_s: float, gradients: bool) -> None:
+        """The call has reached the peer."""
+        world, now_s = self.world, self.world.now_s
+        if not world.up[peer]:
+            back_s = now_s + self.network.delay_s(peer, me)
+            self.agenda.at(back_s, self._ended, me, peer, began_s, "failed")
+            return
+        if self._engaged_s[peer] > now_s:
+            ready_s = self.cpu.work(peer, now_s, calls=0.5)
+            back = self.network.send(peer, me, 0.0, self.half_bytes, ready_s)
+            self.agenda.at(min(back.arrived_s, until_s), self._ended, me, peer, began_s, "busy")
+            return
+        nbytes = self._gradients if gradients else self._parameters
+        ready_s = self.cpu.work(peer, now_s, calls=1.0, nbytes=2.0 * nbytes)
+        back = self.network.send(peer, me, nbytes, self.half_bytes, ready_s)
+        self._engaged_s[peer] = back.written_s
+        if back.arrived_s >= until_s:
+            self.agenda.at(until_s, self._ended, me, peer, began_s, "timeout")
+            return
+        done_s = self.cpu.work(me, back.arrived_s, calls=0.5, nbytes=nbytes)
+        self._engaged_s[me] = max(self._engaged_s[me], done_s)
+        self.agenda.at(done_s, self._met, me, peer, began_s, gradients)
+
+    def _met(self, me: int, peer: int, began_s: float, gradients: bool) -> None:
+        """Both sides have moved."""
+        world, now_s = self.world, self.world.now_s
+        took_s = now_s - began_s
+        self._engaged_s[me] = now_s
+        if not world.up[me]:
+            return
+        self._deadlines[me].note("ok", took_s)
+        core = self._cores[me]
+        core.mixed(world.ids[peer])
+        core.exchanged(gradients=gradients)
+        self._cores[peer].exchanged(gradients=gradients)
+        self.books.round(me, "ok", took_s)
+        mine, theirs = self.learners.version[me], self.learners.version[peer]
+        world.merge(me, theirs)
+        world.merge(peer, mine)
+        if not gradients and not self.replicas.settled:
+            x_NE = self.replicas.x_NE
+            step_E = self._config.weight * (x_NE[peer] - x_NE[me])
+            x_NE[me] += step_E
+            x_NE[peer] -= step_E
+            self.replicas.changed(now_s)
+        self._try(me)
+
+    def _ended(self, me: int, peer: int, began_s: float, outcome: str) -> None:
+        """It came to nothing."""
+        now_s, core = self.world.now_s, self._cores[me]
+        took_s = now_s - began_s
+        self._engaged_s[me] = now_s
+        if not self.world.up[me]:
+            return
+        self._deadlines[me].note(outcome, took_s)
+        self.books.loss(me, outcome)
+        if outcome == "busy":
+            core.busy(now_s, took_s)
+        else:
+            core.failed(self.world.ids[peer], now_s)
+        self._try(me)

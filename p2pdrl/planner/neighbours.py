@@ -1,0 +1,162 @@
+"""D-PSGD in virtual time: rounds with neighbours on the real graph, with the real weights and patience.
+
+A node's round begins when its learner posts; an edge counts once both ends stand in the same round, and the
+lower id's call has gone and come; a node mixes when all its edges count, or its patience is at its end. See
+`strategies.dsgd`. With ``exchanges = "gradients"`` parameters are mixed each ``parameters_every`` rounds,
+within the same call of this model.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from p2pdrl.config.strategy import DsgdConfig
+from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
+from p2pdrl.planner.world import DOUBT_S, Model, World
+from p2pdrl.strategies.patience import Patience
+from p2pdrl.strategies.topology import metropolis
+
+__all__ = ["NeighboursModel"]
+
+
+class NeighboursModel(Model):
+    """Synchronous gossip.
+
+    Args:
+        config: the strategy's options.
+        world: the swarm.
+    """
+
+    doubt_s = DOUBT_S
+
+    def __init__(self, config: DsgdConfig, world: World) -> None:
+        super().__init__(world)
+        self._config = config
+        size = world.swarm.size
+        self._parameters = dense_nbytes(size, config.compression)
+        self._gradients = payload_nbytes(size, config.compression, keep=config.keep, moved=world.swarm.moved)
+        self._patience = [Patience(config.deadline_s) for _ in world.ids]
+        self._number = [0] * world.capacity
+        self._began_s = [-1.0] * world.capacity
+        """When a round began; below zero: the learner is at work."""
+        self._met: list[dict[int, tuple[float, int, npt.NDArray[np.float64]]]] = [{} for _ in world.ids]
+        """The round's edges that count: when, the other's policy version, its vector."""
+        self._weights: list[dict[int, float]] = [{} for _ in world.ids]
+        self._frozen_s = 0.0
+
+    def begin(self) -> None:
+        """Lay the graph."""
+        self._lay()
+
+    def _lay(self) -> None:
+        world, config = self.world, self._config
+        rows = metropolis(
+            config.topology,
+            [world.ids[n] for n in world.view],
+            degree=config.degree,
+            seed=str(len(world.view)),
+        )
+        for me, row in rows.items():
+            self._weights[int(me)] = {int(other): weight for other, weight in row.items() if other != me}
+
+    def left(self, node: int) -> None:
+        """The group forms anew, and so does the graph."""
+        self._regroup()
+
+    def joined(self, node: int) -> None:
+        """Likewise; all go on from the highest number."""
+        self._regroup()
+
+    def _regroup(self) -> None:
+        self._lay()
+        first = max(self._number[node] for node in self.world.view)
+        self._frozen_s = self.world.now_s + self.world.swarm.churn.regroup_s
+        for node in self.world.view:
+            self._number[node] = first
+            self._met[node].clear()
+            if self._began_s[node] >= 0:
+                self.books.outcomes["regrouped"] += 1
+                self.agenda.at(self._frozen_s, self._begin, node)
+
+    def updated(self, node: int) -> None:
+        """Rounds follow posts."""
+
+    def posted(self, node: int) -> None:
+        """A round begins."""
+        self._began_s[node] = self.world.now_s
+        self.agenda.at(max(self._frozen_s, self.world.now_s), self._begin, node)
+
+    def _begin(self, me: int) -> None:
+        now_s, number = self.world.now_s, self._number[me]
+        if self._began_s[me] < 0 or now_s < self._frozen_s or not self.world.up[me]:
+            return
+        self._began_s[me] = max(self._began_s[me], self._frozen_s)
+        if not self._weights[me]:
+            self._end(me, number)
+            return
+        for other in self._weights[me]:
+            if self._began_s[other] >= 0 and self._number[other] == number and other not in self._met[me]:
+                self._edge(min(me, other), max(me, other), now_s)
+        if len(self._met[me]) < len(self._weights[me]):
+            self.agenda.at(now_s + self._patience[me].deadline_s, self._impatient, me, number)
+
+    def _edge(self, low: int, high: int, now_s: float) -> None:
+        """Both ends stand in the round: the call goes and comes."""
+        if not (self.world.up[low] and self.world.up[high]):
+            return
+        mixes = (
+            self._config.exchanges == "parameters"
+            or (self._number[low] + 1) % self._config.parameters_every == 0
+        )
+        nbytes = self._parameters if self._config.exchanges == "parameters" else self._gradients
+        if self._config.exchanges == "gradients" and mixes:
+            nbytes += self._parameters
+        ready_s = self.cpu.work(low, now_s, calls=0.5, nbytes=nbytes)
+        there_s = self.network.send(low, high, nbytes, self.half_bytes, ready_s).arrived_s
+        done_s = self.cpu.work(high, there_s, calls=1.0, nbytes=nbytes)
+        back = self.network.send(high, low, nbytes, self.half_bytes, done_s)
+        end_s = self.cpu.work(low, back.arrived_s, calls=0.5, nbytes=nbytes)
+        x_NE, version, number = self.replicas.x_NE, self.learners.version, self._number[low]
+        for me, other, at_s in ((low, high, end_s), (high, low, back.written_s)):
+            self._met[me][other] = (at_s, version[other], x_NE[other].copy())
+            self._patience[me].observe(at_s - self._began_s[me])
+            if len(self._met[me]) == len(self._weights[me]):
+                last_s = max(met[0] for met in self._met[me].values())
+                self.agenda.at(last_s, self._end, me, number)
+
+    def _impatient(self, me: int, number: int) -> None:
+        if self._number[me] == number and self._began_s[me] >= 0:
+            late = [other for other in self._weights[me] if other not in self._met[me]]
+            if late:
+                for _ in late:
+                    self._patience[me].observe(self.world.now_s - self._began_s[me])
+                self.books.outcomes["late edges"] += len(late)
+                last_s = max((met[0] for met in self._met[me].values()), default=0.0)
+                self.agenda.at(last_s, self._end, me, number)
+
+    def _end(self, me: int, number: int) -> None:
+        """Mix, and let the learner go on."""
+        if self._number[me] != number or self._began_s[me] < 0 or not self.world.up[me]:
+            return
+        now_s = self.world.now_s
+        met, self._met[me] = self._met[me], {}
+        took_s, self._began_s[me] = now_s - self._began_s[me], -1.0
+        seen = max((self._number[other] for other in self._weights[me]), default=0)
+        self._number[me] = max(number + 1, seen)
+        for _, version, _ in met.values():
+            self.world.merge(me, version)
+        if met:
+            self.books.round(me, "ok", took_s)
+            self._mix(me, {other: x_E for other, (_, _, x_E) in met.items()}, number)
+        elif self._weights[me]:
+            self.books.loss(me, "timeout")
+        self.learners.answer(me, now_s)
+
+    def _mix(self, me: int, others: dict[int, npt.NDArray[np.float64]], number: int) -> None:
+        config = self._config
+        mixes = config.exchanges == "parameters" or (number + 1) % config.parameters_every == 0
+        if mixes and not self.replicas.settled:
+            x_E, weights = self.replicas.x_NE[me], self._weights[me]
+            self.replicas.x_NE[me] = x_E + sum(weights[o] * (z_E - x_E) for o, z_E in others.items())
+            self.replicas.changed(self.world.now_s)

@@ -1,0 +1,164 @@
+"""Stochastic gradient push in virtual time, on its own cores (`push_core`, `push_sum`).
+
+One push after the other; each is acknowledged. See `strategies.sgp`. A push whose answer is late is counted
+as lost, though TCP delivers it in the end and its mass is kept.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import numpy.typing as npt
+
+from p2pdrl.config.strategy import SgpConfig
+from p2pdrl.planner.payload import dense_nbytes
+from p2pdrl.planner.world import Model, World
+from p2pdrl.strategies.calling import CallDeadline
+from p2pdrl.strategies.push_core import PushCore, out_peers
+from p2pdrl.strategies.push_sum import Arrival, Parcel, PushSum
+
+__all__ = ["PushModel"]
+
+ARRIVING = 2
+"""Pushes that a node reads at once, as in `strategies.sgp`."""
+
+
+class PushModel(Model):
+    """Push-sum.
+
+    Args:
+        config: the strategy's options.
+        world: the swarm.
+    """
+
+    def __init__(self, config: SgpConfig, world: World) -> None:
+        super().__init__(world)
+        self._config = config
+        self._nbytes = dense_nbytes(world.swarm.size, config.compression)
+        self._cores = [PushCore(config, me, random.Random(world.rng.random())) for me in world.ids]
+        self._sums = [PushSum() for _ in world.ids]
+        self._deadlines = [CallDeadline(config.deadline_s) for _ in world.ids]
+        self._sending = [False] * world.capacity
+        self._wakes_s = [-1.0] * world.capacity
+        self._reading_s: list[list[float]] = [[] for _ in world.ids]
+
+    def weight(self, node: int) -> float:
+        """Push-sum weight of a node, with what it has under way."""
+        return self._sums[node].weight + self._sums[node].under_way
+
+    def begin(self) -> None:
+        """Pushes by time begin by themselves."""
+        for node in self.world.view:
+            self._try(node)
+
+    def joined(self, node: int) -> None:
+        """Likewise."""
+        self._try(node)
+
+    def updated(self, node: int) -> None:
+        """An update may make a push due."""
+        self._cores[node].updated(1)
+        self._try(node)
+
+    def _woken(self, node: int) -> None:
+        self._wakes_s[node] = -1.0
+        self._try(node)
+
+    def _wake(self, node: int) -> None:
+        now_s = self.world.now_s
+        if self._wakes_s[node] <= now_s:
+            self._wakes_s[node] = now_s + self._cores[node].rest_s(now_s)
+            self.agenda.at(self._wakes_s[node], self._woken, node)
+
+    def _try(self, me: int) -> None:
+        world, core, now_s = self.world, self._cores[me], self.world.now_s
+        if self._sending[me] or not world.up[me]:
+            return
+        if not core.due(now_s):
+            if now_s < core.next_s or self._config.every_s > 0:
+                self._wake(me)
+            return
+        kind = self._config.partners
+        peers = (
+            world.some(me)
+            if kind == "random"
+            else world.known(me, lambda own, all_: out_peers(kind, own, all_))
+        )
+        peer = core.choose_among(peers, now_s)
+        parcel = None if peer is None else self._sums[me].send(peer, self._config.share)
+        if parcel is None:
+            self._wake(me)
+            return
+        core.began(now_s)
+        self._send(me, parcel)
+
+    def _send(self, me: int, parcel: Parcel) -> None:
+        world, now_s, peer = self.world, self.world.now_s, int(parcel.peer)
+        self._sending[me] = True
+        z_E = None if self.replicas.settled else self.replicas.x_NE[me].copy()
+        ready_s = self.cpu.work(me, now_s, calls=0.5, nbytes=self._nbytes)
+        there_s = self.network.send(me, peer, self._nbytes, self.half_bytes, ready_s).arrived_s
+        until_s = now_s + self._deadlines[me].seconds
+        version = world.learners.version[me]
+        self.agenda.at(there_s, self._arrive, me, parcel, z_E, version, (now_s, until_s))
+
+    def _arrive(
+        self,
+        me: int,
+        parcel: Parcel,
+        z_E: npt.NDArray[np.float64] | None,
+        version: int,
+        times_s: tuple[float, float],
+    ) -> None:
+        world, now_s, peer = self.world, self.world.now_s, int(parcel.peer)
+        began_s, until_s = times_s
+        if not world.up[peer]:
+            self.agenda.at(
+                now_s + self.network.delay_s(peer, me), self._answered, me, parcel, z_E, began_s, "failed"
+            )
+            return
+        reading = self._reading_s[peer] = [one_s for one_s in self._reading_s[peer] if one_s > now_s]
+        if len(reading) >= ARRIVING:
+            outcome, ready_s = "busy", self.cpu.work(peer, now_s, calls=0.5)
+        else:
+            ready_s = self.cpu.work(peer, now_s, calls=1.0, nbytes=self._nbytes)
+            reading.append(ready_s)
+            outcome = "pushed"
+            factor = self._sums[peer].take(Arrival(world.ids[me], "", parcel.number), parcel.mass)
+            world.merge(peer, version)
+            if z_E is not None and not self.replicas.settled:
+                row_E = self.replicas.x_NE[peer]
+                row_E += factor * (z_E - row_E)
+                self.replicas.changed(now_s)
+        back_s = self.network.send(peer, me, 0.0, self.half_bytes, ready_s).arrived_s
+        if back_s > until_s and outcome == "pushed":
+            outcome = "timeout"
+        self.agenda.at(max(now_s, back_s), self._answered, me, parcel, z_E, began_s, outcome)
+
+    def _answered(
+        self, me: int, parcel: Parcel, z_E: npt.NDArray[np.float64] | None, began_s: float, outcome: str
+    ) -> None:
+        world, core, now_s = self.world, self._cores[me], self.world.now_s
+        self._sending[me] = False
+        if not world.up[me]:
+            return
+        took_s, sums = now_s - began_s, self._sums[me]
+        self._deadlines[me].note("ok" if outcome == "pushed" else outcome, took_s)
+        if outcome in ("pushed", "timeout"):
+            sums.acknowledged(parcel.number)
+        else:
+            factor = sums.returned(parcel.number)
+            if z_E is not None and not self.replicas.settled:
+                row_E = self.replicas.x_NE[me]
+                row_E += factor * (z_E - row_E)
+        if outcome == "pushed":
+            core.mixed(parcel.peer)
+            self.books.round(me, "pushed", took_s)
+        else:
+            self.books.loss(me, outcome)
+            if outcome == "busy":
+                core.busy(now_s, took_s)
+            else:
+                core.failed(parcel.peer, now_s)
+        self._try(me)

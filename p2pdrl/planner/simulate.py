@@ -1,0 +1,155 @@
+"""Predict a strategy's run: build the world, let it run, read the books."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from p2pdrl.config.strategy import (
+    AdpsgdConfig,
+    DsgdConfig,
+    FederatedConfig,
+    GalaConfig,
+    GradAverageConfig,
+    HogwildConfig,
+    ParamAverageConfig,
+    ServerAsyncConfig,
+    ServerSyncConfig,
+    SgpConfig,
+    StrategyConfig,
+    StromConfig,
+)
+from p2pdrl.planner.books import STALENESS_BOUNDS
+from p2pdrl.planner.churn import ChurnEvents, moments
+from p2pdrl.planner.description import SwarmDescription
+from p2pdrl.planner.forecast import Forecast
+from p2pdrl.planner.gala import GalaModel
+from p2pdrl.planner.gossip import GossipModel
+from p2pdrl.planner.neighbours import NeighboursModel
+from p2pdrl.planner.push import PushModel
+from p2pdrl.planner.rounds import RoundsModel
+from p2pdrl.planner.servers_async import ServersAsyncModel
+from p2pdrl.planner.servers_sync import ServersSyncModel
+from p2pdrl.planner.strom import StromModel
+from p2pdrl.planner.world import Model, World
+
+__all__ = ["predict", "predict_all"]
+
+
+class AloneModel(Model):
+    """Nobody meets anybody."""
+
+    def updated(self, node: int) -> None:
+        """Nothing follows."""
+
+
+def model_of(strategy: StrategyConfig, world: World) -> Model:
+    """The model of a strategy."""
+    match strategy:
+        case HogwildConfig(between_nodes=False):
+            return AloneModel(world)
+        case AdpsgdConfig():
+            return GossipModel(strategy, world)
+        case SgpConfig():
+            return PushModel(strategy, world)
+        case GalaConfig():
+            return GalaModel(strategy, world)
+        case StromConfig():
+            return StromModel(strategy, world)
+        case DsgdConfig():
+            return NeighboursModel(strategy, world)
+        case GradAverageConfig() | ParamAverageConfig() | FederatedConfig():
+            return RoundsModel(strategy, world)
+        case ServerSyncConfig():
+            return ServersSyncModel(strategy, world)
+        case ServerAsyncConfig():
+            return ServersAsyncModel(strategy, world)
+        case _:
+            return AloneModel(world)
+
+
+def predict(
+    swarm: SwarmDescription, strategy: StrategyConfig, *, seconds: float = 60.0, seed: int = 0
+) -> Forecast:
+    """Simulate one strategy; the same arguments give the same figures.
+
+    Args:
+        swarm: what it is made of.
+        strategy: options of the strategy.
+        seconds: of virtual time.
+        seed: of everything random.
+
+    Raises:
+        ValueError: ``seconds`` isn't above zero.
+
+    Example:
+        >>> from p2pdrl.config.strategy import LocalConfig
+        >>> round(predict(SwarmDescription(nodes=2), LocalConfig(), seconds=10).updates_s)
+        10
+    """
+    if not 0 < seconds < float("inf"):
+        raise ValueError("seconds must be above zero")
+    rng, churn = random.Random(seed), swarm.churn
+    kills_s = moments(churn.kills_per_minute, seconds, rng)
+    joins_s = moments(churn.joins_per_minute, seconds, rng)
+    world = World(swarm, strategy, swarm.nodes + len(joins_s), seed)
+    model = model_of(strategy, world)
+    world.learners.updated, world.learners.posted = model.updated, model.posted
+    comings = ChurnEvents(world, model, churn, kills_s, joins_s)
+    model.begin()
+    for node in list(world.view):
+        world.learners.start(node)
+    world.agenda.run(seconds)
+    world.learners.settle(seconds)
+    comings.close()
+    return _forecast(world, strategy, seconds)
+
+
+def predict_all(
+    swarm: SwarmDescription, strategies: Sequence[StrategyConfig], *, seconds: float = 60.0, seed: int = 0
+) -> list[Forecast]:
+    """`predict` each of ``strategies``."""
+    return [predict(swarm, strategy, seconds=seconds, seed=seed) for strategy in strategies]
+
+
+def _forecast(world: World, strategy: StrategyConfig, seconds: float) -> Forecast:
+    books, replicas, swarm = world.books, world.replicas, world.swarm
+    slow = set(swarm.stragglers)
+    healthy = [node for node in range(world.capacity) if node % swarm.nodes not in slow] if slow else None
+
+    def rate(counts: Sequence[float], nodes: Sequence[int] | None = None) -> float:
+        chosen = range(world.capacity) if nodes is None else nodes
+        lived_s = sum(books.lived_s[node] for node in chosen)
+        return sum(counts[node] for node in chosen) / lived_s if lived_s else 0.0
+
+    ended, lost = sum(books.rounds), sum(books.lost)
+    merged = sum(books.staleness)
+    bounds = (*STALENESS_BOUNDS, 2 * STALENESS_BOUNDS[-1])
+    background = swarm.costs.background_bytes_s if swarm.nodes > 1 else 0.0
+    part = replicas.part() if replicas.agreed_s is None else min(replicas.walk[-1][1], 1.0)
+    return Forecast(
+        strategy=str(type(strategy).__struct_config__.tag),
+        nodes=swarm.nodes,
+        seconds=seconds,
+        updates_s=rate(books.updates),
+        healthy_updates_s=rate(books.updates, healthy),
+        fresh_updates_s=rate(books.fresh, healthy),
+        rounds_s=rate(books.rounds),
+        lost_s=rate(books.lost),
+        lost=lost / (ended + lost) if ended + lost else 0.0,
+        round_s=books.round_s / ended if ended else 0.0,
+        waiting=rate(books.waited_s),
+        bytes_out_s=rate(books.out),
+        bytes_in_s=rate(books.into),
+        wire_out_s=rate(books.wire_out) + background,
+        wire_in_s=rate(books.wire_in) + background,
+        consensus_s=replicas.agreed_s,
+        consensus_exchanges=None if replicas.agreed_s is None else replicas.agreed_mixes,
+        left=part,
+        staleness=sum(n * s for n, s in zip(books.staleness, bounds, strict=True)) / merged
+        if merged
+        else 0.0,
+        histogram=tuple(books.staleness),
+        outcomes=dict(books.outcomes),
+        walk=tuple(replicas.walk),
+    )

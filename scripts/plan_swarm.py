@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Predict how a swarm will do under each strategy, and recommend one, before you start it.
+
+    python scripts/plan_swarm.py --nodes 4 --update-s 0.1 --size 10000 --link lan
+    python scripts/plan_swarm.py --nodes 8 --link 20,40,0.001 --slow 1x10 --kills-per-minute 1 --plot plan.png
+    python scripts/plan_swarm.py --file swarm.toml --strategy adpsgd --strategy param_average:every_updates=32
+
+A file has the keys of `p2pdrl.planner.description`: nodes, size, machines, links, pairs, churn, costs. All
+figures are per node: updates per second of healthy machines, those of them made with others' newest work,
+bytes sent per second with all overhead, the learner's share of time spent waiting, seconds until nodes that
+differ have agreed to 1 %, and rounds that come to nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tomllib
+from pathlib import Path
+
+import msgspec
+from plots import bars, check_path, lines, pyplot, save
+from rich.console import Console
+from rich.table import Table
+
+from p2pdrl.config.strategy import StrategyConfig
+from p2pdrl.errors import P2PDRLError, UsageError
+from p2pdrl.planner.advice import TRUSTS, advise
+from p2pdrl.planner.description import Churn, SwarmDescription
+from p2pdrl.planner.forecast import Forecast
+from p2pdrl.planner.simulate import predict
+from p2pdrl.planner.texts import ALL_STRATEGIES, link_of, machines_of, strategy_of, swarm_of
+
+BITS = ("updates/s", "fresh/s", "sent MB/s", "waiting", "agreed after", "rounds/s", "lost", "staleness")
+
+
+def described(arguments: argparse.Namespace) -> SwarmDescription:
+    """The swarm that the options describe.
+
+    Raises:
+        UsageError: they don't describe one.
+    """
+    if arguments.file is not None:
+        try:
+            return swarm_of(tomllib.loads(arguments.file.read_text()))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{arguments.file}: {error}") from error
+    document = {
+        "nodes": arguments.nodes,
+        "size": arguments.size,
+        "churn": msgspec.to_builtins(
+            Churn(kills_per_minute=arguments.kills_per_minute, joins_per_minute=arguments.joins_per_minute)
+        ),
+        "links": [msgspec.to_builtins(link_of(arguments.link))],
+        "machines": msgspec.to_builtins(
+            machines_of(arguments.nodes, arguments.update_s, arguments.slow, arguments.jitter)
+        ),
+    }
+    return swarm_of(document)
+
+
+def row(one: Forecast) -> list[str]:
+    """One strategy's figures as text."""
+    agreed = f"{one.consensus_s:.2f} s" if one.consensus_s is not None else f"{one.left:.0%} left"
+    return [
+        one.strategy,
+        f"{one.healthy_updates_s:.2f}",
+        f"{one.fresh_updates_s:.2f}",
+        f"{one.wire_out_s / 1e6:.3f}",
+        f"{one.waiting:.0%}",
+        {"local": "never", "strom": "begins equal"}.get(one.strategy, agreed),
+        f"{one.rounds_s:.2f}",
+        f"{one.lost:.1%}",
+        f"{one.staleness:.1f}",
+    ]
+
+
+def draw(forecasts: list[Forecast], swarm: SwarmDescription, path: Path) -> None:
+    """Draw speed, traffic, waiting and agreement."""
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8))
+    names = [one.strategy for one in forecasts]
+    updates = {
+        "all": [one.healthy_updates_s for one in forecasts],
+        "fresh": [one.fresh_updates_s for one in forecasts],
+    }
+    bars(axes[0][0], names, updates, "updates per second of a healthy node")
+    sent = {"sent": [one.wire_out_s / 1e6 for one in forecasts]}
+    bars(axes[0][1], names, sent, "MB per second sent by a node, all overhead included")
+    shares = {
+        "learner waits": [100 * one.waiting for one in forecasts],
+        "rounds lost": [100 * one.lost for one in forecasts],
+    }
+    bars(axes[1][0], names, shares, "per cent")
+    curves = {one.strategy: [(max(s, 1e-3), p) for s, p in one.walk if p > 1e-3] for one in forecasts}
+    curves = {name: walk for name, walk in curves.items() if len(walk) > 1}
+    if curves:
+        lines(
+            axes[1][1], curves, "consensus distance, learning rate zero", "seconds", "part", marker="", lw=1.2
+        )
+        axes[1][1].set_xscale("log")
+        axes[1][1].set_yscale("log")
+        axes[1][1].axhline(0.01, color="#888888", ls=":")
+    slow = f", {len(swarm.stragglers)} slow" if swarm.stragglers else ""
+    figure.suptitle(f"{swarm.nodes} nodes{slow}, {swarm.size:,} parameters")
+    figure.tight_layout()
+    save(figure, path)
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--file", type=Path, help="TOML description; the options about the swarm don't count then"
+    )
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--size", type=int, default=10_000, help="parameters")
+    parser.add_argument("--update-s", type=float, default=0.1, help="seconds of one update")
+    parser.add_argument("--jitter", type=float, default=0.05, help="share by which updates differ")
+    parser.add_argument("--link", default="lan", help="loopback, lan, wan or MBPS,DELAY_MS,LOSS")
+    parser.add_argument(
+        "--slow", action="append", default=[], metavar="COUNTxFACTOR", help="slow machines, as 1x10"
+    )
+    parser.add_argument("--kills-per-minute", type=float, default=0.0, help="in the whole swarm")
+    parser.add_argument("--joins-per-minute", type=float, default=0.0, help="in the whole swarm")
+    parser.add_argument("--trust", choices=TRUSTS, default="lan", help="whose machines they are")
+    parser.add_argument("--strategy", action="append", default=[], metavar="NAME[:KEY=VALUE,…]")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of virtual time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, help="draw to this .png, .svg or .pdf")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """Predict, print, draw.
+
+    Raises:
+        UsageError: the options describe no swarm.
+    """
+    if arguments.plot is not None:
+        check_path(arguments.plot)
+        pyplot()
+    swarm = described(arguments)
+    if not 0 < arguments.seconds <= 1e5:
+        raise UsageError("--seconds must be above 0, and at most 100000")
+    strategies: list[StrategyConfig] = [strategy_of(text) for text in arguments.strategy] or list(
+        ALL_STRATEGIES
+    )
+    forecasts = [predict(swarm, one, seconds=arguments.seconds, seed=arguments.seed) for one in strategies]
+    advice = advise(swarm, forecasts, arguments.trust)
+    if arguments.json:
+        print(msgspec.json.encode({"swarm": swarm, "forecasts": forecasts, "advice": advice}).decode())
+    else:
+        table = Table(title=f"{swarm.nodes} nodes, {swarm.size:,} parameters; per node", title_justify="left")
+        table.add_column("strategy")
+        for name in BITS:
+            table.add_column(name, justify="right")
+        for one in forecasts:
+            table.add_row(*row(one))
+        console = Console(width=None if sys.stdout.isatty() else 110)
+        console.print(table)
+        for sentence in advice:
+            console.print(sentence, highlight=False)
+    if arguments.plot is not None:
+        draw(forecasts, swarm, arguments.plot)
+
+
+def main() -> None:
+    """Run from the command line."""
+    try:
+        plan(options().parse_args())
+    except P2PDRLError as error:
+        print(f"plan_swarm: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The simulator's parts by themselves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from p2pdrl.planner.agenda import Agenda
+from p2pdrl.planner.books import Books
+from p2pdrl.planner.churn import moments
+from p2pdrl.planner.description import Costs, Link, Pair, SwarmDescription
+from p2pdrl.planner.network import MSS, PACKET_BYTES, Network
+from p2pdrl.planner.payload import payload_nbytes
+from p2pdrl.planner.processors import Processors
+from p2pdrl.planner.replicas import Replicas
+from p2pdrl.tensors.compression import make_codec
+
+
+def network(**options: object) -> Network:
+    link = Link(delay_s=0.01, out_bytes_s=1e6, in_bytes_s=2e6)
+    return Network(SwarmDescription(**({"links": (link,)} | options)), 4, Books(4), random.Random(0))
+
+
+def test_agenda_keeps_the_order_of_moments_and_of_one_moment():
+    agenda, seen = Agenda(), []
+    agenda.at(2.0, seen.append, "c")
+    agenda.at(1.0, seen.append, "a")
+    agenda.at(1.0, seen.append, "b")
+    agenda.at(9.0, seen.append, "never")
+    agenda.run(5.0)
+    assert seen == ["a", "b", "c"]
+    assert agenda.now_s == 5.0
+
+
+def test_a_message_takes_its_bytes_and_both_delays():
+    passage = network().send(0, 1, MSS, 0.0, 1.0)
+    assert passage.written_s == pytest.approx(1.0 + (MSS + PACKET_BYTES) / 1e6)
+    assert passage.arrived_s == pytest.approx(passage.written_s + 0.02)
+
+
+def test_messages_queue_at_the_sender_and_at_the_receiver():
+    links = network()
+    first, second = (links.send(0, 1, 1e5, 0.0, 0.0) for _ in range(2))
+    assert second.written_s == pytest.approx(2 * first.written_s)
+    many = network(links=(Link(delay_s=0, out_bytes_s=1e9, in_bytes_s=1e6),))
+    ends = [many.send(sender, 0, 1e5, 0.0, 0.0).arrived_s for sender in (1, 2, 3)]
+    assert ends == pytest.approx([ends[0], 2 * ends[0], 3 * ends[0]], rel=0.01)
+
+
+def test_a_pair_has_its_own_delay_and_rate():
+    links = network(pairs=(Pair(one=0, other=1, delay_s=0.5, bytes_s=1e5),))
+    assert links.send(1, 0, 1e5, 0.0, 0.0).arrived_s == pytest.approx(0.5 + 1.046, rel=0.01)
+    assert links.send(2, 3, 1e5, 0.0, 0.0).arrived_s == pytest.approx(0.02 + 0.1046, rel=0.01)
+
+
+def test_loss_bounds_the_rate_as_mathis_has_it():
+    link = Link(delay_s=0.05, out_bytes_s=1e9, in_bytes_s=1e9, loss=0.005)
+    lossy = network(links=(link,))
+    out, _ = lossy.rates(0, 1)
+    loss = 1 - (1 - 0.005) ** 2
+    assert out == pytest.approx(MSS / 0.2 * 1.22 / loss**0.5)
+
+
+def test_shared_cores_are_shared():
+    alone = Processors(Costs(call_s=1.0, byte_s=0.0), 4)
+    assert [alone.work(node, 0.0, calls=1) for node in range(4)] == [1, 1, 1, 1]
+    shared = Processors(Costs(call_s=1.0, byte_s=0.0, cores=2), 4)
+    assert [shared.work(node, 0.0, calls=1) for node in range(4)] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("kind", ["none", "bf16", "int8", "topk"])
+def test_payloads_are_about_what_codecs_write(kind):
+    import numpy as np
+
+    codec = make_codec(kind, 100_000, keep=0.01)
+    room = memoryview(bytearray(codec.max_nbytes))
+    written = codec.encode(np.random.default_rng(1).normal(size=100_000).astype(np.float32), room)
+    assert payload_nbytes(100_000, kind, keep=0.01, moved=0.01) == pytest.approx(written, rel=0.1)
+
+
+def test_moments_come_at_their_rate():
+    found = moments(60.0, 1000.0, random.Random(1))
+    assert len(found) == pytest.approx(1000, rel=0.1)
+    assert found == sorted(found)
+    assert moments(0.0, 1000.0, random.Random(1)) == []
+
+
+def test_replicas_tell_when_they_agree():
+    replicas = Replicas(3, 2, seed=1)
+    assert replicas.part() == pytest.approx(1.0)
+    replicas.x_NE[0] = replicas.x_NE[1]
+    replicas.changed(4.0)
+    assert replicas.agreed_s == 4.0
+    replicas.joined(2, 0)
+    assert replicas.distance() < 1e-12
