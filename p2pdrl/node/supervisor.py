@@ -166,7 +166,7 @@ class LearnerSupervisor:
         if kind == "set" and self.board is not None:
             self._flush()
             content = self.board.content_id
-        message = self.workplace.answered(post.number, kind, content)
+        message = self.workplace.answered(post, kind, content)
         if message is not None and self._link is not None:
             self._link.answer(message)
 

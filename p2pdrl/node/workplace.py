@@ -23,7 +23,9 @@ __all__ = ["Workplace"]
 class Workplace:
     """The regime in force, its memory, and the posts under it.
 
-    Posts are numbered anew, over all lives of the learner, so that an answer never meets another post.
+    Posts are numbered anew, from one again with each life of the learner and whenever it went on alone:
+    strategies whose learners keep step see by it that this one's state isn't what they think. An answer goes
+    by the post itself, so it never meets another one of the same number.
     """
 
     def __init__(self) -> None:
@@ -34,8 +36,8 @@ class Workplace:
         self._shared_region: SharedRegion | None = None
         self._number = 0
         self._posts: asyncio.Queue[Post] = asyncio.Queue()
-        self._open: dict[int, int] = {}
-        """From our numbers to those that the learner gave."""
+        self._open: dict[int, tuple[Post, int]] = {}
+        """By our numbers: the posts, and the numbers that the learner gave."""
 
     @property
     def shared(self) -> SharedRegion | None:
@@ -69,6 +71,7 @@ class Workplace:
             TensorError: the system gives no shared memory.
         """
         self._open.clear()
+        self._number = 0
         while not self._posts.empty():
             self._posts.get_nowait()
         self._close_ring()
@@ -83,30 +86,35 @@ class Workplace:
         return Work(self.regime, self.epoch, ring_nbytes, shared_nbytes), regions
 
     def posted(self, posted: Posted) -> None:
-        """Note what the learner posted; what belongs to an earlier epoch is dropped.
+        """Note what the learner posted; what belongs to an earlier regime is dropped.
 
         Raises:
             TensorError: it names a slot that there isn't.
         """
-        if posted.epoch != self.epoch:
+        # An epoch has two regimes where its strategy couldn't be started: then its learner trains alone.
+        if posted.epoch != self.epoch or posted.kind != self.regime.sends:
             return
         vector = None
         if posted.kind == "gradients":
             if self._ring is None:
                 raise TensorError("the learner posted a gradient, and there is no ring")
             vector = self._ring.slot(posted.slot)
-        self._number += 1
-        self._open[self._number] = posted.number
-        self._posts.put_nowait(Post(self._number, posted.kind, posted.policy_version, posted.samples, vector))
+        self._number = 1 if posted.alone else self._number + 1
+        post = Post(self._number, posted.kind, posted.policy_version, posted.samples, vector)
+        self._open[post.number] = post, posted.number
+        self._posts.put_nowait(post)
 
     async def next_post(self) -> Post:
         """Wait for the next post; cancelling loses none."""
         return await self._posts.get()
 
-    def answered(self, number: int, kind: AnswerKind, content: int) -> Answer | None:
+    def answered(self, post: Post, kind: AnswerKind, content: int) -> Answer | None:
         """Return the message that answers a post; None when nobody waits for it any more."""
-        theirs = self._open.pop(number, None)
-        return None if theirs is None else Answer(theirs, self.epoch, kind, content)
+        waiting, theirs = self._open.get(post.number, (None, 0))
+        if waiting is not post:
+            return None
+        del self._open[post.number]
+        return Answer(theirs, self.epoch, kind, content)
 
     def close(self) -> None:
         """Free the memory."""

@@ -21,7 +21,7 @@ FLUSH_POLL_S = 0.002
 FLUSH_LIMIT_S = 5.0
 BACKSTOP_S = 60.0
 """The longest wait for an answer, not counting pauses. Strategies have deadlines of their own, far below; a
-learner that comes here goes on alone until what it posted is answered."""
+learner that comes here goes on alone until what it posted is answered, and says so with its next post."""
 
 
 class Posts:
@@ -54,6 +54,7 @@ class Posts:
         self._open: dict[int, int] = {}
         self._answers: dict[int, tuple[Answer, int]] = {}
         self._free = set(range(work.regime.slots))
+        self._alone = False
         self.next_number = first
         self.over = False
         """Whether another regime is in force, or none any more."""
@@ -79,7 +80,8 @@ class Posts:
         self.next_number += 1
         self._open[number] = slot
         self._free.discard(slot)
-        self._say(Posted(number, self._work.epoch, kind, slot, policy_version, samples))
+        self._say(Posted(number, self._work.epoch, kind, slot, policy_version, samples, alone=self._alone))
+        self._alone = False
         return number
 
     def hear(self, answer: Answer) -> None:
@@ -109,6 +111,7 @@ class Posts:
             self._listen(0.0)
         in_time = self._wait_until(lambda: not self.crowded, BACKSTOP_S, POLL_S)
         if not in_time and not self.over:
+            self._alone = self._work.regime.ahead == 0
             print(f"learner: no answer for {BACKSTOP_S:g} s; it goes on alone meanwhile", file=sys.stderr)
         return in_time
 

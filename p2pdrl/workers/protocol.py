@@ -195,6 +195,8 @@ class Posted(msgspec.Struct, frozen=True, tag="posted"):
     samples: int
     """Environment steps behind it: of the gradient, or since the last round. A gradient of 0 has
     nothing to add, and its vector is zero (the own one was not finite): so nobody waits in vain."""
+    alone: bool = False
+    """Whether the learner gave up the wait for its last answer and went on without it, once or more often."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -120,6 +120,7 @@ async def test_the_successor_of_one_that_died_waiting_works_the_same_way(plan, p
     os.kill(port.supervisor.pid, signal.SIGKILL)
     await until(lambda: port.supervisor.restarts == 1)
     new = await port.post()
+    assert new.number <= old.number  # by which strategies see that it is another learner
     port.answer(old, "none")
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(port.next_post(), 0.1)

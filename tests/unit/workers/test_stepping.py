@@ -326,6 +326,9 @@ def test_a_strategy_that_never_answers(rig, capsys):
     it.listen(0.0)  # too late to replace anything
     it.step([1, 1, 1])
     assert (len(it.said), it.x) == (2, [-3.0] * 3)
+    answers += ["none"]
+    it.step([1, 1, 1])
+    assert [posted.alone for posted in it.said] == [False, True, False]
 
 
 def test_a_pause_doesnt_count_as_waiting(rig):
