@@ -41,7 +41,9 @@ __all__ = ["ROUTE", "ActiveView", "Group", "GroupView", "ViewKey"]
 
 ROUTE = "group"
 GOODBYE_S = 0.3
-GONE = frozenset({403, 404, 409})
+ELSEWHERE = 409
+"""Refusal by which a peer says that it is in another mode."""
+GONE = frozenset({403, 404})
 """Refusals by which a peer says that it is in no group of ours; others may pass."""
 ERA_S = 1_767_225_600
 """Generations begin at the seconds since 2026, so that a node that restarted gives out no key twice."""
@@ -246,6 +248,8 @@ class Group:
         except PeerTimeoutError:
             return "timeout"
         except PeerRefusedError as refusal:
+            if refusal.status == ELSEWHERE:
+                return "elsewhere"
             return "refused" if refusal.status in GONE else "timeout"
         except TransportError:
             return "unreachable"

@@ -29,6 +29,7 @@ class _Standing:
     ping_s: float
     answered_s: float = NEVER
     judged: bool = False
+    elsewhere: bool = False
     fit: bool = False
     failures: int = 0
 
@@ -81,6 +82,7 @@ class Roster:
         if standing is None:
             return
         standing.answered_s = now_s
+        standing.elsewhere = False
         standing.judged = True
         standing.fit = takes
         standing.failures = 0
@@ -99,7 +101,8 @@ class Roster:
 
         Args:
             peer: whom.
-            why: ``refused``: it is out at once; ``unreachable``: out when it happens twice in a row, because
+            why: ``refused``: it is out at once; ``elsewhere``: so it is, for it is in another mode (still, if
+                it never answered); ``unreachable``: out when it happens twice in a row, because
                 a kept connection may break between two calls; ``timeout``: out after `silence_s` of them.
             now_s: monotonic time.
         """
@@ -108,11 +111,17 @@ class Roster:
             return
         standing.failures += 1
         silent = now_s > standing.answered_s + self._timing.silence_s
-        out = why == "refused" or silent or (why == "unreachable" and standing.failures > 1)
+        standing.elsewhere = why == "elsewhere" and standing.answered_s == NEVER
+        out = why in ("refused", "elsewhere") or silent or (why == "unreachable" and standing.failures > 1)
         if out and standing.fit:
             self.leave_out(peer, now_s)
         standing.judged = standing.judged or out
-        back_off_s = 0.1 if standing.fit or not out else 0.25 * 2.0 ** min(standing.failures, MAX_DOUBLINGS)
+        soon = (
+            standing.fit
+            or not out
+            or (standing.elsewhere and now_s < standing.since_s + self._timing.follow_s)
+        )
+        back_off_s = 0.1 if soon else 0.25 * 2.0 ** min(standing.failures, MAX_DOUBLINGS)
         standing.ping_s = now_s + min(back_off_s, self._timing.ping_s)
 
     def reluctant(self, peer: str, now_s: float) -> None:
@@ -143,8 +152,9 @@ class Roster:
     def must_wait(self, members: Iterable[str], now_s: float) -> bool:
         """Tell whether somebody is worth waiting for before a view is proposed.
 
-        That is who hasn't answered at all, for `gather_s`; and members of the present view that still
-        follow somebody else, until they must have noticed that he is gone.
+        That is who hasn't answered at all, for `gather_s`; before the first view, who is still in another
+        mode, for `follow_s`; and members of the present view that still follow somebody else, until they
+        must have noticed that he is gone.
         """
         timing = self._timing
         present = set(members)
@@ -152,6 +162,8 @@ class Roster:
             if standing.fit or not self._rested(peer, now_s):
                 continue
             hesitates = standing.answered_s > NEVER and standing.failures == 0 and peer in present
+            if standing.elsewhere and not present and now_s < standing.since_s + timing.follow_s:
+                return True
             if not standing.judged and now_s < standing.since_s + timing.gather_s:
                 return True
             if hesitates and now_s < standing.since_s + timing.silence_s + timing.gather_s:

@@ -103,6 +103,9 @@ class Timing:
             answer for so long is left out. More: slower when membership doesn't notice. Less: long
             pauses of a process cost a new view.
         gather_s: how long a proposer waits for those it doesn't know yet, and for more newcomers.
+        follow_s: how long the first view of an epoch waits for the living who are still in another: a
+            mode that begins with everybody's mean shall begin with everybody. More: one that can't follow
+            holds all up for longer. Less: who hears late of a new mode comes when it has begun.
         rest_s: how long somebody left out stays out at least; doubles with each time within a minute.
         rest_silent_s: greatest rest of somebody who didn't answer.
         rest_doubted_s: greatest rest of somebody others doubted although it answers.
@@ -114,6 +117,7 @@ class Timing:
     acknowledge_s: float = 2.0
     silence_s: float = 3.5
     gather_s: float = 0.25
+    follow_s: float = 2.0
     rest_s: float = 0.5
     rest_silent_s: float = 2.0
     rest_doubted_s: float = 30.0

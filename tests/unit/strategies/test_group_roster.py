@@ -49,6 +49,27 @@ def test_unknown_ones_are_awaited_for_a_moment(roster):
     assert not roster.must_wait((), 0.2)
 
 
+def test_before_the_first_view_those_still_in_another_mode_are_awaited(roster):
+    answers(roster, "a")
+    for at_s in (0.05, 0.5, 1.0):
+        roster.failed("b", "elsewhere", at_s)
+        assert "b" in roster.due(at_s + 0.11)  # it is asked again soon
+    assert roster.must_wait((), 1.99)
+    assert not roster.must_wait((), 2.0)
+    assert not roster.must_wait(["a"], 1.0)
+    answers(roster, "b", at_s=1.5)
+    assert not roster.must_wait((), 1.6)
+
+
+def test_who_goes_over_to_another_mode_is_out_at_once(roster):
+    answers(roster, "a", "b")
+    roster.failed("b", "elsewhere", 0.5)
+    assert roster.fit(0.5) == {"a"}
+    assert not roster.must_wait((), 0.6)
+    roster.failed("a", "refused", 0.5)
+    assert not roster.must_wait((), 0.6)
+
+
 def test_present_members_that_follow_another_are_awaited_until_they_must_have_noticed(roster):
     answers(roster, "a")
     roster.answered("b", 0.1, takes=False)
