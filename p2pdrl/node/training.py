@@ -28,6 +28,7 @@ from p2pdrl.node.adoption import Adoptions, Donors, Download, without_moments
 from p2pdrl.node.counters import Counts
 from p2pdrl.node.crew import Crew
 from p2pdrl.node.events import EventLog
+from p2pdrl.node.group_process import GroupProcesses
 from p2pdrl.node.learner_port import LearnerPort
 from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.quarantine import Quarantine
@@ -396,6 +397,7 @@ class Training:
             trusted_network=config.trusted_network,
             max_exchanges=config.debug.max_exchanges,
             start_at_members=config.debug.start_at_members,
+            group_process=GroupProcesses(config.learner) if config.trusted_network else None,
         )
 
     def _request(self) -> StateRequest:

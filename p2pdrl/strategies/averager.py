@@ -1,7 +1,7 @@
 """What averaging within one view is: the seam between rounds of a group and how vectors meet.
 
-`allreduce.ViewAverager` runs over the swarm's own connections; another backend only needs to be an
-`Averager` for each view.
+`allreduce.ViewAverager` runs over the swarm's own connections, `torch_averager.TorchAverager` over
+torch.distributed. `backends` chooses.
 
 Shapes: every vector is flat, of D elements (all parameters); names carry no suffix.
 """
@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from p2pdrl.strategies.group import Group, GroupView
+from p2pdrl.strategies.reduce_messages import Ask
 from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.transport.protocol import Address, Incoming, Reply
 
-__all__ = ["Average", "Averager", "Part"]
+__all__ = ["Average", "Averager", "Backend", "Part"]
 
 
 class Part(NamedTuple):
@@ -61,10 +64,44 @@ class Average(NamedTuple):
 class Averager(Protocol):
     """Averages within one view; made anew for each."""
 
+    view: GroupView
+    """In which it averages."""
+
+    @property
+    def given(self) -> int:
+        """Number of the last round that we gave our part to; -1 before the first."""
+        ...
+
+    @property
+    def in_force(self) -> bool:
+        """Whether the view still is; what comes of a round counts only then."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a round is under way."""
+        ...
+
     async def average(self, number: int, part: Part) -> Average:
         """Do round ``number`` with all members; wait until all have given their part.
 
         Cancelled when the view ends; the part is then given again to the next view's averager.
+        """
+        ...
+
+    async def serve(self, incoming: Incoming, ask: Ask) -> Reply:
+        """Answer a member that asks for a ``part`` or for the ``store``.
+
+        Raises:
+            Refusal: not now, or not here.
+        """
+        ...
+
+    def address(self, peer: str) -> Address:
+        """Where a member is, or was when the view began.
+
+        Raises:
+            PeerUnreachableError: nobody knows.
         """
         ...
 
@@ -74,4 +111,32 @@ class Averager(Protocol):
 
     async def closed(self) -> None:
         """Wait, after `close`, until no thread touches any vector."""
+        ...
+
+
+class Backend(Protocol):
+    """Makes averagers, and keeps what outlives a view."""
+
+    async def start(self) -> None:
+        """Begin.
+
+        Raises:
+            ConfigError: this node can't.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """End everything, after the last averager was closed; calling it again does nothing."""
+        ...
+
+    def averager(self, group: Group, view: GroupView, *, first: int, raw: bool, spread: bool) -> Averager:
+        """Return one for a view that has come into force.
+
+        Args:
+            group: told whom we doubt.
+            view: in which it averages.
+            first: number of the first round.
+            raw: whether that round's vectors travel as float32 whatever the config says.
+            spread: whether to measure how far the parts are apart.
+        """
         ...

@@ -17,10 +17,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from p2pdrl.config.strategy import Grouped
+from p2pdrl.config.strategy_bases import Grouped
 from p2pdrl.errors import PeerRefusedError, TensorError, TransportError
-from p2pdrl.strategies.allreduce import ViewAverager
-from p2pdrl.strategies.averager import Average, Part
+from p2pdrl.strategies.averager import Average, Averager, Part
 from p2pdrl.strategies.chain import Chain, Plan
 from p2pdrl.strategies.heavy import heavy, through
 from p2pdrl.strategies.post_desk import PostDesk
@@ -87,7 +86,7 @@ class CatchingUp:
 
     # Beginning
 
-    async def found(self, plan: Plan, averager: ViewAverager) -> None:
+    async def found(self, plan: Plan, averager: Averager) -> None:
         """Begin a history with the first leader's state; every member calls this.
 
         Args:
@@ -135,7 +134,7 @@ class CatchingUp:
 
     # Taking
 
-    async def result(self, plan: Plan, averager: ViewAverager, out: Float32Array) -> Average | None:
+    async def result(self, plan: Plan, averager: Averager, out: Float32Array) -> Average | None:
         """Fetch the result of round ``plan.number - 1`` into ``out``; None when nobody gives it."""
         room = out.data.cast("B")
         for peer in plan.leaders:
@@ -156,7 +155,7 @@ class CatchingUp:
             return self.kept
         return None
 
-    async def state(self, plan: Plan, averager: ViewAverager, number: int) -> bool:
+    async def state(self, plan: Plan, averager: Averager, number: int) -> bool:
         """Take a member's state, as it is before round ``number``; False when nobody gives it."""
         me, summary = self._context.swarm.node_id, self._context.swarm.summary()
         order = [*plan.leaders, *(peer for peer in averager.view.members if peer not in plan.leaders)]
@@ -196,7 +195,7 @@ class CatchingUp:
         self.arrived()
         return True
 
-    async def _lead(self, averager: ViewAverager, number: int) -> None:
+    async def _lead(self, averager: Averager, number: int) -> None:
         """Nobody is in step any more: the first one's state is as good as any."""
         await self._work.found()
         self._chain.found(averager.view.key)
@@ -207,7 +206,7 @@ class CatchingUp:
         self,
         what: Literal["result", "state"],
         peer: str,
-        averager: ViewAverager,
+        averager: Averager,
         number: int,
         room: memoryview,
     ) -> tuple[Reduced, int] | None:

@@ -125,6 +125,17 @@ class Group:
             self._look()
             self._carry_out(self._core.doubt(peer, why, self._clock.monotonic()))
 
+    def renew(self, key: ViewKey, why: str) -> None:
+        """Ask for a view after ``key``: something that its members share broke, and nobody knows by whom.
+
+        Args:
+            key: of a view that was in force here; nothing happens once a later one is.
+            why: in words.
+        """
+        if self._running:
+            self._look()
+            self._carry_out(self._core.renew(key, why, self._clock.monotonic()))
+
     def poke(self) -> None:
         """Look at membership now: somebody came or went."""
         if self._running:

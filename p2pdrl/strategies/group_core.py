@@ -24,6 +24,7 @@ from p2pdrl.strategies.group_view import (
     Request,
     Response,
     Timing,
+    ViewKey,
 )
 
 __all__ = ["Call", "GroupCore"]
@@ -31,6 +32,8 @@ __all__ = ["Call", "GroupCore"]
 FOREVER = float("inf")
 DOUBT_LASTS_S = 3.0
 VERIFY_EVERY_S = 0.25
+NOBODY = ""
+"""A doubt of this peer asks for a new view, and says nothing against any member."""
 MAX_WHY_CHARS = 200
 
 
@@ -184,6 +187,15 @@ class GroupCore:
             self._doubts[peer] = _Doubt(message, now_s + DOUBT_LASTS_S, now_s)
         return self._step()
 
+    def renew(self, key: ViewKey, why: str, now_s: float) -> list[Call]:
+        """Ask for a view after ``key``, of all who are fit."""
+        self._now_s = now_s
+        message = Doubt(self._epoch, key, NOBODY, why[:MAX_WHY_CHARS])
+        self._heed(self._me, message)
+        if not self._order.mine:
+            self._doubts[NOBODY] = _Doubt(message, now_s + DOUBT_LASTS_S, now_s)
+        return self._step()
+
     def leave(self) -> list[Call]:
         """Say that we go, to the proposer or the next one; nothing is to be handed in afterwards."""
         to = self._order.next_after(self._me) if self._order.mine else self._order.proposer
@@ -223,7 +235,9 @@ class GroupCore:
             self._order.pass_over(sender, self._now_s)
         elif doubt.peer == self._order.proposer:
             self._verify()
-        if self._order.mine and doubt.peer != self._me:
+        if self._order.mine and doubt.peer == NOBODY:
+            self._proposer.renewed(doubt.key)
+        elif self._order.mine and doubt.peer != self._me:
             self._proposer.doubted(doubt.peer, doubt.key, self._now_s, leaves=leaves)
 
     def _verify(self) -> None:
@@ -248,7 +262,8 @@ class GroupCore:
     def _pass_doubts_on(self) -> None:
         for peer, doubt in list(self._doubts.items()):
             to = self._order.next_after(peer) if peer == self._order.proposer else self._order.proposer
-            if self._now_s >= doubt.until_s or peer not in self._order.others or to == self._me:
+            known = peer == NOBODY or peer in self._order.others
+            if self._now_s >= doubt.until_s or not known or to == self._me:
                 del self._doubts[peer]
             elif doubt.due_s <= self._now_s:
                 doubt.due_s = FOREVER

@@ -125,6 +125,11 @@ class Proposer:
             return
         self._roster.leave_out(peer, now_s, doubted=not leaves)
 
+    def renewed(self, key: ViewKey | None) -> None:
+        """The members of view ``key`` want a new one, of whoever is fit; of interest while it is the last."""
+        present = self._member.acknowledged
+        self._stale |= present is not None and present.key == key
+
     # Answers
 
     def pong(self, peer: str, pong: Pong, sent_s: float, now_s: float) -> None:

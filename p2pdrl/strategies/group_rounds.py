@@ -21,16 +21,16 @@ import asyncio
 
 import msgspec
 
-from p2pdrl.config.strategy import Grouped, Mode
+from p2pdrl.config.strategy import Mode
+from p2pdrl.config.strategy_bases import Grouped
 from p2pdrl.errors import PoisonedVectorError
-from p2pdrl.strategies.allreduce import ViewAverager
-from p2pdrl.strategies.averager import Average, Part
+from p2pdrl.strategies.averager import Average, Averager, Part
+from p2pdrl.strategies.backends import backend_of
 from p2pdrl.strategies.catching_up import CatchingUp
 from p2pdrl.strategies.chain import Chain, Note, Plan, make_plan, read_note
 from p2pdrl.strategies.group import ROUTE as GROUP_ROUTE
 from p2pdrl.strategies.group import ActiveView, Group
 from p2pdrl.strategies.heavy import through
-from p2pdrl.strategies.patience import Patience
 from p2pdrl.strategies.piece_owner import AverageMemory
 from p2pdrl.strategies.post_desk import PostDesk
 from p2pdrl.strategies.protocol import Context, Merged, Post, RoundReport
@@ -59,6 +59,9 @@ class GroupRounds:
         config: the strategy's options.
         context: what the node gives.
         work: what is averaged.
+
+    Raises:
+        ConfigError: this node can't average over what the options name.
     """
 
     mode: Mode = "allreduce"
@@ -69,10 +72,10 @@ class GroupRounds:
         self._group = Group(context, self._note)
         self._desk = PostDesk(context.learner, context.clock, GRACE * config.deadline_s)
         self._memory = AverageMemory(config, context.size)
-        self._patience = Patience(config.deadline_s)
+        self._backend = backend_of(config, context, self._memory)
         self._chain = Chain()
         self._catching_up = CatchingUp(context, config, work, self._chain, self._desk)
-        self._averager: ViewAverager | None = None
+        self._averager: Averager | None = None
         self._said = Note()
         self._distance: float | None = None
         self._poisoned = 0
@@ -97,7 +100,12 @@ class GroupRounds:
         return {"round": self._chain.number, "members": members, **self._work.facts}
 
     async def start(self) -> None:
-        """Begin."""
+        """Begin.
+
+        Raises:
+            ConfigError: this node can't.
+        """
+        await self._backend.start()
         self._runner.start(self._run(), self._desk.pump())
 
     async def stop(self, timeout_s: float) -> None:
@@ -107,6 +115,7 @@ class GroupRounds:
         await self._runner.stop(min(timeout_s, LAST_ROUND_S) if under_way else 0.0)
         self._desk.close()
         await self._group.stop()
+        await self._backend.stop()
 
     async def watch(self) -> None:
         """Wait until it is stopped; raise what ended it before: a bug of ours."""
@@ -157,13 +166,9 @@ class GroupRounds:
         notes = {member: read_note(active.notes.get(member)) for member in view.members}
         plan = make_plan(view.key, view.members, notes, led=self._work.led)
         seeds = plan.fresh and self._work.seeded and len(view.members) > 1
-        averager = ViewAverager(
-            self._context,
-            self._config,
+        averager = self._backend.averager(
             self._group,
             view,
-            memory=self._memory,
-            patience=self._patience,
             first=plan.number - seeds,
             raw=seeds or (plan.fresh and not self._work.led),
             spread=not self._work.lockstep,
@@ -183,14 +188,14 @@ class GroupRounds:
         if not rounds.cancelled():
             rounds.result()
 
-    async def _rounds(self, plan: Plan, averager: ViewAverager) -> None:
+    async def _rounds(self, plan: Plan, averager: Averager) -> None:
         await self._begin(plan, averager)
         number = plan.number
         while not self._runner.stopping and not self._enough:
             if await self._round(plan, averager, number):
                 number += 1
 
-    async def _begin(self, plan: Plan, averager: ViewAverager) -> None:
+    async def _begin(self, plan: Plan, averager: Averager) -> None:
         """Stand where the plan says."""
         standing = plan.standing[self._me]
         if plan.fresh and self._work.led:
@@ -200,7 +205,7 @@ class GroupRounds:
         else:
             self._catching_up.in_step = standing == "same"
 
-    async def _catch_up_one(self, plan: Plan, averager: ViewAverager) -> None:
+    async def _catch_up_one(self, plan: Plan, averager: Averager) -> None:
         """Take the result of the round that others completed and we didn't."""
         post = self._desk.post
         result = self._memory.results[(plan.number - 1) % 2]
@@ -212,7 +217,7 @@ class GroupRounds:
         if average is not None:
             await self._take(post, average, plan.number - 1, self._clock.monotonic())
 
-    async def _round(self, plan: Plan, averager: ViewAverager, number: int) -> bool:
+    async def _round(self, plan: Plan, averager: Averager, number: int) -> bool:
         """Do one round; False when there was none yet."""
         post = await self._desk.next() if self._work.lockstep or self._catching_up.in_step else None
         self._catching_up.check(post)
@@ -247,7 +252,7 @@ class GroupRounds:
             self._desk.excuse(False)
         return True
 
-    async def _part(self, post: Post, averager: ViewAverager, number: int) -> Part:
+    async def _part(self, post: Post, averager: Averager, number: int) -> Part:
         """What we give; nothing, and in the end another's state, when ours is unusable."""
         try:
             part = await self._work.part(post, number, averager.view.members)
@@ -325,7 +330,7 @@ class GroupRounds:
             raise Refusal(409, "this node hasn't begun with that view yet")
         if incoming.sender not in averager.view.members:
             raise Refusal(409, "not a member of this group")
-        if ask.what == "part":
+        if ask.what in ("part", "store"):
             return await averager.serve(incoming, ask)
         if ask.what == "alive":
             if averager.given < ask.number:

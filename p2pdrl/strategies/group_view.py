@@ -191,7 +191,7 @@ class Doubt(msgspec.Struct, frozen=True, tag="doubt"):
     Attributes:
         epoch: mode epoch.
         key: the view in which it was seen.
-        peer: who.
+        peer: who; empty for nobody, to ask for a new view of all who are fit.
         why: in words.
     """
 

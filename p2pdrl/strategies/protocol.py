@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.strategy import Mode
+from p2pdrl.strategies.group_process import GroupProcess
 from p2pdrl.strategies.judgement import Summary
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
@@ -192,6 +193,7 @@ class Context:
         trusted_network: whether torch.distributed may be used.
         max_exchanges: begin no more rounds than this (for experiments); 0 is no bound.
         start_at_members: begin none before this many members are alive, ourselves included.
+        group_process: in which torch.distributed runs; None where the node has none to offer.
     """
 
     swarm: Swarm
@@ -205,6 +207,7 @@ class Context:
     trusted_network: bool = False
     max_exchanges: int = 0
     start_at_members: int = 0
+    group_process: GroupProcess | None = None
 
 
 class Strategy(Protocol):

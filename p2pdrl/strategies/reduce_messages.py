@@ -27,14 +27,15 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         what: ``part``: take my piece, and give me the average once all have come; ``alive``: are you there,
-            I wait for you; ``result``: the last round's whole average; ``state``: what a newcomer needs.
+            I wait for you; ``result``: the last round's whole average; ``state``: what a newcomer needs;
+            ``store``: the port where your process opened the group's store, as the answer's number.
         key: the view that the sender acts in.
         number: of the round.
         weight: of the part; a part of weight 0 has no vector.
         policy_version: the part's.
     """
 
-    what: Literal["part", "alive", "result", "state"]
+    what: Literal["part", "alive", "result", "state", "store"]
     key: ViewKey
     number: Natural
     weight: Annotated[float, Meta(ge=0, le=MAX_WEIGHT)] = 0.0

@@ -57,10 +57,6 @@ def build(config: StrategyConfig, context: Context) -> Strategy:
             return SgpStrategy(config, context)
         case GalaConfig():
             return GalaStrategy(config, context)
-        case GradAverageConfig(backend="torch") | ParamAverageConfig(backend="torch"):
-            raise ConfigError(
-                "this release averages over the swarm's own connections only: set task.strategy.backend = own"
-            )
         case GradAverageConfig():
             return GroupRounds(config, context, GradientWork(context))
         case ParamAverageConfig():

@@ -77,12 +77,16 @@ class RollCall:
             if not task.cancelled():
                 task.result()  # raises: it never ends by itself but by a bug
 
+    async def ask(self, peers: Iterable[str]) -> None:
+        """Ask some members now, and doubt those that don't answer."""
+        await asyncio.gather(*(self._ask(peer) for peer in peers))
+
     def _begin_to_ask(self) -> None:
         self._task = asyncio.create_task(self._ask_all(), name="roll-call")
 
     async def _ask_all(self) -> None:
         while True:
-            await asyncio.gather(asyncio.sleep(ASK_S), *(self._ask(peer) for peer in self._silent()))
+            await asyncio.gather(asyncio.sleep(ASK_S), self.ask(self._silent()))
 
     async def _ask(self, peer: str) -> None:
         ask = msgspec.msgpack.encode(Ask("alive", self._view.key, self._number))
