@@ -190,11 +190,13 @@ class Training:
         await self.strategy.stop(EXCHANGE_END_S)
         self._outcomes.update(self.strategy.outcomes)
         self.accounting.saw_distance(self.strategy.consensus_distance)
-        self.strategy, self.strategy_config = LocalStrategy(), LocalConfig()
+        interim = LocalStrategy()
+        self.strategy, self.strategy_config = interim, LocalConfig()
         self.mode_epoch = epoch
         strategy = build(config, self._context(epoch))
         await self.crew.change(regime_of(config), epoch)
         self.strategy = strategy
+        await interim.stop(0.0)  # who began to watch it meanwhile goes on to this one
         try:
             await strategy.start()
         except ConfigError:

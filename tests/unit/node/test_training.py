@@ -218,6 +218,30 @@ async def test_a_bug_in_a_strategy_is_told(pair, monkeypatch):
         await asyncio.wait_for(watch, 5)
 
 
+async def test_a_bug_is_told_after_modes_that_follow_closely(pair, monkeypatch):
+    one = pair[0].training
+    watch = asyncio.create_task(one.watch_strategy())
+    await asyncio.sleep(0)
+    change = one.crew.change
+
+    async def dismiss_helpers_first(regime, epoch):
+        await asyncio.sleep(0.01)
+        await change(regime, epoch)
+
+    await one.use(LocalConfig(), 1)
+    monkeypatch.setattr(one.crew, "change", dismiss_helpers_first)
+    await one.use(GOSSIP, 2)  # before it is watched what came before
+    await asyncio.sleep(0.01)
+
+    def broken(self):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(GossipStrategy, "_next_partner", broken)
+    await one.use(GOSSIP, 3)
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(watch, 5)
+
+
 async def test_what_the_learner_is_told(pair, kinds):
     one, _ = pair
     told: list[object] = []
