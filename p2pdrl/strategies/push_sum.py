@@ -15,6 +15,10 @@ directed graph is. The mass of a message is set aside when it is sent, and settl
 - neither is known: it is sent again, under the same number, until it is;
 - ``lost``: the peer died meanwhile. Its own part is lost with it, and so is this one.
 
+What is kept is the mean by weight, Σ w·z / Σ w. Where the weights are forgotten, as at the end of the mode,
+the plain mean of z goes on. It is another by the covariance of w and z over the nodes: at most the deviation
+of w, which was 0.3 to 0.5 with five nodes, times the consensus distance; nothing once all z agree.
+
 A receiver takes each number once, and remembers numbers that it refused: an earlier copy that arrives
 after the refusal isn't taken either, for the sender has its mass back.
 """

@@ -14,12 +14,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import numpy as np
 import psutil
 import pytest
 
+from p2pdrl.cli.client import NodeClient
+from p2pdrl.node.accounting import GOOD
 from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes
+from p2pdrl.transport.protocol import Address
 
 Json = Any
 
@@ -85,6 +89,16 @@ class RealNode:
     def events(self, kind: str = "") -> list[Json]:
         found = self.json("/v1/events?follow=0") or []
         return [event for event in found if kind in ("", event["kind"])]
+
+    def set_mode(self, mode: str, *options: str) -> Json:
+        """Propose another mode through this node; return the record's epoch and proposer."""
+        query = urlencode([("mode", mode), *(("set", option) for option in options)])
+        return NodeClient(Address("127.0.0.1", self.port), data_dir=self.data).post(f"/v1/mode?{query}")
+
+    def rounds_in(self, protocol: str) -> int:
+        """Rounds of a strategy that went well here, over this boot."""
+        account = self.status().get("accounting", {}).get(protocol, {})
+        return sum(account.get("rounds", {}).get(word, 0) for word in GOOD)
 
     def checkpoint(self) -> Checkpoint:
         body = self.get("/v1/checkpoint", timeout_s=20)
@@ -207,3 +221,79 @@ def _processes(swarm: RealSwarm) -> list[str]:
         for line in lines
         if str(swarm.folder) in line or any(line.endswith(parent) for parent in parents)
     ]
+
+
+class Recovery:
+    """Watches survivors from the moment before a member is lost until all have gone on.
+
+    Args:
+        nodes: who survives.
+        victim: who is lost.
+        protocol: the strategy whose rounds count.
+    """
+
+    def __init__(self, nodes: list[RealNode], victim: RealNode, protocol: str) -> None:
+        self.nodes, self.protocol = nodes, protocol
+        self.victim, self.id = victim, victim.status()["id"]
+        self.pids = {node.name: (node.process.pid, node.learner_pid()) for node in nodes}
+        self.before = {node.name: node.status() for node in nodes}
+        self.lost_at = 0.0
+        self.again_at: dict[str, float] = {}
+        self.known_at: dict[str, float] = {}
+        self.after: dict[str, Json] = {}
+
+    def lose(self, how: Callable[[], None]) -> None:
+        """Lose the member by ``how``."""
+        how()
+        self.lost_at = time.time()
+
+    def known(self, node: RealNode) -> float | None:
+        """Wall time at which ``node`` told of the loss: of a suspicion, or of a group without the member."""
+        for event in node.events():
+            about = event.get("peer") == self.id or event.get("member") == self.id or self.id in str(event)
+            grouped = event["kind"] == "group" and self.victim.name not in event["text"].split(": ")[-1]
+            if event["time"] > self.lost_at and (grouped or (about and "member" in event["kind"])):
+                return float(event["time"])
+        return None
+
+    def wait(self, timeout_s: float) -> dict[str, float]:
+        """Wait until all make updates in rounds again; return the seconds from the knowledge to that."""
+        rounds: dict[str, int] = {}
+        updates: dict[str, int] = {}
+        end = time.time() + timeout_s
+        while len(self.again_at) < len(self.nodes):
+            assert time.time() < end, f"still not all go on: {self.again_at}\n" + "\n".join(
+                f"{node.name}: {node.text()[-1500:]}" for node in self.nodes
+            )
+            for node in self.nodes:
+                if node.name in self.again_at:
+                    continue
+                if node.name not in self.known_at:
+                    known = self.known(node)
+                    if known is None:
+                        continue
+                    self.known_at[node.name] = known
+                    rounds[node.name], updates[node.name] = (
+                        node.rounds_in(self.protocol),
+                        node.status()["updates"],
+                    )
+                now = node.rounds_in(self.protocol), node.status()["updates"]
+                if now[0] > rounds[node.name] and now[1] > updates[node.name]:
+                    self.again_at[node.name] = time.time()
+            time.sleep(0.05)
+        self.after = {node.name: node.status() for node in self.nodes}
+        return {name: round(at - self.known_at[name], 2) for name, at in self.again_at.items()}
+
+    def nothing_lost(self) -> None:
+        """Nobody was started anew, and no count or version went back."""
+        for node in self.nodes:
+            before, after = self.before[node.name], self.after[node.name]
+            assert (node.process.pid, after["learner"]["pid"]) == self.pids[node.name]
+            assert after["learner"]["restarts"] == 0
+            for key in ("env_steps", "updates", "policy_version"):
+                assert after[key] >= before[key], (node.name, key, before[key], after[key])
+
+
+@pytest.fixture
+def make_recovery() -> Callable[..., Recovery]:
+    return Recovery

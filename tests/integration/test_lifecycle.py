@@ -148,7 +148,7 @@ def test_a_swarm_lives_through_joins_and_losses(swarm, make_watch, wait_until, n
     finals = {}
     while any(node.process.poll() is None for node in (a, d, e, f)):
         assert time.monotonic() - marks[-1][1] < 200, "not solved in time"
-        finals |= {node.name: node.status() for node in (a, d, e, f) if node.status()}
+        finals |= {node.name: status for node in (a, d, e, f) if (status := node.status())}
         time.sleep(0.2)
     watch.close()
     for node in (a, d, e, f):

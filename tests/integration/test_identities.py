@@ -1,0 +1,167 @@
+"""What strategies are in theory, with real processes: one big batch, serial descent, equal replicas.
+
+A regression on rows taken in sequence; every gradient that a node posts can be computed again, in float64,
+from its seed and its place in the sequence, which travels with its checkpoints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from p2pdrl.config.task import RegressionConfig
+from p2pdrl.rl.regression_data import make_rows, sequence_batch
+
+RATE = 0.02
+UPDATES = 50
+WITHIN = 1e-5
+
+
+def problem(workers, **options):
+    return RegressionConfig(
+        features=24,
+        rows=1200,
+        batch_size=8,
+        sample="sequence",
+        workers=workers,
+        learning_rate=RATE,
+        **options,
+    )
+
+
+def arguments(config, strategy, seed, nodes):
+    task = {
+        "task.algorithm.name": "regression",
+        "task.algorithm.features": config.features,
+        "task.algorithm.rows": config.rows,
+        "task.algorithm.batch_size": config.batch_size,
+        "task.algorithm.sample": "sequence",
+        "task.algorithm.workers": config.workers,
+        "task.algorithm.learning_rate": RATE,
+        "task.algorithm.min_update_s": 0.08,
+        "node.seed": seed,
+        "node.debug.start_at_members": nodes,
+        "node.checkpoint.every_s": 0,
+    }
+    task |= {f"task.strategy.{key}": value for key, value in ({"compression": "none"} | strategy).items()}
+    return [f"--set={key}={value}" for key, value in task.items()]
+
+
+class Serial:
+    """The same rows in float64, by one worker or by several as one."""
+
+    def __init__(self, config):
+        self.config = config
+        rows, _ = make_rows(config, 0)
+        self.inputs_RF = rows.inputs_RF.astype(np.float64)
+        self.targets_R = rows.targets_R.astype(np.float64)
+
+    def step(self, x_F, batches):
+        """One step on all ``batches``, given as (seed, place in the sequence)."""
+        rows = np.concatenate([sequence_batch(self.config, seed, place) for seed, place in batches])
+        residual_B = self.inputs_RF[rows] @ x_F - self.targets_R[rows]
+        return x_F - RATE * self.inputs_RF[rows].T @ residual_B / len(rows)
+
+
+class Film:
+    """Snapshots of all nodes: policy version, place in the sequence, parameters."""
+
+    def __init__(self, nodes):
+        self.nodes = nodes
+        self.shots = {node.name: {} for node in nodes}  # by version: the parameters
+        self.ahead = {node.name: Counter() for node in nodes}  # place in the sequence minus version
+
+    def shoot(self, seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for node in self.nodes:
+                checkpoint = node.checkpoint()
+                version = checkpoint.meta["policy_version"]
+                self.shots[node.name].setdefault(version, set()).add(checkpoint.params.tobytes())
+                self.ahead[node.name][int(checkpoint.sidecar["regression.updates"]) - version] += 1
+
+    def align(self):
+        """Count every node's versions as the first does.
+
+        A member that adopted the state with which a mode began may count an update more for it, for good.
+        """
+        mine = self.shots[self.nodes[0].name]
+        for name in self.shots:
+            theirs = self.shots[name]
+            lags = Counter(
+                {lag: sum(len(mine[v] & theirs.get(v + lag, set())) for v in mine) for lag in range(-4, 5)}
+            )
+            ((lag, _),) = lags.most_common(1)
+            self.shots[name] = {version - lag: shots for version, shots in theirs.items()}
+            self.ahead[name] = Counter({ahead + lag: count for ahead, count in self.ahead[name].items()})
+
+    def agreed(self):
+        """Parameters by version where all nodes that were seen there had the same bits, two at least."""
+        versions = {}
+        for version in sorted(set().union(*self.shots.values())):
+            seen = [self.shots[node.name].get(version, set()) for node in self.nodes]
+            seen = [shots for shots in seen if shots]
+            if len(seen) >= min(2, len(self.nodes)) and set.union(*seen) == set.intersection(*seen):
+                versions[version] = np.frombuffer(next(iter(seen[0])), np.float32)
+        return versions
+
+
+def begin(swarm, wait_until, count, config, **strategy):
+    nodes = []
+    for seed in range(count):
+        own = arguments(config, strategy, seed, count)
+        nodes.append(swarm.start(f"n{seed}", *own, peers=nodes[0] if nodes else None))
+    swarm.training(*nodes, timeout_s=90)
+    for node in nodes:
+        wait_until(
+            lambda node=node: node.rounds_in(strategy["name"]) > 5, 40, f"rounds:\n{node.text()[-2000:]}"
+        )
+    return nodes
+
+
+def check(film, config):
+    film.align()
+    versions = film.agreed()
+    first, last = min(versions), max(versions)
+    assert last - first >= UPDATES, f"only {sorted(versions)}"
+    places = [counter.most_common(1)[0][0] for counter in film.ahead.values()]
+    print({name: counter.most_common(3) for name, counter in film.ahead.items()})
+    serial, worst = Serial(config), {}
+    for shift in (0, 1, -1):
+        x_F, worst[shift] = versions[first].astype(np.float64), 0.0
+        for version in range(first, last):
+            x_F = serial.step(x_F, [(seed, version + at + shift) for seed, at in enumerate(places)])
+            if version + 1 in versions:
+                off = np.linalg.norm(versions[version + 1] - x_F) / np.linalg.norm(x_F)
+                worst[shift] = max(worst[shift], float(off))
+    print(f"{last - first} updates, {len(versions)} seen, off by {worst}", flush=True)
+    return min(worst.values())
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"name": "server_sync", "optimizer": "sgd", "servers": 2},
+        {"name": "grad_average"},
+        {"name": "param_average", "every_updates": 1},
+    ],
+    ids=lambda strategy: strategy["name"],
+)
+def test_three_workers_are_one_big_batch(swarm, wait_until, strategy):
+    config = problem(3)
+    film = Film(begin(swarm, wait_until, 3, config, **strategy))
+    film.shoot(12)
+    assert check(film, config) < WITHIN
+
+
+@pytest.mark.timeout(180)
+def test_one_downpour_worker_is_serial(swarm, wait_until):
+    config = problem(1)
+    strategy = {"name": "server_async", "optimizer": "sgd", "push_every": 1, "fetch_every": 1, "ahead": 0}
+    film = Film(begin(swarm, wait_until, 1, config, **strategy))
+    film.shoot(8)
+    assert check(film, config) < WITHIN
