@@ -72,7 +72,7 @@ def _do(order: ToGroup, group: TorchGroup) -> FromGroup:
 
 def _brief(error: Exception) -> str:
     """What went wrong, without gloo's source files and advice, which is for others than our users."""
-    text = re.sub(r"^\[[^\]]*\] ?|\. This is typically caused by.*", "", " ".join(str(error).split()))
+    text = re.sub(r"^\[[^\]]*:\d+\] ?|\. This is typically caused by.*", "", " ".join(str(error).split()))
     return text[:MOST_CHARS] or type(error).__name__
 
 
