@@ -278,6 +278,14 @@ class FakeLearner:
         """Show the vector as it is."""
         self._own.publish(self.x, None, self.version)
 
+    def drop_posts(self) -> None:
+        """Wait for no answer any more: the strategy that was asked has ended."""
+        while not self._posts.empty():
+            self._posts.get_nowait()
+        for answer in tuple(self._answers.values()):
+            if not answer.done():
+                answer.set_result("none")
+
     def now(self) -> Float32Array:
         """The vector with everything that was posted."""
         out = np.empty_like(self.x)
@@ -357,6 +365,7 @@ class SimNode:
         self.config, self.epoch = config, epoch
         if self.swarm.says is not None:
             self.swarm.says = msgspec.structs.replace(self.swarm.says, mode_epoch=epoch)
+        self.learner.drop_posts()
         self.learner.regime = regime_of(config)
         self.strategy = build(config, self.context())
         await self.strategy.start()
