@@ -110,11 +110,17 @@ class MemoryNetwork:
         await self.sleep(delay_s)
         return not lost
 
-    async def until_thawed(self, node_id: str) -> None:
-        """Wait while ``node_id`` is frozen."""
+    async def until_thawed(self, node_id: str, given_up: asyncio.Future[Any] | None = None) -> None:
+        """Wait while ``node_id`` is frozen, and ``given_up`` isn't done."""
         event = self._thawed.get(node_id)
-        if event is not None:
-            await event.wait()
+        if event is None:
+            return
+        thawed = asyncio.ensure_future(event.wait())
+        try:
+            either = {thawed} if given_up is None else {thawed, given_up}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            thawed.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +263,8 @@ class MemoryTransport:
         arrived = False
         try:
             if await network.travel(peer.node_id, self.node_id):
-                await network.until_thawed(self.node_id)
+                # Nobody's answer waits for a frozen caller for longer than that one's deadline.
+                await network.until_thawed(self.node_id, answered)
                 arrived = not answered.done()
             if arrived and isinstance(outcome, Exception):
                 answered.set_exception(outcome)
