@@ -25,6 +25,8 @@ __all__ = [
 ]
 
 MAX_NODES = 1000
+TALKED = 32
+"""Members beyond which membership's traffic is taken to grow no further."""
 Positive = Annotated[float, Meta(gt=0, le=1e15)]
 NonNegative = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
@@ -91,9 +93,12 @@ class Churn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the daemon's work costs. The defaults were measured on two cores of a cloud machine of 2026."""
+    """What the daemon's work costs.
 
-    call_s: NonNegative = 0.0015
+    The defaults come from `scripts/check_planner.py` on loopback, two cores of a virtual server of 2026.
+    """
+
+    call_s: NonNegative = 0.001
     """Processor time of one call at each of its ends: HTTP, checks, judgement."""
     byte_s: NonNegative = 2.5e-9
     """Processor time per byte of payload at each end: encode, copy, decode, check, mix."""
@@ -101,8 +106,9 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """From the learner's post to the daemon's work on it, and the same back."""
     call_bytes: NonNegative = 650.0
     """Bytes of one call beside its payload, both ways together: head, metadata, MACs; half each way."""
-    background_bytes_s: NonNegative = 400.0
-    """Each way and node: membership's probes and rumours."""
+    background_bytes_s: NonNegative = 2000.0
+    """Each way, for each member of the swarm: probes, rumours and digests. Measured with 4 and with 8 nodes;
+    beyond `TALKED` members it is taken to grow no further, which nobody has measured."""
     cores: Annotated[int, Meta(ge=0, le=4096)] = 0
     """Cores that all daemons share, when all nodes run on one machine; 0: each node has one of its own."""
 

@@ -20,16 +20,17 @@ class ServersModel(Model):
     Args:
         config: the strategy's options.
         world: the swarm.
+        differences: whether parameters come compressed, as differences; else as float32.
     """
 
     doubt_s = DOUBT_S
 
-    def __init__(self, config: Served, world: World) -> None:
+    def __init__(self, config: Served, world: World, *, differences: bool) -> None:
         super().__init__(world)
         self.served = config
         size, kind = world.swarm.size, config.compression
         self._gradient = payload_nbytes(size, kind, keep=config.keep, moved=world.swarm.moved)
-        self._parameters = dense_nbytes(size, kind)
+        self._parameters = dense_nbytes(size, kind if differences else "none")
         self.frozen_s = 0.0
         self.servers: list[int] = []
 

@@ -18,7 +18,7 @@ class ServersAsyncModel(ServersModel):
     """
 
     def __init__(self, config: ServerAsyncConfig, world: World) -> None:
-        super().__init__(config, world)
+        super().__init__(config, world, differences=False)
         self._config = config
         self._steps = 0
         self._held = [0] * world.capacity

@@ -26,7 +26,7 @@ class ServersSyncModel(ServersModel):
     """
 
     def __init__(self, config: ServerSyncConfig, world: World) -> None:
-        super().__init__(config, world)
+        super().__init__(config, world, differences=True)
         self._config = config
         self._patience = Patience(config.deadline_s)
         self._number = 0

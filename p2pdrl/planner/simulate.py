@@ -21,7 +21,7 @@ from p2pdrl.config.strategy import (
 )
 from p2pdrl.planner.books import STALENESS_BOUNDS
 from p2pdrl.planner.churn import ChurnEvents, moments
-from p2pdrl.planner.description import SwarmDescription
+from p2pdrl.planner.description import TALKED, SwarmDescription
 from p2pdrl.planner.forecast import Forecast
 from p2pdrl.planner.gala import GalaModel
 from p2pdrl.planner.gossip import GossipModel
@@ -125,7 +125,7 @@ def _forecast(world: World, strategy: StrategyConfig, seconds: float) -> Forecas
     ended, lost = sum(books.rounds), sum(books.lost)
     merged = sum(books.staleness)
     bounds = (*STALENESS_BOUNDS, 2 * STALENESS_BOUNDS[-1])
-    background = swarm.costs.background_bytes_s if swarm.nodes > 1 else 0.0
+    background = swarm.costs.background_bytes_s * min(swarm.nodes, TALKED) if swarm.nodes > 1 else 0.0
     part = replicas.part() if replicas.agreed_s is None else min(replicas.walk[-1][1], 1.0)
     return Forecast(
         strategy=str(type(strategy).__struct_config__.tag),

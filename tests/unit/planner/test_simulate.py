@@ -112,7 +112,7 @@ def test_nodes_come_together(strategy):
 
 def test_exchanges_to_consensus_follow_the_contraction_of_sweeps():
     # Each node begins one exchange in each sweep, which leaves 1/(2√e) of the squared distance (Jelasity
-    # 2005, "Gossip-based aggregation in large dynamic networks"): 1e-4 of 16 nodes takes ln 1e4 / 1.193 · 16 = 123.
+    # 2005, "Gossip-based aggregation in large dynamic networks"). 1e-4 of 16: ln 1e4 / 1.193 · 16 = 123.
     found = [predict(swarm(16, machines=BETTER), AdpsgdConfig(), seconds=30, seed=seed) for seed in range(8)]
     mean = sum(one.consensus_exchanges for one in found) / len(found)
     assert mean == pytest.approx(123, rel=0.2)

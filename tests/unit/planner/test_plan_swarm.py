@@ -1,0 +1,67 @@
+"""The script as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "plan_swarm.py"
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_table_and_recommendation():
+    done = run("--nodes", "3", "--seconds", "5", "--slow", "1x10")
+    assert done.returncode == 0, done.stderr
+    assert "param_average" in done.stdout
+    assert "Take adpsgd" in done.stdout
+
+
+def test_a_file_and_json(tmp_path):
+    file = tmp_path / "swarm.toml"
+    file.write_text('nodes = 3\nsize = 500\nlinks = "wan"\n[[machines]]\nupdate_s = 0.2\n')
+    done = run("--file", str(file), "--seconds", "5", "--strategy", "sgp", "--strategy", "local", "--json")
+    found = json.loads(done.stdout)
+    assert [one["strategy"] for one in found["forecasts"]] == ["sgp", "local"]
+    assert found["swarm"]["size"] == 500
+
+
+def test_a_picture(tmp_path):
+    picture = tmp_path / "plan.svg"
+    done = run(
+        "--nodes",
+        "3",
+        "--seconds",
+        "5",
+        "--strategy",
+        "adpsgd",
+        "--strategy",
+        "local",
+        "--plot",
+        str(picture),
+    )
+    assert done.returncode == 0, done.stderr
+    assert picture.read_text().lstrip().startswith("<?xml")
+
+
+def test_mistakes_are_told():
+    for words, why in (
+        (("--link", "moon"), "MBPS"),
+        (("--strategy", "adpsdg"), "adpsdg"),
+        (("--nodes", "0"), "nodes"),
+        (("--nodes", "4", "--slow", "9x2"), "COUNTxFACTOR"),
+        (("--file", "/nowhere.toml"), "nowhere"),
+        (("--seconds", "0"), "seconds"),
+        (("--plot", "plan.gif"), ".png"),
+        (("--plot", "/nowhere/plan.png"), "folder"),
+    ):
+        done = run(*words)
+        assert done.returncode != 0
+        assert why in done.stderr, (words, done.stderr)
+        assert "Traceback" not in done.stderr
