@@ -82,7 +82,13 @@ class Privacy:
         return facts
 
     def shape(self, difference: Float32Array, number: int, members: Sequence[str]) -> bool:
-        """Clip to S and add our share of the noise; see `Shaping`."""
+        """Clip to S and add our share of the noise; see `Shaping`.
+
+        A round that is done again, because the group changed, takes noise anew: owners of pieces may have
+        seen both, so both are counted.
+        """
+        if self._took_part:
+            self._count()
         chosen = participants(self._epoch, number, members, self._config.participation)
         self._took_part = self._me in chosen
         if not self._took_part:
@@ -101,7 +107,10 @@ class Privacy:
     def ended(self, number: int, members: int) -> None:
         """Count the round."""
         del number, members
+        self._count()
+        self._took_part = False
+
+    def _count(self) -> None:
         self._sampled.step()
         if self._took_part:
             self._known.step()
-        self._took_part = False

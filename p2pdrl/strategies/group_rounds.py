@@ -201,7 +201,7 @@ class GroupRounds:
         if plan.fresh and self._work.led:
             await self._catching_up.found(plan, averager)
         if standing == "behind":
-            await through(self._catch_up_one(plan, averager))
+            await self._catch_up_one(plan, averager)
         else:
             self._catching_up.in_step = standing == "same"
 
@@ -214,8 +214,8 @@ class GroupRounds:
             return
         average = await self._catching_up.result(plan, averager, result)
         self._catching_up.in_step = average is not None
-        if average is not None:
-            await self._take(post, average, plan.number - 1, self._clock.monotonic())
+        if average is not None:  # from here on it is in our history
+            await through(self._take(post, average, plan.number - 1, self._clock.monotonic()))
 
     async def _round(self, plan: Plan, averager: Averager, number: int) -> bool:
         """Do one round; False when there was none yet."""

@@ -72,6 +72,19 @@ def test_who_isnt_drawn_gives_nothing_and_counts_it_apart():
     assert privacy._known.steps == part
 
 
+def test_a_round_that_is_done_again_counts_twice():
+    privacy = Privacy(FederatedConfig(participation=1.0, noise_multiplier=2.0), 1, MEMBERS[0])
+    given = [np.ones(4, np.float32) for _ in range(2)]
+    for vector in given:
+        privacy.shape(vector, 7, MEMBERS)
+    assert not np.array_equal(*given)
+    privacy.ended(7, 5)
+    assert (privacy.facts["private_rounds"], privacy._known.steps) == (2, 2)
+    privacy.shape(given[0], 8, MEMBERS)
+    privacy.ended(8, 5)
+    assert (privacy.facts["private_rounds"], privacy._known.steps) == (3, 3)
+
+
 def test_without_noise_nothing_is_promised():
     privacy = Privacy(FederatedConfig(), 1, MEMBERS[0])
     privacy.ended(1, 5)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.strategy import FederatedConfig, GradAverageConfig
-from p2pdrl.errors import PeerRefusedError, PeerUnreachableError
+from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError
 from p2pdrl.strategies import allreduce
 from p2pdrl.strategies.reduce_messages import ROUTE, Ask
 from p2pdrl.strategies.registry import build
@@ -269,6 +269,36 @@ def hold_answers(node, number) -> list[bytes]:
 
     node.transport.call = holding
     return held
+
+
+@pytest.mark.parametrize("ends", ["view", "strategy"])
+async def test_who_fetches_a_result_is_free_when_that_is_over(ends):
+    """The one who has the last round's result goes silent: nobody waits for it longer than its view lasts."""
+    async with Bowls(PARAMETERS) as bowls:
+        await bowls.start()
+        await asyncio.sleep(3)
+        behind = bowls.nodes[0]
+        held, asking = hold_answers(behind, mark(behind)[0] + 3), []
+        call = behind.transport.call
+
+        async def silent(to, target, route, meta, **options):
+            if route == ROUTE and msgspec.msgpack.decode(meta, type=Ask).what == "result":
+                asking.append(target)
+                await asyncio.sleep(options["deadline_s"])
+                raise PeerTimeoutError("it went silent")
+            return await call(to, target, route, meta, **options)
+
+        behind.transport.call = silent
+        await until(lambda: held)
+        await bowls.swarm.kill(bowls.nodes[3])
+        await until(lambda: asking)
+        at_s, key = now(), behind.strategy._group.view.key
+        if ends == "strategy":
+            await behind.strategy.stop(1.0)
+        else:
+            behind.strategy._group.renew(key, "the test says so")
+            await until(lambda: (at := behind.strategy._averager) is not None and at.view.key > key)
+        assert now() - at_s < 1.5
 
 
 @BOTH
