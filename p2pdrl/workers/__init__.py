@@ -1,4 +1,5 @@
-"""Child processes of a node: the learner, and evaluation for the command line.
+"""Child processes of a node: the learner, the group process, and evaluation for the command line.
 
-`protocol` is torch-free and shared with the daemon; everything else here runs in a child.
+`protocol` (learner) and `group_protocol` (torch.distributed) are torch-free and shared with the daemon;
+everything else here runs in a child.
 """

@@ -266,6 +266,27 @@ async def test_a_doubted_member_leaves_at_once_and_comes_back_when_it_answers():
         await swarm.agree()
 
 
+@pytest.mark.parametrize("askers", ["proposer", "others", "all"])
+async def test_whoever_asks_for_a_new_view_gets_one_of_all_who_are_fit(askers):
+    async with world(4) as swarm:
+        await swarm.agree()
+        view, began_s = swarm.nodes[0].group.view, now_s()
+        others = swarm.others(swarm.proposer)
+        asking = {"proposer": [swarm.proposer], "others": others[:2], "all": swarm.nodes}[askers]
+        for node in asking:
+            node.group.renew(view.key, "what they share broke")
+        async with asyncio.timeout(WAIT_S):
+            renewed = (await others[0].group.active(view.key)).view
+        assert renewed.members == view.members
+        assert now_s() - began_s < 0.2
+        await asyncio.sleep(4.0)
+        assert {node.group.view for node in swarm.nodes} == {renewed}, "asked by many, it is renewed once"
+        for node in asking:
+            node.group.renew(view.key, "that is long over")
+        await asyncio.sleep(4.0)
+        assert {node.group.view for node in swarm.nodes} == {renewed}
+
+
 async def test_a_doubted_proposer_that_is_gone_is_passed_over():
     async with world(4) as swarm:
         await swarm.agree()
