@@ -18,8 +18,8 @@ from p2pdrl.config.strategy import (
     ServerSyncConfig,
     SgpConfig,
     StrategyConfig,
+    StromConfig,
 )
-from p2pdrl.errors import ConfigError
 from p2pdrl.strategies.dsgd import DsgdStrategy
 from p2pdrl.strategies.federated import Privacy
 from p2pdrl.strategies.gala import GalaStrategy
@@ -32,6 +32,7 @@ from p2pdrl.strategies.protocol import Context, Strategy
 from p2pdrl.strategies.server_async import ServerAsyncStrategy
 from p2pdrl.strategies.server_sync import ServerSyncStrategy
 from p2pdrl.strategies.sgp import SgpStrategy
+from p2pdrl.strategies.strom import StromStrategy
 
 __all__ = ["build"]
 
@@ -53,6 +54,8 @@ def build(config: StrategyConfig, context: Context) -> Strategy:
             return GossipStrategy(config, context)
         case DsgdConfig():
             return DsgdStrategy(config, context)
+        case StromConfig():
+            return StromStrategy(config, context)
         case SgpConfig():
             return SgpStrategy(config, context)
         case GalaConfig():
@@ -64,5 +67,3 @@ def build(config: StrategyConfig, context: Context) -> Strategy:
         case FederatedConfig():
             privacy = Privacy(config, context.epoch, context.swarm.node_id)
             return GroupRounds(config, context, ParameterWork(config, context, privacy))
-        case _:
-            raise ConfigError(f"this release has no strategy {type(config).__name__}")

@@ -1,0 +1,158 @@
+"""Getting a base: from a member that has one, or by beginning a history when nobody has.
+
+The lowest id begins, once all who answer have said that they have none either. Whoever took part before says
+what it has; a member that lacks some of that lets it ask again for a while, since that may be under way, and
+then begins a greater history, which all others follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from p2pdrl.config.strategy import StromConfig
+from p2pdrl.errors import PeerRefusedError, PoisonedVectorError, TensorError, TransportError, WireError
+from p2pdrl.strategies.door import Door
+from p2pdrl.strategies.judgement import Verdict
+from p2pdrl.strategies.protocol import Context
+from p2pdrl.strategies.strom_log import Origin
+from p2pdrl.strategies.strom_member import Given, StromMember
+from p2pdrl.strategies.strom_messages import ROUTE, Ask, Asked, State
+from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.transport.codec import decode
+from p2pdrl.transport.protocol import Address, Refusal, Reply
+
+__all__ = ["StromSync"]
+
+FIRST_PAUSE_S = 0.05
+MOST_PAUSE_S = 1.0
+URGENT_AFTER = 6
+"""Rounds of asking, with growing pauses: about two seconds."""
+SILENT_AFTER = 3
+"""Rounds of asking after which those who don't answer are no longer waited for."""
+STATE_DEADLINE_S = 30.0
+
+Heard = Literal["taken", "none", "wait", "failed"]
+
+
+class StromSync:
+    """Asks for bases, and gives them.
+
+    Args:
+        config: the strategy's options.
+        context: what the node gives.
+        member: our part.
+        door: judges peers.
+    """
+
+    def __init__(self, config: StromConfig, context: Context, member: StromMember, door: Door) -> None:
+        self._context, self._member, self._door = context, member, door
+        self._swarm, self._rng = context.swarm, random.Random(context.rng.getrandbits(64))
+        self._deadline_s = max(STATE_DEADLINE_S, config.deadline_s)
+        self.hint = ""
+        """Who is known to have a base that we need."""
+        self.taken = 0
+        self.bytes_in = self.bytes_out = 0
+
+    async def run(self) -> None:
+        """Ask until we are in step."""
+        rounds = 0
+        while not self._member.in_step:
+            if self._swarm.summary() is not None and await self._round(rounds):
+                return
+            rounds += 1
+            pause_s = min(FIRST_PAUSE_S * 2.0**rounds, MOST_PAUSE_S)
+            await asyncio.sleep(self._rng.uniform(0.5, 1.0) * pause_s)
+
+    async def _round(self, rounds: int) -> bool:
+        living = self._swarm.alive()
+        peers = sorted(living)
+        self._rng.shuffle(peers)
+        peers.sort(key=lambda peer: peer != self.hint)
+        without, silent = [], []
+        for peer in peers:
+            heard = await self._ask(peer, living[peer], urgent=rounds >= URGENT_AFTER)
+            if heard == "taken":
+                return True
+            if heard == "wait":
+                self.hint = peer
+                return False
+            (without if heard == "none" else silent).append(peer)
+        if silent and rounds < SILENT_AFTER:
+            return False
+        if any(peer < self._swarm.node_id for peer in without):
+            return False
+        history = self._member.log.history
+        await self._member.found(era=0 if history is None else history.era + 1)
+        return True
+
+    async def _ask(self, peer: str, address: Address, *, urgent: bool) -> Heard:
+        mine, log = self._swarm.summary(), self._member.log
+        if mine is None:
+            return "failed"
+        have = [(origin.node, origin.boot, number) for origin, number in log.have.items()]
+        ask = Ask(mine, log.own.boot, log.oldest_own, log.history, have, urgent)
+        base: Float32Array = np.empty(self._context.size, np.float32)
+        room = memoryview(base).cast("B")
+        try:
+            answer = await self._context.transport.call(
+                address,
+                peer,
+                ROUTE,
+                msgspec.msgpack.encode(ask),
+                into=lambda _, nbytes: room if nbytes == len(room) else None,
+                deadline_s=self._deadline_s,
+                lane="bulk",
+            )
+            told: State | Asked = decode(answer.meta, State | Asked, "answer of a member")
+            if isinstance(told, Asked):
+                heard = self._door.heard(peer, mine, told.summary, told.verdict)
+                return "failed" if heard != "ok" else "none" if told.history is None else "wait"
+            if answer.vector_nbytes != len(room):
+                return "failed"
+            self.bytes_in += len(room)
+            contains = {Origin(node, boot): number for node, boot, number in told.have}
+            version = max(mine.policy_version, told.summary.policy_version)
+            done = await self._member.take(Given(told.history, contains, base), version)
+        except (PoisonedVectorError, WireError) as error:
+            self._swarm.strike(peer, str(error))
+            return "failed"
+        except PeerRefusedError as refusal:
+            return "none" if refusal.status == 503 else "failed"
+        except (TransportError, TensorError):
+            return "failed"
+        self.taken += 1
+        return "taken" if done else "failed"
+
+    async def answer(self, sender: str, ask: Ask) -> Reply:
+        """Give our base.
+
+        Raises:
+            Refusal: see `Door`; our own numbers are unusable (503).
+        """
+        mine = self._door.admit(sender, stopping=False)
+        verdict = self._door.judge(sender, mine, ask.summary)
+        log = self._member.log
+        if verdict is not Verdict.MIX or not self._member.in_step or log.history is None:
+            history = log.history if self._member.in_step else None
+            return Reply(msgspec.msgpack.encode(Asked(mine, verdict.value, history)))
+        have = {Origin(node, boot): number for node, boot, number in ask.have}
+        if not log.contains(ask.history, have, Origin(sender, ask.boot), ask.oldest):
+            if not ask.urgent:
+                return Reply(msgspec.msgpack.encode(Asked(mine, history=log.history)))
+            await self._member.found(era=log.history.era + 1)
+        try:
+            given = await self._member.give()
+        except PoisonedVectorError as error:
+            self._swarm.heal(f"our own parameters are unusable: {error}")
+            raise Refusal(503, "our own numbers are unusable") from error
+        if given is None:
+            return Reply(msgspec.msgpack.encode(Asked(mine)))
+        contains = [(origin.node, origin.boot, number) for origin, number in given.have.items()]
+        vector = memoryview(given.base).cast("B")
+        self.bytes_out += len(vector)
+        return Reply(msgspec.msgpack.encode(State(mine, given.history, contains)), vector=vector)
