@@ -140,7 +140,7 @@ class GroupRounds:
             return
         finally:
             await self._group.stop()
-        while True:
+        while not self._runner.stopping:
             await self._alone()
 
     @property
@@ -156,6 +156,7 @@ class GroupRounds:
             await asyncio.gather(waiting, return_exceptions=True)
 
     async def _alone(self) -> None:
+        self._desk.excuse(False)  # nobody waits for us: else `next` would give nothing, at once and for ever
         post = await self._desk.next()
         if post is not None:
             self._desk.answer(post, "none")

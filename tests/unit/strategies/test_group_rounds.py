@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import msgspec
 import numpy as np
@@ -343,6 +344,35 @@ async def test_a_paused_learner_holds_the_others_up_once():
         await asyncio.sleep(15)
         assert together(bowls.nodes)
         assert rest[0].swarm.rounds[-1].missing == ()
+
+
+@BOTH
+@pytest.mark.parametrize("ends", ["stopped", "enough"])
+async def test_a_paused_learner_keeps_nobody_from_ending(config, ends, monkeypatch):
+    """Excused from rounds, its daemon must not look for a post again and again without a pause."""
+    async with Bowls(config) as bowls:
+        await bowls.start()
+        await asyncio.sleep(3)
+        paused = bowls.nodes[0]
+        paused.learner.period_s = 1000.0
+        await until(lambda: paused.strategy._desk._excused)
+        await until(lambda: paused.strategy._averager.busy)
+        looks, real = [], paused.strategy._desk.next
+
+        async def look():
+            looks.append(now())
+            assert len(looks) < 1000, "it looks without end"
+            return await real()
+
+        monkeypatch.setattr(paused.strategy._desk, "next", look)
+        if ends == "enough":
+            enough = paused.strategy.outcomes["ok"] + 5
+            paused.strategy._context = dataclasses.replace(paused.strategy._context, max_exchanges=enough)
+            await asyncio.sleep(5)
+        at_s = now()
+        await paused.strategy.stop(3.0)
+        await paused.strategy.watch()
+        assert now() - at_s < 2.0
 
 
 async def test_a_learner_that_starts_again_takes_a_members_state():
