@@ -155,6 +155,7 @@ def gathered(nodes: int, name: str, arguments: argparse.Namespace, costs: Costs)
             before = exchanges(live)
             part = spread(live.vectors()) / first
             walk.append(((before + exchanges(live)) / 2, part))
+        outcomes = [status.get("exchanges", {}) for status in live.statuses()]
     swarm = described(nodes, arguments, costs)
     said = [predict(swarm, strategy, seconds=60, seed=seed).consensus_exchanges for seed in range(TRIES)]
     reached = sorted(one for one in said if one is not None)
@@ -163,6 +164,7 @@ def gathered(nodes: int, name: str, arguments: argparse.Namespace, costs: Costs)
         "strategy": name,
         "nodes": nodes,
         "measured": measured,
+        "outcomes": outcomes,
         "predicted": float(np.mean(reached)) if reached else None,
         "least": reached[TRIES // 10] if len(reached) == TRIES else None,
         "most": reached[-1 - TRIES // 10] if len(reached) == TRIES else None,
@@ -218,8 +220,9 @@ def main() -> None:
                 figures["consensus"].append(found)
                 said, real = found["predicted"], found["measured"]
                 both = ratio(real, said) if real is not None and said else "-"
-                print(f"exchanges to 1 %, {name}, {nodes} nodes: measured {real}, predicted {said} "
-                      f"({found['least']} to {found['most']}), ratio {both}", flush=True)  # fmt: skip
+                span = f"{found['least']} to {found['most']}"
+                print(f"exchanges to 1 %, {name}, {nodes} nodes: measured {real}, predicted {said} ({span})")
+                print(f"ratio {both}; how exchanges ended, by node: {found['outcomes']}", flush=True)
     except P2PDRLError as error:
         sys.exit(f"check_planner: {error}")
     if arguments.json:

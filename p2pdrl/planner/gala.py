@@ -46,8 +46,8 @@ class GalaModel(Model):
 
     def begin(self) -> None:
         """Pushes by time begin by themselves."""
-        for node in self.world.view:
-            self._try(node)
+        for node in self.world.view:  # each by its own clock
+            self.agenda.at(self.world.rng.random() * self._config.every_s, self._try, node)
 
     def joined(self, node: int) -> None:
         """Likewise."""
