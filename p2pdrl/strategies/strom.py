@@ -15,7 +15,8 @@ closer and costs more bytes; `facts` tells bytes for each update, and the residu
 Up to `DIRECT_MEMBERS` nodes send straight to all others. More pass messages on along a random regular graph
 of degree `DEGREE`, each up to `DEGREE` times to everybody, who keeps what is new.
 
-Whoever comes anew, was frozen for long, or meets a longer history takes one member's base (`strom_sync`):
+When the mode begins, all take the base of one member, the one with the lowest id: so begin it when replicas
+are close. Whoever comes anew, was frozen for long, or meets a greater history takes a base (`strom_sync`):
 exact, since it comes with the numbers of all messages it contains. After a partition that outlasted what is
 kept (messages of as many bytes as two vectors), one side's base is taken by the other, whose work since then
 is lost but for its last messages. A node that was alone for `ALONE_S` follows those it meets likewise.

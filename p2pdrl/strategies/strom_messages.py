@@ -69,6 +69,8 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     have: Known = []
     urgent: bool = False
     """It has asked for a while: a member that lacks what the sender has begins a greater history."""
+    probe: bool = False
+    """Only say which history you have."""
 
 
 Call = Push | Ask
@@ -93,12 +95,12 @@ class State(msgspec.Struct, frozen=True, tag="state"):
 
 
 class Asked(msgspec.Struct, frozen=True, tag="asked"):
-    """No base for now."""
+    """No base, or not now."""
 
     summary: Summary
     verdict: Short = "mix"
     history: History | None = None
-    """None: there is none here either."""
+    """None: there is none here."""
 
 
 def run_head(run: Run) -> RunHead:

@@ -97,7 +97,7 @@ class StromPush:
             return replace(report, outcome="ahead", error="it takes a base of our history first")
         self._member.log.known(peer, {Origin(node, boot): number for node, boot, number in told.have})
         me, staleness = self._swarm.node_id, mine.policy_version - told.summary.policy_version
-        merged = (Merged(me, 1.0), Merged(peer, 1.0, staleness))
+        merged = (Merged(me, 0.5), Merged(peer, 0.5, staleness))  # both count alike
         return replace(report, outcome="pushed", merged=merged, missing=())
 
     def _outranked(self, peer: str, history: History) -> None:
@@ -128,10 +128,10 @@ class StromPush:
         absorbed = await self._absorb(incoming, push, relay=relay)
         self._note_gap(sender, absorbed.gap, relay=relay)
         if incoming.vector_nbytes:
-            merged = Merged(sender, 1.0, mine.policy_version - push.summary.policy_version)
+            merged = Merged(sender, 0.5, mine.policy_version - push.summary.policy_version)
             report = RoundReport(
                 "answered" if absorbed.messages else "known",
-                merged=(Merged(self._swarm.node_id, 1.0), merged) if absorbed.messages else (),
+                merged=(Merged(self._swarm.node_id, 0.5), merged) if absorbed.messages else (),
                 bytes_in=incoming.vector_nbytes,
                 changed=absorbed.changed,
                 seconds=self._clock.monotonic() - began_s,

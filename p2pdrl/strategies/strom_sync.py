@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from p2pdrl.config.strategy import StromConfig
-from p2pdrl.errors import PeerRefusedError, PoisonedVectorError, TensorError, TransportError, WireError
+from p2pdrl.errors import PeerTimeoutError, PoisonedVectorError, TensorError, TransportError, WireError
 from p2pdrl.strategies.door import Door
 from p2pdrl.strategies.judgement import Verdict
 from p2pdrl.strategies.protocol import Context
@@ -35,8 +35,9 @@ URGENT_AFTER = 6
 SILENT_AFTER = 3
 """Rounds of asking after which those who don't answer are no longer waited for."""
 STATE_DEADLINE_S = 30.0
+"""Longest time for a base; it begins with the strategy's deadline and doubles when that wasn't enough."""
 
-Heard = Literal["taken", "none", "wait", "failed"]
+Heard = Literal["taken", "wait", "failed"]
 
 
 class StromSync:
@@ -52,7 +53,7 @@ class StromSync:
     def __init__(self, config: StromConfig, context: Context, member: StromMember, door: Door) -> None:
         self._context, self._member, self._door = context, member, door
         self._swarm, self._rng = context.swarm, random.Random(context.rng.getrandbits(64))
-        self._deadline_s = max(STATE_DEADLINE_S, config.deadline_s)
+        self._first_deadline_s = self._deadline_s = config.deadline_s
         self.hint = ""
         """Who is known to have a base that we need."""
         self.taken = 0
@@ -69,28 +70,51 @@ class StromSync:
             await asyncio.sleep(self._rng.uniform(0.5, 1.0) * pause_s)
 
     async def _round(self, rounds: int) -> bool:
+        """Ask everybody who has a base, then one of them for it."""
         living = self._swarm.alive()
         peers = sorted(living)
-        self._rng.shuffle(peers)
-        peers.sort(key=lambda peer: peer != self.hint)
-        without, silent = [], []
-        for peer in peers:
-            heard = await self._ask(peer, living[peer], urgent=rounds >= URGENT_AFTER)
-            if heard == "taken":
-                return True
-            if heard == "wait":
-                self.hint = peer
-                return False
-            (without if heard == "none" else silent).append(peer)
+        told = dict(
+            zip(
+                peers, await asyncio.gather(*(self._probe(peer, living[peer]) for peer in peers)), strict=True
+            )
+        )
+        histories = {peer: one.history for peer, one in told.items() if one is not None and one.history}
+        if histories:
+            best = [peer for peer in peers if histories.get(peer) == max(histories.values())]
+            giver = self.hint if self.hint in best else self._rng.choice(best)
+            heard = await self._ask(giver, living[giver], urgent=rounds >= URGENT_AFTER)
+            self.hint = giver if heard == "wait" else ""
+            return heard == "taken"
+        silent = [peer for peer in peers if told[peer] is None]
         if silent and rounds < SILENT_AFTER:
             return False
-        if any(peer < self._swarm.node_id for peer in without):
+        if any(peer < self._swarm.node_id for peer in peers if told[peer] is not None):
             return False
         history = self._member.log.history
         await self._member.found(era=0 if history is None else history.era + 1)
         return True
 
+    async def _probe(self, peer: str, address: Address) -> Asked | None:
+        """Ask which history a peer has; None when it doesn't say, or can't be mixed with."""
+        mine = self._swarm.summary()
+        if mine is None:
+            return None
+        try:
+            answer = await self._context.transport.call(
+                address,
+                peer,
+                ROUTE,
+                msgspec.msgpack.encode(Ask(mine, self._member.log.own.boot, 0, probe=True)),
+                deadline_s=self._first_deadline_s,
+                lane="bulk",
+            )
+            told: Asked = decode(answer.meta, Asked, "answer of a member")
+        except (TransportError, TensorError):
+            return None
+        return told if self._door.heard(peer, mine, told.summary, told.verdict) == "ok" else None
+
     async def _ask(self, peer: str, address: Address, *, urgent: bool) -> Heard:
+        """Ask a peer for its base, and have it."""
         mine, log = self._swarm.summary(), self._member.log
         if mine is None:
             return "failed"
@@ -110,8 +134,7 @@ class StromSync:
             )
             told: State | Asked = decode(answer.meta, State | Asked, "answer of a member")
             if isinstance(told, Asked):
-                heard = self._door.heard(peer, mine, told.summary, told.verdict)
-                return "failed" if heard != "ok" else "none" if told.history is None else "wait"
+                return "wait" if told.history is not None else "failed"
             if answer.vector_nbytes != len(room):
                 return "failed"
             self.bytes_in += len(room)
@@ -121,9 +144,9 @@ class StromSync:
         except (PoisonedVectorError, WireError) as error:
             self._swarm.strike(peer, str(error))
             return "failed"
-        except PeerRefusedError as refusal:
-            return "none" if refusal.status == 503 else "failed"
-        except (TransportError, TensorError):
+        except (TransportError, TensorError) as error:
+            if isinstance(error, PeerTimeoutError):
+                self._deadline_s = min(2 * self._deadline_s, max(STATE_DEADLINE_S, self._deadline_s))
             return "failed"
         self.taken += 1
         return "taken" if done else "failed"
@@ -137,7 +160,7 @@ class StromSync:
         mine = self._door.admit(sender, stopping=False)
         verdict = self._door.judge(sender, mine, ask.summary)
         log = self._member.log
-        if verdict is not Verdict.MIX or not self._member.in_step or log.history is None:
+        if ask.probe or verdict is not Verdict.MIX or not self._member.in_step or log.history is None:
             history = log.history if self._member.in_step else None
             return Reply(msgspec.msgpack.encode(Asked(mine, verdict.value, history)))
         have = {Origin(node, boot): number for node, boot, number in ask.have}
