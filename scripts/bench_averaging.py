@@ -3,7 +3,7 @@
 Four worker processes on loopback take turns at every method within one run, so that what else the
 machine does falls on all alike. Per method and size: the median over rounds of the slowest worker's wall
 time, the ratio to gloo's all_reduce, and the CPU time of all workers together. ``exact`` is the swarm's
-own all-reduce (`p2pdrl.strategies.allreduce`), ``gossip`` one pairwise exchange of every worker.
+own all-reduce (`p2pdrl.strategies.averaging.allreduce`), ``gossip`` one pairwise exchange of every worker.
 
     python scripts/bench_averaging.py
     python scripts/bench_averaging.py --sizes 100000 --rounds 200 --no-key

@@ -16,7 +16,7 @@ import numpy as np
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import ConfigError, TensorError, WorkerError
 from p2pdrl.node.group_link import GroupLink
-from p2pdrl.strategies.group_process import Seat, Sum, SumOrder
+from p2pdrl.strategies.averaging.group_process import Seat, Sum, SumOrder
 from p2pdrl.strategies.heavy import heavy
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.shm import SharedRegion

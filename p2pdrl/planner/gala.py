@@ -15,7 +15,7 @@ from p2pdrl.config.strategy import GalaConfig
 from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import Model, World
 from p2pdrl.strategies.calling import CallDeadline
-from p2pdrl.strategies.push_core import PushCore, out_peers
+from p2pdrl.strategies.push.core import PushCore, out_peers
 
 __all__ = ["GalaModel"]
 

@@ -12,8 +12,8 @@ import random
 from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import Model, World
-from p2pdrl.strategies.adpsgd import AdpsgdCore
 from p2pdrl.strategies.calling import CallDeadline
+from p2pdrl.strategies.pairwise.adpsgd import AdpsgdCore
 from p2pdrl.strategies.topology import candidates
 
 __all__ = ["GossipModel"]

@@ -15,8 +15,8 @@ from p2pdrl.config.strategy import SgpConfig
 from p2pdrl.planner.payload import dense_nbytes
 from p2pdrl.planner.world import Model, World
 from p2pdrl.strategies.calling import CallDeadline
-from p2pdrl.strategies.push_core import PushCore, out_peers
-from p2pdrl.strategies.push_sum import Arrival, Parcel, PushSum
+from p2pdrl.strategies.push.core import PushCore, out_peers
+from p2pdrl.strategies.push.push_sum import Arrival, Parcel, PushSum
 
 __all__ = ["PushModel"]
 

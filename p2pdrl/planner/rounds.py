@@ -14,10 +14,10 @@ import numpy.typing as npt
 from p2pdrl.config.strategy import FederatedConfig, GradAverageConfig, ParamAverageConfig
 from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import DOUBT_S, Model, World
-from p2pdrl.strategies.allreduce import cut_pieces
-from p2pdrl.strategies.federated import participants
-from p2pdrl.strategies.group_rounds import GRACE
-from p2pdrl.strategies.group_view import GroupView, ViewKey
+from p2pdrl.strategies.averaging.allreduce import cut_pieces
+from p2pdrl.strategies.averaging.federated import participants
+from p2pdrl.strategies.averaging.rounds import GRACE
+from p2pdrl.strategies.group.view import GroupView, ViewKey
 
 __all__ = ["RoundsModel"]
 

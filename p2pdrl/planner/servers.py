@@ -9,7 +9,7 @@ from __future__ import annotations
 from p2pdrl.config.strategy_bases import Served
 from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import DOUBT_S, Model, World
-from p2pdrl.strategies.rendezvous import ranked
+from p2pdrl.strategies.group.rendezvous import ranked
 
 __all__ = ["ServersModel"]
 

@@ -1,1 +1,15 @@
-"""How the swarm agrees: whom to meet and with which weight (pure cores), and the exchange itself (I/O)."""
+"""How the swarm agrees: whom to meet and with which weight (pure cores), and the exchange itself (I/O).
+
+| to … | look at |
+|---|---|
+| see what a strategy is given and must offer | `protocol`, `registry`, `local` |
+| average in pairs, asynchronously | `pairwise` (AD-PSGD, of parameters or gradients) |
+| push without waiting | `push` (SGP, GALA) |
+| meet neighbours on a graph, in rounds | `neighbours` (D-PSGD), `topology` |
+| send everybody thresholded updates | `relay` (Strom) |
+| average exactly, all together | `averaging` (gradients, parameters, federated) |
+| serve parameters | `servers` (synchronous, asynchronous) |
+| agree on one list of members | `group` |
+| judge, wait, collect, count | `judgement`, `door`, `patience`, `calling`, `gathering`, `tally` |
+| run one in a test | `testing` |
+"""

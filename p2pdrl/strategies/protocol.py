@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.strategy import Mode
-from p2pdrl.strategies.group_process import GroupProcess
+from p2pdrl.strategies.averaging.group_process import GroupProcess
 from p2pdrl.strategies.judgement import Summary
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array

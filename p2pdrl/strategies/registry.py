@@ -20,19 +20,19 @@ from p2pdrl.config.strategy import (
     StrategyConfig,
     StromConfig,
 )
-from p2pdrl.strategies.dsgd import DsgdStrategy
-from p2pdrl.strategies.federated import Privacy
-from p2pdrl.strategies.gala import GalaStrategy
-from p2pdrl.strategies.gossip import GossipStrategy
-from p2pdrl.strategies.grad_average import GradientWork
-from p2pdrl.strategies.group_rounds import GroupRounds
+from p2pdrl.strategies.averaging.federated import Privacy
+from p2pdrl.strategies.averaging.grad_average import GradientWork
+from p2pdrl.strategies.averaging.param_average import ParameterWork
+from p2pdrl.strategies.averaging.rounds import GroupRounds
 from p2pdrl.strategies.local import LocalStrategy
-from p2pdrl.strategies.param_average import ParameterWork
+from p2pdrl.strategies.neighbours.dsgd import DsgdStrategy
+from p2pdrl.strategies.pairwise.gossip import GossipStrategy
 from p2pdrl.strategies.protocol import Context, Strategy
-from p2pdrl.strategies.server_async import ServerAsyncStrategy
-from p2pdrl.strategies.server_sync import ServerSyncStrategy
-from p2pdrl.strategies.sgp import SgpStrategy
-from p2pdrl.strategies.strom import StromStrategy
+from p2pdrl.strategies.push.gala import GalaStrategy
+from p2pdrl.strategies.push.sgp import SgpStrategy
+from p2pdrl.strategies.relay.strom import StromStrategy
+from p2pdrl.strategies.servers.server_async import ServerAsyncStrategy
+from p2pdrl.strategies.servers.server_sync import ServerSyncStrategy
 
 __all__ = ["build"]
 

@@ -94,7 +94,8 @@ def pair_step(
     for span in spans(mine.size, WALK):
         a, difference = mine[span], out[span]
         decode_span(source, dtype, span, difference)
-        here = float(np.dot(difference, difference))
+        with np.errstate(over="ignore", invalid="ignore"):  # found out below
+            here = float(np.dot(difference, difference))
         if not here <= max_abs * max_abs:  # an element may be bad; this says which
             check_finite(difference, max_abs)
             here = square(difference)

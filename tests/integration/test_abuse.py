@@ -13,7 +13,7 @@ from p2pdrl.clock import SystemClock
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.node.settings import stamp
 from p2pdrl.strategies.judgement import Summary
-from p2pdrl.strategies.pair import ExchangeHead
+from p2pdrl.strategies.pairwise.pair import ExchangeHead
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.protocol import Address
 

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from p2pdrl.strategies.torch_averager import TIMEOUT_S
+from p2pdrl.strategies.averaging.torch_averager import TIMEOUT_S
 
 TASK = [
     "--set", "task.algorithm.name=regression",

@@ -129,14 +129,13 @@ class Crowd:
     def add(self, config: StrategyConfig | None = None, *, epoch: int = 1) -> SimNode:
         """One more node, with a `Wire`, that quarantines who poisons it too often."""
         target = self.rng.standard_normal(SIZE).astype(np.float32)
+        learner = self.case.learner if self.learning_rate else {"learning_rate": self.case.still_rate}
         node = self.swarm.add(
             self.case.config if config is None else config,
             self.rng.standard_normal(SIZE).astype(np.float32),
             epoch=epoch,
             gradient=lambda x: x - target,
-            learning_rate=self.learning_rate,
-            period_s=PERIOD_S,
-            **self.case.learner,
+            **{"learning_rate": self.learning_rate, "period_s": PERIOD_S, **learner},
         )
         node.target = target
         node.times = [0.0]
@@ -184,6 +183,13 @@ class Crowd:
     def spread(self, nodes: list[SimNode] | None = None) -> float:
         """How far the vectors are from their mean."""
         return apart(self.xs(nodes))
+
+    def most(self) -> float:
+        """No entry of an honest vector is greater than this."""
+        mine = np.abs(self.xs()).max()
+        if not self.case.still_rate:
+            return float(mine)
+        return float(1.5 * max(mine, *(np.abs(node.target).max() for node in self.nodes)))
 
     def scale(self, nodes: list[SimNode] | None = None) -> float:
         """How far the targets are from theirs."""

@@ -23,6 +23,7 @@ from p2pdrl.config.strategy import (
     ServerSyncConfig,
     SgpConfig,
     StrategyConfig,
+    StromConfig,
 )
 
 DEADLINE_S = 4.0
@@ -58,6 +59,7 @@ class Case:
     keeps_mean: bool = True
     adopts: bool = False
     names_all: bool = True
+    still_rate: float = 0.0
     moved: tuple[str, ...] = ("ok",)
     learner: dict[str, Any] = field(default_factory=dict)
 
@@ -116,6 +118,16 @@ CASES: dict[str, Case] = {
         keeps_mean=False,
         close=0.6,
         off=0.3,
+    ),
+    # What moves is sent, so nothing is while nobody learns; all begin with one member's parameters.
+    "strom": Case(
+        StromConfig(deadline_s=2.0, tau=0.03),
+        "relay",
+        keeps_mean=False,
+        still_rate=0.01,
+        off=0.3,
+        moved=("pushed", "answered"),
+        learner={"learning_rate": 0.02},
     ),
     "server_sync": Case(ServerSyncConfig(**SERVED), "push", grouped=True, waits=True),
     "server_sync 2": Case(ServerSyncConfig(**SERVED, servers=2), "push", grouped=True, waits=True),

@@ -52,7 +52,7 @@ async def test_poison_moves_nobody(case: Case):
         crowd.strikes = 6
         kinds = [kind for kind in POISONS if case.guarded or kind != "far"]
         turns = itertools.cycle(kinds)
-        most, told = np.abs(crowd.xs()).max(), []
+        most, told = crowd.most(), []
 
         def tampered(sent: Sent) -> Sent:
             if sent.route != case.route or not sent.vector:
@@ -71,7 +71,8 @@ async def test_poison_moves_nobody(case: Case):
         assert 0 not in statuses, list(zip(told, statuses, strict=False))
         assert set(statuses) <= {-1, 400, 403, 408, 409, 422, 423, 503}, statuses
         assert {400, 422} & set(statuses)
-        assert any(liar.id in node.swarm.strikes for node in honest)
+        # Messages of ±τ hold no numbers: what can't be read is malformed, and no strike.
+        assert any(liar.id in node.swarm.strikes for node in honest) or case.route == "relay"
         assert all(set(node.swarm.strikes) <= {liar.id} for node in honest)
         for node in honest:
             assert moved(node, case) >= before[node.id] + 3, node.strategy.outcomes
@@ -88,11 +89,11 @@ async def test_poisoned_answers_move_nobody(case: Case):
         await crowd.start()
         await crowd.rounds(2)
         liar = max(crowd.nodes, key=lambda node: answers[node.id])
-        if not answers[liar.id]:
-            assert case.route == "push"  # who is pushed to answers without a vector
+        if not answers[liar.id] or case.route == "relay":
+            assert case.route in ("push", "relay")  # who is pushed to answers without a vector
             return
         honest = [node for node in crowd.nodes if node is not liar]
-        most, before = np.abs(crowd.xs()).max(), {node.id: moved(node, case) for node in honest}
+        most, before = crowd.most(), {node.id: moved(node, case) for node in honest}
         lying[liar.id] = itertools.cycle(("short", "nan", "huge"))
         await asyncio.sleep(12)
         assert answers["lies"] > 2
@@ -159,14 +160,13 @@ async def test_another_mode_epoch_is_refused_on_both_sides(case: Case):
         await crowd.rounds(3, crowd.nodes[:3])
         start = stranger.learner.now().copy()
         await asyncio.sleep(3)
-        assert np.array_equal(stranger.learner.now(), start) or case.grouped
+        assert np.array_equal(stranger.learner.now(), start) or case.grouped or case.still_rate
         for node in crowd.nodes:
             merged = {one.peer for report in node.swarm.rounds for one in report.merged}
             assert (stranger.id in merged) == (node is stranger and bool(merged))
             assert node.swarm.strikes == []
             assert case.adopts or not node.swarm.adoptions
-        spoken = [sent for sent in stranger.transport.sent if sent.route == case.route and sent.vector]
-        spoken += [sent for sent in stranger.transport.sent if sent.route == "group"]
+        spoken = [sent for sent in stranger.transport.sent if sent.route in (case.route, "group")]
         to = next(node for node in crowd.nodes[:3] if node.id != spoken[0].peer)
         assert await stranger.transport.say(spoken[0]._replace(to=to.address, peer=to.id)) == 409
 

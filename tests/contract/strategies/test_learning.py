@@ -102,7 +102,7 @@ async def test_loss_and_repetition_cost_rounds_and_nothing_else(case: Case):
 async def test_a_node_alone_trains_as_if_there_was_no_strategy(case: Case):
     async with Crowd(case, nodes=1) as crowd:
         await crowd.start()
-        await asyncio.sleep(12)
+        await asyncio.sleep(0.6 / crowd.nodes[0].learner.learning_rate)
         assert np.linalg.norm(crowd.mean() - crowd.goal()) < 0.1
         (node,) = crowd.nodes
         assert node.learner.updates >= 0.7 * now() / PERIOD_S

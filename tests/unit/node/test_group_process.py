@@ -13,7 +13,7 @@ from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import ConfigError, TensorError, WireError, WorkerError
 from p2pdrl.node import group_process as module
 from p2pdrl.node.group_process import GroupProcesses
-from p2pdrl.strategies.group_process import Seat, SumOrder
+from p2pdrl.strategies.averaging.group_process import Seat, SumOrder
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.workers.group_protocol import Host, Hosting, Joined, Reduce, Reduced, Row
 

@@ -17,8 +17,8 @@ from p2pdrl.node import settings, state_transfer
 from p2pdrl.node.giving import Giving
 from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.training import Training
-from p2pdrl.strategies import gossip
-from p2pdrl.strategies.gossip import GossipStrategy
+from p2pdrl.strategies.pairwise import gossip
+from p2pdrl.strategies.pairwise.gossip import GossipStrategy
 from p2pdrl.strategies.protocol import RoundReport
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.transport.memory import MemoryNetwork

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.strategy import AdpsgdConfig
-from p2pdrl.strategies import gossip
-from p2pdrl.strategies.gossip import GossipStrategy
 from p2pdrl.strategies.judgement import Summary
+from p2pdrl.strategies.pairwise import gossip
+from p2pdrl.strategies.pairwise.gossip import GossipStrategy
 from p2pdrl.strategies.protocol import Context
 from p2pdrl.strategies.testing import FakeSwarm, LoopClock
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard

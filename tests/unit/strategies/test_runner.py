@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from p2pdrl.strategies.engagement import Engagement
+from p2pdrl.strategies.pairwise.engagement import Engagement
 from p2pdrl.strategies.runner import Runner
 
 pytestmark = pytest.mark.looptime

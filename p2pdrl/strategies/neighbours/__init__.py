@@ -1,0 +1,1 @@
+"""D-PSGD: synchronous rounds with the neighbours on a graph."""

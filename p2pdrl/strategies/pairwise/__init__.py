@@ -1,0 +1,1 @@
+"""AD-PSGD: two nodes average at a time, asynchronously."""

@@ -1,0 +1,1 @@
+"""Push without waiting for an answer: stochastic gradient push (push-sum) and GALA."""

@@ -1,0 +1,1 @@
+"""Strom's thresholded updates, to everybody, each exactly once."""

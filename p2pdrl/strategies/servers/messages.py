@@ -1,0 +1,124 @@
+"""What workers and servers say to each other, on two routes.
+
+    worker ── Push, gradient or parameters ──▶ server      route "push"
+           ◀── Given, parameters ──
+    server ── Pull ──▶ whoever holds a piece               route "shard"
+           ◀── Pulled, parameters, optimizer state ──
+    server that leaves ── Take ──▶ its successor           route "shard": which then pulls
+
+Every message carries the view in which it counts. All fields are bounded; vectors are checked where they
+are read.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from p2pdrl.strategies.group.view import MAX_MEMBERS, ViewKey
+from p2pdrl.strategies.judgement import Natural, Short
+from p2pdrl.strategies.servers.serving import Span
+
+__all__ = ["Given", "Op", "Pull", "Pulled", "Push", "ShardRequest", "Take"]
+
+Op = Literal["seed", "step", "idle", "fetch"]
+"""``seed``: parameters, of which the first are the mean; ``step``: a gradient; ``idle``: nothing to give to
+this round; ``fetch``: only give me the parameters."""
+Weight = Annotated[float, Meta(ge=0, le=1e12)]
+Step = Annotated[int, Meta(ge=-1, lt=2**53)]
+
+
+class Push(msgspec.Struct, frozen=True):
+    """From a worker to the server of one shard.
+
+    Attributes:
+        key: view in force at the worker.
+        shard: index of the shard.
+        op: what it is about.
+        number: version of the shard that a gradient was computed on; the least one that a fetch is about.
+        base: version of the edition that the worker holds, to which a difference may be sent; -1 for none.
+        weight: samples behind a gradient.
+        policy: the worker's policy version.
+        wants: whether the answer shall bring parameters.
+    """
+
+    key: ViewKey
+    shard: Annotated[int, Meta(ge=0, lt=4096)]
+    op: Op
+    number: Natural
+    base: Step = -1
+    weight: Weight = 0.0
+    policy: Natural = 0
+    wants: bool = True
+
+
+class Given(msgspec.Struct, frozen=True):
+    """A server's answer.
+
+    Attributes:
+        version: of the shard now.
+        kind: what follows: the whole slice, the difference to ``base``, or nothing.
+        outcome: ``ok``: it counted; ``late``: its round was over; ``stale``: its gradient was too old;
+            ``waiting``: the round hasn't begun.
+        progress: samples whose gradients are in the shard, since the seed.
+        merged: sender and weight of each contribution to the round.
+        missing: without whom it closed.
+    """
+
+    version: Natural
+    kind: Literal["whole", "delta", "nothing"] = "nothing"
+    outcome: Literal["ok", "late", "stale", "waiting"] = "ok"
+    progress: Natural = 0
+    merged: Annotated[tuple[tuple[Short, Weight], ...], Meta(max_length=MAX_MEMBERS)] = ()
+    missing: Annotated[tuple[Short, ...], Meta(max_length=MAX_MEMBERS)] = ()
+
+
+class Pull(msgspec.Struct, frozen=True, tag="pull"):
+    """Give me what you hold of ``start`` to ``stop``.
+
+    Attributes:
+        key: view in force at the sender.
+        start: first entry.
+        stop: behind the last.
+        version: the least version worth having.
+        parameters: whether they are wanted.
+        state: whether the optimizer's state is.
+    """
+
+    key: ViewKey
+    start: Natural
+    stop: Natural
+    version: Natural
+    parameters: bool = True
+    state: bool = False
+
+    @property
+    def span(self) -> Span:
+        """What it asks for."""
+        return Span(self.start, self.stop)
+
+
+class Pulled(msgspec.Struct, frozen=True):
+    """The head of a piece; then come the parameters, and each array of state in the order of its name.
+
+    Attributes:
+        version: of what follows.
+        scalars: state that isn't one number for each parameter.
+    """
+
+    version: Natural
+    scalars: Annotated[dict[Short, float], Meta(max_length=16)]
+
+
+class Take(msgspec.Struct, frozen=True, tag="take"):
+    """I leave: pull my shard now."""
+
+    key: ViewKey
+    start: Natural
+    stop: Natural
+    version: Natural
+
+
+ShardRequest = Pull | Take

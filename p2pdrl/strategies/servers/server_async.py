@@ -1,0 +1,229 @@
+"""Asynchronous parameter servers: DistBelief's Downpour SGD (Dean 2012, section 4.1).
+
+A worker sends each server its slice of a gradient and, each ``fetch_every`` pushes, takes the server's
+slice of the parameters along; nobody waits for anybody else. Servers step as gradients come (`desk_async`).
+
+- One worker that pushes and fetches each gradient with ``ahead = 0`` is serial training.
+- Slices may be of different versions: shards are independent, as in the paper.
+- A push is sent once. A server that doesn't answer in time costs the worker that slice of that gradient,
+  never more than its patience, and keeps its slice of the parameters as it was; it is counted as ``lost``.
+- Adagrad is the paper's optimizer: each parameter's step is γ / √Σ g².
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from p2pdrl.config.strategy import Mode, ServerAsyncConfig
+from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, PoisonedVectorError, TransportError
+from p2pdrl.strategies.calling import CallDeadline
+from p2pdrl.strategies.heavy import heavy
+from p2pdrl.strategies.protocol import Context, Merged, Post, RoundReport
+from p2pdrl.strategies.servers.bench import Bench
+from p2pdrl.strategies.servers.courier import BadServerError, Courier, Part, PoisonedPushError, together
+from p2pdrl.strategies.servers.desk import Desk, DeskOptions
+from p2pdrl.strategies.servers.desk_async import AsyncDesk
+from p2pdrl.strategies.servers.served import ServedStrategy
+from p2pdrl.strategies.servers.shard import Shard
+from p2pdrl.strategies.servers.term import Term
+
+__all__ = ["ServerAsyncStrategy"]
+
+SETS_REMEMBERED = 64
+LOST_CALLS = 2
+"""So many refused or broken connections in a row, and a server is doubted."""
+LOST_TIMEOUTS = 3
+"""The same for calls that ran out of time; the group's own pings find who is frozen."""
+
+
+class ServerAsyncStrategy(ServedStrategy):
+    """Pushes and fetches without rounds.
+
+    Args:
+        config: the strategy's options.
+        context: what the node gives.
+    """
+
+    mode: Mode = "server-async"
+
+    def __init__(self, config: ServerAsyncConfig, context: Context) -> None:
+        super().__init__(config, context, differences=False)
+        self._config = config
+        self._bench = Bench(context, self._holdings)
+        self._learner = context.learner
+        self._clock = context.clock
+        self._versions: list[int] = []
+        self._sets: deque[tuple[int, list[int]]] = deque(maxlen=SETS_REMEMBERED)
+        """Policy version and shards' versions of what was put on the board, the latest last."""
+        self._taking = asyncio.Lock()
+        self._pushes = 0
+        self._lost: Counter[str] = Counter()
+        """Calls that failed in a row, by server."""
+
+    def _open_desk(self, term: Term, shard: Shard, options: DeskOptions) -> Desk:
+        return AsyncDesk(shard, self._config, options, seed=term.plan.seed)
+
+    async def _work(self, term: Term) -> None:
+        courier = Courier(term, self._context, self._config, differences=False)
+        self._versions = await self._bench.join(term, courier, settle=False)
+        self._sets.clear()
+        self._sets.append((max(self._versions), list(self._versions)))
+        lanes = [courier]
+        lanes += [
+            Courier(term, self._context, self._config, differences=False)
+            for _ in range(self._config.ahead - 1)
+        ]
+        await together(*(self._lane(lane) for lane in lanes))
+
+    async def _lane(self, courier: Courier) -> None:
+        """Push one gradient after the other."""
+        deadline = CallDeadline(self._config.deadline_s)
+        while not self._stopped.is_set():
+            post = await self._posts.next()
+            if post is None:
+                continue
+            try:
+                await self._push(courier, post, deadline)
+            except asyncio.CancelledError:
+                # The view has ended: what was under way is lost, and the learner goes on.
+                self._end(post, RoundReport("regrouped"))
+                raise
+
+    async def _push(self, courier: Courier, post: Post, deadline: CallDeadline) -> None:
+        began_s = self._clock.monotonic()
+        enough = 0 < self._context.max_exchanges <= self._tally.count("ok")
+        gradient = post.vector
+        if gradient is None or enough:
+            self._learner.answer(post, "none")
+            return
+        bases = self._bases(post)
+        self._pushes += 1
+        wants = self._pushes % self._config.fetch_every == 0
+        try:
+            await heavy(8 * gradient.size, lambda: courier.encode(gradient))
+        except PoisonedVectorError as error:
+            self._swarm.tell("servers", f"our gradient isn't given away: {error}", warning=True)
+            self._end(post, RoundReport("poisoned", error=str(error)))
+            return
+        shards = range(len(courier.spans))
+        outcomes: list[str] = []
+        parts = await together(
+            *(
+                self._ask(
+                    courier,
+                    shard,
+                    post,
+                    base=bases[shard],
+                    wants=wants,
+                    deadline=deadline,
+                    outcomes=outcomes,
+                )
+                for shard in shards
+            )
+        )
+        changed, fetched = 0.0, False
+        if wants and any(part is not None for part in parts):
+            changed = await self._take(courier, parts)
+            fetched = True
+        courier.release(parts)
+        outcome = next((word for word in ("poisoned", "lost", "stale") if word in outcomes), "ok")
+        report = self._report(courier, parts, outcome, changed, self._clock.monotonic() - began_s)
+        self._end(post, report, fetched=fetched)
+
+    def _report(
+        self, courier: Courier, parts: Sequence[Part | None], outcome: str, changed: float, seconds: float
+    ) -> RoundReport:
+        given = [part.given for part in parts if part is not None]
+        servers = courier.term.plan.servers
+        bytes_out, bytes_in, trips = courier.traffic()
+        return RoundReport(
+            outcome,
+            merged=tuple(Merged(peer, share) for peer, share in given[0].merged) if given else (),
+            missing=tuple(server for server, part in zip(servers, parts, strict=True) if part is None),
+            seconds=seconds,
+            waited_s=0.0 if self._config.ahead else seconds,
+            bytes_out=bytes_out,
+            bytes_in=bytes_in,
+            round_trips=trips,
+            changed=changed,
+        )
+
+    async def _ask(
+        self,
+        courier: Courier,
+        shard: int,
+        post: Post,
+        *,
+        base: int,
+        wants: bool,
+        deadline: CallDeadline,
+        outcomes: list[str],
+    ) -> Part | None:
+        """Push one slice, once; None when it is lost."""
+        server = courier.term.plan.servers[shard]
+        began_s = self._clock.monotonic()
+        word = "lost"
+        try:
+            part = await courier.ask(
+                shard,
+                "step",
+                base,
+                weight=float(post.samples),
+                policy=post.policy_version,
+                wants=wants,
+                vector=post.vector,
+                deadline_s=deadline.seconds,
+            )
+            word = part.given.outcome
+            del self._lost[server]
+            return part
+        except PoisonedPushError:
+            word = "poisoned"
+        except (PeerTimeoutError, PeerUnreachableError) as error:
+            in_a_row = self._lost[server] = self._lost[server] + 1
+            if in_a_row >= (LOST_TIMEOUTS if isinstance(error, PeerTimeoutError) else LOST_CALLS):
+                courier.term.doubt(server, str(error))
+        except TransportError:
+            pass
+        finally:
+            outcomes.append(word)
+            ended = "ok" if word in ("ok", "stale") else "timeout" if word == "lost" else word
+            deadline.note(ended, self._clock.monotonic() - began_s)
+        return None
+
+    async def _take(self, courier: Courier, parts: Sequence[Part | None]) -> float:
+        """Put what is newer than what we have on the board."""
+        async with self._taking:
+            fresh = [
+                part if part is not None and part.given.version >= version else None
+                for part, version in zip(parts, self._versions, strict=True)
+            ]
+            versions = [
+                version if part is None else part.given.version
+                for part, version in zip(fresh, self._versions, strict=True)
+            ]
+            try:
+                changed = await self._bench.take(courier, fresh, max(versions), min(versions))
+            except BadServerError as error:
+                self._swarm.strike(error.server, str(error))
+                courier.term.doubt(error.server, "its parameters are unusable")
+                return 0.0
+            self._versions = versions
+            self._sets.append((max(versions), list(versions)))
+            return changed
+
+    def _bases(self, post: Post) -> list[int]:
+        """Versions of the shards that a gradient was computed on: of the last set it can have seen."""
+        sets = list(self._sets)
+        self._learner.board.flush()
+        if not self._learner.board.absorbed and len(sets) > 1:
+            sets.pop()
+        seen = [versions for policy, versions in sets if policy <= post.policy_version]
+        return seen[-1] if seen else sets[0][1]
+
+    def _end(self, post: Post, report: RoundReport, *, fetched: bool = False) -> None:
+        """Answer a post."""
+        self._tally.ended(report)
+        self._learner.answer(post, "set" if fetched else "none")

@@ -1,0 +1,91 @@
+"""One group view as a server strategy acts in it: the plan, our part in it, and the desk once it is open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from p2pdrl.errors import PeerUnreachableError
+from p2pdrl.strategies.group.view import ActiveView
+from p2pdrl.strategies.protocol import Swarm
+from p2pdrl.strategies.servers.desk import Desk
+from p2pdrl.strategies.servers.serving import Note, Plan
+from p2pdrl.transport.protocol import Address, Refusal
+
+__all__ = ["Term"]
+
+
+class Term:
+    """A view in force.
+
+    Args:
+        active: the view.
+        plan: what follows from it.
+        notes: the members', read.
+        swarm: the node.
+        doubt: asks for a view without a member.
+    """
+
+    def __init__(
+        self,
+        active: ActiveView,
+        plan: Plan,
+        notes: Mapping[str, Note],
+        swarm: Swarm,
+        doubt: Callable[[str, str], None],
+    ) -> None:
+        self.key = active.view.key
+        self.members = active.view.members
+        self.plan = plan
+        self.notes = notes
+        self.me = swarm.node_id
+        self.index = plan.shard_of(self.me)
+        """Shard that we serve; None for none."""
+        self.doubt = doubt
+        self.strike = swarm.strike
+        self._swarm = swarm
+        self._addresses: dict[str, Address] = dict(swarm.alive())
+        self._desk: Desk | None = None
+        self._opened = asyncio.Event()
+        self._why: str | None = None
+
+    def address_of(self, peer: str) -> Address:
+        """Where a member listens.
+
+        Raises:
+            PeerUnreachableError: nobody knows.
+        """
+        self._addresses.update(self._swarm.alive())
+        address = self._addresses.get(peer)
+        if address is None:
+            raise PeerUnreachableError(f"nobody knows where {peer} listens")
+        return address
+
+    def open(self, desk: Desk) -> None:
+        """Our shard is at work."""
+        self._desk = desk
+        self._opened.set()
+
+    async def desk(self, limit_s: float) -> Desk:
+        """Return our desk once it is open.
+
+        Raises:
+            Refusal: we serve nothing (409), the view has ended (409), or it isn't open in time (503).
+        """
+        if self.index is None:
+            raise Refusal(409, "this node serves no shard")
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._opened.wait()
+        except TimeoutError as error:
+            raise Refusal(503, "this node's shard isn't filled yet") from error
+        if self._why is not None or self._desk is None:
+            raise Refusal(409, self._why or "this node serves no shard")
+        return self._desk
+
+    async def close(self, why: str) -> None:
+        """The view has ended: refuse everybody; afterwards nothing touches the shard."""
+        self._why = why
+        self._opened.set()
+        if self._desk is not None:
+            await self._desk.close(why)

@@ -1,0 +1,99 @@
+"""Averaging workers against one big batch, which torch steps through in float64 on its own.
+
+Every worker has rows of one linear regression, in different numbers; its gradient is the mean over them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from p2pdrl.config.strategy import GradAverageConfig, ParamAverageConfig
+
+from .bowls import Bowls, until
+
+pytestmark = pytest.mark.looptime
+
+ROUNDS = 50
+SIZE = 6
+ROWS = (3, 5, 8, 4)
+GRADIENTS = GradAverageConfig(compression="none", deadline_s=4.0)
+EACH_STEP = ParamAverageConfig(compression="none", every_updates=1, deadline_s=4.0)
+OPTIMIZERS = {
+    "sgd": lambda x: torch.optim.SGD([x], lr=0.05),
+    "momentum": lambda x: torch.optim.SGD([x], lr=0.02, momentum=0.9),
+    "adam": lambda x: torch.optim.Adam([x], lr=0.02, eps=1e-5),
+}
+
+
+class Stepper:
+    """A learner's optimizer, in float64."""
+
+    def __init__(self, name: str) -> None:
+        self._x = torch.zeros(SIZE, dtype=torch.float64)
+        self._optimizer = OPTIMIZERS[name](self._x)
+
+    def __call__(self, x, gradient):
+        self._x.copy_(torch.from_numpy(x.astype(np.float64)))
+        self._x.grad = torch.from_numpy(gradient.astype(np.float64))
+        self._optimizer.step()
+        return self._x.numpy().astype(np.float32)
+
+
+def problem(seed=0):
+    rng = np.random.default_rng(seed)
+    start = rng.standard_normal(SIZE).astype(np.float32)
+    return start, [(rng.standard_normal((m, SIZE)), rng.standard_normal(m)) for m in ROWS]
+
+
+def big_batch(name, start, data):
+    """The vector after each step on all rows at once."""
+    a = torch.from_numpy(np.concatenate([a for a, _ in data]))
+    b = torch.from_numpy(np.concatenate([b for _, b in data]))
+    x = torch.from_numpy(start.astype(np.float64)).requires_grad_()
+    optimizer, history = OPTIMIZERS[name](x), []
+    for _ in range(ROUNDS):
+        optimizer.zero_grad()
+        (0.5 * ((a @ x - b) ** 2).mean()).backward()
+        optimizer.step()
+        history.append(x.detach().numpy().copy())
+    return history
+
+
+async def workers(config, name, start, data):
+    """Each worker's vectors after each of `ROUNDS` rounds."""
+    async with Bowls(config, nodes=0, size=SIZE) as bowls:
+        for a, b in data:
+            gradient = lambda x, a=a, b=b: a.T @ (a @ x - b) / len(b)  # noqa: E731
+            node = bowls.add(gradient=gradient, samples=len(b), step=Stepper(name))
+            node.learner.x = start.copy()
+            node.learner.publish()
+        bowls.swarm.introduce()
+        await bowls.start()
+        await until(lambda: min(node.strategy.outcomes.get("ok", 0) for node in bowls.nodes) > ROUNDS)
+        # all took their mean, or that of the one who had, when gradients began to be averaged: an update each
+        begun = int(config is GRADIENTS)
+        return [node.learner.history[begun:][:ROUNDS] for node in bowls.nodes]
+
+
+@pytest.mark.parametrize(("name", "within"), [("sgd", 1e-6), ("momentum", 1e-6), ("adam", 1e-5)])
+async def test_averaged_gradients_are_one_big_batch(name, within):
+    start, data = problem()
+    expected = big_batch(name, start, data)
+    for history in await workers(GRADIENTS, name, start, data):
+        assert np.abs(np.array(history) - expected).max() < within * 2
+
+
+async def test_parameters_averaged_each_step_of_sgd_are_one_big_batch():
+    start, data = problem()
+    expected = big_batch("sgd", start, data)
+    for history in await workers(EACH_STEP, "sgd", start, data):
+        assert np.abs(np.array(history) - expected).max() < 2e-6
+
+
+async def test_parameters_averaged_each_step_of_adam_are_something_else():
+    start, data = problem()
+    expected = np.array(big_batch("adam", start, data))
+    for history in await workers(EACH_STEP, "adam", start, data):
+        assert np.abs(np.array(history) - expected).max() > 0.02

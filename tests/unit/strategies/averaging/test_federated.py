@@ -1,0 +1,91 @@
+"""Who takes part, how far one member reaches, and how much noise there is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from p2pdrl.config.strategy import FederatedConfig
+from p2pdrl.strategies.averaging.federated import Privacy, participants
+
+MEMBERS = tuple(f"{number:032x}" for number in range(5))
+SIZE = 20_000
+
+
+def shaped(config, number, seed=0, me=MEMBERS[0], scale=1.0):
+    vector = np.random.default_rng(99).standard_normal(SIZE).astype(np.float32) * np.float32(scale)
+    before = vector.copy()
+    privacy = Privacy(config, 1, me, np.random.default_rng(seed))
+    return privacy.shape(vector, number, MEMBERS), before, vector
+
+
+def test_everybody_knows_who_takes_part():
+    rounds = [participants(1, number, MEMBERS, 0.3) for number in range(2000)]
+    assert rounds == [participants(1, number, MEMBERS, 0.3) for number in range(2000)]
+    assert sum(map(len, rounds)) / 10_000 == pytest.approx(0.3, abs=0.015)
+    assert len(set(rounds)) > 20
+    assert rounds != [participants(2, number, MEMBERS, 0.3) for number in range(2000)]
+    assert participants(1, 5, MEMBERS, 1.0) == MEMBERS
+
+
+def test_a_difference_is_shortened_to_the_bound_and_short_ones_are_left():
+    config = FederatedConfig(participation=1.0, clip_norm=2.0)
+    taken, before, after = shaped(config, 1)
+    assert taken
+    assert 1.999 < np.linalg.norm(after.astype(np.float64)) <= 2.0
+    assert np.allclose(after / np.linalg.norm(after), before / np.linalg.norm(before), atol=1e-6)
+    _, before, after = shaped(config, 1, scale=1e-3)
+    assert np.array_equal(before, after)
+
+
+def test_the_sum_carries_noise_of_deviation_z_times_s():
+    config = FederatedConfig(participation=1.0, clip_norm=2.0, noise_multiplier=1.5)
+    total = np.zeros(SIZE)
+    for index, me in enumerate(MEMBERS):
+        _, _, after = shaped(config, 1, seed=index, me=me)
+        _, _, clipped = shaped(FederatedConfig(participation=1.0, clip_norm=2.0), 1)
+        total += after.astype(np.float64) - clipped
+    assert total.std() == pytest.approx(1.5 * 2.0, rel=0.03)
+    assert abs(total.mean()) < 0.1
+
+
+def test_without_a_seed_no_two_members_draw_the_same_noise():
+    config = FederatedConfig(participation=1.0, noise_multiplier=1.0)
+    one, two = np.zeros(100, np.float32), np.zeros(100, np.float32)
+    Privacy(config, 1, MEMBERS[0]).shape(one, 1, MEMBERS)
+    Privacy(config, 1, MEMBERS[0]).shape(two, 1, MEMBERS)
+    assert not np.array_equal(one, two)
+
+
+def test_who_isnt_drawn_gives_nothing_and_counts_it_apart():
+    config = FederatedConfig(participation=0.5, noise_multiplier=2.0)
+    privacy = Privacy(config, 1, MEMBERS[0], np.random.default_rng(0))
+    part = 0
+    for number in range(1, 41):
+        part += privacy.shape(np.ones(4, np.float32), number, MEMBERS)
+        privacy.ended(number, 5)
+    assert 8 < part < 32
+    facts = privacy.facts
+    assert facts["private_rounds"] == 40
+    assert facts["epsilon"] > 0
+    assert facts["epsilon_known"] > 0
+    assert privacy._known.steps == part
+
+
+def test_a_round_that_is_done_again_counts_twice():
+    privacy = Privacy(FederatedConfig(participation=1.0, noise_multiplier=2.0), 1, MEMBERS[0])
+    given = [np.ones(4, np.float32) for _ in range(2)]
+    for vector in given:
+        privacy.shape(vector, 7, MEMBERS)
+    assert not np.array_equal(*given)
+    privacy.ended(7, 5)
+    assert (privacy.facts["private_rounds"], privacy._known.steps) == (2, 2)
+    privacy.shape(given[0], 8, MEMBERS)
+    privacy.ended(8, 5)
+    assert (privacy.facts["private_rounds"], privacy._known.steps) == (3, 3)
+
+
+def test_without_noise_nothing_is_promised():
+    privacy = Privacy(FederatedConfig(), 1, MEMBERS[0])
+    privacy.ended(1, 5)
+    assert "no noise" in privacy.facts["epsilon"]

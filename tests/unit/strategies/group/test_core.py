@@ -1,0 +1,387 @@
+"""The state machine of group views, message by message.
+
+``first`` outranks ``second`` outranks ``third`` in mode epoch 1; the tests speak for the others.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pdrl.strategies.group.core import GroupCore
+from p2pdrl.strategies.group.rendezvous import ranked
+from p2pdrl.strategies.group.view import (
+    MAX_GENERATION,
+    Accept,
+    Activate,
+    Done,
+    Doubt,
+    GroupView,
+    Invite,
+    Ping,
+    Pong,
+    Refuse,
+    ViewKey,
+)
+
+FIRST, SECOND, THIRD = ranked("group 1", [f"{number:032x}" for number in range(3)])
+ALL = tuple(sorted([FIRST, SECOND, THIRD]))
+
+
+def make(me, *others, now_s=0.0, first_generation=0):
+    core = GroupCore(me, 1, lambda: b"note of " + me[-1:].encode(), now_s, first_generation=first_generation)
+    return core, core.tick(others, now_s)
+
+
+def of(kind, calls):
+    return [call for call in calls if isinstance(call.message, kind)]
+
+
+def view(generation, members=ALL, proposer=FIRST):
+    return GroupView(ViewKey(1, generation, proposer), tuple(sorted(members)))
+
+
+def pong(acknowledged=None, active=None, follows=FIRST, *, takes=True):
+    return Pong(acknowledged, active, follows, takes)
+
+
+def forming(core, calls, now_s=0.01):
+    """Let all answer the pings; return the invitations."""
+    out = []
+    for call in of(Ping, calls):
+        out += core.answered(call.number, pong(follows=""), now_s)
+    return of(Invite, out)
+
+
+def formed(*, now_s=0.02):
+    """A first node in force with the two others."""
+    core, calls = make(FIRST, SECOND, THIRD)
+    out = []
+    for call in forming(core, calls):
+        out += core.answered(call.number, Accept(call.message.view.key, b"theirs"), now_s)
+    told = of(Activate, out)
+    for call in told:
+        core.answered(call.number, Done(), now_s)
+    return core
+
+
+def joined(generation=5, now_s=0.0):
+    """A third node in force in a view of the first."""
+    core, _ = make(THIRD, FIRST, SECOND)
+    answer, _ = core.request(FIRST, Invite(view(generation)), now_s)
+    assert isinstance(answer, Accept)
+    notes = dict.fromkeys(ALL, b"")
+    answer, _ = core.request(FIRST, Activate(view(generation).key, notes), now_s)
+    assert isinstance(answer, Done)
+    return core
+
+
+# A member
+
+
+def test_alone_a_view_of_one_is_in_force_at_once():
+    core, calls = make(THIRD)
+    assert calls == []
+    assert core.active.view == GroupView(ViewKey(1, 1, THIRD), (THIRD,))
+    assert core.active.notes == {THIRD: b"note of " + THIRD[-1:].encode()}
+
+
+def test_who_isn_t_first_waits():
+    core, calls = make(THIRD, FIRST, SECOND)
+    assert calls == []
+    assert core.active is None
+    assert core.proposer == FIRST
+
+
+def test_from_its_acknowledgement_on_a_member_acts_in_no_view():
+    core = joined(5)
+    assert core.active.view == view(5)
+    answer, _ = core.request(FIRST, Invite(view(6)), 1.0)
+    assert answer == Accept(view(6).key, b"note of " + THIRD[-1:].encode())
+    assert core.active is None
+    assert core.acknowledged == view(6)
+
+
+def test_an_invitation_that_arrives_twice_is_acknowledged_alike_and_changes_nothing():
+    notes = iter([b"1", b"2", b"3"])
+    core = GroupCore(THIRD, 1, lambda: next(notes), 0.0)
+    core.tick([FIRST, SECOND], 0.0)
+    first, _ = core.request(FIRST, Invite(view(5)), 0.0)
+    core.request(FIRST, Activate(view(5).key, dict.fromkeys(ALL, b"")), 0.1)
+    again, _ = core.request(FIRST, Invite(view(5)), 0.2)
+    assert again == first
+    assert core.active.view == view(5)
+
+
+@pytest.mark.parametrize(
+    "invited",
+    [
+        view(4),
+        view(5, members=[FIRST, THIRD]),
+        view(6, members=[FIRST, SECOND]),
+        view(6, proposer=SECOND),
+        GroupView(ViewKey(2, 6, FIRST), ALL),
+        GroupView(ViewKey(1, MAX_GENERATION, FIRST), ALL),
+        GroupView(ViewKey(1, 6, FIRST), ALL[::-1]),
+        GroupView(ViewKey(1, 6, FIRST), (*ALL, ALL[-1])),
+    ],
+    ids=["older", "same key", "without us", "another's", "epoch", "absurd", "unordered", "twice"],
+)
+def test_what_is_not_a_greater_view_with_us_is_refused(invited):
+    core = joined(5)
+    answer, _ = core.request(FIRST, Invite(invited), 0.1)
+    assert isinstance(answer, Refuse)
+    assert answer.acknowledged == view(5).key
+    assert core.active.view == view(5)
+
+
+def test_a_later_one_in_the_order_doesn_t_pull_us_out_of_a_view_in_which_all_is_well():
+    core = joined(5)
+    answer, calls = core.request(SECOND, Invite(view(6, proposer=SECOND)), 0.1)
+    assert answer == Refuse(view(5).key, takes=False)
+    assert [(call.to, call.message.proposes) for call in of(Ping, calls)] == [(FIRST, False)]  # is it there?
+    core.failed(calls[0].number, "unreachable", 0.2)
+    answer, _ = core.request(SECOND, Invite(view(6, proposer=SECOND)), 0.3)
+    assert isinstance(answer, Accept)
+
+
+@pytest.mark.parametrize(
+    ("sender", "key", "members"),
+    [(SECOND, 5, ALL), (FIRST, 4, ALL), (FIRST, 5, ALL[:2])],
+    ids=["another's", "old", "notes"],
+)
+def test_a_view_comes_in_force_only_by_its_proposer_and_with_all_notes(sender, key, members):
+    core, _ = make(THIRD, FIRST, SECOND)
+    core.request(FIRST, Invite(view(5)), 0.0)
+    notes = dict.fromkeys(members, b"")
+    answer, _ = core.request(sender, Activate(view(key).key, notes), 0.1)
+    assert isinstance(answer, Refuse)
+    assert core.active is None
+
+
+def test_a_member_hears_that_the_others_went_on_without_it():
+    core = joined(5)
+    core.request(FIRST, Ping(1, proposes=True, active=view(5).key), 0.5)
+    assert core.active is not None
+    core.request(FIRST, Ping(1, proposes=True, active=view(9, [FIRST, SECOND]).key), 1.0)
+    assert core.active is None
+
+
+def test_a_note_is_cut_to_its_bound():
+    core = GroupCore(FIRST, 1, lambda: bytes(300), 0.0)
+    core.tick([], 0.0)
+    assert core.active.notes == {FIRST: bytes(256)}
+
+
+# The proposer
+
+
+def test_a_view_is_in_force_when_all_have_acknowledged_not_before():
+    core, calls = make(FIRST, SECOND, THIRD)
+    one, other = forming(core, calls)
+    assert one.message.view == view(1)
+    core.answered(one.number, Accept(view(1).key, b"one"), 0.1)
+    assert core.active is None
+    told = core.answered(other.number, Accept(view(1).key, b"other"), 0.1)
+    assert core.active.view == view(1)
+    notes = {FIRST: b"note of " + FIRST[-1:].encode(), one.to: b"one", other.to: b"other"}
+    assert core.active.notes == notes
+    assert [call.message.notes for call in of(Activate, told)] == [notes, notes]
+
+
+def test_generations_begin_above_the_given_one():
+    core, calls = make(FIRST, SECOND, THIRD, first_generation=70)
+    assert forming(core, calls)[0].message.view.key.generation == 71
+
+
+def test_nobody_is_invited_before_it_answered():
+    core, calls = make(FIRST, SECOND, THIRD)
+    ping = next(call for call in of(Ping, calls) if call.to == SECOND)
+    assert core.answered(ping.number, pong(follows=""), 0.01) == []
+    invited = of(Invite, core.tick([SECOND, THIRD], 0.3))  # gathered long enough
+    assert [(call.to, call.message.view.members) for call in invited] == [
+        (SECOND, tuple(sorted([FIRST, SECOND])))
+    ]
+
+
+def test_an_invitation_that_got_lost_is_sent_again():
+    core, calls = make(FIRST, SECOND, THIRD)
+    one, _ = forming(core, calls)
+    again = of(Invite, core.failed(one.number, "timeout", 0.5))
+    assert [(call.to, call.message) for call in again] == [(one.to, one.message)]
+
+
+def test_who_doesn_t_acknowledge_in_two_seconds_is_left_out_of_the_next():
+    core, calls = make(FIRST, SECOND, THIRD)
+    one, other = forming(core, calls)
+    core.answered(one.number, Accept(view(1).key, b""), 0.1)
+    assert of(Invite, core.tick([SECOND, THIRD], 1.9)) == []
+    invited = of(Invite, core.tick([SECOND, THIRD], 2.1))
+    assert {call.to for call in invited} == {one.to}
+    assert invited[0].message.view == view(2, [FIRST, one.to])
+    late = core.answered(other.number, Accept(view(1).key, b""), 2.2)
+    assert core.active is None
+    assert of(Activate, late) == []  # too late for the first view
+
+
+def test_who_is_gone_is_left_out_of_the_next_at_once():
+    core, calls = make(FIRST, SECOND, THIRD)
+    one, other = forming(core, calls)
+    core.failed(other.number, "refused", 0.05)
+    invited = of(Invite, core.tick([SECOND, THIRD], 0.06))
+    assert invited == []
+    assert core.acknowledged == view(2, [FIRST, one.to])
+
+
+def test_a_greater_view_is_met_by_a_greater_one_at_once():
+    core, calls = make(FIRST, SECOND, THIRD)
+    one, _ = forming(core, calls)
+    out = core.answered(one.number, Refuse(ViewKey(1, 40, SECOND), takes=True), 0.1)
+    assert {call.message.view for call in of(Invite, out)} == {view(41)}
+
+
+def test_who_follows_another_is_not_invited_again_and_again():
+    core, calls = make(FIRST, SECOND, THIRD)
+    one, other = forming(core, calls)
+    out = core.answered(one.number, Refuse(None, takes=False), 0.1)
+    assert {(call.to, call.message.view.members) for call in of(Invite, out)} <= {
+        (other.to, tuple(sorted([FIRST, other.to])))
+    }
+
+
+def test_a_member_that_missed_that_the_view_is_in_force_is_told_again():
+    core = formed()
+    pings = of(Ping, core.tick([SECOND, THIRD], 1.1))
+    assert {call.to for call in pings} == {SECOND, THIRD}
+    key = core.active.view.key
+    out = core.answered(pings[0].number, pong(key, None), 1.2)
+    assert [(call.to, call.message.key) for call in of(Activate, out)] == [(pings[0].to, key)]
+    assert core.answered(pings[1].number, pong(key, key), 1.2) == []
+
+
+@pytest.mark.parametrize("acknowledged", [None, ViewKey(1, 90, SECOND)])
+def test_a_member_that_restarted_or_acknowledged_another_s_view_gets_a_new_one(acknowledged):
+    core = formed()
+    ping = of(Ping, core.tick([SECOND, THIRD], 1.1))[0]
+    out = core.answered(ping.number, pong(acknowledged, None), 1.2)
+    generation = 91 if acknowledged else 2
+    assert {call.message.view for call in of(Invite, out)} == {view(generation)}
+
+
+def test_an_answer_from_before_the_view_says_nothing_about_it():
+    core, calls = make(FIRST, SECOND, THIRD)
+    invited = forming(core, calls)
+    late = of(Ping, core.tick([SECOND, THIRD], 1.05))
+    for call in invited:
+        core.answered(call.number, Accept(view(1).key, b""), 1.1)
+    assert core.active is not None
+    assert of(Invite, core.answered(late[0].number, pong(None, None), 1.2)) == []
+    assert core.active is not None
+
+
+def test_who_dies_is_left_out_at_once():
+    core = formed()
+    out = core.tick([SECOND], 0.6)
+    assert [call.message.view for call in of(Invite, out)] == [view(2, [FIRST, SECOND])]
+    assert core.active is None
+
+
+def test_a_broken_connection_costs_a_member_its_place_only_when_it_breaks_again():
+    core = formed()
+    ping = next(call for call in core.tick([SECOND, THIRD], 1.1) if call.to == THIRD)
+    core.failed(ping.number, "unreachable", 1.1)
+    assert core.active is not None
+    again = next(call for call in core.tick([SECOND, THIRD], 1.25) if call.to == THIRD)
+    core.failed(again.number, "unreachable", 1.25)
+    assert core.active is None
+    assert core.acknowledged.members == tuple(sorted([FIRST, SECOND]))
+
+
+def test_a_first_one_that_turns_out_to_propose_makes_the_second_give_way():
+    core, _ = make(SECOND, FIRST, THIRD)
+    pings = of(Ping, core.tick([FIRST, THIRD], 3.6))  # nothing was heard of the first
+    assert core.proposer == SECOND
+    assert {call.to for call in pings} == {FIRST, THIRD}
+    to_first = next(call for call in pings if call.to == FIRST)
+    core.answered(to_first.number, pong(follows=FIRST, takes=False), 3.7)
+    assert core.proposer == FIRST
+    assert of(Invite, core.tick([FIRST, THIRD], 4.5)) == []
+
+
+def test_nothing_follows_the_greatest_generation():
+    core, calls = make(FIRST, SECOND, THIRD, first_generation=MAX_GENERATION - 2)
+    one, _ = forming(core, calls)
+    assert one.message.view.key.generation == MAX_GENERATION - 1
+    out = core.answered(one.number, Refuse(ViewKey(1, MAX_GENERATION + 5, SECOND), takes=True), 0.1)
+    assert of(Invite, out) == []
+
+
+# Doubts
+
+
+def test_the_proposer_leaves_out_whom_it_doubts_at_once():
+    core = formed()
+    out = core.doubt(THIRD, "connection refused", 1.0)
+    assert [call.message.view for call in of(Invite, out)] == [view(2, [FIRST, SECOND])]
+
+
+def test_a_doubt_about_a_member_goes_to_the_proposer_until_it_is_heard():
+    core = joined(5)
+    sent = of(Doubt, core.doubt(SECOND, "late" * 100, 0.1))
+    assert [(call.to, call.message.peer, len(call.message.why)) for call in sent] == [(FIRST, SECOND, 200)]
+    core.failed(sent[0].number, "timeout", 0.6)
+    again = of(Doubt, core.tick([FIRST, SECOND], 0.8))
+    assert len(again) == 1
+    core.answered(again[0].number, Done(), 0.9)
+    assert of(Doubt, core.tick([FIRST, SECOND], 2.0)) == []
+
+
+def test_a_doubt_about_the_proposer_goes_to_the_next_and_asks_itself():
+    core = joined(5)
+    calls = core.doubt(FIRST, "connection refused", 0.1)
+    assert [(call.to, type(call.message)) for call in calls] == [(FIRST, Ping), (SECOND, Doubt)]
+    core.failed(calls[0].number, "unreachable", 0.1)
+    assert core.proposer == SECOND
+
+
+def test_the_next_takes_its_turn_when_a_doubted_proposer_doesn_t_answer():
+    core, _ = make(SECOND, FIRST, THIRD)
+    core.request(FIRST, Ping(1, proposes=True, active=None), 0.0)
+    _, calls = core.request(THIRD, Doubt(1, None, FIRST, ""), 0.1)
+    assert [(call.to, call.message.proposes) for call in of(Ping, calls)] == [(FIRST, False)]
+    out = core.failed(calls[0].number, "unreachable", 0.1)
+    assert core.proposer == SECOND
+    assert {call.to for call in of(Ping, out)} == {FIRST, THIRD}
+
+
+def test_a_doubt_from_an_older_view_is_of_no_interest():
+    core = formed()
+    old = ViewKey(1, 0, SECOND)
+    core.request(SECOND, Doubt(1, old, THIRD, ""), 1.0)
+    assert core.active is not None
+    core.request(SECOND, Doubt(1, core.active.view.key, THIRD, ""), 1.0)
+    assert core.active is None
+
+
+def test_doubts_about_strangers_and_oneself_change_nothing():
+    core = formed()
+    assert core.doubt("f" * 32, "", 1.0) == []
+    assert core.doubt(FIRST, "", 1.0) == []
+    core.request(SECOND, Doubt(1, None, "f" * 32, ""), 1.0)
+    core.request(SECOND, Doubt(1, None, FIRST, ""), 1.0)
+    assert core.active is not None
+
+
+def test_a_leaver_is_left_out_and_a_leaving_proposer_passes_its_turn_on():
+    core = formed()
+    core.request(THIRD, Doubt(1, core.active.view.key, THIRD, "it leaves"), 1.0)
+    assert core.acknowledged.members == tuple(sorted([FIRST, SECOND]))
+    second, _ = make(SECOND, FIRST, THIRD)
+    second.request(FIRST, Doubt(1, None, FIRST, "it leaves"), 0.1)
+    assert second.proposer == SECOND
+
+
+def test_a_goodbye_goes_to_the_proposer_or_from_it_to_the_next():
+    assert [(call.to, call.message.peer) for call in joined(5).leave()] == [(FIRST, THIRD)]
+    assert [(call.to, call.message.peer) for call in formed().leave()] == [(SECOND, FIRST)]
+    alone, _ = make(THIRD)
+    assert alone.leave() == []

@@ -1,0 +1,385 @@
+"""Synchronous servers when nodes die, freeze, join, leave, lag, lie, or are cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import msgspec
+import numpy as np
+import pytest
+
+from p2pdrl.config.strategy import ServerSyncConfig
+from p2pdrl.errors import PeerRefusedError
+from p2pdrl.strategies.servers.messages import Pull, Push
+from p2pdrl.strategies.testing import SimSwarm
+from p2pdrl.transport.memory import MemoryNetwork
+
+pytestmark = pytest.mark.looptime
+
+SIZE = 8
+
+
+def config(**options) -> ServerSyncConfig:
+    return ServerSyncConfig(
+        **{"compression": "none", "servers": 2, "optimizer": "sgd", "learning_rate": 0.01, "deadline_s": 2.0}
+        | options
+    )
+
+
+@pytest.fixture
+def network() -> MemoryNetwork:
+    return MemoryNetwork(random.Random(1), delay_s=(0.0005, 0.002))
+
+
+@pytest.fixture
+async def sim(network):
+    swarm = SimSwarm(network)
+    yield swarm
+    await swarm.close()
+
+
+async def grow(sim: SimSwarm, count: int, options: ServerSyncConfig, *, period_s: float = 0.05, **learner):
+    rng = np.random.default_rng(5)
+    for _ in range(count):
+        sim.add(options, rng.normal(size=SIZE), period_s=period_s, **learner)
+    sim.introduce()
+    for node in sim.nodes:
+        await node.start()
+    await asyncio.sleep(1.0)
+    return sim.nodes
+
+
+def updates(nodes) -> list[int]:
+    return [node.learner.updates for node in nodes]
+
+
+def servers_of(nodes):
+    """The serving nodes, in the order of the shards, and the others."""
+    names = next(n.strategy.facts["servers"] for n in nodes if "servers" in n.strategy.facts).split(", ")
+    by_id = {node.id: node for node in nodes}
+    return [by_id[name] for name in names], [node for node in nodes if node.id not in names]
+
+
+async def progress(nodes, seconds: float) -> list[int]:
+    """Updates of each learner within ``seconds``."""
+    before = updates(nodes)
+    await asyncio.sleep(seconds)
+    return [now - then for now, then in zip(updates(nodes), before, strict=True)]
+
+
+async def same_vectors(nodes) -> bool:
+    """Whether the nodes hold the same vector at some moment of the next rounds."""
+    for _ in range(200):
+        if len({node.learner.now().tobytes() for node in nodes}) == 1:
+            return True
+        await asyncio.sleep(0.0013)
+    return False
+
+
+def outcomes(nodes) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for node in nodes:
+        for word, count in node.strategy.outcomes.items():
+            total[word] = total.get(word, 0) + count
+    return total
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("shard", [0, 1])
+async def test_a_killed_servers_shard_is_taken_over(sim, optimizer, shard):
+    nodes = await grow(sim, 5, config(optimizer=optimizer))
+    await asyncio.sleep(4.0)
+    servers, _ = servers_of(nodes)
+    steps = servers[0].strategy.facts["version"]
+    norm = float(np.linalg.norm(nodes[0].learner.x))
+    await sim.kill(servers[shard])
+    left = sim.living
+    assert min(await progress(left, sim.detect_s + 3.0)) > 10
+    assert await same_vectors(left)
+    after = left[0].strategy.facts
+    assert after["version"] > steps
+    assert servers[shard].id not in str(after["servers"])
+    assert servers[1 - shard].id in str(after["servers"])
+    # The shard went on from where it was: with a step against x, no entry has grown.
+    assert float(np.linalg.norm(left[0].learner.x)) < norm
+    took = [node for node in left if node.strategy.facts.get("takeovers")]
+    assert len(took) == 1
+    assert any("with momenta" in message for _, message in took[0].swarm.told)
+    assert [node.swarm.adoptions for node in left] == [[]] * 4
+
+
+async def test_workers_step_again_soon_after_a_servers_death(sim, network):
+    """The refused connection is the news: nobody waits for membership to find out."""
+    sim.detect_s = 1.0
+    nodes = await grow(sim, 4, config(servers=1))
+    (server,), workers = servers_of(nodes)
+    await sim.kill(server)
+    died_s = asyncio.get_running_loop().time()
+    before = updates(workers)
+    for _ in range(500):
+        if all(now >= then + 3 for now, then in zip(updates(workers), before, strict=True)):
+            break
+        await asyncio.sleep(0.01)
+    assert asyncio.get_running_loop().time() - died_s < sim.detect_s + 1.0
+
+
+async def test_a_killed_worker_costs_one_round(sim):
+    nodes = await grow(sim, 4, config())
+    _, workers = servers_of(nodes)
+    await sim.kill(workers[0])
+    assert min(await progress(sim.living, sim.detect_s + 2.0)) > 10
+    assert outcomes(sim.living).get("regrouped", 0) <= 3
+
+
+async def test_no_loss_is_needed_for_newcomers(sim):
+    nodes = await grow(sim, 3, config())
+    late = sim.add(config(), np.full(SIZE, 50.0), period_s=0.05)
+    sim.introduce()
+    await late.start()
+    await asyncio.sleep(2.0)
+    assert min(await progress([*nodes, late], 1.0)) > 10
+    assert await same_vectors([*nodes, late])
+    assert float(np.abs(late.learner.x).max()) < 5.0, "its own parameters didn't count"
+
+
+@pytest.mark.parametrize("role", ["worker", "server"])
+async def test_a_frozen_member_is_left_out_and_comes_back(sim, network, role):
+    nodes = await grow(sim, 4, config(), period_s=0.1)
+    servers, workers = servers_of(nodes)
+    frozen = workers[0] if role == "worker" else servers[0]
+    others = [node for node in nodes if node is not frozen]
+    network.freeze(frozen.id)
+    for node in others:
+        network.cut(frozen.id, node.id, one_way=True)
+    await asyncio.sleep(6.0)
+    assert min(await progress(others, 1.0)) > 5
+    network.heal()
+    network.thaw(frozen.id)
+    await asyncio.sleep(8.0)
+    assert min(await progress(nodes, 1.0)) > 5
+    assert await same_vectors(nodes)
+
+
+async def test_two_sides_of_a_cut_go_on_and_come_together(sim, network):
+    nodes = await grow(sim, 6, config(), period_s=0.1)
+    small, large = nodes[:2], nodes[2:]
+    for one in small:
+        for other in large:
+            network.cut(one.id, other.id)
+            one.swarm.peers.pop(other.id)
+            other.swarm.peers.pop(one.id)
+    await asyncio.sleep(5.0)
+    assert min(await progress(nodes, 1.0)) > 5
+    assert await same_vectors(small)
+    assert await same_vectors(large)
+    expected = large[0].strategy.facts["version"]
+    network.heal()
+    sim.introduce()
+    await asyncio.sleep(5.0)
+    assert await same_vectors(nodes)
+    assert nodes[0].strategy.facts["version"] > expected
+    assert min(await progress(nodes, 1.0)) > 5
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+async def test_the_side_with_more_work_stays_after_a_cut(sim, network, servers):
+    """Alone, a node's rounds are quicker; what counts is how much experience is in the parameters."""
+    nodes = await grow(sim, 5, config(learning_rate=0.0, servers=servers), samples=10, period_s=0.1)
+    lone, large = nodes[0], nodes[1:]
+    for other in large:
+        network.cut(lone.id, other.id)
+        lone.swarm.peers.pop(other.id)
+        other.swarm.peers.pop(lone.id)
+    await asyncio.sleep(4.0)
+    before = large[0].learner.now()
+    marked = before + 1.0
+    holdings = lone.strategy._holdings
+    holdings.shard.parameters[:] = marked
+    await asyncio.sleep(2.0)
+    assert np.allclose(lone.learner.now(), marked)
+    assert lone.strategy.facts["version"] > large[0].strategy.facts["version"]
+    network.heal()
+    sim.introduce()
+    await asyncio.sleep(5.0)
+    assert np.array_equal(lone.learner.now(), before)
+
+
+async def test_a_quorum_goes_on_without_the_slow(sim):
+    nodes = await grow(sim, 5, config(quorum=0.8), period_s=0.02)
+    nodes[4].learner.period_s = 1.5
+    await asyncio.sleep(3.0)
+    quick = await progress(nodes[:4], 5.0)
+    assert min(quick) > 12
+    missing = {peer for report in nodes[0].swarm.rounds[-3:] for peer in report.missing}
+    assert missing <= {nodes[4].id}
+
+
+async def test_backup_workers_are_not_waited_for(sim):
+    nodes = await grow(sim, 5, config(backups=1))
+    nodes[2].learner.period_s = 0.1
+    made = await progress(nodes, 5.0)
+    quick = [count for number, count in enumerate(made) if number != 2]
+    assert min(quick) > 5.0 / 0.06
+    assert outcomes([nodes[2]])["late"] + outcomes([nodes[2]]).get("stale", 0) > 5
+    assert await same_vectors([nodes[0], nodes[1], nodes[3], nodes[4]])
+
+
+async def test_without_backups_all_go_at_the_pace_of_the_slowest(sim):
+    nodes = await grow(sim, 3, config())
+    nodes[2].learner.period_s = 0.1
+    await asyncio.sleep(1.0)
+    made = await progress(nodes, 5.0)
+    assert max(made) - min(made) <= 1
+    assert 40 <= made[0] <= 50
+
+
+async def test_a_paused_learner_holds_nobody_up_and_follows(sim):
+    nodes = await grow(sim, 4, config())
+    paused = nodes[1]
+    paused._training.cancel()
+    await asyncio.gather(paused._training, return_exceptions=True)
+    others = [node for node in nodes if node is not paused]
+    await asyncio.sleep(3.0)
+    assert min(await progress(others, 1.0)) > 10
+    assert paused.strategy.facts["rounds_without_us"] > 10
+    held = paused.strategy._holdings.copy_version
+    assert held >= others[0].strategy.facts["version"] - 1
+    paused._training = asyncio.create_task(paused.learner.run())
+    await asyncio.sleep(1.0)
+    assert min(await progress(nodes, 1.0)) > 10
+    assert await same_vectors(nodes)
+
+
+async def test_nobody_steps_while_all_are_paused(sim):
+    nodes = await grow(sim, 3, config())
+    for node in nodes:
+        node._training.cancel()
+        await asyncio.gather(node._training, return_exceptions=True)
+    await asyncio.sleep(3.0)
+    before = nodes[0].strategy.facts["version"]
+    await asyncio.sleep(10.0)
+    assert nodes[0].strategy.facts["version"] == before
+    assert nodes[0].strategy.facts["workers"] == 3.0
+
+
+async def test_a_poisoned_gradient_counts_for_nothing(sim):
+    nodes = await grow(sim, 4, config(servers=1))
+    (server,), workers = servers_of(nodes)
+    liar = workers[0]
+    encode = type(liar.strategy)._encode
+
+    async def huge(courier, gradient):
+        good = await encode(liar.strategy, courier, gradient)
+        for encoder in courier._encoders:
+            if encoder is not None:
+                encoder._buffer[:4] = np.array([1e30], np.float32).tobytes()
+        return good
+
+    liar.strategy._encode = huge
+    before = server.learner.now()
+    made = await progress(nodes, 1.0)
+    assert min(made) > 10
+    assert float(np.abs(server.learner.now()).max()) <= float(np.abs(before).max())
+    assert set(server.swarm.strikes) == {liar.id}
+    assert outcomes([liar])["poisoned"] > 5
+    assert server.strategy.facts["poisoned"] > 5
+
+
+async def test_a_nan_of_our_own_is_told_to_nobody(sim):
+    nodes = await grow(sim, 3, config())
+    nodes[0].learner.gradient = lambda x: np.full_like(x, np.nan)
+    assert min(await progress(nodes, 1.0)) > 10
+    assert [node.swarm.strikes for node in nodes] == [[], [], []]
+    assert np.isfinite(nodes[0].learner.now()).all()
+    assert outcomes([nodes[0]])["idle"] > 5
+
+
+async def test_messages_of_another_view_are_refused(sim, network):
+    nodes = await grow(sim, 3, config(servers=1))
+    (server,), workers = servers_of(nodes)
+    caller = workers[0]
+    key = caller.strategy._term.key
+    for route, message in (
+        ("push", Push(msgspec.structs.replace(key, generation=key.generation - 1), 0, "fetch", 0)),
+        ("push", Push(key, 1, "fetch", 0)),
+        ("shard", Pull(msgspec.structs.replace(key, epoch=key.epoch + 1), 0, 1, 0)),
+        ("shard", Pull(key, 0, SIZE, 10**9)),
+        ("exchange", Pull(key, 0, 1, 0)),
+    ):
+        with pytest.raises(PeerRefusedError) as refused:
+            await caller.transport.call(
+                server.address, server.id, route, msgspec.msgpack.encode(message), deadline_s=3.0
+            )
+        assert refused.value.status == 409
+    for meta in (b"", b"\xc1", msgspec.msgpack.encode(Pull(key, 3, 3, 0)), b"\x80" * 9):
+        with pytest.raises(PeerRefusedError) as refused:
+            await caller.transport.call(server.address, server.id, "shard", meta, deadline_s=3.0)
+        assert refused.value.status == 400
+    for node in nodes:
+        node._training.cancel()
+    for nbytes in (1, 4 * SIZE + 4):
+        await asyncio.sleep(1.5)
+        bad = Push(key, 0, "step", int(server.strategy.facts["shard_version"]), weight=1.0)
+        with pytest.raises(PeerRefusedError) as refused:
+            await caller.transport.call(
+                server.address,
+                server.id,
+                "push",
+                msgspec.msgpack.encode(bad),
+                vector=memoryview(bytes(nbytes)),
+                deadline_s=3.0,
+            )
+        assert refused.value.status == 422
+    assert server.swarm.strikes == [caller.id] * 2
+
+
+async def test_a_server_that_leaves_hands_its_shard_over(sim):
+    nodes = await grow(sim, 4, config(optimizer="adam"))
+    servers, _ = servers_of(nodes)
+    leaver = servers[0]
+    span = leaver.strategy._holdings.shard.span
+    leaver._training.cancel()
+    await leaver.strategy.stop(3.0)
+    leaver.dead = True
+    sim.introduce()
+    others = [node for node in nodes if node is not leaver]
+    assert min(await progress(others, 2.0)) > 10
+    took = next(node for node in others if node.strategy.facts.get("takeovers"))
+    assert took.strategy._holdings.shard.span == span
+    assert any("with momenta" in message for _, message in took.swarm.told)
+    assert outcomes(others).get("regrouped", 0) <= 3
+
+
+async def test_stop_leaves_nothing_behind(sim):
+    nodes = await grow(sim, 3, config())
+    await asyncio.gather(*(node.strategy.stop(1.0) for node in nodes))
+    await asyncio.gather(*(node.strategy.watch() for node in nodes))
+    versions = [node.learner.board.policy_version for node in nodes]
+    await asyncio.sleep(1.0)
+    assert [node.learner.board.policy_version for node in nodes] == versions
+    names = {task.get_name() for task in asyncio.all_tasks()}
+    assert not names & {"served", "worker", "keeper", "server", "view", "stop", "arithmetic"}
+
+
+async def test_another_lineage_adopts_before_it_works(sim):
+    nodes = await grow(sim, 3, config())
+    stray = sim.add(config(), np.full(SIZE, 80.0))
+    stray.swarm.says = msgspec.structs.replace(stray.swarm.says, lineage="bb", lineage_steps=1)
+    sim.introduce()
+    await stray.start()
+    await asyncio.sleep(3.0)
+    assert stray.swarm.adoptions[0][0] in {node.id for node in nodes}
+    assert await same_vectors([*nodes, stray])
+    assert float(np.abs(stray.learner.x).max()) < 5.0
+
+
+async def test_a_node_without_parameters_waits_until_it_has_some(sim):
+    node = sim.add(config(), np.ones(SIZE))
+    summary, node.swarm.says = node.swarm.says, None
+    await node.start()
+    await asyncio.sleep(3.0)
+    assert node.strategy.facts["role"] == "waiting for a group"
+    node.swarm.says = summary
+    await asyncio.sleep(1.0)
+    assert node.learner.updates > 10
