@@ -121,7 +121,7 @@ def test_a_pair_step_may_write_where_the_vector_arrived() -> None:
     assert np.array_equal(theirs, np.ones(70_000, np.float32))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2e6])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2e6, 1e30])
 def test_a_pair_step_refuses_poison(bad: float) -> None:
     mine, theirs = np.zeros(20_000, np.float32), np.ones(20_000, np.float32)
     theirs[12_345] = bad
