@@ -2,6 +2,7 @@
 
 Each round every member takes part with chance q; each part is shortened to the norm S, and the m who take
 part add noise N(0, z²S²/m) each, so that their sum carries N(0, z²S²) (McMahan 2018, arXiv 1710.06963).
+Where only m' of them come, it carries m'/m of that, and ε counts the round so.
 Who takes part follows from mode epoch, round and node id, so everybody knows without a message; the noise
 comes from the operating system's secrets. With noise all parts count the same: weights by samples would
 let one member move the sum by more than S.
@@ -64,6 +65,8 @@ class Privacy:
         self._sampled = PrivacyAccountant(z, config.participation, delta)
         self._known = PrivacyAccountant(z, 1.0, delta)
         self._took_part = False
+        self._shaped, self._chosen = -1, 0
+        """The round that was shaped last, and how many were to take part in it."""
 
     @property
     def equal(self) -> bool:
@@ -91,6 +94,7 @@ class Privacy:
             self._count()
         chosen = participants(self._epoch, number, members, self._config.participation)
         self._took_part = self._me in chosen
+        self._shaped, self._chosen = number, len(chosen)
         if not self._took_part:
             return False
         length = norm(difference)
@@ -104,13 +108,14 @@ class Privacy:
                 difference[span] += (deviation * noise).astype(np.float32)
         return True
 
-    def ended(self, number: int, members: int) -> None:
-        """Count the round."""
-        del number, members
-        self._count()
+    def ended(self, number: int, givers: int) -> None:
+        """Count the round, with less noise where members who were to take part gave nothing."""
+        chosen = self._chosen if number == self._shaped else 0
+        if givers or not chosen:
+            self._count(min(1.0, givers / chosen) if chosen else 1.0)
         self._took_part = False
 
-    def _count(self) -> None:
-        self._sampled.step()
+    def _count(self, share: float = 1.0) -> None:
+        self._sampled.step(share=share)
         if self._took_part:
-            self._known.step()
+            self._known.step(share=share)

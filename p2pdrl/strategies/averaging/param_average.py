@@ -101,8 +101,8 @@ class Shaping(Protocol):
         """Change ``difference`` in place; False when we take no part in round ``number``."""
         ...
 
-    def ended(self, number: int, members: int) -> None:
-        """Round ``number`` has counted."""
+    def ended(self, number: int, givers: int) -> None:
+        """Round ``number`` has counted; so many members gave something to it."""
         ...
 
 
@@ -174,7 +174,7 @@ class ParameterWork:
     async def apply(self, post: Post | None, average: Average, number: int) -> tuple[AnswerKind, float]:
         """Take the outer step, and set our learner to where it leads."""
         if self._shaping is not None:
-            self._shaping.ended(number, len(average.weights))
+            self._shaping.ended(number, sum(weight > 0 for weight in average.weights))
         changed = 0.0
         if average.total:
             changed = await heavy(self._kept.nbytes, lambda: self._step(average, self._own))

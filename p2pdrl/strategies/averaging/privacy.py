@@ -13,6 +13,8 @@ proposition 12, for the conversion.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from functools import lru_cache
 
 __all__ = ["ORDERS", "PrivacyAccountant", "epsilon_of", "renyi_divergence"]
@@ -49,12 +51,13 @@ class PrivacyAccountant:
         self._noise_multiplier = noise_multiplier
         self._sampling_rate = sampling_rate
         self._delta = delta
-        self._steps = 0
+        self._rounds: Counter[float] = Counter()
+        """How many rounds had which noise multiplier."""
 
     @property
     def steps(self) -> int:
         """Rounds counted."""
-        return self._steps
+        return self._rounds.total()
 
     @property
     def delta(self) -> float:
@@ -64,17 +67,23 @@ class PrivacyAccountant:
     @property
     def epsilon(self) -> float:
         """ε after the rounds counted, at δ; 0 before the first, infinite without noise."""
-        return epsilon_of(self._noise_multiplier, self._sampling_rate, self._steps, self._delta)
+        return _compose(self._rounds, self._sampling_rate, self._delta)
 
-    def step(self, n: int = 1) -> None:
+    def step(self, n: int = 1, *, share: float = 1.0) -> None:
         """Count ``n`` rounds.
 
+        Args:
+            n: how many.
+            share: of the noise's variance that was really there, above 0: members who fail bring none.
+
         Raises:
-            ValueError: ``n`` is negative: what was given away can't be taken back.
+            ValueError: ``n`` is negative: what was given away can't be taken back; or there is no such share.
         """
         if n < 0:
             raise ValueError(f"rounds can't be taken back: {n}")
-        self._steps += n
+        if not 0 < share <= 1:
+            raise ValueError(f"a share of the noise is above 0 and at most 1, not {share}")
+        self._rounds[self._noise_multiplier * math.sqrt(share)] += n
 
 
 def epsilon_of(noise_multiplier: float, sampling_rate: float, steps: int, delta: float) -> float:
@@ -82,11 +91,19 @@ def epsilon_of(noise_multiplier: float, sampling_rate: float, steps: int, delta:
 
     ε = min over α of steps·ε_α + log(1 − 1/α) − (log δ + log α) / (α − 1), and not below 0.
     """
-    if steps == 0 or sampling_rate == 0:
+    return _compose({noise_multiplier: steps}, sampling_rate, delta)
+
+
+def _compose(rounds: Mapping[float, int], sampling_rate: float, delta: float) -> float:
+    """`epsilon_of` rounds of several noise multipliers: at each order their divergences add up."""
+    curves = [(steps, _curve(noise, sampling_rate)) for noise, steps in rounds.items() if steps]
+    if not curves or sampling_rate == 0:
         return 0.0
-    bounds = [
-        steps * divergence + math.log1p(-1 / alpha) - (math.log(delta) + math.log(alpha)) / (alpha - 1)
-        for alpha, divergence in _curve(noise_multiplier, sampling_rate)
+    bounds: list[float] = [
+        math.fsum(steps * curve[at][1] for steps, curve in curves)
+        + math.log1p(-1 / alpha)
+        - (math.log(delta) + math.log(alpha)) / (alpha - 1)
+        for at, alpha in enumerate(ORDERS)
     ]
     return max(0.0, min(bounds))
 
@@ -119,7 +136,7 @@ def renyi_divergence(noise_multiplier: float, sampling_rate: float, alpha: int) 
     return (math.log1p(math.exp(above_one)) if above_one < 500 else above_one) / (alpha - 1)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)
 def _curve(noise_multiplier: float, sampling_rate: float) -> tuple[tuple[int, float], ...]:
     """(α, ε_α) of one round, which many rounds share."""
     return tuple((alpha, renyi_divergence(noise_multiplier, sampling_rate, alpha)) for alpha in ORDERS)

@@ -7,6 +7,7 @@ import pytest
 
 from p2pdrl.config.strategy import FederatedConfig
 from p2pdrl.strategies.averaging.federated import Privacy, participants
+from p2pdrl.strategies.averaging.privacy import epsilon_of
 
 MEMBERS = tuple(f"{number:032x}" for number in range(5))
 SIZE = 20_000
@@ -83,6 +84,20 @@ def test_a_round_that_is_done_again_counts_twice():
     privacy.shape(given[0], 8, MEMBERS)
     privacy.ended(8, 5)
     assert (privacy.facts["private_rounds"], privacy._known.steps) == (3, 3)
+
+
+def test_who_was_drawn_and_gives_nothing_brings_no_noise():
+    """Of five that are to bring noise two come: the sum has two fifths of its variance, and ε says so."""
+    given = FederatedConfig(participation=1.0, noise_multiplier=2.0)
+    privacy = Privacy(given, 1, MEMBERS[0])
+    for number in range(1, 11):
+        privacy.shape(np.ones(4, np.float32), number, MEMBERS)
+        privacy.ended(number, 2)
+    least = epsilon_of(2.0 * np.sqrt(0.4), 1.0, 10, given.delta)
+    assert privacy.facts["epsilon"] == privacy.facts["epsilon_known"] == pytest.approx(least, rel=1e-12)
+    privacy.shape(np.ones(4, np.float32), 11, MEMBERS)
+    privacy.ended(11, 0)  # nobody gave anything, so nothing was given away
+    assert privacy.facts["private_rounds"] == 10
 
 
 def test_without_noise_nothing_is_promised():
