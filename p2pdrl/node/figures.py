@@ -86,7 +86,7 @@ class Figures:
                 "learner_down_s": learner.down_s if wanted else None,
                 "learner_restarts_in_a_row": learner.failures,
                 "progress_age_s": None if not wanted or reported_s is None else now_s - reported_s,
-                "quarantined": tuple(self.namer()(peer) for peer in training.quarantine.held(now_s)),
+                "quarantined": tuple(self.namer()(peer) for peer in training.swarm.quarantine.held(now_s)),
                 "adopting_s": training.adoptions.seconds,
                 "mode_error": parts.mode_error,
             }

@@ -94,7 +94,8 @@ def refuse_task(wanted_hash: str, task: TaskConfig, our_hash: str) -> str | None
     if wanted_hash in ("", our_hash):
         return None
     return (
-        f"this swarm trains {task.subject} with {task.algorithm.__struct_config__.tag} (task {our_hash[:8]}), "
+        f"this swarm trains {task.subject} with {task.algorithm.__struct_config__.tag} "
+        f"(task {our_hash[:8]}), "
         f"you ask for another task ({wanted_hash[:8]}): leave out your task options to take the swarm's"
     )
 

@@ -86,7 +86,7 @@ class Meters:
             registry.members.set(state, count)
         if training is not None:
             registry.learner_restarts_total.advance_to(training.supervisor.restarts)
-            registry.strikes_total.advance_to(training.quarantine.total)
+            registry.strikes_total.advance_to(training.swarm.quarantine.total)
         if saving is not None:
             registry.checkpoint_failures_total.advance_to(saving.failures)
         return registry.render()

@@ -1,6 +1,6 @@
 """The training side of a node: learner, board, strategy, lineage, adoption.
 
-Implements `strategies.protocol.Swarm`. The daemon builds it once the task is known, gives it a
+The daemon builds it once the task is known, gives it a
 first state (none when founding), and asks it for figures.
 """
 
@@ -31,9 +31,9 @@ from p2pdrl.node.events import EventLog
 from p2pdrl.node.group_process import GroupProcesses
 from p2pdrl.node.learner_port import LearnerPort
 from p2pdrl.node.ledger import Ledger
-from p2pdrl.node.quarantine import Quarantine
 from p2pdrl.node.state_transfer import State, StateRequest
 from p2pdrl.node.supervisor import LearnerSupervisor
+from p2pdrl.node.swarm_side import SwarmSide
 from p2pdrl.strategies.judgement import Summary
 from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.strategies.protocol import Context, RoundReport, Strategy
@@ -92,17 +92,11 @@ class Training:
         self._events = events
         self._ledger = ledger
         self._rng = rng
-        self._alive = alive
-        self._observed = observed
-        self._rounds = rounds
-        self._named = named
         self.accounting = Accounting(me, clock)
-        self.quarantine = Quarantine(config.limits.strikes, config.limits.quarantine_s)
         self._seed = seed
         self._outcomes: Counter[str] = Counter()
         self._paused = False
         self._progress = 0.0
-        self._steps_told = 0
         self._used = asyncio.Event()
         self.task = task
         self.stop_config = task.stop
@@ -144,6 +138,20 @@ class Training:
             clock=clock,
             events=events,
             on_report=self._report,
+        )
+
+        self.swarm = SwarmSide(
+            me=me,
+            limits=config.limits,
+            clock=clock,
+            events=events,
+            adoptions=self.adoptions,
+            alive=alive,
+            named=named,
+            summary=self.summary,
+            env_steps=lambda: self.crew.totals.env_steps,
+            observed=observed,
+            rounds=(self.accounting.round, rounds),
         )
 
     # --- life -------------------------------------------------------------------------------
@@ -276,20 +284,6 @@ class Training:
         """Exchanges by outcome, over all strategies of this boot."""
         return dict(self._outcomes + Counter(self.strategy.outcomes))
 
-    # --- what strategies ask (strategies.protocol.Swarm) -------------------------------------
-
-    @property
-    def node_id(self) -> str:
-        """Own id."""
-        return self._me
-
-    def alive(self) -> dict[str, Address]:
-        """Members that exchanges may begin with."""
-        now_s = self._clock.monotonic()
-        return {
-            peer: address for peer, address in self._alive().items() if not self.quarantine.holds(peer, now_s)
-        }
-
     def summary(self) -> Summary | None:
         """What we say of ourselves; None without a state, or while adopting one."""
         if not self.ready or self.adoptions.under_way:
@@ -303,53 +297,6 @@ class Training:
             lineage_steps=self.lineage_steps,
             policy_version=self.board.policy_version,
         )
-
-    def adopt(self, donor: str, lineage: str, why: str) -> None:
-        """Begin to take the state of ``donor``, or of another member of ``lineage``, in the background."""
-        self.adoptions.begin(donor, lineage, why)
-
-    def heal(self, why: str) -> None:
-        """Begin to take the best donor's state in the background: our own is unusable."""
-        self.adoptions.begin("", None, why)
-
-    def strike(self, peer: str, why: str) -> None:
-        """Note that ``peer`` sent something poisoned."""
-        if self.quarantine.strike(peer, self._clock.monotonic()):
-            rest_s = self._config.limits.quarantine_s
-            why += f"; refused for {rest_s:.0f} s"
-        self._events.emit("strike", f"{short(peer)} sent a bad vector: {why}", level="warning", peer=peer)
-
-    def quarantined(self, peer: str) -> bool:
-        """Tell whether ``peer`` is to be refused."""
-        return self.quarantine.holds(peer, self._clock.monotonic())
-
-    def observed(self, outcome: str, seconds: float) -> None:
-        """Note how an exchange that we began has ended."""
-        self._observed(outcome, seconds)
-
-    def round(self, report: RoundReport) -> None:
-        """Note how a round has ended."""
-        self.accounting.round(report)
-        self._rounds(report)
-
-    def tell(self, kind: str, message: str, *, warning: bool = False) -> None:
-        """Tell people something."""
-        self._events.emit(kind, message, level="warning" if warning else "info")
-
-    def name_of(self, peer: str) -> str:
-        """The name that people gave a member; its id when it is unknown."""
-        return self._named(peer)
-
-    def steps_since(self) -> int:
-        """Environment steps that this node made since the last call."""
-        steps = self.crew.totals.env_steps
-        before, self._steps_told = self._steps_told, steps
-        return steps - before
-
-    async def adopted(self, donor: str, lineage: str, why: str) -> bool:
-        """Take the state of ``donor``, or of another member of ``lineage``; False when nobody gave one."""
-        self.adoptions.begin(donor, lineage, why)
-        return await self.adoptions.ended()
 
     # --- what peers ask -----------------------------------------------------------------------
 
@@ -388,7 +335,7 @@ class Training:
     def _context(self, epoch: int) -> Context:
         config = self._config
         return Context(
-            swarm=self,
+            swarm=self.swarm,
             learner=LearnerPort(self.supervisor, self.task.algorithm, lambda: self._progress),
             transport=self._transport,
             clock=self._clock,

@@ -1,1 +1,1 @@
-"""Exact averaging of a whole group: gradients, parameters, federated; over our transport or torch.distributed."""
+"""Exact averaging of a whole group, of gradients or parameters, over our transport or torch.distributed."""

@@ -161,13 +161,13 @@ async def test_a_smaller_lineage_is_adopted_from(pair, until, kinds):
 async def test_while_it_adopts_it_says_nothing(pair, until):
     one, two = pair
     gone = one.peers.pop(two.id)
-    one.training.adopt(two.id, two.training.lineage, "behind")
+    one.training.swarm.adopt(two.id, two.training.lineage, "behind")
     assert one.training.summary() is None
-    one.training.adopt(two.id, two.training.lineage, "once at a time")
+    one.training.swarm.adopt(two.id, two.training.lineage, "once at a time")
     await until(lambda: one.training.summary() is not None)
     assert one.now() == [0.0] * 5
     one.peers[two.id] = gone
-    one.training.adopt(two.id, two.training.lineage, "behind")
+    one.training.swarm.adopt(two.id, two.training.lineage, "behind")
     await until(lambda: one.now() == [1.0] * 5)
 
 
@@ -186,18 +186,18 @@ async def test_a_node_that_went_nan_heals(pair, until, kinds):
     one.reports(1)
     await until(lambda: one.now() == [1.0] * 5)
     assert one.training.outcomes["adopted"] == 1
-    assert (two.training.quarantine.total, two.now()) == (0, [1.0] * 5)
+    assert (two.training.swarm.quarantine.total, two.now()) == (0, [1.0] * 5)
 
 
 async def test_the_poisoner_is_left_alone_for_a_while(pair, kinds):
     one, two = pair
-    one.training.strike(two.id, "NaN")
-    assert not one.training.quarantined(two.id)
-    assert one.training.alive() == one.peers
-    one.training.strike(two.id, "NaN")
-    assert one.training.quarantined(two.id)
-    assert one.training.alive() == {}
-    assert (one.training.quarantine.held(0.0), one.training.quarantine.total) == ((two.id,), 2)
+    one.training.swarm.strike(two.id, "NaN")
+    assert not one.training.swarm.quarantined(two.id)
+    assert one.training.swarm.alive() == one.peers
+    one.training.swarm.strike(two.id, "NaN")
+    assert one.training.swarm.quarantined(two.id)
+    assert one.training.swarm.alive() == {}
+    assert (one.training.swarm.quarantine.held(0.0), one.training.swarm.quarantine.total) == ((two.id,), 2)
     assert kinds() == ["strike", "strike"]
 
 
@@ -287,7 +287,7 @@ async def test_another_strategy_changes_the_work_of_a_live_learner(plan, events,
         assert steps() == training.crew.totals.env_steps
         await training.use(GOSSIP, 2)
         assert (training.supervisor.workplace.regime.learners, training.crew.pids) == (1, ())
-        assert training.steps_since() == training.crew.totals.env_steps
+        assert training.swarm.steps_since() == training.crew.totals.env_steps
         assert training.supervisor.pid == pid
     finally:
         await training.stop()
@@ -328,10 +328,10 @@ async def test_a_life_with_a_learner(plan, events, until, noise):
 
 async def test_rounds_are_counted_for_the_strategy_in_force(pair):
     one = pair[0].training
-    await one.use(GOSSIP, settings.stamp(1, one.node_id))
-    one.round(RoundReport("ok", bytes_in=5))
-    await one.use(LocalConfig(), settings.stamp(2, one.node_id))
-    documents = one.accounting.document(one.name_of)
+    await one.use(GOSSIP, settings.stamp(1, one.swarm.node_id))
+    one.swarm.round(RoundReport("ok", bytes_in=5))
+    await one.use(LocalConfig(), settings.stamp(2, one.swarm.node_id))
+    documents = one.accounting.document(one.swarm.name_of)
     assert documents["adpsgd"]["rounds"]["ok"] >= 1
     assert [(step["epoch"], step["protocol"]) for step in one.accounting.walk()] == [
         (1, "adpsgd"), (2, "local")
