@@ -78,7 +78,10 @@ class Conduct:
         why = self._impossible(strategy)
         if why is not None:
             raise ConfigError(why)
-        return self._parts.membership.propose(settings.MODE, ModeSetting.of(strategy))
+        try:
+            return self._parts.membership.propose(settings.MODE, ModeSetting.of(strategy))
+        except ValueError as error:
+            raise ConfigError(f"the options are too many to be told to the swarm: {error}") from error
 
     async def run(self, training: Training) -> None:
         """Follow the records for ever."""

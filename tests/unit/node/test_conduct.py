@@ -340,6 +340,13 @@ async def test_a_strategy_that_this_node_cant_build_leaves_it_training_alone(
     assert kinds() == ["mode-failed", "mode"]
 
 
+async def test_a_mode_too_long_to_be_told_is_refused_in_words(conduct, membership):
+    pinned = tuple(f"{number:064x}" for number in range(200))
+    with pytest.raises(ConfigError, match="too many"):
+        conduct.propose_mode(ServerSyncConfig(servers=200, pinned=pinned))
+    assert membership.records.get(settings.MODE) is None
+
+
 async def test_no_mode_is_proposed_to_a_swarm_that_is_done(conduct, membership, training):
     membership.propose(settings.STOP, stop_setting(env_steps=100))
     membership.propose(settings.HALT, HaltSetting("env_steps", "done", 1, membership.identity.node_id))
