@@ -110,7 +110,8 @@ class FakeTraining:
         self.board = board
         self.policy_version = 42
         self.outcomes = {"ok": 3, "busy": 1, "answered": 7}
-        self.quarantine = SimpleNamespace(total=0, held=lambda now_s: self.held)
+        quarantine = SimpleNamespace(total=0, held=lambda now_s: self.held)
+        self.swarm = SimpleNamespace(quarantine=quarantine)
         self.held: tuple[str, ...] = ()
         self.adoptions = SimpleNamespace(seconds=0.0)
         self.windows: list[int] = []
