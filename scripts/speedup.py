@@ -37,6 +37,8 @@ from p2pdrl.planner.texts import link_of, strategy_of
 
 STRATEGIES = ("grad_average", "param_average", "adpsgd", "server_async")
 SETTLE_S = 2.5
+LONGER = 4
+"""How much longer one node alone is watched: updates are counted whole, and all is divided by its rate."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -83,7 +85,7 @@ def measured(arguments: argparse.Namespace) -> list[Point]:
             live.training()
             time.sleep(SETTLE_S)
             if nodes == 1:
-                found = live.measure("local", arguments.seconds)
+                found = live.measure("local", LONGER * arguments.seconds)
                 points += [real(name, 1, found, arguments.update_s) for name in arguments.strategies]
                 continue
             for name in arguments.strategies:
