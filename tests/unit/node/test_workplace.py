@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
+from p2pdrl.clock import SystemClock
 from p2pdrl.config.regime import FREE, Regime
 from p2pdrl.errors import TensorError
 from p2pdrl.node.workplace import Workplace
+from p2pdrl.strategies.averaging.post_desk import PostDesk
 from p2pdrl.tensors.gradient_ring import GradientRing
 from p2pdrl.tensors.shared_vector import SharedVector
 from p2pdrl.workers.protocol import Answer, Posted
@@ -74,6 +78,25 @@ async def test_what_a_dead_learner_posted_is_void_and_its_slot_is_nobodys(place)
     old.vector[:] = np.nan  # a thread that hadn't heard of the death yet
     assert GradientRing(region, 1, SIZE).slot(0).tolist() == [0.0] * SIZE
     assert place.answered(new, "replace", 0) == Answer(1, 1, "replace")
+
+
+@pytest.mark.parametrize("why", ["died", "alone"])
+async def test_a_strategy_in_lockstep_sees_that_its_learner_lost_step(place, why):
+    place.arrange(Regime("gradients"), 1, SIZE)
+    learner = SimpleNamespace(next_post=place.next_post, answer=lambda post, kind: None)
+    desk = PostDesk(learner, SystemClock(), 60.0)
+    pump = asyncio.create_task(desk.pump())
+    for number in (1, 2):
+        place.posted(posted(number))
+        desk.answer(await desk.next(), "replace")
+    assert not desk.restarted
+    if why == "died":
+        place.renew(SIZE)
+    place.posted(msgspec.structs.replace(posted(1), alone=why == "alone"))
+    await desk.next()
+    assert desk.restarted
+    pump.cancel()
+    await asyncio.wait([pump])
 
 
 async def test_giving_up_the_wait_for_a_post_loses_none(place):
