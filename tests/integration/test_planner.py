@@ -18,6 +18,7 @@ COMMON = {
     "task.algorithm.name": "regression",
     "task.algorithm.features": SIZE,
     "task.algorithm.rows": 64,
+    "task.algorithm.learning_rate": 0,
     "task.algorithm.evaluate_every": 1_000_000,
     "task.algorithm.min_update_s": UPDATE_S,
     "task.strategy.name": "adpsgd",
