@@ -17,10 +17,10 @@ pytestmark = pytest.mark.looptime
 async def test_the_swarm_learns_the_mean_of_its_targets(case: Case):
     async with Crowd(case) as crowd:
         await crowd.start()
-        await asyncio.sleep(12)
+        await asyncio.sleep(8)
         goal, scale = crowd.goal(), crowd.scale()
         means = []
-        for _ in range(20):  # pairwise strategies wander around it
+        for _ in range(10):  # pairwise strategies wander around it
             means.append(crowd.mean())
             await asyncio.sleep(PERIOD_S)
         assert np.linalg.norm(np.mean(means, axis=0) - goal) <= case.off * scale, crowd.outcomes()
@@ -35,7 +35,7 @@ async def test_the_swarm_learns_the_mean_of_its_targets(case: Case):
 async def test_rounds_are_told_with_their_figures(case: Case):
     async with Crowd(case) as crowd:
         await crowd.start()
-        await asyncio.sleep(6)
+        await asyncio.sleep(4)
         members = {node.id for node in crowd.nodes}
         for node in crowd.nodes:
             reports = [report for report in node.swarm.rounds if report.outcome in case.moved]
@@ -71,7 +71,7 @@ async def test_rounds_are_told_with_their_figures(case: Case):
 async def test_learners_wait_exactly_as_long_as_is_told(case: Case):
     async with Crowd(case) as crowd:
         await crowd.start()
-        await asyncio.sleep(6)
+        await asyncio.sleep(4)
         for node in crowd.nodes:
             told_s = sum(report.waited_s for report in node.swarm.rounds)
             if not case.waits:

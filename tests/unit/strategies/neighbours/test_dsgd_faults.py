@@ -94,7 +94,7 @@ async def test_a_frozen_neighbour_holds_nobody_up_for_long():
         assert crowd.spread() < 1e-6
 
 
-@pytest.mark.parametrize("who", [0, 2, 4])
+@pytest.mark.parametrize("who", [0, *(pytest.param(who, marks=pytest.mark.slow) for who in (2, 4))])
 async def test_a_learner_that_pauses_is_left_out_and_comes_back(who):
     async with slow(CONFIG, 5) as crowd:
         await running(crowd)
@@ -135,7 +135,7 @@ async def test_two_halves_mix_apart_and_then_together():
         assert np.allclose(crowd.mean(), mean, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 async def test_a_lossy_network_moves_the_mean_by_no_more_than_its_unsure_edges(seed):
     async with slow(CONFIG, 6, seed=seed) as crowd:
         await running(crowd)

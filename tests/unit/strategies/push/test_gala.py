@@ -73,7 +73,7 @@ def apart(nodes: list[SimNode]) -> float:
     return float(np.linalg.norm(targets - targets.mean(axis=0), axis=1).max())
 
 
-@pytest.mark.parametrize("partners", ["ring", "exponential", "random"])
+@pytest.mark.parametrize("partners", ["ring", "random", pytest.param("exponential", marks=pytest.mark.slow)])
 async def test_learners_that_train_stay_within_a_bounded_distance(make, partners):
     swarm = make(8, config(partners=partners))
     await start(swarm)
