@@ -91,7 +91,7 @@ def watched(
     """Run one swarm through all strategies."""
     pairs = []
     with LiveSwarm(nodes, options(arguments, AdpsgdConfig())) as live:
-        live.training()
+        live.ready()
         if costs is None:
             time.sleep(SETTLE_S)
             one = live.measure("adpsgd", arguments.seconds)
@@ -148,7 +148,7 @@ def gathered(nodes: int, name: str, arguments: argparse.Namespace, costs: Costs)
     own = {place: {"node.seed": seed} for place, seed in enumerate(seeds)}
     walk = [(0.0, 1.0)]
     with LiveSwarm(nodes, common, own) as live:
-        live.training()
+        live.ready()
         until_s = time.monotonic() + 40
         while walk[-1][1] > AGREED and time.monotonic() < until_s:
             time.sleep(0.1)

@@ -82,7 +82,7 @@ def measured(arguments: argparse.Namespace) -> list[Point]:
     points = []
     for nodes in arguments.nodes:
         with LiveSwarm(nodes, node_options(arguments, LocalConfig())) as live:
-            live.training()
+            live.ready()
             time.sleep(SETTLE_S)
             if nodes == 1:
                 found = live.measure("local", LONGER * arguments.seconds)
