@@ -71,16 +71,20 @@ class NeighbourCalls:
         return stage
 
     def _doubts(self, stage: Stage, hood: Neighbourhood) -> None:
-        """Ask for a view without neighbours that are gone for good."""
+        """Ask for a view without neighbours that are gone for good.
+
+        Who was left out before, and comes to no round after its return either, is left out again at once.
+        """
         seat, took_s = self._seat, self._seat.clock.monotonic() - stage.began_s
-        for peer in stage.weights:
-            line = seat.line(hood, peer)
-            line.missed_s = line.missed_s + took_s if peer in stage.missing else 0.0
-            if stage.missing.get(peer) == "gone":
+        for peer in hood.weights:
+            if peer not in stage.missing:
+                seat.missed_s.pop(peer, None)
+                continue
+            missed_s = seat.missed_s[peer] = seat.missed_s.get(peer, 0.0) + took_s
+            if stage.missing[peer] == "gone":
                 seat.group.doubt(peer, "nothing listens there")
-            elif line.missed_s > seat.config.deadline_s:
-                seat.group.doubt(peer, f"came to no round for {line.missed_s:.1f} s")
-                line.missed_s = 0.0
+            elif missed_s > seat.config.deadline_s and not stage.regrouped:
+                seat.group.doubt(peer, f"came to no round for {missed_s:.1f} s")
 
     async def _call(self, stage: Stage, offer: Offer, hood: Neighbourhood, peer: str) -> None:
         """Exchange with a neighbour; whatever becomes of it settles the edge."""

@@ -29,7 +29,6 @@ class Line:
         theirs: what the neighbour sent last, decoded.
         lock: held while the buffer is filled and read.
         newest: the latest position that the neighbour called with.
-        missed_s: how long rounds have waited for it in vain, since the last that didn't.
     """
 
     def __init__(self, size: int, max_nbytes: int) -> None:
@@ -37,7 +36,6 @@ class Line:
         self.theirs: Float32Array = np.zeros(size, np.float32)
         self.lock = asyncio.Lock()
         self.newest = Position(-1, 0)
-        self.missed_s = 0.0
 
     def room(self, nbytes: int) -> memoryview | None:
         """Where ``nbytes`` go; None when they can't be right."""

@@ -44,6 +44,7 @@ class Seat:
         stage: the round under way.
         offer: what it mixes.
         writing: answers under way that show ``outgoing``.
+        missed_s: how long rounds have waited in vain for each neighbour, since the last that it came to.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Seat:
         self.offer: Offer | None = None
         self.patience = Patience(config.deadline_s)
         self.stopping = False
+        self.missed_s: dict[str, float] = {}
         self.outgoing, self.writing = bytearray(), 0
         self._began_s: dict[Position, float] = {}
         self._changed = asyncio.Event()
@@ -86,6 +88,8 @@ class Seat:
         self.hood = hood
         self.at, self.seen = Position(hood.first - 1, 1), hood.first
         self._began_s.clear()
+        living = self.swarm.alive()
+        self.missed_s = {peer: missed_s for peer, missed_s in self.missed_s.items() if peer in living}
         self.notify()
 
     def leave(self) -> None:
