@@ -32,7 +32,7 @@ def group_of(nodes, wait_until, protocol, timeout_s=60):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("protocol", ["grad_average", "param_average"])
+@pytest.mark.parametrize("protocol", ["grad_average", pytest.param("param_average", marks=pytest.mark.slow)])
 def test_members_go_on_when_one_is_frozen_and_when_one_is_killed(swarm, wait_until, make_recovery, protocol):
     nodes = []
     for seed in range(4):

@@ -146,10 +146,10 @@ def check(film, config):
     "strategy",
     [
         {"name": "server_sync", "optimizer": "sgd", "servers": 2},
-        {"name": "grad_average"},
-        {"name": "param_average", "every_updates": 1},
+        pytest.param({"name": "grad_average"}, marks=pytest.mark.slow),
+        pytest.param({"name": "param_average", "every_updates": 1}, marks=pytest.mark.slow),
     ],
-    ids=lambda strategy: strategy["name"],
+    ids=["server_sync", "grad_average", "param_average"],
 )
 def test_three_workers_are_one_big_batch(swarm, wait_until, strategy):
     config = problem(3)
@@ -159,6 +159,7 @@ def test_three_workers_are_one_big_batch(swarm, wait_until, strategy):
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_one_downpour_worker_is_serial(swarm, wait_until):
     config = problem(1)
     strategy = {"name": "server_async", "optimizer": "sgd", "push_every": 1, "fetch_every": 1, "ahead": 0}

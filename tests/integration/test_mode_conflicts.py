@@ -63,6 +63,7 @@ def agree_and_train(nodes, wait_until, timeout_s=60):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_modes_proposed_at_once_and_in_a_partition_end_in_one(swarm, wait_until):
     nodes = start(swarm, 4)
     wait_until(lambda: all(len(node.view()) == 4 for node in nodes), 30, "all see all")

@@ -157,6 +157,7 @@ def first_params(count):
     return first_D + np.array(noise, np.float32).astype(np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_mean_is_kept_through_a_walk_and_all_step_soon_after_each_command(swarm, wait_until):
     """The pairs meet seldom, so that replicas still differ when the servers take over."""

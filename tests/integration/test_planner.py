@@ -32,6 +32,7 @@ def account(nodes):
     return ok, sum(one["bytes_out"] for one in accounts), time.monotonic()
 
 
+@pytest.mark.slow
 def test_rounds_and_bytes_are_as_predicted(swarm, wait_until):
     flags = [f"--set={key}={value}" for key, value in COMMON.items()]
     nodes = []

@@ -23,7 +23,7 @@ def serves(node):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("protocol", ["server_sync", "server_async"])
+@pytest.mark.parametrize("protocol", ["server_sync", pytest.param("server_async", marks=pytest.mark.slow)])
 def test_workers_go_on_when_the_serving_node_is_killed(swarm, wait_until, make_recovery, protocol):
     nodes = []
     for seed in range(4):

@@ -78,6 +78,7 @@ def stay_equal(wait_until, nodes, states=3):
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_nodes_average_through_torch_and_go_on_without_one_that_is_killed(three, wait_until):
     a, b, c = three
     stay_equal(wait_until, three)
