@@ -21,7 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-WORKER = Path(__file__).with_name("bench_averaging_worker.py")
+WORKER = Path(__file__).with_name("averaging_worker.py")
 SIZES = (10_000_000, 1_700_000, 100_000)
 METHODS = ("gloo", "exact/none", "exact/bf16", "gossip/none", "gossip/bf16")
 

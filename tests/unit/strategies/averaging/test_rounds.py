@@ -23,7 +23,9 @@ BOTH = pytest.mark.parametrize("config", [GRADIENTS, PARAMETERS], ids=["gradient
 LEFT = pytest.mark.parametrize("left", [1, 2, 3])
 
 
-@pytest.fixture(autouse=True, params=[1, 1 << 16], ids=["all-own", "one-owns"])
+@pytest.fixture(
+    autouse=True, params=[1, pytest.param(1 << 16, marks=pytest.mark.slow)], ids=["all-own", "one-owns"]
+)
 def owners(request, monkeypatch):
     """Short vectors have one owner; cut as long ones are, all members own a piece."""
     monkeypatch.setattr(allreduce, "LEAST_PIECE", request.param)

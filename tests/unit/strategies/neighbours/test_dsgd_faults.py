@@ -15,7 +15,7 @@ from p2pdrl.strategies.neighbours.messages import NeighbourHead
 
 from ..graphs import SIZE, Crowd
 
-pytestmark = pytest.mark.looptime
+pytestmark = [pytest.mark.looptime, pytest.mark.slow]
 
 CONFIG = DsgdConfig(compression="none", deadline_s=2.0)
 

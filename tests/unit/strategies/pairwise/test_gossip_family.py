@@ -12,7 +12,7 @@ from p2pdrl.config.strategy import AdpsgdConfig, GalaConfig, SgpConfig
 from p2pdrl.strategies.testing import SimNode, SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
-pytestmark = pytest.mark.looptime
+pytestmark = [pytest.mark.looptime, pytest.mark.slow]
 
 D, PERIOD_S = 16, 0.1
 FAMILY = {

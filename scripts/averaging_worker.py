@@ -1,6 +1,6 @@
 """One process of `bench_averaging.py`; started by it, told what to do in lines of JSON.
 
-Usage: python bench_averaging_worker.py RANK RANKS FOLDER key|nokey
+Usage: python averaging_worker.py RANK RANKS FOLDER key|nokey
 """
 
 from __future__ import annotations
