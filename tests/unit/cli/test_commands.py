@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -100,8 +101,10 @@ def test_actions_without_the_token_are_exit_2(p2pdrl, served, tmp_path):
 
 
 def test_leave_waits_until_the_node_is_gone(p2pdrl, served):
-    served.node.on_leave = served.stop
+    timer = threading.Timer(0.15, served.stop)  # as a node that says goodbye first
+    served.node.on_leave = timer.start
     result = p2pdrl("leave", "--api", served.address)
+    timer.join()
     assert result.exit_code == 0
     assert "has left" in result.stdout
 
