@@ -20,6 +20,7 @@ from p2pdrl.config.strategy_bases import (
     Grouped,
     Guarded,
     Mixing,
+    Paced,
     Served,
 )
 
@@ -54,7 +55,7 @@ Topology = Literal["ring", "torus", "exponential", "random_regular", "complete"]
 
 
 class AdpsgdConfig(
-    Guarded,
+    Paced,
     frozen=True,
     forbid_unknown_fields=True,
     kw_only=True,
@@ -66,14 +67,6 @@ class AdpsgdConfig(
     partners: Partners = "random"
     """Whom to meet: anyone; the two neighbours in id order; neighbours at distances 1, 2, 4, … .
     Random mixes fastest; ring and exponential keep each node's set of peers small."""
-    every_updates: Natural = 1
-    """An exchange begins after this many updates of the learner; 0 leaves it to ``every_s``."""
-    every_s: Seconds = 0.0
-    """… or after this many seconds, whichever comes first; 0 leaves it to ``every_updates``."""
-    min_interval_s: Seconds = 0.05
-    """Exchanges are never begun closer together. Lower mixes faster and costs more processor time."""
-    deadline_s: PositiveSeconds = 2.0
-    """The longest that an exchange may take; usually it is given up much sooner, by what was observed."""
     weight: Annotated[float, Meta(gt=0, le=0.5)] = 0.5
     """How far each side moves towards the other: ½ is the average."""
     merge_weights: Literal["equal", "fresh"] = "equal"
@@ -110,7 +103,7 @@ class DsgdConfig(
 
 
 class SgpConfig(
-    Guarded,
+    Paced,
     frozen=True,
     forbid_unknown_fields=True,
     kw_only=True,
@@ -121,20 +114,12 @@ class SgpConfig(
 
     partners: Partners = "exponential"
     """Whom to push to: anyone; the next in id order; those at distances 1, 2, 4, … in turn."""
-    every_updates: Natural = 1
-    """A push begins after this many updates of the learner; 0 leaves it to ``every_s``."""
-    every_s: Seconds = 0.0
-    """… or after this many seconds, whichever comes first; 0 leaves it to ``every_updates``."""
-    min_interval_s: Seconds = 0.05
-    """Pushes are never begun closer together."""
-    deadline_s: PositiveSeconds = 2.0
-    """The longest that a push may take; usually it is given up much sooner, by what was observed."""
     share: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Part of a node's weight that goes along with each push."""
 
 
 class GalaConfig(
-    Guarded,
+    Paced,
     frozen=True,
     forbid_unknown_fields=True,
     kw_only=True,
@@ -145,14 +130,6 @@ class GalaConfig(
 
     partners: Partners = "ring"
     """Whom to push to: anyone; the next in id order; those at distances 1, 2, 4, … ."""
-    every_updates: Natural = 1
-    """A push begins after this many updates of the learner; 0 leaves it to ``every_s``."""
-    every_s: Seconds = 0.0
-    """… or after this many seconds, whichever comes first; 0 leaves it to ``every_updates``."""
-    min_interval_s: Seconds = 0.05
-    """Pushes are never begun closer together."""
-    deadline_s: PositiveSeconds = 2.0
-    """The longest that a push may take; usually it is given up much sooner, by what was observed."""
     max_lag: Count = 50
     """τ: a peer whose last push is older than this many of our updates isn't averaged in."""
     exchanges: Content = "parameters"

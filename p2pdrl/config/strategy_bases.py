@@ -9,9 +9,19 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from p2pdrl.config.fields import Count, Fraction, NonNegative, PositiveSeconds, Travelling
+from p2pdrl.config.fields import Count, Fraction, Natural, NonNegative, PositiveSeconds, Seconds, Travelling
 
-__all__ = ["Averaged", "Compressed", "Compression", "Grouped", "Guarded", "Mixing", "Robust", "Served"]
+__all__ = [
+    "Averaged",
+    "Compressed",
+    "Compression",
+    "Grouped",
+    "Guarded",
+    "Mixing",
+    "Paced",
+    "Robust",
+    "Served",
+]
 
 Compression = Literal["none", "bf16", "int8", "topk", "threshold"]
 Mixing = Literal["mean", "clipped", "trimmed"]
@@ -50,6 +60,19 @@ class Guarded(Robust, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A node this many policy versions behind its peer adopts the peer's state instead of averaging."""
     max_distance: Annotated[float, Meta(gt=0, le=1e12)] = 1e3
     """A vector whose norm is this many times ours is refused."""
+
+
+class Paced(Guarded, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When an exchange, or a push, begins, and how long it may take."""
+
+    every_updates: Natural = 1
+    """One begins after this many updates of the learner; 0 leaves it to ``every_s``."""
+    every_s: Seconds = 0.0
+    """… or after this many seconds, whichever comes first; 0 leaves it to ``every_updates``."""
+    min_interval_s: Seconds = 0.05
+    """They are never begun closer together. Lower mixes faster and costs more processor time."""
+    deadline_s: PositiveSeconds = 2.0
+    """The longest that one may take; usually it is given up much sooner, by what was observed."""
 
 
 class Grouped(Robust, frozen=True, forbid_unknown_fields=True, kw_only=True):
