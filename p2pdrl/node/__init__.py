@@ -7,6 +7,7 @@
 | run the learner | `training`, `supervisor`, `learner_link`, `workplace` (regime, posts), `learner_port` |
 | run several on one vector | `crew`, `helper` |
 | run torch.distributed beside it | `group_process`, `group_link` |
+| start and end a child process | `process_link`, on which both links stand |
 | take and give whole states | `adoption`, `giving`, `state_transfer`, `quarantine` |
 | follow and change the swarm's records | `conduct`, `settings`, `stop` |
 | know what was done | `ledger` (counts by lineage, moments), `counters`, `rumours`, `ration`, `digest` |

@@ -1,4 +1,4 @@
-"""One learner process and the socket pair to it: start, talk, notice its end.
+"""One learner process: start, talk, notice its end.
 
 Called by `supervisor` and `crew`, which decide when to start another one. News (pace, progress, …) wait in
 line, where a later one of the same kind replaces an earlier; answers, which a learner stands still for, go
@@ -8,21 +8,18 @@ out at once whenever the socket takes them, and none is ever replaced.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import socket
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from p2pdrl.errors import ConfigError, WorkerError
+from p2pdrl.node.process_link import ProcessLink
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.workers.protocol import (
     Answer,
     Attach,
     Failed,
-    FrameBuffer,
     FromLearner,
     Hello,
     Join,
@@ -37,10 +34,9 @@ from p2pdrl.workers.protocol import (
 __all__ = ["LearnerLink"]
 
 BUILD_DEADLINE_S = 120.0
-READ_BYTES = 1 << 16
 
 
-class LearnerLink:
+class LearnerLink(ProcessLink):
     """A running learner process.
 
     Args:
@@ -48,10 +44,10 @@ class LearnerLink:
         sock: our end of the socket pair, non-blocking.
     """
 
+    NAME = "learner"
+
     def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket) -> None:
-        self._process = process
-        self._sock = sock
-        self._frames = FrameBuffer()
+        super().__init__(process, sock)
         self._news: dict[type[ToLearner], tuple[ToLearner, Sequence[SharedRegion]]] = {}
         self._answers: deque[bytes] = deque()
         self._filled = asyncio.Event()
@@ -65,42 +61,14 @@ class LearnerLink:
         Raises:
             WorkerError: the process can't be started.
         """
-        try:
-            ours, theirs = socket.socketpair()
-        except OSError as error:
-            raise WorkerError(f"can't start the learner process: {error}") from error
-        ours.setblocking(False)
         environment = os.environ | {"OMP_NUM_THREADS": str(start.threads)}
-        command = ("-m", "p2pdrl.workers.learner", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
+        link = cls(*await cls._start("p2pdrl.workers.learner", {}, environment))
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.stderr,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-            )
-        except OSError as error:
-            ours.close()
-            raise WorkerError(f"can't start the learner process: {error}") from error
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        link = cls(process, ours)
-        try:
-            await link._send_now(start)
+            await link._send(frame(start))
         except BaseException:
             await link.kill()
             raise
         return link
-
-    @property
-    def pid(self) -> int:
-        """Process id of the learner."""
-        return self._process.pid
 
     async def hello(self) -> Hello:
         """Wait until the model is built.
@@ -112,7 +80,7 @@ class LearnerLink:
         try:
             async with asyncio.timeout(BUILD_DEADLINE_S):
                 while True:
-                    for message in await self._receive():
+                    for message in await self._messages():
                         if isinstance(message, Hello):
                             return message
                         if isinstance(message, Failed):
@@ -126,7 +94,7 @@ class LearnerLink:
         Raises:
             WorkerError: the learner is gone.
         """
-        await self._send_now(Attach(nbytes=nbytes, restore=restore), [region])
+        await self._send(frame(Attach(nbytes=nbytes, restore=restore)), [region])
 
     async def join(self, region: SharedRegion) -> None:
         """Let the learner help another one, whose parameters lie in ``region``.
@@ -134,7 +102,7 @@ class LearnerLink:
         Raises:
             WorkerError: the learner is gone.
         """
-        await self._send_now(Join(nbytes=region.nbytes), [region])
+        await self._send(frame(Join(nbytes=region.nbytes)), [region])
 
     def tell(self, message: ToLearner, regions: Sequence[SharedRegion] = ()) -> None:
         """Queue news; a later message of the same type replaces one that wasn't sent yet.
@@ -173,7 +141,7 @@ class LearnerLink:
         try:
             while True:
                 try:
-                    messages = await self._receive()
+                    messages = await self._messages()
                 except WorkerError:
                     return
                 for message in messages:
@@ -190,55 +158,8 @@ class LearnerLink:
             if not sender.cancelled():
                 sender.result()
 
-    async def reap(self, timeout_s: float) -> int:
-        """Wait for a learner that is ending; kill it when that takes too long; return its exit code."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._process.wait()
-        except TimeoutError:
-            return await self.kill()
-        return self.close()
-
-    async def kill(self) -> int:
-        """Kill the learner at once; return its exit code."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGKILL)
-        await self._process.wait()
-        return self.close()
-
-    def close(self) -> int:
-        """Close the socket; return the exit code of a process that has ended."""
-        self._sock.close()
-        return self._process.returncode if self._process.returncode is not None else -1
-
-    async def _receive(self) -> list[FromLearner]:
-        try:
-            data = await asyncio.get_running_loop().sock_recv(self._sock, READ_BYTES)
-        except OSError as error:
-            raise WorkerError(f"the learner is gone: {error}") from error
-        if not data:
-            raise WorkerError("the learner is gone")
-        return [decode_from_learner(body) for body in self._frames.feed(data)]
-
-    async def _send_now(self, message: ToLearner, regions: Sequence[SharedRegion] = ()) -> None:
-        await self._send(frame(message), regions)
-
-    async def _send(self, data: bytes, regions: Sequence[SharedRegion] = ()) -> None:
-        try:
-            if regions:
-                data = await self._send_with_fds(data, regions)
-            await asyncio.get_running_loop().sock_sendall(self._sock, data)
-        except OSError as error:
-            raise WorkerError(f"the learner is gone: {error}") from error
-
-    async def _send_with_fds(self, data: bytes, regions: Sequence[SharedRegion]) -> bytes:
-        """Send descriptors with as much of ``data`` as fits; return the rest of it."""
-        while all(region.fd >= 0 for region in regions):
-            try:
-                return data[socket.send_fds(self._sock, [data], [region.fd for region in regions]) :]
-            except BlockingIOError:
-                await _writable(self._sock)
-        return b""  # the memory was given up while the socket was full: other news of it waits in line
+    async def _messages(self) -> list[FromLearner]:
+        return [decode_from_learner(body) for body in await self._receive()]
 
     async def _send_queued(self) -> None:
         while True:
@@ -250,19 +171,9 @@ class LearnerLink:
                 if self._answers:
                     sending = self._send(self._answers.popleft())
                 else:
-                    sending = self._send_now(*self._news.pop(next(iter(self._news))))
+                    message, regions = self._news.pop(next(iter(self._news)))
+                    sending = self._send(frame(message), regions)
                 try:
                     await sending
                 except WorkerError:
                     return
-
-
-async def _writable(sock: socket.socket) -> None:
-    """Wait until ``sock`` takes more."""
-    loop = asyncio.get_running_loop()
-    room = asyncio.Event()
-    loop.add_writer(sock, room.set)
-    try:
-        await room.wait()
-    finally:
-        loop.remove_writer(sock)

@@ -16,7 +16,7 @@ import pytest
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import ConfigError, WorkerError
-from p2pdrl.node import learner_link as link_module
+from p2pdrl.node import process_link as link_module
 from p2pdrl.node import supervisor as supervisor_module
 from p2pdrl.node.learner_link import LearnerLink
 from p2pdrl.node.supervisor import LearnerSupervisor

@@ -1,0 +1,157 @@
+"""One child process and the socket pair to it: start, send and receive frames, end.
+
+`learner_link` and `group_link` say what is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from p2pdrl.errors import WorkerError
+from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.workers.protocol import FrameBuffer
+
+__all__ = ["ProcessLink"]
+
+READ_BYTES = 1 << 16
+
+
+class ProcessLink:
+    """A running child process.
+
+    Args:
+        process: the child.
+        sock: our end of the socket pair, non-blocking.
+    """
+
+    NAME: ClassVar[str]
+    """As errors call the process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket) -> None:
+        self._process = process
+        self._sock = sock
+        self._frames = FrameBuffer()
+
+    @classmethod
+    async def _start(
+        cls,
+        module: str,
+        options: Mapping[str, object],
+        environment: Mapping[str, str],
+        fds: Sequence[int] = (),
+    ) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        """Start a process; return it and our end of the socket pair, as the constructor takes them.
+
+        Args:
+            module: run by Python; it is told its end of the socket pair as ``--fd`` and us as ``--parent``.
+            options: its further arguments.
+            environment: its environment variables.
+            fds: file descriptors that it inherits.
+
+        Raises:
+            WorkerError: it can't be started.
+        """
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise WorkerError(f"can't start the {cls.NAME}: {error}") from error
+        ours.setblocking(False)
+        arguments = {"--fd": theirs.fileno(), "--parent": os.getpid(), **options}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", module),
+                *(str(part) for pair in arguments.items() for part in pair),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr,
+                pass_fds=[theirs.fileno(), *fds],
+                env=environment,
+            )
+        except OSError as error:
+            ours.close()
+            raise WorkerError(f"can't start the {cls.NAME}: {error}") from error
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return process, ours
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    async def reap(self, timeout_s: float) -> int:
+        """Wait for a process that is ending; kill it when that takes too long; return its exit code."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            return await self.kill()
+        return self._close()
+
+    async def kill(self) -> int:
+        """End it at once, even where it is frozen; return its exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+        await self._process.wait()
+        return self._close()
+
+    def _close(self) -> int:
+        self._sock.close()
+        return self._process.returncode if self._process.returncode is not None else -1
+
+    async def _receive(self) -> list[bytes]:
+        """Wait for data; return the bodies of the frames that are complete now.
+
+        Raises:
+            WorkerError: the process is gone.
+        """
+        try:
+            data = await asyncio.get_running_loop().sock_recv(self._sock, READ_BYTES)
+        except OSError as error:
+            raise WorkerError(f"the {self.NAME} is gone: {error}") from error
+        if not data:
+            raise WorkerError(f"the {self.NAME} is gone")
+        return self._frames.feed(data)
+
+    async def _send(self, data: bytes, regions: Sequence[SharedRegion] = ()) -> None:
+        """Send bytes, and the descriptors of ``regions`` with the first of them.
+
+        Raises:
+            WorkerError: the process is gone.
+        """
+        try:
+            if regions:
+                data = await self._send_with_fds(data, regions)
+            await asyncio.get_running_loop().sock_sendall(self._sock, data)
+        except OSError as error:
+            raise WorkerError(f"the {self.NAME} is gone: {error}") from error
+
+    async def _send_with_fds(self, data: bytes, regions: Sequence[SharedRegion]) -> bytes:
+        """Send descriptors with as much of ``data`` as fits; return the rest of it."""
+        while all(region.fd >= 0 for region in regions):
+            try:
+                return data[socket.send_fds(self._sock, [data], [region.fd for region in regions]) :]
+            except BlockingIOError:
+                await _writable(self._sock)
+        return b""  # the memory was given up while the socket was full: other news of it waits in line
+
+
+async def _writable(sock: socket.socket) -> None:
+    """Wait until ``sock`` takes more."""
+    loop = asyncio.get_running_loop()
+    room = asyncio.Event()
+    loop.add_writer(sock, room.set)
+    try:
+        await room.wait()
+    finally:
+        loop.remove_writer(sock)
