@@ -13,9 +13,9 @@ from p2pdrl.config.problem import Problem
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import GradAverageConfig, ParamAverageConfig, StrategyConfig
 from p2pdrl.config.strategy_checks import strategy_problems
-from p2pdrl.config.task import A2CConfig, AlgorithmConfig, PPOConfig, RegressionConfig, TaskConfig
+from p2pdrl.config.task import A2CConfig, PPOConfig, RegressionConfig, TaskConfig
 
-__all__ = ["Problem", "pair_problems", "problems", "task_problems", "trust_problems"]
+__all__ = ["Problem", "problems", "task_problems", "trust_problems"]
 
 MAX_DATA_NUMBERS = 1 << 28
 """What a regression's made-up rows may come to: every node of the swarm holds them in memory."""
@@ -38,19 +38,7 @@ def task_problems(task: TaskConfig) -> Iterator[Problem]:
             "task.algorithm.anneal",
             "linear lowers the learning rate until task.stop.env_steps, so it must be set",
         )
-    yield from pair_problems(task.algorithm, task.strategy)
     yield from strategy_problems(task.strategy)
-
-
-def pair_problems(algorithm: AlgorithmConfig, strategy: StrategyConfig) -> Iterator[Problem]:
-    """What ``algorithm`` and ``strategy`` break together."""
-    if isinstance(strategy, GradAverageConfig) and algorithm.anneal == "linear":
-        yield Problem(
-            "task.algorithm.anneal",
-            "with averaged gradients replicas stay equal because all step alike, but each node lowers its "
-            "learning rate by the swarm's steps as it has heard of them, so they would drift apart; set "
-            'anneal = "none", or average parameters (param_average)',
-        )
 
 
 def _batch_problems(algorithm: PPOConfig | A2CConfig, num_envs: int) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
-from p2pdrl.config.checks import pair_problems, trust_problems
+from p2pdrl.config.checks import trust_problems
 from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig, mode_of
 from p2pdrl.config.strategy_checks import strategy_problems
@@ -192,10 +192,7 @@ class Conduct:
     def _impossible(self, strategy: StrategyConfig) -> str | None:
         """Why a strategy can't run here, as far as its options tell: a peer may propose anything."""
         trusted = self._parts.config.node.trusted_network
-        training = self._parts.training
         problems = [*strategy_problems(strategy), *trust_problems(strategy, trusted_network=trusted)]
-        if training is not None:
-            problems += pair_problems(training.task.algorithm, strategy)
         return f"{problems[0].key}: {problems[0].message}" if problems else None
 
     def _follow_pause(self, training: Training) -> None:

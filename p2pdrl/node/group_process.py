@@ -97,6 +97,7 @@ class GroupProcesses:
                 number=order.number,
                 weight=order.weight,
                 policy_version=order.policy_version,
+                learning_rate=order.learning_rate,
                 max_abs=order.max_abs,
                 bf16=order.bf16,
                 spread=order.spread,
@@ -107,6 +108,7 @@ class GroupProcesses:
         return Sum(
             weights=tuple(row.weight for row in answer.rows),
             versions=tuple(row.policy_version for row in answer.rows),
+            learning_rates=tuple(row.learning_rate for row in answer.rows),
             squares=tuple(row.square for row in answer.rows),
             norm=answer.norm,
             sound=answer.sound,

@@ -51,6 +51,6 @@ class LearnerPort:
         """Wait for the learner's next post; cancelling loses none."""
         return await self._supervisor.workplace.next_post()
 
-    def answer(self, post: Post, kind: AnswerKind) -> None:
+    def answer(self, post: Post, kind: AnswerKind, learning_rate: float | None = None) -> None:
         """Let the learner go on. A post of an earlier regime, or of a learner that died, is passed over."""
-        self._supervisor.answer(post, kind)
+        self._supervisor.answer(post, kind, learning_rate)

@@ -160,13 +160,13 @@ class LearnerSupervisor:
         if self._link is not None:
             self._link.tell(order, regions)
 
-    def answer(self, post: Post, kind: AnswerKind) -> None:
+    def answer(self, post: Post, kind: AnswerKind, learning_rate: float | None = None) -> None:
         """Let the learner go on; an answer to a post that is void is passed over."""
         content = 0
         if kind == "set" and self.board is not None:
             self._flush()
             content = self.board.content_id
-        message = self.workplace.answered(post, kind, content)
+        message = self.workplace.answered(post, kind, content, learning_rate)
         if message is not None and self._link is not None:
             self._link.answer(message)
 

@@ -108,13 +108,15 @@ class Workplace:
         """Wait for the next post; cancelling loses none."""
         return await self._posts.get()
 
-    def answered(self, post: Post, kind: AnswerKind, content: int) -> Answer | None:
+    def answered(
+        self, post: Post, kind: AnswerKind, content: int, learning_rate: float | None = None
+    ) -> Answer | None:
         """Return the message that answers a post; None when nobody waits for it any more."""
         waiting, theirs = self._open.get(post.number, (None, 0))
         if waiting is not post:
             return None
         del self._open[post.number]
-        return Answer(theirs, self.epoch, kind, content)
+        return Answer(theirs, self.epoch, kind, content, learning_rate)
 
     def close(self) -> None:
         """Free the memory."""

@@ -34,12 +34,14 @@ class Contribution(NamedTuple):
         weight: how much it counts for; 0 for nothing.
         policy_version: of the parameters it comes from.
         vector: owned by the gathering, overwritten in the next round; empty in `Gathered.merged`.
+        learning_rate: at which the member would step.
     """
 
     sender: str
     weight: float
     policy_version: int
     vector: Float32Array
+    learning_rate: float = 0.0
 
 
 class Gathered(NamedTuple):
@@ -156,6 +158,8 @@ class Gathering:
         weight: float,
         policy_version: int,
         fill: Callable[[Float32Array], Awaitable[None]],
+        *,
+        learning_rate: float = 0.0,
     ) -> Gathered:
         """Give ``sender``'s part to round ``number``, and wait for the round's end.
 
@@ -168,6 +172,7 @@ class Gathering:
             policy_version: told to ``reduce``.
             fill: writes the vector into the buffer that it is given. What it raises goes to the caller,
                 and the sender may try again. Not called when the vector isn't needed.
+            learning_rate: told to ``reduce``.
 
         Raises:
             Refusal: closed, a round ahead of ours, or not a member (409); the weight is none (400); too few
@@ -184,7 +189,8 @@ class Gathering:
             async with slot.lock:
                 if self._wants(here, sender):
                     await fill(slot.vector)
-                    self._arrive(here, Contribution(sender, weight, policy_version, slot.vector))
+                    part = Contribution(sender, weight, policy_version, slot.vector, learning_rate)
+                    self._arrive(here, part)
         elif sender not in here.arrived:
             self._observe(here)
         await here.ended.wait()

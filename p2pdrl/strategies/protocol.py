@@ -67,8 +67,14 @@ class Learner(Protocol):
         """Wait for the next post; cancelling loses none. Learners that run freely post nothing."""
         ...
 
-    def answer(self, post: Post, kind: AnswerKind) -> None:
-        """Let the learner go on. A post of a learner that died since is passed over."""
+    def answer(self, post: Post, kind: AnswerKind, learning_rate: float | None = None) -> None:
+        """Let the learner go on. A post of a learner that died since is passed over.
+
+        Args:
+            post: which one.
+            kind: what to do.
+            learning_rate: at which to step with what replaces the gradient; None for the algorithm's own.
+        """
         ...
 
 

@@ -160,6 +160,8 @@ class FakeLearner:
         self.learning_rate = learning_rate
         self.samples = samples
         self.period_s = period_s
+        self.told_learning_rate: float | None = None
+        """With the last answer."""
         self.step = step if step is not None else self._descend
         self.updates = 0
         self.waited_s = 0.0
@@ -177,8 +179,9 @@ class FakeLearner:
         """Wait for the learner's next post."""
         return await self._posts.get()
 
-    def answer(self, post: Post, kind: AnswerKind) -> None:
+    def answer(self, post: Post, kind: AnswerKind, learning_rate: float | None = None) -> None:
         """Let the learner go on."""
+        self.told_learning_rate = learning_rate
         future = self._answers.get(post.number)
         if future is not None and not future.done():
             future.set_result(kind)
@@ -232,7 +235,8 @@ class FakeLearner:
         self.absorb()
 
     def _descend(self, x: Float32Array, gradient: Float32Array) -> Float32Array:
-        return x - np.float32(self.learning_rate) * gradient
+        told = self.told_learning_rate
+        return x - np.float32(self.learning_rate if told is None else told) * gradient
 
     def _late(self, post: Post, done: asyncio.Future[AnswerKind]) -> None:
         del self._answers[post.number]

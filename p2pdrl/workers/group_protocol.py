@@ -85,6 +85,8 @@ class Reduce(msgspec.Struct, frozen=True, tag="reduce"):
     weight: float
     """0 for a member whose memory isn't read."""
     policy_version: int
+    learning_rate: float
+    """At which this member would step."""
     max_abs: float
     """Greatest entry that this member takes; the least of all members' counts."""
     bf16: bool
@@ -121,6 +123,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
     weight: float
     policy_version: int
+    learning_rate: float
     square: float
     """‖x‖²; 0 unless it was asked for."""
 

@@ -126,6 +126,8 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     kind: AnswerKind
     content: int = 0
     """With ``set``: id of the board's content that is to be taken first; 0 is whatever lies there."""
+    learning_rate: float | None = None
+    """With ``replace``: at which to step; None for the algorithm's own."""
 
 
 class Others(msgspec.Struct, frozen=True, tag="others"):

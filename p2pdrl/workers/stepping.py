@@ -10,6 +10,8 @@
 | ``steps`` off | is posted | (``set``) brings the parameters |
 | ``every > 1`` | goes into the mean over ``every`` of them, weighted by samples, which is posted | |
 
+What replaces it may come with the learning rate to step at, the same for all who step with it.
+
 A gradient that isn't finite never leaves. Where peers wait for it, zeros with ``samples = 0`` are posted in
 its place, so that nobody waits in vain; the learner then steps only with what the answer brings.
 
@@ -76,14 +78,14 @@ class PostingStepper:
         if not finite:
             gradients_D.zero_()
         awaited = None if self._posts.over else self._post(gradients_D, samples if finite else 0)
-        merged = self._merge(gradients_D, awaited)
+        merged, told_rate = self._merge(gradients_D, awaited)
         if merged:
             norm = _norm(gradients_D)
         alone = self._posts.over and not merged
         if self._may_step(alone=alone) and (finite or merged) and math.isfinite(norm):
             if alone or not before:
                 clip_gradients(gradients_D, max_grad_norm)
-            optimizer.step(learning_rate)
+            optimizer.step(learning_rate if told_rate is None else told_rate)
             self._replica.moved(versions=0)
         elif alone:
             norm = math.nan
@@ -127,22 +129,28 @@ class PostingStepper:
         self._gathered = (self._gathered + 1) % self._regime.every
         return None if self._gathered else self._sum_D.div_(max(self._samples, 1))
 
-    def _merge(self, gradients_D: Tensor, awaited: int | None) -> bool:
-        """Bring in the answers that came; True when ``gradients_D`` has become another gradient by them."""
-        merged = False
+    def _merge(self, gradients_D: Tensor, awaited: int | None) -> tuple[bool, float | None]:
+        """Bring in the answers that came.
+
+        Returns:
+            Whether ``gradients_D`` has become another gradient by them, and the learning rate that one of
+            them said.
+        """
+        merged, told_rate = False, None
 
         def use(answer: Answer, slot: int) -> None:
-            nonlocal merged
+            nonlocal merged, told_rate
             self._use_late(answer, slot)
             if answer.kind == "replace" and answer.number == awaited and self._regime.ahead == 0:
                 gradients_D.copy_(self._slots[slot])
+                told_rate = answer.learning_rate
                 merged = True
             elif answer.kind == "add":
                 gradients_D.add_(self._slots[slot].to(gradients_D.device))
                 merged = True
 
         self._posts.collect(use)
-        return merged
+        return merged, told_rate
 
     def _use_late(self, answer: Answer, _: int) -> None:
         if answer.kind == "set":

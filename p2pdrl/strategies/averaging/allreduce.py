@@ -186,6 +186,7 @@ class ViewAverager:
             bytes_out=sent + own_out,
             bytes_in=sum(piece.result_nbytes(formats, number) for piece in self._others) + own_in,
             round_trips=self._calls,
+            learning_rates=heads[0].learning_rates,
         )
 
     async def _give_own(self, owner: PieceOwner, number: int, part: Part) -> Reduced:
@@ -205,7 +206,7 @@ class ViewAverager:
         encoded: memoryview | None = None
         if part.vector is not None:
             encoded = await heavy(4 * piece.size, lambda: self._memory.writer.encode(piece.span))
-        ask = Ask("part", self.view.key, number, part.weight, part.policy_version)
+        ask = Ask("part", self.view.key, number, part.weight, part.policy_version, part.learning_rate)
         clock, pause_s, broken = self._context.clock, RETRY_S[0], False
         late_s = clock.monotonic() + self._config.deadline_s
         while True:
@@ -249,7 +250,8 @@ class ViewAverager:
             lane="bulk",
         )
         head: Reduced = codec.decode(answer.meta, Reduced, "average")
-        fits = len(head.weights) == len(head.versions) == len(self.view.members)
+        lists = (head.weights, head.versions, head.learning_rates)
+        fits = all(len(figures) == len(self.view.members) for figures in lists)
         if head.number != ask.number or answer.vector_nbytes != room.nbytes or not fits:
             raise WireError(f"{piece.owner} answered another round than {ask.number}")
         await heavy(out.nbytes, lambda: _receive(room, dtype, out, self._context.max_abs))

@@ -8,6 +8,7 @@ Shapes: every vector is flat, of D elements (all parameters); names carry no suf
 
 from __future__ import annotations
 
+import statistics
 from typing import NamedTuple, Protocol
 
 from p2pdrl.strategies.averaging.messages import Ask
@@ -25,11 +26,13 @@ class Part(NamedTuple):
         vector: unchanged until the round has ended, or another average of it was begun; None for nothing.
         weight: how much it counts for; 0 exactly when there is no vector.
         policy_version: that it comes from.
+        learning_rate: at which this node would step.
     """
 
     vector: Float32Array | None
     weight: float
     policy_version: int
+    learning_rate: float = 0.0
 
 
 class Average(NamedTuple):
@@ -44,6 +47,7 @@ class Average(NamedTuple):
         bytes_out: payload sent.
         bytes_in: payload received.
         round_trips: calls made.
+        learning_rates: at which the members would step, in their order.
     """
 
     vector: Float32Array
@@ -54,11 +58,17 @@ class Average(NamedTuple):
     bytes_out: int = 0
     bytes_in: int = 0
     round_trips: int = 0
+    learning_rates: tuple[float, ...] = ()
 
     @property
     def total(self) -> float:
         """All weights together; 0 when nobody gave anything."""
         return sum(self.weights)
+
+    @property
+    def learning_rate(self) -> float:
+        """At which all members step: the median of theirs, which one wrong figure doesn't move."""
+        return statistics.median(self.learning_rates)
 
 
 class Averager(Protocol):

@@ -145,13 +145,22 @@ class CatchingUp:
             if answer is None or answer[1] != room.nbytes or answer[0].before != self._chain.mark:
                 continue
             head = answer[0]
+            if not head.learning_rates:
+                continue
             try:
                 await heavy(out.nbytes, lambda: check_finite(out, self._context.max_abs))
             except TensorError as error:
                 self._context.swarm.strike(peer, str(error))
                 continue
             self._chain.take(head.number, head.mark, head.before)
-            self.kept = Average(out, head.weights, head.versions, head.square**0.5, head.spread)
+            self.kept = Average(
+                vector=out,
+                weights=head.weights,
+                versions=head.versions,
+                norm=head.square**0.5,
+                spread=head.spread,
+                learning_rates=head.learning_rates,
+            )
             return self.kept
         return None
 
@@ -270,7 +279,12 @@ class CatchingUp:
         if kept is None:
             raise Refusal(OUT_OF_STEP, "this member has no result to give")
         head = msgspec.structs.replace(
-            head, weights=kept.weights, versions=kept.versions, square=kept.norm**2, spread=kept.spread
+            head,
+            weights=kept.weights,
+            versions=kept.versions,
+            square=kept.norm**2,
+            spread=kept.spread,
+            learning_rates=kept.learning_rates,
         )
         return Reply(msgspec.msgpack.encode(head), vector=kept.vector.data.cast("B"))
 

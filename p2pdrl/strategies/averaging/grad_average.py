@@ -1,8 +1,9 @@
 """Data parallelism: the mean of everybody's gradients goes to every learner, and all take the same step.
 
 A worker's gradient is a mean over its samples, so weighted by samples the average is the gradient of the
-one big batch. Everybody steps with the same bits from the same state, so replicas stay equal without ever
-sending parameters (PyTorch DDP, Li 2020, arXiv 2006.15704; Horovod, Sergeev 2018, arXiv 1802.05799).
+one big batch. Everybody steps with the same bits, and at the same learning rate (the median of what the
+members would take), from the same state, so replicas stay equal without ever sending parameters (PyTorch
+DDP, Li 2020, arXiv 2006.15704; Horovod, Sergeev 2018, arXiv 1802.05799).
 
 All must begin with the same parameters and optimizer state. When the mode begins, a first round, always in
 float32, averages everybody's parameters; the member with most steps begins with that mean and its own
@@ -65,10 +66,11 @@ class GradientWork:
         """The gradient, weighted by its samples; see `Work`."""
         del number, members
         vector = post.vector
+        rate = self._learner.learning_rate
         if vector is None or post.samples <= 0:
-            return NOTHING._replace(policy_version=post.policy_version)
+            return NOTHING._replace(policy_version=post.policy_version, learning_rate=rate)
         await heavy(vector.nbytes, lambda: check_finite(vector, self._max_abs))
-        return Part(vector, float(post.samples), post.policy_version)
+        return Part(vector, float(post.samples), post.policy_version, rate)
 
     async def apply(self, post: Post | None, average: Average, number: int) -> tuple[AnswerKind, float]:
         """Put the mean in the gradient's place; the change told is the learning rate times its norm."""
@@ -76,7 +78,7 @@ class GradientWork:
         vector = None if post is None else post.vector
         if vector is None:
             return "none", 0.0
-        changed = self._learner.learning_rate * average.norm
+        changed = average.learning_rate * average.norm
         if len(average.weights) == 1 and average.total:
             return "none", changed
         await heavy(vector.nbytes, lambda: np.copyto(vector, average.vector))

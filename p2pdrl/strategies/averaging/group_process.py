@@ -37,6 +37,7 @@ class SumOrder(NamedTuple):
         vector: ours, D float32; None for nothing.
         weight: how much it counts for; 0 exactly when there is no vector.
         policy_version: that it comes from.
+        learning_rate: at which this member would step.
         max_abs: greatest entry that we take.
         bf16: whether numbers travel as bfloat16; the same at all members.
         spread: whether the members' squared norms are wanted; the same at all members.
@@ -46,6 +47,7 @@ class SumOrder(NamedTuple):
     vector: Float32Array | None
     weight: float
     policy_version: int
+    learning_rate: float
     max_abs: float
     bf16: bool
     spread: bool
@@ -57,6 +59,7 @@ class Sum(NamedTuple):
     Args:
         weights: of the members, by rank.
         versions: their policy versions.
+        learning_rates: at which they would step.
         squares: their squared norms, where they were wanted.
         norm: of the mean.
         sound: whether all entries are finite and within the least of the members' bounds.
@@ -64,6 +67,7 @@ class Sum(NamedTuple):
 
     weights: tuple[float, ...]
     versions: tuple[int, ...]
+    learning_rates: tuple[float, ...]
     squares: tuple[float, ...]
     norm: float
     sound: bool

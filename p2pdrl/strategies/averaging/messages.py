@@ -17,8 +17,10 @@ __all__ = ["ROUTE", "Ask", "Digest", "Reduced"]
 
 ROUTE = "reduce"
 MAX_WEIGHT = 1e12
+MAX_LEARNING_RATE = 1e6
 
 Digest = Annotated[bytes, Meta(max_length=16)]
+LearningRate = Annotated[float, Meta(ge=0, le=MAX_LEARNING_RATE)]
 Finite = Annotated[float, Meta(ge=0, le=1e300)]
 
 
@@ -33,6 +35,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
         number: of the round.
         weight: of the part; a part of weight 0 has no vector.
         policy_version: the part's.
+        learning_rate: at which the sender would step.
     """
 
     what: Literal["part", "alive", "result", "state", "store"]
@@ -40,6 +43,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     number: Natural
     weight: Annotated[float, Meta(ge=0, le=MAX_WEIGHT)] = 0.0
     policy_version: Natural = 0
+    learning_rate: LearningRate = 0.0
 
 
 class Reduced(msgspec.Struct, frozen=True, array_like=True):
@@ -54,6 +58,7 @@ class Reduced(msgspec.Struct, frozen=True, array_like=True):
         mark: digest of the sender's rounds (see `chain`).
         before: the same, one round earlier.
         state: of the sender's parameters, where others take its whole state.
+        learning_rates: at which the members would step, in their order.
     """
 
     number: Natural
@@ -64,3 +69,4 @@ class Reduced(msgspec.Struct, frozen=True, array_like=True):
     mark: Digest = b""
     before: Digest = b""
     state: Digest = b""
+    learning_rates: Annotated[tuple[LearningRate, ...], Meta(max_length=MAX_MEMBERS)] = ()

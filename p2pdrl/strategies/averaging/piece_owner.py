@@ -151,7 +151,9 @@ class PieceOwner:
             return  # `_reduce` takes it where it is
 
         me = self.piece.owner
-        await self._gathering.contribute(number, me, part.weight, part.policy_version, fill)
+        await self._gathering.contribute(
+            number, me, part.weight, part.policy_version, fill, learning_rate=part.learning_rate
+        )
         return self._heads[number]
 
     async def serve(self, incoming: Incoming, ask: Ask) -> Reply:
@@ -166,7 +168,12 @@ class PieceOwner:
 
         try:
             await self._gathering.contribute(
-                ask.number, incoming.sender, ask.weight, ask.policy_version, fill
+                ask.number,
+                incoming.sender,
+                ask.weight,
+                ask.policy_version,
+                fill,
+                learning_rate=ask.learning_rate,
             )
         except PoisonedVectorError as error:
             self._swarm.strike(incoming.sender, str(error))
@@ -241,6 +248,7 @@ class PieceOwner:
             tuple(part.policy_version for part in contributions),
             figures.square,
             figures.spread,
+            learning_rates=tuple(part.learning_rate for part in contributions),
         )
         return out
 

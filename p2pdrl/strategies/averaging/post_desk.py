@@ -67,11 +67,11 @@ class PostDesk:
             self._timer = None
         self._news.set()
 
-    def answer(self, post: Post, kind: AnswerKind) -> None:
-        """Let the learner go on, if ``post`` is still the open one."""
+    def answer(self, post: Post, kind: AnswerKind, learning_rate: float | None = None) -> None:
+        """Let the learner go on, if ``post`` is still the open one; see `Learner.answer`."""
         if post is self.post:
             self.post = None
-            self._learner.answer(post, kind)
+            self._learner.answer(post, kind, learning_rate)
 
     def close(self) -> None:
         """Stop the clock."""

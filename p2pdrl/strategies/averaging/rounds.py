@@ -272,7 +272,7 @@ class GroupRounds:
         now_s = self._clock.monotonic()
         waited_s = 0.0 if post is None else now_s - self._desk.since_s
         if post is not None:
-            self._desk.answer(post, kind)
+            self._desk.answer(post, kind, average.learning_rate if kind == "replace" else None)
         self._catching_up.stepped(post)
         self._distance = average.spread**0.5
         self._tally.ended(self._report(average, post, now_s - began_s, waited_s, changed))

@@ -251,7 +251,16 @@ class TorchAverager:
     async def _with_others(self, number: int, part: Part) -> Average:
         out, max_abs = self._backend.memory.results[number % 2], self._context.max_abs
         bf16 = self._backend.config.compression == "bf16" and number != self._raw
-        order = SumOrder(number, part.vector, part.weight, part.policy_version, max_abs, bf16, self._spread)
+        order = SumOrder(
+            number=number,
+            vector=part.vector,
+            weight=part.weight,
+            policy_version=part.policy_version,
+            learning_rate=part.learning_rate,
+            max_abs=max_abs,
+            bf16=bf16,
+            spread=self._spread,
+        )
         got = await self._backend.process.sum(order, out)
         if len(got.weights) != len(self.view.members):
             raise WorkerError(f"the group has {len(got.weights)} members instead of {len(self.view.members)}")
@@ -261,7 +270,7 @@ class TorchAverager:
             )
             out[:] = 0
             nothing = (0.0,) * len(got.weights)
-            got = Sum(nothing, got.versions, nothing, 0.0, sound=True)
+            got = got._replace(weights=nothing, squares=nothing, norm=0.0, sound=True)
         size = len(self.view.members)
         travelled = 2 * (size - 1) * out.size * (2 if bf16 else 4) // size if any(got.weights) else 0
         return Average(
@@ -273,6 +282,7 @@ class TorchAverager:
             bytes_out=travelled,
             bytes_in=travelled,
             round_trips=2,
+            learning_rates=got.learning_rates,
         )
 
     async def _alone(self, number: int, part: Part) -> Average:
@@ -284,7 +294,14 @@ class TorchAverager:
 
         await asyncio.sleep(0)  # others run between two rounds, though nobody is waited for
         norm = await heavy(out.nbytes, work)
-        return Average(out, (part.weight,), (part.policy_version,), norm, 0.0)
+        return Average(
+            vector=out,
+            weights=(part.weight,),
+            versions=(part.policy_version,),
+            norm=norm,
+            spread=0.0,
+            learning_rates=(part.learning_rate,),
+        )
 
 
 def _spread(got: Sum) -> float:

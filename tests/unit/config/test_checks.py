@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdrl.config.checks import pair_problems, problems, task_problems
+from p2pdrl.config.checks import problems, task_problems
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.root import Config
-from p2pdrl.config.strategy import GradAverageConfig, ParamAverageConfig
 from p2pdrl.config.task import EnvConfig, PPOConfig, TaskConfig
 from p2pdrl.errors import ConfigError
 
@@ -64,12 +63,3 @@ def test_what_the_rules_let_pass(sets: list[str]) -> None:
 def test_a_received_task_can_be_checked_alone() -> None:
     task = TaskConfig(env=EnvConfig(num_envs=1), algorithm=PPOConfig(unroll_steps=2, minibatches=4))
     assert [problem.key for problem in task_problems(task)] == ["task.algorithm.minibatches"]
-
-
-def test_averaged_gradients_and_a_falling_learning_rate_are_refused() -> None:
-    algorithm = PPOConfig(anneal="linear")
-    assert [problem.key for problem in pair_problems(algorithm, GradAverageConfig())] == [
-        "task.algorithm.anneal"
-    ]
-    assert not list(pair_problems(algorithm, ParamAverageConfig()))
-    assert not list(pair_problems(PPOConfig(), GradAverageConfig()))

@@ -83,7 +83,7 @@ async def test_what_a_dead_learner_posted_is_void_and_its_slot_is_nobodys(place)
 @pytest.mark.parametrize("why", ["died", "alone"])
 async def test_a_strategy_in_lockstep_sees_that_its_learner_lost_step(place, why):
     place.arrange(Regime("gradients"), 1, SIZE)
-    learner = SimpleNamespace(next_post=place.next_post, answer=lambda post, kind: None)
+    learner = SimpleNamespace(next_post=place.next_post, answer=lambda post, kind, _rate: None)
     desk = PostDesk(learner, SystemClock(), 60.0)
     pump = asyncio.create_task(desk.pump())
     for number in (1, 2):

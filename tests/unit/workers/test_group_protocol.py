@@ -28,7 +28,7 @@ from p2pdrl.workers.protocol import FrameBuffer
     [
         Host(("10.0.0.2", "b.example"), 15.0),
         Join(rank=1, size=3, host="10.0.0.1", port=4711, timeout_s=15.0),
-        Reduce(number=7, weight=64.0, policy_version=9, max_abs=1e6, bf16=True, spread=False),
+        Reduce(number=7, weight=64.0, policy_version=9, learning_rate=0.5, max_abs=1e6, bf16=True, spread=False),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -43,7 +43,7 @@ def test_orders_arrive_as_they_were_sent(message):
         Ready("cpu"),
         Hosting(65535),
         Joined("gloo"),
-        Reduced((Row(1.5, 3, 0.25), Row(0.0, 0, 0.0)), 2.0, sound=True),
+        Reduced((Row(1.5, 3, 0.5, 0.25), Row(0.0, 0, 0.0, 0.0)), 2.0, sound=True),
         Broken("somebody is gone"),
     ],
     ids=lambda message: type(message).__name__,

@@ -64,6 +64,7 @@ class Rig:
         self.said: list[Posted] = []
         self.seen: list[np.ndarray] = []
         self.waiting: list[Posted] = []
+        self.told_rate: float | None = None
         self.now_s = 0.0
         self.paused = False
         spec = BoardSpec(self.trainer.module.layout)
@@ -95,7 +96,8 @@ class Rig:
             kind = self.script(posted, self.ring.slot(posted.slot))
             if kind is not None:
                 self.waiting.remove(posted)
-                self.posts.hear(Answer(posted.number, EPOCH, kind, self.board.content_id))
+                content = self.board.content_id
+                self.posts.hear(Answer(posted.number, EPOCH, kind, content, self.told_rate))
         self.board.flush()
 
     def step(self, gradient: object, *, samples: int = 1, rate: float = 1.0, bound: float = 1e9) -> float:
@@ -129,6 +131,23 @@ def rig() -> Iterator[Callable[[Regime, Script], Rig]]:
     for each in made:
         for region in each.regions:
             region.close()
+
+
+def test_what_replaces_the_gradient_is_stepped_with_at_the_rate_that_it_came_with(rig):
+    it = rig(WAIT, lambda _posted, _vector: "replace")
+    it.told_rate = 0.25
+    it.step([1, -2, 4], rate=8.0)
+    assert it.x == [-0.25, 0.5, -1.0]
+    it.told_rate = None
+    it.step([1, -2, 4], rate=1.0)
+    assert it.x == [-1.25, 2.5, -5.0]
+
+
+def test_without_a_replacement_the_algorithms_own_rate_counts(rig):
+    it = rig(WAIT, lambda _posted, _vector: "none")
+    it.told_rate = 0.25
+    it.step([1, -2, 4], rate=2.0)
+    assert it.x == [-2.0, 4.0, -8.0]
 
 
 def test_what_replaces_the_gradient_is_stepped_with(rig):

@@ -85,6 +85,24 @@ async def test_averaged_gradients_are_one_big_batch(name, within):
         assert np.abs(np.array(history) - expected).max() < within * 2
 
 
+async def test_replicas_stay_equal_though_each_would_take_another_learning_rate():
+    rates = (0.3, 0.1, 0.2, 0.05, 0.02)
+    async with Bowls(GRADIENTS, nodes=0, size=SIZE) as bowls:
+        for rate in rates:
+            bowls.add(learning_rate=rate)
+        bowls.swarm.introduce()
+        await bowls.start()
+        await until(lambda: min(node.strategy.outcomes.get("ok", 0) for node in bowls.nodes) > ROUNDS)
+        histories = [node.learner.history[1:][:ROUNDS] for node in bowls.nodes]
+        mean = np.mean([node.target for node in bowls.nodes], axis=0, dtype=np.float64)
+        assert {node.learner.told_learning_rate for node in bowls.nodes} == {0.1}
+    for history in histories[1:]:
+        assert np.array(history).tobytes() == np.array(histories[0]).tobytes()
+    x = np.array(histories[0], dtype=np.float64)
+    expected = x[:-1] - 0.1 * (x[:-1] - mean)
+    assert np.abs(x[1:] - expected).max() < 1e-6
+
+
 async def test_parameters_averaged_each_step_of_sgd_are_one_big_batch():
     start, data = problem()
     expected = big_batch("sgd", start, data)

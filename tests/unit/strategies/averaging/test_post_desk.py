@@ -21,7 +21,7 @@ class Learner:
     async def next_post(self):
         return await self.posts.get()
 
-    def answer(self, post, kind):
+    def answer(self, post, kind, learning_rate=None):
         self.answers.append((post.number, kind))
 
     def post(self, number):
