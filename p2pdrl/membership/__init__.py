@@ -8,7 +8,7 @@
 | `kernel`, `rumours`, `prober`, `anti_entropy`, `rounds` | the parts of the core |
 | `events`, `state` | inputs, effects and views; `Membership`, the core itself |
 | `swarm_records` | settings of the whole swarm, last writer wins |
-| `known_members`, `opening`, `seeds`, `joining`, `outcomes`, `service` | running it on a network |
+| `known_members`, `opening`, `seeds`, `joining`, `outcomes`, `pending`, `service` | running it on a network |
 | `simulator` | running many of it on a manual clock |
 
 The daemon uses `opening.open_core` and `service.MembershipService`; nothing here imports api,

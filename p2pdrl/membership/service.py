@@ -49,8 +49,9 @@ from p2pdrl.membership.joining import (
     resolve,
 )
 from p2pdrl.membership.known_members import KnownMember, KnownMembers, living
-from p2pdrl.membership.messages import ROUTES, Delta, Join, Message, Sync, Welcome, decode, encode, route_of
+from p2pdrl.membership.messages import ROUTES, Delta, Join, Sync, Welcome, decode, encode, route_of
 from p2pdrl.membership.outcomes import failed
+from p2pdrl.membership.pending import PendingRequests
 from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.membership.state import Membership
 from p2pdrl.membership.swarm_records import SwarmRecords
@@ -104,13 +105,12 @@ class MembershipService:
         self._on_record = on_record
         self._on_twin = on_twin
         self._subscribers: list[Callable[[MemberEvent], None]] = []
-        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._pending = PendingRequests(ANSWER_WITHIN_S)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._sends: set[asyncio.Task[Any]] = set()
         self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._kick = asyncio.Event()
         self._wake_at = float("inf")
-        self._token = 0
         self._dirty = False
         self._closed = False
         self._joiner = Joiner(
@@ -168,8 +168,7 @@ class MembershipService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for future in self._waiting.values():
-            future.cancel()
+        self._pending.close()
         if not self._crash.done():
             self._crash.cancel()
         self._save(living(self.members()))
@@ -253,18 +252,9 @@ class MembershipService:
             if incoming.sender == self._core.me.id or knows_no_address(message.record):
                 return Reply(encode(Welcome((), b"", incoming.remote_host)))
             judge_newcomer(message, incoming.sender, self._hooks)
-        self._token += 1
-        token = self._token
-        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._waiting[token] = future
-        try:
-            self._feed(Request(token, incoming.sender, message, incoming.remote_host))
-            async with asyncio.timeout(ANSWER_WITHIN_S):
-                answer = await future
-        except TimeoutError:
-            raise Refusal(503, "no answer came together in time") from None
-        finally:
-            del self._waiting[token]
+        answer = await self._pending.ask(
+            lambda token: self._feed(Request(token, incoming.sender, message, incoming.remote_host))
+        )
         if isinstance(answer, Welcome):
             self.joined.set()
             answer = msgspec.structs.replace(answer, join_info=self._hooks.info())
@@ -277,9 +267,9 @@ class MembershipService:
             if isinstance(effect, Send):
                 self._spawn(self._send(effect), "membership call", self._sends)
             elif isinstance(effect, Respond):
-                self._settle(effect.token, effect.message)
+                self._pending.settle(effect.token, effect.message)
             elif isinstance(effect, Reject):
-                self._settle(effect.token, Refusal(effect.status, effect.reason))
+                self._pending.settle(effect.token, Refusal(effect.status, effect.reason))
             elif isinstance(effect, Told):
                 self._dirty = True
                 for callback in list(self._subscribers):
@@ -292,15 +282,6 @@ class MembershipService:
         due = self._core.next_wakeup()
         if due is not None and due < self._wake_at:
             self._kick.set()
-
-    def _settle(self, token: int, result: Message | Refusal) -> None:
-        future = self._waiting.get(token)
-        if future is None or future.done():
-            return
-        if isinstance(result, Refusal):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
 
     async def _send(self, send: Send) -> bool:
         started = self._clock.monotonic()
