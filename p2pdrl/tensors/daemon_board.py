@@ -47,8 +47,35 @@ class Snapshot(NamedTuple):
     sets: int
 
 
+class _State(NamedTuple):
+    """What there is at one moment, without the vectors."""
+
+    facts: Published
+    slot: Slot
+    gathered: Slot
+
+    @property
+    def in_slot(self) -> int:
+        """Kind of the slot's content that the publication lacks; `NOTHING` means that the slot is free."""
+        return self.slot.kind if self.slot.id > self.facts.delta_id else NOTHING
+
+    @property
+    def policy_version(self) -> int:
+        """Policy version of `DaemonBoard.now`: a set's replaces it, a delta's raises it."""
+        version = self.facts.policy_version
+        for kind, content in ((self.in_slot, self.slot), (self.gathered.kind, self.gathered)):
+            if kind == SET:
+                version = content.policy_version
+            elif kind == DELTA:
+                version = max(version, content.policy_version)
+        return version
+
+
 class DaemonBoard:
-    """The one writer of the slot. All methods may be called from any thread; vectors are copied under a lock.
+    """The one writer of the slot. All methods may be called from any thread.
+
+    Vectors are copied under a lock, which may take long. Properties never wait for it, so they may be read
+    on an event loop while a thread copies; they tell what holds before that copy or after it.
 
     Args:
         region: shared with the learner, and with the learner's successor after a crash.
@@ -62,6 +89,7 @@ class DaemonBoard:
         self._memory = BoardMemory(region, spec)
         self._lock = threading.Lock()
         self._sets = 0
+        self._content_id = self._memory.slot().id
         # What waits for the slot to become free; the system gives it memory once it is first touched.
         self._gathered = _NOTHING_GATHERED
         self._gathered_vector: Float32Array = np.empty(spec.layout.size, np.float32)
@@ -75,8 +103,7 @@ class DaemonBoard:
     @property
     def policy_version(self) -> int:
         """Policy version of the vector that `now` would give."""
-        with self._lock:
-            return self._version(self._facts())
+        return self._state().policy_version
 
     @property
     def sets(self) -> int:
@@ -91,14 +118,13 @@ class DaemonBoard:
     @property
     def content_id(self) -> int:
         """Id that the newest posted content has, or will have once it is flushed; 0 when there was none."""
-        with self._lock:
-            return self._memory.slot().id + int(self.pending)
+        return self._content_id
 
     @property
     def absorbed(self) -> bool:
         """Whether the learner's last publication contains everything that was posted."""
-        with self._lock:
-            return not self.pending and not self._in_slot(self._facts())
+        state = self._state()
+        return state.gathered.kind == NOTHING and state.in_slot == NOTHING
 
     def now(self, out: Float32Array) -> Snapshot:
         """Write the vector as it is now into ``out``: published, and what was posted and isn't in it.
@@ -110,18 +136,18 @@ class DaemonBoard:
         memory = self._memory
         check_vector(out, memory.spec.layout.size, "the output")
         with self._lock:
-            facts = self._facts()
-            if self._gathered.kind == SET:
+            state = self._state()
+            if state.gathered.kind == SET:
                 np.copyto(out, self._gathered_vector)
-            elif self._in_slot(facts) == SET:
+            elif state.in_slot == SET:
                 np.copyto(out, memory.slot_vector)
             else:
-                facts = self._read_published(out)
-                if self._in_slot(facts) == DELTA:
+                state = state._replace(facts=self._read_published(out))
+                if state.in_slot == DELTA:
                     np.add(out, memory.slot_vector, out=out)
-            if self._gathered.kind == DELTA:
+            if state.gathered.kind == DELTA:
                 np.add(out, self._gathered_vector, out=out)
-            return self._snapshot(self._version(facts), facts)
+            return self._snapshot(state.policy_version, state.facts)
 
     def published(self, out: Float32Array) -> Snapshot:
         """Write what the learner last published into ``out``.
@@ -141,8 +167,8 @@ class DaemonBoard:
         with self._lock:
             if self._gathered_sidecar is not None:
                 return _copies(self._gathered_sidecar)
-            slot = memory.slot()
-            if self._in_slot(self._facts()) and slot.has_sidecar:
+            state = self._state()
+            if state.in_slot and state.slot.has_sidecar:
                 return _copies(memory.slot_sidecar)
 
             def copy_of(copy: int) -> dict[str, AnyArray] | None:
@@ -198,6 +224,7 @@ class DaemonBoard:
                 version = max(self._gathered.policy_version, policy_version)
                 self._gathered = replace(self._gathered, policy_version=version)
                 self._flush()
+            self._count()
             return True
 
     def post_set(
@@ -219,6 +246,7 @@ class DaemonBoard:
         with self._lock:
             self._sets += 1
             self._post(Slot(0, SET, policy_version, sidecar is not None), vector, sidecar)
+            self._count()
 
     def flush(self) -> bool:
         """Move what was gathered privately into the slot, if the slot is free.
@@ -226,12 +254,14 @@ class DaemonBoard:
         Returns:
             Whether something was moved.
         """
+        if not self.pending:
+            return False
         with self._lock:
             return self._flush()
 
     def _post(self, what: Slot, vector: Float32Array, sidecar: Mapping[str, AnyArray] | None) -> None:
         """Put a content into the slot if that is free, else in place of what was gathered."""
-        if not self._in_slot(self._facts()):
+        if not self._state().in_slot:
             self._fill(what, vector, sidecar)
             return
         np.copyto(self._gathered_vector, vector)
@@ -239,7 +269,7 @@ class DaemonBoard:
         self._gathered = what
 
     def _flush(self) -> bool:
-        if self._gathered.kind == NOTHING or self._in_slot(self._facts()):
+        if self._gathered.kind == NOTHING or self._state().in_slot:
             return False
         self._fill(self._gathered, self._gathered_vector, self._gathered_sidecar)
         return True
@@ -254,19 +284,23 @@ class DaemonBoard:
         self._gathered = _NOTHING_GATHERED
         self._gathered_sidecar = None
 
-    def _facts(self) -> Published:
-        """Facts of the last publication; of an empty one when there was none."""
+    def _count(self) -> None:
+        self._content_id = self._memory.slot().id + int(self.pending)
+
+    def _state(self) -> _State:
+        """What is published, in the slot and gathered; right also while another thread fills the slot.
+
+        In this order: what was gathered may reach the slot meanwhile, and is then seen twice, which changes
+        nothing. A slot that no publication contained after it was read was in use all the time, so its words
+        belong together.
+        """
+        gathered, slot = self._gathered, self._memory.slot()
         if not self.published_once:
-            return _NONE_PUBLISHED
+            return _State(_NONE_PUBLISHED, slot, gathered)
         facts = self._memory.lock.read(self._memory.published)
         if facts is None:
             raise TensorError("the learner publishes faster than the board's header can be read")
-        return facts
-
-    def _in_slot(self, facts: Published) -> int:
-        """Kind of the slot's content that the publication lacks; `NOTHING` means that the slot is free."""
-        slot = self._memory.slot()
-        return slot.kind if slot.id > facts.delta_id else NOTHING
+        return _State(facts, slot, gathered)
 
     def _read_published(self, out: Float32Array) -> Published:
         memory = self._memory
@@ -282,19 +316,6 @@ class DaemonBoard:
                 "the board), or publishes faster than its vector can be copied"
             )
         return facts
-
-    def _version(self, facts: Published) -> int:
-        """Policy version of `now`: a set's replaces it, a delta's raises it."""
-        version = facts.policy_version
-        for kind, content in (
-            (self._in_slot(facts), self._memory.slot()),
-            (self._gathered.kind, self._gathered),
-        ):
-            if kind == SET:
-                version = content.policy_version
-            elif kind == DELTA:
-                version = max(version, content.policy_version)
-        return version
 
     def _snapshot(self, policy_version: int, facts: Published) -> Snapshot:
         return Snapshot(policy_version, facts.policy_version, self._memory.lock.writes, self._sets)

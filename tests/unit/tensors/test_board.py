@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
 from p2pdrl.errors import LayoutMismatchError, TensorError, WireError
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
+from p2pdrl.tensors.board_memory import Slot
 from p2pdrl.tensors.layout import Entry, Layout
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
@@ -147,6 +151,42 @@ def test_snapshot_tells_versions_and_publications(learner: LearnerBoard, daemon:
     assert daemon.published(out) == (4, 4, 2, 0)
     assert out.tolist() == [0, 0, 0]
     assert daemon.policy_version == 9
+
+
+def test_facts_can_be_read_while_another_thread_copies(
+    learner: LearnerBoard, daemon: DaemonBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner.publish(vec(1, 2, 3), None, 5)
+    memory, copying, go_on = daemon._memory, threading.Event(), threading.Event()
+    write_slot = memory.write_slot
+
+    def slow(slot: Slot) -> None:
+        copying.set()
+        assert go_on.wait(10)
+        write_slot(slot)
+
+    def facts() -> tuple[object, ...]:
+        return daemon.policy_version, daemon.content_id, daemon.absorbed, daemon.pending, daemon.flush()
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr(memory, "write_slot", slow)
+        posting = threads.submit(daemon.post_delta, vec(1, 0, 0), 9)
+        try:
+            assert copying.wait(10)
+            assert threads.submit(facts).result(10) == (5, 0, True, False, False)
+        finally:
+            go_on.set()
+        assert posting.result(10)
+    assert facts() == (9, 1, False, False, False)
+    assert daemon.post_delta(vec(0, 1, 0), 11)
+    assert facts() == (11, 2, False, True, False)
+    learner.take()
+    learner.publish(vec(2, 2, 3), None, 10)
+    assert facts() == (11, 2, False, True, True)
+    assert facts() == (11, 2, False, False, False)
+    learner.take()
+    learner.publish(vec(2, 3, 3), None, 12)
+    assert facts() == (12, 2, True, False, False)
 
 
 def test_a_sidecar_stays_until_another_is_published(learner: LearnerBoard, daemon: DaemonBoard) -> None:
