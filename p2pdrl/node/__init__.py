@@ -4,7 +4,8 @@
 |---|---|
 | come up and go down | `daemon` (order of life), `opening`, `datadir`, `endpoint`, `farewell` |
 | find or found a swarm | `gate` (judges joins), `joining` (rules), `first_state` |
-| run the learner | `training`, `supervisor`, `learner_link`, `workplace` (regime, posts), `learner_port` |
+| run the learner | `training`, `supervisor`, `learner_link`, `workplace` (regime, posts) |
+| be seen by strategies | `swarm_side`, `learner_port` |
 | run several on one vector | `crew`, `helper` |
 | run torch.distributed beside it | `group_process`, `group_link` |
 | start and end a child process | `process_link`, on which both links stand |

@@ -1,7 +1,7 @@
 """Gossiping actor-learners in virtual time: pushes to out-peers, averaged after the receiver's next update.
 
-``x ← (x + Σ x_in) / (1 + n)``; see `strategies.gala`. Nobody waits. With ``exchanges = "gradients"`` learners
-are taken never to wait, and vectors come together in the pushes of parameters alone.
+``x ← (x + Σ x_in) / (1 + n)``; see `strategies.push.gala`. Nobody waits. With ``exchanges = "gradients"``
+learners are taken never to wait, and vectors come together in the pushes of parameters alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """AD-PSGD in virtual time, on its own core: who is engaged refuses others, nobody queues.
 
 One call carries both vectors; the callee is engaged until its answer is written, the caller until it has
-come. See `strategies.gossip`, whose steps these are. With ``exchanges = "gradients"`` learners are taken
-never to wait, and vectors come together in the exchanges of parameters alone.
+come. See `strategies.pairwise.gossip`, whose steps these are. With ``exchanges = "gradients"`` learners
+are taken never to wait, and vectors come together in the exchanges of parameters alone.
 """
 
 from __future__ import annotations

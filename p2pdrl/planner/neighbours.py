@@ -2,8 +2,8 @@
 
 A node's round begins when its learner posts; an edge counts once both ends stand in the same round, and the
 lower id's call has gone and come; a node mixes when all its edges count, or its patience is at its end. See
-`strategies.dsgd`. With ``exchanges = "gradients"`` parameters are mixed each ``parameters_every`` rounds,
-within the same call of this model.
+`strategies.neighbours.dsgd`. With ``exchanges = "gradients"`` parameters are mixed each
+``parameters_every`` rounds, within the same call of this model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Rounds of a whole group in virtual time: averaged gradients, averaged parameters, federated averaging.
 
 Every member gives each owner its part of that owner's piece, and the answer carries the average: see
-`strategies.allreduce`, whose own function cuts the pieces. A round begins when all have posted, or `GRACE` of
-the deadline after the first post, without the others. Its seconds follow from closed formulas over all
-members at once, for with a thousand owners a round is a million calls.
+`strategies.averaging.allreduce`, whose own function cuts the pieces. A round begins when all have posted, or
+`GRACE` of the deadline after the first post, without the others. Its seconds follow from closed formulas over
+all members at once, for with a thousand owners a round is a million calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parameter servers in virtual time: what the synchronous and the asynchronous ones share.
 
-Servers are the first nodes in the rendezvous order of the ids, as in `strategies.serving`. A worker sends
-each its slice of a gradient; a worker on the server's own node hands it over without the network.
+Servers are the first nodes in the rendezvous order of the ids, as in `strategies.servers.serving`. A worker
+sends each its slice of a gradient; a worker on the server's own node hands it over without the network.
 """
 
 from __future__ import annotations

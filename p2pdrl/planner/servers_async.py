@@ -10,7 +10,7 @@ __all__ = ["ServersAsyncModel"]
 
 
 class ServersAsyncModel(ServersModel):
-    """Downpour: each push is applied as it comes (`strategies.server_async`).
+    """Downpour: each push is applied as it comes (`strategies.servers.server_async`).
 
     Args:
         config: the strategy's options.

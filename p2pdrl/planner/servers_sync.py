@@ -2,7 +2,7 @@
 
 A round closes when all but ``backups`` gradients are there, or, past a deadline that follows what was
 observed, a ``quorum`` of them. Who comes later gets the newest parameters, and its gradient is dropped. See
-`strategies.desk_sync`.
+`strategies.servers.desk_sync`.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@
 | `robust` | several nodes' vectors become one: mean, centered clipping, trimmed mean |
 | `optimizers` | what a parameter server applies to its shard |
 | `shm`, `seqlock` | anonymous shared memory, and a consistent snapshot of it |
+| `gradient_ring`, `shared_vector` | gradients for the daemon; one vector for several learners (Hogwild) |
 | `board` | the one meeting point of learner and daemon: the delta rule |
 | `board_memory`, `learner_board`, `daemon_board` | its parts |
 | `checkpoint` | vector, sidecar and metadata as one safetensors file |

@@ -7,11 +7,13 @@
   lane's calls, framed on an upgraded connection; `stream_frames`: their bytes; `stream_socket`: moves them.
 - `outgoing`, `incoming`: a call on its way out, a request as its handler sees it.
 - `routes`: what is served, and how a handler's failure is told; shared by both.
-- `auth`, `headers`, `pieces`: what a request carries, how it is signed, how vectors are cut.
+- `codec`, `auth`, `headers`, `pieces`: what a request carries, how it is read and signed, how vectors
+  are cut.
 - `listener`, `watchdog`, `pace`, `guard`: the port; too many or too slow connections; foreign
   hosts and origins.
 - `admission`, `limits`, `counters`: how much one peer may ask, every bound, bytes by peer.
-- `dial`: names to addresses, and addresses that are never dialled.
+- `dial`, `socket_options`: names to addresses, and addresses that are never dialled; how sockets are set up.
+- `fault_proxy`: the faults of a network before a real node, for tests and benchmarks.
 
 Membership and strategies import `protocol`; only the node imports the rest.
 """

@@ -2,4 +2,11 @@
 
 `protocol` (learner) and `group_protocol` (torch.distributed) are torch-free and shared with the daemon;
 everything else here runs in a child.
+
+| child | modules |
+|---|---|
+| `learner` | `mailbox` (its end of the socket), `replica`, `regimes`, `posts`, `stepping` |
+| `group` | `torch_group` |
+| `evaluator` | |
+| all | `parent` |
 """

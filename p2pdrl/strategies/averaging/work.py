@@ -1,4 +1,4 @@
-"""What a strategy averages in the rounds of a group: the part of it that `group_rounds` doesn't know."""
+"""What a strategy averages in the rounds of a group: the part of it that `rounds` doesn't know."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Group views as one state machine: messages, failures and time in; messages out. No I/O.
 
-`group.Group` carries the messages; `group_simulator` does so on invented time.
+`service.Group` carries the messages; `simulator` does so on invented time.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 - Two views that differ never have the same key, nor the members of one view different notes.
 - A view is in force nowhere before all of its members acknowledged it.
 
-Called by `group_simulator` after each step of a node.
+Called by `simulator` after each step of a node.
 """
 
 from __future__ import annotations

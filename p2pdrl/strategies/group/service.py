@@ -9,7 +9,7 @@ those of other views::
     view, notes = await group.active()          # act in it until:
     await group.ended(view.key)
 
-The decisions are `group_core`'s.
+The decisions are `core`'s.
 """
 
 from __future__ import annotations

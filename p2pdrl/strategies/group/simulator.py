@@ -1,7 +1,7 @@
 """Groups on an invented network and invented time: loss, delay, duplicates, cuts, crashes, frozen nodes.
 
 The cores are the real ones; every chance comes from one generator, so a seed tells the whole story. At every
-step `group_promises` checks what must never happen.
+step `promises` checks what must never happen.
 """
 
 from __future__ import annotations

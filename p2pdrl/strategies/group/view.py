@@ -6,8 +6,8 @@ proposer, and the members in order. Views are ordered by those three; a member a
 one than any before, and from then on acts in none until all have acknowledged and the new one is in force
 (virtual synchrony without its message guarantees: Birman and Joseph 1987).
 
-Pure: `group_order` (whose turn it is to propose), `group_member` (what is acknowledged), `group_roster` (who
-answers), `group_proposer` (what is proposed), and `group_core`, which joins them. `group` does the I/O.
+Pure: `order` (whose turn it is to propose), `member` (what is acknowledged), `roster` (who answers),
+`proposer` (what is proposed), and `core`, which joins them. `service` does the I/O.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The group's members lay a graph over themselves (`topology`), whose Metropolis weights keep their mean. Each
 ``every_updates`` updates the learner posts and stands still; its node exchanges vectors with each neighbour
-(`neighbour_calls`, `neighbour_visits`), mixes, and lets it go on:
+(`calls`, `visits`), mixes, and lets it go on:
 
     x_i ← x_i + Σ_j W_ij (x_j − x_i)
 

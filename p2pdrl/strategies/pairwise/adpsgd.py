@@ -4,7 +4,7 @@ Asynchronous decentralized parallel SGD (Lian 2018, arXiv 1710.06952, algorithm 
 averages with one partner at a time while its learner goes on. An exchange is refused, not
 queued, while another one runs, so no circle of waiting nodes can form.
 
-Called by `strategies.gossip`.
+Called by `gossip`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pairwise asynchronous gossip: the I/O around `adpsgd` (with whom, when) and `pair_sides` (what).
+"""Pairwise asynchronous gossip: the I/O around `adpsgd` (with whom, when) and `sides` (what).
 
 A node begins an exchange when its core says so, and answers those of others; never two at a
 time. Who is engaged refuses (423) and the caller tries somebody else. An exchange that isn't

@@ -15,7 +15,7 @@ import numpy as np
 from p2pdrl.config.strategy import AdpsgdConfig, Content
 from p2pdrl.errors import PoisonedVectorError
 from p2pdrl.strategies.feedback import FeedbackEncoder
-from p2pdrl.strategies.offers import Offers
+from p2pdrl.strategies.pairwise.offers import Offers
 from p2pdrl.strategies.pairwise.pair import Bounds, PairScratch, Step, WireName, pair_step
 from p2pdrl.strategies.protocol import Learner, Post
 from p2pdrl.tensors.board import DaemonBoard

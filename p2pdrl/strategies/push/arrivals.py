@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from p2pdrl.strategies.buffers import BufferPool
 from p2pdrl.strategies.door import BUSY
+from p2pdrl.strategies.push.buffers import BufferPool
 from p2pdrl.transport.protocol import Incoming, Refusal
 
 __all__ = ["Arrivals"]

@@ -1,4 +1,4 @@
-"""Gossiping actor-learners over the transport: the I/O around `push_core` (to whom) and `gala_side` (what).
+"""Gossiping actor-learners over the transport: the I/O around `core` (to whom) and `gala_side` (what).
 
 Each node pushes its vector to its out-peers and averages what in-peers pushed, when its learner has made
 an update. Neither waits for the other: a silent in-peer is left out, a silent out-peer costs its own push.
@@ -22,11 +22,11 @@ from p2pdrl.config.strategy import GalaConfig, Mode
 from p2pdrl.errors import PoisonedVectorError, TensorError, TransportError, WireError
 from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.arithmetic import Arithmetic
-from p2pdrl.strategies.buffers import BufferPool
 from p2pdrl.strategies.calling import CallDeadline, outcome_of
 from p2pdrl.strategies.door import BUSY, Door
 from p2pdrl.strategies.judgement import Verdict
 from p2pdrl.strategies.protocol import Context, RoundReport
+from p2pdrl.strategies.push.buffers import BufferPool
 from p2pdrl.strategies.push.core import PushCore
 from p2pdrl.strategies.push.gala_side import GalaSide
 from p2pdrl.strategies.push.messages import PushAnswer, PushHead, decode_push_answer, decode_push_head

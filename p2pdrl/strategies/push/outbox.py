@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from p2pdrl.strategies.buffers import BufferPool
 from p2pdrl.strategies.judgement import Summary
+from p2pdrl.strategies.push.buffers import BufferPool
 from p2pdrl.strategies.push.push_sum import Parcel
 
 __all__ = ["OPEN", "Outbox", "Unsettled"]

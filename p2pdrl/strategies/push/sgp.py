@@ -1,4 +1,4 @@
-"""Stochastic gradient push over the transport: the I/O around `push_sum` and `push_core`.
+"""Stochastic gradient push over the transport: the I/O around `push_sum` and `core`.
 
 The board holds z; this node stands for w·z. A push is one-sided: it needs no answer but the receipt, so
 directed graphs do, and nobody waits for a partner. Its mass is set aside until its fate is known: a push

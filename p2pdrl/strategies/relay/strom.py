@@ -1,8 +1,8 @@
 """Threshold-compressed updates to everybody (Strom 2015, Interspeech, "Scalable distributed DNN training").
 
 Each node's learner trains freely. What it moved its parameters by, whatever its optimizer, is added to a
-residual; entries that have grown to ±τ go to all other nodes as ±τ, which add them to theirs (`strom_state`).
-Each message is added exactly once by everybody (`strom_log`), so replicas differ by their residuals, and by
+residual; entries that have grown to ±τ go to all other nodes as ±τ, which add them to theirs (`state`).
+Each message is added exactly once by everybody (`log`), so replicas differ by their residuals, and by
 what is under way.
 
 **Learning rate**: N nodes add up all N nodes' updates, so the swarm steps N times as far in the same time as
@@ -16,7 +16,7 @@ Up to `DIRECT_MEMBERS` nodes send straight to all others. More pass messages on 
 of degree `DEGREE`, each up to `DEGREE` times to everybody, who keeps what is new.
 
 When the mode begins, all take the base of one member, the one with the lowest id: so begin it when replicas
-are close. Whoever comes anew, was frozen for long, or meets a greater history takes a base (`strom_sync`):
+are close. Whoever comes anew, was frozen for long, or meets a greater history takes a base (`sync`):
 exact, since it comes with the numbers of all messages it contains. After a partition that outlasted what is
 kept (messages of as many bytes as two vectors), one side's base is taken by the other, whose work since then
 is lost but for its last messages. A node that was alone for `ALONE_S` follows those it meets likewise.

@@ -154,7 +154,7 @@ class Courier:
 
         Args:
             shard: its index.
-            op: see `server_messages`.
+            op: see `messages`.
             number: version that the gradient was computed on, or the least one to fetch.
             base: version of the parameters that we hold.
             weight: samples behind the gradient.

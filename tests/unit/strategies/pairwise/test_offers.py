@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from p2pdrl.strategies.offers import Offers
+from p2pdrl.strategies.pairwise.offers import Offers
 from p2pdrl.strategies.protocol import Post
 
 
