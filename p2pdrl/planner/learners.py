@@ -1,6 +1,6 @@
 """Learners in virtual time: they compute, post and wait as their regime says.
 
-See `config.regime`; `strategies.testing.FakeLearner` is the same on a node. An update counts when its
+See `config.regime`; `FakeLearner` of `strategies.testing` is the same on a node. An update counts when its
 gradient is there.
 """
 
@@ -32,7 +32,7 @@ class Learners:
         version: policy version of each.
         based: the version that the gradient under way is computed on.
         sent: the version that its last finished gradient was computed on.
-        heard: whether others' work reached its parameters since its last update began.
+        heard: whether others' work reached its parameters since its last update began; a byte each.
         updated: told of each update (free learners).
         posted: told of each post.
     """
@@ -56,7 +56,7 @@ class Learners:
         self.version = [0] * capacity
         self.based = [0] * capacity
         self.sent = [0] * capacity
-        self.heard = [False] * capacity
+        self.heard = bytearray(capacity)
         self._up = [False] * capacity
         self._since = [0] * capacity
         self._open = [0] * capacity
@@ -88,7 +88,7 @@ class Learners:
 
     def _begin(self, node: int, part: float = 1.0) -> None:
         self.based[node] = self.version[node]
-        self._fresh[node] = self.heard[node]
+        self._fresh[node] = bool(self.heard[node])
         self.heard[node] = False
         seconds = self._update_s[node] * (1.0 + self._jitter[node] * (2.0 * self._rng.random() - 1.0))
         self._agenda.at(self._agenda.now_s + part * seconds, self._done, node)

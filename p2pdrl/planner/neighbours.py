@@ -1,7 +1,8 @@
 """D-PSGD in virtual time: rounds with neighbours on the real graph, with the real weights and patience.
 
 A node's round begins when its learner posts; an edge counts once both ends stand in the same round, and the
-lower id's call has gone and come; a node mixes when all its edges count, or its patience is at its end. See
+lower id's call has gone and come; a node mixes when all its edges count or are known not to, or its patience
+is at its end. Who hears that its neighbours are further on meets them there. See
 `strategies.neighbours.dsgd`. With ``exchanges = "gradients"`` parameters are mixed each
 ``parameters_every`` rounds, within the same call of this model.
 """
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from p2pdrl.config.strategy import DsgdConfig
 from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import DOUBT_S, Model, World
+from p2pdrl.strategies.neighbours.visits import HOLD
 from p2pdrl.strategies.patience import Patience
 from p2pdrl.strategies.topology import metropolis
 
@@ -42,6 +44,12 @@ class NeighboursModel(Model):
         """When a round began; below zero: the learner is at work."""
         self._met: list[dict[int, tuple[float, int, npt.NDArray[np.float64]]]] = [{} for _ in world.ids]
         """The round's edges that count: when, the other's policy version, its vector."""
+        self._missed: list[set[int]] = [set() for _ in world.ids]
+        """The round's edges that won't count."""
+        self._seen = [0] * world.capacity
+        """The latest round that neighbours told of."""
+        self._last = [(-1, 0.0)] * world.capacity
+        """The last round, and when it began."""
         self._weights: list[dict[int, float]] = [{} for _ in world.ids]
         self._frozen_s = 0.0
 
@@ -75,6 +83,7 @@ class NeighboursModel(Model):
         for node in self.world.view:
             self._number[node] = first
             self._met[node].clear()
+            self._missed[node].clear()
             if self._began_s[node] >= 0:
                 self.books.outcomes["regrouped"] += 1
                 self.agenda.at(self._frozen_s, self._begin, node)
@@ -92,14 +101,49 @@ class NeighboursModel(Model):
         if self._began_s[me] < 0 or now_s < self._frozen_s or not self.world.up[me]:
             return
         self._began_s[me] = max(self._began_s[me], self._frozen_s)
+        self._last[me] = (number, now_s)
         if not self._weights[me]:
             self._end(me, number)
             return
         for other in self._weights[me]:
-            if self._began_s[other] >= 0 and self._number[other] == number and other not in self._met[me]:
-                self._edge(min(me, other), max(me, other), now_s)
-        if len(self._met[me]) < len(self._weights[me]):
-            self.agenda.at(now_s + self._patience[me].deadline_s, self._impatient, me, number)
+            if other not in self._met[me]:
+                self._look(me, other, number)
+        if not self._settled(me):
+            patience_s = self._patience[me].deadline_s
+            self.agenda.at(now_s + HOLD * patience_s, self._impatient, me, number, True)
+            self.agenda.at(now_s + patience_s, self._impatient, me, number, False)
+
+    def _look(self, me: int, other: int, number: int) -> None:
+        """A round has begun at ``me``: what that means for one of its edges."""
+        theirs, there = self._number[other], self._began_s[other] >= 0
+        if theirs > number:  # its round is over: its answer says so, or else its next call
+            if me < other:
+                self._miss(me, other)
+                last, began_s = self._last[other]
+                if last == number:
+                    self._patience[other].observe(self.world.now_s - began_s)
+        elif there and theirs == number:
+            self._edge(min(me, other), max(me, other), self.world.now_s)
+        elif there:
+            self._miss(other, me)
+        elif me < other:  # our call tells it where we are, and waits there
+            self._number[other] = number
+
+    def _miss(self, me: int, other: int) -> None:
+        """An edge of a round at ``me`` won't count."""
+        if other not in self._met[me] and other not in self._missed[me]:
+            self._missed[me].add(other)
+            self._seen[me] = max(self._seen[me], self._number[other])
+            self.books.outcomes["late edges"] += 1
+            self._settled(me)
+
+    def _settled(self, me: int) -> bool:
+        """Whether it is known of all edges what becomes of them; the round ends with the last one then."""
+        if len(self._met[me]) + len(self._missed[me]) < len(self._weights[me]):
+            return False
+        last_s = max((met[0] for met in self._met[me].values()), default=0.0)
+        self.agenda.at(last_s, self._end, me, self._number[me])
+        return True
 
     def _edge(self, low: int, high: int, now_s: float) -> None:
         """Both ends stand in the round: the call goes and comes."""
@@ -117,23 +161,22 @@ class NeighboursModel(Model):
         done_s = self.cpu.work(high, there_s, calls=1.0, nbytes=nbytes)
         back = self.network.send(high, low, nbytes, self.half_bytes, done_s)
         end_s = self.cpu.work(low, back.arrived_s, calls=0.5, nbytes=nbytes)
-        x_NE, version, number = self.replicas.x_NE, self.learners.version, self._number[low]
+        x_NE, version = self.replicas.x_NE, self.learners.version
         for me, other, at_s in ((low, high, end_s), (high, low, back.written_s)):
             self._met[me][other] = (at_s, version[other], x_NE[other].copy())
             self._patience[me].observe(at_s - self._began_s[me])
-            if len(self._met[me]) == len(self._weights[me]):
-                last_s = max(met[0] for met in self._met[me].values())
-                self.agenda.at(last_s, self._end, me, number)
+            self._settled(me)
 
-    def _impatient(self, me: int, number: int) -> None:
-        if self._number[me] == number and self._began_s[me] >= 0:
-            late = [other for other in self._weights[me] if other not in self._met[me]]
-            if late:
-                for _ in late:
-                    self._patience[me].observe(self.world.now_s - self._began_s[me])
-                self.books.outcomes["late edges"] += len(late)
-                last_s = max((met[0] for met in self._met[me].values()), default=0.0)
-                self.agenda.at(last_s, self._end, me, number)
+    def _impatient(self, me: int, number: int, called: bool) -> None:
+        """Wait no longer for neighbours whom we ``called``, or for those that are to call us."""
+        if self._number[me] != number or self._began_s[me] < 0:
+            return
+        took_s = self.world.now_s - self._began_s[me]
+        for other in self._weights[me]:
+            if (other > me) == called and other not in self._met[me] and other not in self._missed[me]:
+                if called:  # it lives, and is slower than we thought
+                    self._patience[me].observe(2.0 * took_s)
+                self._miss(me, other)
 
     def _end(self, me: int, number: int) -> None:
         """Mix, and let the learner go on."""
@@ -141,9 +184,13 @@ class NeighboursModel(Model):
             return
         now_s = self.world.now_s
         met, self._met[me] = self._met[me], {}
+        self._missed[me].clear()
         took_s, self._began_s[me] = now_s - self._began_s[me], -1.0
-        seen = max((self._number[other] for other in self._weights[me]), default=0)
-        self._number[me] = max(number + 1, seen)
+        self._number[me] = max(number + 1, self._seen[me])
+        if not met and self._number[me] > number + 1:  # the others are further on: meet them there
+            self.books.outcomes["past"] += 1
+            self.posted(me)
+            return
         for _, version, _ in met.values():
             self.world.merge(me, version)
         if met:

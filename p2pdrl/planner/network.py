@@ -89,16 +89,21 @@ class Network:
         packets = math.ceil(total / MSS)
         on_wire = total + PACKET_BYTES * packets
         self._books.message(source, target, payload, on_wire)
-        out, into = self.rates(source, target)
-        start_s = max(begin_s, self._out_free_s[source])
-        written_s = start_s + on_wire / out
-        self._out_free_s[source] = written_s
-        delay_s = self.delay_s(source, target)
-        if not self._plain:
+        if self._plain:  # by far the most messages of a large swarm go here
+            one, other = self._links[source], self._links[target]
+            out, into, delay_s = one.out_bytes_s, other.in_bytes_s, one.delay_s + other.delay_s
+        else:
+            out, into = self.rates(source, target)
+            delay_s = self.delay_s(source, target)
             delay_s += self._trouble_s(source, target, packets, delay_s)
-        in_s = max(self._in_free_s[target], start_s + delay_s) + on_wire / into
+        free_s = self._out_free_s[source]
+        start_s = begin_s if begin_s > free_s else free_s
+        self._out_free_s[source] = written_s = start_s + on_wire / out
+        here_s, free_s = start_s + delay_s, self._in_free_s[target]
+        in_s = (here_s if here_s > free_s else free_s) + on_wire / into
         self._in_free_s[target] = in_s
-        return Passage(written_s, max(in_s, written_s + delay_s))
+        last_s = written_s + delay_s
+        return Passage(written_s, in_s if in_s > last_s else last_s)
 
     def _trouble_s(self, source: int, target: int, packets: int, delay_s: float) -> float:
         one, other = self._links[source], self._links[target]

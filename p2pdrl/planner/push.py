@@ -1,7 +1,11 @@
 """Stochastic gradient push in virtual time, on its own cores (`push_core`, `push_sum`).
 
-One push after the other; each is acknowledged. See `strategies.sgp`. A push whose answer is late is counted
-as lost, though TCP delivers it in the end and its mass is kept.
+One push after the other; each is acknowledged. See `strategies.push.sgp`. A push whose answer is late is
+counted as lost, though TCP delivers it in the end and its mass is kept.
+
+Nodes begin one after the other, as the mode's record reaches them, and who hasn't begun refuses. That costs a
+push, and the early ones are a turn ahead in their list of out-peers for good: which matters, for nodes that
+take the same turn at the same time mix faster than others.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class PushModel(Model):
         self._sums = [PushSum() for _ in world.ids]
         self._deadlines = [CallDeadline(config.deadline_s) for _ in world.ids]
         self._sending = [False] * world.capacity
+        self._begun = [False] * world.capacity
         self._wakes_s = [-1.0] * world.capacity
         self._reading_s: list[list[float]] = [[] for _ in world.ids]
 
@@ -50,10 +55,11 @@ class PushModel(Model):
     def begin(self) -> None:
         """Pushes by time begin by themselves."""
         for node in self.world.view:  # each by its own clock
-            self.agenda.at(self.world.rng.random() * self._config.every_s, self._try, node)
+            self.agenda.at(self.world.rng.random() * self._config.every_s, self.joined, node)
 
     def joined(self, node: int) -> None:
         """Likewise."""
+        self._begun[node] = True
         self._try(node)
 
     def updated(self, node: int) -> None:
@@ -73,7 +79,7 @@ class PushModel(Model):
 
     def _try(self, me: int) -> None:
         world, core, now_s = self.world, self._cores[me], self.world.now_s
-        if self._sending[me] or not world.up[me]:
+        if self._sending[me] or not (world.up[me] and self._begun[me]):
             return
         if not core.due(now_s):
             if now_s < core.next_s or self._config.every_s > 0:
@@ -119,8 +125,9 @@ class PushModel(Model):
             )
             return
         reading = self._reading_s[peer] = [one_s for one_s in self._reading_s[peer] if one_s > now_s]
-        if len(reading) >= ARRIVING:
-            outcome, ready_s = "busy", self.cpu.work(peer, now_s, calls=0.5)
+        if len(reading) >= ARRIVING or not self._begun[peer]:
+            outcome = "busy" if self._begun[peer] else "refused"
+            ready_s = self.cpu.work(peer, now_s, calls=0.5)
         else:
             ready_s = self.cpu.work(peer, now_s, calls=1.0, nbytes=self._nbytes)
             reading.append(ready_s)

@@ -101,6 +101,7 @@ def predict(
         world.learners.start(node)
     world.agenda.run(seconds)
     world.learners.settle(seconds)
+    world.books.settle()
     comings.close()
     return _forecast(world, strategy, seconds)
 

@@ -63,8 +63,8 @@ class World:
         view, random01 = self.view, self.rng.random
         if len(view) <= SAMPLE + 1:
             return [self.ids[node] for node in view if node != me]
-        drawn = {view[int(random01() * len(view))] for _ in range(SAMPLE)}
-        return [self.ids[node] for node in sorted(drawn) if node != me]
+        drawn = [view[int(random01() * len(view))] for _ in range(SAMPLE)]
+        return [self.ids[node] for node in drawn if node != me]
 
     def known(self, me: int, of: Callable[[str, list[str]], list[str]]) -> list[str]:
         """What ``of(me, members)`` gives; remembered until the members change."""

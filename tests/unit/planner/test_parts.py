@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from p2pdrl.planner.agenda import Agenda
@@ -69,10 +70,19 @@ def test_shared_cores_are_shared():
     assert [shared.work(node, 0.0, calls=1) for node in range(4)] == [1, 1, 2, 2]
 
 
+def test_a_broadcast_counts_as_the_messages_that_it_is():
+    one_by_one, at_once = Books(4), Books(4)
+    for target in (0, 2, 3):
+        one_by_one.message(1, target, 100.0, 120.0)
+    at_once.broadcast(1, np.array([0, 2, 3]), 100.0, 120.0)
+    at_once.settle()
+    at_once.settle()
+    for name in ("out", "into", "wire_out", "wire_in"):
+        assert getattr(at_once, name) == getattr(one_by_one, name)
+
+
 @pytest.mark.parametrize("kind", ["none", "bf16", "int8", "topk"])
 def test_payloads_are_about_what_codecs_write(kind):
-    import numpy as np
-
     codec = make_codec(kind, 100_000, keep=0.01)
     room = memoryview(bytearray(codec.max_nbytes))
     written = codec.encode(np.random.default_rng(1).normal(size=100_000).astype(np.float32), room)
