@@ -13,6 +13,7 @@ nodes relative to fair weather, how long learners stood still, processor time an
 mean return against seconds, CPU seconds and bytes.
 
     python scripts/compare_strategies.py --budget-s 40 --plot strategies.png --json strategies.json
+    python scripts/compare_strategies.py --read strategies.json --plot strategies.png
 """
 
 from __future__ import annotations
@@ -204,17 +205,28 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write everything to this file")
     parser.add_argument("--plot", type=Path, help="draw to this file (.png, .svg)")
+    parser.add_argument(
+        "--read", type=Path, nargs="+", help="run nothing: print and draw these files of --json"
+    )
     arguments = parser.parse_args()
-    results = []
+    results = [row for path in arguments.read or () for row in json.loads(path.read_text())]
+    if not results:
+        results = measure(arguments)
+    table(results)
+    if arguments.plot is not None:
+        draw(results, arguments.plot)
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run every strategy in every weather."""
+    results: list[dict[str, Any]] = []
     for strategy in arguments.strategies:
         for weather in arguments.weathers:
             print(f"{strategy}, {weather} …", file=sys.stderr, flush=True)
             results.append(run(strategy, weather, arguments.budget_s, arguments.nodes, arguments.pace_s))
             if arguments.json is not None:
                 arguments.json.write_text(json.dumps(results))
-    table(results)
-    if arguments.plot is not None:
-        draw(results, arguments.plot)
+    return results
 
 
 if __name__ == "__main__":
