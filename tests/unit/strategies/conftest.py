@@ -15,7 +15,8 @@ from p2pdrl.strategies.judgement import Summary
 from p2pdrl.strategies.pairwise import gossip
 from p2pdrl.strategies.pairwise.gossip import GossipStrategy
 from p2pdrl.strategies.protocol import Context
-from p2pdrl.strategies.testing import FakeSwarm, LoopClock
+from p2pdrl.strategies.testing.clock import LoopClock
+from p2pdrl.strategies.testing.swarm import FakeSwarm
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
 from p2pdrl.tensors.layout import Entry, Layout
 from p2pdrl.tensors.shm import SharedRegion

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 
 from p2pdrl.config.strategy import StrategyConfig
-from p2pdrl.strategies.testing import SimNode, SimSwarm
+from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
 SIZE = 12

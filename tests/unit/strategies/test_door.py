@@ -5,7 +5,7 @@ import pytest
 
 from p2pdrl.strategies.door import Door
 from p2pdrl.strategies.judgement import Summary, Verdict
-from p2pdrl.strategies.testing import FakeSwarm
+from p2pdrl.strategies.testing.swarm import FakeSwarm
 from p2pdrl.transport.protocol import Refusal
 
 MINE = Summary("me", "task", "layout", 3, "aa", 100, 50)

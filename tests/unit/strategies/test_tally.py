@@ -6,7 +6,7 @@ import pytest
 
 from p2pdrl.strategies.protocol import RoundReport
 from p2pdrl.strategies.tally import Tally
-from p2pdrl.strategies.testing import FakeSwarm
+from p2pdrl.strategies.testing.swarm import FakeSwarm
 from p2pdrl.transport.protocol import Address
 
 

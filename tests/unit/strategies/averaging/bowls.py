@@ -9,7 +9,7 @@ import random
 import numpy as np
 
 from p2pdrl.config.strategy import GradAverageConfig, ParamAverageConfig
-from p2pdrl.strategies.testing import SimNode, SimSwarm
+from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
 GRADIENTS = GradAverageConfig(compression="none", deadline_s=4.0)

@@ -13,7 +13,7 @@ from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.strategies.averaging.group_process import Sum
 from p2pdrl.strategies.averaging.torch_averager import TIMEOUT_S
 from p2pdrl.strategies.registry import build
-from p2pdrl.strategies.testing import SimNode
+from p2pdrl.strategies.testing.simulator import SimNode
 
 from .bowls import Bowls, stall_s, together, until
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.strategy import AdpsgdConfig, GalaConfig, SgpConfig
-from p2pdrl.strategies.testing import SimNode, SimSwarm
+from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
 pytestmark = [pytest.mark.looptime, pytest.mark.slow]

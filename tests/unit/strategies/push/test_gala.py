@@ -15,7 +15,7 @@ from p2pdrl.strategies import heavy
 from p2pdrl.strategies.protocol import Merged
 from p2pdrl.strategies.push.gala import ROUTE
 from p2pdrl.strategies.push.messages import PushAnswer, PushHead
-from p2pdrl.strategies.testing import SimNode, SimSwarm
+from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
 pytestmark = pytest.mark.looptime

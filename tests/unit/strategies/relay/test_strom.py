@@ -9,7 +9,7 @@ import pytest
 
 from p2pdrl.config.strategy import StromConfig
 from p2pdrl.strategies.relay import strom
-from p2pdrl.strategies.testing import SimNode
+from p2pdrl.strategies.testing.simulator import SimNode
 
 from ..graphs import SIZE, Crowd, still
 

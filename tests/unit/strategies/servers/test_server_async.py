@@ -13,7 +13,7 @@ from p2pdrl.config.strategy import ServerAsyncConfig
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.strategies.servers.desk_async import bucket_of
 from p2pdrl.strategies.servers.messages import Push
-from p2pdrl.strategies.testing import SimSwarm
+from p2pdrl.strategies.testing.simulator import SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
 pytestmark = pytest.mark.looptime

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.strategy import AdpsgdConfig, LocalConfig, ServerAsyncConfig, ServerSyncConfig
-from p2pdrl.strategies.testing import SimSwarm
+from p2pdrl.strategies.testing.simulator import SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
 pytestmark = pytest.mark.looptime

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.strategy import ServerSyncConfig
-from p2pdrl.strategies.testing import SimSwarm
+from p2pdrl.strategies.testing.simulator import SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
 pytestmark = pytest.mark.looptime

@@ -12,7 +12,7 @@ import pytest
 from p2pdrl.config.strategy import ServerSyncConfig
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.strategies.servers.messages import Pull, Push
-from p2pdrl.strategies.testing import SimSwarm
+from p2pdrl.strategies.testing.simulator import SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
 pytestmark = pytest.mark.looptime

@@ -10,7 +10,7 @@ import pytest
 
 from p2pdrl.config.strategy import ServerAsyncConfig, ServerSyncConfig
 from p2pdrl.strategies import heavy
-from p2pdrl.strategies.testing import SimSwarm
+from p2pdrl.strategies.testing.simulator import SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
 SIZE = 4000

@@ -1,0 +1,9 @@
+"""A swarm in one process: strategies over an in-memory network, with learners that descend a bowl.
+
+| module | holds |
+|---|---|
+| `swarm` | `FakeSwarm`: what a strategy asks of its node, and what it told |
+| `learner` | `FakeLearner`: a learner as a coroutine |
+| `simulator` | `SimNode` and `SimSwarm`: real strategies on both, over an in-memory network |
+| `clock` | `LoopClock`: the loop's own time, which tests replace by a virtual one |
+"""

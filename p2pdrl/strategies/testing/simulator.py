@@ -1,0 +1,174 @@
+"""Nodes without membership, disk or learner process: everybody knows everybody.
+
+A death is known after ``detect_s``. Time is the loop's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import msgspec
+
+from p2pdrl.config.regime import regime_of
+from p2pdrl.config.strategy import StrategyConfig
+from p2pdrl.strategies.protocol import ROUTES, Context, Strategy
+from p2pdrl.strategies.registry import build
+from p2pdrl.strategies.testing.clock import LoopClock
+from p2pdrl.strategies.testing.learner import FakeLearner
+from p2pdrl.strategies.testing.swarm import FakeSwarm
+from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.transport.protocol import Address, Incoming, Reply
+
+__all__ = ["SimNode", "SimSwarm"]
+
+
+class SimNode:
+    """A strategy, its fake node and its fake learner.
+
+    Args:
+        network: joins all nodes.
+        number: makes id and address.
+        config: the strategy.
+        start: the learner's first vector.
+        epoch: mode epoch.
+        learner: options of `FakeLearner`.
+    """
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        number: int,
+        config: StrategyConfig,
+        start: Float32Array,
+        *,
+        epoch: int = 1,
+        **learner: object,
+    ) -> None:
+        self.id = f"{number:032x}"
+        self.address = Address("10.0.0.1", 7000 + number)
+        self.config = config
+        self.epoch = epoch
+        self.transport = network.join(self.id, self.address)
+        self.swarm = FakeSwarm(self.id, epoch)
+        self.learner = FakeLearner(start, regime_of(config), **learner)  # type: ignore[arg-type]
+        self.rng = random.Random(number)
+        self.strategy: Strategy = build(config, self.context())
+        self.dead = False
+        self._training: asyncio.Task[None] | None = None
+
+    def context(self) -> Context:
+        """What the strategy is given."""
+        return Context(
+            swarm=self.swarm,
+            learner=self.learner,
+            transport=self.transport,
+            clock=LoopClock(),
+            rng=self.rng,
+            epoch=self.epoch,
+            size=self.learner.x.size,
+            max_abs=1e6,
+        )
+
+    async def start(self, updates: int | None = None, *, train: bool = True) -> None:
+        """Serve, begin the strategy and (unless told not to) the learner."""
+        await self.transport.start()
+        for route in ROUTES:
+            self.transport.serve(route, self._answer, max_vector_bytes=1 << 26)
+        self.learner.on_update = self._updated
+        await self.strategy.start()
+        if train:
+            self._training = asyncio.create_task(self.learner.run(updates), name=f"learner {self.id[-2:]}")
+
+    async def trained(self) -> None:
+        """Wait until the learner has made its updates."""
+        if self._training is not None:
+            await self._training
+
+    async def switch(self, config: StrategyConfig, epoch: int) -> None:
+        """Change to another strategy, as a live node does."""
+        await self.strategy.stop(1.0)
+        self.config, self.epoch = config, epoch
+        if self.swarm.says is not None:
+            self.swarm.says = msgspec.structs.replace(self.swarm.says, mode_epoch=epoch)
+        self.learner.drop_posts()
+        self.learner.regime = regime_of(config)
+        self.strategy = build(config, self.context())
+        await self.strategy.start()
+
+    def vanish(self) -> None:
+        """Die as by a power cut: nothing is said, calls to it are refused from now on."""
+        self.dead = True
+        if self._training is not None:
+            self._training.cancel()
+
+    async def close(self) -> None:
+        """End everything."""
+        await self.strategy.stop(0.0)
+        if self._training is not None:
+            self._training.cancel()
+            await asyncio.gather(self._training, return_exceptions=True)
+        await self.transport.close()
+        self.learner.close()
+
+    def _updated(self, updates: int) -> None:
+        self.swarm.steps += updates * self.learner.samples
+        if self.swarm.says is not None:
+            self.swarm.says = msgspec.structs.replace(self.swarm.says, policy_version=self.learner.version)
+        self.strategy.updated(updates)
+
+    async def _answer(self, incoming: Incoming) -> Reply:
+        return await self.strategy.answer(incoming)
+
+
+class SimSwarm:
+    """Nodes that know each other.
+
+    Args:
+        network: joins them.
+        detect_s: time after which a death is known to all.
+    """
+
+    def __init__(self, network: MemoryNetwork, detect_s: float = 1.0) -> None:
+        self.network = network
+        self.detect_s = detect_s
+        self.nodes: list[SimNode] = []
+
+    def add(self, config: StrategyConfig, start: Float32Array, **options: object) -> SimNode:
+        """Make one more node; it isn't started, and nobody knows it before `introduce`."""
+        node = SimNode(self.network, len(self.nodes), config, start, **options)  # type: ignore[arg-type]
+        node.swarm.take = lambda donor: self._copy(donor, node)
+        self.nodes.append(node)
+        return node
+
+    @property
+    def living(self) -> list[SimNode]:
+        """Those that didn't die."""
+        return [node for node in self.nodes if not node.dead]
+
+    def introduce(self) -> None:
+        """Let all the living know each other, and nobody else."""
+        for node in self.living:
+            node.swarm.peers = {other.id: other.address for other in self.living if other is not node}
+
+    async def kill(self, node: SimNode) -> None:
+        """Let a node die; the others learn of it after ``detect_s``."""
+        node.vanish()
+        for other in self.nodes:
+            self.network.cut(node.id, other.id)
+        await node.transport.close()
+        await node.strategy.stop(0.0)
+        asyncio.get_running_loop().call_later(self.detect_s, self.introduce)
+
+    async def close(self) -> None:
+        """End all."""
+        for node in self.nodes:
+            await node.close()
+
+    async def _copy(self, donor: str, taker: SimNode) -> bool:
+        for node in self.living:
+            if node.id == donor:
+                taker.learner.board.post_set(node.learner.now(), None, node.learner.version)
+                return True
+        return False
