@@ -6,15 +6,13 @@ learners are taken never to wait, and vectors come together in the pushes of par
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.config.strategy import GalaConfig
+from p2pdrl.planner.occasions import OccasionsModel
 from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
-from p2pdrl.planner.world import Model, World
-from p2pdrl.strategies.calling import CallDeadline
+from p2pdrl.planner.world import World
 from p2pdrl.strategies.push.core import PushCore, out_peers
 
 __all__ = ["GalaModel"]
@@ -23,7 +21,7 @@ Letter = tuple[int, npt.NDArray[np.float64]]
 """A peer's policy version and vector."""
 
 
-class GalaModel(Model):
+class GalaModel(OccasionsModel[PushCore]):
     """GALA.
 
     Args:
@@ -32,38 +30,20 @@ class GalaModel(Model):
     """
 
     def __init__(self, config: GalaConfig, world: World) -> None:
-        super().__init__(world)
+        super().__init__(config, world, lambda me, rng: PushCore(config, me, rng), out_peers)
         self._config = config
         size = world.swarm.size
         self._parameters = dense_nbytes(size, config.compression)
         self._gradients = payload_nbytes(size, config.compression, keep=config.keep, moved=world.swarm.moved)
-        self._cores = [PushCore(config, me, random.Random(world.rng.random())) for me in world.ids]
-        self._deadlines = [CallDeadline(config.deadline_s) for _ in world.ids]
         self._letters: list[dict[int, Letter]] = [{} for _ in world.ids]
         self._flights: list[set[int]] = [set() for _ in world.ids]
         self._in_a_row = [0] * world.capacity
-        self._wakes_s = [-1.0] * world.capacity
-
-    def begin(self) -> None:
-        """Pushes by time begin by themselves."""
-        for node in self.world.view:  # each by its own clock
-            self.agenda.at(self.world.rng.random() * self._config.every_s, self._try, node)
-
-    def joined(self, node: int) -> None:
-        """Likewise."""
-        self._try(node)
 
     def updated(self, node: int) -> None:
         """Average what has come, and push if it is time to."""
         if self._letters[node]:
             self._average(node)
-        self._cores[node].updated(1)
-        self._try(node)
-
-    def posted(self, node: int) -> None:
-        """A gradient is there."""
-        super().posted(node)
-        self.updated(node)
+        super().updated(node)
 
     def _average(self, me: int) -> None:
         letters, self._letters[me] = self._letters[me], {}
@@ -75,32 +55,24 @@ class GalaModel(Model):
             x_NE[me] = (x_NE[me] + np.sum([z_E for _, z_E in good], axis=0)) / (1 + len(good))
             self.replicas.changed(self.world.now_s)
 
-    def _woken(self, node: int) -> None:
-        self._wakes_s[node] = -1.0
-        self._try(node)
-
     def _try(self, me: int) -> None:
-        world, core, now_s = self.world, self._cores[me], self.world.now_s
-        if not world.up[me]:
+        now_s = self.world.now_s
+        if not self.world.up[me] or not self._due(me):
             return
-        if core.due(now_s):
-            peers = [peer for peer in self._peers(me, now_s) if int(peer) not in self._flights[me]]
-            if peers:
-                core.began(now_s)
-                self._push(me, [int(peer) for peer in peers])
-                return
-        elif now_s >= core.next_s and not self._config.every_s:
-            return
-        if self._wakes_s[me] <= now_s:
-            self._wakes_s[me] = now_s + core.rest_s(now_s)
-            self.agenda.at(self._wakes_s[me], self._woken, me)
+        peers = [peer for peer in map(int, self._all_peers(me, now_s)) if peer not in self._flights[me]]
+        if peers:
+            self._cores[me].began(now_s)
+            self._push(me, peers)
+        else:
+            self._wake(me)
 
-    def _peers(self, me: int, now_s: float) -> list[str]:
-        core, kind = self._cores[me], self._config.partners
-        if kind == "random":
-            one = core.choose_among(self.world.some(me), now_s)
+    def _all_peers(self, me: int, now_s: float) -> list[str]:
+        """Whom to push to at once."""
+        core, peers = self._cores[me], self._peers(me)
+        if self._config.partners == "random":
+            one = core.choose_among(peers, now_s)
             return [] if one is None else [one]
-        return core.fit(self.world.known(me, lambda own, all_: out_peers(kind, own, all_)), now_s)
+        return core.fit(peers, now_s)
 
     def _push(self, me: int, peers: list[int]) -> None:
         now_s, world = self.world.now_s, self.world

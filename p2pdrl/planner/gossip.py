@@ -7,19 +7,17 @@ are taken never to wait, and vectors come together in the exchanges of parameter
 
 from __future__ import annotations
 
-import random
-
 from p2pdrl.config.strategy import AdpsgdConfig
+from p2pdrl.planner.occasions import OccasionsModel
 from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
-from p2pdrl.planner.world import Model, World
-from p2pdrl.strategies.calling import CallDeadline
+from p2pdrl.planner.world import World
 from p2pdrl.strategies.pairwise.adpsgd import AdpsgdCore
 from p2pdrl.strategies.topology import candidates
 
 __all__ = ["GossipModel"]
 
 
-class GossipModel(Model):
+class GossipModel(OccasionsModel[AdpsgdCore]):
     """Pairwise averaging.
 
     Args:
@@ -28,66 +26,25 @@ class GossipModel(Model):
     """
 
     def __init__(self, config: AdpsgdConfig, world: World) -> None:
-        super().__init__(world)
+        super().__init__(config, world, lambda me, rng: AdpsgdCore(config, me, rng), candidates)
         self._config = config
         size = world.swarm.size
         self._parameters = dense_nbytes(size, config.compression)
         self._gradients = payload_nbytes(size, config.compression, keep=config.keep, moved=world.swarm.moved)
-        self._cores = [AdpsgdCore(config, me, random.Random(world.rng.random())) for me in world.ids]
-        self._deadlines = [CallDeadline(config.deadline_s) for _ in world.ids]
         self._engaged_s = [-1.0] * world.capacity
-        self._wakes_s = [-1.0] * world.capacity
-
-    def begin(self) -> None:
-        """Exchanges by time begin by themselves."""
-        for node in self.world.view:  # each by its own clock
-            self.agenda.at(self.world.rng.random() * self._config.every_s, self._try, node)
-
-    def joined(self, node: int) -> None:
-        """Likewise."""
-        self._try(node)
-
-    def updated(self, node: int) -> None:
-        """An update may make an exchange due."""
-        self._cores[node].updated(1)
-        self._try(node)
-
-    def posted(self, node: int) -> None:
-        """A gradient is there."""
-        super().posted(node)
-        self.updated(node)
-
-    def _wake(self, node: int, when_s: float) -> None:
-        if self._wakes_s[node] <= self.world.now_s:
-            self._wakes_s[node] = when_s
-            self.agenda.at(when_s, self._woken, node)
-
-    def _woken(self, node: int) -> None:
-        self._wakes_s[node] = -1.0
-        self._try(node)
 
     def _try(self, me: int) -> None:
-        """Begin an exchange if one is due and we are free; else come back when that may be so."""
-        world, core = self.world, self._cores[me]
-        now_s = world.now_s
-        if not world.up[me]:
+        now_s = self.world.now_s
+        if not self.world.up[me]:
             return
         if self._engaged_s[me] > now_s:
-            self._wake(me, max(self._engaged_s[me], now_s + core.rest_s(now_s)))
-            return
-        if not core.due(now_s):
-            if now_s < core.next_s or self._config.every_s > 0:
-                self._wake(me, now_s + core.rest_s(now_s))
-            return
-        if self._config.partners == "random":
-            peer = core.choose_among(world.some(me), now_s)
-        else:
-            kind = self._config.partners
-            peer = core.choose_among(world.known(me, lambda own, all_: candidates(kind, own, all_)), now_s)
-        if peer is None:
-            self._wake(me, now_s + core.rest_s(now_s))
-            return
-        self._meet(me, int(peer))
+            self._wake(me, self._engaged_s[me])
+        elif self._due(me):
+            peer = self._cores[me].choose_among(self._peers(me), now_s)
+            if peer is None:
+                self._wake(me)
+            else:
+                self._meet(me, int(peer))
 
     def _meet(self, me: int, peer: int) -> None:
         now_s, core = self.world.now_s, self._cores[me]

@@ -1,4 +1,4 @@
-"""Stochastic gradient push in virtual time, on its own cores (`push_core`, `push_sum`).
+"""Stochastic gradient push in virtual time, on its own cores (`strategies.push`: `core`, `push_sum`).
 
 One push after the other; each is acknowledged. See `strategies.push.sgp`. A push whose answer is late is
 counted as lost, though TCP delivers it in the end and its mass is kept.
@@ -10,25 +10,23 @@ take the same turn at the same time mix faster than others.
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.config.strategy import SgpConfig
+from p2pdrl.planner.occasions import OccasionsModel
 from p2pdrl.planner.payload import dense_nbytes
-from p2pdrl.planner.world import Model, World
-from p2pdrl.strategies.calling import CallDeadline
+from p2pdrl.planner.world import World
 from p2pdrl.strategies.push.core import PushCore, out_peers
 from p2pdrl.strategies.push.push_sum import Arrival, Parcel, PushSum
 
 __all__ = ["PushModel"]
 
 ARRIVING = 2
-"""Pushes that a node reads at once, as in `strategies.sgp`."""
+"""Pushes that a node reads at once, as in `strategies.push.sgp`."""
 
 
-class PushModel(Model):
+class PushModel(OccasionsModel[PushCore]):
     """Push-sum.
 
     Args:
@@ -37,61 +35,30 @@ class PushModel(Model):
     """
 
     def __init__(self, config: SgpConfig, world: World) -> None:
-        super().__init__(world)
+        super().__init__(config, world, lambda me, rng: PushCore(config, me, rng), out_peers)
         self._config = config
         self._nbytes = dense_nbytes(world.swarm.size, config.compression)
-        self._cores = [PushCore(config, me, random.Random(world.rng.random())) for me in world.ids]
         self._sums = [PushSum() for _ in world.ids]
-        self._deadlines = [CallDeadline(config.deadline_s) for _ in world.ids]
         self._sending = [False] * world.capacity
         self._begun = [False] * world.capacity
-        self._wakes_s = [-1.0] * world.capacity
         self._reading_s: list[list[float]] = [[] for _ in world.ids]
 
     def weight(self, node: int) -> float:
         """Push-sum weight of a node, with what it has under way."""
         return self._sums[node].weight + self._sums[node].under_way
 
-    def begin(self) -> None:
-        """Pushes by time begin by themselves."""
-        for node in self.world.view:  # each by its own clock
-            self.agenda.at(self.world.rng.random() * self._config.every_s, self.joined, node)
-
     def joined(self, node: int) -> None:
-        """Likewise."""
+        """It begins."""
         self._begun[node] = True
-        self._try(node)
-
-    def updated(self, node: int) -> None:
-        """An update may make a push due."""
-        self._cores[node].updated(1)
-        self._try(node)
-
-    def _woken(self, node: int) -> None:
-        self._wakes_s[node] = -1.0
-        self._try(node)
-
-    def _wake(self, node: int) -> None:
-        now_s = self.world.now_s
-        if self._wakes_s[node] <= now_s:
-            self._wakes_s[node] = now_s + self._cores[node].rest_s(now_s)
-            self.agenda.at(self._wakes_s[node], self._woken, node)
+        super().joined(node)
 
     def _try(self, me: int) -> None:
         world, core, now_s = self.world, self._cores[me], self.world.now_s
         if self._sending[me] or not (world.up[me] and self._begun[me]):
             return
-        if not core.due(now_s):
-            if now_s < core.next_s or self._config.every_s > 0:
-                self._wake(me)
+        if not self._due(me):
             return
-        kind = self._config.partners
-        peers = (
-            world.some(me)
-            if kind == "random"
-            else world.known(me, lambda own, all_: out_peers(kind, own, all_))
-        )
-        peer = core.choose_among(peers, now_s)
+        peer = core.choose_among(self._peers(me), now_s)
         parcel = None if peer is None else self._sums[me].send(peer, self._config.share)
         if parcel is None:
             self._wake(me)
