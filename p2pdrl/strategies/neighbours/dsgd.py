@@ -180,7 +180,6 @@ class DsgdStrategy:
 
     async def _run(self) -> None:
         while not self._runner.stopping:
-            self._learner.board.flush()
             if self._post is None:
                 await self._runner.rest(IDLE_S)
             else:

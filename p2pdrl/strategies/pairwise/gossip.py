@@ -130,7 +130,6 @@ class GossipStrategy:
 
     async def _run(self) -> None:
         while not self._runner.stopping:
-            self._board.flush()
             partner = self._next_partner()
             if partner is None:
                 await self._runner.rest(self._core.rest_s(self._clock.monotonic()))

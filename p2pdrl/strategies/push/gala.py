@@ -119,7 +119,6 @@ class GalaStrategy:
         """Average our parameters with what came, once after each update of the learner."""
         side, own = self._parameters, self._own
         while True:
-            self._board.flush()
             self._follow()
             if not self._unmixed_updates or not side.inbox.any_fresh or self._swarm.summary() is None:
                 await self._runner.rest(self._core.rest_s(self._clock.monotonic()))

@@ -128,7 +128,6 @@ class SgpStrategy:
 
     async def _run(self) -> None:
         while not self._runner.stopping:
-            self._board.flush()
             self._follow(self._board.sets)
             alive, now_s = self._swarm.alive(), self._clock.monotonic()
             for push in self._outbox.dead(alive, now_s):

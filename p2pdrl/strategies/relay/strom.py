@@ -153,7 +153,6 @@ class StromStrategy:
         while not self._runner.stopping:
             if self._bug is not None:
                 raise self._bug
-            self._context.learner.board.flush()
             living, now_s = self._swarm.alive(), self._clock.monotonic()
             ready = len(living) + 1 >= self._start_at_members and self._swarm.summary() is not None
             if ready:

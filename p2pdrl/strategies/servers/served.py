@@ -144,9 +144,8 @@ class ServedStrategy(ABC):
                 self._task.result()
 
     def updated(self, updates: int) -> None:
-        """The learner made updates: there may be room on the board."""
+        """Rounds follow posts, not updates."""
         del updates
-        self._context.learner.board.flush()
 
     # Views
 

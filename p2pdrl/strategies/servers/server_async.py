@@ -217,7 +217,6 @@ class ServerAsyncStrategy(ServedStrategy):
     def _bases(self, post: Post) -> list[int]:
         """Versions of the shards that a gradient was computed on: of the last set it can have seen."""
         sets = list(self._sets)
-        self._learner.board.flush()
         if not self._learner.board.absorbed and len(sets) > 1:
             sets.pop()
         seen = [versions for policy, versions in sets if policy <= post.policy_version]

@@ -112,7 +112,6 @@ class ServerSyncStrategy(ServedStrategy):
         """Give the post's gradient to a round, and answer it."""
         began_s = self._clock.monotonic()
         board = self._learner.board
-        board.flush()
         if 0 < self._context.max_exchanges <= self._tally.count("ok"):
             self._post = None
             self._learner.answer(post, "none")
