@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from local_swarm import LocalSwarm, Snapshot
+from local_swarm import LocalSwarm
 from proxies import Proxies
 
 from p2pdrl.transport.protocol import Address
@@ -94,25 +94,25 @@ def run(strategy: str, weather: str, budget_s: float, nodes: int, pace_s: float)
         if proxies is not None:
             proxies.cut_at_random(0.05)
         psutil.cpu_percent()
-        first, course = swarm.snapshot(), []
+        meter, course = Meter(swarm), []
         killed = False
-        while (passed_s := time.monotonic() - first.seconds) < budget_s:
+        while (passed_s := time.monotonic() - meter.began_s) < budget_s:
             if weather == "kills":
                 killed = storm(swarm, passed_s, killed)
             time.sleep(SAMPLE_S)
-            course.append(sample(swarm, first))
+            course.append(meter.sample())
         busy = psutil.cpu_percent()
-        window = swarm.snapshot() - first
-        healthy = [name for name in window.env_steps if name != f"node-{SLOW + 1}"]
+        steps = meter.totals["env_steps"]
+        healthy = [count for name, count in steps.items() if name != f"node-{SLOW + 1}"]
         return {
             "strategy": strategy,
             "weather": weather,
             "course": course,
             "mean_return": course[-1]["mean_return"],
-            "healthy_steps_per_s": sum(window.env_steps[name] for name in healthy) / window.seconds,
+            "healthy_steps_per_s": sum(healthy) / course[-1]["seconds"],
             "waited": waited_s(swarm) / (budget_s * len(swarm.living)),
-            "cpu_s": sum(window.cpu_s.values()),
-            "bytes_per_node": statistics.fmean(window.bytes_out.values()),
+            "cpu_s": course[-1]["cpu_s"],
+            "bytes_per_node": course[-1]["bytes"] / nodes,
             "busy": busy / 100,
         }
 
@@ -129,16 +129,43 @@ def storm(swarm: LocalSwarm, passed_s: float, killed: bool) -> bool:
     return killed
 
 
-def sample(swarm: LocalSwarm, first: Snapshot) -> dict[str, float | None]:
-    """One point of the course."""
-    window = swarm.snapshot() - first
-    return {
-        "seconds": window.seconds,
-        "mean_return": returns(swarm),
-        "cpu_s": sum(window.cpu_s.values()),
-        "bytes": sum(window.bytes_out.values()),
-        "env_steps": sum(window.env_steps.values()),
-    }
+class Meter:
+    """What nodes used and made since the meter began, through deaths and new starts.
+
+    Args:
+        swarm: whose nodes.
+    """
+
+    def __init__(self, swarm: LocalSwarm) -> None:
+        self._swarm = swarm
+        self.totals: dict[str, dict[str, float]] = {key: {} for key in ("env_steps", "cpu_s", "bytes_out")}
+        """Since the beginning, by figure and node."""
+        self._last = self._read()
+        self.began_s = time.monotonic()
+
+    def _read(self) -> dict[str, dict[str, float]]:
+        snapshot = self._swarm.snapshot()
+        return {key: getattr(snapshot, key) for key in self.totals}
+
+    def sample(self) -> dict[str, Any]:
+        """One point of the course."""
+        now = self._read()
+        for key, values in now.items():
+            for name, value in values.items():
+                last = self._last[key].get(name, 0.0)
+                # A figure that fell is of a new process, and all of it is new.
+                more = value - last if value >= last else value
+                if key == "env_steps":  # goes on from the checkpoint: what was lost is made again
+                    more = max(value - last, 0.0)
+                self.totals[key][name] = self.totals[key].get(name, 0.0) + more
+                self._last[key][name] = value
+        return {
+            "seconds": time.monotonic() - self.began_s,
+            "mean_return": returns(self._swarm),
+            "cpu_s": sum(self.totals["cpu_s"].values()),
+            "bytes": sum(self.totals["bytes_out"].values()),
+            "env_steps": sum(self.totals["env_steps"].values()),
+        }
 
 
 def table(results: list[dict[str, Any]]) -> None:
