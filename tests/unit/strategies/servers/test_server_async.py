@@ -16,59 +16,15 @@ from p2pdrl.strategies.servers.messages import Push
 from p2pdrl.strategies.testing.simulator import SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
+from .swarms import COMMON, SIZE, grow, progress, servers_of
+
 pytestmark = pytest.mark.looptime
 
-SIZE = 10
 LR = 0.05
 
 
 def config(**options) -> ServerAsyncConfig:
-    return ServerAsyncConfig(
-        **{
-            "compression": "none",
-            "servers": 2,
-            "optimizer": "sgd",
-            "learning_rate": LR,
-            "deadline_s": 2.0,
-            "ahead": 0,
-        }
-        | options
-    )
-
-
-@pytest.fixture
-def network() -> MemoryNetwork:
-    return MemoryNetwork(random.Random(1), delay_s=(0.0005, 0.002))
-
-
-@pytest.fixture
-async def sim(network):
-    swarm = SimSwarm(network)
-    yield swarm
-    await swarm.close()
-
-
-async def grow(sim: SimSwarm, count: int, options: ServerAsyncConfig, *, period_s: float = 0.04, **learner):
-    rng = np.random.default_rng(5)
-    for _ in range(count):
-        sim.add(options, rng.normal(size=SIZE), period_s=period_s, **learner)
-    sim.introduce()
-    for node in sim.nodes:
-        await node.start()
-    await asyncio.sleep(1.0)
-    return sim.nodes
-
-
-async def progress(nodes, seconds: float) -> list[int]:
-    before = [node.learner.updates for node in nodes]
-    await asyncio.sleep(seconds)
-    return [node.learner.updates - then for node, then in zip(nodes, before, strict=True)]
-
-
-def servers_of(nodes):
-    names = next(n.strategy.facts["servers"] for n in nodes if "servers" in n.strategy.facts).split(", ")
-    by_id = {node.id: node for node in nodes}
-    return [by_id[name] for name in names], [node for node in nodes if node.id not in names]
+    return ServerAsyncConfig(**COMMON | {"learning_rate": LR, "ahead": 0} | options)
 
 
 def spread(nodes) -> float:

@@ -11,6 +11,8 @@ from p2pdrl.config.strategy import ServerSyncConfig
 from p2pdrl.strategies.testing.simulator import SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
+from .swarms import COMMON
+
 pytestmark = pytest.mark.looptime
 
 SIZE = 12
@@ -70,17 +72,7 @@ def serial(problem: Problem, optimizer: str, steps: int, reduce: str = "mean") -
 
 
 def config(**options) -> ServerSyncConfig:
-    return ServerSyncConfig(
-        **{"compression": "none", "servers": 2, "optimizer": "sgd", "learning_rate": LR, "deadline_s": 2.0}
-        | options
-    )
-
-
-@pytest.fixture
-async def sim():
-    swarm = SimSwarm(MemoryNetwork(random.Random(1), delay_s=(0.0005, 0.002)))
-    yield swarm
-    await swarm.close()
+    return ServerSyncConfig(**COMMON | {"learning_rate": LR} | options)
 
 
 def grow(sim: SimSwarm, problem: Problem, options: ServerSyncConfig, **learner):

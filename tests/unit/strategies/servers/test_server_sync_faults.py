@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import msgspec
 import numpy as np
@@ -12,60 +11,18 @@ import pytest
 from p2pdrl.config.strategy import ServerSyncConfig
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.strategies.servers.messages import Pull, Push
-from p2pdrl.strategies.testing.simulator import SimSwarm
-from p2pdrl.transport.memory import MemoryNetwork
+
+from .swarms import COMMON, SIZE, grow, progress, servers_of
 
 pytestmark = pytest.mark.looptime
 
-SIZE = 8
-
 
 def config(**options) -> ServerSyncConfig:
-    return ServerSyncConfig(
-        **{"compression": "none", "servers": 2, "optimizer": "sgd", "learning_rate": 0.01, "deadline_s": 2.0}
-        | options
-    )
-
-
-@pytest.fixture
-def network() -> MemoryNetwork:
-    return MemoryNetwork(random.Random(1), delay_s=(0.0005, 0.002))
-
-
-@pytest.fixture
-async def sim(network):
-    swarm = SimSwarm(network)
-    yield swarm
-    await swarm.close()
-
-
-async def grow(sim: SimSwarm, count: int, options: ServerSyncConfig, *, period_s: float = 0.05, **learner):
-    rng = np.random.default_rng(5)
-    for _ in range(count):
-        sim.add(options, rng.normal(size=SIZE), period_s=period_s, **learner)
-    sim.introduce()
-    for node in sim.nodes:
-        await node.start()
-    await asyncio.sleep(1.0)
-    return sim.nodes
+    return ServerSyncConfig(**COMMON | {"learning_rate": 0.01} | options)
 
 
 def updates(nodes) -> list[int]:
     return [node.learner.updates for node in nodes]
-
-
-def servers_of(nodes):
-    """The serving nodes, in the order of the shards, and the others."""
-    names = next(n.strategy.facts["servers"] for n in nodes if "servers" in n.strategy.facts).split(", ")
-    by_id = {node.id: node for node in nodes}
-    return [by_id[name] for name in names], [node for node in nodes if node.id not in names]
-
-
-async def progress(nodes, seconds: float) -> list[int]:
-    """Updates of each learner within ``seconds``."""
-    before = updates(nodes)
-    await asyncio.sleep(seconds)
-    return [now - then for now, then in zip(updates(nodes), before, strict=True)]
 
 
 async def same_vectors(nodes) -> bool:
