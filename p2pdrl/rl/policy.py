@@ -17,6 +17,7 @@ from p2pdrl.config.task import NetworkConfig
 from p2pdrl.rl.distributions import Categorical, DiagonalGaussian, Distribution
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.networks import NatureCNN, linear, mlp, resolve_kind
+from p2pdrl.rl.outputs import PolicyOutputs, distribution
 
 __all__ = ["ActorCritic"]
 
@@ -69,8 +70,16 @@ class ActorCritic(nn.Module):
         Returns:
             int64 B, or float32 B x A (not clipped to the bounds).
         """
-        distribution = self._distribution(self.actor(self.trunk(obs_BX)))
-        return distribution.mode() if noise is None else distribution.sample(noise)
+        policy = self._distribution(self.actor(self.trunk(obs_BX)))
+        return policy.mode() if noise is None else policy.sample(noise)
+
+    def outputs(self, obs: Tensor) -> PolicyOutputs:
+        """Return what the heads say about ``obs`` (…X), each of the leading shape."""
+        features = self.trunk(self._one_batch(obs))
+        policy = self.policy_head(self.actor(features))
+        values = self.value_head(self.critic(features))
+        leading = obs.shape[: obs.dim() - self._obs_dims]
+        return PolicyOutputs(policy.view(*leading, policy.shape[-1]), values.view(leading), self._log_std)
 
     def evaluate(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities of ``actions``, entropies and values, each of the leading shape.
@@ -79,12 +88,9 @@ class ActorCritic(nn.Module):
             obs: …X.
             actions: … (discrete) or …A.
         """
-        features = self.trunk(self._one_batch(obs))
-        distribution = self._distribution(self.actor(features))
-        values = self.value_head(self.critic(features)).squeeze(-1)
-        leading = obs.shape[: obs.dim() - self._obs_dims]
-        log_probs = distribution.log_prob(actions.reshape(-1, *actions.shape[len(leading) :]))
-        return log_probs.view(leading), distribution.entropy().view(leading), values.view(leading)
+        outputs = self.outputs(obs)
+        policy = outputs.distribution()
+        return policy.log_prob(actions), policy.entropy(), outputs.values
 
     def values(self, obs: Tensor) -> Tensor:
         """Return v(s) of the leading shape of ``obs`` (…X)."""
@@ -94,8 +100,9 @@ class ActorCritic(nn.Module):
     def _one_batch(self, obs: Tensor) -> Tensor:
         return obs.reshape(-1, *self.spec.obs_shape)
 
+    @property
+    def _log_std(self) -> Tensor | None:
+        return None if isinstance(self.spec.action, Discrete) else self.log_std
+
     def _distribution(self, features_BF: Tensor) -> Distribution:
-        outputs = self.policy_head(features_BF)
-        if isinstance(self.spec.action, Discrete):
-            return Categorical(outputs)
-        return DiagonalGaussian(outputs, self.log_std)
+        return distribution(self.policy_head(features_BF), self._log_std)
