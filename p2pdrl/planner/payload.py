@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from p2pdrl.config.strategy import Compression
+from p2pdrl.tensors.positions import encoded_nbytes
 
 __all__ = ["dense_nbytes", "payload_nbytes", "sparse_nbytes"]
 
 INT8_ROW = 1024
 """Elements that share one float32 scale, about."""
-POSITION_BYTES = 2.1
-"""Of one entry of a threshold message at 1 %, its sign included; see `tensors.compression_threshold`."""
+HEAD_BYTES = 8.0
+"""Before the positions of a sparse message."""
 
 
 def dense_nbytes(size: int, compression: Compression) -> float:
@@ -19,7 +20,8 @@ def dense_nbytes(size: int, compression: Compression) -> float:
 
 def sparse_nbytes(size: int, moved: float) -> float:
     """A message of ±τ about ``moved`` of ``size`` entries."""
-    return 8.0 + POSITION_BYTES * max(1.0, moved * size)
+    count = max(1, round(moved * size))
+    return HEAD_BYTES + encoded_nbytes(count, size) + -(-count // 8)
 
 
 def payload_nbytes(size: int, compression: Compression, *, keep: float, moved: float) -> float:
@@ -34,7 +36,8 @@ def payload_nbytes(size: int, compression: Compression, *, keep: float, moved: f
     if compression == "int8":
         return size + 4.0 * -(-size // INT8_ROW)
     if compression == "topk":
-        return 8.0 + (POSITION_BYTES + 2.0) * max(1.0, keep * size)
+        count = max(1, round(keep * size))
+        return HEAD_BYTES + encoded_nbytes(count, size) + 2.0 * count
     if compression == "threshold":
         return sparse_nbytes(size, moved)
     return dense_nbytes(size, compression)

@@ -33,7 +33,7 @@ from p2pdrl.planner.servers_sync import ServersSyncModel
 from p2pdrl.planner.strom import StromModel
 from p2pdrl.planner.world import Model, World
 
-__all__ = ["predict", "predict_all"]
+__all__ = ["predict"]
 
 
 class AloneModel(Model):
@@ -104,13 +104,6 @@ def predict(
     world.books.settle()
     comings.close()
     return _forecast(world, strategy, seconds)
-
-
-def predict_all(
-    swarm: SwarmDescription, strategies: Sequence[StrategyConfig], *, seconds: float = 60.0, seed: int = 0
-) -> list[Forecast]:
-    """`predict` each of ``strategies``."""
-    return [predict(swarm, strategy, seconds=seconds, seed=seed) for strategy in strategies]
 
 
 def _forecast(world: World, strategy: StrategyConfig, seconds: float) -> Forecast:

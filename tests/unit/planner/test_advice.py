@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from p2pdrl.planner.advice import advise
 from p2pdrl.planner.description import LAN, Churn, Machine, SwarmDescription
-from p2pdrl.planner.simulate import predict_all
+from p2pdrl.planner.simulate import predict
 from p2pdrl.planner.texts import ALL_STRATEGIES, link_of, machines_of
 
 
 def advice(swarm: SwarmDescription, trust="lan") -> list[str]:
-    return advise(swarm, predict_all(swarm, ALL_STRATEGIES, seconds=30), trust)
+    return advise(swarm, [predict(swarm, one, seconds=30) for one in ALL_STRATEGIES], trust)
 
 
 def test_equal_machines_on_a_lan_average_gradients():

@@ -12,7 +12,7 @@ from p2pdrl.planner.books import Books
 from p2pdrl.planner.churn import moments
 from p2pdrl.planner.description import Costs, Link, Pair, SwarmDescription
 from p2pdrl.planner.network import MSS, PACKET_BYTES, Network
-from p2pdrl.planner.payload import payload_nbytes
+from p2pdrl.planner.payload import payload_nbytes, sparse_nbytes
 from p2pdrl.planner.processors import Processors
 from p2pdrl.planner.replicas import Replicas
 from p2pdrl.tensors.compression import make_codec
@@ -87,6 +87,15 @@ def test_payloads_are_about_what_codecs_write(kind):
     room = memoryview(bytearray(codec.max_nbytes))
     written = codec.encode(np.random.default_rng(1).normal(size=100_000).astype(np.float32), room)
     assert payload_nbytes(100_000, kind, keep=0.01, moved=0.01) == pytest.approx(written, rel=0.1)
+
+
+@pytest.mark.parametrize("moved", [1e-4, 0.01, 0.3])
+def test_threshold_messages_are_about_what_the_codec_writes(moved):
+    vector = np.zeros(100_000, np.float32)
+    vector[np.random.default_rng(1).choice(vector.size, round(moved * vector.size), replace=False)] = 0.1
+    codec = make_codec("threshold", vector.size, threshold=0.1)
+    written = codec.encode(vector, memoryview(bytearray(codec.max_nbytes)))
+    assert sparse_nbytes(vector.size, moved) == pytest.approx(written, rel=0.01)
 
 
 def test_moments_come_at_their_rate():

@@ -17,6 +17,7 @@ from p2pdrl.config.strategy import (
     StromConfig,
 )
 from p2pdrl.planner.description import LAN, WAN, Churn, Costs, Link, Machine, SwarmDescription
+from p2pdrl.planner.payload import sparse_nbytes
 from p2pdrl.planner.simulate import predict
 from p2pdrl.planner.texts import ALL_STRATEGIES
 
@@ -143,7 +144,7 @@ def test_rounds_with_neighbours_go_on_after_one_came_late(seed):
 def test_strom_pushes_to_each_of_the_others_after_each_update():
     found = predict(swarm(5, size=1000, moved=0.1), StromConfig(), seconds=30)
     assert found.rounds_s == pytest.approx(4 * found.updates_s, rel=0.02)
-    assert found.bytes_out_s == pytest.approx(found.rounds_s * (8 + 2.1 * 100), rel=1e-6)
+    assert found.bytes_out_s == pytest.approx(found.rounds_s * sparse_nbytes(1000, 0.1), rel=1e-6)
     assert found.bytes_in_s == pytest.approx(found.bytes_out_s, rel=1e-6)
     assert found.wire_in_s == pytest.approx(found.wire_out_s, rel=1e-6)
 
