@@ -10,7 +10,6 @@ with LocalSwarm(4, ["--set", "task.strategy.name=local"]) as swarm:
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -278,15 +277,3 @@ class LocalSwarm:
         """Start a killed node again on its data folder."""
         node = self.nodes[number]
         self.nodes[number] = self._start(node.name, node.address.port, node.extra)
-
-    def summaries(self) -> dict[str, Any]:
-        """End all nodes in good order; return what each wrote about its run, by name."""
-        for node in self.living:
-            node.process.send_signal(signal.SIGTERM)
-        for node in self.nodes:
-            node.process.wait(30)
-        return {
-            node.name: json.loads((node.folder / "summary.json").read_text())
-            for node in self.nodes
-            if (node.folder / "summary.json").exists()
-        }

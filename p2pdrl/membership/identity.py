@@ -64,11 +64,6 @@ class Identity:
         self._node_id = node_id_from_public_key(self._public_key)
 
     @classmethod
-    def generate(cls) -> Identity:
-        """Return a fresh identity that is kept nowhere."""
-        return cls(secrets.token_bytes(32))
-
-    @classmethod
     def load_or_create(cls, folder: Path) -> Identity:
         """Return the identity kept in ``folder``, made at the first call.
 

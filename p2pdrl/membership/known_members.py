@@ -53,7 +53,6 @@ class KnownMembers:
 
     Attributes:
         members: who was living when the file was last written.
-        damaged: True when a file was there and couldn't be read.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -61,13 +60,11 @@ class KnownMembers:
         self._boot_ms = 0
         self._lock = threading.Lock()
         self.members: tuple[KnownMember, ...] = ()
-        self.damaged = False
         if self._path is not None and self._path.exists():
             try:
                 content = msgspec.json.decode(self._path.read_bytes(), type=_Content)
             except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-                self.damaged = True
-                return
+                return  # as good as none
             self._boot_ms = content.boot_ms
             self.members = content.members[:MAX_KNOWN]
 

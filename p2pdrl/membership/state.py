@@ -299,10 +299,6 @@ class Membership:
         self._kernel.queue.clear()
         self._flush()
 
-    def lagged(self) -> None:
-        """The service saw that this node was held up."""
-        self._kernel.awareness.add(1)
-
     def leave(self, now: float) -> list[Effect]:
         """Say goodbye to a few members, and do nothing of our own accord from now on."""
         self._advance(now)

@@ -24,7 +24,6 @@ __all__ = [
     "FAN_OUT",
     "MAX_REPORTS",
     "DigestTable",
-    "ExchangeCounts",
     "PeerReport",
     "period_s",
 ]
@@ -49,19 +48,8 @@ def period_s(nodes: int) -> float:
     return max(1.0, 0.05 * nodes)
 
 
-class ExchangeCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """How this boot's exchanges of parameters ended."""
-
-    ok: Natural = 0
-    busy: Natural = 0
-    timeout: Natural = 0
-    refused: Natural = 0
-    failed: Natural = 0
-    adopted: Natural = 0
-
-
 class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's account of itself; counts are of all its boots, bytes and exchanges of this one."""
+    """One node's account of itself; counts are of all its boots, bytes of this one."""
 
     id: NodeId
     boot: Natural
@@ -84,7 +72,6 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
     rss_bytes: Natural = 0
     bytes_in: Natural = 0
     bytes_out: Natural = 0
-    exchanges: ExchangeCounts = ExchangeCounts()
     healthy: bool = True
     reasons: Annotated[
         tuple[Annotated[str, Meta(max_length=200)], ...],
@@ -99,8 +86,6 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the strategy in force there."""
     role: Label = ""
     """What the node does in its group, in a word: ``server``, ``worker``; empty where all do the same."""
-    stop_ready: bool = False
-    """The node's own part of the stop condition on returns is met."""
     age_s: NonNegative = 0.0
     """How old the report was when this copy of it was sent; zero at its origin."""
 

@@ -17,8 +17,8 @@ from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.strategy import mode_of
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberView
-from p2pdrl.node import health, settings, stop
-from p2pdrl.node.digest import ExchangeCounts, PeerReport
+from p2pdrl.node import health, settings
+from p2pdrl.node.digest import PeerReport
 from p2pdrl.node.mode_figures import describe, facts_of, mode_document
 from p2pdrl.node.parts import Parts
 
@@ -123,14 +123,12 @@ class Figures:
                 "lineage": training.lineage,
                 "policy_version": training.policy_version,
                 "consensus_distance": training.strategy.consensus_distance,
-                "exchanges": self._exchanges(),
                 "device": training.supervisor.device,
                 "steps_per_s": training.supervisor.speed.rate(parts.clock.monotonic()),
                 "learner_restarts": training.supervisor.restarts,
                 "mode_epoch": training.mode_epoch,
                 "strategy": protocol_of(training.strategy_config),
                 "role": str(facts_of(training.strategy).get("role", ""))[:64],
-                "stop_ready": stop.returns_ready(training.stop_config, window, mean),
             }
         return PeerReport(
             id=parts.node_id,
@@ -296,11 +294,6 @@ class Figures:
             return (True, True, 0, node)
         report = reports[0]
         return (report.state not in ("training", "paused"), not report.healthy, -report.policy_version, node)
-
-    def _exchanges(self) -> ExchangeCounts:
-        training = self._parts.training
-        outcomes = {} if training is None else training.outcomes
-        return ExchangeCounts(**{name: outcomes.get(name, 0) for name in ExchangeCounts.__struct_fields__})
 
     def _learner(self) -> dict[str, object]:
         training = self._parts.training

@@ -23,7 +23,6 @@ class HealthInputs:
     Attributes:
         learner_down_s: seconds that the learner hasn't run though it should; None while it runs.
         learner_restarts_in_a_row: deaths of the learner without a minute of life between.
-        learner_error: what it said when it died; may be empty.
         progress_age_s: seconds since the last update; None when none is due (paused, no learner).
         loop_lag_s: 99th percentile of the daemon loop's lag over the last minute.
         storage_error: why the last write to disk failed; None when it went well.
@@ -32,15 +31,12 @@ class HealthInputs:
         join_refused: why a peer doesn't let this node in; None when none refuses.
         suspected_by: how many peers suspect this node.
         quarantined: names of peers in quarantine for poisoned vectors.
-        clock_skew_s: greatest difference to a peer's wall clock, either sign.
-        exchange_failures_in_a_row: exchanges that failed since one went well.
         adopting_s: seconds that this node has been trying to take over a peer's state.
         mode_error: why this node can't run the swarm's mode and trains alone; None while it can.
     """
 
     learner_down_s: float | None = None
     learner_restarts_in_a_row: int = 0
-    learner_error: str = ""
     progress_age_s: float | None = None
     loop_lag_s: float = 0.0
     storage_error: str | None = None
@@ -49,8 +45,6 @@ class HealthInputs:
     join_refused: str | None = None
     suspected_by: int = 0
     quarantined: tuple[str, ...] = ()
-    clock_skew_s: float = 0.0
-    exchange_failures_in_a_row: int = 0
     adopting_s: float = 0.0
     mode_error: str | None = None
 
@@ -64,8 +58,6 @@ class HealthLimits:
         progress_s: longest time between two updates.
         loop_lag_s: peers begin to suspect a node whose loop lags for a second.
         alone_s: a first join may take this long.
-        clock_skew_s: half of the 60 s that authentication allows.
-        exchange_failures: failed exchanges in a row.
         adopting_s: longest time for taking over a peer's state.
     """
 
@@ -73,8 +65,6 @@ class HealthLimits:
     progress_s: float = 60.0
     loop_lag_s: float = 1.0
     alone_s: float = 15.0
-    clock_skew_s: float = 30.0
-    exchange_failures: int = 10
     adopting_s: float = 60.0
 
 
@@ -94,10 +84,9 @@ def _of_learner(inputs: HealthInputs, limits: HealthLimits) -> list[str]:
     reasons = []
     down_s = inputs.learner_down_s
     if down_s is not None and (down_s > limits.learner_down_s or inputs.learner_restarts_in_a_row > 1):
-        why = f": {inputs.learner_error}" if inputs.learner_error else ""
         deaths = inputs.learner_restarts_in_a_row
         times = f" and died {deaths} times in a row" if deaths > 1 else ""
-        reasons.append(f"the learner has been down for {down_s:.0f} s{times}{why}")
+        reasons.append(f"the learner has been down for {down_s:.0f} s{times}")
     elif inputs.progress_age_s is not None and inputs.progress_age_s > limits.progress_s:
         reasons.append(f"the learner has made no update for {inputs.progress_age_s:.0f} s")
     return reasons
@@ -110,11 +99,6 @@ def _of_machine(inputs: HealthInputs, limits: HealthLimits) -> list[str]:
     if inputs.loop_lag_s > limits.loop_lag_s:
         reasons.append(
             f"the daemon answers {inputs.loop_lag_s:.1f} s late: its machine is overloaded or swaps"
-        )
-    if abs(inputs.clock_skew_s) > limits.clock_skew_s:
-        side = "ahead of" if inputs.clock_skew_s > 0 else "behind"
-        reasons.append(
-            f"this machine's clock is {abs(inputs.clock_skew_s):.0f} s {side} its peers': set it by NTP"
         )
     return reasons
 
@@ -132,8 +116,6 @@ def _of_swarm(inputs: HealthInputs, limits: HealthLimits) -> list[str]:
         reasons.append(f"{peers} this node: their probes get no answer in time")
     if inputs.adopting_s > limits.adopting_s:
         reasons.append(f"has been trying to take over a peer's state for {inputs.adopting_s:.0f} s")
-    if inputs.exchange_failures_in_a_row >= limits.exchange_failures:
-        reasons.append(f"the last {inputs.exchange_failures_in_a_row} exchanges of parameters failed")
     if inputs.quarantined:
         reasons.append(f"in quarantine for bad parameters: {', '.join(inputs.quarantined)}")
     return reasons

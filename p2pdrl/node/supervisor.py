@@ -20,7 +20,7 @@ from p2pdrl.node.events import EventLog
 from p2pdrl.node.learner_link import LearnerLink
 from p2pdrl.node.workplace import Workplace
 from p2pdrl.strategies.protocol import AnswerKind, Post
-from p2pdrl.telemetry.history import RateMeter
+from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.workers.protocol import Hello, Others, Pace, Progress, Report, Start, Stop

@@ -1,6 +1,6 @@
-"""Advantages and returns of an unroll.
+"""Advantages of an unroll.
 
-``algorithms`` call these once per update, on the full batch, before it is split.
+``algorithms`` call this once per update, on the full batch, before it is split.
 
 Shape suffixes: T unroll, T1 unroll with the bootstrap step (T+1), B environments.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["gae", "n_step_returns"]
+__all__ = ["gae"]
 
 
 def gae(
@@ -43,14 +43,3 @@ def gae(
     for delta_B, decay_B, out_B in reversed(list(rows)):
         advantage_B = torch.addcmul(delta_B, decay_B, advantage_B, out=out_B)
     return advantages_TB
-
-
-def n_step_returns(
-    rewards_TB: Tensor, values_T1B: Tensor, discounts_TB: Tensor, continues_TB: Tensor | None = None
-) -> Tensor:
-    """Return G_t = r_t + γ_t G_{t+1} with G_T = v(s_T) (Mnih 2016, arXiv 1602.01783, algorithm S3).
-
-    Arguments are as in ``gae``; where c_t = 0, v(s_{t+1}) stands in for G_{t+1}. It is the
-    advantage for λ = 1 plus the value.
-    """
-    return gae(rewards_TB, values_T1B, discounts_TB, 1.0, continues_TB) + values_T1B[:-1]

@@ -37,11 +37,9 @@ class Codec(Protocol):
 
     Attributes:
         max_nbytes: the most bytes that a message takes.
-        exact: whether decoding gives back what was encoded, bit for bit.
     """
 
     max_nbytes: int
-    exact: bool
 
     def encode(self, vector: Float32Array, out: memoryview) -> int:
         """Write ``vector``, and what was kept from earlier ones, into ``out``; return how many bytes.
@@ -88,7 +86,6 @@ class PlainCodec:
         self._size = size
         self._dtype = dtype
         self.max_nbytes = wire.encoded_nbytes(size, dtype)
-        self.exact = dtype == "float32"
 
     def encode(self, vector: Float32Array, out: memoryview) -> int:
         """Write ``vector`` into ``out``; return the bytes, which are ``max_nbytes``."""

@@ -38,8 +38,6 @@ class Int8Codec:
         feedback: whether what rounding lost is kept and added to the next vector.
     """
 
-    exact = False
-
     def __init__(self, size: int, *, feedback: bool = True) -> None:
         self._feedback = feedback
         self._rows = -(-size // ROW)

@@ -115,8 +115,6 @@ class ThresholdCodec:
         feedback: whether what wasn't sent is kept and added to the next vector.
     """
 
-    exact = False
-
     def __init__(self, size: int, tau: float, *, feedback: bool = True) -> None:
         self._kept = ThresholdResidual(size, tau)
         self._feedback = feedback

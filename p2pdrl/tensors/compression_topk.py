@@ -41,8 +41,6 @@ class TopkCodec:
         feedback: whether what wasn't sent is kept and added to the next vector.
     """
 
-    exact = False
-
     def __init__(self, size: int, keep: float, *, feedback: bool = True) -> None:
         wire_positions.check_size(size)
         if not 0 < keep <= 1:

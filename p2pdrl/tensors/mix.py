@@ -18,7 +18,7 @@ from p2pdrl.tensors.chunks import DOT_CHUNK, WALK, scratch_f64, spans
 from p2pdrl.tensors.layout import Float32Array, check_vector
 from p2pdrl.tensors.wire import WireDtype, as_wire, decode_span
 
-__all__ = ["PairFigures", "add_into", "check_finite", "distance", "norm", "pair_delta", "pair_step", "square"]
+__all__ = ["PairFigures", "check_finite", "distance", "norm", "pair_delta", "pair_step", "square"]
 
 
 def pair_delta(mine: Float32Array, theirs: Float32Array, weight: float = 0.5, *, out: Float32Array) -> None:
@@ -105,17 +105,6 @@ def pair_step(
         between_square += float(np.dot(difference, difference))
         np.multiply(difference, factor, out=difference)
     return PairFigures(math.sqrt(mine_square), math.sqrt(their_square), math.sqrt(between_square))
-
-
-def add_into(target: Float32Array, delta: Float32Array) -> None:
-    """``target += delta``, in place.
-
-    Raises:
-        LayoutMismatchError: the two differ in shape or dtype.
-    """
-    check_vector(target, target.size, "the target")
-    check_vector(delta, target.size, "the delta")
-    np.add(target, delta, out=target)
 
 
 def square(vector: Float32Array) -> float:

@@ -27,7 +27,6 @@ __all__ = [
     "Handler",
     "Incoming",
     "Lane",
-    "Peer",
     "Refusal",
     "Reply",
     "Transport",
@@ -87,9 +86,6 @@ class Address(msgspec.Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-Peer = Address
 
 
 class Refusal(P2PDRLError):  # noqa: N818 - a handler's decision, not a failure

@@ -55,8 +55,7 @@ class Neighbourhood:
     def __init__(self, config: DsgdConfig, me: str, view: GroupView, first: int) -> None:
         self.view, self.key, self.first = view, view.key, first
         row = metropolis(config.topology, view.members, degree=config.degree, seed=str(view.key))[me]
-        self.own_weight = row.pop(me)
-        self.weights = row
+        self.weights = {peer: weight for peer, weight in row.items() if peer != me}
         W_NN = matrix(config.topology, view.members, degree=config.degree, seed=str(view.key))
         self.spectral_gap = spectral_gap(W_NN)
         self.lines: dict[str, Line] = {}

@@ -491,7 +491,7 @@ def first_ping(bench: Bench) -> Send:
 
 def test_a_good_probe_measures_and_heals() -> None:
     bench = Bench()
-    bench.core.lagged()
+    bench.core._kernel.awareness.add(1)
     send = first_ping(bench)
     bench.now += 0.02
     bench.feed(Answered(send.call_id, Ack(Incarnation(BOOT_MS, 0))))

@@ -26,7 +26,7 @@ from p2pdrl.node.accounting import Accounting
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.parts import Parts
-from p2pdrl.telemetry.history import RateMeter
+from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.layout import Entry, Layout
 from p2pdrl.tensors.shm import SharedRegion

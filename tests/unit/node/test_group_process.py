@@ -47,7 +47,9 @@ class FakeLink:
             return Hosting(4711)
         if isinstance(order, Reduce):
             self.vectors[1] = 2 * self.vectors[0]
-            return Reduced((Row(order.weight, order.policy_version, order.learning_rate, 0.0),), 1.0, sound=True)
+            return Reduced(
+                (Row(order.weight, order.policy_version, order.learning_rate, 0.0),), 1.0, sound=True
+            )
         return Joined("gloo")
 
     async def kill(self):

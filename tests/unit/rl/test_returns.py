@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from p2pdrl.rl.returns import gae, n_step_returns
+from p2pdrl.rl.returns import gae
 
 # rows are environments, as in the source; transposed to TB below
 REWARDS = [[0, 0, 1, 0, -0.5], [0, 0, 0, 0, 1]]
@@ -66,16 +66,6 @@ def test_truncation_bootstraps_but_nothing_leaks_from_the_next_episode():
     found = gae(rewards, values, discounts, 1.0, continues)
     assert found[1].item() == pytest.approx(1.0 + 0.5 * 7.0)  # the final state keeps its value
     assert found[0].item() == pytest.approx(1.0 + 0.5 * (1.0 + 0.5 * 7.0))
-
-
-def test_n_step_returns_are_discounted_sums_with_bootstrap():
-    found = n_step_returns(
-        torch.tensor([[1.0], [2.0], [3.0]]),
-        torch.tensor([[9.0], [9.0], [9.0], [4.0]]),
-        torch.full((3, 1), 0.5),
-    )
-    expected = [1 + 0.5 * (2 + 0.5 * (3 + 0.5 * 4)), 2 + 0.5 * (3 + 0.5 * 4), 3 + 0.5 * 4]
-    np.testing.assert_allclose(found.squeeze(-1), expected)
 
 
 def test_terminal_state_is_worth_nothing():

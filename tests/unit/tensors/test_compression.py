@@ -49,9 +49,8 @@ def test_another_codec_of_the_same_make_reads_it(kind: Compression, size: int) -
     codec, vector = made(kind, size), normal(size)
     got = received(made(kind, size), message(codec, vector), size)
     assert np.isfinite(got).all()
-    if codec.exact:
+    if kind == "none":
         np.testing.assert_array_equal(got, vector)
-    assert codec.exact == (kind == "none")
     if size > 4096:
         assert np.corrcoef(got, vector)[0, 1] > 0.5
 

@@ -37,9 +37,6 @@ def test_long_vectors_are_walked_to_their_end() -> None:
     out = np.empty_like(a)
     mix.pair_delta(a, b, out=out)
     np.testing.assert_array_equal(out, np.float32(0.5) * (b - a))
-    target = a.copy()
-    mix.add_into(target, out)
-    np.testing.assert_array_equal(target, a + out)
     assert mix.norm(a) == pytest.approx(np.linalg.norm(a.astype(float)), rel=1e-12)
     assert mix.distance(a, b) == pytest.approx(np.linalg.norm(a.astype(float) - b), rel=1e-7)
 
@@ -63,7 +60,6 @@ def test_nothing_of_the_vectors_length_is_allocated() -> None:
     tracemalloc.start()
     try:
         mix.pair_delta(a, b, out=out)
-        mix.add_into(out, a)
         mix.distance(a, b)
         mix.norm(a)
         mix.check_finite(a, 1e6)
@@ -93,8 +89,6 @@ def test_vectors_that_differ_are_refused() -> None:
     ):
         with pytest.raises(LayoutMismatchError):
             mix.pair_delta(args[0], args[1], out=args[2])
-    with pytest.raises(LayoutMismatchError):
-        mix.add_into(three, four)
     with pytest.raises(LayoutMismatchError):
         mix.distance(three, four)
     with pytest.raises(ValueError, match="weight"):

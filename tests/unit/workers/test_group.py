@@ -25,7 +25,9 @@ from p2pdrl.workers.group_protocol import (
 from p2pdrl.workers.protocol import FrameBuffer
 from p2pdrl.workers.torch_group import TorchGroup, cuda_device, local_address
 
-REDUCE = Reduce(number=1, weight=1.0, policy_version=2, learning_rate=0.5, max_abs=1e6, bf16=False, spread=True)
+REDUCE = Reduce(
+    number=1, weight=1.0, policy_version=2, learning_rate=0.5, max_abs=1e6, bf16=False, spread=True
+)
 JOIN = Join(rank=1, size=2, host="127.0.0.1", port=4711, timeout_s=1.0)
 
 

@@ -28,7 +28,9 @@ from p2pdrl.workers.protocol import FrameBuffer
     [
         Host(("10.0.0.2", "b.example"), 15.0),
         Join(rank=1, size=3, host="10.0.0.1", port=4711, timeout_s=15.0),
-        Reduce(number=7, weight=64.0, policy_version=9, learning_rate=0.5, max_abs=1e6, bf16=True, spread=False),
+        Reduce(
+            number=7, weight=64.0, policy_version=9, learning_rate=0.5, max_abs=1e6, bf16=True, spread=False
+        ),
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -1,0 +1,58 @@
+"""Rate meters against slow, obvious formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pdrl.telemetry.rate import RateMeter
+
+
+def test_a_steady_stream_has_its_rate() -> None:
+    meter = RateMeter(window_s=10.0, began_s=100.0)
+    for tick in range(1, 400):
+        now_s = 100.0 + tick * 0.25
+        meter.add(5, now_s)
+        if tick >= 8:
+            assert meter.rate(now_s) == pytest.approx(20.0, rel=0.06)
+
+
+def test_a_stream_that_stops_falls_to_zero() -> None:
+    meter = RateMeter(window_s=10.0, began_s=0.0)
+    meter.add(100, 1.5)
+    assert meter.rate(2.0) == pytest.approx(50.0)
+    assert meter.rate(10.9) == pytest.approx(100 / 9.9)
+    assert meter.rate(11.0) == 0.0
+    meter.add(10, 1000.5)
+    assert meter.rate(1000.5) == pytest.approx(10 / 9.5)
+
+
+def test_the_first_instants_do_not_explode() -> None:
+    meter = RateMeter(window_s=10.0, began_s=0.0)
+    assert meter.rate(0.0) == 0.0
+    meter.add(3, 0.0)
+    assert meter.rate(0.0) == 3.0
+    with pytest.raises(ValueError, match="length"):
+        RateMeter(0.0, 0.0)
+
+
+def test_counting_begins_with_the_first_call_unless_told() -> None:
+    meter = RateMeter(window_s=10.0)
+    meter.add(4, 700.0)
+    assert meter.rate(702.0) == 2.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 50)), max_size=60))
+def test_memory_is_bounded_and_nothing_is_counted_twice(events: list[tuple[float, int]]) -> None:
+    meter, now_s, log = RateMeter(10.0, 0.0), 0.0, []
+    for gap_s, count in events:
+        now_s += gap_s
+        meter.add(count, now_s)
+        log.append((now_s, count))
+    first = math.floor(now_s) - 9
+    expected = sum(count for t_s, count in log if math.floor(t_s) >= first)
+    assert meter.rate(now_s) == pytest.approx(expected / max(1.0, now_s - max(0, first)))
+    assert len(meter._slots) <= RateMeter.SLOTS
