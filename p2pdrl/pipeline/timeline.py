@@ -1,0 +1,206 @@
+"""When each action of a schedule begins and ends, from what stages and links cost.
+
+A rank does one thing at a time, in its schedule's order. Sends are asynchronous: their rank goes on at
+once, and a message leaves when the messages before it have left the same direction of the same link
+(activations and gradients between the same two ranks share it). It arrives a latency later, and a receive
+waits for it. What several links of one machine have in common isn't modelled.
+
+With S equal stages and messages that cost nothing these are the values of the papers: GPipe and 1F1B take
+(M+S−1)(f+b) seconds and each rank idles (S−1)/(M+S−1) of them (Huang 2019, arXiv 1811.06965, section 2.3);
+interleaved with V stages on each of R ranks, M a multiple of R, idles (R−1)/(V·M+R−1) of them
+(Narayanan 2021, arXiv 2104.04473, section 2.2, there relative to the ideal time).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from p2pdrl.errors import ConfigError
+from p2pdrl.pipeline.layers import Link, Links, check_numbers, link_between
+from p2pdrl.pipeline.schedule import Action, Route, check_schedule, peak_activations, route
+
+__all__ = ["Costs", "Timed", "Timeline", "predict"]
+
+
+FREE = Link()
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What one microbatch costs, at each stage and between them.
+
+    Attributes:
+        forward_s: seconds of each stage's forward.
+        backward_s: seconds of each stage's backward.
+        message_bytes: of the activation from each stage to the next, S−1 of them, or one number for all; its
+            gradient has as many.
+        links: between ranks; by default messages cost nothing.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    message_bytes: float | tuple[float, ...] = 0.0
+    links: Links = FREE
+
+    @property
+    def stages(self) -> int:
+        """S."""
+        return len(self.forward_s)
+
+    def boundary_bytes(self, way: Route) -> float:
+        """Bytes of a message between two neighbouring stages."""
+        if isinstance(self.message_bytes, tuple):
+            return self.message_bytes[min(way)]
+        return self.message_bytes
+
+    def check(self) -> None:
+        """Raise a `ConfigError` for numbers that are too few, negative, not finite, or all zero."""
+        sizes = self.message_bytes if isinstance(self.message_bytes, tuple) else (self.message_bytes,)
+        if len(self.backward_s) != self.stages:
+            raise ConfigError(
+                f"{self.stages} forward times need as many backward times, not {len(self.backward_s)}"
+            )
+        if isinstance(self.message_bytes, tuple) and len(sizes) != self.stages - 1:
+            raise ConfigError(
+                f"{self.stages} stages have {self.stages - 1} messages' bytes, not {len(sizes)}"
+            )
+        check_numbers("the seconds of a stage", (*self.forward_s, *self.backward_s))
+        check_numbers("the bytes of a message", sizes)
+        for link in [self.links] if isinstance(self.links, Link) else self.links.values():
+            link.check()
+        if not any(self.forward_s) and not any(self.backward_s):
+            raise ConfigError("at least one stage must take more than 0 seconds")
+
+
+class Timed(NamedTuple):
+    """An action and its time.
+
+    Attributes:
+        action: what.
+        start_s: when it begins; a send when its first byte leaves, a receive when its rank begins to wait.
+        end_s: when it ends; a send when its last byte arrives.
+    """
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A schedule with its times, which begin at 0.
+
+    Attributes:
+        rows: of each rank, in the order of its schedule.
+        total_s: when the last rank has computed all: the time of one batch.
+        busy_s: how long each rank computes.
+        bubbles: the part of the total in which each rank computes nothing.
+        stored: most microbatches whose activations each rank keeps at once (interleaved: times stages).
+        one_device_s: what one device takes that computes each stage as fast as its rank does.
+        stages: S.
+        microbatches: M.
+    """
+
+    rows: tuple[tuple[Timed, ...], ...]
+    total_s: float
+    busy_s: tuple[float, ...]
+    bubbles: tuple[float, ...]
+    stored: tuple[int, ...]
+    one_device_s: float
+    stages: int
+    microbatches: int
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as one device."""
+        return self.one_device_s / self.total_s
+
+    @property
+    def ideal_speedup(self) -> float:
+        """That of equal stages and free messages: R·V·M / (V·M + R − 1), with V = 1 unless interleaved."""
+        ranks = len(self.rows)
+        turns = self.stages // ranks * self.microbatches
+        return ranks * turns / (turns + ranks - 1)
+
+
+def predict(schedule: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
+    """Predict when everything happens.
+
+    Args:
+        schedule: the actions of each rank.
+        costs: of one microbatch.
+
+    Raises:
+        ConfigError: the costs are bad, or it isn't a schedule of as many stages as they are of.
+    """
+    costs.check()
+    microbatches = 1 + max((action.microbatch for actions in schedule for action in actions), default=-1)
+    check_schedule(schedule, costs.stages, microbatches)
+    rows = _Clockwork(schedule, costs).run()
+    total_s = max(t.end_s for row in rows for t in row if t.action.kind == "backward")
+    each_s = [microbatches * sum(both) for both in zip(costs.forward_s, costs.backward_s, strict=True)]
+    busy_s = tuple(sum(each_s[rank :: len(rows)]) for rank in range(len(rows)))
+    return Timeline(
+        rows=rows,
+        total_s=total_s,
+        busy_s=busy_s,
+        bubbles=tuple(max(0.0, 1.0 - busy / total_s) for busy in busy_s),
+        stored=tuple(peak_activations(actions) for actions in schedule),
+        one_device_s=sum(each_s),
+        stages=costs.stages,
+        microbatches=microbatches,
+    )
+
+
+class _Clockwork:
+    """Runs the ranks of a checked schedule as far as their messages let them, until all are done.
+
+    A direction of a link has one sender, so that messages leave it in that rank's own order, and
+    the order in which ranks are run here changes no time.
+    """
+
+    def __init__(self, schedule: Sequence[Sequence[Action]], costs: Costs) -> None:
+        self._schedule, self._costs = schedule, costs
+        self._now_s = [0.0] * len(schedule)
+        self._rows: list[list[Timed]] = [[] for _ in schedule]
+        self._free_s: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self._arrives_s: dict[tuple[Route, int], float] = {}
+
+    def run(self) -> tuple[tuple[Timed, ...], ...]:
+        """All actions with their times."""
+        while any(len(row) < len(actions) for row, actions in zip(self._rows, self._schedule, strict=True)):
+            for rank, actions in enumerate(self._schedule):
+                row = self._rows[rank]
+                while len(row) < len(actions) and self._step(rank, actions[len(row)]):
+                    pass
+        return tuple(map(tuple, self._rows))
+
+    def _step(self, rank: int, action: Action) -> bool:
+        """Do one action, unless its message isn't sent yet."""
+        now_s = start_s = self._now_s[rank]
+        if action.kind == "forward":
+            end_s = self._now_s[rank] = now_s + self._costs.forward_s[action.stage]
+        elif action.kind == "backward":
+            end_s = self._now_s[rank] = now_s + self._costs.backward_s[action.stage]
+        elif action.kind.startswith("send"):
+            start_s, end_s = self._send(action, now_s)
+        else:
+            arrives_s = self._arrives_s.get((route(action), action.microbatch))
+            if arrives_s is None:
+                return False
+            end_s = self._now_s[rank] = max(now_s, arrives_s)
+        self._rows[rank].append(Timed(action, start_s, end_s))
+        return True
+
+    def _send(self, action: Action, now_s: float) -> tuple[float, float]:
+        way = route(action)
+        pair = way.source % len(self._schedule), way.target % len(self._schedule)
+        link = link_between(self._costs.links, *pair)
+        start_s = max(now_s, self._free_s[pair])
+        self._free_s[pair] = start_s + link.busy_s(self._costs.boundary_bytes(way))
+        end_s = self._free_s[pair] + link.latency_s
+        self._arrives_s[way, action.microbatch] = end_s
+        return start_s, end_s
