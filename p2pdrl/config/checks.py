@@ -13,7 +13,7 @@ from p2pdrl.config.problem import Problem
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import GradAverageConfig, ParamAverageConfig, StrategyConfig
 from p2pdrl.config.strategy_checks import strategy_problems
-from p2pdrl.config.task import A2CConfig, PPOConfig, RegressionConfig, TaskConfig
+from p2pdrl.config.task import A2CConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
 
 __all__ = ["Problem", "problems", "task_problems", "trust_problems"]
 
@@ -33,6 +33,8 @@ def task_problems(task: TaskConfig) -> Iterator[Problem]:
         yield from _regression_problems(task.algorithm)
     else:
         yield from _batch_problems(task.algorithm, task.env.num_envs)
+        yield from _network_problems(task.network)
+        yield from _memory_problems(task)
     if task.algorithm.anneal == "linear" and task.stop.env_steps == 0:
         yield Problem(
             "task.algorithm.anneal",
@@ -53,6 +55,30 @@ def _batch_problems(algorithm: PPOConfig | A2CConfig, num_envs: int) -> Iterator
         yield Problem(
             "task.algorithm.normalize_advantages",
             f"a batch of {steps} has no deviation to divide by; turn it off, or gather more steps",
+        )
+
+
+def _network_problems(network: NetworkConfig) -> Iterator[Problem]:
+    if network.kind == "transformer" and network.width % network.heads:
+        yield Problem(
+            "task.network.heads",
+            f"{network.heads} heads can't share a width of {network.width} equally; "
+            "width must be a multiple of heads",
+        )
+    if network.kind == "impala_resnet" and not network.channels:
+        yield Problem(
+            "task.network.channels", "a ResNet has one section at least; the paper has [16, 32, 32]"
+        )
+
+
+def _memory_problems(task: TaskConfig) -> Iterator[Problem]:
+    """Whole unrolls of an environment go into one minibatch where the policy remembers."""
+    algorithm, envs = task.algorithm, task.env.num_envs
+    if task.network.core != "none" and isinstance(algorithm, PPOConfig) and algorithm.minibatches > envs:
+        yield Problem(
+            "task.algorithm.minibatches",
+            f"a policy with a memory learns from whole unrolls: {envs} environments can't be cut into "
+            f"{algorithm.minibatches} minibatches; lower it, or raise env.num_envs",
         )
 
 

@@ -53,12 +53,33 @@ class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The shape of policy and value function."""
 
-    kind: Literal["auto", "mlp", "nature_cnn"] = "auto"
-    """``auto`` takes the Nature CNN (Mnih 2015) for images and an MLP for everything else."""
+    kind: Literal["auto", "mlp", "nature_cnn", "impala_resnet", "transformer"] = "auto"
+    """``mlp``: dense layers, separate ones for policy and values; ``nature_cnn`` (Mnih 2015) and the deeper
+    ``impala_resnet`` (Espeholt 2018), both for images; ``transformer`` over parts of the observation.
+    ``auto`` takes the Nature CNN for images and an MLP for everything else."""
     hidden: tuple[Count, ...] = (64, 64)
-    """Widths of the hidden layers of the MLP; of the dense layers behind the CNN."""
+    """Widths of the hidden layers of the MLP; of the dense layers behind the convolutions, where the
+    default stands for the papers' single layer (512, and 256 for the ResNet). No part of a transformer."""
     activation: Literal["tanh", "relu"] = "tanh"
-    """Non-linearity of the MLP; the CNN always uses relu."""
+    """Non-linearity of the MLP; the convolutional networks always use relu."""
+    channels: tuple[Annotated[int, Meta(ge=1, le=65_536)], ...] = (16, 32, 32)
+    """Widths of the ResNet's sections, each of which halves the picture. More see larger things, wider
+    ones more kinds of them."""
+    layers: Annotated[int, Meta(ge=1, le=256)] = 2
+    """Depth of the transformer: pairs of attention and feed-forward layers."""
+    heads: Annotated[int, Meta(ge=1, le=1024)] = 4
+    """Heads of each attention; divides ``width``."""
+    width: Annotated[int, Meta(ge=1, le=65_536)] = 64
+    """Numbers in one token of the transformer."""
+    patch: Annotated[int, Meta(ge=0, le=65_536)] = 0
+    """What a token of the transformer is made of: so many neighbouring features of a vector, or a square of
+    so many pixels. Fewer make more tokens, and attention costs their number squared. 0 chooses: vectors are
+    cut into 32 tokens at most, pictures into the largest squares up to 16 that fit."""
+    core: Literal["none", "lstm"] = "none"
+    """Memory between the network and the last layers, for environments that don't show everything; with it an
+    MLP is shared by policy and values, and minibatches are cut between environments, never in time."""
+    core_size: Annotated[int, Meta(ge=1, le=65_536)] = 128
+    """Units of the memory."""
 
 
 class PPOConfig(

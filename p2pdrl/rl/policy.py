@@ -1,9 +1,14 @@
 """The policy and value function: one module that acts and judges.
 
-``trainer`` builds it, ``rollout`` and ``evaluate`` let it act, ``algorithms`` differentiate through
-``evaluate``. Vector observations get two separate networks, images one shared trunk (as in Mnih 2016).
+``trainer`` builds it, ``rollout`` and ``evaluate`` let it act, ``gradients`` differentiates through
+``outputs``, ``sequential`` cuts it into blocks. Vector observations get two separate networks; images, and
+whatever has a transformer or a memory, one shared trunk (as in Mnih 2016).
 
-Shape suffixes: … leading dimensions (T unroll, B batch), X the observation's own dimensions, A actions.
+A recurrent policy takes observations of whole unrolls, environments first: BTX, and a ``Context`` that says
+where episodes begin and what it remembered before. All others take any leading dimensions.
+
+Shape suffixes: … leading dimensions (B batch, or B environments and T steps), X the observation's own
+dimensions, A actions, F features, S state.
 """
 
 from __future__ import annotations
@@ -16,7 +21,9 @@ from torch import Tensor, nn
 from p2pdrl.config.task import NetworkConfig
 from p2pdrl.rl.distributions import Categorical, DiagonalGaussian, Distribution
 from p2pdrl.rl.envs import Discrete, EnvSpec
-from p2pdrl.rl.networks import NatureCNN, linear, mlp, resolve_kind
+from p2pdrl.rl.networks.layers import Dense, initialise, mlp
+from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, Context
+from p2pdrl.rl.networks.registry import make_trunk, resolve_kind
 from p2pdrl.rl.outputs import PolicyOutputs, distribution
 
 __all__ = ["ActorCritic"]
@@ -28,35 +35,63 @@ class ActorCritic(nn.Module):
     Args:
         spec: observations and actions of the environment.
         config: shape of the networks.
-        seed: of the initial weights: the same seed gives the same weights on every node.
+        seed: of the initial weights: the same seed gives the same weights on every node. None leaves all
+            parameters on the meta device, without memory: enough to know names and shapes.
+
+    Attributes:
+        spec: as given.
+        trunk: what policy and value function share; hands vectors on unchanged where they share nothing.
+        actor: the policy's own layers; nothing where all is shared.
+        critic: the value function's own.
+        core: the memory behind the trunk, or None.
+        policy_head: the last layer: logits or means.
+        value_head: likewise.
+        log_std: A, where actions are continuous: logarithms of the deviations, the same in every state.
+
+    Raises:
+        ConfigError: the network doesn't fit the observations.
     """
 
-    def __init__(self, spec: EnvSpec, config: NetworkConfig, seed: int) -> None:
+    def __init__(self, spec: EnvSpec, config: NetworkConfig, seed: int | None) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
         self.spec = spec
         self._obs_dims = len(spec.obs_shape)
         outputs = spec.action.n if isinstance(spec.action, Discrete) else spec.action.dim
         self.trunk: nn.Module
         self.actor: nn.Module
         self.critic: nn.Module
-        if resolve_kind(config, spec) == "nature_cnn":
-            # (64, 64) is the default for vectors; the paper's dense layer stands in for it
-            hidden = config.hidden if config.hidden != NetworkConfig().hidden else (512,)
-            self.trunk = NatureCNN(spec.obs_shape, hidden, generator)
-            self.actor, self.critic = nn.Identity(), nn.Identity()
-            features = hidden[-1]
-        else:
+        if resolve_kind(config, spec) == "mlp" and config.core == "none":
             widths = (math.prod(spec.obs_shape), *config.hidden)
             self.trunk = nn.Identity() if self._obs_dims == 1 else nn.Flatten()
-            self.actor = mlp(widths, config.activation, generator)
-            self.critic = mlp(widths, config.activation, generator)
+            self.actor = mlp(widths, config.activation)
+            self.critic = mlp(widths, config.activation)
             features = widths[-1]
+        else:
+            trunk = make_trunk(config, spec)
+            self.trunk, features = trunk, trunk.features
+            self.actor, self.critic = nn.Identity(), nn.Identity()
+        self.core: LSTM | None = None
+        if config.core == "lstm":
+            self.core, features = LSTM(features, config.core_size), config.core_size
         # a small last layer makes the first policy near uniform (Andrychowicz 2021, arXiv 2006.05990)
-        self.policy_head = linear(features, outputs, 0.01, generator)
-        self.value_head = linear(features, 1, 1.0, generator)
+        self.policy_head = Dense(features, outputs, 0.01)
+        self.value_head = Dense(features, 1, 1.0)
         if not isinstance(spec.action, Discrete):
-            self.log_std = nn.Parameter(torch.zeros(outputs))
+            self.log_std = nn.Parameter(torch.empty(outputs, device="meta"))
+        if seed is not None:
+            initialise(self, torch.Generator().manual_seed(seed))
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Set the own parameters to initial values: deviations of 1; draws nothing."""
+        del generator
+        nn.init.zeros_(self.log_std)
+
+    def initial_state(self, batch: int) -> Tensor | None:
+        """Return the state before an episode's first step, B x S zeros; None for policies without memory."""
+        if self.core is None:
+            return None
+        like = self.policy_head.weight
+        return torch.zeros(batch, self.core.state_size, dtype=like.dtype, device=like.device)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return the randomness that ``act`` needs for ``shape`` actions."""
@@ -64,41 +99,67 @@ class ActorCritic(nn.Module):
             return Categorical.noise(shape, self.spec.action.n, generator)
         return DiagonalGaussian.noise(shape, self.spec.action.dim, generator)
 
-    def act(self, obs_BX: Tensor, noise: Tensor | None = None) -> Tensor:
+    def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
         """Return actions: sampled with ``noise``, or the likeliest when there is none.
+
+        Args:
+            obs_BX: one observation of each environment.
+            noise: from ``noise``.
+            state_BS: of a recurrent policy: what ``initial_state`` gave for the first step of an
+                episode; overwritten by the state after this one. None stands for a first step.
 
         Returns:
             int64 B, or float32 B x A (not clipped to the bounds).
         """
-        policy = self._distribution(self.actor(self.trunk(obs_BX)))
+        features = self.trunk(obs_BX)
+        if self.core is not None:
+            state = self.initial_state(len(features)) if state_BS is None else state_BS
+            assert state is not None  # noqa: S101 - there is a core
+            state.copy_(self.core.step(features, state))
+            features = self.core.output(state)
+        policy = self._distribution(self.actor(features))
         return policy.mode() if noise is None else policy.sample(noise)
 
-    def outputs(self, obs: Tensor) -> PolicyOutputs:
-        """Return what the heads say about ``obs`` (…X), each of the leading shape."""
-        features = self.trunk(self._one_batch(obs))
+    def outputs(self, obs: Tensor, context: Context = NO_CONTEXT) -> PolicyOutputs:
+        """Return what the heads say about ``obs``, each of the leading shape.
+
+        Args:
+            obs: …X; BTX where the policy is recurrent.
+            context: for a recurrent policy; others ignore it.
+        """
+        features = self._features(obs, context)
         policy = self.policy_head(self.actor(features))
         values = self.value_head(self.critic(features))
         leading = obs.shape[: obs.dim() - self._obs_dims]
         return PolicyOutputs(policy.view(*leading, policy.shape[-1]), values.view(leading), self._log_std)
 
-    def evaluate(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def evaluate(
+        self, obs: Tensor, actions: Tensor, context: Context = NO_CONTEXT
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities of ``actions``, entropies and values, each of the leading shape.
 
         Args:
             obs: …X.
             actions: … (discrete) or …A.
+            context: as in ``outputs``.
         """
-        outputs = self.outputs(obs)
+        outputs = self.outputs(obs, context)
         policy = outputs.distribution()
         return policy.log_prob(actions), policy.entropy(), outputs.values
 
-    def values(self, obs: Tensor) -> Tensor:
-        """Return v(s) of the leading shape of ``obs`` (…X)."""
-        values: Tensor = self.value_head(self.critic(self.trunk(self._one_batch(obs))))
+    def values(self, obs: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        """Return v(s) of the leading shape of ``obs``; arguments as in ``outputs``."""
+        values: Tensor = self.value_head(self.critic(self._features(obs, context)))
         return values.view(obs.shape[: obs.dim() - self._obs_dims])
 
-    def _one_batch(self, obs: Tensor) -> Tensor:
-        return obs.reshape(-1, *self.spec.obs_shape)
+    def _features(self, obs: Tensor, context: Context) -> Tensor:
+        """Return what actor and critic see, all leading dimensions made one."""
+        features: Tensor = self.trunk(obs.reshape(-1, *self.spec.obs_shape))
+        if self.core is None:
+            return features
+        batch, steps = obs.shape[: obs.dim() - self._obs_dims]
+        remembered: Tensor = self.core(features.view(batch, steps, -1), context)
+        return remembered.flatten(0, 1)
 
     @property
     def _log_std(self) -> Tensor | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError, LayoutMismatchError
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.networks import linear, mlp
+from p2pdrl.rl.networks.layers import Dense, initialise, mlp
 from p2pdrl.rl.optimizers import MAX_COUNT, SGD, Adagrad, Adam, Momentum, Optimizer, RMSProp
 from p2pdrl.rl.regression_data import Rows, make_rows, sequence_batch
 from p2pdrl.rl.stepping import OwnStepper, Stepper
@@ -226,11 +226,10 @@ def _tensors(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _model(config: RegressionConfig, seed: int) -> nn.Module:
     if config.kind == "classifier":
-        generator = torch.Generator().manual_seed(seed)
         widths = (config.features, *config.hidden)
-        return nn.Sequential(
-            mlp(widths, "tanh", generator), linear(widths[-1], config.classes, 0.01, generator)
-        )
+        classifier = nn.Sequential(mlp(widths, "tanh"), Dense(widths[-1], config.classes, 0.01))
+        initialise(classifier, torch.Generator().manual_seed(seed))
+        return classifier
     model = nn.Linear(config.features, 1, bias=False, device="meta").to_empty(device="cpu")
     nn.init.zeros_(model.weight)
     return model

@@ -1,0 +1,125 @@
+"""Layers that know how their weights begin.
+
+All networks are made of them. A layer is made on the meta device, without memory; ``initialise`` gives it
+memory and draws its weights, so that a network's shape can be known, and a part of it built, where the
+whole has no room. Weights come from the generator that is handed in: every node of a swarm begins
+with the same ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["RELU_GAIN", "Convolution", "Dense", "Drawn", "Norm", "Pixels", "initialise", "mlp"]
+
+RELU_GAIN = math.sqrt(2.0)
+"""Keeps the variance through a relu (He 2015, arXiv 1502.01852)."""
+
+
+class Drawn(Protocol):
+    """A module with parameters of its own, apart from those of modules inside it."""
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Set the own parameters to initial values; they have memory already."""
+        ...
+
+
+class Dense(nn.Linear):
+    """A dense layer with orthogonal weights scaled by ``gain`` and zero bias (Saxe 2014, arXiv 1312.6120)."""
+
+    def __init__(self, inputs: int, outputs: int, gain: float, *, bias: bool = True) -> None:
+        super().__init__(inputs, outputs, bias=bias, device="meta")
+        self._gain = gain
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Set weight and bias."""
+        _orthogonal(self, self._gain, generator)
+
+
+class Convolution(nn.Conv2d):
+    """A convolution with orthogonal weights scaled by ``gain`` and zero bias."""
+
+    def __init__(
+        self, inputs: int, outputs: int, kernel: int, gain: float, *, stride: int = 1, padding: int = 0
+    ) -> None:
+        super().__init__(inputs, outputs, kernel, stride=stride, padding=padding, device="meta")
+        self._gain = gain
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Set weight and bias."""
+        _orthogonal(self, self._gain, generator)
+
+
+class Norm(nn.LayerNorm):
+    """Layer normalisation (Ba 2016, arXiv 1607.06450) over the last dimension: one and zero at first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, device="meta")
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Set weight and bias; draws nothing."""
+        del generator
+        self.reset_parameters()
+
+
+class Pixels(nn.Module):
+    """Brings pictures (bytes, channels first or last) to numbers 0…1 with the channels first.
+
+    Args:
+        obs_shape: CHW (frames stacked), or HWC when the last dimension is the small one.
+
+    Attributes:
+        shape: C, H, W of what comes out.
+    """
+
+    def __init__(self, obs_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self._channels_last = obs_shape[-1] < min(obs_shape[:2])
+        first, second, third = obs_shape
+        self.shape = (third, first, second) if self._channels_last else (first, second, third)
+
+    def forward(self, obs_BX: Tensor) -> Tensor:
+        """Return pixels in torch's default type; those that are floating already keep theirs."""
+        pixels = obs_BX.permute(0, 3, 1, 2) if self._channels_last else obs_BX
+        return (pixels if pixels.is_floating_point() else pixels.to(torch.float32)) / 255.0
+
+
+def mlp(widths: Sequence[int], activation: str) -> nn.Sequential:
+    """Return dense layers of the given widths, each followed by ``activation`` (``tanh`` or ``relu``)."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers.append(Dense(inputs, outputs, RELU_GAIN))
+        layers.append(nn.Tanh() if activation == "tanh" else nn.ReLU())
+    return nn.Sequential(*layers)
+
+
+def initialise(
+    module: nn.Module, generator: torch.Generator, wanted: Collection[nn.Module] | None = None
+) -> None:
+    """Give memory and initial weights to a network made on the meta device.
+
+    Args:
+        module: every module in it that has parameters of its own is ``Drawn``.
+        generator: drawn from in the order of ``module.modules()``.
+        wanted: of those modules; the others stay on the meta device. Theirs are drawn and dropped, one
+            layer's memory at a time, so that a part begins as it would in the whole. None: all.
+    """
+    for layer in module.modules():
+        if next(layer.parameters(recurse=False), None) is None:
+            continue
+        drawn = layer if wanted is None or layer in wanted else copy.deepcopy(layer)
+        drawn.to_empty(device="cpu", recurse=False)
+        cast("Drawn", drawn).draw(generator)
+
+
+def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float, generator: torch.Generator) -> None:
+    nn.init.orthogonal_(layer.weight, gain, generator=generator)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)

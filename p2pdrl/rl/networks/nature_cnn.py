@@ -1,0 +1,63 @@
+"""The convolutional network of DQN (Mnih 2015, Methods: model architecture).
+
+Shape suffixes: B rows, X the observation's own dimensions, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from p2pdrl.errors import ConfigError
+from p2pdrl.rl.networks.layers import RELU_GAIN, Convolution, Pixels, mlp
+from p2pdrl.rl.networks.trunk import Trunk, in_pairs
+
+__all__ = ["NatureCNN"]
+
+
+class NatureCNN(Trunk):
+    """Three convolutions and dense layers, relu between them.
+
+    Args:
+        obs_shape: CHW (frames stacked), or HWC when the last dimension is the small one.
+        hidden: widths of the dense layers behind the convolutions; the paper has one of 512.
+
+    Raises:
+        ConfigError: the pictures are too small.
+    """
+
+    def __init__(self, obs_shape: tuple[int, ...], hidden: Sequence[int]) -> None:
+        super().__init__()
+        self.pixels = Pixels(obs_shape)
+        channels, height, width = self.pixels.shape
+        if min(height, width) < 36:
+            raise ConfigError(f"the Nature CNN wants pictures of 36 x 36 or more, got {height} x {width}")
+        self.convolutions = nn.Sequential(
+            Convolution(channels, 32, 8, RELU_GAIN, stride=4),
+            nn.ReLU(),
+            Convolution(32, 64, 4, RELU_GAIN, stride=2),
+            nn.ReLU(),
+            Convolution(64, 64, 3, RELU_GAIN),
+            nn.ReLU(),
+            nn.Flatten(),
+        )
+        flat = self.convolutions(torch.empty(1, channels, height, width, device="meta")).shape[1]
+        self.dense = mlp((flat, *hidden), "relu")
+        self.features = hidden[-1] if hidden else flat
+
+    def layers(self) -> list[nn.Module]:
+        """Return one module per convolution and per dense layer."""
+        first, second, third, flatten = in_pairs(self.convolutions)
+        return [
+            nn.Sequential(self.pixels, first),
+            second,
+            nn.Sequential(third, flatten),
+            *in_pairs(self.dense),
+        ]
+
+    def forward(self, obs_BX: Tensor) -> Tensor:
+        """Return features_BF of pictures (uint8 0…255)."""
+        features: Tensor = self.dense(self.convolutions(self.pixels(obs_BX)))
+        return features
