@@ -11,7 +11,8 @@
 | serve parameters | `servers` (synchronous, asynchronous) |
 | agree on one list of members | `group` |
 | judge, wait, collect, count | `judgement`, `door`, `patience`, `calling`, `gathering`, `tally` |
-| begin exchanges now and then, and lose nothing by compression | `occasions`, `feedback` |
+| begin exchanges now and then | `occasions` (when), `asynchronous` (the loop) |
+| lose nothing by compression | `feedback` |
 | run tasks, and long arithmetic beside the event loop | `runner`, `heavy`, `arithmetic` |
 | run one in a test | `testing` |
 """

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Coroutine
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from p2pdrl.config.strategy import AdpsgdConfig, Mode
+from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.errors import P2PDRLError, PoisonedVectorError, TensorError, TransportError
 from p2pdrl.ids import new_exchange_id
-from p2pdrl.strategies.arithmetic import Arithmetic
-from p2pdrl.strategies.calling import CallDeadline, outcome_of
-from p2pdrl.strategies.door import BUSY, Door
+from p2pdrl.strategies.asynchronous import AsynchronousStrategy
+from p2pdrl.strategies.calling import outcome_of
+from p2pdrl.strategies.door import BUSY
 from p2pdrl.strategies.judgement import Summary, Verdict
 from p2pdrl.strategies.pairwise.adpsgd import AdpsgdCore
 from p2pdrl.strategies.pairwise.engagement import Engagement
@@ -33,8 +34,6 @@ from p2pdrl.strategies.pairwise.freshness import fresh_weight
 from p2pdrl.strategies.pairwise.pair import ExchangeHead, PairScratch, decode_head, pair_report
 from p2pdrl.strategies.pairwise.sides import GradientSide, PairSide, ParameterSide
 from p2pdrl.strategies.protocol import Context, RoundReport
-from p2pdrl.strategies.runner import Runner
-from p2pdrl.strategies.tally import Tally
 from p2pdrl.tensors.wire import WireDtype
 from p2pdrl.transport.protocol import Address, Answer, Incoming, Refusal, Reply
 
@@ -54,18 +53,17 @@ class _Visit(NamedTuple):
     began_s: float
 
 
-class GossipStrategy:
-    """AD-PSGD over the transport; see `Strategy`."""
+class GossipStrategy(AsynchronousStrategy[AdpsgdCore]):
+    """AD-PSGD over the transport; see `Strategy`.
 
-    mode: Mode = "gossip"
+    Outcomes of exchanges that we began: ``ok busy timeout refused failed poisoned unchanged``, ``behind`` (we
+    adopted instead) and ``ahead`` (the peer did); begun by peers: ``answered``. ``unsure``: one side may have
+    moved alone; a ``timeout`` may hide another such case.
+    """
+
+    DONE = "ok"
 
     def __init__(self, config: AdpsgdConfig, context: Context) -> None:
-        self._config = config
-        self._swarm = context.swarm
-        self._board = context.learner.board
-        self._transport = context.transport
-        self._clock = context.clock
-        self._core = AdpsgdCore(config, context.swarm.node_id, context.rng)
         wire: WireDtype = "float32" if config.compression == "none" else "bf16"
         self._scratch = PairScratch(
             context.size,
@@ -75,42 +73,16 @@ class GossipStrategy:
             config.max_distance,
             config.clip_distance if config.mixing == "clipped" else None,
         )
+        core = AdpsgdCore(config, context.swarm.node_id, context.rng)
+        super().__init__(config, context, core, self._scratch.nbytes)
+        self._config = config
         self._parameters = ParameterSide(self._scratch, self._board, wire)
         self._gradients: GradientSide | None = None
         if config.exchanges == "gradients":
             self._gradients = GradientSide(config, context.learner, context.size, context.max_abs)
-        self._max_exchanges = context.max_exchanges
-        self._start_at_members = context.start_at_members
         self._fresh_steps = 0
         self._engaged = Engagement()
         self._seen: OrderedDict[str, None] = OrderedDict()
-        self._door = Door(context.swarm, context.epoch, config.max_staleness)
-        self._deadline = CallDeadline(config.deadline_s)
-        self._heavy = Arithmetic(self._scratch.nbytes)
-        self._tally = Tally(context.swarm)
-        self._runner = Runner()
-
-    @property
-    def consensus_distance(self) -> float | None:
-        """Estimate of sqrt(mean over nodes of ‖x_i − x̄‖²) from the pairs we met."""
-        return self._tally.consensus_distance
-
-    @property
-    def outcomes(self) -> dict[str, int]:
-        """Exchanges so far, by how they ended.
-
-        Begun by us: ``ok busy timeout refused failed poisoned unchanged``, ``behind`` (we adopted instead)
-        and ``ahead`` (the peer did); begun by peers: ``answered``. ``unsure``: one side may have moved
-        alone; a ``timeout`` may hide another such case.
-        """
-        return self._tally.outcomes
-
-    async def start(self) -> None:
-        """Begin to meet peers."""
-        others = []
-        if self._gradients is not None:
-            others.append(self._gradients.offers.follow(self._swarm.alive, self._runner.news.set))
-        self._runner.start(self._run(), *others)
 
     async def stop(self, timeout_s: float) -> None:
         """Finish the exchange in flight, in either role, waiting at most ``timeout_s``."""
@@ -119,32 +91,22 @@ class GossipStrategy:
         await self._engaged.until_free(until_s - self._clock.monotonic())
         await self._heavy.close()
 
-    async def watch(self) -> None:
-        """Wait until the strategy is stopped; raise what ended it before: a bug of ours."""
-        await self._runner.watch()
+    def _beside(self) -> list[Coroutine[Any, Any, None]]:
+        if self._gradients is None:
+            return []
+        return [self._gradients.offers.follow(self._swarm.alive, self._runner.news.set)]
 
-    def updated(self, updates: int) -> None:
-        """The learner made ``updates`` more updates."""
-        self._core.updated(updates)
-        self._runner.news.set()
-
-    async def _run(self) -> None:
-        while not self._runner.stopping:
-            partner = self._next_partner()
-            if partner is None:
-                await self._runner.rest(self._core.rest_s(self._clock.monotonic()))
-            else:
-                await self._meet(*partner)
+    async def _turn(self) -> bool:
+        partner = self._next_partner()
+        if partner is None:
+            return False
+        await self._meet(*partner)
+        return True
 
     def _next_partner(self) -> tuple[str, Address] | None:
-        now_s = self._clock.monotonic()
-        enough = 0 < self._max_exchanges <= self._tally.count("ok")
-        if enough or self._engaged or not self._core.due(now_s) or self._swarm.summary() is None:
+        now_s, alive = self._clock.monotonic(), self._swarm.alive()
+        if self._engaged or not self._may_begin(now_s, len(alive) + 1):
             return None
-        alive = self._swarm.alive()
-        if len(alive) + 1 < self._start_at_members:
-            return None
-        self._start_at_members = 0
         if self._gradients is not None and self._core.gradients_next and not self._gradients.offers.open:
             return None
         peer = self._core.choose(alive, now_s)
@@ -164,16 +126,7 @@ class GossipStrategy:
         finally:
             side.end(done=report.outcome in ("ok", "unchanged"))
             self._engaged.end()
-        now_s = self._clock.monotonic()
-        took_s = now_s - began_s
-        self._deadline.note(report.outcome, took_s)
-        self._tally.ended(replace(report, seconds=took_s))
-        if report.outcome in ("ok", "unchanged"):
-            self._core.mixed(peer)
-        elif report.outcome == "busy":
-            self._core.busy(now_s, took_s)
-        else:
-            self._core.failed(peer, now_s)
+        self._ended(peer, report, began_s)
 
     async def _exchange(self, side: PairSide, peer: str, address: Address) -> RoundReport:
         """Begin an exchange and finish it; a peer's failure is a report."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import msgspec
 
-from p2pdrl.config.strategy import Mode, SgpConfig
+from p2pdrl.config.strategy import SgpConfig
 from p2pdrl.errors import (
     P2PDRLError,
     PeerRefusedError,
@@ -27,9 +27,8 @@ from p2pdrl.errors import (
     TransportError,
 )
 from p2pdrl.ids import new_exchange_id
-from p2pdrl.strategies.arithmetic import Arithmetic
-from p2pdrl.strategies.calling import CallDeadline, outcome_of
-from p2pdrl.strategies.door import Door
+from p2pdrl.strategies.asynchronous import AsynchronousStrategy
+from p2pdrl.strategies.calling import outcome_of
 from p2pdrl.strategies.judgement import Summary, Verdict
 from p2pdrl.strategies.pairwise.pair import Bounds, Step, pair_report
 from p2pdrl.strategies.protocol import Context, RoundReport
@@ -39,8 +38,6 @@ from p2pdrl.strategies.push.messages import PushAnswer, PushHead, decode_push_an
 from p2pdrl.strategies.push.outbox import Outbox, Unsettled
 from p2pdrl.strategies.push.push_sum import Arrival, PushSum
 from p2pdrl.strategies.push.vectors import PushVectors
-from p2pdrl.strategies.runner import Runner
-from p2pdrl.strategies.tally import Tally
 from p2pdrl.tensors.wire import WireDtype
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
 
@@ -51,50 +48,30 @@ ARRIVING = 2
 """Pushes that are read at once; more are refused."""
 
 
-class SgpStrategy:
-    """Push-sum gossip; see `Strategy`."""
+class SgpStrategy(AsynchronousStrategy[PushCore]):
+    """Push-sum gossip; see `Strategy`.
 
-    mode: Mode = "gossip"
+    Outcomes of our pushes: ``pushed`` (arrived), ``busy refused failed`` (taken back), ``behind`` and
+    ``ahead`` (somebody adopts), ``timeout unsure`` (sent again later), ``lost`` (the peer died first). Of
+    those that came: ``ok``, ``unchanged``, ``poisoned``.
+    """
+
+    DONE = "pushed"
 
     def __init__(self, config: SgpConfig, context: Context) -> None:
-        self._config = config
-        self._swarm = context.swarm
-        self._board = context.learner.board
-        self._transport = context.transport
-        self._clock = context.clock
-        self._core = PushCore(config, context.swarm.node_id, context.rng)
         self._wire: WireDtype = "float32" if config.compression == "none" else "bf16"
         clip = config.clip_distance if config.mixing == "clipped" else None
         bounds = Bounds(context.max_abs, config.max_distance, clip)
-        self._vectors = PushVectors(self._board, context.size, self._wire, bounds)
+        self._vectors = PushVectors(context.learner.board, context.size, self._wire, bounds)
+        core = PushCore(config, context.swarm.node_id, context.rng)
+        super().__init__(config, context, core, self._vectors.nbytes)
+        self._config = config
         self._sum = PushSum()
         self._boot = new_exchange_id()
         self._sets = self._board.sets
         self._outbox = Outbox(self._vectors.nbytes)
         self._arriving = Arrivals(self._vectors.nbytes, ARRIVING)
         self._books = asyncio.Lock()
-        self._max_pushes = context.max_exchanges
-        self._start_at_members = context.start_at_members
-        self._door = Door(context.swarm, context.epoch, config.max_staleness)
-        self._deadline = CallDeadline(config.deadline_s)
-        self._heavy = Arithmetic(self._vectors.nbytes)
-        self._tally = Tally(context.swarm)
-        self._runner = Runner()
-
-    @property
-    def consensus_distance(self) -> float | None:
-        """Estimate of sqrt(mean over nodes of ‖z_i − z̄‖²) from the pushes that came."""
-        return self._tally.consensus_distance
-
-    @property
-    def outcomes(self) -> dict[str, int]:
-        """Pushes so far, by how they ended.
-
-        Ours: ``pushed`` (arrived), ``busy refused failed`` (taken back), ``behind`` and ``ahead`` (somebody
-        adopts), ``timeout unsure`` (sent again later), ``lost`` (the peer died first). Those that came:
-        ``ok``, ``unchanged``, ``poisoned``.
-        """
-        return self._tally.outcomes
 
     @property
     def weight(self) -> float:
@@ -106,47 +83,24 @@ class SgpStrategy:
         """Weight that is under way."""
         return self._sum.under_way
 
-    async def start(self) -> None:
-        """Begin to push."""
-        self._runner.start(self._run())
-
-    async def stop(self, timeout_s: float) -> None:
-        """Finish the push in flight, at most ``timeout_s`` long; what is under way then is forgotten."""
-        await self._runner.stop(timeout_s)
-        await self._heavy.close()
-
-    async def watch(self) -> None:
-        """Wait until the strategy is stopped; raise what ended it before: a bug of ours."""
-        await self._runner.watch()
-
-    def updated(self, updates: int) -> None:
-        """The learner made ``updates`` more updates."""
-        self._core.updated(updates)
-        self._runner.news.set()
-
     # --- pushing ----------------------------------------------------------------------------------
 
-    async def _run(self) -> None:
-        while not self._runner.stopping:
-            self._follow(self._board.sets)
-            alive, now_s = self._swarm.alive(), self._clock.monotonic()
-            for push in self._outbox.dead(alive, now_s):
-                self._lose(push)
-            push_due = self._outbox.due(alive, now_s) or await self._new_push(alive, now_s)
-            if push_due is None:
-                await self._runner.rest(self._core.rest_s(self._clock.monotonic()))
-            else:
-                await self._deliver(push_due, alive[push_due.parcel.peer])
+    async def _turn(self) -> bool:
+        self._follow(self._board.sets)
+        alive, now_s = self._swarm.alive(), self._clock.monotonic()
+        for push in self._outbox.dead(alive, now_s):
+            self._lose(push)
+        push_due = self._outbox.due(alive, now_s) or await self._new_push(alive, now_s)
+        if push_due is None:
+            return False
+        await self._deliver(push_due, alive[push_due.parcel.peer])
+        return True
 
     async def _new_push(self, alive: dict[str, Address], now_s: float) -> Unsettled | None:
         """Begin a push if one is due; None when there is none to begin."""
-        enough = 0 < self._max_pushes <= self._tally.count("pushed")
-        if enough or not self._core.due(now_s) or not self._outbox.room:
-            return None
         summary = self._swarm.summary()
-        if summary is None or len(alive) + 1 < self._start_at_members:
+        if summary is None or not self._outbox.room or not self._may_begin(now_s, len(alive) + 1):
             return None
-        self._start_at_members = 0
         peer = self._core.choose(alive, now_s, without=self._outbox.peers)
         if peer is None:
             return None
@@ -184,12 +138,11 @@ class SgpStrategy:
             if not attempts and _never_arrived(error):
                 known = True
                 await self._take_back(push)
-        now_s = self._clock.monotonic()
         if known:
             self._outbox.settle(push)
         else:
-            self._outbox.unknown(push, now_s)
-        self._note(peer, replace(report, seconds=now_s - began_s), now_s)
+            self._outbox.unknown(push, self._clock.monotonic())
+        self._ended(peer, report, began_s)
 
     async def _call(self, push: Unsettled, address: Address) -> PushAnswer | None:
         head = PushHead(
@@ -233,16 +186,6 @@ class SgpStrategy:
         self._outbox.settle(push)
         error = "the peer died before it answered"
         self._tally.ended(RoundReport("lost", missing=(push.parcel.peer,), error=error))
-
-    def _note(self, peer: str, report: RoundReport, now_s: float) -> None:
-        self._deadline.note("ok" if report.outcome == "pushed" else report.outcome, report.seconds)
-        self._tally.ended(report)
-        if report.outcome == "pushed":
-            self._core.mixed(peer)
-        elif report.outcome == "busy":
-            self._core.busy(now_s, report.seconds)
-        else:
-            self._core.failed(peer, now_s)
 
     # --- what comes -------------------------------------------------------------------------------
 
