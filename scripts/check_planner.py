@@ -46,7 +46,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 import msgspec
-from gathering_nodes import START_S, gather
+from gathering_nodes import gather, started
 from live_swarm import LiveSwarm, Measured
 from rich.console import Console
 from rich.table import Table
@@ -183,7 +183,7 @@ def watched(nodes: int, arguments: argparse.Namespace, costs: Costs | None) -> t
     rows: list[Row] = []
     learning = {"task.algorithm.learning_rate": LEARNING_RATE}
     with LiveSwarm(nodes, options(arguments, AdpsgdConfig()) | learning) as live:
-        live.ready(START_S)
+        started(live)
         if costs is None:
             time.sleep(SETTLE_S + arguments.seconds / 2)
             costs = calibrated(live, described(nodes, arguments, Costs()))

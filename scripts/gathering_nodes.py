@@ -20,7 +20,7 @@ from live_swarm import LiveSwarm
 from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.planner.replicas import AGREED
 
-__all__ = ["START_S", "crossing", "gather"]
+__all__ = ["crossing", "gather", "started"]
 
 LOOK_S = 0.1
 START_S = 300.0
@@ -48,7 +48,7 @@ def gather(
         LiveSwarm(nodes, options | {"node.debug.perturb_start": 1.0}, own) as live,
         ThreadPoolExecutor(1) as pool,
     ):
-        live.ready(START_S)
+        started(live)
         first, walk = _spread(live.vectors()), [(0.0, 1.0)]
         psutil.cpu_percent()
         until_s = time.monotonic() + most_s
@@ -61,6 +61,19 @@ def gather(
         busy = psutil.cpu_percent() / 100.0
         switch.result()
     return crossing(walk), busy
+
+
+def started(live: LiveSwarm) -> None:
+    """Wait until all train.
+
+    Raises:
+        SystemExit: they don't in time, or one has ended.
+    """
+    live.ready(START_S)
+    for node in live.nodes:
+        if not node.alive:
+            log = (live.root / f"{node.name}.log").read_text(errors="replace")
+            raise SystemExit(f"{node.name} has ended: {log[-500:]}")
 
 
 def _exchanges(live: LiveSwarm) -> int:

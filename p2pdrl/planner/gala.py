@@ -1,4 +1,4 @@
-"""Gossiping actor-learners in virtual time: pushes to out-peers, averaged after the receiver's next update.
+"""Gossiping actor-learners in virtual time: pushes to out-peers, averaged once after each update.
 
 ``x ← (x + Σ x_in) / (1 + n)``; see `strategies.push.gala`. Nobody waits. With ``exchanges = "gradients"``
 learners are taken never to wait, and vectors come together in the pushes of parameters alone.
@@ -38,14 +38,20 @@ class GalaModel(OccasionsModel[PushCore]):
         self._letters: list[dict[int, Letter]] = [{} for _ in world.ids]
         self._flights: list[set[int]] = [set() for _ in world.ids]
         self._in_a_row = [0] * world.capacity
+        self._unmixed = [False] * world.capacity
+        """Whether a learner made an update since its node last averaged."""
 
     def updated(self, node: int) -> None:
         """Average what has come, and push if it is time to."""
-        if self._letters[node]:
-            self._average(node)
+        self._unmixed[node] = True
+        self._average(node)
         super().updated(node)
 
     def _average(self, me: int) -> None:
+        """Once after each update, with what is there by then or comes first."""
+        if not self._letters[me] or not self._unmixed[me]:
+            return
+        self._unmixed[me] = False
         letters, self._letters[me] = self._letters[me], {}
         version, x_NE = self.learners.version[me], self.replicas.x_NE
         good = [one for one in letters.values() if version - one[0] <= self._config.max_lag]
@@ -98,6 +104,7 @@ class GalaModel(OccasionsModel[PushCore]):
         ready_s = self.cpu.work(peer, now_s, calls=1.0, nbytes=nbytes)
         if letter is not None:
             self._letters[peer][me] = letter
+            self._average(peer)
         else:
             world.merge(peer, world.learners.version[me])
         back_s = self.network.send(peer, me, 0.0, self.half_bytes, ready_s).arrived_s

@@ -8,6 +8,7 @@ import pytest
 from p2pdrl.config.strategy import (
     AdpsgdConfig,
     DsgdConfig,
+    GalaConfig,
     GradAverageConfig,
     LocalConfig,
     ParamAverageConfig,
@@ -17,9 +18,11 @@ from p2pdrl.config.strategy import (
     StromConfig,
 )
 from p2pdrl.planner.description import LAN, WAN, Churn, Costs, Link, Machine, SwarmDescription
+from p2pdrl.planner.gala import GalaModel
 from p2pdrl.planner.payload import sparse_nbytes
 from p2pdrl.planner.simulate import predict
 from p2pdrl.planner.texts import ALL_STRATEGIES
+from p2pdrl.planner.world import World
 
 STEADY = Machine(update_s=0.1, jitter=0.0)
 BETTER = (Machine(update_s=0.1),)
@@ -129,6 +132,20 @@ def test_who_has_not_begun_refuses_pushes_and_early_ones_are_a_turn_ahead():
     assert all(1 <= count <= 7 for count in refused), "the first one's is refused, the last one's isn't"
     assert sum(refused) / len(refused) == pytest.approx(4, abs=0.8)
     assert sum(one.consensus_exchanges for one in found) / len(found) == pytest.approx(73, rel=0.1)
+
+
+def test_a_vector_that_comes_is_averaged_at_once_if_an_update_has_been_made_since_the_last_one():
+    world = World(swarm(2), GalaConfig(every_updates=0, every_s=1000.0), 2, seed=0)
+    model, x_NE = GalaModel(GalaConfig(every_updates=0, every_s=1000.0), world), world.replicas.x_NE
+    mine_E, theirs_E = x_NE.copy()
+    model.updated(0)
+    arrive = model._arrive
+    arrive(1, 0, (0, theirs_E), 100.0, 0.0)
+    assert x_NE[0] == pytest.approx((mine_E + theirs_E) / 2)
+    arrive(1, 0, (0, theirs_E), 100.0, 0.0)
+    assert x_NE[0] == pytest.approx((mine_E + theirs_E) / 2), "not twice after one update"
+    model.updated(0)
+    assert x_NE[0] == pytest.approx((mine_E + 3 * theirs_E) / 4)
 
 
 @pytest.mark.parametrize("seed", [4, 8, 19, 30])
