@@ -10,7 +10,7 @@
 | run torch.distributed beside it | `group_process`, `group_link` |
 | start and end a child process | `process_link`, on which both links stand |
 | take and give whole states | `adoption`, `giving`, `state_transfer`, `quarantine` |
-| follow and change the swarm's records | `conduct`, `settings`, `stop` |
+| follow and change the swarm's records | `conduct`, `mode` (the strategy in force), `settings`, `stop` |
 | know what was done | `ledger` (counts by lineage, moments), `counters`, `rumours`, `ration`, `digest` |
 | know what agreeing cost | `accounting` |
 | keep it | `saving`, `checkpoints`, `atomic` |

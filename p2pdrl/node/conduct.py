@@ -160,13 +160,13 @@ class Conduct:
         why = self._impossible(mode.strategy)
         if why is None:
             try:
-                await training.use(mode.strategy, stamp)
+                await training.mode.use(mode.strategy, stamp)
             except ConfigError as error:
                 why = str(error)
         name = f"{mode_of(mode.strategy)} ({protocol_of(mode.strategy)})"
         self._parts.mode_error = None if why is None else f"this node can't run mode {name}: {why}"
         if why is not None:
-            await training.use(LocalConfig(), stamp)
+            await training.mode.use(LocalConfig(), stamp)
             text = f"{self._parts.mode_error}; it trains alone until the mode changes"
             self._parts.events.emit("mode-failed", text, level="warning", epoch=record.epoch)
             return

@@ -194,7 +194,7 @@ class Node:
             parts.training = self._gate.training = training
             for route in ROUTES:
                 parts.transport.serve(
-                    route, training.answer, max_vector_bytes=self._config.node.limits.max_vector_bytes
+                    route, training.mode.answer, max_vector_bytes=self._config.node.limits.max_vector_bytes
                 )
             giving = Giving(training, parts.ledger, self._events)
             parts.transport.serve(state_transfer.ROUTE, giving.answer)
@@ -210,7 +210,7 @@ class Node:
                 group.create_task(training.supervisor.watch(), name="learner"),
                 group.create_task(training.crew.watch(), name="helpers"),
                 group.create_task(training.adoptions.watch(), name="adoptions"),
-                group.create_task(training.watch_strategy(), name="strategy"),
+                group.create_task(training.mode.watch(), name="strategy"),
                 group.create_task(parts.saving.run(), name="checkpoints"),
                 group.create_task(self._fold_later(), name="fold"),
             ]

@@ -122,13 +122,13 @@ class Figures:
             fields = {
                 "lineage": training.lineage,
                 "policy_version": training.policy_version,
-                "consensus_distance": training.strategy.consensus_distance,
+                "consensus_distance": training.mode.strategy.consensus_distance,
                 "device": training.supervisor.device,
                 "steps_per_s": training.supervisor.speed.rate(parts.clock.monotonic()),
                 "learner_restarts": training.supervisor.restarts,
-                "mode_epoch": training.mode_epoch,
-                "strategy": protocol_of(training.strategy_config),
-                "role": str(facts_of(training.strategy).get("role", ""))[:64],
+                "mode_epoch": training.mode.epoch,
+                "strategy": protocol_of(training.mode.config),
+                "role": str(facts_of(training.mode.strategy).get("role", ""))[:64],
             }
         return PeerReport(
             id=parts.node_id,
@@ -163,10 +163,10 @@ class Figures:
             "address": str(parts.address),
             "pid": os.getpid(),
             "version": p2pdrl.__version__,
-            "mode": "none" if training is None else mode_of(training.strategy_config),
+            "mode": "none" if training is None else mode_of(training.mode.config),
             "mode_epoch": settings.epoch_of(report.mode_epoch),
             "mode_error": parts.mode_error,
-            "strategy": None if training is None else describe(training.strategy_config),
+            "strategy": None if training is None else describe(training.mode.config),
             "lineage": report.lineage,
             "state": parts.state,
             "members": parts.member_counts(),
@@ -204,7 +204,7 @@ class Figures:
         training = self._parts.training
         if training is None:
             return {}
-        training.accounting.saw_distance(training.strategy.consensus_distance)
+        training.accounting.saw_distance(training.mode.strategy.consensus_distance)
         return training.accounting.document(self.namer())
 
     def rounds(self) -> list[dict[str, object]]:

@@ -52,10 +52,10 @@ def mode_document(parts: Parts, reports: Sequence[tuple[str, PeerReport | None]]
         "record": None,
     }
     if training is not None:
-        strategy = training.strategy_config
+        strategy = training.mode.config
         document |= {"mode": mode_of(strategy), "protocol": protocol_of(strategy)}
-        document |= {"options": changed_options(strategy), "epoch": settings.epoch_of(training.mode_epoch)}
-        document |= {"since": training.accounting.since_wall_s, "facts": facts_of(training.strategy)}
+        document |= {"options": changed_options(strategy), "epoch": settings.epoch_of(training.mode.epoch)}
+        document |= {"since": training.accounting.since_wall_s, "facts": facts_of(training.mode.strategy)}
     wanted = 0
     if record is not None:
         wanted = settings.stamp(record.epoch, record.proposer)

@@ -1,4 +1,4 @@
-"""The training side of a node: learner, board, strategy, lineage, adoption.
+"""The training side of a node: learner, board, mode, lineage, adoption.
 
 The daemon builds it once the task is known, gives it a
 first state (none when founding), and asks it for figures.
@@ -16,13 +16,10 @@ import numpy as np
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import NodeConfig
-from p2pdrl.config.regime import regime_of
-from p2pdrl.config.strategy import LocalConfig, StrategyConfig
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.config.task_hash import task_hash
-from p2pdrl.errors import ConfigError, WireError, WorkerError
+from p2pdrl.errors import WireError, WorkerError
 from p2pdrl.ids import short
-from p2pdrl.node import settings
 from p2pdrl.node.accounting import Accounting
 from p2pdrl.node.adoption import Adoptions, Donors, Download, without_moments
 from p2pdrl.node.counters import Counts
@@ -31,20 +28,17 @@ from p2pdrl.node.events import EventLog
 from p2pdrl.node.group_process import GroupProcesses
 from p2pdrl.node.learner_port import LearnerPort
 from p2pdrl.node.ledger import Ledger
+from p2pdrl.node.mode import ModeInForce
 from p2pdrl.node.state_transfer import State, StateRequest
 from p2pdrl.node.supervisor import LearnerSupervisor
 from p2pdrl.node.swarm_side import SwarmSide
 from p2pdrl.strategies.judgement import Summary
-from p2pdrl.strategies.local import LocalStrategy
-from p2pdrl.strategies.protocol import Context, RoundReport, Strategy
-from p2pdrl.strategies.registry import build
+from p2pdrl.strategies.protocol import Context, RoundReport
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
-from p2pdrl.transport.protocol import Address, Incoming, Reply, Transport
+from p2pdrl.transport.protocol import Address, Transport
 from p2pdrl.workers.protocol import Pace, Progress, Report, Start
 
 __all__ = ["Training"]
-
-EXCHANGE_END_S = 3.0
 
 
 class Training:
@@ -94,19 +88,14 @@ class Training:
         self._rng = rng
         self.accounting = Accounting(me, clock)
         self._seed = seed
-        self._outcomes: Counter[str] = Counter()
+        self._adopted = 0
         self._paused = False
         self._progress = 0.0
-        self._used = asyncio.Event()
         self.task = task
         self.stop_config = task.stop
         """The stop conditions in force, which may differ from the task's own."""
         self.task_hash = task_hash(task)
         self.lineage = ""
-        self.mode_epoch = 0
-        """Of the mode in force: a `settings.stamp`, so that two modes proposed at once never mix."""
-        self.strategy: Strategy = LocalStrategy()
-        self.strategy_config: StrategyConfig = LocalConfig()
         self.adoptions = Adoptions(
             download=Download(transport, events, config.limits.max_abs_parameter),
             donors=donors,
@@ -139,7 +128,7 @@ class Training:
             events=events,
             on_report=self._report,
         )
-
+        self.mode = ModeInForce(self._context, self.crew.change, self.accounting)
         self.swarm = SwarmSide(
             me=me,
             limits=config.limits,
@@ -185,47 +174,10 @@ class Training:
         self.crew.tell(self._pace())
         await self.supervisor.begin(restore=state is not None)
 
-    async def use(self, config: StrategyConfig, epoch: int) -> None:
-        """Change to another strategy, after the exchange in flight.
-
-        Args:
-            config: its options.
-            epoch: stamp of the mode record.
-
-        Raises:
-            ConfigError: this node can't run it; until the next call it trains alone.
-        """
-        await self.strategy.stop(EXCHANGE_END_S)
-        self._outcomes.update(self.strategy.outcomes)
-        self.accounting.saw_distance(self.strategy.consensus_distance)
-        interim = LocalStrategy()
-        self.strategy, self.strategy_config = interim, LocalConfig()
-        self.mode_epoch = epoch
-        strategy = build(config, self._context(epoch))
-        await self.crew.change(regime_of(config), epoch)
-        self.strategy = strategy
-        await interim.stop(0.0)  # who began to watch it meanwhile goes on to this one
-        try:
-            await strategy.start()
-        except ConfigError:
-            self.strategy = LocalStrategy()
-            await strategy.stop(0.0)
-            raise
-        self.strategy_config = config
-        self.accounting.entered(config, settings.epoch_of(epoch))
-        self._used.set()
-
-    async def watch_strategy(self) -> None:
-        """Wait for ever, from one strategy to the next; raise what ended one: a bug of ours."""
-        while True:
-            self._used.clear()
-            await self.strategy.watch()
-            await self._used.wait()
-
     async def stop(self) -> None:
         """Finish the exchange in flight, stop the learner; the last state stays readable."""
         await self.adoptions.stop()
-        await self.strategy.stop(EXCHANGE_END_S)
+        await self.mode.stop()
         await self.crew.stop()
         await self.supervisor.stop()
 
@@ -282,7 +234,7 @@ class Training:
     @property
     def outcomes(self) -> dict[str, int]:
         """Exchanges by outcome, over all strategies of this boot."""
-        return dict(self._outcomes + Counter(self.strategy.outcomes))
+        return dict(self.mode.outcomes + Counter(adopted=self._adopted))
 
     def summary(self) -> Summary | None:
         """What we say of ourselves; None without a state, or while adopting one."""
@@ -292,21 +244,11 @@ class Training:
             node_id=self._me,
             task_hash=self.task_hash,
             layout_hash=self.spec.layout.hash,
-            mode_epoch=self.mode_epoch,
+            mode_epoch=self.mode.epoch,
             lineage=self.lineage,
             lineage_steps=self.lineage_steps,
             policy_version=self.board.policy_version,
         )
-
-    # --- what peers ask -----------------------------------------------------------------------
-
-    async def answer(self, incoming: Incoming) -> Reply:
-        """Pass a peer's call on to the strategy in force.
-
-        Raises:
-            Refusal: the strategy refuses.
-        """
-        return await self.strategy.answer(incoming)
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -318,7 +260,7 @@ class Training:
 
     def tell_adopted(self, giver: str, state: State, why: str) -> None:
         """Tell that a state was adopted, with the hash that shows it."""
-        self._outcomes["adopted"] += 1
+        self._adopted += 1
         self._events.emit(
             "adopted",
             f"took over the state of {short(giver)} at version {state.head.policy_version}: {why}",
@@ -368,4 +310,4 @@ class Training:
             except WireError as error:
                 self._events.emit("moments-failed", str(error), level="warning")
         if new_updates > 0:
-            self.strategy.updated(new_updates)
+            self.mode.strategy.updated(new_updates)

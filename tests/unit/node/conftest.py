@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -32,7 +33,10 @@ from p2pdrl.tensors.layout import Entry, Layout
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.transport.counters import TrafficCounters
+from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address
+
+from .training_peers import Peer
 
 SPEC = BoardSpec(
     Layout((Entry("w", (5,)),)),
@@ -101,7 +105,6 @@ class FakeTraining:
         self.task_hash = task_hash(self.task)
         self.stop_config = self.task.stop
         self.lineage = "ab" * 8
-        self.mode_epoch = 0
         self.paused = False
         self.used: list[tuple[Any, int]] = []
         self.fractions: list[float] = []
@@ -115,10 +118,12 @@ class FakeTraining:
         self.held: tuple[str, ...] = ()
         self.adoptions = SimpleNamespace(seconds=0.0)
         self.windows: list[int] = []
-        self.strategy = SimpleNamespace(mode="gossip", consensus_distance=0.25, facts={"role": "worker"})
-        self.strategy_config: Any = AdpsgdConfig(weight=0.3)
+        strategy = SimpleNamespace(mode="gossip", consensus_distance=0.25, facts={"role": "worker"})
+        self.mode = SimpleNamespace(
+            strategy=strategy, config=AdpsgdConfig(weight=0.3), epoch=0, use=self._use
+        )
         self.accounting = Accounting("", ManualClock())
-        self.accounting.entered(self.strategy_config, 1)
+        self.accounting.entered(self.mode.config, 1)
         self.cannot: tuple[type, ...] = ()
         self.supervisor = SimpleNamespace(
             pid=None,
@@ -137,11 +142,11 @@ class FakeTraining:
     def ready(self) -> bool:
         return self.board is not None and self.board.published_once
 
-    async def use(self, strategy: Any, epoch: int) -> None:
-        self.mode_epoch = epoch
+    async def _use(self, strategy: Any, epoch: int) -> None:
+        self.mode.epoch = epoch
         if isinstance(strategy, self.cannot):
             raise ConfigError("it wants what isn't here")
-        self.strategy_config = strategy
+        self.mode.config = strategy
         self.used.append((strategy, epoch))
 
     def pause(self, *, paused: bool) -> None:
@@ -221,6 +226,21 @@ def parts(clock: ManualClock, events: EventLog, membership: FakeMembership, tmp_
         ledger=Ledger(me, 5),
         began_s=clock.monotonic(),
     )
+
+
+@pytest.fixture
+async def pair(events: EventLog, make_board: Callable[..., DaemonBoard]) -> AsyncIterator[list[Peer]]:
+    """Two that know each other, with states on their boards and no learner."""
+    network = MemoryNetwork(random.Random(0))
+    made = [Peer(network, number, events) for number in (1, 2)]
+    for peer, other in (made, made[::-1]):
+        peer.peers = {other.id: other.address}
+    for number, peer in enumerate(made):
+        await peer.start(make_board(float(number)))
+    yield made
+    for peer in made:
+        await peer.training.stop()
+        await peer.transport.close()
 
 
 @pytest.fixture

@@ -257,8 +257,8 @@ class Gated:
 
     def __init__(self, training) -> None:
         self.entered, self.release = asyncio.Event(), asyncio.Event()
-        self._use = training.use
-        training.use = self.use
+        self._use = training.mode.use
+        training.mode.use = self.use
 
     async def use(self, strategy, epoch) -> None:
         self.entered.set()

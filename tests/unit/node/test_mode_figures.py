@@ -67,7 +67,7 @@ async def test_before_there_is_a_record(figures):
 async def test_who_follows(figures, parts, membership, training, clock):
     record = membership.propose(settings.MODE, ModeSetting.of(AdpsgdConfig(weight=0.3)))
     stamp = settings.stamp(record.epoch, record.proposer)
-    training.mode_epoch = stamp
+    training.mode.epoch = stamp
     hear(parts, clock, B, stamp, "adpsgd")
     document = figures.mode()
     assert (document["mode"], document["protocol"], document["epoch"]) == ("gossip", "adpsgd", 1)
