@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from p2pdrl.errors import ConfigError
 
-__all__ = ["Layer", "Link", "Links", "Peer", "check_numbers", "link_between"]
+__all__ = ["FREE", "Layer", "Link", "Links", "Peer", "check_links", "check_numbers", "link_between"]
 
 
 class Link(NamedTuple):
@@ -38,6 +38,9 @@ class Link(NamedTuple):
                 f"the bandwidth of a link must be positive, not {self.bandwidth_bytes_s} bytes/s"
             )
 
+
+FREE = Link()
+"""Messages take no time."""
 
 Links = Link | Mapping[tuple[int, int], Link]
 """The same for all, or of each (sender, receiver), which are ranks or the indices of peers."""
@@ -97,6 +100,12 @@ def link_between(links: Links, sender: int, receiver: int) -> Link:
     if (sender, receiver) not in links:
         raise ConfigError(f"nothing is known about the link from {sender} to {receiver}")
     return links[sender, receiver]
+
+
+def check_links(links: Links) -> None:
+    """Raise a `ConfigError` for a link with bad numbers."""
+    for link in [links] if isinstance(links, Link) else links.values():
+        link.check()
 
 
 def check_numbers(what: str, numbers: Iterable[object]) -> None:

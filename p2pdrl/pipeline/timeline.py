@@ -19,13 +19,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.layers import Link, Links, check_numbers, link_between
+from p2pdrl.pipeline.layers import FREE, Links, check_links, check_numbers, link_between
 from p2pdrl.pipeline.schedule import Action, Route, check_schedule, peak_activations, route
 
 __all__ = ["Costs", "Timed", "Timeline", "predict"]
-
-
-FREE = Link()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +66,7 @@ class Costs:
             )
         check_numbers("the seconds of a stage", (*self.forward_s, *self.backward_s))
         check_numbers("the bytes of a message", sizes)
-        for link in [self.links] if isinstance(self.links, Link) else self.links.values():
-            link.check()
+        check_links(self.links)
         if not any(self.forward_s) and not any(self.backward_s):
             raise ConfigError("at least one stage must take more than 0 seconds")
 
