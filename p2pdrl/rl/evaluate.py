@@ -2,7 +2,7 @@
 
 The command line's ``eval`` and the monitors call ``evaluate``; ``record_video`` makes a film of one episode.
 
-Shape suffixes: B environments.
+Shape suffixes: B environments, X the observation's own dimensions.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def record_video(
 
 
 class _Actor:
-    """The policy from arrays to arrays: normalises, acts, brings the actions back."""
+    """The policy from arrays to arrays: normalises, remembers, acts, brings the actions back."""
 
     def __init__(
         self, policy: ActorCritic, seed: int, greedy: bool, normalizer: RunningNormalizer | None
@@ -155,14 +155,20 @@ class _Actor:
         self._greedy = greedy
         self._normalizer = normalizer
         self._dtype = np.dtype(policy.spec.obs_dtype)
+        self._state_BS: torch.Tensor | None = None
 
-    def __call__(self, obs_BX: Array) -> Array:
+    def __call__(self, obs_BX: Array, starts_B: Array) -> Array:
+        """Return actions; ``starts_B`` tells which observations begin an episode, in the first call all."""
         if self._normalizer is not None:
             obs_BX = self._normalizer.normalize(obs_BX)
         # a copy: the environment may overwrite its observations
         inputs = torch.from_numpy(obs_BX.astype(self._dtype)).to(self._device)
         noise = None if self._greedy else self._policy.noise((len(obs_BX),), self._generator)
-        actions: Array = self._policy.act(inputs, noise).cpu().numpy()
+        if self._state_BS is None:
+            self._state_BS = self._policy.initial_state(len(obs_BX))
+        if self._state_BS is not None:
+            self._state_BS[torch.from_numpy(starts_B).to(self._device)] = 0.0
+        actions: Array = self._policy.act(inputs, noise, self._state_BS).cpu().numpy()
         return actions
 
 
@@ -172,10 +178,11 @@ def _play(env: VectorEnv, actor: _Actor, quota_B: Array) -> list[tuple[float, in
     returns_B = np.zeros(env.num_envs)
     lengths_B = np.zeros(env.num_envs, dtype=np.int64)
     running_B = np.ones(env.num_envs, dtype=np.bool_)
+    starts_B = np.ones(env.num_envs, dtype=np.bool_)
     played: list[tuple[float, int]] = []
     obs_BX = env.reset()
     while left_B.any():
-        obs_BX, rewards_B, terminated_B, truncated_B = env.step(actor(obs_BX))
+        obs_BX, rewards_B, terminated_B, truncated_B = env.step(actor(obs_BX, starts_B))
         returns_B += rewards_B
         lengths_B += running_B  # the step after an end only resets
         ends_B = terminated_B | truncated_B
@@ -184,5 +191,6 @@ def _play(env: VectorEnv, actor: _Actor, quota_B: Array) -> list[tuple[float, in
         left_B -= counted_B
         returns_B[ends_B] = 0.0
         lengths_B[ends_B] = 0
+        starts_B = ~running_B  # that step was a reset
         running_B = ~ends_B
     return played

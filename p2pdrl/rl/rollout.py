@@ -2,10 +2,11 @@
 
 ``trainer`` calls ``collect`` once per update. On the hot path there is one forward pass of the actor and
 one environment step; noise is drawn for the whole unroll before it, log-probabilities and values are
-computed for the whole unroll after it.
+computed for the whole unroll after it: for a recurrent policy from the state that it had at the beginning,
+just as training will compute them.
 
 Shape suffixes: T unroll, T1 unroll with the bootstrap step (T+1), B environments, X the observation's
-own dimensions. Discrete actions are TB, continuous ones TBA.
+own dimensions, S state. Discrete actions are TB, continuous ones TBA.
 """
 
 # ruff: noqa: N802, N815 (fields carry shape suffixes)
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from p2pdrl.rl.envs import Discrete, VectorEnv
+from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
+from p2pdrl.rl.outputs import distribution
 from p2pdrl.rl.policy import ActorCritic
 
 __all__ = ["Collector", "Unroll"]
@@ -32,6 +35,10 @@ class Unroll:
     with ``valid_TB`` false, and must not enter a loss. The observation after a truncation is the true
     final one, so ``values_T1B[t + 1]`` is the right bootstrap there as everywhere.
 
+    A recurrent policy still remembers the old episode in that row, and has forgotten it in the next, the
+    first of the new one. Its batches are whole environments: every array transposed to BT…, rows that aren't
+    valid left in and masked, and ``context``.
+
     Attributes:
         obs_T1BX: observations; the last row is the bootstrap's.
         actions: int64 TB or float32 TBA, as sampled (not clipped).
@@ -43,6 +50,7 @@ class Unroll:
         valid_TB: false where the step was a reset.
         env_steps: number of valid steps.
         episodes: (return from raw rewards, length) of each episode that ended, in order of time.
+        state_BS: of a recurrent policy, before the first row; zeros where that begins an episode. Else None.
     """
 
     obs_T1BX: Tensor
@@ -55,15 +63,26 @@ class Unroll:
     valid_TB: Tensor
     env_steps: int
     episodes: list[tuple[float, int]]
+    state_BS: Tensor | None = None
 
     @property
     def ends_TB(self) -> Tensor:
         """Whether the next row belongs to another episode."""
         return self.terminated_TB | self.truncated_TB
 
+    @property
+    def starts_T1B(self) -> Tensor:
+        """Whether the row is the first of an episode; not row 0, whose state is known anyway."""
+        return _starts_T1B(self.valid_TB)
+
+    @property
+    def context(self) -> Context:
+        """What a recurrent policy must be told beside ``obs_T1BX[:-1].transpose(0, 1)``."""
+        return Context(self.starts_T1B[:-1].T, self.state_BS)
+
 
 class Collector:
-    """Keeps the environments between calls; episodes run on across unrolls.
+    """Keeps the environments between calls, and what the policy remembers: episodes run on across unrolls.
 
     The tensors of an unroll are overwritten by the next ``collect``.
 
@@ -103,12 +122,14 @@ class Collector:
         self._truncated_TB = np.zeros((T, B), dtype=np.bool_)
         self._valid_TB = np.zeros((T, B), dtype=np.bool_)
         self._running_B = np.ones(B, dtype=np.bool_)
+        self._state_BS = policy.initial_state(B)
         self._returns_B = np.zeros(B)
         self._lengths_B = np.zeros(B, dtype=np.int64)
         self._raw_obs_T1BX[-1] = env.reset()
 
     def collect(self) -> Unroll:
         """Run T steps in every environment with the policy as it is now."""
+        state_BS = None if self._state_BS is None else self._state_BS.clone()
         episodes = self._act_and_step()
         rewards_TB = self._rewards_TB
         if self._reward_scaler is not None:
@@ -118,9 +139,16 @@ class Collector:
             self._normalizer.update(self._raw_obs_T1BX[:-1][self._valid_TB])
         device = self._generator.device
         obs_T1BX, actions = self._obs_T1BX.to(device), self._actions.to(device)
+        valid_TB = torch.from_numpy(self._valid_TB).to(device)
         with torch.no_grad():
-            log_probs_TB, _, values_TB = self._policy.evaluate(obs_T1BX[:-1], actions)
-            values_T1B = torch.cat((values_TB, self._policy.values(obs_T1BX[-1:])))
+            if state_BS is None:
+                log_probs_TB, _, values_TB = self._policy.evaluate(obs_T1BX[:-1], actions)
+                values_T1B = torch.cat((values_TB, self._policy.values(obs_T1BX[-1:])))
+            else:
+                context = Context(_starts_T1B(valid_TB).T, state_BS)
+                outputs = self._policy.outputs(obs_T1BX.transpose(0, 1), context)
+                policy = distribution(outputs.policy.transpose(0, 1)[:-1], outputs.log_std)
+                log_probs_TB, values_T1B = policy.log_prob(actions), outputs.values.T
         return Unroll(
             obs_T1BX=obs_T1BX,
             actions=actions,
@@ -129,9 +157,10 @@ class Collector:
             rewards_TB=torch.from_numpy(rewards_TB).to(device),
             terminated_TB=torch.from_numpy(self._terminated_TB).to(device),
             truncated_TB=torch.from_numpy(self._truncated_TB).to(device),
-            valid_TB=torch.from_numpy(self._valid_TB).to(device),
+            valid_TB=valid_TB,
             env_steps=int(self._valid_TB.sum()),
             episodes=episodes,
+            state_BS=state_BS,
         )
 
     @torch.inference_mode()
@@ -147,7 +176,7 @@ class Collector:
         noise_views = self._policy.noise((T, B), self._generator).unbind()
         episodes: list[tuple[float, int]] = []
         for t in range(T):
-            actions = self._policy.act(obs_views[t].to(device), noise_views[t]).cpu()
+            actions = self._policy.act(obs_views[t].to(device), noise_views[t], self._state_BS).cpu()
             action_views[t].copy_(actions)
             raw[t + 1], rewards_B, terminated_B, truncated_B = self._env.step(actions.numpy())
             obs_T1BX[t + 1] = raw[t + 1] if normalizer is None else normalizer.normalize(raw[t + 1])
@@ -157,6 +186,8 @@ class Collector:
             self._valid_TB[t] = self._running_B
             self._returns_B += rewards_B
             self._lengths_B += self._running_B
+            if self._state_BS is not None and not self._running_B.all():  # that step was a reset
+                self._state_BS[torch.from_numpy(~self._running_B).to(device)] = 0.0
             ends_B = terminated_B | truncated_B
             if ends_B.any():
                 ended = zip(self._returns_B[ends_B].tolist(), self._lengths_B[ends_B].tolist(), strict=True)
@@ -165,3 +196,8 @@ class Collector:
                 self._lengths_B[ends_B] = 0
             self._running_B = ~ends_B
         return episodes
+
+
+def _starts_T1B(valid_TB: Tensor) -> Tensor:
+    """Return which rows begin an episode: those behind a reset."""
+    return torch.cat((torch.zeros_like(valid_TB[:1]), ~valid_TB))

@@ -29,7 +29,7 @@ class Trunk(nn.Module):
     def layers(self) -> list[nn.Module]:
         """Return modules, each one tensor in, one out, that chained give ``forward``.
 
-        Every parameter is in exactly one of them; none is cut where a layer could be halved no more.
+        Every parameter is in exactly one of them, and no more of them in one than belong together.
         """
         raise NotImplementedError
 

@@ -54,7 +54,7 @@ def test_long_episodes_count_as_much_as_short_ones():
             self.t = np.where(resets, 0, self.t + 1)
             return np.zeros((2, 1)), np.where(resets, 0.0, 1.0), self.t == length, np.zeros(2, dtype=bool)
 
-    played = _play(TwoSpeeds(), lambda obs: obs, np.array([3, 3]))
+    played = _play(TwoSpeeds(), lambda obs, starts: obs, np.array([3, 3]))
     assert sorted(played) == [(1.0, 1)] * 3 + [(5.0, 5)] * 3
 
 

@@ -1,0 +1,250 @@
+"""The chain of blocks is the policy: same numbers, same gradients, same tensors, wherever it is cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from p2pdrl.config.task import NetworkConfig
+from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.outputs import PolicyOutputs
+from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.sequential import Heads, block_map, blocks, chain, draw_blocks, load_blocks
+
+from .policies import POLICIES, make_inputs, make_policy
+
+CPU = torch.device("cpu")
+
+every_policy = pytest.mark.parametrize("name", POLICIES)
+
+
+def loss_of(outputs: PolicyOutputs) -> torch.Tensor:
+    """Something that every output and log_std have a part in, none of them evenly."""
+    policy = outputs.distribution()
+    weights = torch.linspace(0.5, 1.5, outputs.values.numel(), dtype=outputs.values.dtype)
+    weights = weights.view(outputs.values.shape)
+    return (weights * (policy.entropy() + outputs.values.square() + outputs.policy.tanh().sum(-1))).sum()
+
+
+def gradients_of(policy: ActorCritic, outputs: PolicyOutputs) -> dict[str, torch.Tensor]:
+    named = dict(policy.named_parameters())
+    found = torch.autograd.grad(loss_of(outputs), list(named.values()), allow_unused=True)
+    return dict(zip(named, found, strict=True))
+
+
+@every_policy
+def test_the_chain_gives_the_policys_outputs_and_gradients(name):
+    policy = make_policy(name).double()
+    obs, context = make_inputs(name)
+    *_, heads = made = blocks(policy)
+    assert isinstance(heads, Heads)
+    chained = heads.unpack(chain(made, obs, context))
+    whole = policy.outputs(obs, context)
+    for ours, theirs in zip(chained, whole, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    ours, theirs = gradients_of(policy, chained), gradients_of(policy, whole)
+    assert any(gradient.abs().max() > 1e-3 for gradient in theirs.values() if gradient is not None)
+    for parameter, gradient in theirs.items():
+        torch.testing.assert_close(ours[parameter], gradient, rtol=1e-12, atol=1e-12, msg=parameter)
+
+
+@every_policy
+def test_at_any_cut_one_tensor_passes_whose_shape_depends_on_the_rows_alone(name):
+    """And how it lies in memory doesn't matter: what was received lies row by row."""
+    made = blocks(make_policy(name).double())
+    shapes: list[list[tuple[int, ...]]] = []
+    for seed, rows in ((0, 4), (1, 4), (2, 3)):
+        x, context = make_inputs(name, rows, seed=seed)
+        shapes.append([])
+        for block in made:
+            x = block(x, context)
+            assert isinstance(x, torch.Tensor)
+            assert len(x) == rows
+            shapes[-1].append(tuple(x.shape[1:]))
+            x = x.contiguous()
+        whole = chain(made, *make_inputs(name, rows, seed=seed))
+        torch.testing.assert_close(x, whole, rtol=1e-12, atol=1e-12)
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+@every_policy
+def test_every_parameter_is_the_policys_own_and_in_one_block(name):
+    policy = make_policy(name)
+    tensors = [parameter for block in blocks(policy) for parameter in block.parameters()]
+    assert {id(tensor) for tensor in tensors} == {id(parameter) for parameter in policy.parameters()}
+    assert len(tensors) == len(list(policy.parameters()))
+
+
+@every_policy
+def test_blocks_stay_in_the_flat_vector(name):
+    policy = make_policy(name)
+    made = blocks(policy)
+    flat = FlatModule(policy, CPU)
+    obs, context = make_inputs(name)
+    obs = obs.float()
+    context = context._replace(state_BS=None if context.state_BS is None else context.state_BS.float())
+    flat.rebind(np.zeros(flat.layout.size, np.float32), write=True)
+    before = chain(made, obs, context)
+    flat.parameters_D.mul_(0.5)
+    assert not torch.equal(before, chain(made, obs, context))
+    heads = made[-1]
+    assert isinstance(heads, Heads)
+    loss_of(heads.unpack(chain(made, obs, context))).backward()
+    through_blocks = flat.gradients_D.clone()
+    flat.gradients_D.zero_()
+    loss_of(policy.outputs(obs, context)).backward()
+    assert flat.gradients_D.norm() > 0
+    torch.testing.assert_close(through_blocks, flat.gradients_D, rtol=1e-4, atol=1e-5)
+
+
+def test_there_is_a_block_for_each_layer():
+    def titles(name):
+        return block_map(make_policy(name, None)).titles
+
+    heads = "policy_head + value_head"
+    assert titles("mlp") == ("actor.0 + critic.0", "actor.2 + critic.2", "actor.4 + critic.4", heads)
+    assert titles("mlp for control") == ("actor.0 + critic.0", f"log_std + {heads}")
+    assert titles("nature cnn") == (
+        "trunk.convolutions.0",
+        "trunk.convolutions.2",
+        "trunk.convolutions.4",
+        "trunk.dense.0",
+        heads,
+    )
+    assert titles("impala resnet") == (
+        *(f"trunk.sections.{section}" for section in ("0.0", "1", "2", "3.0", "4", "5")),
+        "trunk.dense.0",
+        heads,
+    )
+    assert titles("lstm on a transformer") == (
+        "trunk.tokens",
+        "trunk.mixing.0",
+        "trunk.mixing.1",
+        "trunk.pool.norm",
+        "core",
+        f"log_std + {heads}",
+    )
+    assert titles("no hidden layer") == ("no parameters", heads)
+
+
+@every_policy
+@pytest.mark.parametrize("cuts", [1, 2, 3])
+def test_the_whole_can_be_cut_and_put_together(name, cuts):
+    policy = make_policy(name)
+    where, whole = block_map(policy), FlatModule(policy, CPU)
+    assert where.layout == whole.layout
+    vector_D = whole.numpy().copy()
+    together_D = np.full_like(vector_D, np.nan)
+    for numbers in np.array_split(np.arange(len(where.names)), cuts):
+        part_P = where.take(vector_D, numbers)
+        assert len(part_P) == where.size(numbers)
+        where.put(part_P, together_D, numbers)
+    assert np.array_equal(vector_D, together_D)
+
+
+@every_policy
+def test_blocks_made_alone_are_those_of_the_whole(name):
+    spec, network = POLICIES[name]
+    policy = ActorCritic(spec, network, 3)
+    where = block_map(policy)
+    vector_D = torch.cat([parameter.detach().flatten() for parameter in policy.parameters()]).numpy()
+    last = len(where.names)
+    runs = [range(last - 1, last), range(last // 2), range(last // 2, last), range(0, last, 2)]
+    for numbers in runs:
+        part_P = where.take(vector_D, numbers)
+        part_P.flags.writeable = False
+        for made in (
+            load_blocks(spec, network, numbers, part_P, CPU),
+            draw_blocks(spec, network, numbers, 3, CPU),
+        ):
+            names = dict(zip(where.chosen(numbers), made.parameters(), strict=True))
+            for parameter, tensor in names.items():
+                assert torch.equal(tensor, policy.get_parameter(parameter))
+            if names:  # as whoever holds a stage lays them out
+                stage = FlatModule(made, CPU)
+                assert np.array_equal(stage.numpy(), part_P)
+                shapes = [entry.shape for entry in where.part(numbers).entries]
+                assert shapes == [entry.shape for entry in stage.layout.entries]
+
+
+def test_two_halves_made_alone_give_what_the_whole_gives():
+    name = "lstm on a resnet"
+    spec, network = POLICIES[name]
+    policy = ActorCritic(spec, network, 3).double()
+    obs, context = make_inputs(name)
+    last = len(blocks(policy))
+    x = obs
+    for numbers in (range(3), range(3, last)):
+        x = chain(draw_blocks(spec, network, numbers, 3, CPU).double(), x, context)
+    torch.testing.assert_close(x, chain(blocks(policy), obs, context), rtol=1e-12, atol=1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that an operation made in real memory, in elements."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self.most = max(self.most, tensor.numel())
+        return made
+
+
+def test_a_part_of_a_model_too_large_for_this_machine():
+    spec = EnvSpec((7,), "float32", Discrete(3))
+    network = NetworkConfig(hidden=(10, 20, 1_000_000, 500_000))
+    with pytest.raises(LayoutMismatchError):  # one vector can't hold it, nor can a swarm exchange it
+        block_map(ActorCritic(spec, network, None))
+    # 600 million parameters: 2.4 GB
+    network = NetworkConfig(hidden=(10, 20, 10_000, 30_000))
+    part_P = np.arange(2 * (7 * 10 + 10) + 2 * (10 * 20 + 20), dtype=np.float32)
+    with Largest() as largest:
+        made = load_blocks(spec, network, range(2), part_P, CPU)
+    assert largest.most == len(part_P)
+    assert torch.equal(torch.cat([p.detach().flatten() for p in made.parameters()]), torch.from_numpy(part_P))
+    assert chain(made, torch.zeros(2, 7)).shape == (2, 40)
+
+
+def test_drawing_a_part_takes_one_layers_memory_at_a_time():
+    spec = EnvSpec((7,), "float32", Discrete(3))
+    with Largest() as largest:
+        draw_blocks(spec, NetworkConfig(hidden=(200, 300, 10)), range(2, 4), 0, CPU)
+    assert largest.most == 200 * 300
+
+
+def test_what_does_not_fit_is_refused():
+    spec, network = POLICIES["mlp"]
+    where = block_map(ActorCritic(spec, network, None))
+    with pytest.raises(LayoutMismatchError, match="0 to 3"):
+        load_blocks(spec, network, range(3, 5), np.zeros(3, np.float32), CPU)
+    with pytest.raises(LayoutMismatchError, match="once"):
+        where.spans([1, 1])
+    with pytest.raises(LayoutMismatchError, match="numbers is wanted"):
+        load_blocks(spec, network, range(1), np.zeros(3, np.float32), CPU)
+    with pytest.raises(LayoutMismatchError):
+        where.take(np.zeros(3, np.float32), [0])
+    with pytest.raises(LayoutMismatchError):
+        where.put(np.zeros(3, np.float32), np.zeros(where.layout.size, np.float32), [0])
+
+
+def test_spans_are_few():
+    spec, network = POLICIES["nature cnn"]
+    where = block_map(ActorCritic(spec, network, None))
+    assert where.spans(range(5)) == ((0, where.layout.size),)
+    towers = block_map(ActorCritic(*POLICIES["mlp"], None))
+    assert len(towers.spans([0])) == 2
+
+
+def test_modules_without_memory_can_be_made_twice():
+    policy = ActorCritic(*POLICIES["lstm"], None)
+    assert all(parameter.is_meta for parameter in nn.ModuleList(blocks(policy)).parameters())
