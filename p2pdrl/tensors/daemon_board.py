@@ -13,19 +13,22 @@ Shapes: every vector is flat, of D elements (all parameters); names carry no suf
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from p2pdrl.errors import TensorError
 from p2pdrl.tensors.board_memory import DELTA, NOTHING, SET, BoardMemory, BoardSpec, Published, Slot
+from p2pdrl.tensors.chunks import WALK, spans
 from p2pdrl.tensors.layout import Float32Array, check_vector
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.tensors.sidecar import AnyArray
 
 __all__ = ["DaemonBoard", "Snapshot"]
+
+T = TypeVar("T")
 
 _NONE_PUBLISHED = Published(policy_version=0, delta_id=0, sidecar_number=0)
 _NOTHING_GATHERED = Slot(id=0, kind=NOTHING, policy_version=0, has_sidecar=False)
@@ -126,8 +129,13 @@ class DaemonBoard:
         state = self._state()
         return state.gathered.kind == NOTHING and state.in_slot == NOTHING
 
-    def now(self, out: Float32Array) -> Snapshot:
+    def now(self, out: Float32Array, each: Callable[[slice], None] | None = None) -> Snapshot:
         """Write the vector as it is now into ``out``: published, and what was posted and isn't in it.
+
+        Args:
+            out: D float32.
+            each: called with each piece that was written, while it is in the processor's cache; it may
+                change that piece of ``out``. A learner that publishes meanwhile may have it all done again.
 
         Raises:
             TensorError: nothing has been published, seeded or set yet.
@@ -138,16 +146,21 @@ class DaemonBoard:
         with self._lock:
             state = self._state()
             if state.gathered.kind == SET:
-                np.copyto(out, self._gathered_vector)
-            elif state.in_slot == SET:
-                np.copyto(out, memory.slot_vector)
-            else:
-                state = state._replace(facts=self._read_published(out))
-                if state.in_slot == DELTA:
-                    np.add(out, memory.slot_vector, out=out)
-            if state.gathered.kind == DELTA:
-                np.add(out, self._gathered_vector, out=out)
-            return self._snapshot(state.policy_version, state.facts)
+                _write_sum(out, [self._gathered_vector], each)
+                return self._snapshot(state.policy_version, state.facts)
+            later = [self._gathered_vector] if state.gathered.kind == DELTA else []
+            if state.in_slot == SET:
+                _write_sum(out, [memory.slot_vector, *later], each)
+                return self._snapshot(state.policy_version, state.facts)
+
+            def sum_up(copy: int) -> _State:
+                seen = state._replace(facts=memory.published(copy))
+                posted = [memory.slot_vector] if seen.in_slot == DELTA else []
+                _write_sum(out, [memory.vectors[copy], *posted, *later], each)
+                return seen
+
+            seen = _readable(memory.lock.read(sum_up))
+            return self._snapshot(seen.policy_version, seen.facts)
 
     def published(self, out: Float32Array) -> Snapshot:
         """Write what the learner last published into ``out``.
@@ -309,16 +322,31 @@ class DaemonBoard:
             np.copyto(out, memory.vectors[copy])
             return memory.published(copy)
 
-        facts = memory.lock.read(copy_to_out)
-        if facts is None:
-            raise TensorError(
-                "nothing can be read from the board: the learner hasn't published yet (wait for it or seed "
-                "the board), or publishes faster than its vector can be copied"
-            )
-        return facts
+        return _readable(memory.lock.read(copy_to_out))
 
     def _snapshot(self, policy_version: int, facts: Published) -> Snapshot:
         return Snapshot(policy_version, facts.policy_version, self._memory.lock.writes, self._sets)
+
+
+def _readable(found: T | None) -> T:
+    if found is None:
+        raise TensorError(
+            "nothing can be read from the board: the learner hasn't published yet (wait for it or seed "
+            "the board), or publishes faster than its vector can be copied"
+        )
+    return found
+
+
+def _write_sum(out: Float32Array, terms: list[Float32Array], each: Callable[[slice], None] | None) -> None:
+    """Write the sum of ``terms`` into ``out``, piece by piece."""
+    first, *others = terms
+    for span in spans(out.size, WALK):
+        piece = out[span]
+        np.copyto(piece, first[span])
+        for other in others:
+            np.add(piece, other[span], out=piece)
+        if each is not None:
+            each(span)
 
 
 def _copies(sidecar: Mapping[str, AnyArray]) -> dict[str, AnyArray]:

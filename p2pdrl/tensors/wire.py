@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError, WireError
-from p2pdrl.tensors.chunks import WALK, scratch_u32, spans
+from p2pdrl.tensors.chunks import scratch_u32, spans
 from p2pdrl.tensors.layout import Float32Array, check_vector
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "decode",
     "decode_span",
     "encode",
-    "encode_rounding",
+    "encode_rounding_span",
     "encoded_nbytes",
     "round_trip",
 ]
@@ -86,27 +86,17 @@ def decode(buffer: bytes | bytearray | memoryview, dtype: WireDtype, out: Float3
         np.left_shift(bits[span], 16, out=bits[span])
 
 
-def encode_rounding(vector: Float32Array, dtype: WireDtype, out: bytearray | memoryview) -> None:
-    """`encode`, and leave in ``vector`` what the peer will decode, in one walk over memory.
+def encode_rounding_span(piece: Float32Array, wire: npt.NDArray[np.uint16]) -> None:
+    """Encode a piece as bfloat16, and leave in it what the peer will decode; for walks over a vector.
 
-    Raises:
-        LayoutMismatchError: as `encode`.
-        WireError: as `encode`.
+    Args:
+        piece: at most `chunks.WALK` elements.
+        wire: `as_wire` of where it goes, as long.
     """
-    if dtype == "float32":
-        encode(vector, dtype, out)
-        return
-    check_vector(vector, vector.size, "the vector to send")
-    expected, have = encoded_nbytes(vector.size, dtype), memoryview(out).nbytes
-    if have != expected:
-        raise LayoutMismatchError(f"{dtype} of {vector.size} elements takes {expected} bytes, not {have}")
-    wire: npt.NDArray[np.uint16] = np.frombuffer(out, "<u2")
-    bits = vector.view(np.uint32)
-    for span in spans(vector.size, WALK):
-        rounded = _rounded(vector[span])
-        np.bitwise_and(rounded, 0xFFFF0000, out=bits[span])
-        np.right_shift(rounded, 16, out=rounded)
-        np.copyto(wire[span], rounded, casting="unsafe")
+    rounded = _rounded(piece)
+    np.bitwise_and(rounded, 0xFFFF0000, out=piece.view(np.uint32))
+    np.right_shift(rounded, 16, out=rounded)
+    np.copyto(wire, rounded, casting="unsafe")
 
 
 def decode_span(source: npt.NDArray[Any], dtype: WireDtype, span: slice, out: Float32Array) -> None:

@@ -22,6 +22,7 @@ from p2pdrl.strategies.feedback import FeedbackEncoder
 from p2pdrl.strategies.neighbours.mixing import round_delta
 from p2pdrl.strategies.pairwise.pair import WireName
 from p2pdrl.strategies.protocol import Context, Post
+from p2pdrl.strategies.reading import read_now
 from p2pdrl.tensors import mix, wire
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.robust import combine
@@ -105,9 +106,7 @@ class ParameterOffer:
 
     def load(self) -> None:
         """Read the board, rounded as the wire rounds it."""
-        self._sets = self._board.now(self.mine).sets
-        wire.encode_rounding(self.mine, self._wire, self.message)
-        mix.check_finite(self.mine, self._max_abs)
+        self._sets = read_now(self._board, self.mine, self._max_abs, self._wire, self.message).sets
         self.my_length = mix.norm(self.mine)
 
     def read(self, message: memoryview, out: Float32Array) -> None:

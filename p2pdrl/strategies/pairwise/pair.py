@@ -26,10 +26,11 @@ from p2pdrl.errors import PoisonedVectorError, WireError
 from p2pdrl.strategies.judgement import Natural, Short, Summary
 from p2pdrl.strategies.pairwise.freshness import Freshness
 from p2pdrl.strategies.protocol import Merged, RoundReport
+from p2pdrl.strategies.reading import read_now
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.tensors.wire import WireDtype, encode_rounding, encoded_nbytes
+from p2pdrl.tensors.wire import WireDtype, encoded_nbytes
 from p2pdrl.transport import codec
 
 __all__ = [
@@ -224,10 +225,8 @@ class PairScratch:
             PoisonedVectorError: our own vector holds NaN, infinity or a huge entry; peers would strike
                 us for it.
         """
-        self._sets = board.now(self._mine_D).sets
-        if self._wire != "float32":
-            encode_rounding(self._mine_D, self._wire, self.outgoing)
-        mix.check_finite(self._mine_D, self._bounds.max_abs)
+        message = None if self._wire == "float32" else self.outgoing
+        self._sets = read_now(board, self._mine_D, self._bounds.max_abs, self._wire, message).sets
 
     def mix(self, weight: float | None = None) -> Float32Array:
         """Check what is in ``incoming`` and return what our side adds; valid until the next `load`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from p2pdrl.strategies.pairwise.pair import Bounds, Step, pair_step
+from p2pdrl.strategies.reading import read_now
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.wire import WireDtype, decode, encode, encoded_nbytes
@@ -47,9 +48,8 @@ class PushVectors:
             PoisonedVectorError: it holds NaN, infinity or a huge entry.
             TensorError: it can't be read now.
         """
-        snapshot = self._board.now(self._mine_D)
+        snapshot = read_now(self._board, self._mine_D, self._bounds.max_abs)
         self._sets, self._version = snapshot.sets, snapshot.policy_version
-        mix.check_finite(self._mine_D, self._bounds.max_abs)
 
     def pack(self, out: memoryview, ratio: float) -> None:
         """Write what was read for the wire.

@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.chunks import CHUNK
-from p2pdrl.tensors.wire import WireDtype, encode_rounding, encoded_nbytes
+from p2pdrl.tensors.wire import WireDtype, encode, encoded_nbytes, round_trip
 
 values = st.floats(-(2.0**99), 2.0**99, width=32)
 pairs = st.integers(0, 40).flatmap(
@@ -101,7 +101,8 @@ def test_a_pair_step_is_decoding_the_delta_and_the_norms_in_one(size: int, dtype
     rng = np.random.default_rng(3)
     mine, theirs = rng.standard_normal((2, size), dtype=np.float32)
     buffer = bytearray(encoded_nbytes(size, dtype))
-    encode_rounding(theirs, dtype, buffer)
+    encode(theirs, dtype, buffer)
+    round_trip(theirs, dtype, theirs)
     expected, out = np.empty(size, np.float32), np.empty(size, np.float32)
     mix.pair_delta(mine, theirs, 0.25, out=expected)
     figures = mix.pair_step(mine, buffer, dtype, 0.25, 1e6, out=out)
