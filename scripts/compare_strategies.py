@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -93,7 +94,7 @@ def run(strategy: str, weather: str, budget_s: float, nodes: int, pace_s: float)
         swarm.ready()
         if proxies is not None:
             proxies.cut_at_random(0.05)
-        psutil.cpu_percent()
+        processors_busy()
         meter, course = Meter(swarm), []
         killed = False
         while (passed_s := time.monotonic() - meter.began_s) < budget_s:
@@ -101,7 +102,7 @@ def run(strategy: str, weather: str, budget_s: float, nodes: int, pace_s: float)
                 killed = storm(swarm, passed_s, killed)
             time.sleep(SAMPLE_S)
             course.append(meter.sample())
-        busy = psutil.cpu_percent()
+        busy = processors_busy()
         steps = meter.totals["env_steps"]
         healthy = [count for name, count in steps.items() if name != f"node-{SLOW + 1}"]
         return {
@@ -113,8 +114,14 @@ def run(strategy: str, weather: str, budget_s: float, nodes: int, pace_s: float)
             "waited": waited_s(swarm) / (budget_s * len(swarm.living)),
             "cpu_s": course[-1]["cpu_s"],
             "bytes_per_node": course[-1]["bytes"] / nodes,
-            "busy": busy / 100,
+            "busy": busy,
         }
+
+
+def processors_busy() -> float:
+    """Share of time for which the processors that we may run on were busy since the last call."""
+    shares = psutil.cpu_percent(percpu=True)
+    return statistics.fmean(shares[number] for number in os.sched_getaffinity(0)) / 100
 
 
 def storm(swarm: LocalSwarm, passed_s: float, killed: bool) -> bool:
