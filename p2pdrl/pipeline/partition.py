@@ -4,9 +4,9 @@ In its steady state a pipeline goes at the pace of its slowest stage, so that st
 exactly, by dynamic programming over (stages so far, layers so far), as PipeDream does (Narayanan 2019,
 "PipeDream: generalized pipeline parallelism for DNN training", section 3.1). A stage costs the time of its
 layers' forwards and backwards divided by its peer's speed, plus the time in which its output travels on and
-the gradient back: 1F1B allows so few microbatches under way that it can't hide both behind computing. Of
-all cuts with the same slowest stage, that with the least sum over all stages is taken: filling and draining
-the pipeline takes about this sum.
+the gradient back: 1F1B allows so few microbatches under way that it can't hide both behind computing (see
+`timeline`; GPipe can, and this then says too much of a slow link). Of all cuts with the same slowest stage,
+that with the least sum over all stages is taken: filling and draining the pipeline takes about this sum.
 
 A stage needs memory for its parameters (several copies: gradients, the optimizer's state) and for the
 activations of each microbatch that its schedule stores: its input and every layer's output.

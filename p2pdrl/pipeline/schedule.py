@@ -15,12 +15,11 @@ Rank r holds the stages r, r+R, r+2R, … Stages and microbatches are counted fr
 one batch are of the same parameters: nobody steps before the last backward.
 
 Sends are asynchronous: they cost their rank no time. A receive waits for its message, right before the
-forward or backward that needs it. Messages form one stream per (sender, receiver, activation or
-gradient), received in the order in which they were sent. Nothing can deadlock then, because only
-receives wait, and each for a message whose sender doesn't wait for what comes after it;
-`check_schedule` proves it of any given schedule by running it. No stream ever holds more messages than
-its rank that is nearer to the model's input stores activations. Two stages on one rank (R = 1) hand
-over without messages.
+forward or backward that needs it. Messages form one stream per (sender, receiver, activation or gradient)
+and are received in the order in which they were sent; streams must hold all that is sent. Then none of
+these schedules deadlocks: only receives wait, and never in a circle, which `check_schedule` proves of any
+schedule by running it. No stream ever holds more messages than the one of its two ranks that is nearer to
+the model's input stores activations. Stages of one rank (R = 1) hand over without messages.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ With S equal stages and messages that cost nothing these are the values of the p
 (M+S−1)(f+b) seconds and each rank idles (S−1)/(M+S−1) of them (Huang 2019, arXiv 1811.06965, section 2.3);
 interleaved with V stages on each of R ranks, M a multiple of R, idles (R−1)/(V·M+R−1) of them
 (Narayanan 2021, arXiv 2104.04473, section 2.2, there relative to the ideal time).
+
+When a message takes t seconds, one microbatch more costs 1F1B f+b+2t(S−1)/S seconds, because a rank sends no
+further microbatch before a gradient is back; GPipe, which stores them all, hides t behind computing.
 """
 
 from __future__ import annotations

@@ -72,6 +72,18 @@ def test_times_worked_out_by_hand():
     assert timeline.one_device_s == 14.0
 
 
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("link", [Link(0.25), Link(0.0, 4.0)])
+def test_1f1b_cant_hide_messages_as_gpipe_can(stages, link):
+    f, b, t = 1.0, 1.0, 0.25
+    for name, each_s in [("1f1b", f + b + 2 * t * (stages - 1) / stages), ("gpipe", f + b)]:
+        total_s = [
+            predict(make_schedule(name, stages, m), even(stages, f, b, message_bytes=1.0, links=link)).total_s
+            for m in (40, 80)
+        ]
+        assert (total_s[1] - total_s[0]) / 40 == pytest.approx(each_s)
+
+
 def test_a_direction_of_a_link_carries_one_message_at_a_time():
     """Forwards take a tenth of a message's time: the second activation leaves when the first has left."""
     costs = Costs((0.1, 0.1), (0.1, 0.1), message_bytes=10.0, links=Link(5.0, 10.0))
