@@ -1,0 +1,180 @@
+"""``p2pdrl pipeline plan``: what a pipeline schedule would do, drawn and in numbers, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from p2pdrl.cli.options import json_option
+
+if TYPE_CHECKING:
+    from p2pdrl.pipeline.timeline import Timeline
+
+__all__ = ["pipeline"]
+
+_WIDTH = 100
+"""Columns of output that doesn't go to a terminal."""
+
+
+@click.group()
+def pipeline() -> None:
+    """Plan how one model is trained over several devices."""
+
+
+@pipeline.command()
+@click.option("--stages", type=click.IntRange(1, 128), required=True, metavar="S", help="Parts of the model.")
+@click.option(
+    "--microbatches", type=click.IntRange(1, 1024), required=True, metavar="M", help="Parts of the batch."
+)
+@click.option(
+    "--schedule",
+    type=click.Choice(["gpipe", "1f1b", "interleaved"]),
+    default="1f1b",
+    show_default=True,
+    help="Who does what in which order.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 128),
+    metavar="R",
+    help="Devices; S by default. Interleaved puts S/R stages on each.",
+)
+@click.option(
+    "--forward-s",
+    default="1",
+    show_default=True,
+    metavar="SECONDS[,…]",
+    help="Of one microbatch through a stage: one number, or one per stage.",
+)
+@click.option(
+    "--backward-s", metavar="SECONDS[,…]", help="The same back; by default twice that of the forward."
+)
+@click.option(
+    "--latency-s",
+    type=float,
+    default=0.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="One way between two devices.",
+)
+@click.option(
+    "--bandwidth", type=float, default=math.inf, metavar="BYTES/S", help="Each way; without limit by default."
+)
+@click.option(
+    "--activation-bytes",
+    default="0",
+    show_default=True,
+    metavar="BYTES[,…]",
+    help="What a stage sends on per microbatch: one number, or S-1.",
+)
+@json_option
+def plan(
+    *,
+    stages: int,
+    microbatches: int,
+    schedule: Any,
+    ranks: int | None,
+    forward_s: str,
+    backward_s: str | None,
+    latency_s: float,
+    bandwidth: float,
+    activation_bytes: str,
+    as_json: bool,
+) -> None:
+    """Draw a schedule, and predict how long one batch takes.
+
+    F2 is the forward of the second microbatch, B2 its backward, F2b that of the device's second stage;
+    dots are bubbles, in which a device waits.
+    """
+    from p2pdrl.pipeline.layers import Link
+    from p2pdrl.pipeline.schedule import make_schedule
+    from p2pdrl.pipeline.timeline import Costs, predict
+
+    actions = make_schedule(schedule, stages, microbatches, ranks=ranks)
+    forwards = _numbers("--forward-s", forward_s, stages)
+    backwards = (
+        tuple(2.0 * each for each in forwards)
+        if backward_s is None
+        else _numbers("--backward-s", backward_s, stages)
+    )
+    sizes = _numbers("--activation-bytes", activation_bytes, stages - 1)
+    timeline = predict(actions, Costs(forwards, backwards, sizes, Link(latency_s, bandwidth)))
+    if as_json:
+        click.echo(json.dumps({"schedule": schedule, **_document(timeline)}, indent=2))
+    else:
+        click.echo("\n".join(_lines(schedule, timeline)))
+
+
+def _numbers(option: str, text: str, count: int) -> tuple[float, ...]:
+    """One number for all, or one for each.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    from p2pdrl.errors import UsageError
+
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if len(numbers) == 1:
+        return numbers * count
+    if len(numbers) != count:
+        raise UsageError(
+            f"{option} {text}: give one number{f', or {count} with commas' if count > 1 else ''}"
+        )
+    return numbers
+
+
+def _document(timeline: Timeline) -> dict[str, Any]:
+    ranks = range(len(timeline.rows))
+    return {
+        "stages": timeline.stages,
+        "ranks": len(ranks),
+        "microbatches": timeline.microbatches,
+        "step_s": timeline.total_s,
+        "one_device_s": timeline.one_device_s,
+        "speedup": timeline.speedup,
+        "ideal_speedup": timeline.ideal_speedup,
+        "per_rank": [
+            {
+                "rank": rank,
+                "stages": list(range(rank, timeline.stages, len(ranks))),
+                "busy_s": timeline.busy_s[rank],
+                "bubble": timeline.bubbles[rank],
+                "stored_activations": timeline.stored[rank],
+                "actions": [
+                    {**t.action._asdict(), "start_s": t.start_s, "end_s": t.end_s}
+                    for t in timeline.rows[rank]
+                ],
+            }
+            for rank in ranks
+        ],
+    }
+
+
+def _lines(schedule: str, timeline: Timeline) -> list[str]:
+    import shutil
+
+    from p2pdrl.pipeline.drawing import draw
+
+    ranks = len(timeline.rows)
+    several = f" on {ranks} ranks" if timeline.stages > ranks else ""
+    ideal = f"with equal stages and free messages {timeline.ideal_speedup:.2f}"
+    lines = [
+        f"{schedule}: {timeline.microbatches} microbatches through {timeline.stages} stages{several}",
+        "",
+        *draw(timeline, shutil.get_terminal_size((_WIDTH, 24)).columns),
+        "",
+        f"step      {timeline.total_s:.4g} s; one device takes {timeline.one_device_s:.4g} s",
+        f"speed-up  {timeline.speedup:.2f} of {ranks}; {ideal}",
+        "",
+        "rank   computes   bubble   stored activations",
+    ]
+    figures = zip(timeline.busy_s, timeline.bubbles, timeline.stored, strict=True)
+    for rank, (busy_s, bubble, stored) in enumerate(figures):
+        lines.append(f"{rank:>4}   {f'{busy_s:.4g} s':>8}   {bubble:>6.1%}   {stored:>18}")
+    return lines

@@ -1,0 +1,127 @@
+"""``p2pdrl pipeline plan``: pictures, figures, and words about what doesn't fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+PLAN = ("pipeline", "plan")
+
+
+@pytest.fixture(autouse=True)
+def _width(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def test_a_plan_is_drawn_with_its_figures(p2pdrl):
+    result = p2pdrl(*PLAN, "--stages", "2", "--microbatches", "4", "--forward-s", "0.5", "--backward-s", "1")
+    assert result.exit_code == 0
+    assert result.stdout == (
+        "1f1b: 4 microbatches through 2 stages\n"
+        "\n"
+        "rank 0  F1 F2 ......B1--- F3 B2--- F4 B3--- ...B4--- \n"
+        "rank 1  ...F1 B1--- F2 B2--- F3 B3--- F4 B4--- ......\n"
+        "        0                                       7.5 s\n"
+        "\n"
+        "step      7.5 s; one device takes 12 s\n"
+        "speed-up  1.60 of 2; with equal stages and free messages 1.60\n"
+        "\n"
+        "rank   computes   bubble   stored activations\n"
+        "   0        6 s    20.0%                    2\n"
+        "   1        6 s    20.0%                    1\n"
+    )
+
+
+def test_it_is_as_wide_as_the_terminal(p2pdrl, monkeypatch):
+    widths = []
+    for columns in ["60", "160"]:
+        monkeypatch.setenv("COLUMNS", columns)
+        lines = p2pdrl(*PLAN, "--stages", "4", "--microbatches", "12").stdout.splitlines()
+        widths.append(max(len(line) for line in lines if line.startswith("rank 0")))
+    assert 50 < widths[0] <= 60 < 130 < widths[1] <= 160
+
+
+def test_json_has_every_action(p2pdrl):
+    args = ["--stages", "4", "--microbatches", "4", "--schedule", "interleaved", "--ranks", "2", "--json"]
+    result = p2pdrl(*PLAN, *args)
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert (document["schedule"], document["stages"], document["ranks"]) == ("interleaved", 4, 2)
+    assert (document["step_s"], document["one_device_s"]) == (27.0, 48.0)
+    assert document["speedup"] == pytest.approx(document["ideal_speedup"]) == pytest.approx(16 / 9)
+    assert [rank["stages"] for rank in document["per_rank"]] == [[0, 2], [1, 3]]
+    assert [rank["bubble"] for rank in document["per_rank"]] == pytest.approx([1 / 9, 1 / 9])
+    assert [rank["stored_activations"] for rank in document["per_rank"]] == [5, 3]
+    first = {"kind": "forward", "stage": 0, "microbatch": 0, "start_s": 0.0, "end_s": 1.0}
+    assert document["per_rank"][0]["actions"][0] == first
+
+
+def test_each_stage_and_message_may_differ(p2pdrl):
+    args = ["--schedule", "gpipe", "--stages", "3", "--microbatches", "1", "--json"]
+    times = ["--forward-s", "1,2,3", "--backward-s", "4,5,6"]
+    links = ["--latency-s", "0.5", "--bandwidth", "10", "--activation-bytes", "10,20"]
+    document = json.loads(p2pdrl(*PLAN, *args, *times, *links).stdout)
+    assert document["step_s"] == 21 + 2 * (0.5 + 1 + 0.5 + 2)
+    assert document["one_device_s"] == 21
+
+
+def test_one_stage_needs_no_messages(p2pdrl):
+    result = p2pdrl(
+        *PLAN, "--stages", "1", "--microbatches", "2", "--activation-bytes", "1e6", "--latency-s", "9"
+    )
+    assert result.exit_code == 0
+    assert "step      6 s; one device takes 6 s" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["--forward-s", "1,2"], "--forward-s 1,2: give one number, or 4 with commas"),
+        (["--backward-s", "x"], "--backward-s x: give one number, or 4 with commas"),
+        (["--activation-bytes", "1,2,3,4"], "--activation-bytes 1,2,3,4: give one number, or 3 with commas"),
+        (["--forward-s", "-1"], "the seconds of a stage must be finite and not negative"),
+        (["--forward-s", "0"], "at least one stage must take more than 0 seconds"),
+        (["--forward-s", "nan"], "not nan"),
+        (["--bandwidth", "0"], "the bandwidth of a link must be positive"),
+        (["--bandwidth", "nan"], "the bandwidth of a link must be positive"),
+        (["--latency-s", "-1"], "the latency of a link in seconds must be"),
+        (["--ranks", "2"], "1f1b runs one stage per rank, not 4 on 2: take interleaved for more"),
+        (["--schedule", "interleaved"], "interleaved needs the number of ranks"),
+        (["--schedule", "interleaved", "--ranks", "3"], "4 stages aren't a multiple of 3"),
+        (["--schedule", "interleaved", "--ranks", "2", "--microbatches", "7"], "(6 or 8), or fewer than 4"),
+    ],
+)
+def test_what_doesnt_fit_is_told_in_one_line_and_ends_with_2(p2pdrl, args, why):
+    result = p2pdrl(*PLAN, "--stages", "4", "--microbatches", "4", *args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert why in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "args", [["--stages", "2"], ["--stages", "0", "--microbatches", "1"], ["--schedule", "x"]]
+)
+def test_a_bad_command_line_ends_with_2(p2pdrl, args):
+    result = p2pdrl(*PLAN, *args)
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr
+
+
+def test_planning_imports_nothing_heavy():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "from p2pdrl.cli import main\n"
+        "args = ['pipeline', 'plan', '--stages', '2', '--microbatches', '2']\n"
+        "assert main.run_command(main.cli, 'p2pdrl', args) == 0\n"
+        "heavy = {'rich', 'aiohttp', 'numpy', 'torch', 'msgspec'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
