@@ -5,7 +5,8 @@
 - `http_transport`: the real one; it joins `http_client` and `http_server`.
 - `stream_client` (`stream_opener`, `stream_caller`) and `stream_server` (`stream_served`): the bulk
   lane's calls, framed on an upgraded connection; `stream_frames`: their bytes; `stream_socket`: moves them.
-- `outgoing`, `incoming`: a call on its way out, a request as its handler sees it.
+- `outgoing`, `credentials`, `incoming`: a call on its way out, what proves it and its answer, a request as
+  its handler sees it.
 - `routes`: what is served, and how a handler's failure is told; shared by both.
 - `codec`, `auth`, `headers`, `pieces`: what a request carries, how it is read and signed, how vectors
   are cut.

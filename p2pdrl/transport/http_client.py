@@ -15,10 +15,10 @@ from yarl import URL
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
-from p2pdrl.transport.auth import SwarmKeys, format_time, new_nonce
 from p2pdrl.transport.counters import TrafficCounters
+from p2pdrl.transport.credentials import Credentials
 from p2pdrl.transport.dial import Dialer
-from p2pdrl.transport.headers import CONTENT_TYPE, NO_TARGET, AnswerHead, RequestHead
+from p2pdrl.transport.headers import CONTENT_TYPE, AnswerHead, RequestHead
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.outgoing import Call, refused
 from p2pdrl.transport.pieces import BodyReader, body_chunks, body_nbytes
@@ -33,10 +33,8 @@ class HttpClient:
     """The calling half of `HttpTransport`.
 
     Args:
-        node_id: our id, told to peers.
-        swarm_id: told to peers.
-        keys: the swarm's keys; None calls without MACs.
-        clock: wall time for the stamps.
+        credentials: sign requests, check answers.
+        clock: monotonic time for idle streams.
         limits: all bounds.
         counters: written to.
         dialer: turns names into addresses that may be dialled.
@@ -44,24 +42,19 @@ class HttpClient:
 
     def __init__(
         self,
-        node_id: str,
-        swarm_id: str,
-        keys: SwarmKeys | None,
+        credentials: Credentials,
         *,
         clock: Clock,
         limits: TransportLimits,
         counters: TrafficCounters,
         dialer: Dialer,
     ) -> None:
-        self._node_id = node_id
-        self._swarm_id = swarm_id
-        self._keys = keys
-        self._clock = clock
+        self._credentials = credentials
         self._limits = limits
         self._counters = counters
         self._dialer = dialer
         self._lanes: dict[Lane, aiohttp.ClientSession] = {}
-        self._streams = StreamClient(node_id, swarm_id, keys, clock=clock, limits=limits, counters=counters)
+        self._streams = StreamClient(credentials, clock=clock, limits=limits, counters=counters)
 
     async def start(self) -> None:
         """Open both lanes."""
@@ -125,20 +118,11 @@ class HttpClient:
 
     async def _exchange(self, address: Address, call: Call, session: aiohttp.ClientSession) -> Answer:
         """Send one request to one IP and read its answer."""
-        head = RequestHead(
-            path=call.path,
-            sender=self._node_id,
-            target=call.target_id if call.target_id is not None else NO_TARGET,
-            swarm=self._swarm_id,
-            meta_nbytes=len(call.meta),
-            vector_nbytes=call.vector_nbytes,
-            time=format_time(self._clock.wall()),
-            nonce=new_nonce(),
+        head = self._credentials.head(
+            call.path, call.target_id, meta_nbytes=len(call.meta), vector_nbytes=call.vector_nbytes
         )
-        mac = None
-        if self._keys is not None:
-            head = head.sign(self._keys)
-            mac = self._keys.request_pieces(head.nonce)
+        keys = self._credentials.keys
+        mac = keys.request_pieces(head.nonce) if keys is not None else None
         nbytes = body_nbytes(len(call.meta), call.vector_nbytes, mac is not None)
         data: bytes | AsyncIterator[bytes | memoryview]
         if call.views:
@@ -151,7 +135,7 @@ class HttpClient:
             self._counters.sent(call.target_id, nbytes)
             if response.status != 200:
                 raise await self._refusal(response)
-            return await self._answer(response, call, head.nonce)
+            return await self._answer(response, call, head)
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> Exception:
         """Return the error for an answer that isn't 200; its text is cut and made printable."""
@@ -168,7 +152,7 @@ class HttpClient:
             pass  # the status alone says enough
         return refused(response.status, text[: self._limits.max_refusal_bytes])
 
-    async def _answer(self, response: aiohttp.ClientResponse, call: Call, nonce: str) -> Answer:
+    async def _answer(self, response: aiohttp.ClientResponse, call: Call, request: RequestHead) -> Answer:
         """Check and read an answer.
 
         Raises:
@@ -178,13 +162,9 @@ class HttpClient:
         if response.headers.get("Content-Type") != CONTENT_TYPE or "Content-Encoding" in response.headers:
             raise WireError("the answer isn't of the peer protocol")
         head = AnswerHead.from_headers(response.headers)
-        mac = None
-        if self._keys is not None:
-            if not head.mac or not head.authentic(self._keys, nonce):
-                raise WireError("the answer isn't signed with this swarm's key")
-            mac = self._keys.answer_pieces(nonce, head.nonce)
-        if call.target_id is not None and head.sender != call.target_id:
-            raise WireError(f"node {head.sender} answered in place of {call.target_id}")
+        self._credentials.check(head, request)
+        keys = self._credentials.keys
+        mac = keys.answer_pieces(request.nonce, head.nonce) if keys is not None else None
         if head.meta_nbytes > self._limits.max_answer_meta_bytes:
             raise WireError(f"the answer announces {head.meta_nbytes} bytes of metadata")
         expected = body_nbytes(head.meta_nbytes, head.vector_nbytes, mac is not None)

@@ -17,6 +17,7 @@ from aiohttp import web
 from p2pdrl.clock import Clock
 from p2pdrl.transport.auth import SwarmKeys
 from p2pdrl.transport.counters import TrafficCounters
+from p2pdrl.transport.credentials import Credentials
 from p2pdrl.transport.dial import Dialer, Resolve, system_resolve
 from p2pdrl.transport.http_client import HttpClient
 from p2pdrl.transport.http_server import HttpServer
@@ -71,9 +72,7 @@ class HttpTransport:
             allowed_hosts=allowed_hosts,
         )
         self._client = HttpClient(
-            node_id,
-            swarm_id,
-            keys,
+            Credentials(node_id, swarm_id, keys, clock),
             clock=clock,
             limits=self.limits,
             counters=self.counters,

@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from p2pdrl.clock import Clock
-from p2pdrl.transport.auth import SwarmKeys
 from p2pdrl.transport.counters import TrafficCounters
+from p2pdrl.transport.credentials import Credentials
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.outgoing import Call
 from p2pdrl.transport.protocol import Address, Answer
@@ -37,25 +37,21 @@ class StreamClient:
     """Streams to all peers.
 
     Args:
-        node_id: our id, told to peers.
-        swarm_id: told to peers.
-        keys: the swarm's keys; None calls without MACs.
-        clock: wall time for the stamps, monotonic time for idle streams.
+        credentials: sign requests, check answers.
+        clock: monotonic time for idle streams.
         limits: all bounds.
         counters: written to.
     """
 
     def __init__(
         self,
-        node_id: str,
-        swarm_id: str,
-        keys: SwarmKeys | None,
+        credentials: Credentials,
         *,
         clock: Clock,
         limits: TransportLimits,
         counters: TrafficCounters,
     ) -> None:
-        self._opener = StreamOpener(node_id, swarm_id, keys, clock=clock, limits=limits, counters=counters)
+        self._opener = StreamOpener(credentials, limits, counters)
         self._clock = clock
         self._limits = limits
         self._pools: dict[tuple[Address, str | None], _Pool] = {}

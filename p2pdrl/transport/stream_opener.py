@@ -11,11 +11,10 @@ import socket
 
 from multidict import CIMultiDict
 
-from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerTimeoutError, WireError
-from p2pdrl.transport.auth import SwarmKeys, format_time, new_nonce
 from p2pdrl.transport.counters import TrafficCounters
-from p2pdrl.transport.headers import NO_TARGET, AnswerHead, RequestHead
+from p2pdrl.transport.credentials import Credentials
+from p2pdrl.transport.headers import AnswerHead, RequestHead
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.outgoing import refused
 from p2pdrl.transport.protocol import Address
@@ -40,28 +39,13 @@ class StreamOpener:
     """Opens streams.
 
     Args:
-        node_id: our id, told to peers.
-        swarm_id: told to peers.
-        keys: the swarm's keys; None calls without MACs.
-        clock: wall time for the stamps.
+        credentials: sign requests, check answers.
         limits: all bounds.
         counters: written to by the streams.
     """
 
-    def __init__(
-        self,
-        node_id: str,
-        swarm_id: str,
-        keys: SwarmKeys | None,
-        *,
-        clock: Clock,
-        limits: TransportLimits,
-        counters: TrafficCounters,
-    ) -> None:
-        self._node_id = node_id
-        self._swarm_id = swarm_id
-        self._keys = keys
-        self._clock = clock
+    def __init__(self, credentials: Credentials, limits: TransportLimits, counters: TrafficCounters) -> None:
+        self._credentials = credentials
         self._limits = limits
         self._counters = counters
         self._opening: set[StreamSocket] = set()
@@ -81,33 +65,21 @@ class StreamOpener:
             PeerRefusedError: the peer said no.
             WireError: the answer breaks the protocol.
         """
-        head = self._head(target_id)
+        head = self._credentials.head(STREAM_PATH, target_id, method="GET")
         sock = StreamSocket(await _connect(address))
         self._opening.add(sock)
         try:
             await self._ask(sock, address, head)
-            answer = self._checked(await self._heard(sock), head, target_id)
+            answer = await self._heard(sock)
+            self._credentials.check(answer, head)
         except BaseException:
             sock.close()
             raise
         finally:
             self._opening.discard(sock)
-        macs = self._keys.stream(head.nonce, answer.nonce) if self._keys is not None else (None, None)
+        keys = self._credentials.keys
+        macs = keys.stream(head.nonce, answer.nonce) if keys is not None else (None, None)
         return CallerStream(sock, answer.sender, macs, self._limits, self._counters)
-
-    def _head(self, target_id: str | None) -> RequestHead:
-        head = RequestHead(
-            path=STREAM_PATH,
-            method="GET",
-            sender=self._node_id,
-            target=target_id if target_id is not None else NO_TARGET,
-            swarm=self._swarm_id,
-            meta_nbytes=0,
-            vector_nbytes=0,
-            time=format_time(self._clock.wall()),
-            nonce=new_nonce(),
-        )
-        return head.sign(self._keys) if self._keys is not None else head
 
     @staticmethod
     async def _ask(sock: StreamSocket, address: Address, head: RequestHead) -> None:
@@ -115,13 +87,6 @@ class StreamOpener:
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         raw = f"{head.method} {head.path} HTTP/1.1\r\n{lines}\r\n".encode()
         await sock.send(iter([[raw]]), len(raw), until_answered=True)
-
-    def _checked(self, answer: AnswerHead, head: RequestHead, target_id: str | None) -> AnswerHead:
-        if self._keys is not None and not (answer.mac and answer.authentic(self._keys, head.nonce)):
-            raise WireError("the answer isn't signed with this swarm's key")
-        if target_id is not None and answer.sender != target_id:
-            raise WireError(f"node {answer.sender} answered in place of {target_id}")
-        return answer
 
     async def _heard(self, sock: StreamSocket) -> AnswerHead:
         """Read what is answered to the request for a stream."""
