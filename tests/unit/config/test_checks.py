@@ -7,7 +7,7 @@ import pytest
 from p2pdrl.config.checks import problems, task_problems
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.root import Config
-from p2pdrl.config.task import EnvConfig, PPOConfig, TaskConfig
+from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.errors import ConfigError
 
 
@@ -63,3 +63,30 @@ def test_what_the_rules_let_pass(sets: list[str]) -> None:
 def test_a_received_task_can_be_checked_alone() -> None:
     task = TaskConfig(env=EnvConfig(num_envs=1), algorithm=PPOConfig(unroll_steps=2, minibatches=4))
     assert [problem.key for problem in task_problems(task)] == ["task.algorithm.minibatches"]
+
+
+@pytest.mark.parametrize(
+    ("network", "key", "words"),
+    [
+        (NetworkConfig(kind="transformer", width=64, heads=6), "task.network.heads", "multiple of heads"),
+        (NetworkConfig(kind="impala_resnet", channels=()), "task.network.channels", "one section at least"),
+    ],
+)
+def test_networks_that_can_not_be_built(network: NetworkConfig, key: str, words: str) -> None:
+    (problem,) = task_problems(TaskConfig(network=network))
+    assert problem.key == key
+    assert words in problem.message
+
+
+def test_options_of_other_networks_do_not_matter() -> None:
+    assert list(task_problems(TaskConfig(network=NetworkConfig(width=64, heads=6, channels=())))) == []
+
+
+def test_a_memory_learns_from_whole_environments() -> None:
+    lstm, envs = NetworkConfig(core="lstm"), EnvConfig(num_envs=8)
+    (problem,) = task_problems(TaskConfig(env=envs, network=lstm, algorithm=PPOConfig(minibatches=9)))
+    assert problem.key == "task.algorithm.minibatches"
+    assert "8 environments can't be cut into 9" in problem.message
+    fits = (PPOConfig(minibatches=8), A2CConfig())
+    for algorithm in fits:
+        assert list(task_problems(TaskConfig(env=envs, network=lstm, algorithm=algorithm))) == []

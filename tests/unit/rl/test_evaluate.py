@@ -6,11 +6,12 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from p2pdrl.config.task import EnvConfig, NetworkConfig
 from p2pdrl.errors import UsageError
-from p2pdrl.rl.envs import make_vector_env
-from p2pdrl.rl.evaluate import _play, evaluate, record_video
+from p2pdrl.rl.envs import Discrete, EnvSpec, make_vector_env
+from p2pdrl.rl.evaluate import _Actor, _play, evaluate, record_video
 from p2pdrl.rl.normalize import RunningNormalizer
 from p2pdrl.rl.policy import ActorCritic
 
@@ -56,6 +57,56 @@ def test_long_episodes_count_as_much_as_short_ones():
 
     played = _play(TwoSpeeds(), lambda obs, starts: obs, np.array([3, 3]))
     assert sorted(played) == [(1.0, 1)] * 3 + [(5.0, 5)] * 3
+
+
+def test_a_memory_is_emptied_between_episodes_and_kept_within():
+    class Copies:
+        """Two environments that show 1 in the first step of an episode and 0 after; episodes of 2 and 3."""
+
+        num_envs = 2
+
+        def __init__(self):
+            self.t = np.zeros(2, dtype=int)
+
+        def reset(self):
+            return np.ones((2, 1), np.float32)
+
+        def step(self, actions):
+            length = np.array([2, 3])
+            resets = self.t == length
+            self.t = np.where(resets, 0, self.t + 1)
+            obs = (self.t == 0).astype(np.float32)[:, None]
+            return obs, np.zeros(2), self.t == length, np.zeros(2, dtype=bool)
+
+    spec = EnvSpec((1,), "float32", Discrete(2))
+    policy = ActorCritic(spec, NetworkConfig(hidden=(4,), core="lstm", core_size=3), seed=0)
+    states = []
+
+    class Watched(_Actor):
+        def __call__(self, obs_BX, starts_B):
+            before = None if self._state_BS is None else self._state_BS.clone()
+            actions = super().__call__(obs_BX, starts_B)
+            states.append((obs_BX[:, 0].tolist(), before, self._state_BS.clone()))
+            return actions
+
+    with torch.inference_mode():
+        _play(Copies(), Watched(policy, 0, greedy=True, normalizer=None), np.array([3, 3]))
+        first = policy.initial_state(2)
+        policy.act(torch.ones(2, 1), None, first)
+    rows = [(b, obs[b], before, after) for obs, before, after in states for b in range(2)]
+    begun = [after[b] for b, shown, _, after in rows if shown == 1.0]
+    assert len(begun) >= 6
+    assert all(torch.allclose(state, first[0]) for state in begun)
+    assert not any(torch.allclose(after[b], first[0]) for b, shown, _, after in rows if shown == 0.0)
+
+
+def test_a_policy_with_a_memory_is_evaluated():
+    policy = ActorCritic(
+        make_vector_env(ENV, 0).spec, NetworkConfig(hidden=(8,), core="lstm", core_size=4), seed=0
+    )
+    first = evaluate(policy, ENV, 5, greedy=False, seed=1)
+    assert first == evaluate(policy, ENV, 5, greedy=False, seed=1)
+    assert len(first.returns) == 5
 
 
 def test_the_normalizer_is_applied_and_left_alone(policy):

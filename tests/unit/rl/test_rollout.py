@@ -39,8 +39,14 @@ def counters():
     return VectorEnv(gym.vector.SyncVectorEnv(makers, copy=False), seed=0)
 
 
-def collector(env, unroll_steps, seed=0, **options):
-    policy = ActorCritic(env.spec, NetworkConfig(hidden=(8,)), seed=0)
+FORGETFUL = NetworkConfig(hidden=(8,))
+RECURRENT = NetworkConfig(hidden=(8,), core="lstm", core_size=4)
+
+
+def collector(env, unroll_steps, seed=0, network=FORGETFUL, **options):
+    policy = ActorCritic(env.spec, network, seed=0)
+    with torch.no_grad():
+        policy.policy_head.weight.mul_(100.0)  # opinions: policies begin near uniform
     return policy, Collector(env, policy, unroll_steps, torch.Generator().manual_seed(seed), **options)
 
 
@@ -114,3 +120,85 @@ def test_normalizers_count_valid_steps_only_and_statistics_stay_raw():
     mean, deviation = normalizer.own.mean.copy(), np.sqrt(normalizer.own.var)
     second = collect.collect()
     np.testing.assert_allclose(second.obs_T1BX[0], (collect._raw_obs_T1BX[0] - mean) / deviation, rtol=1e-4)
+
+
+def columns_by_hand(policy, unroll):
+    """Log-probabilities and values of one environment after the other, one row after the other."""
+    assert unroll.state_BS is not None
+    T, B = unroll.actions.shape[:2]
+    log_probs, values = torch.zeros(T, B), torch.zeros(T + 1, B)
+    for b in range(B):
+        state = unroll.state_BS[b : b + 1].clone()
+        for t in range(T + 1):
+            if t > 0 and not unroll.valid_TB[t - 1, b]:  # the row before was a reset
+                state.zero_()
+            state = policy.core.step(policy.trunk(unroll.obs_T1BX[t, b : b + 1]), state)
+            h = state[:, : policy.core.size]
+            values[t, b] = policy.value_head(h)
+            if t < T:
+                logits = policy.policy_head(h)[0]
+                log_probs[t, b] = torch.log_softmax(logits, 0)[unroll.actions[t, b]]
+    return log_probs, values
+
+
+@pytest.mark.parametrize("unroll_steps", [1, 2, 3, 7, 8])
+def test_a_memory_runs_on_across_unrolls_and_forgets_between_episodes(unroll_steps):
+    policy, collect = collector(counters(), unroll_steps, network=RECURRENT)
+    begins_anew = 0
+    for number in range(12):
+        unroll = collect.collect()
+        assert unroll.state_BS is not None
+        with torch.no_grad():
+            log_probs, values = columns_by_hand(policy, unroll)
+        torch.testing.assert_close(unroll.log_probs_TB, log_probs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(unroll.values_T1B, values, rtol=1e-5, atol=1e-6)
+        # the state that the unroll begins with is empty exactly where an episode does: at step 0
+        begins = unroll.obs_T1BX[0, :, 1] == 0
+        empty = (unroll.state_BS == 0).all(1)
+        # (in episode 0 all is zero after the first step too, for its observation is)
+        running = unroll.valid_TB[0] & ~begins & (unroll.obs_T1BX[0, :, 0] > 0)
+        assert empty[begins & unroll.valid_TB[0]].all()
+        assert not empty[running].any()
+        begins_anew += int(begins.sum()) if number else 0
+    assert begins_anew > 0
+
+
+@pytest.mark.parametrize(
+    ("env_id", "trunk"), [("CartPole-v1", {}), ("Pendulum-v1", {"kind": "transformer", "width": 8})]
+)
+def test_training_sees_what_the_collector_saw(env_id, trunk):
+    env = make_vector_env(EnvConfig(id=env_id, num_envs=3, max_episode_steps=9), seed=0)
+    network = NetworkConfig(hidden=(8,), core="lstm", core_size=5, **trunk)
+    policy, collect = collector(env, 16, network=network)
+    for _ in range(3):
+        unroll = collect.collect()
+        assert not unroll.valid_TB.all()
+        log_probs, _, values = policy.evaluate(
+            unroll.obs_T1BX[:-1].transpose(0, 1), unroll.actions.transpose(0, 1), unroll.context
+        )
+        torch.testing.assert_close(log_probs.T, unroll.log_probs_TB, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(values.T, unroll.values_T1B[:-1], rtol=1e-5, atol=1e-5)
+        half = slice(0, 2)  # environments don't depend on who else is in the batch
+        context = type(unroll.context)(*(tensor[half] for tensor in unroll.context))
+        some, _, _ = policy.evaluate(
+            unroll.obs_T1BX[:-1, half].transpose(0, 1), unroll.actions[:, half].transpose(0, 1), context
+        )
+        torch.testing.assert_close(some, log_probs[half], rtol=1e-5, atol=1e-5)
+
+
+def test_the_state_kept_while_acting_is_the_one_that_training_computes():
+    env = make_vector_env(EnvConfig(num_envs=3, max_episode_steps=9), seed=0)
+    policy, collect = collector(env, 12, network=RECURRENT)
+    first = collect.collect()
+    obs, valid, state_BS = first.obs_T1BX.clone(), first.valid_TB.clone(), first.state_BS
+    assert policy.core is not None
+    with torch.no_grad():
+        for t in range(12):
+            state_BS = policy.core.step(policy.trunk(obs[t]), state_BS)
+            state_BS[~valid[t]] = 0.0
+    torch.testing.assert_close(collect.collect().state_BS, state_BS, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_memory_there_is_no_state():
+    _, collect = collector(counters(), 3)
+    assert collect.collect().state_BS is None

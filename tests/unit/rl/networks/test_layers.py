@@ -1,0 +1,64 @@
+"""Layers and how their weights begin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from p2pdrl.rl.networks.layers import Convolution, Dense, Norm, Pixels, initialise, mlp
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("layer", [Dense(7, 5, 3.0), Dense(5, 7, 3.0), Convolution(2, 4, 3, 3.0)])
+def test_weights_are_orthogonal_and_scaled(layer):
+    initialise(layer, generator())
+    weight = layer.weight.detach().flatten(1)
+    small = weight if len(weight) <= weight.shape[1] else weight.T
+    torch.testing.assert_close(small @ small.T, 9.0 * torch.eye(len(small)))
+    assert (layer.bias == 0).all()
+
+
+def test_norms_begin_as_identity():
+    norm = nn.Sequential(Norm(4))
+    initialise(norm, generator())
+    x = torch.randn(3, 4, generator=generator())
+    expected = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(norm(x), expected)
+
+
+def test_nothing_is_drawn_from_the_global_stream():
+    before = torch.get_rng_state()
+    initialise(mlp((3, 4, 5), "tanh"), generator())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_part_begins_as_in_the_whole_and_the_rest_has_no_memory():
+    whole, other = mlp((3, 4, 5, 6), "relu"), mlp((3, 4, 5, 6), "relu")
+    initialise(whole, generator())
+    initialise(other, generator(), wanted={other[2]})
+    assert torch.equal(whole[2].weight, other[2].weight)
+    assert other[0].weight.is_meta
+    assert other[4].bias.is_meta
+
+
+def test_mlps_alternate():
+    net = mlp((3, 4, 5), "tanh")
+    assert [type(layer) for layer in net] == [Dense, nn.Tanh, Dense, nn.Tanh]
+    assert [type(layer) for layer in mlp((3, 4), "relu")] == [Dense, nn.ReLU]
+    assert len(mlp((3,), "relu")) == 0
+
+
+@pytest.mark.parametrize(("obs_shape", "shape"), [((4, 84, 80), (4, 84, 80)), ((84, 80, 3), (3, 84, 80))])
+def test_pixels_are_scaled_channels_first(obs_shape, shape):
+    pixels = Pixels(obs_shape)
+    assert pixels.shape == shape
+    obs = torch.randint(256, (2, *obs_shape), generator=generator(), dtype=torch.uint8)
+    seen = pixels(obs)
+    assert seen.shape == (2, *shape)
+    first = obs if obs_shape == shape else obs.permute(0, 3, 1, 2)
+    torch.testing.assert_close(seen, first.float() / 255)
+    assert pixels(obs.double()).dtype == torch.float64
