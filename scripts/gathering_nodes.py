@@ -87,9 +87,16 @@ def _spread(vectors: np.ndarray) -> float:
 
 
 def crossing(walk: list[tuple[float, float]]) -> float | None:
-    """Exchanges at which the part fell to `AGREED`, on a line between two looks in its logarithm."""
+    """Count exchanges up to the one with which the part fell to `AGREED`.
+
+    Between two looks it lies on a line in the part's logarithm. The planner counts whole exchanges, so half of
+    one is added; and it is at least one after the look before, for the last one may do it all.
+
+    Args:
+        walk: exchanges so far, and the part of the first distance that was left, at each look.
+    """
     for (one, high), (other, low) in itertools.pairwise(walk):
         if low <= AGREED:
             share = math.log(high / AGREED) / math.log(high / max(low, 1e-12))
-            return one + share * (other - one)
+            return min(max(one + share * (other - one) + 0.5, one + 1.0), other)
     return None
