@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from p2pdrl.config.gradients import Microbatches
+
 __all__ = [
     "CheckpointConfig",
     "DebugConfig",
@@ -39,6 +41,19 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     step_delay_s: Annotated[float, Meta(ge=0, le=10)] = 0.0
     """The learner sleeps this long at each step of its environments (all ``num_envs`` together): a slow
     environment, or a slow machine, for benchmarks. A regression sleeps once per update."""
+    microbatches: Microbatches = 1
+    """Parts that each gradient's batch is cut into, as equal as can be, computed one by one and added up:
+    the gradient is that of the whole batch but for rounding, the memory for activations is that of one
+    part. More pay off where the whole doesn't fit in memory (or in the cache), else they cost time. A
+    batch of fewer rows is cut into its rows; a recurrent policy's into environments. ``auto`` measures 1,
+    2, 4 and 8 during the first updates and stays with the fastest that fits."""
+    checkpoint_activations: bool = False
+    """Keep only what passes between the blocks of the network and compute the rest anew on the way back (Chen
+    2016, arXiv 1604.06174): less memory for about a third more time. Gradients are the same."""
+    activation_limit_bytes: Annotated[int, Meta(ge=0)] = 0
+    """With ``microbatches = auto``: how much memory a gradient may take beyond parameters and optimizer;
+    0 takes what the device has. On a processor, where running out ends the process, what autograd keeps is
+    counted against it, the inside of checkpointed blocks left out."""
     restart_min_s: PositiveSeconds = 0.5
     """Wait before a learner that died is started again; doubles with each death in a row …"""
     restart_max_s: PositiveSeconds = 30.0

@@ -181,7 +181,8 @@ def _allowed_one(annotation: Any) -> str:
         base, *metas = get_args(annotation)
         return f"{_allowed_one(base)} {' and '.join(bound for meta in metas for bound in _bounds(meta))}"
     if origin is Literal:
-        return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
+        words = ", ".join(str(choice) for choice in get_args(annotation))
+        return f"one of {words}" if len(get_args(annotation)) > 1 else words
     if (item := sequence_item(annotation)) is not None:
         return f"a list, each {allowed(item)}"
     if (value := open_value(annotation)) is not None:

@@ -1,7 +1,7 @@
 """The swarm's half of the configuration: what is trained, how, until when.
 
-Every member of a swarm runs the same task. The fields under ``env``, ``network`` and
-``algorithm`` are fixed at founding and hashed: a node whose hash differs isn't let in. The
+Every member of a swarm runs the same task. The fields under ``env``, ``network``,
+``algorithm`` and ``gradients`` are fixed at founding and hashed: a node whose hash differs isn't let in. The
 fields under ``strategy`` and ``stop`` travel as swarm records and may change on a live swarm.
 
 Durations are in seconds (``_s``).
@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pdrl.config.fields import Count, Fraction, NonNegative, Positive, Travelling
+from p2pdrl.config.gradients import GradientsConfig
 from p2pdrl.config.strategy import AdpsgdConfig, StrategyConfig
 
 __all__ = [
@@ -230,6 +231,7 @@ class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     env: EnvConfig = EnvConfig()
     network: NetworkConfig = NetworkConfig()
     algorithm: AlgorithmConfig = PPOConfig()
+    gradients: GradientsConfig = GradientsConfig()
     strategy: StrategyConfig = AdpsgdConfig()
     stop: StopConfig = StopConfig()
 

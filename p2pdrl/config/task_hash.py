@@ -1,8 +1,9 @@
 """The hash that two nodes compare before they train together.
 
-It covers what must be equal for parameters to be averaged: environment, network, algorithm, and
-the seed of the initial weights. Strategy and stop conditions travel as swarm records and may
-change on a live swarm, so they are left out. Called by the node when it founds or joins.
+It covers what must be equal for parameters to be averaged: environment, network, algorithm, the
+precision of gradients, and the seed of the initial weights. Strategy and stop conditions travel as
+swarm records and may change on a live swarm, so they are left out. Called by the node when it
+founds or joins.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from p2pdrl.config.task import TaskConfig
 
 __all__ = ["HASHED", "task_hash"]
 
-HASHED = ("seed", "env", "network", "algorithm")
+HASHED = ("seed", "env", "network", "algorithm", "gradients")
 """The fields of the task that are fixed at founding."""
 
 

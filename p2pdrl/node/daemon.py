@@ -23,6 +23,7 @@ from p2pdrl.clock import SystemClock
 from p2pdrl.config.loader import Resolved
 from p2pdrl.config.root import Config
 from p2pdrl.config.task import TaskConfig
+from p2pdrl.config.task_hash import HASHED
 from p2pdrl.errors import P2PDRLError, UsageError
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberEvent
@@ -52,7 +53,6 @@ __all__ = ["Node", "run"]
 LAST_WORDS_S = 1.5
 """After a halt the node stays this long, so that everybody hears of it and sees the last figures."""
 FOLD_AFTER_S = 60.0
-HASHED = ("seed", "env", "network", "algorithm")
 
 
 def run(resolved: Resolved) -> int:

@@ -22,11 +22,12 @@ Vector = npt.NDArray[np.float32]
 
 
 class FlatModule:
-    """Moves a module's parameters and gradients into two flat float32 tensors of D elements.
+    """Moves a module's parameters and gradients into two flat tensors of D elements.
 
     Args:
         module: its parameters are replaced by views, in the order of ``named_parameters()``.
         device: where the flat tensors, and so the parameters, live.
+        dtype: float32; anything else is for checks of arithmetic, and never leaves the process.
 
     Attributes:
         module: the same module.
@@ -35,13 +36,13 @@ class FlatModule:
         layout: names, shapes and offsets.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self.module = module.to(device)
+    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.module = module.to(device, dtype)
         named = list(module.named_parameters())
         self.layout = Layout(
             tuple(Entry(name, tuple(parameter.shape), "float32") for name, parameter in named)
         )
-        self.parameters_D = torch.empty(self.layout.size, dtype=torch.float32, device=device)
+        self.parameters_D = torch.empty(self.layout.size, dtype=dtype, device=device)
         self.gradients_D = torch.zeros_like(self.parameters_D)
         begin = 0
         for _, parameter in named:

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.config.task import RegressionConfig, TaskConfig
+from p2pdrl.rl.engines import DEFAULT, EngineOptions
+from p2pdrl.rl.gradients import GradientEngine
 from p2pdrl.rl.regression_trainer import RegressionTrainer
 from p2pdrl.rl.stepping import Stepper
 from p2pdrl.rl.trainer import StepStats, Trainer
@@ -33,11 +35,20 @@ class AnyTrainer(Protocol):
     Attributes:
         layout: how the parameters lie in the vector.
         sidecar_layout: what travels beside it.
+        engine: computes each gradient; may be replaced between two calls of ``step``.
         stepper: gets each gradient; may be replaced between two calls of ``step``.
     """
 
     layout: Layout
     sidecar_layout: SidecarLayout
+
+    @property
+    def engine(self) -> GradientEngine[Any]:
+        """What computes each gradient."""
+        ...
+
+    @engine.setter
+    def engine(self, engine: GradientEngine[Any]) -> None: ...
 
     @property
     def stepper(self) -> Stepper:
@@ -98,6 +109,7 @@ def build_trainer(
     *,
     allow_import: bool = False,
     step_delay_s: float = 0.0,
+    engine: EngineOptions = DEFAULT,
 ) -> AnyTrainer:
     """Return the trainer of a task.
 
@@ -107,10 +119,11 @@ def build_trainer(
         device: ``cpu``, ``cuda``, ``cuda:1`` … or ``auto``.
         allow_import: permit environment ids that import a module.
         step_delay_s: seconds slept at each step of the environments, or at each update of a regression.
+        engine: how this node computes its gradients.
 
     Raises:
         ConfigError: the task can't be run here as configured.
     """
     if isinstance(task.algorithm, RegressionConfig):
-        return RegressionTrainer(task, seed, device, step_delay_s=step_delay_s)
-    return Trainer(task, seed, device, allow_import=allow_import, step_delay_s=step_delay_s)
+        return RegressionTrainer(task, seed, device, step_delay_s=step_delay_s, engine=engine)
+    return Trainer(task, seed, device, allow_import=allow_import, step_delay_s=step_delay_s, engine=engine)

@@ -21,8 +21,14 @@ from torch import Tensor, nn
 
 from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError, LayoutMismatchError
+from p2pdrl.rl.engines import DEFAULT, EngineOptions, make_engine
 from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.forward import module_forward
+from p2pdrl.rl.gradients import Batch, GradientEngine
 from p2pdrl.rl.networks.layers import Dense, initialise, mlp
+from p2pdrl.rl.networks.trunk import in_pairs
+from p2pdrl.rl.objectives.objective import Objective
+from p2pdrl.rl.objectives.regression import TARGETS, CrossEntropy, LeastSquares
 from p2pdrl.rl.optimizers import MAX_COUNT, SGD, Adagrad, Adam, Momentum, Optimizer, RMSProp
 from p2pdrl.rl.regression_data import Rows, make_rows, sequence_batch
 from p2pdrl.rl.stepping import OwnStepper, Stepper
@@ -47,12 +53,14 @@ class RegressionTrainer:
         seed: of this learner's batches.
         device: as in ``trainer.Trainer``.
         step_delay_s: seconds slept at each update, on top of ``min_update_s``.
+        engine: how this node computes its gradients.
         clock: seconds, monotonic.
         sleep: waits for so many seconds.
 
     Attributes:
         layout: how the parameters lie in the vector.
         sidecar_layout: optimizer state, and the number of updates made, which is the place in the sequence.
+        engine: computes each gradient; may be replaced between two calls of ``step``.
         stepper: gets each gradient; may be replaced between two calls of ``step``.
 
     Raises:
@@ -72,6 +80,7 @@ class RegressionTrainer:
         device: str = "auto",
         *,
         step_delay_s: float = 0.0,
+        engine: EngineOptions = DEFAULT,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -89,10 +98,17 @@ class RegressionTrainer:
         self._evaluation = _tensors(evaluation, torch_device)
         self._flat = FlatModule(_model(config, task.seed), torch_device)
         self._optimizer = _optimizer(config, self._flat)
+        self._objective: Objective[Tensor] = CrossEntropy() if config.kind == "classifier" else LeastSquares()
         self._progress = 0.0
         self._updates = 0
         self._unseen_updates = 0
         self._evaluated = self._evaluate()
+        forward = module_forward(
+            _layers(self._flat.module),
+            task.gradients.precision,
+            checkpoint_activations=engine.checkpoint_activations,
+        )
+        self.engine: GradientEngine[Tensor] = make_engine(engine, self._flat, forward)
         self.stepper: Stepper = OwnStepper()
         self.layout: Layout = self._flat.layout
         self.sidecar_layout = SidecarLayout(
@@ -104,9 +120,8 @@ class RegressionTrainer:
         start = self._clock()
         config = self._config
         rows_B = torch.from_numpy(self._next_batch())
-        loss = self._loss(self._inputs_RF[rows_B], self._targets_R[rows_B])
-        self._flat.gradients_D.zero_()
-        loss.backward()  # type: ignore[no-untyped-call]
+        batch = Batch(self._inputs_RF[rows_B], {TARGETS: self._targets_R[rows_B]}, len(rows_B))
+        loss = self.engine.gradients(batch, self._objective)
         self._pace(start)
         learning_rate = config.learning_rate * (1.0 - self._progress if config.anneal == "linear" else 1.0)
         norm = self.stepper.step(
@@ -125,12 +140,13 @@ class RegressionTrainer:
             self._unseen_updates = 0
         finite = math.isfinite(norm)
         metrics = {
-            "loss": float(loss.detach()),
+            "loss": float(loss),
             "gradient_norm": norm if finite else 0.0,
             "learning_rate": learning_rate,
             "gradient_steps": float(finite),
             "skipped_steps": float(not finite),
             **self._evaluated,
+            **self.engine.metrics(),
         }
         return StepStats(config.batch_size, episodes, metrics, self._clock() - start)
 
@@ -140,19 +156,14 @@ class RegressionTrainer:
             return sequence_batch(config, self._seed, self._updates)
         return self._rng.integers(config.rows, size=config.batch_size)
 
-    def _loss(self, inputs_BF: Tensor, targets_B: Tensor) -> Tensor:
-        """Return the mean loss over some rows."""
-        outputs: Tensor = self._flat.module(inputs_BF)
-        if self._config.kind == "classifier":
-            return nn.functional.cross_entropy(outputs, targets_B)
-        return 0.5 * (outputs.squeeze(1) - targets_B).square().mean()
-
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
         inputs_RF, targets_R = self._evaluation
-        figures = {"evaluation_loss": float(self._loss(inputs_RF, targets_R))}
+        outputs = self._flat.module(inputs_RF)
+        loss, _ = self._objective.over(len(targets_R))(outputs, {TARGETS: targets_R})
+        figures = {"evaluation_loss": float(loss)}
         if self._config.kind == "classifier":
-            right_R = self._flat.module(inputs_RF).argmax(1) == targets_R
+            right_R = outputs.argmax(1) == targets_R
             figures["accuracy"] = float(right_R.to(torch.float32).mean())
         return figures
 
@@ -233,6 +244,15 @@ def _model(config: RegressionConfig, seed: int) -> nn.Module:
     model = nn.Linear(config.features, 1, bias=False, device="meta").to_empty(device="cpu")
     nn.init.zeros_(model.weight)
     return model
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the model's dense layers, each with the non-linearity behind it."""
+    if isinstance(model, nn.Sequential):
+        hidden, last = model
+        assert isinstance(hidden, nn.Sequential)  # noqa: S101 - as _model made it
+        return [*in_pairs(hidden), last]
+    return [model]
 
 
 def _optimizer(config: RegressionConfig, flat: FlatModule) -> Optimizer:

@@ -20,9 +20,13 @@ import torch
 from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.registry import build
+from p2pdrl.rl.engines import DEFAULT, EngineOptions, make_engine
 from p2pdrl.rl.envs import make_vector_env
 from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.forward import policy_forward
+from p2pdrl.rl.gradients import GradientEngine
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
+from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.rollout import Collector
 from p2pdrl.rl.stepping import Stepper
@@ -43,7 +47,7 @@ class StepStats:
     Attributes:
         env_steps: environment steps taken; resets don't count.
         episodes: (return from raw rewards, length in steps) of those that ended, in order of time.
-        metrics: the algorithm's own numbers, by name.
+        metrics: the algorithm's own numbers, by name, and its engine's.
         seconds: duration of the whole step.
     """
 
@@ -62,6 +66,7 @@ class Trainer:
         device: ``cpu``, ``cuda``, ``cuda:1`` … or ``auto``, which takes a GPU where there is one.
         allow_import: permit environment ids that import a module.
         step_delay_s: seconds slept at each step of the environments.
+        engine: how this node computes its gradients.
         clock: seconds, monotonic; only ``StepStats.seconds`` depends on it.
 
     Attributes:
@@ -89,6 +94,7 @@ class Trainer:
         *,
         allow_import: bool = False,
         step_delay_s: float = 0.0,
+        engine: EngineOptions = DEFAULT,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         algorithm = task.algorithm
@@ -101,7 +107,10 @@ class Trainer:
         self._env = make_vector_env(task.env, env_seed, allow_import=allow_import, step_delay_s=step_delay_s)
         self.policy = ActorCritic(self._env.spec, task.network, task.seed)
         self._flat = FlatModule(self.policy, torch_device)
-        self._algorithm = build(algorithm, self._flat, self.policy, generator)
+        forward = policy_forward(
+            self.policy, task.gradients.precision, checkpoint_activations=engine.checkpoint_activations
+        )
+        self._algorithm = build(algorithm, self._flat, make_engine(engine, self._flat, forward), generator)
 
         self._statistics: dict[str, RunningNormalizer] = {}
         self.observation_normalizer: RunningNormalizer | None = None
@@ -133,13 +142,22 @@ class Trainer:
         """Collect one unroll and improve the policy on it."""
         start = self._clock()
         unroll = self._collector.collect()
-        metrics = self._algorithm.update(unroll)
+        metrics = {**self._algorithm.update(unroll), **self.engine.metrics()}
         return StepStats(unroll.env_steps, unroll.episodes, metrics, self._clock() - start)
 
     @property
     def flat(self) -> Vector:
         """The D parameters: a view on the CPU (changed by ``step``), a copy from any other device."""
         return self._flat.numpy()
+
+    @property
+    def engine(self) -> GradientEngine[PolicyOutputs]:
+        """What computes each gradient; may be replaced between two calls of ``step``."""
+        return self._algorithm.engine
+
+    @engine.setter
+    def engine(self, engine: GradientEngine[PolicyOutputs]) -> None:
+        self._algorithm.engine = engine
 
     @property
     def stepper(self) -> Stepper:

@@ -13,8 +13,9 @@ from p2pdrl.config.task import A2CConfig, PPOConfig
 from p2pdrl.rl.algorithms.a2c import A2C
 from p2pdrl.rl.algorithms.ppo import PPO
 from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.gradients import GradientEngine
 from p2pdrl.rl.optimizers import Optimizer
-from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.rollout import Unroll
 from p2pdrl.rl.stepping import Stepper
 
@@ -26,10 +27,12 @@ class Algorithm(Protocol):
 
     Attributes:
         progress: 0 … 1, how far the swarm is towards its last environment step.
+        engine: computes the mean gradient of each minibatch; may be replaced between updates.
         stepper: gets each mean gradient, once per minibatch; may be replaced between updates.
     """
 
     progress: float
+    engine: GradientEngine[PolicyOutputs]
     stepper: Stepper
 
     @property
@@ -43,9 +46,12 @@ class Algorithm(Protocol):
 
 
 def build(
-    config: PPOConfig | A2CConfig, flat: FlatModule, policy: ActorCritic, generator: torch.Generator
+    config: PPOConfig | A2CConfig,
+    flat: FlatModule,
+    engine: GradientEngine[PolicyOutputs],
+    generator: torch.Generator,
 ) -> Algorithm:
     """Return the algorithm that ``config`` names, working on ``flat`` in place."""
     if isinstance(config, PPOConfig):
-        return PPO(config, flat, policy, generator)
-    return A2C(config, flat, policy)
+        return PPO(config, flat, engine, generator)
+    return A2C(config, flat, engine)

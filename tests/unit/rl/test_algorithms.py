@@ -13,6 +13,8 @@ from p2pdrl.rl.algorithms.ppo import PPO
 from p2pdrl.rl.algorithms.registry import build
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.forward import policy_forward
+from p2pdrl.rl.gradients import Accumulated, WholeBatch
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.rollout import Unroll
 
@@ -20,10 +22,12 @@ SPEC = EnvSpec((3,), "float32", Discrete(2))
 T, B = 6, 4
 
 
-def make(config, seed=0):
+def make(config, seed=0, microbatches=None):
     policy = ActorCritic(SPEC, NetworkConfig(hidden=(8,)), seed)
     flat = FlatModule(policy, torch.device("cpu"))
-    return policy, flat, build(config, flat, policy, torch.Generator().manual_seed(0))
+    forward = policy_forward(policy)
+    engine = WholeBatch(flat, forward) if microbatches is None else Accumulated(flat, forward, microbatches)
+    return policy, flat, build(config, flat, engine, torch.Generator().manual_seed(0))
 
 
 def make_unroll(policy, seed=0, **changes):
@@ -88,42 +92,6 @@ def test_masked_steps_have_no_part_in_the_update(config):
     assert (results[0] == results[1]).all()
 
 
-def test_ratio_outside_the_clip_has_no_gradient():
-    policy, flat, algorithm = make(PPOConfig(value_coef=0.0, epochs=1, minibatches=1))
-    unroll = make_unroll(policy)
-    old = unroll.log_probs_TB
-    # the policy has already moved beyond the bound wherever the advantage would push it on
-    for push in (1.0, -1.0):
-        advantages = torch.full((T * B,), push)
-        loss, terms = algorithm._loss(
-            unroll.obs_T1BX[:-1].flatten(0, 1),
-            unroll.actions.flatten(),
-            old.flatten() - push,
-            unroll.values_T1B[:-1].flatten(),
-            advantages,
-            unroll.values_T1B[:-1].flatten(),
-        )
-        flat.gradients_D.zero_()
-        loss.backward()
-        assert not flat.gradients_D.any()
-        assert terms[4] == 1.0
-
-
-def test_value_clipping_never_lowers_the_loss():
-    policy, _, free = make(PPOConfig())
-    _, _, clipped = make(PPOConfig(value_clip=0.01))
-    unroll = make_unroll(policy)
-    arguments = (
-        unroll.obs_T1BX[:-1].flatten(0, 1),
-        unroll.actions.flatten(),
-        unroll.log_probs_TB.flatten(),
-        unroll.values_T1B[:-1].flatten() + 1.0,
-        torch.zeros(T * B),
-        unroll.rewards_TB.flatten(),
-    )
-    assert clipped._loss(*arguments)[1][1] >= free._loss(*arguments)[1][1]
-
-
 def test_target_kl_stops_the_passes():
     config = PPOConfig(learning_rate=0.1, epochs=50, minibatches=1, target_kl=0.01)
     policy, _, algorithm = make(config)
@@ -154,9 +122,10 @@ def test_k_environments_equal_k_averaged_workers():
     torch.testing.assert_close(workers, together, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("microbatches", [None, 3])
 @pytest.mark.parametrize("config", [PPOConfig(epochs=1, minibatches=1), A2CConfig()])
-def test_a_batch_of_nonsense_leaves_the_parameters_alone(config):
-    policy, flat, algorithm = make(config)
+def test_a_batch_of_nonsense_leaves_the_parameters_alone(config, microbatches):
+    policy, flat, algorithm = make(config, microbatches=microbatches)
     before = flat.numpy().copy()
     metrics = algorithm.update(make_unroll(policy, rewards_TB=torch.full((T, B), float("nan"))))
     assert metrics["skipped_steps"] == 1

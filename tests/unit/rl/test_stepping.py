@@ -1,7 +1,8 @@
 """The seam between a gradient and what becomes of it.
 
-`naive_ppo` and `naive_a2c` are the updates written out with everything in one place: the clip, the
-formula of the optimizer, the skip. The algorithms must give the same numbers to the last bit.
+`naive_ppo` and `naive_a2c` are the updates written out with everything in one place: losses as means
+over rows, the clip, the formula of the optimizer, the skip. The algorithms must give the same numbers to the
+last bit.
 """
 
 from __future__ import annotations
@@ -107,32 +108,55 @@ def advantages_of(unroll, config):
     )[unroll.valid_TB]
 
 
-def naive_ppo(algorithm, flat, unroll, state, config, generator):
+def ppo_loss(policy, rows, config):
+    log_probs, entropy, values = policy.evaluate(rows["obs"], rows["actions"])
+    ratio = (log_probs - rows["log_probs"]).exp()
+    clipped = ratio.clamp(1.0 - config.clip, 1.0 + config.clip)
+    policy_loss = -torch.minimum(ratio * rows["advantages"], clipped * rows["advantages"]).mean()
+    errors = (values - rows["returns"]).square()
+    if config.value_clip is not None:
+        moved = (values - rows["values"]).clamp(-config.value_clip, config.value_clip)
+        errors = torch.maximum(errors, (rows["values"] + moved - rows["returns"]).square())
+    return policy_loss + config.value_coef * (0.5 * errors.mean()) - config.entropy_coef * entropy.mean()
+
+
+def a2c_loss(policy, rows, config):
+    log_probs, entropy, values = policy.evaluate(rows["obs"], rows["actions"])
+    loss = -(rows["advantages"] * log_probs).mean()
+    loss = loss + config.value_coef * (0.5 * (values - rows["returns"]).square().mean())
+    return loss - config.entropy_coef * entropy.mean()
+
+
+def naive_ppo(policy, flat, unroll, state, config, generator):
     valid = unroll.valid_TB
     values = unroll.values_T1B[:-1][valid]
     advantages = advantages_of(unroll, config)
     returns = advantages + values
-    scaled = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
-    log_probs = unroll.log_probs_TB[valid]
-    batch = (unroll.obs_T1BX[:-1][valid], unroll.actions[valid], log_probs, values, scaled, returns)
+    batch = {
+        "obs": unroll.obs_T1BX[:-1][valid],
+        "actions": unroll.actions[valid],
+        "log_probs": unroll.log_probs_TB[valid],
+        "values": values,
+        "advantages": (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8),
+        "returns": returns,
+    }
     for _ in range(config.epochs):
         order = torch.randperm(len(values), generator=generator)
-        for rows in torch.split(order, math.ceil(len(values) / config.minibatches)):
-            loss, _ = algorithm._loss(*(array[rows] for array in batch))
-            naive_step(flat, loss, state, config, adam, 1e-5)
+        for indices in torch.split(order, math.ceil(len(values) / config.minibatches)):
+            rows = {name: array[indices] for name, array in batch.items()}
+            naive_step(flat, ppo_loss(policy, rows, config), state, config, adam, 1e-5)
 
 
-def naive_a2c(algorithm, flat, unroll, state, config, generator):
+def naive_a2c(policy, flat, unroll, state, config, generator):
     valid = unroll.valid_TB
     advantages = advantages_of(unroll, config)
-    returns = advantages + unroll.values_T1B[:-1][valid]
-    log_probs, entropy, values = algorithm._policy.evaluate(
-        unroll.obs_T1BX[:-1][valid], unroll.actions[valid]
-    )
-    loss = -(advantages * log_probs).mean()
-    loss = loss + config.value_coef * (0.5 * (values - returns).square().mean())
-    loss = loss - config.entropy_coef * entropy.mean()
-    naive_step(flat, loss, state, config, rmsprop, config.rmsprop_eps)
+    rows = {
+        "obs": unroll.obs_T1BX[:-1][valid],
+        "actions": unroll.actions[valid],
+        "advantages": advantages,
+        "returns": advantages + unroll.values_T1B[:-1][valid],
+    }
+    naive_step(flat, a2c_loss(policy, rows, config), state, config, rmsprop, config.rmsprop_eps)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +164,7 @@ def naive_a2c(algorithm, flat, unroll, state, config, generator):
     [
         (PPOConfig(unroll_steps=40, epochs=2, minibatches=3, max_grad_norm=0.02), naive_ppo),
         (PPOConfig(unroll_steps=40, epochs=1, minibatches=1, max_grad_norm=1e9), naive_ppo),
+        (PPOConfig(unroll_steps=37, entropy_coef=0.01, value_clip=0.1, value_coef=0.3), naive_ppo),
         (A2CConfig(max_grad_norm=0.02), naive_a2c),
         (A2CConfig(), naive_a2c),
     ],
@@ -153,7 +178,7 @@ def test_the_default_is_clip_and_step_to_the_last_bit(config, naive):
     for _ in range(6):
         trainer.step()
         unroll = twin._collector.collect()
-        naive(twin._algorithm, flat, unroll, state, config, twin._collector._generator)
+        naive(twin.policy, flat, unroll, state, config, twin._collector._generator)
         assert trainer.flat.tobytes() == flat.numpy().tobytes()
 
 
@@ -207,7 +232,7 @@ N = sum(PARTS)
 
 
 def double(config):
-    """An algorithm in float64; only its loss is used."""
+    """A policy and rows for it in float64."""
     policy = ActorCritic(EnvSpec((3,), "float32", Discrete(2)), NetworkConfig(hidden=(8,)), 0).double()
     generator = torch.Generator().manual_seed(5)
     rows = {
@@ -234,21 +259,11 @@ def gradient_of(policy, loss):
 
 
 def ppo_gradient(policy, rows, config):
-    from p2pdrl.rl.algorithms.ppo import PPO
-
-    algorithm = PPO.__new__(PPO)  # no flat vector: that one is float32
-    algorithm._config, algorithm._policy = config, policy
-    order = ("obs", "actions", "log_probs", "values", "advantages", "returns")
-    return gradient_of(policy, algorithm._loss(*(rows[name] for name in order))[0])
+    return gradient_of(policy, ppo_loss(policy, rows, config))
 
 
 def a2c_gradient(policy, rows, config):
-    log_probs, entropy, values = policy.evaluate(rows["obs"], rows["actions"])
-    loss = (
-        -(rows["advantages"] * log_probs).mean()
-        + config.value_coef * 0.5 * (values - rows["returns"]).square().mean()
-    )
-    return gradient_of(policy, loss - config.entropy_coef * entropy.mean())
+    return gradient_of(policy, a2c_loss(policy, rows, config))
 
 
 def weighted_mean(policy, rows, gradient, config, *, normalise_parts=False):

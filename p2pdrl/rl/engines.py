@@ -1,0 +1,58 @@
+"""From what a node chose to its gradient engine; trainers build through it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from p2pdrl.config.gradients import Microbatches
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.gradients import Accumulated, Forward, GradientEngine, WholeBatch
+from p2pdrl.rl.objectives.objective import Outputs
+from p2pdrl.rl.tuned_gradients import Tuned
+
+__all__ = ["DEFAULT", "EngineOptions", "make_engine"]
+
+
+def _nobody(_: str) -> None:
+    """Say nothing."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a node chooses about its gradients; ``config.node.LearnerConfig`` explains each.
+
+    Attributes:
+        microbatches: how many, or ``auto``.
+        checkpoint_activations: compute activations anew instead of keeping them.
+        activation_limit_bytes: with ``auto``; 0 is none.
+        clock: seconds, monotonic; what ``auto`` measures with.
+        say: told what ``auto`` picked.
+    """
+
+    microbatches: Microbatches = 1
+    checkpoint_activations: bool = False
+    activation_limit_bytes: int = 0
+    clock: Callable[[], float] = time.perf_counter
+    say: Callable[[str], None] = _nobody
+
+
+DEFAULT = EngineOptions()
+
+
+def make_engine(
+    options: EngineOptions, flat: FlatModule, forward: Forward[Outputs]
+) -> GradientEngine[Outputs]:
+    """Return the engine that ``options`` ask for, on ``flat``."""
+    if options.microbatches == "auto":
+        return Tuned(
+            flat,
+            forward,
+            limit_bytes=options.activation_limit_bytes,
+            clock=options.clock,
+            say=options.say,
+        )
+    if options.microbatches == 1:
+        return WholeBatch(flat, forward)
+    return Accumulated(flat, forward, options.microbatches)
