@@ -170,3 +170,10 @@ def quick() -> TransportLimits:
 @pytest.fixture
 def serve_with() -> Callable[[TransportLimits], AsyncIterator[Served]]:
     return serve
+
+
+@pytest.fixture
+async def patient() -> AsyncIterator[Served]:
+    """A node that waits for slow callers, so that a busy machine spoils no test."""
+    async for node in serve(replace(QUICK, header_deadline_s=5.0, stall_deadline_s=5.0)):
+        yield node

@@ -4,80 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from p2pdrl.clock import SystemClock
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, TransportError, WireError
-from p2pdrl.transport.auth import SwarmKeys, new_nonce
+from p2pdrl.transport.auth import new_nonce
 from p2pdrl.transport.headers import AnswerHead
-from p2pdrl.transport.http_transport import HttpTransport
-from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import Address
 
-KEY, KEYS = b"key", SwarmKeys(b"key")
-US, PEER = "a" * 32, "b" * 32
-LIMITS = TransportLimits(stall_deadline_s=0.1, max_answer_meta_bytes=1000)
+from .liars import KEYS, PEER, Talk, client, listening, request_of
+from .liars import ask as ask_over
 
 Answer = Callable[[str], bytes]
-Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-@asynccontextmanager
-async def peer(talk: Talk) -> AsyncIterator[Address]:
-    writers: list[asyncio.StreamWriter] = []
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
-        try:
-            await talk(reader, writer)
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
-    try:
-        yield Address("127.0.0.1", server.sockets[0].getsockname()[1])
-    finally:
-        for writer in writers:
-            writer.transport.abort()
-        server.close()
-        await server.wait_closed()
-
-
-@asynccontextmanager
-async def client() -> AsyncIterator[HttpTransport]:
-    transport = HttpTransport(US, "default", KEY, clock=SystemClock(), limits=LIMITS)
-    await transport.start()
-    try:
-        yield transport
-    finally:
-        await transport.close()
 
 
 async def ask(to: Address, deadline_s: float = 3.0) -> bytes:
-    """Call ``to`` with room for an answer's vector of up to 100 bytes."""
-    out = bytearray(100)
+    """What ``to`` answers to the first call of a new caller."""
     async with client() as transport:
-        answer = await transport.call(
-            to,
-            PEER,
-            "any",
-            b"",
-            into=lambda _meta, nbytes: memoryview(out)[:nbytes] if nbytes <= 100 else None,
-            deadline_s=deadline_s,
-        )
-        return answer.meta + bytes(out[: answer.vector_nbytes])
+        return await ask_over(transport, to, deadline_s)
 
 
 def once(answer: Answer) -> Talk:
     """Answer the first request with bytes made from its nonce, then stay silent."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        nonce = next(line.split(": ")[1] for line in head.split("\r\n") if line.startswith("P2PDRL-Nonce"))
+        _, nonce = await request_of(reader)
         writer.write(answer(nonce))
         await writer.drain()
 
@@ -103,7 +56,7 @@ def made(
 
 
 async def test_a_right_answer_is_taken() -> None:
-    async with peer(once(made)) as to:
+    async with listening(once(made)) as to:
         assert await ask(to) == b"metavector"
 
 
@@ -135,7 +88,7 @@ WRONG: dict[str, Answer] = {
 
 @pytest.mark.parametrize("name", WRONG)
 async def test_wrong_answers_are_wire_errors(name: str) -> None:
-    async with peer(once(WRONG[name])) as to:
+    async with listening(once(WRONG[name])) as to:
         with pytest.raises(WireError):
             await ask(to)
 
@@ -145,7 +98,7 @@ async def test_an_answer_that_breaks_off_is_a_wire_error() -> None:
         await once(lambda nonce: made(nonce)[:-5])(reader, writer)
         writer.close()
 
-    async with peer(talk) as to:
+    async with listening(talk) as to:
         with pytest.raises(WireError):
             await ask(to)
 
@@ -155,7 +108,7 @@ async def test_a_connection_that_breaks_before_the_answer() -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.close()
 
-    async with peer(talk) as to:
+    async with listening(talk) as to:
         with pytest.raises(PeerUnreachableError, match="broke"):
             await ask(to)
 
@@ -171,7 +124,7 @@ SLOW: dict[str, Answer] = {
 @pytest.mark.parametrize("name", SLOW)
 async def test_slow_answers_meet_a_deadline(name: str) -> None:
     started = time.monotonic()
-    async with peer(once(SLOW[name])) as to:
+    async with listening(once(SLOW[name])) as to:
         with pytest.raises(PeerTimeoutError):
             await ask(to, deadline_s=0.3)
     assert time.monotonic() - started < 2.0
@@ -185,7 +138,7 @@ async def test_endless_interim_answers_meet_the_deadline() -> None:
             await writer.drain()
             await asyncio.sleep(0.005)
 
-    async with peer(talk) as to:
+    async with listening(talk) as to:
         with pytest.raises(TransportError):
             await ask(to, deadline_s=0.3)
 
@@ -193,7 +146,7 @@ async def test_endless_interim_answers_meet_the_deadline() -> None:
 async def test_a_refusal_is_cut_and_made_printable() -> None:
     text = b"\x1b[31m<script>\0\xff" + b"x" * 1_000_000
     head = f"HTTP/1.1 403 Forbidden\r\nContent-Length: {len(text)}\r\n\r\n".encode()
-    async with peer(once(lambda _: head + text)) as to:
+    async with listening(once(lambda _: head + text)) as to:
         with pytest.raises(PeerRefusedError) as info:
             await ask(to)
     assert info.value.status == 403
@@ -202,7 +155,7 @@ async def test_a_refusal_is_cut_and_made_printable() -> None:
 
 
 async def test_a_stalled_refusal_is_still_a_refusal() -> None:
-    async with peer(once(lambda _: b"HTTP/1.1 429 Slow Down\r\nContent-Length: 100\r\n\r\nbusy")) as to:
+    async with listening(once(lambda _: b"HTTP/1.1 429 Slow Down\r\nContent-Length: 100\r\n\r\nbusy")) as to:
         with pytest.raises(PeerRefusedError, match="busy"):
             await ask(to)
 
