@@ -15,7 +15,7 @@ from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.stream_frames import HEAD_BYTES, AnswerFrame, CallFrame
 
 from .liars import PEER, client
-from .stream_liars import Liar, ask, forever, once, opened, peer
+from .stream_liars import Liar, Open, ask, forever, once, opened, peer
 
 
 async def test_right_answers_on_one_stream() -> None:
