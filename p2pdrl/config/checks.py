@@ -6,9 +6,10 @@ receives from its swarm, before it starts anything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from p2pdrl.config.node import NodeConfig
+from p2pdrl.config.node import LearnerConfig, NodeConfig
 from p2pdrl.config.problem import Problem
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import GradAverageConfig, ParamAverageConfig, StrategyConfig
@@ -24,7 +25,8 @@ MAX_DATA_NUMBERS = 1 << 28
 def problems(config: Config) -> list[Problem]:
     """Every rule that ``config`` breaks."""
     trust = trust_problems(config.task.strategy, trusted_network=config.node.trusted_network)
-    return [*task_problems(config.task), *trust, *_node_problems(config.node)]
+    parts = _parts_problems(config.task, config.node.learner)
+    return [*task_problems(config.task), *trust, *_node_problems(config.node), *parts]
 
 
 def task_problems(task: TaskConfig) -> Iterator[Problem]:
@@ -104,8 +106,37 @@ def trust_problems(strategy: StrategyConfig, *, trusted_network: bool) -> Iterat
         )
 
 
+def _parts_problems(task: TaskConfig, learner: LearnerConfig) -> Iterator[Problem]:
+    """More parts than rows; a node that was given no task may join any swarm, and cuts as far as it can."""
+    if task == TaskConfig() or learner.microbatches == "auto":
+        return
+    most, what = _rows(task)
+    if learner.microbatches > most:
+        yield Problem(
+            "node.learner.microbatches",
+            f"{learner.microbatches} parts can't be cut from the {most} {what} of a gradient; "
+            f"take {most} at most, or auto",
+        )
+
+
+def _rows(task: TaskConfig) -> tuple[int, str]:
+    """What each gradient's batch is made of: how many, and what they are."""
+    algorithm = task.algorithm
+    if isinstance(algorithm, RegressionConfig):
+        return algorithm.batch_size, "rows"
+    remembers = task.network.core != "none"
+    rows = task.env.num_envs * (1 if remembers else algorithm.unroll_steps)
+    minibatches = algorithm.minibatches if isinstance(algorithm, PPOConfig) else 1
+    return math.ceil(rows / minibatches), "environments" if remembers else "steps"
+
+
 def _node_problems(node: NodeConfig) -> Iterator[Problem]:
     learner = node.learner
+    if learner.activation_limit_bytes and learner.microbatches != "auto":
+        yield Problem(
+            "node.learner.activation_limit_bytes",
+            "only microbatches = auto looks for a number of parts that keeps to it; set that, or leave it 0",
+        )
     if learner.restart_min_s > learner.restart_max_s:
         yield Problem(
             "node.learner.restart_min_s",

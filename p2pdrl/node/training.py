@@ -111,6 +111,9 @@ class Training:
             threads=config.learner.threads,
             allow_import=config.allow_import,
             step_delay_s=config.learner.step_delay_s,
+            microbatches=config.learner.microbatches,
+            checkpoint_activations=config.learner.checkpoint_activations,
+            activation_limit_bytes=config.learner.activation_limit_bytes,
         )
         self.supervisor = LearnerSupervisor(
             start=start,

@@ -76,14 +76,15 @@ class Kept:
     """A tensor that autograd keeps.
 
     Attributes:
-        tensor: it.
+        tensor: it, without its history.
         memory: its address and length in bytes.
     """
 
     __slots__ = ("_meter", "memory", "tensor")
 
     def __init__(self, tensor: Tensor, meter: Meter) -> None:
-        self.tensor = tensor
+        # detached: an operation that keeps its own output would else be kept by it in turn, for ever
+        self.tensor = tensor.detach()
         self.memory = tensor.data_ptr(), tensor.nbytes
         self._meter = meter
 

@@ -222,14 +222,26 @@ def _build(start: Start) -> tuple[AnyTrainer, str]:
     import torch
 
     torch.set_num_threads(start.threads)
+    from p2pdrl.rl.engines import EngineOptions
     from p2pdrl.rl.registry import build_trainer
     from p2pdrl.rl.trainer import resolve_device
 
     device = str(resolve_device(start.device))
 
     task = msgspec.json.decode(start.task, type=TaskConfig)
+    engine = EngineOptions(
+        microbatches=start.microbatches,
+        checkpoint_activations=start.checkpoint_activations,
+        activation_limit_bytes=start.activation_limit_bytes,
+        say=lambda text: print(f"learner: {text}", file=sys.stderr),
+    )
     trainer = build_trainer(
-        task, start.seed, device, allow_import=start.allow_import, step_delay_s=start.step_delay_s
+        task,
+        start.seed,
+        device,
+        allow_import=start.allow_import,
+        step_delay_s=start.step_delay_s,
+        engine=engine,
     )
     return trainer, device
 

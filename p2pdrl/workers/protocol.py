@@ -35,6 +35,7 @@ from typing import Literal
 
 import msgspec
 
+from p2pdrl.config.gradients import Microbatches
 from p2pdrl.config.regime import Regime
 from p2pdrl.errors import WireError
 from p2pdrl.transport.codec import decode
@@ -83,6 +84,10 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     allow_import: bool
     step_delay_s: float = 0.0
     """Slept at each step of the environments: this machine is to be a slow one."""
+    microbatches: Microbatches = 1
+    checkpoint_activations: bool = False
+    activation_limit_bytes: int = 0
+    """How gradients are computed here; `config.node.LearnerConfig` explains all three."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

@@ -32,6 +32,20 @@ def test_the_default_breaks_no_rule() -> None:
             ["task.algorithm.name=regression", "task.algorithm.features=1000000"],
             "task.algorithm.features (in --set)",
         ),
+        (["node.learner.activation_limit_bytes=1000000"], "node.learner.activation_limit_bytes (in --set)"),
+        (["node.learner.microbatches=0"], "node.learner.microbatches"),
+        (["node.learner.microbatches=many"], "node.learner.microbatches"),
+        (["task.gradients.precision=fp16"], "task.gradients.precision"),
+        (
+            ["task.algorithm.name=regression", "node.learner.microbatches=33"],
+            "node.learner.microbatches (in --set)",
+        ),
+        (["task.algorithm.name=a2c", "node.learner.microbatches=41"], "node.learner.microbatches (in --set)"),
+        (["task.env.num_envs=9", "node.learner.microbatches=289"], "node.learner.microbatches (in --set)"),
+        (
+            ["task.network.core=lstm", "node.learner.microbatches=3"],
+            "node.learner.microbatches (in --set)",
+        ),
     ],
 )
 def test_rules(sets: list[str], key: str) -> None:
@@ -54,6 +68,12 @@ def test_rules(sets: list[str], key: str) -> None:
             "task.algorithm.rows=16",
             "task.algorithm.batch_size=16",
         ],
+        ["node.learner.microbatches=auto", "node.learner.activation_limit_bytes=1000000"],
+        ["task.algorithm.name=regression", "node.learner.microbatches=32"],
+        ["task.env.num_envs=9", "node.learner.microbatches=288"],
+        ["task.network.core=lstm", "node.learner.microbatches=2"],
+        ["node.learner.microbatches=4096"],  # for whatever task its swarm will have
+        ["task.gradients.precision=bf16"],
     ],
 )
 def test_what_the_rules_let_pass(sets: list[str]) -> None:

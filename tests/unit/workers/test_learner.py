@@ -294,3 +294,19 @@ def test_the_daemons_first_message_says_what_to_build():
     trainer, device = _build(start)
     assert isinstance(trainer, RegressionTrainer)
     assert (trainer.layout.size, trainer._seed, trainer._step_delay_s, device) == (5, 3, 0.5, "cpu")
+
+
+def test_how_gradients_are_computed_is_this_nodes_choice(capsys):
+    from p2pdrl.rl.gradients import Accumulated
+    from p2pdrl.workers.learner import _build
+
+    task = msgspec.json.encode(TaskConfig(algorithm=RegressionConfig()))
+    trainer, _ = _build(Start(task, 3, "cpu", 1, False, microbatches=4, checkpoint_activations=True))
+    assert isinstance(trainer.engine, Accumulated)
+    assert trainer.step().metrics["microbatches"] == 4.0
+
+    trainer, _ = _build(Start(task, 3, "cpu", 1, False, microbatches="auto"))
+    for _ in range(24):  # four numbers of microbatches, six times each
+        trainer.step()
+    picked = int(trainer.step().metrics["microbatches"])
+    assert f"learner: microbatches = {picked} " in capsys.readouterr().err

@@ -32,6 +32,7 @@ from p2pdrl.workers.protocol import (
 
 TO = [
     Start(b"{}", 7, "cpu", 1, False),
+    Start(b"{}", 7, "cpu", 1, False, microbatches="auto", activation_limit_bytes=1 << 40),
     Attach(4096, True),
     Join(4096),
     Work(Regime("gradients", every=2, ahead=1, steps=False, clip="before"), 2**60, 4096, 0),

@@ -1,0 +1,84 @@
+"""Running a model in blocks that are computed anew, and in bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from p2pdrl.config.task import NetworkConfig
+from p2pdrl.rl.activations import Meter
+from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.forward import policy_forward
+from p2pdrl.rl.gradients import Accumulated, WholeBatch
+from p2pdrl.rl.networks.lstm import NO_CONTEXT
+from p2pdrl.rl.policy import ActorCritic
+
+from .gradient_cases import CASES, CPU, reference
+
+
+def relative(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_checkpointing_changes_nothing(name, microbatches):
+    case = CASES[name](checkpoint_activations=True)
+    expected, expected_terms = reference(case)
+    terms = Accumulated(case.flat, case.forward, microbatches).gradients(case.batch, case.objective)
+    torch.testing.assert_close(case.flat.gradients_D, expected, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(terms, expected_terms, rtol=1e-12, atol=0)
+
+
+def test_checkpointing_keeps_less():
+    """Of a policy with many layers: what is outside of blocks is all that the hooks see, and it is little."""
+    spec = EnvSpec((6,), "float32", Discrete(3))
+    policy = ActorCritic(spec, NetworkConfig(hidden=(32,) * 8), 0)
+    flat = FlatModule(policy, CPU)
+    obs = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+    calls = []
+
+    def kept(forward):
+        meter = Meter(10**9, range(flat.parameters_D.data_ptr(), flat.parameters_D.data_ptr() + 10**6))
+        with torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda kept: kept.tensor):
+            outputs = forward(obs, NO_CONTEXT)
+            (outputs.policy.sum() + outputs.values.sum()).backward()
+        return meter.peak_bytes
+
+    policy.actor[0].register_forward_hook(lambda *_: calls.append(1))
+    whole = kept(policy_forward(policy))
+    assert len(calls) == 1
+    assert kept(policy_forward(policy, checkpoint_activations=True)) < whole / 4
+    assert len(calls) == 3  # once more on the way back
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_bf16_is_near(name, checkpoint):
+    case = CASES[name](dtype=torch.float32)
+    WholeBatch(case.flat, case.forward).gradients(case.batch, case.objective)
+    expected = case.flat.gradients_D.clone()
+    half = CASES[name](dtype=torch.float32, precision="bf16", checkpoint_activations=checkpoint)
+    terms = Accumulated(half.flat, half.forward, 3).gradients(half.batch, half.objective)
+    assert 1e-5 < relative(half.flat.gradients_D, expected) < 0.03
+    assert half.flat.gradients_D.dtype == terms.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo-transformer", "classifier"])
+def test_outputs_of_bf16_are_float32_again(name):
+    case = CASES[name](dtype=torch.float32, precision="bf16")
+    outputs = case.forward(case.batch.inputs, case.batch.context)
+    for output in outputs if isinstance(outputs, tuple) else (outputs,):
+        assert output is None or output.dtype == torch.float32
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_microbatches_of_bf16_are_the_whole_of_bf16(microbatches):
+    """One decision for all of them: rounding of each row is its own, whatever batch it comes in."""
+    case = CASES["ppo"](dtype=torch.float32, precision="bf16")
+    WholeBatch(case.flat, case.forward).gradients(case.batch, case.objective)
+    whole = case.flat.gradients_D.clone()
+    Accumulated(case.flat, case.forward, microbatches).gradients(case.batch, case.objective)
+    # gradients of weights are sums over a part's rows, rounded to bfloat16 once per part
+    assert relative(case.flat.gradients_D, whole) < 0.01
