@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import msgspec
 import numpy as np
@@ -13,14 +12,12 @@ from p2pdrl.config.strategy import GalaConfig
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.strategies import heavy
 from p2pdrl.strategies.protocol import Merged
-from p2pdrl.strategies.push.gala import ROUTE
-from p2pdrl.strategies.push.messages import PushAnswer, PushHead
 from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
-from p2pdrl.transport.memory import MemoryNetwork
+
+from .pushers import D, push, quiet, start, vectors
 
 pytestmark = pytest.mark.looptime
 
-D = 24
 PERIOD_S = 0.05
 
 
@@ -29,37 +26,15 @@ def config(**options) -> GalaConfig:
 
 
 @pytest.fixture
-async def make():
-    swarms = []
-
+def make(make_swarm):
     def made(count: int, options: GalaConfig | None = None, *, rate: float = 0.05, **network) -> SimSwarm:
-        delay_s = network.pop("delay_s", (0.005, 0.02))
-        swarm = SimSwarm(MemoryNetwork(random.Random(1), delay_s=delay_s, **network))
-        rng = np.random.default_rng(0)
-        for number in range(count):
-            start = rng.standard_normal(D, dtype=np.float32)
-            swarm.add(options or config(), start, learning_rate=rate, period_s=PERIOD_S)
-            target = np.random.default_rng(100 + number).standard_normal(D).astype(np.float32)
-            swarm.nodes[-1].learner.gradient = lambda x, target=target: x - target
-            swarm.nodes[-1].target = target
-        swarm.introduce()
-        swarms.append(swarm)
+        swarm = make_swarm(count, options or config(), {"learning_rate": rate}, **network)
+        for number, node in enumerate(swarm.nodes):
+            node.target = np.random.default_rng(100 + number).standard_normal(D).astype(np.float32)
+            node.learner.gradient = lambda x, target=node.target: x - target
         return swarm
 
-    yield made
-    for swarm in swarms:
-        for node in swarm.nodes:
-            swarm.network.thaw(node.id)
-        await swarm.close()
-
-
-async def start(swarm: SimSwarm, **options) -> None:
-    for node in swarm.nodes:
-        await node.start(**options)
-
-
-def vectors(nodes: list[SimNode]) -> np.ndarray:
-    return np.array([node.learner.now() for node in nodes], np.float64)
+    return made
 
 
 def spread(nodes: list[SimNode]) -> float:
@@ -118,32 +93,6 @@ async def test_nothing_that_happens_to_others_makes_a_learner_wait(make):
     for node in swarm.living[:-1]:
         assert node.learner.updates >= 23 / PERIOD_S - 10
         assert node.strategy.outcomes["ok"] > 100
-
-
-async def quiet(swarm: SimSwarm) -> list[SimNode]:
-    """Nobody pushes by itself, and learners stand still."""
-    for node in swarm.nodes:
-        node.strategy._core.due = lambda _now_s: False
-    await start(swarm, train=False)
-    return swarm.nodes
-
-
-async def push(sender: SimNode, target: SimNode, number: int = 1, vector=None, **changes) -> PushAnswer:
-    """Push by hand."""
-    head_of = {key: changes.pop(key) for key in ("wire", "content") if key in changes}
-    summary = msgspec.structs.replace(sender.swarm.says, **changes)
-    head = PushHead("boot", number, **({"wire": "float32", "summary": summary} | head_of))
-    vector = sender.learner.now() if vector is None else vector
-    answer = await sender.transport.call(
-        target.address,
-        target.id,
-        ROUTE,
-        msgspec.msgpack.encode(head),
-        vector=vector.data.cast("B"),
-        deadline_s=1.0,
-        lane="bulk",
-    )
-    return msgspec.msgpack.decode(answer.meta, type=PushAnswer)
 
 
 async def test_the_average_has_equal_weights_and_uses_each_once(make):

@@ -1,0 +1,80 @@
+"""Nodes that push, for the tests beside this one: started, kept quiet, pushed from by hand."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import numpy as np
+
+from p2pdrl.config.strategy import SgpConfig
+from p2pdrl.strategies.push.messages import PushAnswer, PushHead
+from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
+
+D = 24
+
+
+async def start(swarm: SimSwarm, **options) -> None:
+    for node in swarm.living:
+        await node.start(**options)
+
+
+async def quiet(swarm: SimSwarm) -> list[SimNode]:
+    """Nobody pushes by itself, and learners stand still."""
+    for node in swarm.nodes:
+        node.strategy._core.due = lambda _now_s: False
+    await start(swarm, train=False)
+    return swarm.nodes
+
+
+async def push(sender: SimNode, target: SimNode, number: int = 1, vector=None, **changes) -> PushAnswer:
+    """Push by hand."""
+    head_of = {key: changes.pop(key) for key in ("mass", "wire", "content") if key in changes}
+    summary = msgspec.structs.replace(sender.swarm.says, **changes)
+    head = PushHead("boot", number, **({"wire": "float32", "summary": summary, "mass": 0.5} | head_of))
+    vector = sender.learner.now() if vector is None else vector
+    answer = await sender.transport.call(
+        target.address,
+        target.id,
+        "push",
+        msgspec.msgpack.encode(head),
+        vector=vector.data.cast("B"),
+        deadline_s=1.0,
+        lane="bulk",
+    )
+    return msgspec.msgpack.decode(answer.meta, type=PushAnswer)
+
+
+def sgp(**options) -> SgpConfig:
+    """SGP that pushes ten times a second, whatever the learner does."""
+    return SgpConfig(
+        **({"compression": "none", "every_updates": 0, "every_s": 0.1, "min_interval_s": 0.1} | options)
+    )
+
+
+def totals(nodes: list[SimNode]) -> tuple[float, np.ndarray]:
+    """Σw with what is under way, and Σw·z without."""
+    weight = sum(node.strategy.weight + node.strategy.under_way for node in nodes)
+    stands = sum(node.strategy.weight * node.learner.now().astype(np.float64) for node in nodes)
+    return weight, stands
+
+
+def vectors(nodes: list[SimNode]) -> np.ndarray:
+    return np.array([node.learner.now() for node in nodes], np.float64)
+
+
+def spread(nodes: list[SimNode]) -> float:
+    """sqrt(mean over nodes of ‖x_i − x̄‖²)."""
+    xs = vectors(nodes)
+    return float(np.sqrt(np.square(xs - xs.mean(axis=0)).sum(axis=1).mean()))
+
+
+async def settle(swarm: SimSwarm) -> None:
+    """Begin nothing new, and wait until everybody knows what became of its pushes."""
+    for node in swarm.living:
+        node.strategy._core.due = lambda _now_s: False
+    for _ in range(400):
+        await asyncio.sleep(0.1)
+        if not any(node.strategy.under_way for node in swarm.living):
+            return
+    raise AssertionError("something is under way for ever")
