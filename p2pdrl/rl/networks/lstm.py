@@ -1,7 +1,9 @@
 """Long short-term memory (Hochreiter 1997; with forget gates, Gers 2000): a policy that remembers.
 
 ``policy`` puts it between a trunk and the heads. While acting it takes one step at a time from the state
-that whoever acts keeps; while training it runs over whole unrolls from the state at their beginning.
+that whoever acts keeps; while training it runs over whole unrolls from the state at their beginning. The
+arithmetic is PyTorch's, whose fused kernels are many times as fast as a loop in Python; autocast doesn't
+reach it, for what is remembered for hundreds of steps wants all of float32.
 
 Shape suffixes: B environments, T steps, F features, H units, S = 2 H numbers of state (output | cell).
 """
@@ -9,12 +11,14 @@ Shape suffixes: B environments, T steps, F features, H units, S = 2 H numbers of
 # ruff: noqa: N815 (fields carry shape suffixes)
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from p2pdrl.rl.networks.layers import Dense
 
 __all__ = ["LSTM", "NO_CONTEXT", "Context"]
 
@@ -31,14 +35,25 @@ class Context(NamedTuple):
 NO_CONTEXT = Context()
 
 
-class Gates(Dense):
-    """The inputs' part of the four gates, with a bias of 1 on the forget gate (Jozefowicz 2015)."""
+class Cells(nn.LSTM):
+    """PyTorch's layer, with orthogonal weights, and a bias of 1 on the forget gate (Jozefowicz 2015)."""
+
+    weight_ih_l0: nn.Parameter
+    weight_hh_l0: nn.Parameter
+    bias_ih_l0: nn.Parameter
+    bias_hh_l0: nn.Parameter
+
+    def __init__(self, features: int, size: int) -> None:
+        super().__init__(features, size, batch_first=True, device="meta")
 
     def draw(self, generator: torch.Generator) -> None:
-        """Set weight and bias."""
-        super().draw(generator)
-        _, forget, _, _ = self.bias.detach().chunk(4)
-        forget.fill_(1.0)
+        """Set weights and biases."""
+        nn.init.orthogonal_(self.weight_ih_l0, generator=generator)
+        nn.init.orthogonal_(self.weight_hh_l0, generator=generator)
+        nn.init.zeros_(self.bias_ih_l0)
+        nn.init.zeros_(self.bias_hh_l0)
+        _, forget_H, _, _ = self.bias_ih_l0.detach().chunk(4)
+        forget_H.fill_(1.0)
 
 
 class LSTM(nn.Module):
@@ -57,13 +72,13 @@ class LSTM(nn.Module):
         super().__init__()
         self.size = size
         self.state_size = 2 * size
-        self.inputs = Gates(features, 4 * size, 1.0)
-        self.recurrent = Dense(size, 4 * size, 1.0, bias=False)
+        self.cells = Cells(features, size)
 
     def step(self, x_BF: Tensor, state_BS: Tensor) -> Tensor:
         """Return the state after one step."""
-        h_BH, c_BH = state_BS.chunk(2, -1)
-        return torch.cat(self._cell(self.inputs(x_BF), h_BH, c_BH), -1)
+        cells = self.cells
+        weights = (cells.weight_ih_l0, cells.weight_hh_l0, cells.bias_ih_l0, cells.bias_hh_l0)
+        return torch.cat(torch.lstm_cell(x_BF, state_BS.chunk(2, -1), *weights), -1)
 
     def output(self, state_BS: Tensor) -> Tensor:
         """Return the output_BH that is part of a state."""
@@ -71,23 +86,41 @@ class LSTM(nn.Module):
 
     def forward(self, x_BTF: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Return outputs_BTH of a whole unroll, the same as T calls of ``step`` would give."""
-        if context.state_BS is None:
-            h_BH = c_BH = x_BTF.new_zeros(len(x_BTF), self.size)
-        else:
-            h_BH, c_BH = context.state_BS.to(self.recurrent.weight.dtype).chunk(2, -1)
-        starts_BT = context.starts_BT
-        outputs = []
-        # the inputs' products don't wait for the state: one large product for all steps
-        for t, gates_BG in enumerate(self.inputs(x_BTF).unbind(1)):
-            if starts_BT is not None:
-                start_B1 = starts_BT[:, t : t + 1]
-                h_BH, c_BH = h_BH.masked_fill(start_B1, 0.0), c_BH.masked_fill(start_B1, 0.0)
-            h_BH, c_BH = self._cell(gates_BG, h_BH, c_BH)
-            outputs.append(h_BH)
-        return torch.stack(outputs, 1)
+        state_BS, starts_BT = context.state_BS, context.starts_BT
+        if state_BS is None:
+            state_BS = x_BTF.new_zeros(len(x_BTF), self.state_size)
+        state = self._halves(state_BS)
+        if starts_BT is None:
+            return self._run(x_BTF, state)[0]
+        pieces = []
+        # each piece ends where at least one environment begins anew
+        cuts = starts_BT[:, 1:].any(0).nonzero().flatten().add(1).tolist()
+        for begin, end in pairwise((0, *cuts, x_BTF.shape[1])):
+            start_B1 = starts_BT[:, begin : begin + 1]
+            h_1BH, c_1BH = state
+            state = h_1BH.masked_fill(start_B1, 0.0), c_1BH.masked_fill(start_B1, 0.0)
+            output_BTH, state = self._run(x_BTF[:, begin:end], state)
+            pieces.append(output_BTH)
+        return torch.cat(pieces, 1)
 
-    def _cell(self, gates_BG: Tensor, h_BH: Tensor, c_BH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output and cell; ``gates_BG`` is the inputs' part of the gates."""
-        write, forget, value, read = (gates_BG + self.recurrent(h_BH)).chunk(4, -1)
-        c_BH = torch.sigmoid(forget) * c_BH + torch.sigmoid(write) * torch.tanh(value)
-        return torch.sigmoid(read) * torch.tanh(c_BH), c_BH
+    def _halves(self, state_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output and cell as the kernels want them: a layer's dimension first, in one piece."""
+        h_BH, c_BH = state_BS.to(self.cells.weight_ih_l0.dtype).chunk(2, -1)
+        return h_BH[None].contiguous(), c_BH[None].contiguous()
+
+    def _run(self, x_BTF: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return the outputs and the state after them."""
+        with torch.autocast(x_BTF.device.type, enabled=False), _quiet(x_BTF.device):
+            output_BTH, after = self.cells(x_BTF.to(self.cells.weight_ih_l0.dtype), state)
+        return output_BTH, after
+
+
+@contextmanager
+def _quiet(device: torch.device) -> Iterator[None]:
+    """Keep cuDNN from telling at each call that it copies weights that lie amid a flat vector."""
+    if device.type != "cuda":
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+        yield

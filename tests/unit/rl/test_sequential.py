@@ -129,7 +129,7 @@ def test_there_is_a_block_for_each_layer():
         "trunk.mixing.0",
         "trunk.mixing.1",
         "trunk.pool.norm",
-        "core",
+        "core.cells",
         f"log_std + {heads}",
     )
     assert titles("no hidden layer") == ("no parameters", heads)

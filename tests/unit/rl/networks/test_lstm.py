@@ -32,10 +32,10 @@ def state_BS():
 def test_it_is_pytorchs_lstm(lstm, x_BTF, state_BS):
     theirs = nn.LSTM(F, H, batch_first=True).double()
     with torch.no_grad():
-        theirs.weight_ih_l0.copy_(lstm.inputs.weight)
-        theirs.weight_hh_l0.copy_(lstm.recurrent.weight)
-        theirs.bias_ih_l0.copy_(lstm.inputs.bias)
-        theirs.bias_hh_l0.zero_()
+        theirs.weight_ih_l0.copy_(lstm.cells.weight_ih_l0)
+        theirs.weight_hh_l0.copy_(lstm.cells.weight_hh_l0)
+        theirs.bias_ih_l0.copy_(lstm.cells.bias_ih_l0)
+        theirs.bias_hh_l0.copy_(lstm.cells.bias_hh_l0)
     h_BH, c_BH = state_BS.chunk(2, -1)
     expected, (last_h, last_c) = theirs(x_BTF, (h_BH[None].contiguous(), c_BH[None].contiguous()))
     torch.testing.assert_close(lstm(x_BTF, Context(None, state_BS)), expected, rtol=1e-12, atol=1e-12)
@@ -83,7 +83,7 @@ def test_rows_do_not_see_each_other(lstm, x_BTF, state_BS):
 
 
 def test_it_keeps_what_it_has_at_first(lstm):
-    assert (lstm.inputs.bias[H : 2 * H] == 1).all()  # the forget gates are open
-    assert lstm.inputs.bias.count_nonzero() == H
+    assert (lstm.cells.bias_ih_l0[H : 2 * H] == 1).all()  # the forget gates are open
+    assert lstm.cells.bias_ih_l0.count_nonzero() == H
     assert lstm.state_size == 2 * H
-    assert [tuple(p.shape) for p in lstm.parameters()] == [(4 * H, F), (4 * H,), (4 * H, H)]
+    assert [tuple(p.shape) for p in lstm.parameters()] == [(4 * H, F), (4 * H, H), (4 * H,), (4 * H,)]
