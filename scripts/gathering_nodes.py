@@ -89,8 +89,8 @@ def _spread(vectors: np.ndarray) -> float:
 def crossing(walk: list[tuple[float, float]]) -> float | None:
     """Count exchanges up to the one with which the part fell to `AGREED`.
 
-    Between two looks it lies on a line in the part's logarithm. The planner counts whole exchanges, so half of
-    one is added; and it is at least one after the look before, for the last one may do it all.
+    Between two looks it lies on a line in the part's logarithm. The planner counts whole exchanges, so half
+    of one is added; and it is at least one after the look before, for the last one may do it all.
 
     Args:
         walk: exchanges so far, and the part of the first distance that was left, at each look.
