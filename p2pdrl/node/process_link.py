@@ -63,7 +63,7 @@ class ProcessLink:
         except OSError as error:
             raise WorkerError(f"can't start the {cls.NAME}: {error}") from error
         ours.setblocking(False)
-        arguments = {"--fd": theirs.fileno(), "--parent": os.getpid(), **options}
+        arguments = {**options, "--fd": theirs.fileno(), "--parent": os.getpid()}
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
