@@ -178,6 +178,15 @@ class RealSwarm:
         self.nodes.append(node)
         return node
 
+    def start_team(self, count: int, options: dict[str, object]) -> list[RealNode]:
+        """Start ``n0``, ``n1``, …, each with another seed, and wait until all train."""
+        nodes: list[RealNode] = []
+        for seed in range(count):
+            own = [f"--set={key}={value}" for key, value in (options | {"node.seed": seed}).items()]
+            nodes.append(self.start(f"n{seed}", *own, peers=nodes[0] if nodes else None))
+        self.training(*nodes, timeout_s=90)
+        return nodes
+
     def training(self, *nodes: RealNode, timeout_s: float = 60.0) -> None:
         """Wait until these train."""
         for node in nodes or self.nodes:
@@ -299,6 +308,19 @@ class Recovery:
             assert after["learner"]["restarts"] == 0
             for key in ("env_steps", "updates", "policy_version"):
                 assert after[key] >= before[key], (node.name, key, before[key], after[key])
+
+
+@pytest.fixture
+def small_updates() -> dict[str, object]:
+    """Options of nodes that make five small updates a second."""
+    return {
+        "task.env.num_envs": 4,
+        "task.algorithm.unroll_steps": 32,
+        "task.algorithm.epochs": 1,
+        "task.algorithm.minibatches": 1,
+        "node.learner.max_updates_per_s": 5,
+        "node.checkpoint.every_s": 0,
+    }
 
 
 @pytest.fixture

@@ -10,14 +10,6 @@ import pytest
 
 AGAIN_S = 3.0
 """From the moment that a survivor knows of the loss until its learner steps again."""
-TASK = {
-    "task.env.num_envs": 4,
-    "task.algorithm.unroll_steps": 32,
-    "task.algorithm.epochs": 1,
-    "task.algorithm.minibatches": 1,
-    "node.learner.max_updates_per_s": 5,
-    "node.checkpoint.every_s": 0,
-}
 
 
 def group_of(nodes, wait_until, protocol, timeout_s=60):
@@ -33,13 +25,10 @@ def group_of(nodes, wait_until, protocol, timeout_s=60):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("protocol", ["grad_average", pytest.param("param_average", marks=pytest.mark.slow)])
-def test_members_go_on_when_one_is_frozen_and_when_one_is_killed(swarm, wait_until, make_recovery, protocol):
-    nodes = []
-    for seed in range(4):
-        options = TASK | {"node.seed": seed, "task.strategy.name": protocol}
-        own = [f"--set={key}={value}" for key, value in options.items()]
-        nodes.append(swarm.start(f"n{seed}", *own, peers=nodes[0] if nodes else None))
-    swarm.training(*nodes, timeout_s=90)
+def test_members_go_on_when_one_is_frozen_and_when_one_is_killed(
+    swarm, small_updates, wait_until, make_recovery, protocol
+):
+    nodes = swarm.start_team(4, small_updates | {"task.strategy.name": protocol})
     group_of(nodes, wait_until, protocol)
     time.sleep(1)
 

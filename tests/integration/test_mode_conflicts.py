@@ -9,24 +9,6 @@ import time
 
 import pytest
 
-TASK = {
-    "task.env.num_envs": 4,
-    "task.algorithm.unroll_steps": 32,
-    "task.algorithm.epochs": 1,
-    "task.algorithm.minibatches": 1,
-    "node.learner.max_updates_per_s": 5,
-    "node.checkpoint.every_s": 0,
-}
-
-
-def start(swarm, count):
-    nodes = []
-    for seed in range(count):
-        own = [f"--set={key}={value}" for key, value in (TASK | {"node.seed": seed}).items()]
-        nodes.append(swarm.start(f"n{seed}", *own, peers=nodes[0] if nodes else None))
-    swarm.training(*nodes, timeout_s=90)
-    return nodes
-
 
 def send(nodes, *signals):
     for node in nodes:
@@ -64,8 +46,8 @@ def agree_and_train(nodes, wait_until, timeout_s=60):
 
 @pytest.mark.timeout(240)
 @pytest.mark.slow
-def test_modes_proposed_at_once_and_in_a_partition_end_in_one(swarm, wait_until):
-    nodes = start(swarm, 4)
+def test_modes_proposed_at_once_and_in_a_partition_end_in_one(swarm, small_updates, wait_until):
+    nodes = swarm.start_team(4, small_updates)
     wait_until(lambda: all(len(node.view()) == 4 for node in nodes), 30, "all see all")
     pids = {node.name: (node.process.pid, node.learner_pid()) for node in nodes}
 

@@ -26,15 +26,6 @@ WALK = [
 ]
 
 
-def start(swarm, count, options):
-    nodes = []
-    for index in range(count):
-        own = [f"--set={key}={value}" for key, value in (options | {"node.seed": index}).items()]
-        nodes.append(swarm.start(f"n{index}", *own, peers=nodes[0] if nodes else None))
-    swarm.training(*nodes, timeout_s=90)
-    return nodes
-
-
 def meet(nodes, wait_until, timeout_s=30):
     wanted = {node.name for node in nodes}
     wait_until(
@@ -102,7 +93,7 @@ def test_a_live_swarm_walks_through_the_modes_and_solves_its_task(swarm, wait_un
         "task.stop.window": 50,
         "node.learner.max_updates_per_s": 2,
     }
-    nodes = start(swarm, 5, options)
+    nodes = swarm.start_team(5, options)
     meet(nodes, wait_until)
     walk = Walk(nodes)
     for number, (mode, protocol, sets) in enumerate(WALK):
@@ -166,7 +157,7 @@ def test_the_mean_is_kept_through_a_walk_and_all_step_soon_after_each_command(sw
         "task.strategy.every_updates": 0,
         "task.strategy.every_s": 30,
     }
-    nodes = start(swarm, 5, STILL | gossip)
+    nodes = swarm.start_team(5, STILL | gossip)
     meet(nodes, wait_until)
     walk, first_ND = Walk(nodes), first_params(5)
     assert consensus(params(nodes)) > 0.01 * consensus(first_ND)
@@ -196,7 +187,7 @@ def test_the_mean_is_kept_through_a_walk_and_all_step_soon_after_each_command(sw
 def test_the_mean_of_replicas_that_differ_is_kept_from_switch_to_switch(
     swarm, wait_until, mode, protocol, options
 ):
-    nodes = start(swarm, 5, STILL | {"task.strategy.name": "local"})
+    nodes = swarm.start_team(5, STILL | {"task.strategy.name": "local"})
     meet(nodes, wait_until)
     walk, first_ND = Walk(nodes), params(nodes)
     walk.switch(nodes[1], mode, protocol, (*options, FLOAT32), 30)

@@ -8,14 +8,6 @@ import pytest
 
 AGAIN_S = 3.0
 """From the moment that a survivor knows of the loss until its learner steps again."""
-TASK = {
-    "task.env.num_envs": 4,
-    "task.algorithm.unroll_steps": 32,
-    "task.algorithm.epochs": 1,
-    "task.algorithm.minibatches": 1,
-    "node.learner.max_updates_per_s": 5,
-    "node.checkpoint.every_s": 0,
-}
 
 
 def serves(node):
@@ -24,13 +16,10 @@ def serves(node):
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("protocol", ["server_sync", pytest.param("server_async", marks=pytest.mark.slow)])
-def test_workers_go_on_when_the_serving_node_is_killed(swarm, wait_until, make_recovery, protocol):
-    nodes = []
-    for seed in range(4):
-        options = TASK | {"node.seed": seed, "task.strategy.name": protocol}
-        own = [f"--set={key}={value}" for key, value in options.items()]
-        nodes.append(swarm.start(f"n{seed}", *own, peers=nodes[0] if nodes else None))
-    swarm.training(*nodes, timeout_s=90)
+def test_workers_go_on_when_the_serving_node_is_killed(
+    swarm, small_updates, wait_until, make_recovery, protocol
+):
+    nodes = swarm.start_team(4, small_updates | {"task.strategy.name": protocol})
 
     def all_work():
         modes = [node.json("/v1/mode") or {} for node in nodes]
