@@ -1,0 +1,114 @@
+"""The core on pings, relays and their answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pdrl.membership.events import Answered, Failed, Request, Respond, Tick
+from p2pdrl.membership.messages import Ack, Gossip, Nack, Ping, PingReq
+from p2pdrl.membership.records import Incarnation
+
+from .bench import BOOT_MS, KEYS, Bench, first_ping, record, suspicion
+
+
+def test_a_good_probe_measures_and_heals() -> None:
+    bench = Bench()
+    bench.core._kernel.awareness.add(1)
+    send = first_ping(bench)
+    bench.now += 0.02
+    bench.feed(Answered(send.call_id, Ack(Incarnation(BOOT_MS, 0))))
+    view = bench.core.member(send.target_id, bench.now)
+    assert view is not None
+    assert view.rtt_s == pytest.approx(0.02)
+    assert view.last_seen_s == 0.0
+    assert bench.core.health == 0
+
+
+def test_a_timeout_asks_relays_and_counts_their_nacks() -> None:
+    bench = Bench()
+    send = first_ping(bench)
+    bench.sent.clear()
+    bench.now += 0.5
+    bench.feed(Tick())
+    asked = [sent for sent in bench.sent if isinstance(sent.message, PingReq)]
+    assert len(asked) == 3
+    assert all(sent.target_id != send.target_id for sent in asked)
+    bench.feed(Answered(asked[0].call_id, Nack("no answer")))
+    bench.feed(Answered(asked[1].call_id, Nack("no answer")))
+    bench.feed(Failed(asked[2].call_id, "timeout", "no answer within 0.5 s"))
+    bench.feed(Failed(send.call_id, "timeout", "no answer within 1 s"))
+    view = bench.core.member(send.target_id, bench.now)
+    assert view is not None
+    assert view.state == "suspect"
+    assert view.state_reason == "no answer to probe; 2 of 3 relays could not reach it either (0 s ago)"
+    assert bench.core.health == 1  # one nack is missing: maybe it is us
+
+
+def test_a_relay_that_reaches_it_saves_it() -> None:
+    bench = Bench()
+    first_ping(bench)
+    bench.sent.clear()
+    bench.now += 0.5
+    bench.feed(Tick())
+    asked = [sent for sent in bench.sent if isinstance(sent.message, PingReq)]
+    bench.feed(Answered(asked[0].call_id, Ack(Incarnation(BOOT_MS, 0))))
+    bench.run(2.0)
+    assert bench.events == []
+
+
+def test_a_refusal_shows_life_unless_somebody_else_gives_it() -> None:
+    bench = Bench()
+    send = first_ping(bench)
+    bench.feed(Failed(send.call_id, "refused", "it answered 429: busy", 429))
+    assert bench.events == []
+    bench.sent.clear()
+    send = first_ping(bench)
+    bench.feed(Failed(send.call_id, "refused", "it answered 403: another node lives here", 403))
+    assert [event.kind for event in bench.events] == ["suspect"]
+
+
+def test_our_own_trouble_accuses_nobody_at_once() -> None:
+    bench = Bench()
+    send = first_ping(bench)
+    bench.feed(Failed(send.call_id, "local", "out of file descriptors"))
+    assert bench.core.health == 1
+    assert bench.events == []
+
+
+def test_a_suspect_is_probed_with_the_accusation() -> None:
+    bench = Bench(others=1)
+    bench.core.assume([record(2)], 0.0)
+    accusation = suspicion(1, 2)
+    bench.gossip(accusation, sender=2)
+    bench.sent.clear()
+    while True:
+        send = first_ping(bench)
+        bench.sent.clear()
+        if send.target_id == KEYS[1].node_id:
+            break
+    assert isinstance(send.message, Ping)
+    assert accusation in send.message.records
+
+
+def test_we_relay_only_to_addresses_that_we_know() -> None:
+    bench = Bench()
+    answer = bench.ask(1, PingReq(KEYS[7].node_id, Incarnation(BOOT_MS, 0)))
+    assert isinstance(answer, Nack)
+    bench.sent.clear()
+    token = 10**7
+    bench.feed(Request(token, KEYS[1].node_id, PingReq(KEYS[2].node_id, Incarnation(BOOT_MS, 0))))
+    (send,) = [sent for sent in bench.sent if isinstance(sent.message, Ping)]
+    assert send.to == "10.0.0.2:7600"
+    assert send.deadline_s == pytest.approx(0.4)  # the nack comes at 80 % of the timeout
+    bench.feed(Failed(send.call_id, "timeout", "no answer within 0.4 s"))
+    assert Respond(token, Nack("no answer within 0.4 s")) in bench.other_effects
+
+
+def test_who_doesnt_know_us_asks_and_is_told() -> None:
+    bench = Bench()
+    send = first_ping(bench)
+    bench.sent.clear()
+    bench.feed(Answered(send.call_id, Ack(Incarnation(BOOT_MS, 0), (), True)))
+    (introduction,) = [sent for sent in bench.sent if isinstance(sent.message, Gossip)]
+    assert isinstance(introduction.message, Gossip)
+    assert bench.core.me in introduction.message.records
