@@ -99,7 +99,7 @@ class Tuned(Generic[Outputs]):
         if tuning:
             tuner.took((self._now() - begin) / max(batch.rows, 1))
             if tuner.done:
-                times = ", ".join(f"{n}: {1e6 * s:.3g}" for n, s in tuner.medians_s.items())
+                times = ", ".join(f"{n}: {1e6 * s:.1f}" for n, s in tuner.medians_s.items())
                 self._say(f"microbatches = {tuner.microbatches} (µs a row with {times})")
         return terms
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from p2pdrl.config.node import DebugConfig, NodeConfig
+from p2pdrl.config.node import DebugConfig, LearnerConfig, NodeConfig
 from p2pdrl.config.strategy import HogwildConfig, LocalConfig
 from p2pdrl.config.task import PPOConfig, TaskConfig
 from p2pdrl.errors import PeerRefusedError, WorkerError
@@ -39,6 +39,15 @@ async def test_before_it_is_built_there_is_nothing(events):
         with pytest.raises(WorkerError, match="isn't built"):
             getattr(bare, read)
     await bare.stop()
+
+
+async def test_the_learner_computes_gradients_as_the_node_says(events):
+    learner = LearnerConfig(microbatches="auto", checkpoint_activations=True, activation_limit_bytes=77)
+    peer = Peer(MemoryNetwork(random.Random(0)), 0, events, NodeConfig(learner=learner))
+    start = peer.training.supervisor._start
+    told = start.microbatches, start.checkpoint_activations, start.activation_limit_bytes
+    assert told == ("auto", True, 77)
+    await peer.training.stop()
 
 
 async def test_two_gossip_after_updates(pair, until):

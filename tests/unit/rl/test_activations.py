@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,3 +86,21 @@ def test_nothing_is_left_behind():
 def test_zero_is_no_limit():
     with limited(0, PARAMETERS):
         chain(torch.ones(100_000, requires_grad=True), 50).backward()
+
+
+@pytest.mark.parametrize(("limit_bytes", "fits"), [(1500, True), (1499, False)])
+def test_a_gpus_allocator_is_asked_for_its_peak(monkeypatch, limit_bytes, fits):
+    """Without a GPU: 1000 bytes are taken before, 2500 at the peak."""
+    calls = []
+    cuda = {
+        "memory_allocated": lambda device: calls.append(("now", device)) or 1000,
+        "reset_peak_memory_stats": lambda device: calls.append(("reset", device)),
+        "max_memory_allocated": lambda device: calls.append(("peak", device)) or 2500,
+    }
+    for name, function in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    parameters = SimpleNamespace(is_cuda=True, device="cuda:1")
+    expected = contextlib.nullcontext() if fits else pytest.raises(ActivationLimitError, match="1500")
+    with expected, limited(limit_bytes, parameters):
+        calls.append(("work", None))
+    assert calls == [("now", "cuda:1"), ("reset", "cuda:1"), ("work", None), ("peak", "cuda:1")]

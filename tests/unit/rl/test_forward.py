@@ -38,9 +38,10 @@ def test_checkpointing_keeps_less():
     flat = FlatModule(policy, CPU)
     obs = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
     calls = []
+    begin = flat.parameters_D.data_ptr()
 
     def kept(forward):
-        meter = Meter(10**9, range(flat.parameters_D.data_ptr(), flat.parameters_D.data_ptr() + 10**6))
+        meter = Meter(10**9, range(begin, begin + flat.parameters_D.nbytes))
         with torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda kept: kept.tensor):
             outputs = forward(obs, NO_CONTEXT)
             (outputs.policy.sum() + outputs.values.sum()).backward()
