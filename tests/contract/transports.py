@@ -1,0 +1,75 @@
+"""Two nodes over each transport: in memory, and over HTTP with and without a key and streams."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from p2pdrl.clock import SystemClock
+from p2pdrl.transport.http_transport import HttpTransport
+from p2pdrl.transport.limits import TransportLimits
+from p2pdrl.transport.listener import Listener
+from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.transport.protocol import Address, Answer, Transport
+
+ALICE, BOB = "a" * 32, "b" * 32
+MIB = 1 << 20
+
+
+@dataclass
+class Pair:
+    """Alice calls Bob; `stranger` is a transport of another swarm; nothing listens at `nowhere`."""
+
+    alice: Transport
+    bob: Transport
+    bob_at: Address
+    stranger: Transport
+    nowhere: Address
+
+
+async def memory() -> AsyncIterator[Pair]:
+    network = MemoryNetwork(random.Random(1))
+    addresses = [Address("10.0.0.1", 7600 + i) for i in range(4)]
+    alice = network.join(ALICE, addresses[0])
+    bob = network.join(BOB, addresses[1])
+    stranger = network.join("c" * 32, addresses[2], swarm_id="other")
+    for transport in (alice, bob, stranger):
+        await transport.start()
+    yield Pair(alice, bob, addresses[1], stranger, addresses[3])
+    for transport in (alice, bob, stranger):
+        await transport.close()
+
+
+class BulkTransport(HttpTransport):
+    """All calls take the bulk lane."""
+
+    async def call(self, *args: Any, **kwargs: Any) -> Answer:
+        return await super().call(*args, **{**kwargs, "lane": "bulk"})
+
+
+async def http(swarm_key: bytes | None, *, streams: bool) -> AsyncIterator[Pair]:
+    clock = SystemClock()
+    limits = TransportLimits(shutdown_grace_s=0.05, max_streams_per_peer=8 if streams else 0)
+    kind = BulkTransport if streams else HttpTransport
+    alice = kind(ALICE, "default", swarm_key, clock=clock, limits=limits)
+    bob = kind(BOB, "default", swarm_key, clock=clock, limits=limits)
+    stranger = kind("c" * 32, "other", None, clock=clock, limits=limits)
+    app = web.Application()
+    bob.mount(app)
+    listener = Listener(limits, clock, bob.counters)
+    bob_at = await listener.listen(app, "localhost", 0, has_key=swarm_key is not None)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nowhere = Address("127.0.0.1", free.getsockname()[1])
+    for transport in (alice, bob, stranger):
+        await transport.start()
+    yield Pair(alice, bob, bob_at, stranger, nowhere)
+    for transport in (alice, bob, stranger):
+        await transport.close()
+    await listener.close()
+    assert listener.connections == 0
