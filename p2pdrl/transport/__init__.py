@@ -5,11 +5,12 @@
 - `http_transport`: the real one; it joins `http_client` and `http_server`.
 - `stream_client` (`stream_opener`, `stream_caller`) and `stream_server` (`stream_served`): the bulk
   lane's calls, framed on an upgraded connection; `stream_frames`: their bytes; `stream_socket`: moves them.
+- `upgrading`, `takeover`: both ends of the request that makes a connection a stream.
 - `outgoing`, `credentials`, `incoming`: a call on its way out, what proves it and its answer, a request as
   its handler sees it.
 - `routes`: what is served, and how a handler's failure is told; shared by both.
-- `codec`, `auth`, `headers`, `pieces`: what a request carries, how it is read and signed, how vectors
-  are cut.
+- `codec`, `auth`, `headers`: what a request carries, how it is read and signed; `pieces`, `filling`, `body`: how
+  vectors are cut, put together again, and carried by posted calls.
 - `listener`, `watchdog`, `pace`, `guard`: the port; too many or too slow connections; foreign
   hosts and origins.
 - `admission`, `limits`, `counters`: how much one peer may ask, every bound, bytes by peer.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from p2pdrl.errors import WireError
 from p2pdrl.ids import PROTOCOL_VERSION, is_node_id
-from p2pdrl.transport.auth import SwarmKeys, is_nonce, parse_time
+from p2pdrl.transport.auth import SwarmKeys, is_nonce, new_nonce, parse_time
 
 __all__ = ["CONTENT_TYPE", "NO_TARGET", "AnswerHead", "RequestHead"]
 
@@ -150,6 +150,20 @@ class AnswerHead:
     vector_nbytes: int
     nonce: str
     mac: str = ""
+
+    @classmethod
+    def answering(
+        cls,
+        request: RequestHead,
+        sender: str,
+        keys: SwarmKeys | None,
+        *,
+        meta_nbytes: int = 0,
+        vector_nbytes: int = 0,
+    ) -> AnswerHead:
+        """Return the head of a new answer to ``request``, signed if there are keys."""
+        head = cls(sender=sender, meta_nbytes=meta_nbytes, vector_nbytes=vector_nbytes, nonce=new_nonce())
+        return head.sign(keys, request.nonce) if keys is not None else head
 
     def _signed(self, request_nonce: str) -> tuple[str, ...]:
         lengths = (str(self.meta_nbytes), str(self.vector_nbytes))

@@ -15,16 +15,17 @@ from yarl import URL
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
+from p2pdrl.transport.body import BodyReader, body_chunks
 from p2pdrl.transport.counters import TrafficCounters
 from p2pdrl.transport.credentials import Credentials
 from p2pdrl.transport.dial import Dialer
 from p2pdrl.transport.headers import CONTENT_TYPE, AnswerHead, RequestHead
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.outgoing import Call, refused
-from p2pdrl.transport.pieces import BodyReader, body_chunks, body_nbytes
+from p2pdrl.transport.pieces import body_nbytes
 from p2pdrl.transport.protocol import Address, Answer, Lane
 from p2pdrl.transport.stream_client import StreamClient
-from p2pdrl.transport.stream_opener import NoStreamsError, NotConnectedError
+from p2pdrl.transport.upgrading import NotConnectedError, NotOfferedError
 
 __all__ = ["HttpClient"]
 
@@ -103,7 +104,7 @@ class HttpClient:
                 if lane == "bulk" and self._streams.offered(address):
                     try:
                         return await self._streams.call(address, call)
-                    except NoStreamsError:
+                    except NotOfferedError:
                         pass  # an older node, or something between us that knows no upgrades
                 return await self._exchange(address, call, self._lanes[lane])
             except (NotConnectedError, aiohttp.ClientConnectorError) as error:

@@ -15,13 +15,14 @@ from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerTimeoutError, WireError
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.transport.admission import Admission
-from p2pdrl.transport.auth import ReplayGuard, SwarmKeys, new_nonce, parse_time
+from p2pdrl.transport.auth import ReplayGuard, SwarmKeys, parse_time
+from p2pdrl.transport.body import BodyReader, OverlongError, body_chunks
 from p2pdrl.transport.counters import TrafficCounters
 from p2pdrl.transport.guard import refuse_foreign
 from p2pdrl.transport.headers import CONTENT_TYPE, NO_TARGET, AnswerHead, RequestHead
 from p2pdrl.transport.incoming import BodyIncoming
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.pieces import BodyReader, OverlongError, body_chunks, body_nbytes, views_of
+from p2pdrl.transport.pieces import body_nbytes, views_of
 from p2pdrl.transport.protocol import Refusal, Reply
 from p2pdrl.transport.routes import MAX_REASON_CHARS, Route, Routes, report_end, run_handler
 from p2pdrl.transport.stream_frames import STREAM_PATH, UPGRADE
@@ -238,18 +239,13 @@ class HttpServer:
     async def _write(self, request: web.Request, head: RequestHead, reply: Reply) -> web.StreamResponse:
         views = views_of(reply.vector)
         vector_nbytes = sum(view.nbytes for view in views)
-        answer = AnswerHead(
-            sender=self._node_id,
-            meta_nbytes=len(reply.meta),
-            vector_nbytes=vector_nbytes,
-            nonce=new_nonce(),
+        meta_nbytes = len(reply.meta)
+        answer = AnswerHead.answering(
+            head, self._node_id, self._keys, meta_nbytes=meta_nbytes, vector_nbytes=vector_nbytes
         )
-        mac = None
-        if self._keys is not None:
-            answer = answer.sign(self._keys, head.nonce)
-            mac = self._keys.answer_pieces(head.nonce, answer.nonce)
+        mac = self._keys.answer_pieces(head.nonce, answer.nonce) if self._keys is not None else None
         response = web.StreamResponse(headers=answer.to_headers())
-        response.content_length = body_nbytes(len(reply.meta), vector_nbytes, mac is not None)
+        response.content_length = body_nbytes(meta_nbytes, vector_nbytes, mac is not None)
         await response.prepare(request)
         async for chunk in body_chunks(reply.meta, views, mac):
             await response.write(chunk)

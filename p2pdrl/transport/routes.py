@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass
 
 from p2pdrl.errors import PeerTimeoutError, TensorError, WireError
-from p2pdrl.transport.pieces import OverlongError
+from p2pdrl.transport.body import OverlongError
 from p2pdrl.transport.protocol import Handler, Incoming, Refusal, Reply, check_route
 
 __all__ = ["MAX_REASON_CHARS", "Route", "Routes", "report_end", "run_handler"]

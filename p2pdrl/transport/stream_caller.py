@@ -8,12 +8,13 @@ from __future__ import annotations
 from p2pdrl.errors import WireError
 from p2pdrl.transport.auth import MAC_BYTES, SerialMac
 from p2pdrl.transport.counters import TrafficCounters
+from p2pdrl.transport.filling import STAGE_BYTES, Filling
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.outgoing import Call, refused
-from p2pdrl.transport.pieces import body_nbytes
+from p2pdrl.transport.pieces import batches, body_nbytes
 from p2pdrl.transport.protocol import Answer
-from p2pdrl.transport.stream_frames import HEAD_BYTES, AnswerFrame, CallFrame, Filling, batches
-from p2pdrl.transport.stream_socket import STAGE_BYTES, StreamSocket
+from p2pdrl.transport.stream_frames import HEAD_BYTES, AnswerFrame, CallFrame
+from p2pdrl.transport.stream_socket import StreamSocket
 
 __all__ = ["CallerStream", "StaleError"]
 

@@ -17,7 +17,8 @@ from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.outgoing import Call
 from p2pdrl.transport.protocol import Address, Answer
 from p2pdrl.transport.stream_caller import CallerStream, StaleError
-from p2pdrl.transport.stream_opener import NoStreamsError, StreamOpener
+from p2pdrl.transport.stream_opener import StreamOpener
+from p2pdrl.transport.upgrading import NotOfferedError
 
 __all__ = ["StreamClient"]
 
@@ -85,7 +86,7 @@ class StreamClient:
         """Make ``call`` at one IP address over a stream.
 
         Raises:
-            NoStreamsError: it has to be posted.
+            NotOfferedError: it has to be posted.
             NotConnectedError: nothing listens there.
             ConnectionError: the connection broke before an answer.
             TransportError: as in `Transport.call`.
@@ -155,7 +156,7 @@ class StreamClient:
     async def _open(self, address: Address, target_id: str | None) -> CallerStream:
         try:
             stream = await self._opener.open(address, target_id)
-        except NoStreamsError:
+        except NotOfferedError:
             if len(self._without) >= _MAX_PEERS:
                 self._without.clear()
             self._without[address] = self._clock.monotonic() + self._limits.stream_retry_s

@@ -16,21 +16,15 @@ from p2pdrl.errors import PeerTimeoutError, WireError
 from p2pdrl.transport.admission import Admission
 from p2pdrl.transport.auth import MAC_BYTES, SerialMac
 from p2pdrl.transport.counters import TrafficCounters
+from p2pdrl.transport.filling import STAGE_BYTES, Filling
 from p2pdrl.transport.incoming import BodyIncoming
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.pace import Pace
-from p2pdrl.transport.pieces import body_nbytes, views_of
+from p2pdrl.transport.pieces import batches, body_nbytes, pieces_of, views_of
 from p2pdrl.transport.protocol import Refusal, Reply
 from p2pdrl.transport.routes import Routes, report_end, run_handler
-from p2pdrl.transport.stream_frames import (
-    HEAD_BYTES,
-    AnswerFrame,
-    CallFrame,
-    Filling,
-    batches,
-    pieces_of,
-)
-from p2pdrl.transport.stream_socket import STAGE_BYTES, StreamSocket
+from p2pdrl.transport.stream_frames import HEAD_BYTES, AnswerFrame, CallFrame
+from p2pdrl.transport.stream_socket import StreamSocket
 
 __all__ = ["ServedStream", "Shared"]
 

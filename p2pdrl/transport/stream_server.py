@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from p2pdrl.transport.auth import SwarmKeys, new_nonce
+from p2pdrl.transport.auth import SwarmKeys
 from p2pdrl.transport.headers import AnswerHead, RequestHead
 from p2pdrl.transport.protocol import Refusal
 from p2pdrl.transport.stream_frames import UPGRADE
 from p2pdrl.transport.stream_served import ServedStream, Shared
+from p2pdrl.transport.takeover import Over, switching, take_over
 from p2pdrl.transport.watchdog import Watched
 
 __all__ = ["StreamServer"]
@@ -58,28 +59,21 @@ class StreamServer:
             Refusal: 429, the peer has too many streams.
             ConnectionError: the caller went away.
         """
-        transport = request.transport
-        if transport is None or transport.is_closing():
-            raise ConnectionResetError("the caller went away")
         self._make_room(head.sender)
-        answer = AnswerHead(sender=self._node_id, meta_nbytes=0, vector_nbytes=0, nonce=new_nonce())
-        if self._keys is not None:
-            answer = answer.sign(self._keys, head.nonce)
+        answer = AnswerHead.answering(head, self._node_id, self._keys)
         macs = self._keys.stream(head.nonce, answer.nonce) if self._keys is not None else (None, None)
-        transport.pause_reading()
-        sock = transport.get_extra_info("socket").dup()
-        stream = ServedStream(self._shared, sock, head.sender, request.remote or "", macs)
+        stream = ServedStream(self._shared, take_over(request), head.sender, request.remote or "", macs)
         self._streams.setdefault(head.sender, set()).add(stream)
         watched.lend(stream)
         try:
-            await stream.run(_hello(answer))
+            await stream.run(switching(UPGRADE, answer))
         finally:
             stream.abort()
             streams = self._streams[head.sender]
             streams.discard(stream)
             if not streams:
                 del self._streams[head.sender]
-        return _Over()
+        return Over()
 
     def _make_room(self, peer: str) -> None:
         """Close the peer's longest idle stream when it has too many.
@@ -94,24 +88,3 @@ class StreamServer:
         if not idle:
             raise Refusal(429, f"{len(streams)} of your streams are busy: wait for their answers")
         min(idle, key=lambda stream: stream.idle_since_s).abort()
-
-
-def _hello(answer: AnswerHead) -> bytes:
-    """Return the HTTP answer with which a stream begins."""
-    headers = {"Connection": "Upgrade", "Upgrade": UPGRADE, **answer.to_headers()}
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return f"HTTP/1.1 101 Switching Protocols\r\n{lines}\r\n".encode()
-
-
-class _Over(web.StreamResponse):
-    """What is left to aiohttp of a connection that was taken over: to close it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.force_close()
-
-    async def prepare(self, request: web.BaseRequest) -> None:
-        """Write nothing."""
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        """Write nothing."""

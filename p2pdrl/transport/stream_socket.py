@@ -11,20 +11,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from p2pdrl.errors import PeerTimeoutError, WireError
+from p2pdrl.transport.filling import Filling, Stage
 from p2pdrl.transport.limits import PIECE_BYTES
+from p2pdrl.transport.pieces import Buffer, unsent
 from p2pdrl.transport.socket_options import set_options
-from p2pdrl.transport.stream_frames import Filling
 
-if TYPE_CHECKING:
-    from p2pdrl.transport.stream_frames import Buffer
-
-__all__ = ["STAGE_BYTES", "StreamSocket"]
-
-STAGE_BYTES = 32768
-"""What is received before anybody says where it belongs; also the longest `StreamSocket.read`."""
+__all__ = ["StreamSocket"]
 
 _TURN_BYTES = 2 * PIECE_BYTES
 """Moved before the event loop gets its turn."""
@@ -54,8 +48,7 @@ class StreamSocket:
         self._loop = asyncio.get_running_loop()
         self._sock = sock
         self._arrived = arrived
-        self._stage = memoryview(bytearray(STAGE_BYTES))
-        self._from = self._to = 0
+        self._stage = Stage()
         self._need = 0
         self._filling: Filling | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -84,7 +77,7 @@ class StreamSocket:
     @property
     def staged_nbytes(self) -> int:
         """Bytes that came and that nobody asked for yet."""
-        return self._to - self._from
+        return len(self._stage)
 
     def close(self, why: str = "the connection was closed") -> None:
         """Close the socket; whoever waits gets a ``ConnectionError``."""
@@ -95,7 +88,7 @@ class StreamSocket:
             self._sock.close()
 
     async def read(self, nbytes: int, stall_s: float | None = None) -> bytes:
-        """Return the next ``nbytes`` (at most `STAGE_BYTES`).
+        """Return the next ``nbytes`` (at most `filling.STAGE_BYTES`).
 
         Args:
             nbytes: how many.
@@ -105,26 +98,21 @@ class StreamSocket:
             ConnectionError: the connection is gone.
             PeerTimeoutError: nothing came for ``stall_s``.
         """
-        if self._to - self._from < nbytes:
-            if STAGE_BYTES - self._from < nbytes:
-                self._to -= self._from
-                self._stage[: self._to] = self._stage[self._from : self._from + self._to]
-                self._from = 0
+        if len(self._stage) < nbytes:
+            self._stage.room(nbytes)
             self._need = nbytes
             await self._wait(stall_s)
-        data = self._stage[self._from : self._from + nbytes].tobytes()
-        self._used(nbytes)
-        return data
+        return self._stage.take(nbytes)
 
     async def read_until(self, end: bytes, most: int) -> bytes:
         """Return what comes up to and with ``end``.
 
         Raises:
             ConnectionError: the connection is gone.
-            WireError: there is no ``end`` within ``most`` bytes (at most `STAGE_BYTES`).
+            WireError: there is no ``end`` within ``most`` bytes (at most `filling.STAGE_BYTES`).
         """
         while True:
-            data = self._stage[self._from : self._to].tobytes()
+            data = bytes(self._stage.peek())
             at = data.find(end, 0, most)
             if at >= 0:
                 return await self.read(at + len(end))
@@ -141,7 +129,7 @@ class StreamSocket:
             PeerTimeoutError: nothing came for ``stall_s``.
             WireError: a piece isn't authentic.
         """
-        self._used(filling.copy(self._stage[self._from : self._to]))
+        self._stage.pour(filling)
         if filling.full:
             return
         self._filling = filling
@@ -176,7 +164,7 @@ class StreamSocket:
         try:
             if self._push():
                 return True
-            if until_answered and self._to > self._from:
+            if until_answered and self._stage:
                 return False
             self._writer = self._loop.create_future()
             self._loop.add_writer(self._sock, self._writable)
@@ -184,7 +172,7 @@ class StreamSocket:
         except OSError as error:
             if until_answered and self._fault is None:
                 self._receive()  # the peer may have said why it hung up
-                if self._to > self._from:
+                if self._stage:
                     return False
             self._fail(_gone(error))
             raise _gone(error) from error
@@ -200,7 +188,7 @@ class StreamSocket:
         Raises:
             ConnectionError: it is gone.
         """
-        if self._fault is None and self._to < STAGE_BYTES:
+        if self._fault is None and self._stage.room():
             self._receive()
         if self._fault is not None:
             raise self._fault
@@ -240,13 +228,8 @@ class StreamSocket:
             self._loop.remove_reader(self._sock)
             self._listening = False
 
-    def _used(self, nbytes: int) -> None:
-        self._from += nbytes
-        if self._from == self._to:
-            self._from = self._to = 0
-
     def _readable(self) -> None:
-        if self._filling is None and self._to == STAGE_BYTES:
+        if self._filling is None and not self._stage.room():
             self._mute()  # until somebody asks for more
             return
         try:
@@ -256,7 +239,7 @@ class StreamSocket:
                 self._reader.set_exception(error)
         reader, filling = self._reader, self._filling
         if reader is not None and not reader.done():
-            if filling.full if filling is not None else self._to - self._from >= self._need:
+            if filling.full if filling is not None else len(self._stage) >= self._need:
                 reader.set_result(None)
         elif self._writer is not None and not self._writer.done() and self._until_answered:
             self._writer.set_result(False)
@@ -267,8 +250,8 @@ class StreamSocket:
         filling = self._filling
         try:
             if filling is None:
-                got = self._sock.recv_into(self._stage[self._to :])
-                self._to += got
+                got = self._sock.recv_into(self._stage.room())
+                self._stage.came(got)
                 self._came(got)
                 return
             while turn > 0 and not filling.full:
@@ -319,17 +302,7 @@ class StreamSocket:
             turn -= sent
             self.sent_nbytes += sent
             self.unsent_nbytes -= sent
-            self._drop(sent)
-
-    def _drop(self, nbytes: int) -> None:
-        """Forget the first ``nbytes`` of the batch."""
-        batch = self._batch
-        for index, buffer in enumerate(batch):
-            if nbytes < len(buffer):
-                self._batch = [memoryview(buffer)[nbytes:], *batch[index + 1 :]]
-                return
-            nbytes -= len(buffer)
-        self._batch = []
+            self._batch = unsent(self._batch, sent)
 
     def _fail(self, error: Exception) -> None:
         """The connection is of no more use."""

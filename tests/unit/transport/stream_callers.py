@@ -11,7 +11,9 @@ from typing import Any
 from p2pdrl.transport.auth import MAC_BYTES, SerialMac
 from p2pdrl.transport.headers import AnswerHead, RequestHead
 from p2pdrl.transport.limits import PIECE_BYTES
-from p2pdrl.transport.stream_frames import HEAD_BYTES, AnswerFrame, CallFrame, batches, read_header
+from p2pdrl.transport.pieces import batches
+from p2pdrl.transport.stream_frames import HEAD_BYTES, AnswerFrame, CallFrame
+from p2pdrl.transport.upgrading import read_header
 
 Served = Any
 Change = Callable[[RequestHead], RequestHead]

@@ -1,44 +1,16 @@
-"""Cutting and reading bodies."""
+"""Cutting vectors, and putting them together again."""
 
 from __future__ import annotations
-
-import asyncio
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pdrl.errors import PeerTimeoutError, WireError
-from p2pdrl.transport.auth import MAC_BYTES, SwarmKeys
+from p2pdrl.transport.auth import MAC_BYTES, SerialMac, SwarmKeys
+from p2pdrl.transport.filling import Filling
 from p2pdrl.transport.limits import PIECE_BYTES
-from p2pdrl.transport.pieces import (
-    BodyReader,
-    OverlongError,
-    body_chunks,
-    body_nbytes,
-    cut,
-    join_views,
-    views_of,
-)
-
-MAC = SwarmKeys(b"key").request_pieces("0" * 32)
-
-
-class Source:
-    """Bytes that arrive in given portions; then the end, or silence for ever."""
-
-    def __init__(self, portions: Sequence[bytes], silent: bool = False) -> None:
-        self.portions = list(portions)
-        self.silent = silent
-
-    async def readany(self) -> bytes:
-        if self.portions:
-            return self.portions.pop(0)
-        if self.silent:
-            await asyncio.Event().wait()
-        return b""
+from p2pdrl.transport.pieces import batches, body_nbytes, cut, join_views, pieces_of, unsent, views_of
 
 
 @given(st.lists(st.binary(max_size=20), max_size=8), st.integers(1, 16))
@@ -62,68 +34,78 @@ def test_only_contiguous_vectors_are_taken() -> None:
     assert join_views(memoryview(np.zeros((2, 2), np.float32))) == bytes(16)
 
 
-async def written(meta: bytes, vector: bytes, keyed: bool = True) -> bytes:
-    mac = MAC if keyed else None
-    chunks = [bytes(chunk) async for chunk in body_chunks(meta, views_of(memoryview(vector)), mac)]
-    return b"".join(chunks)
+KEYS = SwarmKeys(b"key")
+NONCES = "1" * 32, "2" * 32
+
+
+def mac(way: int = 0) -> SerialMac:
+    return KEYS.stream(*NONCES)[way]
+
+
+views = st.lists(st.binary(max_size=40), max_size=6)
+
+
+def joined(first: bytes, parts: list[memoryview], keyed: bool) -> bytes:
+    lists = list(batches(first, parts, mac() if keyed else None))
+    assert all(lists)
+    return b"".join(bytes(buffer) for batch in lists for buffer in batch)
+
+
+@given(st.binary(min_size=1, max_size=30), views, st.booleans())
+def test_a_frame_is_its_parts_and_macs(first: bytes, parts: list[bytes], keyed: bool) -> None:
+    vector = b"".join(parts)
+    wanted, serial = first, mac()
+    if keyed:
+        wanted += serial.of(first) + (vector + serial.of(vector) if vector else b"")
+    else:
+        wanted += vector
+    assert joined(first, [memoryview(part) for part in parts if part], keyed) == wanted
 
 
 @pytest.mark.parametrize("keyed", [True, False])
-@pytest.mark.parametrize("nbytes", [0, 1, PIECE_BYTES, PIECE_BYTES + 1])
-@pytest.mark.parametrize("portion", [65537, 1 << 30])
-async def test_what_is_written_is_read(keyed: bool, nbytes: int, portion: int) -> None:
-    vector = np.random.default_rng(3).bytes(nbytes)
-    body = await written(b"meta", vector, keyed)
-    assert len(body) == body_nbytes(4, nbytes, keyed)
-    source = Source([body[i : i + portion] for i in range(0, len(body), portion)])
-    reader = BodyReader(source, MAC if keyed else None, 1.0)
-    out = bytearray(nbytes)
-    assert await reader.meta(4) == b"meta"
-    await reader.vector_into(memoryview(out))
-    assert out == vector
-    assert reader.nbytes == len(body)
+@pytest.mark.parametrize("sizes", [[3 * PIECE_BYTES + 5], [PIECE_BYTES, 7, PIECE_BYTES], [3] * 200])
+def test_long_frames_are_cut(sizes: list[int], keyed: bool) -> None:
+    rng = np.random.default_rng(5)
+    parts = [memoryview(rng.bytes(size)) for size in sizes]
+    lists = list(batches(b"first", parts, mac() if keyed else None))
+    assert all(sum(map(len, batch)) <= 2 * PIECE_BYTES for batch in lists)
+    assert all(len(batch) <= 64 for batch in lists)
+    raw = b"".join(bytes(buffer) for batch in lists for buffer in batch)
+    assert len(raw) == body_nbytes(5, sum(sizes), keyed)
+    out = memoryview(bytearray(sum(sizes)))
+    check = mac()
+    if keyed:
+        assert check.good(b"first", raw[5 : 5 + MAC_BYTES])
+    filling = Filling(out, check if keyed else None)
+    assert filling.copy(memoryview(raw)[5 + (MAC_BYTES if keyed else 0) :]) == filling.taken_nbytes
+    assert filling.full
+    assert out == b"".join(parts)
 
 
-async def test_single_bytes_make_a_body_too() -> None:
-    body = await written(b"meta", b"vector")
-    reader = BodyReader(Source([bytes([byte]) for byte in body]), MAC, 1.0)
-    out = bytearray(6)
-    assert await reader.meta(4) == b"meta"
-    await reader.vector_into(memoryview(out))
-    assert out == b"vector"
+def test_pieces_cannot_be_repeated_left_out_or_taken_from_the_other_way() -> None:
+    calls, answers = KEYS.stream(*NONCES)
+    macs = [calls.of(b"same") for _ in range(3)]
+    assert len(set(macs)) == 3
+    check = mac()
+    assert check.good(b"same", macs[0])
+    assert not check.good(b"same", macs[0]), "a replay"
+    check = mac()
+    assert not check.good(b"same", macs[1]), "one was left out"
+    assert not mac(1).good(b"same", macs[0]), "a reflection"
+    assert answers.of(b"same") != macs[0]
+    for other in (KEYS.stream("3" * 32, NONCES[1]), KEYS.stream(NONCES[0], "3" * 32)):
+        assert not other[0].good(b"same", macs[0]), "another stream"
+    assert not SwarmKeys(b"other").stream(*NONCES)[0].good(b"same", macs[0])
 
 
-async def test_truncated_overlong_and_changed_bodies() -> None:
-    body = await written(b"meta", b"vector")
-    cases = [
-        (body[:-1], WireError, "shorter"),
-        (body[: 4 + MAC_BYTES], WireError, "shorter"),
-        (body + b"x", OverlongError, "longer"),
-        (body[:20] + b"V" + body[21:], WireError, "piece 1"),
-    ]
-    for bad, kind, word in cases:
-        reader = BodyReader(Source([bad]), MAC, 1.0)
-        assert await reader.meta(4) == b"meta"
-        with pytest.raises(kind, match=word):
-            await reader.vector_into(memoryview(bytearray(6)))
-    with pytest.raises(WireError, match="piece 0"):
-        await BodyReader(Source([b"M" + body[1:]]), MAC, 1.0).meta(4)
-    reader = BodyReader(Source([await written(b"meta", b""), b"x"]), MAC, 1.0)
-    await reader.meta(4)
-    with pytest.raises(OverlongError):
-        await reader.end()
+def test_pieces_are_counted() -> None:
+    assert [pieces_of(n) for n in (0, 1, PIECE_BYTES, PIECE_BYTES + 1)] == [0, 1, 1, 2]
 
 
-async def test_silence_is_a_timeout() -> None:
-    reader = BodyReader(Source([b"me"], silent=True), MAC, 0.01)
-    with pytest.raises(PeerTimeoutError, match="no byte"):
-        await reader.meta(4)
-
-
-async def test_a_connection_that_breaks_is_a_wire_error() -> None:
-    class Broken:
-        async def readany(self) -> bytes:
-            raise ConnectionResetError("gone")
-
-    with pytest.raises(WireError, match="broke off"):
-        await BodyReader(Broken(), MAC, 1.0).meta(4)
+@given(views, st.data())
+def test_what_is_unsent_is_the_rest(parts: list[bytes], data: st.DataObject) -> None:
+    whole = b"".join(parts)
+    sent_nbytes = data.draw(st.integers(0, len(whole)))
+    rest = unsent(parts, sent_nbytes)
+    assert b"".join(map(bytes, rest)) == whole[sent_nbytes:]
+    assert bool(rest) == (sent_nbytes < len(whole)) or not any(rest)

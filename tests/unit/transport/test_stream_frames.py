@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdrl.errors import WireError
-from p2pdrl.transport.auth import MAC_BYTES, SerialMac, SwarmKeys
-from p2pdrl.transport.limits import PIECE_BYTES
-from p2pdrl.transport.pieces import body_nbytes
-from p2pdrl.transport.stream_frames import (
-    HEAD_BYTES,
-    AnswerFrame,
-    CallFrame,
-    Filling,
-    batches,
-    pieces_of,
-    read_header,
-)
-
-KEYS = SwarmKeys(b"key")
-NONCES = "1" * 32, "2" * 32
-
-
-def mac(way: int = 0) -> SerialMac:
-    return KEYS.stream(*NONCES)[way]
+from p2pdrl.transport.stream_frames import HEAD_BYTES, AnswerFrame, CallFrame
 
 
 @given(st.integers(1, 131), st.integers(0, 2**32 - 1), st.integers(0, 10**15))
@@ -74,116 +53,3 @@ def test_any_bytes_are_a_sound_head_or_a_wire_error(data: bytes) -> None:
     else:
         assert answer.status == 200 or 400 <= answer.status <= 599
         assert answer.encode() == data
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_are_a_header_or_a_wire_error(data: bytes) -> None:
-    for raw in (data, b"HTTP/1.1 101 x\r\n" + data, data + b"\r\n\r\n"):
-        try:
-            status, _ = read_header(raw)
-        except WireError:
-            continue
-        assert 100 <= status <= 599
-
-
-def test_a_header_is_read() -> None:
-    status, headers = read_header(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade:  p2pdrl \r\nX:\r\n\r\n")
-    assert (status, headers["upgrade"], headers["x"]) == (101, "p2pdrl", "")
-
-
-views = st.lists(st.binary(max_size=40), max_size=6)
-
-
-def joined(first: bytes, parts: list[memoryview], keyed: bool) -> bytes:
-    lists = list(batches(first, parts, mac() if keyed else None))
-    assert all(lists)
-    return b"".join(bytes(buffer) for batch in lists for buffer in batch)
-
-
-@given(st.binary(min_size=1, max_size=30), views, st.booleans())
-def test_a_frame_is_its_parts_and_macs(first: bytes, parts: list[bytes], keyed: bool) -> None:
-    vector = b"".join(parts)
-    wanted, serial = first, mac()
-    if keyed:
-        wanted += serial.of(first) + (vector + serial.of(vector) if vector else b"")
-    else:
-        wanted += vector
-    assert joined(first, [memoryview(part) for part in parts if part], keyed) == wanted
-
-
-@pytest.mark.parametrize("keyed", [True, False])
-@pytest.mark.parametrize("sizes", [[3 * PIECE_BYTES + 5], [PIECE_BYTES, 7, PIECE_BYTES], [3] * 200])
-def test_long_frames_are_cut(sizes: list[int], keyed: bool) -> None:
-    rng = np.random.default_rng(5)
-    parts = [memoryview(rng.bytes(size)) for size in sizes]
-    lists = list(batches(b"first", parts, mac() if keyed else None))
-    assert all(sum(map(len, batch)) <= 2 * PIECE_BYTES for batch in lists)
-    assert all(len(batch) <= 64 for batch in lists)
-    raw = b"".join(bytes(buffer) for batch in lists for buffer in batch)
-    assert len(raw) == body_nbytes(5, sum(sizes), keyed)
-    out = memoryview(bytearray(sum(sizes)))
-    check = mac()
-    if keyed:
-        assert check.good(b"first", raw[5 : 5 + MAC_BYTES])
-    filling = Filling(out, check if keyed else None)
-    assert filling.copy(memoryview(raw)[5 + (MAC_BYTES if keyed else 0) :]) == filling.taken_nbytes
-    assert filling.full
-    assert out == b"".join(parts)
-
-
-@given(st.data())
-def test_a_buffer_fills_whatever_the_portions(data: st.DataObject) -> None:
-    keyed = data.draw(st.booleans())
-    nbytes = data.draw(st.sampled_from([1, 50, PIECE_BYTES, PIECE_BYTES + 1]))
-    vector = np.random.default_rng(nbytes).bytes(nbytes)
-    raw = memoryview(joined(b"x", [memoryview(vector)], keyed))[1 + (MAC_BYTES if keyed else 0) :]
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=6)))
-    check = mac()
-    check.skip(1)
-    out = memoryview(bytearray(nbytes))
-    filling = Filling(out, check if keyed else None)
-    for start, end in pairwise([0, *cuts, len(raw)]):
-        portion = raw[start:end]
-        while portion:  # as a socket would: at most what there is room for
-            room = filling.room()
-            took = 0
-            for place in room:
-                count = min(len(place), len(portion) - took)
-                place[:count] = portion[took : took + count]
-                took += count
-            filling.took(took)
-            portion = portion[took:]
-    assert filling.full
-    assert out == vector
-    assert filling.taken_nbytes == len(raw)
-
-
-@given(st.integers(0, 2 * PIECE_BYTES + 10 + 3 * MAC_BYTES - 1))
-def test_a_changed_byte_is_noticed(at: int) -> None:
-    vector = np.random.default_rng(0).bytes(2 * PIECE_BYTES + 10)
-    raw = bytearray(joined(b"x", [memoryview(vector)], True)[1 + MAC_BYTES :])
-    raw[at] ^= 1
-    check = mac()
-    check.skip(1)
-    with pytest.raises(WireError, match="isn't authentic"):
-        Filling(memoryview(bytearray(len(vector))), check).copy(memoryview(raw))
-
-
-def test_pieces_cannot_be_repeated_left_out_or_taken_from_the_other_way() -> None:
-    calls, answers = KEYS.stream(*NONCES)
-    macs = [calls.of(b"same") for _ in range(3)]
-    assert len(set(macs)) == 3
-    check = mac()
-    assert check.good(b"same", macs[0])
-    assert not check.good(b"same", macs[0]), "a replay"
-    check = mac()
-    assert not check.good(b"same", macs[1]), "one was left out"
-    assert not mac(1).good(b"same", macs[0]), "a reflection"
-    assert answers.of(b"same") != macs[0]
-    for other in (KEYS.stream("3" * 32, NONCES[1]), KEYS.stream(NONCES[0], "3" * 32)):
-        assert not other[0].good(b"same", macs[0]), "another stream"
-    assert not SwarmKeys(b"other").stream(*NONCES)[0].good(b"same", macs[0])
-
-
-def test_pieces_are_counted() -> None:
-    assert [pieces_of(n) for n in (0, 1, PIECE_BYTES, PIECE_BYTES + 1)] == [0, 1, 1, 2]
