@@ -1,14 +1,15 @@
 """Time as a value that is passed in, so that cores and tests decide what it is.
 
-`SystemClock` serves the daemon; `ManualClock` serves unit tests and the simulators.
+`SystemClock` serves the daemon; `ManualClock` and `LoopClock` serve unit tests and the simulators.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "ManualClock", "SystemClock"]
+__all__ = ["Clock", "LoopClock", "ManualClock", "SystemClock"]
 
 
 class Clock(Protocol):
@@ -65,3 +66,22 @@ class ManualClock:
             raise ValueError("a clock can't be advanced by a negative time")
         self._monotonic_s += seconds
         self._wall_s += seconds
+
+
+class LoopClock:
+    """The running event loop's time, which tests replace by a virtual one.
+
+    Args:
+        wall_s: wall reading when the loop's time is zero, seconds since the Unix epoch.
+    """
+
+    def __init__(self, wall_s: float = 1_700_000_000.0) -> None:
+        self._wall_s = wall_s
+
+    def monotonic(self) -> float:
+        """Seconds of the loop."""
+        return asyncio.get_running_loop().time()
+
+    def wall(self) -> float:
+        """Seconds of the loop, from ``wall_s`` on."""
+        return self._wall_s + self.monotonic()

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from aiohttp import web
 
+from p2pdrl.clock import LoopClock
 from p2pdrl.config.regime import regime_of
 from p2pdrl.config.strategy import AdpsgdConfig, Compression, GradAverageConfig, StrategyConfig
 from p2pdrl.strategies.protocol import ROUTES, Context, RoundReport, Strategy
 from p2pdrl.strategies.registry import build
-from p2pdrl.strategies.testing.clock import LoopClock
 from p2pdrl.strategies.testing.learner import FakeLearner
 from p2pdrl.strategies.testing.swarm import FakeSwarm
 from p2pdrl.transport.http_transport import HttpTransport

@@ -5,5 +5,4 @@
 | `swarm` | `FakeSwarm`: what a strategy asks of its node, and what it told |
 | `learner` | `FakeLearner`: a learner as a coroutine |
 | `simulator` | `SimNode` and `SimSwarm`: real strategies on both, over an in-memory network |
-| `clock` | `LoopClock`: the loop's own time, which tests replace by a virtual one |
 """

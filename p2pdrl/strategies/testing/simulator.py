@@ -10,11 +10,11 @@ import random
 
 import msgspec
 
+from p2pdrl.clock import LoopClock
 from p2pdrl.config.regime import regime_of
 from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.strategies.protocol import ROUTES, Context, Strategy
 from p2pdrl.strategies.registry import build
-from p2pdrl.strategies.testing.clock import LoopClock
 from p2pdrl.strategies.testing.learner import FakeLearner
 from p2pdrl.strategies.testing.swarm import FakeSwarm
 from p2pdrl.tensors.layout import Float32Array

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from p2pdrl.clock import LoopClock
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.membership.addresses import AddressPolicy
 from p2pdrl.membership.events import MemberEvent
@@ -21,16 +22,6 @@ from p2pdrl.transport.memory import MemoryNetwork, MemoryTransport
 from p2pdrl.transport.protocol import Address, Refusal
 
 pytestmark = pytest.mark.looptime
-
-
-class LoopClock:
-    """The loop's own (here: virtual) time."""
-
-    def monotonic(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def wall(self) -> float:
-        return 1_700_000_000.0 + self.monotonic()
 
 
 class Node:

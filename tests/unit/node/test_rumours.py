@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from p2pdrl.clock import LoopClock
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.node import rumours
 from p2pdrl.node.counters import Counts, CountsWire, NodeCounts
@@ -20,15 +21,8 @@ from p2pdrl.transport.protocol import Address
 
 pytestmark = pytest.mark.looptime
 
-
-class LoopClock:
-    """The loop's virtual time; boots are counted in milliseconds of its wall time."""
-
-    def monotonic(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def wall(self) -> float:
-        return 1000.0 + self.monotonic()
+CLOCK = LoopClock(wall_s=1000.0)
+"""Boots are counted in milliseconds of its wall time."""
 
 
 class Talker:
@@ -47,7 +41,7 @@ class Talker:
             me=self.id,
             transport=self.transport,
             ledger=self.ledger,
-            clock=LoopClock(),
+            clock=CLOCK,
             rng=random.Random(number),
             alive=lambda: self.peers,
             make_report=self.report,
@@ -109,7 +103,7 @@ async def test_reports_counts_and_moments_get_around(talkers):
     for number, talker in enumerate(talkers, 1):
         assert talker.ledger.total().env_steps == 1111110
         assert others_count(talker) == 1111110 - 10**number
-        found = [talker.rumours.table.get(other.id, LoopClock().monotonic()) for other in talkers]
+        found = [talker.rumours.table.get(other.id, CLOCK.monotonic()) for other in talkers]
         assert all(one is not None and one[1] < 6.0 for one in found)
     assert all(6 <= talker.rounds <= 10 for talker in talkers)
 
@@ -135,9 +129,9 @@ async def test_a_partner_that_doesnt_answer_costs_one_round(talkers, network, ho
     elif how == "dead":
         await two.transport.close()
     target = talkers[2].id if how == "other" else two.id
-    began_s = LoopClock().monotonic()
+    began_s = CLOCK.monotonic()
     assert not await one.rumours.tell(target, two.address)
-    assert LoopClock().monotonic() - began_s <= rumours.DEADLINE_S + 0.01
+    assert CLOCK.monotonic() - began_s <= rumours.DEADLINE_S + 0.01
     network.thaw(two.id)
 
 
@@ -216,7 +210,7 @@ async def test_a_hostile_answer_is_no_answer(talkers, monkeypatch):
 
 async def test_boots_of_the_far_future_are_ignored(talkers):
     one, two = talkers[:2]
-    far = int((LoopClock().wall() + 3600) * 1000)
+    far = int((CLOCK.wall() + 3600) * 1000)
     stranger = Ledger("c" * 32, far)
     stranger.follow("l0")
     stranger.credit(Counts(999))

@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from p2pdrl.clock import LoopClock
 from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.strategies.judgement import Summary
 from p2pdrl.strategies.pairwise import gossip
 from p2pdrl.strategies.pairwise.gossip import GossipStrategy
 from p2pdrl.strategies.protocol import Context
-from p2pdrl.strategies.testing.clock import LoopClock
 from p2pdrl.strategies.testing.swarm import FakeSwarm
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
 from p2pdrl.tensors.layout import Entry, Layout

@@ -7,9 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
+from p2pdrl.clock import LoopClock
 from p2pdrl.strategies.gathering import Gathering
 from p2pdrl.strategies.patience import Patience
-from p2pdrl.strategies.testing.clock import LoopClock
 from p2pdrl.transport.protocol import Refusal
 
 pytestmark = pytest.mark.looptime

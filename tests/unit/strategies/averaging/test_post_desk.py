@@ -7,9 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
+from p2pdrl.clock import LoopClock
 from p2pdrl.strategies.averaging.post_desk import PostDesk
 from p2pdrl.strategies.protocol import Post
-from p2pdrl.strategies.testing.clock import LoopClock
 
 pytestmark = pytest.mark.looptime
 

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from p2pdrl.clock import LoopClock
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.strategies.group.rendezvous import ranked
 from p2pdrl.strategies.group.service import ROUTE, Group
 from p2pdrl.strategies.group.view import Activate, Invite, Ping, ViewKey
 from p2pdrl.strategies.protocol import Context
-from p2pdrl.strategies.testing.clock import LoopClock
 from p2pdrl.strategies.testing.swarm import FakeSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address, Refusal
