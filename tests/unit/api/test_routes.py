@@ -7,7 +7,6 @@ import math
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 
 from p2pdrl.api.routes import mount
 from p2pdrl.api.testing import FakeNode
@@ -24,21 +23,15 @@ def clock():
 
 
 @pytest.fixture
-async def start(clock):
+def start(serve, clock):
     """Serve a node; returns its test client."""
-    clients = []
 
     async def _start(node):
         app = web.Application()
         mount(app, node, clock)
-        client = TestClient(TestServer(app))
-        await client.start_server()
-        clients.append(client)
-        return client
+        return await serve(app)
 
-    yield _start
-    for client in clients:
-        await client.close()
+    return _start
 
 
 def bearer(node):

@@ -7,7 +7,6 @@ import json
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 
 from p2pdrl.api.answers import answers_errors
 from p2pdrl.api.sse import EventStreams
@@ -15,23 +14,17 @@ from p2pdrl.api.testing import FakeEvents
 
 
 @pytest.fixture
-async def start():
+def start(serve):
     """Serve an event log, or streams over one; returns the test client."""
-    clients = []
 
     async def _start(events, **options):
         app = web.Application()
         streams = events if isinstance(events, EventStreams) else EventStreams(events, **options)
         app.router.add_get("/v1/events", answers_errors(streams.handle))
         app.on_shutdown.append(streams.close)
-        client = TestClient(TestServer(app))
-        await client.start_server()
-        clients.append(client)
-        return client
+        return await serve(app)
 
-    yield _start
-    for client in clients:
-        await client.close()
+    return _start
 
 
 async def read_events(answer, count):
