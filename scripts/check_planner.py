@@ -81,7 +81,7 @@ ERROR = 0.12
 MOST_REPEATS = 10
 SETTLE_S = 2.0
 HELPERS_S = 90.0
-TRIES = 40
+TRIES = 100
 """Seeds over which predicted exchanges to consensus are averaged."""
 
 
@@ -229,7 +229,7 @@ def gathered(
 ) -> tuple[Row, dict[str, Any]]:
     """Predict how nodes come together, then watch them do it as often as that wants."""
     swarm, strategy = described(nodes, arguments, costs), strategy_of(GATHER[name])
-    said = [predict(swarm, strategy, seconds=120, seed=seed) for seed in range(TRIES)]
+    said = [predict(swarm, strategy, seconds=60, seed=seed) for seed in range(TRIES)]
     reached = [one.consensus_exchanges for one in said if one.consensus_exchanges is not None]
     mean, deviation = fmean(reached), stdev(reached)
     wanted = math.ceil((deviation / mean / ERROR) ** 2)
