@@ -1,4 +1,4 @@
-"""The group processes of this node: one at work, one that stands by. Implements `strategies.group_process`.
+"""The group processes of this node: one at work, one that stands by. Implements `strategies.averaging.group_process`.
 
 torch takes a processor second to import. So once a group stands, the next process is made, and a view whose
 process hangs (another member's is frozen) costs no more than a kill. A process that failed in order, because
@@ -41,7 +41,7 @@ Answer = TypeVar("Answer", bound=FromGroup)
 
 
 class GroupProcesses:
-    """See `strategies.group_process.GroupProcess`.
+    """See `strategies.averaging.group_process.GroupProcess`.
 
     Args:
         config: device and threads of this node's torch processes.

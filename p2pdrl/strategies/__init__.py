@@ -13,6 +13,6 @@
 | judge, wait, collect, count | `judgement`, `door`, `patience`, `calling`, `gathering`, `tally` |
 | begin exchanges now and then | `occasions` (when), `asynchronous` (the loop) |
 | lose nothing by compression | `feedback` |
-| run tasks, and long arithmetic beside the event loop | `runner`, `heavy`, `arithmetic` |
+| run tasks, and long arithmetic beside the event loop | `runner`, `heavy`, `arithmetic`, `reading` |
 | run one in a test | `testing` |
 """

@@ -27,6 +27,7 @@ from p2pdrl.node.accounting import Accounting
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.parts import Parts
+from p2pdrl.node.rumours import Rumours
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.layout import Entry, Layout
@@ -226,6 +227,22 @@ def parts(clock: ManualClock, events: EventLog, membership: FakeMembership, tmp_
         ledger=Ledger(me, 5),
         began_s=clock.monotonic(),
     )
+
+
+@pytest.fixture
+def talking(parts: Parts) -> Parts:
+    """A node that holds reports of others; it sends none by itself."""
+    parts.rumours = Rumours(
+        me=parts.node_id,
+        transport=parts.transport,
+        ledger=parts.ledger,
+        clock=parts.clock,
+        rng=random.Random(0),
+        alive=parts.alive,
+        make_report=lambda: None,  # type: ignore[arg-type,return-value]
+        on_round=lambda: None,
+    )
+    return parts
 
 
 @pytest.fixture

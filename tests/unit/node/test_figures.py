@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import random
 
 import msgspec
 import pytest
@@ -12,7 +11,6 @@ from p2pdrl.node.digest import PeerReport
 from p2pdrl.node.figures import Figures
 from p2pdrl.node.meters import Meters
 from p2pdrl.node.parts import Parts
-from p2pdrl.node.rumours import Rumours
 from p2pdrl.node.view import View
 
 STATUS = (
@@ -32,8 +30,9 @@ B, C, D, E = ("b" * 32, "c" * 32, "d" * 32, "e" * 32)
 
 
 @pytest.fixture
-def full(parts, membership, training, clock) -> Parts:
+def full(talking, membership, training, clock) -> Parts:
     """A node that trains among four others: alive, suspect, dead and left."""
+    parts = talking
     membership.views += [
         membership.view(B, "bob"),
         membership.view(C, "carol", "suspect", state_reason="no answer for 2 s"),
@@ -44,16 +43,6 @@ def full(parts, membership, training, clock) -> Parts:
     parts.state = "training"
     parts.ledger.follow(training.lineage)
     parts.ledger.credit(Counts(800, 4, 2))
-    parts.rumours = Rumours(
-        me=parts.node_id,
-        transport=parts.transport,
-        ledger=parts.ledger,
-        clock=clock,
-        rng=random.Random(0),
-        alive=parts.alive,
-        make_report=lambda: None,
-        on_round=lambda: None,
-    )
     reports = [
         report(B, policy_version=30, state="training", steps_per_s=50.0, mean_return=7.0),
         report(C, policy_version=99, healthy=False, reasons=("the learner is down",)),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import msgspec
 import pytest
 
@@ -15,7 +13,6 @@ from p2pdrl.node.digest import PeerReport
 from p2pdrl.node.figures import Figures
 from p2pdrl.node.meters import Meters
 from p2pdrl.node.mode_figures import facts_of
-from p2pdrl.node.rumours import Rumours
 from p2pdrl.node.settings import ModeSetting
 from p2pdrl.node.view import View
 from p2pdrl.strategies.local import LocalStrategy
@@ -25,22 +22,12 @@ B, C, D = "b" * 32, "c" * 32, "d" * 32
 
 
 @pytest.fixture
-def figures(parts, membership, training, clock) -> Figures:
+def figures(talking, membership, training) -> Figures:
     """A node among three others, of which one is dead."""
     membership.views += [membership.view(B, "bob"), membership.view(C, "carol")]
     membership.views += [membership.view(D, "dave", "dead")]
-    parts.training, parts.state = training, "training"
-    parts.rumours = Rumours(
-        me=parts.node_id,
-        transport=parts.transport,
-        ledger=parts.ledger,
-        clock=clock,
-        rng=random.Random(0),
-        alive=parts.alive,
-        make_report=lambda: None,
-        on_round=lambda: None,
-    )
-    return Figures(parts)
+    talking.training, talking.state = training, "training"
+    return Figures(talking)
 
 
 @pytest.fixture
