@@ -1,8 +1,8 @@
-"""The group processes of this node: one at work, one that stands by. Implements `strategies.averaging.group_process`.
+"""The group processes of this node: one at work, one that stands by.
 
-torch takes a processor second to import. So once a group stands, the next process is made, and a view whose
-process hangs (another member's is frozen) costs no more than a kill. A process that failed in order, because
-another member is gone, joins the next group itself.
+Implements `strategies.averaging.group_process`. torch takes a processor second to import. So once a group
+stands, the next process is made, and a view whose process hangs (another member's is frozen) costs no more
+than a kill. A process that failed in order, because another member is gone, joins the next group itself.
 """
 
 from __future__ import annotations
