@@ -9,8 +9,8 @@
 - `outgoing`, `credentials`, `incoming`: a call on its way out, what proves it and its answer, a request as
   its handler sees it.
 - `routes`: what is served, and how a handler's failure is told; shared by both.
-- `codec`, `auth`, `headers`: what a request carries, how it is read and signed; `pieces`, `filling`, `body`: how
-  vectors are cut, put together again, and carried by posted calls.
+- `codec`, `auth`, `headers`: what a request carries, how it is read and signed; `pieces`, `filling`,
+  `body`: how vectors are cut, put together again, and carried by posted calls.
 - `listener`, `watchdog`, `pace`, `guard`: the port; too many or too slow connections; foreign
   hosts and origins.
 - `admission`, `limits`, `counters`: how much one peer may ask, every bound, bytes by peer.
