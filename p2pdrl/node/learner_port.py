@@ -52,5 +52,11 @@ class LearnerPort:
         return await self._supervisor.workplace.next_post()
 
     def answer(self, post: Post, kind: AnswerKind, learning_rate: float | None = None) -> None:
-        """Let the learner go on. A post of an earlier regime, or of a learner that died, is passed over."""
+        """Let the learner go on. A post of an earlier regime, or of a learner that died, is passed over.
+
+        Annealing only lowers the algorithm's learning rate, which is the same on all nodes: what peers make
+        of it never goes beyond.
+        """
+        if learning_rate is not None:
+            learning_rate = max(0.0, min(self._algorithm.learning_rate, learning_rate))
         self._supervisor.answer(post, kind, learning_rate)

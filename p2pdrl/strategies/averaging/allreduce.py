@@ -152,9 +152,7 @@ class ViewAverager:
         if vector is not None:
             await heavy(vector.nbytes, lambda: writer.load(vector, raw=raw))
         self._given, self._calls, self._busy = number, 0, True
-        jobs = [self._deliver(piece, number, part, result) for piece in self._others]
-        if self._owner is not None:
-            jobs.append(self._give_own(self._owner, number, part))
+        jobs = [self._bring(piece, number, part, result) for piece in self._pieces]
         self._waiting = {piece.owner for piece in self._others}
         self._roll.begin(number, self._patience.deadline_s, self._silent)
         try:
@@ -172,6 +170,7 @@ class ViewAverager:
 
     def _whole(self, number: int, part: Part, result: Float32Array, heads: Sequence[Reduced]) -> Average:
         formats, writer = self._formats, self._memory.writer
+        first = heads[0]  # all members go by the same owner's: one may tell each owner something else
         raw, own_out, own_in = formats.raw(number), 0, 0
         if self._owner is not None:
             own_out = self._owner.piece.result_nbytes(formats, number) * (len(self.view.members) - 1)
@@ -179,15 +178,22 @@ class ViewAverager:
         sent = sum(writer.nbytes(piece.span, raw=raw) for piece in self._others) if part.weight else 0
         return Average(
             vector=result,
-            weights=heads[0].weights,
-            versions=heads[0].versions,
+            weights=first.weights,
+            versions=first.versions,
             norm=math.sqrt(sum(head.square for head in heads)),
             spread=sum(head.spread for head in heads),
             bytes_out=sent + own_out,
             bytes_in=sum(piece.result_nbytes(formats, number) for piece in self._others) + own_in,
             round_trips=self._calls,
-            learning_rates=heads[0].learning_rates,
+            learning_rates=first.learning_rates,
         )
+
+    def _bring(
+        self, piece: Piece, number: int, part: Part, result: Float32Array
+    ) -> Coroutine[Any, Any, Reduced]:
+        if self._owner is not None and piece.owner == self._me:
+            return self._give_own(self._owner, number, part)
+        return self._deliver(piece, number, part, result)
 
     async def _give_own(self, owner: PieceOwner, number: int, part: Part) -> Reduced:
         """Give our part to our own piece; doubt those whose parts are late."""

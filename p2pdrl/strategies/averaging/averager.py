@@ -67,8 +67,13 @@ class Average(NamedTuple):
 
     @property
     def learning_rate(self) -> float:
-        """At which all members step: the median of theirs, which one wrong figure doesn't move."""
-        return statistics.median(self.learning_rates)
+        """At which all members step: the lower median of those who gave something.
+
+        One wrong figure among three doesn't move it, and one among two can't raise it. Who gave nothing,
+        whose learner is paused say, has no figure.
+        """
+        rates = zip(self.learning_rates, self.weights, strict=True)
+        return statistics.median_low([rate for rate, weight in rates if weight] or self.learning_rates)
 
 
 class Averager(Protocol):

@@ -1,8 +1,8 @@
 """Data parallelism: the mean of everybody's gradients goes to every learner, and all take the same step.
 
 A worker's gradient is a mean over its samples, so weighted by samples the average is the gradient of the
-one big batch. Everybody steps with the same bits, and at the same learning rate (the median of what the
-members would take), from the same state, so replicas stay equal without ever sending parameters (PyTorch
+one big batch. Everybody steps with the same bits, and at the same learning rate (the lower median of what the
+givers would take), from the same state, so replicas stay equal without ever sending parameters (PyTorch
 DDP, Li 2020, arXiv 2006.15704; Horovod, Sergeev 2018, arXiv 1802.05799).
 
 All must begin with the same parameters and optimizer state. When the mode begins, a first round, always in

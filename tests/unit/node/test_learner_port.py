@@ -16,6 +16,7 @@ from p2pdrl.config.task import A2CConfig, PPOConfig
 from p2pdrl.errors import WorkerError
 from p2pdrl.node.learner_port import LearnerPort
 from p2pdrl.node.supervisor import LearnerSupervisor
+from p2pdrl.strategies.protocol import Post
 from p2pdrl.workers.protocol import Pace, Start
 
 START = Start(b"{}", 0, "cpu", 1, False)
@@ -150,6 +151,18 @@ async def test_the_learning_rate_is_annealed(port):
         for port.fraction in (0.0, 0.25, 1.0, 7.0):
             rates.append(port.learning_rate)
         assert rates == [0.5, 0.375, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"), [(0.2, 0.2), (1e6, 0.5), (-1.0, 0.0), (float("nan"), 0.5), (0.0, 0.0), (None, None)]
+)
+async def test_what_peers_say_never_raises_the_learning_rate(port, monkeypatch, said, told):
+    answers = []
+    port._algorithm = PPOConfig(learning_rate=0.5)
+    monkeypatch.setattr(port.supervisor, "answer", lambda *answer: answers.append(answer))
+    post = Post(1, "gradients", 0, 1, None)
+    port.answer(post, "replace", said)
+    assert answers == [(post, "replace", told)]
 
 
 async def test_before_there_is_a_learner(port):
