@@ -60,7 +60,7 @@ class CatchingUp:
         self.in_step = False
         """Whether our state is the one that our history leads to."""
         self.kept: Average | None = None
-        """Result of the last round."""
+        """Result of the last round; None where others can't come to our state by it."""
         self._content = 0
 
     def check(self, post: Post | None) -> None:
@@ -80,8 +80,8 @@ class CatchingUp:
             self.in_step = False
 
     def arrived(self) -> None:
-        """Our state, as it is now, is where the history is."""
-        self.in_step = True
+        """Our state, as it is now, is where the history is; what we kept was another round's result."""
+        self.in_step, self.kept = True, None
         self._content = self._board.content_id
 
     # Beginning
@@ -145,7 +145,7 @@ class CatchingUp:
             if answer is None or answer[1] != room.nbytes or answer[0].before != self._chain.mark:
                 continue
             head = answer[0]
-            if not head.learning_rates:
+            if not head.weights or len(head.weights) != len(head.learning_rates):
                 continue
             try:
                 await heavy(out.nbytes, lambda: check_finite(out, self._context.max_abs))

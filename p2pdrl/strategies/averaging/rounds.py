@@ -245,7 +245,9 @@ class GroupRounds:
             self._memory.writer.counted()
         if self._catching_up.in_step:
             self._chain.completed(averager.view.key, number)
-            self._catching_up.kept = average
+            # Alone a learner steps with its gradient as it is, and as fast as it likes: not with the result.
+            exact = not self._work.lockstep or len(averager.view.members) > 1
+            self._catching_up.kept = average if exact else None
         if post is None and self._catching_up.in_step and not self._desk.restarted:
             post = self._desk.post  # it came too late to give, but not too late to take
         await through(self._take(post, average, number, began_s))

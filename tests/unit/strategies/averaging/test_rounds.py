@@ -12,6 +12,7 @@ import pytest
 from p2pdrl.config.strategy import FederatedConfig, GradAverageConfig
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError
 from p2pdrl.strategies.averaging import allreduce
+from p2pdrl.strategies.averaging.catching_up import CatchingUp
 from p2pdrl.strategies.averaging.messages import ROUTE, Ask
 from p2pdrl.strategies.registry import build
 
@@ -272,6 +273,58 @@ def hold_answers(node, number) -> list[bytes]:
 
     node.transport.call = holding
     return held
+
+
+async def test_who_missed_a_round_of_one_alone_takes_its_state():
+    """Alone it stepped with its own gradient as it is, which the round's result isn't."""
+    async with Bowls(GradAverageConfig(deadline_s=4.0), nodes=2) as bowls:
+        here, away = bowls.nodes
+        await bowls.start()
+        await asyncio.sleep(3)
+        ask_late(away)
+        here.learner.period_s = 0.3  # one round, and it is found again
+        await asyncio.sleep(1)
+        number = mark(here)[0]
+        bowls.network.freeze(away.id)
+        here.swarm.peers = {}
+        await until(lambda: mark(here)[0] > number)
+        bowls.network.thaw(away.id)
+        bowls.swarm.introduce()
+        assert (mark(here)[0], mark(away)[0]) == (number + 1, number)
+        await asyncio.sleep(5)
+        assert mark(here) == mark(away)
+        assert together(bowls.nodes)
+
+
+def ask_late(node) -> None:
+    """Let who has a round's result be in the new view before ``node`` asks for it."""
+    call = node.transport.call
+
+    async def late(to, target, route, meta, **options):
+        if route == ROUTE and msgspec.msgpack.decode(meta, type=Ask).what == "result":
+            await asyncio.sleep(0.05)
+        return await call(to, target, route, meta, **options)
+
+    node.transport.call = late
+
+
+async def test_who_took_a_state_has_no_result_to_give(monkeypatch):
+    kept, arrived = [], CatchingUp.arrived
+
+    def note(self):
+        before = self.kept
+        arrived(self)
+        kept.append((before, self.kept))
+
+    async with Bowls() as bowls:
+        await bowls.start()
+        await asyncio.sleep(3)
+        monkeypatch.setattr(CatchingUp, "arrived", note)
+        bowls.nodes[0].learner._number = 0
+        await asyncio.sleep(3)
+    ((before, after),) = kept
+    assert before is not None
+    assert after is None
 
 
 @pytest.mark.parametrize("ends", ["view", "strategy"])
