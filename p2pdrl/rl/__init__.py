@@ -3,8 +3,9 @@
 In the order in which an observation passes through: ``envs`` (a batch of gymnasium copies), ``normalize``,
 ``networks`` → ``policy`` (with ``distributions``), ``rollout`` (unrolls), ``returns`` (advantages),
 ``algorithms``, which let ``gradients`` differentiate their ``objectives``; what comes out goes through
-``stepping`` to ``optimizers`` over ``flat`` (the policy as one vector). ``trainer`` puts them together for the
-learner process; ``regression_trainer`` with ``regression_data`` stands in its place without environments;
-``registry`` builds whichever the task asks for. ``sequential``, with ``block_map`` and ``block_costs``, cuts a
-policy into blocks for several devices. ``evaluate`` plays episodes with a fixed policy.
+``stepping`` to ``optimizers`` over ``flat`` (the policy as one vector). ``trainer`` puts them together for
+the learner process; ``regression_trainer`` with ``regression_data`` stands in its place without
+environments; ``registry`` builds whichever the task asks for. ``sequential``, with ``block_map`` and
+``block_costs``, cuts a policy into blocks for several devices. ``evaluate`` plays episodes with a fixed
+policy.
 """
