@@ -14,7 +14,7 @@
 | `shm`, `seqlock` | anonymous shared memory, and a consistent snapshot of it |
 | `gradient_ring`, `shared_vector` | gradients for the daemon; one vector for several learners (Hogwild) |
 | `board` | the one meeting point of learner and daemon: the delta rule |
-| `board_memory`, `learner_board`, `daemon_board` | its parts |
+| `board_memory`, `board_state`, `learner_board`, `daemon_board` | its parts |
 | `checkpoint` | vector, sidecar and metadata as one safetensors file |
 | `chunks` | how long vectors are walked in cache-sized pieces |
 

@@ -9,7 +9,8 @@ A slot's content has an id, and a publication says up to which id it contains; s
 exactly once, also when the learner is killed at any point and another takes its place. The slot is never
 rewritten before a publication contains it. Neither side ever waits for the other.
 
-The parts: `board_memory` (where things lie), `learner_board`, `daemon_board`; this module is their front.
+The parts: `board_memory` (where things lie), `board_state` (what there is at one moment), `learner_board`,
+`daemon_board`; this module is their front.
 
 Example:
     >>> import numpy as np

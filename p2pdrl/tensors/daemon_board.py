@@ -21,6 +21,7 @@ import numpy as np
 
 from p2pdrl.errors import TensorError
 from p2pdrl.tensors.board_memory import DELTA, NOTHING, SET, BoardMemory, BoardSpec, Published, Slot
+from p2pdrl.tensors.board_state import BoardState
 from p2pdrl.tensors.chunks import WALK, spans
 from p2pdrl.tensors.layout import Float32Array, check_vector
 from p2pdrl.tensors.shm import SharedRegion
@@ -29,6 +30,9 @@ from p2pdrl.tensors.sidecar import AnyArray
 __all__ = ["DaemonBoard", "Snapshot"]
 
 T = TypeVar("T")
+
+ATTEMPTS = 2
+"""Readings in which pieces are worked on at once, before they are read first."""
 
 _NONE_PUBLISHED = Published(policy_version=0, delta_id=0, sidecar_number=0)
 _NOTHING_GATHERED = Slot(id=0, kind=NOTHING, policy_version=0, has_sidecar=False)
@@ -48,30 +52,6 @@ class Snapshot(NamedTuple):
     published_version: int
     publications: int
     sets: int
-
-
-class _State(NamedTuple):
-    """What there is at one moment, without the vectors."""
-
-    facts: Published
-    slot: Slot
-    gathered: Slot
-
-    @property
-    def in_slot(self) -> int:
-        """Kind of the slot's content that the publication lacks; `NOTHING` means that the slot is free."""
-        return self.slot.kind if self.slot.id > self.facts.delta_id else NOTHING
-
-    @property
-    def policy_version(self) -> int:
-        """Policy version of `DaemonBoard.now`: a set's replaces it, a delta's raises it."""
-        version = self.facts.policy_version
-        for kind, content in ((self.in_slot, self.slot), (self.gathered.kind, self.gathered)):
-            if kind == SET:
-                version = content.policy_version
-            elif kind == DELTA:
-                version = max(version, content.policy_version)
-        return version
 
 
 class DaemonBoard:
@@ -135,7 +115,8 @@ class DaemonBoard:
         Args:
             out: D float32.
             each: called with each piece that was written, while it is in the processor's cache; it may
-                change that piece of ``out``. A learner that publishes meanwhile may have it all done again.
+                change that piece of ``out``. A learner that publishes meanwhile may have it all done again,
+                and one that does so again and again has the pieces read first, for that is faster.
 
         Raises:
             TensorError: nothing has been published, seeded or set yet.
@@ -153,13 +134,20 @@ class DaemonBoard:
                 _write_sum(out, [memory.slot_vector, *later], each)
                 return self._snapshot(state.policy_version, state.facts)
 
-            def sum_up(copy: int) -> _State:
+            def sum_up(copy: int, each: Callable[[slice], None] | None = None) -> BoardState:
                 seen = state._replace(facts=memory.published(copy))
                 posted = [memory.slot_vector] if seen.in_slot == DELTA else []
                 _write_sum(out, [memory.vectors[copy], *posted, *later], each)
                 return seen
 
-            seen = _readable(memory.lock.read(sum_up))
+            seen = None
+            if each is not None:
+                seen = memory.lock.read(lambda copy: sum_up(copy, each), ATTEMPTS)
+            if seen is None:
+                seen = _readable(memory.lock.read(sum_up))
+                if each is not None:
+                    for span in spans(out.size, WALK):
+                        each(span)
             return self._snapshot(seen.policy_version, seen.facts)
 
     def published(self, out: Float32Array) -> Snapshot:
@@ -300,20 +288,26 @@ class DaemonBoard:
     def _count(self) -> None:
         self._content_id = self._memory.slot().id + int(self.pending)
 
-    def _state(self) -> _State:
-        """What is published, in the slot and gathered; right also while another thread fills the slot.
+    def _state(self) -> BoardState:
+        """What is published, in the slot and gathered; right also while another thread posts or flushes.
 
-        In this order: what was gathered may reach the slot meanwhile, and is then seen twice, which changes
-        nothing. A slot that no publication contained after it was read was in use all the time, so its words
-        belong together.
+        What was gathered may reach the slot meanwhile, and is then seen twice, which changes nothing. A slot
+        that no publication contained after it was read was in use all the time, so its words belong
+        together. Where both were filled anew meanwhile, it is all read again.
         """
-        gathered, slot = self._gathered, self._memory.slot()
+        while True:
+            gathered, slot = self._gathered, self._memory.slot()
+            facts = self._facts()
+            if self._gathered is gathered and self._memory.slot().id == slot.id:
+                return BoardState(facts, slot, gathered)
+
+    def _facts(self) -> Published:
         if not self.published_once:
-            return _State(_NONE_PUBLISHED, slot, gathered)
+            return _NONE_PUBLISHED
         facts = self._memory.lock.read(self._memory.published)
         if facts is None:
             raise TensorError("the learner publishes faster than the board's header can be read")
-        return _State(facts, slot, gathered)
+        return facts
 
     def _read_published(self, out: Float32Array) -> Published:
         memory = self._memory
@@ -338,9 +332,9 @@ def _readable(found: T | None) -> T:
 
 
 def _write_sum(out: Float32Array, terms: list[Float32Array], each: Callable[[slice], None] | None) -> None:
-    """Write the sum of ``terms`` into ``out``, piece by piece."""
+    """Write the sum of ``terms`` into ``out``: piece by piece where there is more to do with each."""
     first, *others = terms
-    for span in spans(out.size, WALK):
+    for span in spans(out.size, out.size if each is None else WALK):
         piece = out[span]
         np.copyto(piece, first[span])
         for other in others:

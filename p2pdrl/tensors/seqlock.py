@@ -60,9 +60,9 @@ class SeqLock:
         self._words[_DONE] = number
 
     def read(self, take: Callable[[int], T], attempts: int = 1000) -> T | None:
-        """Call ``take(copy)`` until the copy stood still meanwhile, and return what it gave.
+        """Call ``take(copy)`` until the copy stood still meanwhile; return what it gave, or raise its error.
 
-        ``take`` may see a copy in mid-write, in an attempt whose result is then thrown away.
+        ``take`` may see a copy in mid-write, in an attempt whose result or error is then thrown away.
 
         Returns:
             None when nothing has been written, or when no attempt went undisturbed.
@@ -72,8 +72,17 @@ class SeqLock:
             if number == 0:
                 return None
             fence()
-            result = take(number % 2)
-            fence()
-            if int(self._words[_BEGUN]) <= number + 1:
+            try:
+                result = take(number % 2)
+            except Exception:
+                if self._still(number):
+                    raise
+                continue
+            if self._still(number):
                 return result
         return None
+
+    def _still(self, number: int) -> bool:
+        """Whether the copy of write ``number`` has stood still since."""
+        fence()
+        return int(self._words[_BEGUN]) <= number + 1

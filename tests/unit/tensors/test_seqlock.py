@@ -90,3 +90,24 @@ def test_a_reader_gives_up_after_its_attempts(words: np.ndarray) -> None:
         pass
     assert lock.read(overtaken, attempts=3) is None
     assert lock.writes == 7
+
+
+def test_an_error_counts_only_in_an_attempt_that_went_undisturbed(words: np.ndarray) -> None:
+    lock, copies, attempts = SeqLock(words), [0, 0], []
+
+    def write(value: int) -> None:
+        with lock.write() as copy:
+            copies[copy] = value
+
+    def torn(copy: int) -> int:
+        attempts.append(copy)
+        if len(attempts) == 1:
+            write(2)
+            write(3)
+            raise ValueError("half of one, half of the other")
+        return copies[copy]
+
+    write(1)
+    assert lock.read(torn) == 3
+    with pytest.raises(ZeroDivisionError):
+        lock.read(lambda copy: 1 // 0)
