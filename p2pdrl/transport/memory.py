@@ -39,6 +39,9 @@ class MemoryNetwork:
     Args:
         rng: source of all chances.
         loss: probability that a request, and again that its answer, is lost.
+        breaks: probability that the connection breaks under a request, and again under its answer: the caller
+            hears of it at once.
+        unseen: whether an answer that is lost looks sent to who gave it, as over TCP; else he is told.
         delay_s: least and greatest time of one way; drawn uniformly.
         duplicate: probability that a request arrives twice.
         sleep: waits; replace it to run on another clock.
@@ -49,12 +52,16 @@ class MemoryNetwork:
         rng: random.Random | None = None,
         *,
         loss: float = 0.0,
+        breaks: float = 0.0,
+        unseen: bool = False,
         delay_s: tuple[float, float] = (0.0, 0.0),
         duplicate: float = 0.0,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.rng = rng if rng is not None else random.Random(0)
         self.loss = loss
+        self.breaks = breaks
+        self.unseen = unseen
         self.delay_s = delay_s
         self.duplicate = duplicate
         self.sleep = sleep
@@ -109,6 +116,10 @@ class MemoryNetwork:
         lost = self.rng.random() < self.loss or (source, target) in self._cut
         await self.sleep(delay_s)
         return not lost
+
+    def broken(self) -> bool:
+        """Tell whether the connection breaks under a message."""
+        return self.breaks > 0.0 and self.rng.random() < self.breaks
 
     async def until_thawed(self, node_id: str, given_up: asyncio.Future[Any] | None = None) -> None:
         """Wait while ``node_id`` is frozen, and ``given_up`` isn't done."""
@@ -254,6 +265,9 @@ class MemoryTransport:
         await network.until_thawed(self.node_id)
         if not await network.travel(self.node_id, peer.node_id):
             return
+        if network.broken():
+            _break(answered)
+            return
         await network.until_thawed(peer.node_id)
         outcome: tuple[Reply, bytes] | Exception
         try:
@@ -265,14 +279,16 @@ class MemoryTransport:
             if await network.travel(peer.node_id, self.node_id):
                 # Nobody's answer waits for a frozen caller for longer than that one's deadline.
                 await network.until_thawed(self.node_id, answered)
-                arrived = not answered.done()
+                arrived = not answered.done() and not network.broken()
+                if not arrived:
+                    _break(answered)
             if arrived and isinstance(outcome, Exception):
                 answered.set_exception(outcome)
             elif arrived and not isinstance(outcome, Exception):
                 answered.set_result(outcome)
         finally:
             if not isinstance(outcome, Exception):
-                report_end(message.route, outcome[0], arrived)
+                report_end(message.route, outcome[0], arrived or network.unseen)
 
     async def dispatch(self, caller: MemoryTransport, message: _Message) -> tuple[Reply, bytes]:
         """Run the handler for a request that arrived.
@@ -299,3 +315,8 @@ class MemoryTransport:
         route = self._routes.find(message.route)
         route.admit(len(message.meta), len(message.vector))
         return route
+
+
+def _break(answered: asyncio.Future[tuple[Reply, bytes]]) -> None:
+    if not answered.done():
+        answered.set_exception(PeerUnreachableError("the connection broke", sent=True))

@@ -9,9 +9,9 @@ down to one: for short vectors the number of calls is what costs.
 The owner sums in the order of the members and rounds once; the others decode its bytes. Parts come
 compressed; averages go back dense: float32 when compression is ``none``, else bf16.
 
-A member that can't be reached is doubted at once. One that stays silent is asked whether it is alive after
-`Patience` (at most `ASK_S`), and doubted when it doesn't answer; one that is alive, whose learner is still
-at work, has until ``deadline_s``.
+What is lost is sent again (`group.holding`). A member where nobody listens is doubted at once. One that stays
+silent is asked whether it is alive after `Patience` (at most `ASK_S`), and doubted when it doesn't answer;
+one that is alive, whose learner is still at work, has until ``deadline_s``.
 
 Shapes: every vector is flat, of D elements (all parameters); names carry no suffix.
 """
@@ -221,7 +221,8 @@ class ViewAverager:
                 self._waiting.discard(piece.owner)
                 return head
             except PeerUnreachableError as error:
-                if broken or not error.sent:
+                gone = (broken or not error.sent) and not await self._lives(piece.owner)
+                if gone or clock.monotonic() >= late_s:
                     self._group.doubt(piece.owner, str(error))
                 broken = True  # a connection may break by itself; the next call tells
             except PeerTimeoutError as error:
@@ -245,15 +246,14 @@ class ViewAverager:
         else:
             room = self._memory.arriving[2 * piece.span.start : 2 * piece.span.stop]
         self._calls += 1
-        answer = await self._context.transport.call(
+        answer = await self._group.calls.call(
             self._roll.address(piece.owner),
             piece.owner,
             ROUTE,
-            msgspec.msgpack.encode(ask),
+            lambda number: msgspec.msgpack.encode(msgspec.structs.replace(ask, call=number)),
             vector=encoded,
             into=lambda _, nbytes: room if nbytes == room.nbytes else None,
             deadline_s=self._config.deadline_s + SLACK_S,
-            lane="bulk",
         )
         head: Reduced = codec.decode(answer.meta, Reduced, "average")
         lists = (head.weights, head.versions, head.learning_rates)
@@ -262,6 +262,12 @@ class ViewAverager:
             raise WireError(f"{piece.owner} answered another round than {ask.number}")
         await heavy(out.nbytes, lambda: _receive(room, dtype, out, self._context.max_abs))
         return head
+
+    async def _lives(self, peer: str) -> bool:
+        try:
+            return await self._group.lives(peer, self._roll.address(peer))
+        except PeerUnreachableError:
+            return False
 
     async def serve(self, incoming: Incoming, ask: Ask) -> Reply:
         """Take a member's part of our own piece, and answer with the average once all have come.

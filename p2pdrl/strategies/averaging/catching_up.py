@@ -24,6 +24,7 @@ from p2pdrl.strategies.averaging.chain import Chain, Plan
 from p2pdrl.strategies.averaging.messages import ROUTE, Ask, Reduced
 from p2pdrl.strategies.averaging.post_desk import PostDesk
 from p2pdrl.strategies.averaging.work import NOTHING, Work
+from p2pdrl.strategies.group.holding import HeldCalls
 from p2pdrl.strategies.heavy import heavy, through
 from p2pdrl.strategies.protocol import Context, Post
 from p2pdrl.tensors.layout import Float32Array
@@ -51,10 +52,13 @@ class CatchingUp:
         work: what is averaged.
         chain: our history.
         desk: our learner's post.
+        calls: makes the calls.
     """
 
-    def __init__(self, context: Context, config: Grouped, work: Work, chain: Chain, desk: PostDesk) -> None:
-        self._context, self._config, self._work = context, config, work
+    def __init__(
+        self, context: Context, config: Grouped, work: Work, *, chain: Chain, desk: PostDesk, calls: HeldCalls
+    ) -> None:
+        self._context, self._config, self._work, self._calls = context, config, work, calls
         self._chain, self._desk = chain, desk
         self._board = context.learner.board
         self.in_step = False
@@ -226,14 +230,13 @@ class CatchingUp:
         """
         ask = Ask(what, averager.view.key, number)
         try:
-            answer = await self._context.transport.call(
+            answer = await self._calls.call(
                 averager.address(peer),
                 peer,
                 ROUTE,
-                msgspec.msgpack.encode(ask),
+                lambda number: msgspec.msgpack.encode(msgspec.structs.replace(ask, call=number)),
                 into=lambda _, nbytes: room if nbytes == room.nbytes else None,
                 deadline_s=self._config.deadline_s,
-                lane="bulk",
             )
             head: Reduced = decode(answer.meta, Reduced, "state")
         except PeerRefusedError as refusal:

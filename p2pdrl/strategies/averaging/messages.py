@@ -36,6 +36,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
         weight: of the part; a part of weight 0 has no vector.
         policy_version: the part's.
         learning_rate: at which the sender would step.
+        call: number of the call, for those whose answers are held (see `group.holding`).
     """
 
     what: Literal["part", "alive", "result", "state", "store"]
@@ -44,6 +45,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     weight: Annotated[float, Meta(ge=0, le=MAX_WEIGHT)] = 0.0
     policy_version: Natural = 0
     learning_rate: LearningRate = 0.0
+    call: Natural = 0
 
 
 class Reduced(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,8 @@ from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
 from p2pdrl.strategies.averaging.messages import ROUTE, Ask
 from p2pdrl.strategies.group.service import Group, GroupView
 from p2pdrl.strategies.protocol import Context
-from p2pdrl.transport.protocol import Address
+from p2pdrl.strategies.repeating import repeated
+from p2pdrl.transport.protocol import Address, Answer
 
 __all__ = ["ANSWER_S", "ASK_S", "RollCall"]
 
@@ -23,6 +24,8 @@ ASK_S = 1.0
 """Silence after which a member is asked, at most, and then time and again."""
 ANSWER_S = 0.75
 """How long it may take to say that it is alive."""
+AGAIN_S = 0.15
+"""It is asked again after so long, for a question may be lost."""
 
 
 class RollCall:
@@ -35,7 +38,7 @@ class RollCall:
     """
 
     def __init__(self, context: Context, group: Group, view: GroupView) -> None:
-        self._swarm, self._transport = context.swarm, context.transport
+        self._swarm, self._transport, self._clock = context.swarm, context.transport, context.clock
         self._group, self._view = group, view
         self._addresses = context.swarm.alive()
         self._number = 0
@@ -92,7 +95,11 @@ class RollCall:
         ask = msgspec.msgpack.encode(Ask("alive", self._view.key, self._number))
         try:
             address = self.address(peer)
-            await self._transport.call(address, peer, ROUTE, ask, deadline_s=ANSWER_S, lane="probe")
+
+            async def call(left_s: float) -> Answer:
+                return await self._transport.call(address, peer, ROUTE, ask, deadline_s=left_s)
+
+            await repeated(call, again_s=AGAIN_S, deadline_s=ANSWER_S, clock=self._clock)
         except (PeerUnreachableError, PeerTimeoutError) as error:
             self._group.doubt(peer, str(error))
         except TransportError:

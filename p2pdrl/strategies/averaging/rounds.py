@@ -74,7 +74,9 @@ class GroupRounds:
         self._memory = AverageMemory(config, context.size)
         self._backend = backend_of(config, context, self._memory)
         self._chain = Chain()
-        self._catching_up = CatchingUp(context, config, work, self._chain, self._desk)
+        self._catching_up = CatchingUp(
+            context, config, work, chain=self._chain, desk=self._desk, calls=self._group.calls
+        )
         self._averager: Averager | None = None
         self._said = Note()
         self._distance: float | None = None
@@ -333,10 +335,12 @@ class GroupRounds:
             raise Refusal(409, "this node hasn't begun with that view yet")
         if incoming.sender not in averager.view.members:
             raise Refusal(409, "not a member of this group")
-        if ask.what in ("part", "store"):
-            return await averager.serve(incoming, ask)
         if ask.what == "alive":
             if averager.given < ask.number:
                 self._desk.awaited()
             return Reply(msgspec.msgpack.encode(Reduced(ask.number)))
-        return await self._catching_up.serve(ask, lambda: self._group.check(ask.key))
+        if ask.what in ("part", "store"):
+            work = averager.serve(incoming, ask)
+        else:
+            work = self._catching_up.serve(ask, lambda: self._group.check(ask.key))
+        return await self._group.hold(incoming.sender, ask.call, work)

@@ -222,11 +222,15 @@ class TorchAverager:
     async def _ask_port(self) -> int:
         """Ask the first member for its store's port, until the view ends."""
         host, pause_s = self.view.members[0], PAUSE_S[0]
-        ask = msgspec.msgpack.encode(Ask("store", self.view.key, 0))
+        ask = Ask("store", self.view.key, 0)
         while True:
             try:
-                answer = await self._context.transport.call(
-                    self._roll.address(host), host, ROUTE, ask, deadline_s=PORT_S, lane="bulk"
+                answer = await self._group.calls.call(
+                    self._roll.address(host),
+                    host,
+                    ROUTE,
+                    lambda number: msgspec.msgpack.encode(msgspec.structs.replace(ask, call=number)),
+                    deadline_s=PORT_S,
                 )
                 head: Reduced = codec.decode(answer.meta, Reduced, "port")
                 if 0 < head.number < 1 << 16:

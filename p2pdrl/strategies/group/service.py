@@ -16,20 +16,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 
 import msgspec
 
-from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, TransportError
 from p2pdrl.strategies.group.core import Call, GroupCore
+from p2pdrl.strategies.group.holding import AtWork, HeldCalls
+from p2pdrl.strategies.group.sending import ROUTE, Sender
 from p2pdrl.strategies.group.view import (
     Activate,
     ActiveView,
     Doubt,
     GroupView,
+    Held,
+    Holding,
     Ping,
     Request,
-    Response,
     Timing,
     ViewKey,
 )
@@ -39,12 +41,7 @@ from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
 
 __all__ = ["ROUTE", "ActiveView", "Group", "GroupView", "ViewKey"]
 
-ROUTE = "group"
 GOODBYE_S = 0.3
-ELSEWHERE = 409
-"""Refusal by which a peer says that it is in another mode."""
-GONE = frozenset({403, 404})
-"""Refusals by which a peer says that it is in no group of ours; others may pass."""
 ERA_S = 1_767_225_600
 """Generations begin at the seconds since 2026, so that a node that restarted gives out no key twice."""
 
@@ -60,7 +57,6 @@ class Group:
 
     def __init__(self, context: Context, note: Callable[[], bytes], timing: Timing | None = None) -> None:
         self._swarm = context.swarm
-        self._transport = context.transport
         self._clock = context.clock
         self._epoch = context.epoch
         self._timing = timing if timing is not None else Timing()
@@ -72,6 +68,10 @@ class Group:
             first_generation=max(0, int(context.clock.wall()) - ERA_S),
             timing=self._timing,
         )
+        self._sender = Sender(context.transport, context.clock, context.epoch, self._timing)
+        self._at_work = AtWork()
+        self.calls = HeldCalls(context.transport, context.clock, self._sender.holding)
+        """Makes calls whose answers members hold, see `hold`."""
         self._addresses: dict[str, Address] = {}
         self._changed = asyncio.Event()
         self._shown: ActiveView | None = None
@@ -181,7 +181,7 @@ class Group:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
                 for call in goodbyes:
-                    await self._send(call)
+                    await self._sender.send(self._addresses.get(call.to), call)
 
     async def watch(self) -> None:
         """Wait until the group is stopped; raise what ended it before: a bug of ours."""
@@ -197,15 +197,26 @@ class Group:
         """
         if not self._running:
             raise Refusal(409, "this node is in no group, or no longer")
-        message: Request = decode(incoming.meta, Request, "group message")
+        message: Request | Holding = decode(incoming.meta, Request | Holding, "group message")
         self._same_epoch(message)
+        if isinstance(message, Holding):
+            yes = (incoming.sender, message.call) in self._at_work
+            return Reply(msgspec.msgpack.encode(Held(yes)))
         self._look()
         response, calls = self._core.request(incoming.sender, message, self._clock.monotonic())
         self._carry_out(calls)
         return Reply(msgspec.msgpack.encode(response))
 
-    def _same_epoch(self, message: Request) -> None:
-        if isinstance(message, Ping | Doubt):
+    async def hold(self, sender: str, number: int, work: Awaitable[Reply]) -> Reply:
+        """Do what a member called for with `calls`, and tell it so when it asks."""
+        return await self._at_work.serve(sender, number, work)
+
+    async def lives(self, peer: str, at: Address) -> bool:
+        """Whether ``peer`` answers anything: to be asked before it is doubted for what got lost."""
+        return await self._sender.lives(at, peer)
+
+    def _same_epoch(self, message: Request | Holding) -> None:
+        if isinstance(message, Ping | Doubt | Holding):
             epoch = message.epoch
         elif isinstance(message, Activate):
             epoch = message.key.epoch
@@ -240,31 +251,12 @@ class Group:
 
     async def _make(self, call: Call) -> None:
         """Send a message and hand its answer, or what became of it, to the core."""
-        outcome = await self._send(call)
+        outcome = await self._sender.send(self._addresses.get(call.to), call)
         now_s = self._clock.monotonic()
         if isinstance(outcome, str):
             self._carry_out(self._core.failed(call.number, outcome, now_s))
         else:
             self._carry_out(self._core.answered(call.number, outcome, now_s))
-
-    async def _send(self, call: Call) -> Response | str:
-        address = self._addresses.get(call.to)
-        if address is None:
-            return "unreachable"
-        try:
-            answer = await self._transport.call(
-                address, call.to, ROUTE, msgspec.msgpack.encode(call.message), deadline_s=call.deadline_s
-            )
-            response: Response = decode(answer.meta, Response, "group message")
-        except PeerTimeoutError:
-            return "timeout"
-        except PeerRefusedError as refusal:
-            if refusal.status == ELSEWHERE:
-                return "elsewhere"
-            return "refused" if refusal.status in GONE else "timeout"
-        except TransportError:
-            return "unreachable"
-        return response
 
     def _tell(self) -> None:
         """Tell people who is in the group, when that is others than before."""

@@ -13,8 +13,11 @@ from collections.abc import Callable, Collection, Iterable
 from p2pdrl.strategies.group.core import Call, GroupCore
 from p2pdrl.strategies.group.promises import Promises
 from p2pdrl.strategies.group.view import GroupView, Response, Timing
+from p2pdrl.strategies.repeating import MOST_TIMES
 
 __all__ = ["SimulatedGroups", "SimulatedMember"]
+
+End = Callable[[Response | str], None]
 
 
 class SimulatedMember:
@@ -308,20 +311,20 @@ class SimulatedGroups:
             else:
                 self._carry_out(node, node.core.answered(call.number, outcome, self.now_s))
 
-        self.messages += 1
-        self._at(node, call.deadline_s, lambda: end("timeout"))
-        target = self._by_id[call.to]
-        for _ in range(2 if self.rng.random() < self.duplicate else 1):
-            if self._passes(node, target):
-                self._later(self._way_s(), lambda: self._arrive(node, target, call, end))
+        def send() -> None:
+            if ended:
+                return
+            self.messages += 1
+            for _ in range(2 if self.rng.random() < self.duplicate else 1):
+                if self._passes(node, target):
+                    self._later(self._way_s(), lambda: self._arrive(node, target, call, end))
 
-    def _arrive(
-        self,
-        node: SimulatedMember,
-        target: SimulatedMember,
-        call: Call,
-        end: Callable[[Response | str], None],
-    ) -> None:
+        target = self._by_id[call.to]
+        self._at(node, call.deadline_s, lambda: end("timeout"))
+        for time in range(MOST_TIMES):
+            self._at(node, min(time * self._timing.again_s, call.deadline_s), send)
+
+    def _arrive(self, node: SimulatedMember, target: SimulatedMember, call: Call, end: End) -> None:
         epoch = node.epoch
 
         def answer() -> None:

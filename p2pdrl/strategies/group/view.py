@@ -30,6 +30,8 @@ __all__ = [
     "Done",
     "Doubt",
     "GroupView",
+    "Held",
+    "Holding",
     "Invite",
     "Ping",
     "Pong",
@@ -98,6 +100,7 @@ class Timing:
         poll_s: how often membership is looked at.
         ping_s: how often a proposer asks each member how it stands.
         answer_s: deadline of one message.
+        again_s: a message that isn't answered is sent again after this at least; on a slow network later.
         acknowledge_s: who hasn't acknowledged a view by then is left out of the next.
         silence_s: a proposer that wasn't heard for so long is passed over, and a member that didn't
             answer for so long is left out. More: slower when membership doesn't notice. Less: long
@@ -114,6 +117,7 @@ class Timing:
     poll_s: float = 0.1
     ping_s: float = 1.0
     answer_s: float = 0.5
+    again_s: float = 0.1
     acknowledge_s: float = 2.0
     silence_s: float = 3.5
     gather_s: float = 0.25
@@ -203,6 +207,24 @@ class Doubt(msgspec.Struct, frozen=True, tag="doubt"):
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """Heard."""
+
+
+class Holding(msgspec.Struct, frozen=True, tag="holding"):
+    """Do you work at a call of mine? Of no interest to the core, see `holding`.
+
+    Attributes:
+        epoch: mode epoch.
+        call: its number.
+    """
+
+    epoch: Natural
+    call: Natural
+
+
+class Held(msgspec.Struct, frozen=True, tag="held"):
+    """The answer."""
+
+    yes: bool
 
 
 Request = Ping | Invite | Activate | Doubt

@@ -1,8 +1,9 @@
 """A synchronous round with all neighbours: the lower id of each edge calls, the higher one answers.
 
 There is one call for each edge and round: the request carries x_i and the answer x_j. As in pairwise gossip
-the answer can be lost: the callee counts an edge once its answer is written, and has then moved alone; such
-edges are counted as ``unsure``, on the side that can know.
+the answer can be lost: the callee counts an edge once its answer is written. The caller asks after it
+(`group.holding`) and calls again, and gets the same answer; only when that fails until the round's end has
+the callee moved alone. Such edges are counted as ``unsure``, on the side that can know.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 
 from p2pdrl.errors import P2PDRLError, PeerRefusedError, PeerUnreachableError, TensorError, TransportError
 from p2pdrl.strategies.calling import outcome_of
-from p2pdrl.strategies.neighbours.messages import PAST, ROUTE, decode_neighbour_head
+from p2pdrl.strategies.neighbours.messages import PAST, ROUTE, Position, decode_neighbour_head
 from p2pdrl.strategies.neighbours.neighbourhood import Neighbourhood
 from p2pdrl.strategies.neighbours.offers import Offer
 from p2pdrl.strategies.neighbours.seat import Seat
@@ -26,7 +27,7 @@ GRACE_S = 1.0
 """How long a round that was cut off waits for what is under way."""
 RETRY_S = 0.05
 RETRIES = 3
-"""Calls that a neighbour refuses because it is in another view; ours changes soon as well."""
+"""Calls that a neighbour refuses because it is in another view (ours changes soon as well), or that break."""
 
 
 class NeighbourCalls:
@@ -43,8 +44,9 @@ class NeighbourCalls:
         """Exchange what ``offer`` has loaded with each neighbour, as far as they come."""
         seat, began_s = self._seat, self._seat.clock.monotonic()
         until_s = began_s + seat.patience.deadline_s
-        outgoing = seat.copy(offer.message)
-        stage = Stage(hood.key, number, offer.content, hood.weights, began_s, until_s, outgoing)
+        position = Position(number, int(offer.content == "parameters"))
+        message = seat.sent.begin(hood.key, position, offer.message)
+        stage = Stage(hood.key, number, offer.content, hood.weights, began_s, until_s, message)
         seat.begin(stage, offer)
         calls = [
             asyncio.create_task(self._call(stage, offer, hood, peer), name="neighbour")
@@ -67,6 +69,8 @@ class NeighbourCalls:
         for error in ended:
             if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
                 raise error
+        for peer in stage.half & stage.missing.keys():
+            seat.unsure(peer)
         self._doubts(stage, hood)
         return stage
 
@@ -100,6 +104,10 @@ class NeighbourCalls:
                 if refusal.status == 408:  # it lives, and is slower than we thought
                     self._seat.patience.observe(2 * (self._seat.clock.monotonic() - stage.began_s))
             except (TransportError, TensorError, Refusal) as error:
+                broke = isinstance(error, PeerUnreachableError) and error.sent
+                if broke and attempt < RETRIES and not stage.cut_off:
+                    await asyncio.sleep(RETRY_S)
+                    continue
                 self._failed(stage, peer, error)
             return
 
@@ -124,17 +132,17 @@ class NeighbourCalls:
             return
         line = seat.line(hood, peer)
         stage.busy.add(peer)
-        stage.bytes_out += len(stage.outgoing)
+        stage.bytes_out += stage.message.nbytes
         stage.round_trips += 1
-        answer = await seat.context.transport.call(
+        head = seat.head(stage, offer, mine, wait_s=left_s)
+        answer = await seat.group.calls.call(
             address,
             peer,
             ROUTE,
-            msgspec.msgpack.encode(seat.head(stage, offer, mine, wait_s=left_s)),
-            vector=stage.outgoing,
+            lambda call: msgspec.msgpack.encode(msgspec.structs.replace(head, call=call)),
+            vector=stage.message.view,
             into=lambda _, nbytes: line.room(nbytes),
             deadline_s=left_s,
-            lane="bulk",
         )
         stage.bytes_in += answer.vector_nbytes
         theirs = decode_neighbour_head(answer.meta)

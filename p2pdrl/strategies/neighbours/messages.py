@@ -46,6 +46,8 @@ class NeighbourHead(msgspec.Struct, frozen=True):
     """In a call: how long the caller waits for its answer."""
     verdict: Short = "mix"
     """In an answer: `PAST`, or what is done (a `judgement.Verdict`); a vector follows only for ``mix``."""
+    call: Natural = 0
+    """In a call: its number (see `group.holding`)."""
 
     @property
     def position(self) -> Position:

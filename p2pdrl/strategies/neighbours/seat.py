@@ -14,6 +14,7 @@ from p2pdrl.strategies.neighbours.messages import NeighbourHead, Position
 from p2pdrl.strategies.neighbours.mixing import measure
 from p2pdrl.strategies.neighbours.neighbourhood import Line, Neighbourhood
 from p2pdrl.strategies.neighbours.offers import Offer
+from p2pdrl.strategies.neighbours.sent import SentMessages
 from p2pdrl.strategies.neighbours.stage import Met, Stage
 from p2pdrl.strategies.pairwise.pair import Bounds
 from p2pdrl.strategies.patience import Patience
@@ -43,7 +44,7 @@ class Seat:
         seen: the greatest number that neighbours were heard to be at.
         stage: the round under way.
         offer: what it mixes.
-        writing: answers under way that show ``outgoing``.
+        sent: our messages of the last rounds.
         missed_s: how long rounds have waited in vain for each neighbour, since the last that it came to.
     """
 
@@ -65,6 +66,7 @@ class Seat:
         clip = config.clip_distance if config.mixing == "clipped" else None
         self._bounds = Bounds(context.max_abs, config.max_distance, clip)
         self._max_nbytes = max_nbytes
+        self.sent = SentMessages(max_nbytes)
         self.hood: Neighbourhood | None = None
         self.at, self.seen = Position(-1, 1), 0
         self.stage: Stage | None = None
@@ -72,7 +74,6 @@ class Seat:
         self.patience = Patience(config.deadline_s)
         self.stopping = False
         self.missed_s: dict[str, float] = {}
-        self.outgoing, self.writing = bytearray(), 0
         self._began_s: dict[Position, float] = {}
         self._changed = asyncio.Event()
 
@@ -122,14 +123,6 @@ class Seat:
         began_s = self._began_s.get(position)
         if began_s is not None:
             self.patience.observe(self.clock.monotonic() - began_s)
-
-    def copy(self, message: memoryview) -> memoryview:
-        """A copy of our message that stays as it is until all answers that show it are written."""
-        if self.writing or len(self.outgoing) < len(message):
-            self.outgoing, self.writing = bytearray(self._max_nbytes), 0
-        view = memoryview(self.outgoing)[: len(message)]
-        view[:] = message
-        return view
 
     def line(self, hood: Neighbourhood, peer: str) -> Line:
         """The edge to a neighbour."""

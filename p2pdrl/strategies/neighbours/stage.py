@@ -14,6 +14,7 @@ from p2pdrl.config.strategy import Content
 from p2pdrl.strategies.group.view import ViewKey
 from p2pdrl.strategies.neighbours.messages import Position
 from p2pdrl.strategies.neighbours.mixing import Edge
+from p2pdrl.strategies.neighbours.sent import Message
 from p2pdrl.tensors.layout import Float32Array
 
 __all__ = ["Met", "Stage"]
@@ -45,10 +46,11 @@ class Stage:
         weights: W_ij of each neighbour j.
         began_s: monotonic.
         until_s: when it is cut off.
-        outgoing: our message.
+        message: ours.
         met: edges that count.
         missing: why the others don't, in a word.
         busy: neighbours to whom a call or an answer is under way.
+        half: neighbours who called, and to whom our answer couldn't be written: they may have moved.
         cut_off: it waits for nobody any more who isn't busy.
         regrouped: it was cut off by the end of the view.
         closed: it has ended; whatever comes now doesn't count.
@@ -60,13 +62,14 @@ class Stage:
     weights: Mapping[str, float]
     began_s: float
     until_s: float
-    outgoing: memoryview
+    message: Message
     bytes_out: int = 0
     bytes_in: int = 0
     round_trips: int = 0
     met: dict[str, Met] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
+    half: set[str] = field(default_factory=set)
     cut_off: bool = False
     regrouped: bool = False
     closed: bool = False
@@ -96,8 +99,16 @@ class Stage:
     def miss(self, peer: str, why: str) -> None:
         """The edge doesn't count."""
         if peer in self._open:
-            self.missing[peer] = why
+            self.missing[peer] = "unsure" if peer in self.half else why
             self._end(peer)
+
+    def broke(self, peer: str) -> None:
+        """Our answer couldn't be written: while the round lasts, the neighbour may call again."""
+        if peer in self._open:
+            self.half.add(peer)
+            self.busy.discard(peer)
+            if self.cut_off:
+                self.miss(peer, "unsure")
 
     def cut(self, why: str, *, regrouped: bool = False) -> None:
         """Wait no longer for those who haven't come."""

@@ -49,7 +49,8 @@ class NeighbourVisits:
         seat.door.admit(incoming.sender, stopping=seat.stopping)
         try:
             async with asyncio.timeout(HOLD * min(head.wait_s, seat.config.deadline_s)):
-                return await self._answer(incoming, head)
+                work = self._answer(incoming, head)
+                return await seat.group.hold(incoming.sender, head.call, work)
         except TimeoutError as error:
             raise Refusal(408, f"not at round {head.number} in time") from error
 
@@ -58,6 +59,9 @@ class NeighbourVisits:
         hood = await self._until_view(head.view)
         if sender not in hood.weights or sender > seat.me:
             raise Refusal(409, "in this node's graph you are no neighbour that calls it")
+        again = seat.sent.again(head.view, head.position, sender)
+        if again is not None:  # it counts here already, and our answer was lost
+            return again
         line = seat.line(hood, sender)
         line.newest = max(line.newest, head.position)
         seat.notify()
@@ -133,24 +137,23 @@ class NeighbourVisits:
         if stage.closed:
             raise Refusal(408, f"round {head.number} has ended")
         stage.bytes_in += nbytes
-        stage.bytes_out += len(stage.outgoing)
+        stage.bytes_out += stage.message.nbytes
         return self._counted(stage, sender, met, meta)
 
     def _counted(self, stage: Stage, sender: str, met: Met, meta: bytes) -> Reply:
         """An answer whose end makes the edge count."""
-        seat, buffer = self._seat, self._seat.outgoing
-        seat.writing += 1
+        seat = self._seat
 
         def ended(sent: bool) -> None:
-            if buffer is seat.outgoing:
-                seat.writing -= 1
-            if sent and stage.settle(sender, met):
+            if not sent:
+                stage.broke(sender)
+            elif stage.settle(sender, met):
+                stage.message.answers[sender] = meta
                 seat.came(stage, met)
-                return
-            stage.miss(sender, "unsure")
-            seat.unsure(sender)
+            else:
+                seat.unsure(sender)
 
-        return Reply(meta, vector=stage.outgoing, on_end=ended)
+        return stage.message.reply(meta, ended)
 
     def _past(self, head: NeighbourHead, mine: Summary, sender: str) -> NeighbourHead:
         """Say which round is the next one that the sender can meet us in."""

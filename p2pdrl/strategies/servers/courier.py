@@ -100,7 +100,6 @@ class Courier:
     def __init__(self, term: Term, context: Context, config: Served, *, differences: bool) -> None:
         self.term = term
         self.spans = term.plan.spans
-        self._transport = context.transport
         self._deadline_s = config.deadline_s + GRACE_S
         self._max_abs = context.max_abs
         sizes = [span.size for span in term.plan.spans]
@@ -148,9 +147,9 @@ class Courier:
         policy: int = 0,
         wants: bool = True,
         vector: Float32Array | None = None,
-        deadline_s: float | None = None,
+        once_s: float | None = None,
     ) -> Part:
-        """Ask the server of one shard, once.
+        """Ask the server of one shard.
 
         Args:
             shard: its index.
@@ -161,7 +160,8 @@ class Courier:
             policy: our policy version.
             wants: whether parameters shall come back.
             vector: all D parameters (``seed``) or the gradient that was encoded (``step``).
-            deadline_s: of the call; a little more than a round's deadline unless given.
+            once_s: the call is made once, and its deadline is this; else it is made again as often as it, or
+                its answer, gets lost, until a little more than a round's deadline.
 
         Raises:
             PeerRefusedError: it says no; our own shard says so too.
@@ -182,15 +182,15 @@ class Courier:
         self.bytes_out += 0 if message is None else message.nbytes
         server = term.plan.servers[shard]
         try:
-            answer = await self._transport.call(
+            answer = await term.calls.call(
                 term.address_of(server),
                 server,
                 "push",
-                msgspec.msgpack.encode(head),
+                lambda call: msgspec.msgpack.encode(msgspec.structs.replace(head, call=call)),
                 vector=message,
                 into=lambda _, nbytes: room[:nbytes] if nbytes <= room.nbytes else None,
-                deadline_s=self._deadline_s if deadline_s is None else deadline_s,
-                lane="bulk",
+                deadline_s=self._deadline_s if once_s is None else once_s,
+                once=once_s is not None,
             )
         except PeerRefusedError as refusal:
             if refusal.status == 422:
@@ -227,27 +227,28 @@ class Courier:
     ) -> Part:
         """Ask until there is an answer: for as long as the view is in force, which is when we are cancelled.
 
-        A server that can't be reached twice in a row, or doesn't answer in time, is doubted.
+        A server that can't be reached twice in a row, nor answers anything else, is doubted; and one that
+        doesn't answer in time.
 
         Raises:
             PoisonedPushError: it finds our vector poisoned.
         """
-        server, pause_s, broken = self.term.plan.servers[shard], FIRST_PAUSE_S, 0
+        server, pause_s, broken = self.term.plan.servers[shard], FIRST_PAUSE_S, False
         while True:
             try:
                 return await self.ask(
                     shard, op, number, base=base, weight=weight, policy=policy, vector=vector
                 )
             except PeerUnreachableError as error:
-                broken += 1
-                if broken > 1:
+                if broken and not await self.term.lives(server):
                     self.term.doubt(server, str(error))
+                broken = True
             except PeerTimeoutError as error:
                 self.term.doubt(server, str(error))
             except PoisonedPushError:
                 raise
             except TransportError:
-                broken = 0
+                broken = False
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

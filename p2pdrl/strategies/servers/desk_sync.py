@@ -72,11 +72,13 @@ class SyncDesk:
             Refusal: the view has ended (409), the round found too few (408), a poisoned gradient (422).
             TensorError: poisoned parameters.
         """
-        given = Given(self._shard.version)
+        given, before = Given(self._shard.version), self._gathering.result
         if head.op == "seed" and self._seeding is not None:
             await self._seeding.give(sender, parcel)
         elif head.op in ("seed", "fetch"):
             await self._reach(head.number if head.op == "fetch" else 0)
+        elif before is not None and head.op == "step" and _counted(sender, head.number, before):
+            given = self._told(before)  # it is asked again: the answer was lost
         elif head.number < self._shard.version:
             self._options.counts["late"] += head.op == "step"
             given = Given(self._shard.version, outcome="late")
@@ -122,6 +124,10 @@ class SyncDesk:
             raise Refusal(422, "the gradient is malformed, or holds NaN or an entry beyond the bound")
         if gathered.late:
             self._options.counts["late"] += 1
+        return self._told(gathered)
+
+    @staticmethod
+    def _told(gathered: Gathered) -> Given:
         merged = tuple((one.sender, one.weight) for one in gathered.merged if one.weight > 0)
         return Given(
             gathered.number + 1,
@@ -204,6 +210,13 @@ class SyncDesk:
             if math.isfinite(learning_rate):
                 self._shard.apply(self._combined, learning_rate)
         return self._shard.write_edition()
+
+
+def _counted(sender: str, number: int, gathered: Gathered) -> bool:
+    """Whether a sender's gradient is in that round, which was the last."""
+    return gathered.number == number and any(
+        one.sender == sender and one.weight > 0 for one in gathered.merged
+    )
 
 
 async def _nothing(out: Float32Array) -> None:

@@ -42,6 +42,7 @@ class Push(msgspec.Struct, frozen=True):
         weight: samples behind a gradient.
         policy: the worker's policy version.
         wants: whether the answer shall bring parameters.
+        call: number of the call, for those whose answers are held (see `group.holding`).
     """
 
     key: ViewKey
@@ -52,6 +53,7 @@ class Push(msgspec.Struct, frozen=True):
     weight: Weight = 0.0
     policy: Natural = 0
     wants: bool = True
+    call: Natural = 0
 
 
 class Given(msgspec.Struct, frozen=True):

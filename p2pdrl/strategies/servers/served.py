@@ -265,7 +265,7 @@ class ServedStrategy(ABC):
         )
         if self._me not in plan.holders:
             self._holdings.clear()  # of another branch, or of none
-        term = self._term = Term(active, plan, notes, self._swarm, self._group.doubt)
+        term = self._term = Term(active, plan, notes, self._swarm, self._group)
         self._termed.set()
         self._termed = asyncio.Event()
         names = ", ".join(self._swarm.name_of(server) for server in plan.servers[:20])
@@ -293,7 +293,8 @@ class ServedStrategy(ABC):
         if incoming.route == "push":
             head: Push = decode(incoming.meta, Push, "push")
             term = await self._term_of(head.key, incoming.sender)
-            return await self._office.answer_push(incoming, head, term)
+            work = self._office.answer_push(incoming, head, term)
+            return await self._group.hold(incoming.sender, head.call, work)
         request: ShardRequest = decode(incoming.meta, ShardRequest, "shard message")
         term = await self._term_of(request.key, incoming.sender)
         if isinstance(request, Pull):

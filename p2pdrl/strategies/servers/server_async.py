@@ -5,8 +5,9 @@ slice of the parameters along; nobody waits for anybody else. Servers step as gr
 
 - One worker that pushes and fetches each gradient with ``ahead = 0`` is serial training.
 - Slices may be of different versions: shards are independent, as in the paper.
-- A push is sent once. A server that doesn't answer in time costs the worker that slice of that gradient,
-  never more than its patience, and keeps its slice of the parameters as it was; it is counted as ``lost``.
+- A push is sent once. A server that doesn't answer in time, or isn't at work at it, costs the worker that
+  slice of that gradient, never more than its patience, and keeps its slice of the parameters as it was; it is
+  counted as ``lost``.
 - Adagrad is the paper's optimizer: each parameter's step is γ / √Σ g².
 """
 
@@ -33,9 +34,11 @@ __all__ = ["ServerAsyncStrategy"]
 
 SETS_REMEMBERED = 64
 LOST_CALLS = 2
-"""So many refused or broken connections in a row, and a server is doubted."""
+"""After so many refused or broken connections in a row a server is doubted unless it answers a question."""
 LOST_TIMEOUTS = 3
-"""The same for calls that ran out of time; the group's own pings find who is frozen."""
+"""The same for calls that ran out of time."""
+LOST_FOR_GOOD = 12
+"""So many in a row, and it is doubted whatever else it answers."""
 
 
 class ServerAsyncStrategy(ServedStrategy):
@@ -174,7 +177,7 @@ class ServerAsyncStrategy(ServedStrategy):
                 policy=post.policy_version,
                 wants=wants,
                 vector=post.vector,
-                deadline_s=deadline.seconds,
+                once_s=deadline.seconds,
             )
             word = part.given.outcome
             del self._lost[server]
@@ -182,9 +185,7 @@ class ServerAsyncStrategy(ServedStrategy):
         except PoisonedPushError:
             word = "poisoned"
         except (PeerTimeoutError, PeerUnreachableError) as error:
-            in_a_row = self._lost[server] = self._lost[server] + 1
-            if in_a_row >= (LOST_TIMEOUTS if isinstance(error, PeerTimeoutError) else LOST_CALLS):
-                courier.term.doubt(server, str(error))
+            await self._lose(courier.term, server, error)
         except TransportError:
             pass
         finally:
@@ -192,6 +193,13 @@ class ServerAsyncStrategy(ServedStrategy):
             ended = "ok" if word in ("ok", "stale") else "timeout" if word == "lost" else word
             deadline.note(ended, self._clock.monotonic() - began_s)
         return None
+
+    async def _lose(self, term: Term, server: str, error: TransportError) -> None:
+        """A call failed: when that happens time and again, doubt the server."""
+        in_a_row = self._lost[server] = self._lost[server] + 1
+        some = LOST_TIMEOUTS if isinstance(error, PeerTimeoutError) else LOST_CALLS
+        if in_a_row >= LOST_FOR_GOOD or (in_a_row % some == 0 and not await term.lives(server)):
+            term.doubt(server, str(error))
 
     async def _take(self, courier: Courier, parts: Sequence[Part | None]) -> float:
         """Put what is newer than what we have on the board."""

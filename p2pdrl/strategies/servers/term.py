@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from p2pdrl.errors import PeerUnreachableError
-from p2pdrl.strategies.group.view import ActiveView
+from p2pdrl.strategies.group.service import ActiveView, Group
 from p2pdrl.strategies.protocol import Swarm
 from p2pdrl.strategies.servers.desk import Desk
 from p2pdrl.strategies.servers.serving import Note, Plan
@@ -23,7 +23,7 @@ class Term:
         plan: what follows from it.
         notes: the members', read.
         swarm: the node.
-        doubt: asks for a view without a member.
+        group: whose view it is.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Term:
         plan: Plan,
         notes: Mapping[str, Note],
         swarm: Swarm,
-        doubt: Callable[[str, str], None],
+        group: Group,
     ) -> None:
         self.key = active.view.key
         self.members = active.view.members
@@ -41,9 +41,9 @@ class Term:
         self.me = swarm.node_id
         self.index = plan.shard_of(self.me)
         """Shard that we serve; None for none."""
-        self.doubt = doubt
+        self.doubt, self.calls = group.doubt, group.calls
         self.strike = swarm.strike
-        self._swarm = swarm
+        self._swarm, self._group = swarm, group
         self._addresses: dict[str, Address] = dict(swarm.alive())
         self._desk: Desk | None = None
         self._opened = asyncio.Event()
@@ -60,6 +60,13 @@ class Term:
         if address is None:
             raise PeerUnreachableError(f"nobody knows where {peer} listens")
         return address
+
+    async def lives(self, peer: str) -> bool:
+        """Whether a member answers anything."""
+        try:
+            return await self._group.lives(peer, self.address_of(peer))
+        except PeerUnreachableError:
+            return False
 
     def open(self, desk: Desk) -> None:
         """Our shard is at work."""
