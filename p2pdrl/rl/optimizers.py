@@ -9,10 +9,11 @@ Shape suffixes: D parameters, K those of them that move.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,20 @@ class Optimizer(ABC):
     @abstractmethod
     def step(self, learning_rate: float) -> None:
         """Move the parameters against the gradients."""
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken."""
+        return self._steps
+
+    def over(self, parameters_D: Tensor, gradients_D: Tensor) -> Self:
+        """Return an optimizer with the same settings over other tensors, before its first step.
+
+        All of them treat each entry by itself: optimizers of a vector's pieces do what the whole one's does.
+        """
+        other = copy.copy(self)
+        Optimizer.__init__(other, parameters_D, gradients_D, tuple(self._vectors))
+        return other
 
     def items(self) -> tuple[SidecarItem, ...]:
         """Return how the state is laid out in the sidecar."""

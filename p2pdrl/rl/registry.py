@@ -17,6 +17,7 @@ from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.rl.engines import DEFAULT, EngineOptions
 from p2pdrl.rl.gradients import GradientEngine
 from p2pdrl.rl.regression_trainer import RegressionTrainer
+from p2pdrl.rl.stages.parts import Parts
 from p2pdrl.rl.stepping import Stepper
 from p2pdrl.rl.trainer import StepStats, Trainer
 from p2pdrl.tensors.layout import Layout
@@ -65,6 +66,10 @@ class AnyTrainer(Protocol):
 
     def step(self) -> StepStats:
         """Improve the parameters by one update."""
+        ...
+
+    def parts(self) -> Parts[Any]:
+        """Return what a pipeline is made of."""
         ...
 
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:

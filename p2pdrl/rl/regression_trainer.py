@@ -31,6 +31,8 @@ from p2pdrl.rl.objectives.objective import Objective
 from p2pdrl.rl.objectives.regression import TARGETS, CrossEntropy, LeastSquares
 from p2pdrl.rl.optimizers import MAX_COUNT, SGD, Adagrad, Adam, Momentum, Optimizer, RMSProp
 from p2pdrl.rl.regression_data import Rows, make_rows, sequence_batch
+from p2pdrl.rl.stages.parts import Parts, module_parts
+from p2pdrl.rl.stages.rows import RowSpec
 from p2pdrl.rl.stepping import OwnStepper, Stepper
 from p2pdrl.rl.trainer import StepStats, resolve_device
 from p2pdrl.tensors.layout import Layout
@@ -87,6 +89,7 @@ class RegressionTrainer:
         if not isinstance(task.algorithm, RegressionConfig):
             raise ConfigError("the task's algorithm is no regression")
         self._config = config = task.algorithm
+        self._precision = task.gradients.precision
         self._seed = seed
         self._step_delay_s = step_delay_s
         self._clock = clock
@@ -177,6 +180,21 @@ class RegressionTrainer:
     def flat(self) -> Vector:
         """The D parameters: a view on the CPU (changed by ``step``), a copy from any other device."""
         return self._flat.numpy()
+
+    def parts(self) -> Parts[Tensor]:
+        """Return what a pipeline over several devices is made of; see ``Trainer.parts``."""
+        config = self._config
+        classes = config.classes if config.kind == "classifier" else None
+        return module_parts(
+            self._flat.module,
+            _layers(self._flat.module),
+            self._objective,
+            self._optimizer,
+            inputs=RowSpec(tuple(self._inputs_RF.shape[1:]), self._inputs_RF.dtype),
+            targets=RowSpec((), self._targets_R.dtype, classes),
+            most_rows=config.batch_size,
+            precision=self._precision,
+        )
 
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:
         """Let the parameters live in ``buffer_D`` from now on; see ``FlatModule.rebind``."""

@@ -34,7 +34,17 @@ from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.tensors.layout import Entry, Layout
 
-__all__ = ["Block", "Heads", "block_map", "blocks", "chain", "draw_blocks", "load_blocks"]
+__all__ = [
+    "Block",
+    "Heads",
+    "Rows",
+    "block_map",
+    "blocks",
+    "chain",
+    "draw_blocks",
+    "load_blocks",
+    "map_blocks",
+]
 
 Vector = npt.NDArray[np.float32]
 
@@ -173,11 +183,16 @@ def chain(row: Iterable[Block], x: Tensor, context: Context = NO_CONTEXT) -> Ten
 
 def block_map(policy: ActorCritic) -> BlockMap:
     """Return the map of ``policy``; one on the meta device will do."""
-    named = list(policy.named_parameters())
+    return map_blocks(policy, blocks(policy))
+
+
+def map_blocks(model: nn.Module, row: Iterable[Block]) -> BlockMap:
+    """Return the map of any model whose parameters are those of some blocks."""
+    named = list(model.named_parameters())
     by_tensor = {id(parameter): name for name, parameter in named}
     return BlockMap(
         Layout(tuple(Entry(name, tuple(parameter.shape)) for name, parameter in named)),
-        tuple(tuple(by_tensor[id(tensor)] for tensor in block.parameters()) for block in blocks(policy)),
+        tuple(tuple(by_tensor[id(tensor)] for tensor in block.parameters()) for block in row),
     )
 
 

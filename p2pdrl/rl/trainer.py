@@ -29,6 +29,7 @@ from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.rollout import Collector
+from p2pdrl.rl.stages.parts import Parts, policy_parts
 from p2pdrl.rl.stepping import Stepper
 from p2pdrl.tensors.layout import Layout
 from p2pdrl.tensors.moments import Moments
@@ -104,6 +105,8 @@ class Trainer:
         torch_device = resolve_device(device)
         generator = torch.Generator(torch_device).manual_seed(action_seed)
         self._clock = clock
+        self._algorithm_config = algorithm
+        self._precision = task.gradients.precision
         self._env = make_vector_env(task.env, env_seed, allow_import=allow_import, step_delay_s=step_delay_s)
         self.policy = ActorCritic(self._env.spec, task.network, task.seed)
         self._flat = FlatModule(self.policy, torch_device)
@@ -167,6 +170,19 @@ class Trainer:
     @stepper.setter
     def stepper(self, stepper: Stepper) -> None:
         self._algorithm.stepper = stepper
+
+    def parts(self) -> Parts[PolicyOutputs]:
+        """Return what a pipeline over several devices is made of: this trainer's model as it is now."""
+        config, recurrent = self._algorithm_config, self.policy.core is not None
+        envs = self._env.num_envs
+        return policy_parts(
+            self.policy,
+            self._algorithm.objective,
+            self._algorithm.optimizer,
+            steps=config.unroll_steps,
+            most_rows=envs if recurrent else envs * config.unroll_steps,
+            precision=self._precision,
+        )
 
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:
         """Let the parameters live in ``buffer_D`` from now on; see ``FlatModule.rebind``."""

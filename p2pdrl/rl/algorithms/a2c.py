@@ -35,6 +35,7 @@ class A2C:
         engine: computes the gradient of each unroll.
 
     Attributes:
+        objective: what is minimised.
         optimizer: RMSProp or Adam; its state travels in the sidecar.
         progress: 0 … 1, how far the swarm is; lowers the learning rate where that is annealed.
         engine: as given; may be replaced between updates.
@@ -44,7 +45,7 @@ class A2C:
     def __init__(self, config: A2CConfig, flat: FlatModule, engine: GradientEngine[PolicyOutputs]) -> None:
         self._config = config
         self._flat = flat
-        self._objective = A2CObjective(config.value_coef, config.entropy_coef)
+        self.objective = A2CObjective(config.value_coef, config.entropy_coef)
         self.engine = engine
         self.optimizer: Optimizer
         if config.optimizer == "adam":
@@ -73,7 +74,7 @@ class A2C:
         batch = full_batch(
             unroll, {"actions": unroll.actions, "advantages": advantages_TB, "returns": returns_TB}
         )
-        terms = self.engine.gradients(batch, self._objective)
+        terms = self.engine.gradients(batch, self.objective)
         norm = self.stepper.step(
             self._flat,
             self.optimizer,

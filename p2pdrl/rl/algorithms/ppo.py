@@ -38,6 +38,7 @@ class PPO:
         generator: shuffles the minibatches; on the parameters' device.
 
     Attributes:
+        objective: what is minimised.
         optimizer: Adam; its state travels in the sidecar.
         progress: 0 … 1, how far the swarm is; lowers the learning rate where that is annealed.
         engine: as given; may be replaced between updates.
@@ -54,7 +55,7 @@ class PPO:
         self._config = config
         self._flat = flat
         self._generator = generator
-        self._objective = PPOObjective(
+        self.objective = PPOObjective(
             clip=config.clip,
             value_clip=config.value_clip,
             value_coef=config.value_coef,
@@ -100,7 +101,7 @@ class PPO:
             epoch_kl, epoch_steps = torch.zeros((), device=self._flat.device), 0
             for indices_M in torch.split(order_N, minibatch_size):
                 part = minibatch(batch, indices_M)
-                terms = self.engine.gradients(part, self._objective)
+                terms = self.engine.gradients(part, self.objective)
                 norm = self.stepper.step(
                     self._flat,
                     self.optimizer,

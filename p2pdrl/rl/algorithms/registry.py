@@ -14,6 +14,7 @@ from p2pdrl.rl.algorithms.a2c import A2C
 from p2pdrl.rl.algorithms.ppo import PPO
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine
+from p2pdrl.rl.objectives.objective import Objective
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.rollout import Unroll
@@ -34,6 +35,11 @@ class Algorithm(Protocol):
     progress: float
     engine: GradientEngine[PolicyOutputs]
     stepper: Stepper
+
+    @property
+    def objective(self) -> Objective[PolicyOutputs]:
+        """What is minimised."""
+        ...
 
     @property
     def optimizer(self) -> Optimizer:

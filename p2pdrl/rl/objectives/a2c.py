@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,9 +27,12 @@ class A2CObjective(Summed):
     Targets: ``actions``, ``advantages``, ``returns``.
 
     Attributes:
+        target_names: their names.
         value_coef: weight of the value loss.
         entropy_coef: weight of the entropy bonus.
     """
+
+    target_names: ClassVar[tuple[str, ...]] = ("actions", "advantages", "returns")
 
     value_coef: float
     entropy_coef: float

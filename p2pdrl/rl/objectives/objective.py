@@ -32,6 +32,11 @@ class Objective(Protocol[_Outputs_contra]):
     it becomes a target.
     """
 
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """The targets that every row must have; a mask may be among them beside these."""
+        ...
+
     def __call__(self, outputs: _Outputs_contra, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the sum of the loss over the rows, and what it is made of.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,11 +28,14 @@ class PPOObjective(Summed):
     (normalised already), ``returns``.
 
     Attributes:
+        target_names: their names.
         clip: ε: how far the probability ratio may move before its gradient is cut.
         value_clip: bound on the value's move; None leaves it free.
         value_coef: weight of the value loss.
         entropy_coef: weight of the entropy bonus.
     """
+
+    target_names: ClassVar[tuple[str, ...]] = ("actions", "log_probs", "values", "advantages", "returns")
 
     clip: float
     value_clip: float | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -23,6 +24,8 @@ TARGETS = "targets"
 class LeastSquares(Summed):
     """Half the squared error of a model with one output per row."""
 
+    target_names: ClassVar[tuple[str, ...]] = (TARGETS,)
+
     def __call__(self, outputs: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the loss over outputs N x 1 and float targets N, summed, and it again as the term."""
         loss = 0.5 * self.total((outputs.squeeze(-1) - targets[TARGETS]).square(), targets)
@@ -32,6 +35,8 @@ class LeastSquares(Summed):
 @dataclass(frozen=True)
 class CrossEntropy(Summed):
     """Minus the log-probability of the right class under softmax."""
+
+    target_names: ClassVar[tuple[str, ...]] = (TARGETS,)
 
     def __call__(self, outputs: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the loss over logits NC and classes N (int64), summed, and it again as the term."""

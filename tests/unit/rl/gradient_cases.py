@@ -132,7 +132,7 @@ def reference(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _policy_reference(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     batch = case.batch
-    valid = batch.targets.get("valid", torch.ones(batch.inputs.shape[:-1], dtype=torch.bool))
+    valid = batch.targets.get("valid", torch.ones(batch.targets["returns"].shape, dtype=torch.bool))
     t = {name: target[valid] for name, target in batch.targets.items()}
     log_probs, entropy, values = case.module.evaluate(batch.inputs, batch.targets["actions"], batch.context)
     log_probs, entropy, values = log_probs[valid], entropy[valid].mean(), values[valid]

@@ -1,0 +1,22 @@
+"""A model over several ranks: stages of it, what they say to each other, and in which order they work.
+
+| module | noun |
+|---|---|
+| `parts` | a model as a chain of blocks, with its optimizer and objective: what a trainer gives |
+| `share` | one rank's blocks, their parameters, gradients and optimizer |
+| `rows` | what tensors on their way look like, and memory for them |
+| `messages`, `frames` | what ranks say, as values and as bytes |
+| `links`, `memory_links`, `framed_links` | neighbours connected: a protocol; queues; any carrier of bytes |
+| `runner` | one rank's actions for one minibatch |
+| `rank` | sums, steps and slices: what ranks do together |
+| `pipelined` | the first rank: a gradient engine and stepper |
+| `server` | any other rank |
+| `model_split` | all ranks in one process, one device each |
+
+`pipeline` says who holds what and who does what when (`plan`, `schedule`). Modules are imported by their own
+names: this package exports nothing.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,154 @@
+"""The first rank of a pipeline: the gradient engine and stepper of whoever learns by it.
+
+It computes what the first stage computes and asks the ranks below for the rest; the gradient and the step
+are those of the whole model. An algorithm sees an engine and a stepper; both must be this one, since the
+gradients of the other stages never come here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Generic
+
+import msgspec
+import torch
+from torch import Tensor
+
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.gradients import Batch, cut
+from p2pdrl.rl.objectives.objective import Objective, Outputs
+from p2pdrl.rl.optimizers import Optimizer
+from p2pdrl.rl.stages.links import Links
+from p2pdrl.rl.stages.messages import Opening, Over, Step, Sums
+from p2pdrl.rl.stages.rank import Assembled, Rank
+from p2pdrl.rl.stages.share import Share
+
+__all__ = ["Pipelined"]
+
+
+class Pipelined(Generic[Outputs]):
+    """Implements ``gradients.GradientEngine`` and ``stepping.Stepper``.
+
+    While an update runs, the vector that the policy acts with stays as it was; ``collect`` fetches what has
+    become of it. So after an error that vector is the last whole one, and every ``share`` the state after
+    its own last step.
+
+    Args:
+        share: of the first rank.
+        links: to the neighbours; None where this rank is all.
+        generation: of the pipeline, the same on all ranks.
+        timeout_s: bound on each wait for a message.
+        clock: seconds, monotonic; for figures only.
+    """
+
+    def __init__(
+        self,
+        share: Share[Outputs],
+        links: Links | None,
+        *,
+        generation: int,
+        timeout_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._rank = Rank(share, links, generation, timeout_s, clock)
+        self._sums: Sums | None = None
+        self._microbatches = share.plan.microbatches
+
+    @property
+    def share(self) -> Share[Outputs]:
+        """What this rank holds, whatever has become of the pipeline."""
+        return self._rank.share
+
+    def gradients(self, batch: Batch, objective: Objective[Outputs]) -> Tensor:
+        """Compute the mean gradient; each rank keeps its own part of it for ``step``.
+
+        Returns:
+            The objective's terms as means over the rows.
+
+        Raises:
+            TransportError: a neighbour is gone, late or talks nonsense. The pipeline has ended then.
+            LayoutMismatchError: the batch isn't what the parts promised.
+        """
+        rank, share = self._rank, self.share
+        if self._sums is not None:
+            raise RuntimeError("a pipeline's gradient is to be stepped with by the pipeline itself")
+        share.parts.check(batch)
+        batches = cut(batch, share.plan.parts(len(batch.inputs)))
+        self._microbatches = len(batches)
+        opening = Opening(
+            generation=rank.generation,
+            step=share.steps,
+            rows=batch.rows,
+            sizes=tuple(len(part.inputs) for part in batches),
+            precision=share.parts.precision,
+            objective=msgspec.msgpack.encode(objective),
+        )
+        with rank.whole_or_broken():
+            rank.runner.begin(opening, batches)
+            self._sums = rank.gather(rank.runner.run())
+        return torch.tensor(self._sums.terms, dtype=share.parts.dtype, device=batch.inputs.device)
+
+    def step(
+        self,
+        flat: FlatModule,
+        optimizer: Optimizer,
+        *,
+        learning_rate: float,
+        max_grad_norm: float,
+        samples: int,
+    ) -> float:
+        """Step on all ranks with the gradient that ``gradients`` left there; see ``Stepper.step``.
+
+        Args:
+            flat: stays as it is; see ``collect``.
+            optimizer: likewise.
+            learning_rate: after annealing.
+            max_grad_norm: bound on the norm of the whole gradient.
+            samples: not used.
+
+        Raises:
+            TransportError: as in ``gradients``.
+        """
+        del flat, optimizer, samples
+        sums, self._sums = self._sums, None
+        if sums is None:
+            raise RuntimeError("there is no gradient of this pipeline to step with")
+        with self._rank.whole_or_broken():
+            return self._rank.step(Step(sums.step, sums.squares, learning_rate, max_grad_norm))
+
+    def collect(self, *, state: bool, spread: bool = False) -> Assembled:
+        """End the update: fetch the other ranks' slices and put them together.
+
+        Args:
+            state: with the optimizer's state.
+            spread: all ranks get what was put together; needs the state.
+
+        Raises:
+            TransportError: as in ``gradients``.
+        """
+        if spread and not state:
+            raise ValueError("what is spread must have the optimizer's state")
+        rank, share = self._rank, self.share
+        parts = share.parts
+        with rank.whole_or_broken():
+            rank.send("down", Over(share.steps, state, spread))
+            whole: list[Tensor] = []
+            for number, vectors in rank.slices(state=state):
+                whole = whole or [
+                    torch.empty(parts.block_map.layout.size, dtype=parts.dtype) for _ in vectors
+                ]
+                for vector_P, vector_D in zip(vectors, whole, strict=True):
+                    parts.block_map.put(vector_P.numpy(), vector_D.numpy(), share.plan.numbers(number))
+            assembled = rank.assembled(whole, state=state)
+            if spread:
+                rank.send_whole(assembled)
+            return assembled
+
+    def metrics(self) -> dict[str, float]:
+        """Return the last number of microbatches, the number of stages, and this rank's idle share."""
+        return {"microbatches": float(self._microbatches), **self._rank.metrics()}
+
+    def close(self) -> None:
+        """End the pipeline; from any thread."""
+        self._rank.close()

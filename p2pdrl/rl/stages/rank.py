@@ -1,0 +1,231 @@
+"""What the first rank and all others do alike once the gradients are there: sums, steps and slices.
+
+Sums go up and end at the first rank, which knows the whole gradient's norm then; the step that follows goes
+down, and every rank passes it on before it steps itself. **So ranks may differ by one step**, from the moment
+when the first rank sends a ``Step`` until the last one has it: a link that breaks in between leaves some
+ranks with ``Share.steps`` one higher than others. Slices carry that number: those of one number make a
+whole, and where numbers differ the pipeline goes back to the last state that was put together.
+
+Shape suffixes: D parameters of the whole model, P of one rank.
+"""
+
+# ruff: noqa: N815 (fields carry shape suffixes)
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from p2pdrl.errors import PeerUnreachableError, WireError
+from p2pdrl.rl.objectives.objective import Outputs
+from p2pdrl.rl.stages.links import Links, Room, Way, receive, receive_any, receive_kind
+from p2pdrl.rl.stages.messages import Message, Opening, Over, Slice, Step, Sums, Whole
+from p2pdrl.rl.stages.rows import Slot
+from p2pdrl.rl.stages.runner import Runner
+from p2pdrl.rl.stages.share import Share
+
+__all__ = ["Assembled", "Rank"]
+
+Vector = npt.NDArray[np.float32]
+Arrays = dict[str, npt.NDArray[Any]]
+
+_Kind = TypeVar("_Kind", bound=Message)
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """All slices, put together.
+
+    Attributes:
+        step: minibatches done.
+        vector_D: the parameters.
+        optimizer: the optimizer's arrays, as ``Optimizer.state`` names them; None where nobody asked.
+    """
+
+    step: int
+    vector_D: Vector
+    optimizer: Arrays | None
+
+
+class Rank(Generic[Outputs]):
+    """A share and its links. After an error it is of no use any more, and its links are closed.
+
+    Args:
+        share: of this rank.
+        links: to the neighbours; None where one rank is all.
+        generation: of the pipeline.
+        timeout_s: bound on each wait for a message, but for those that wait for the first rank's next idea.
+        clock: seconds, monotonic; for ``runner``'s figures.
+
+    Attributes:
+        share: as given.
+        generation: as given.
+        runner: computes gradients.
+    """
+
+    def __init__(
+        self,
+        share: Share[Outputs],
+        links: Links | None,
+        generation: int,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.share = share
+        self.generation = generation
+        self.runner = Runner(share, links, timeout_s, clock)
+        self._links = links
+        self._timeout_s = timeout_s
+        self._broken = False
+
+    @property
+    def last(self) -> bool:
+        """Whether there is no rank below."""
+        return self.share.rank == self.share.plan.ranks - 1
+
+    @contextmanager
+    def whole_or_broken(self) -> Iterator[None]:
+        """Close the links when something in here goes wrong: neighbours needn't wait for it to show.
+
+        Raises:
+            PeerUnreachableError: something went wrong before.
+        """
+        if self._broken:
+            raise PeerUnreachableError(f"generation {self.generation} of the pipeline has ended")
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End this rank's part in the pipeline."""
+        self._broken = True
+        if self._links is not None:
+            self._links.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of stages, and the share of time waited since the last call."""
+        runner = self.runner
+        idle = runner.waited_s / runner.ran_s if runner.ran_s else 0.0
+        runner.waited_s = runner.ran_s = 0.0
+        return {"stages": float(self.share.plan.stages), "bubble": idle}
+
+    def send(self, way: Way, message: Message, tensors: list[Tensor] | None = None) -> None:
+        """Send to a neighbour, if there is one that way: not from the last rank down to the first."""
+        if self._links is not None and not (way == "down" and self.last):
+            self._links.send(way, message, tensors or [])
+
+    def receive(
+        self,
+        way: Way,
+        kind: type[_Kind],
+        room: Callable[[_Kind], list[Slot]],
+    ) -> _Kind:
+        """Receive from a neighbour; see ``links.receive_kind``."""
+        assert self._links is not None  # noqa: S101 - or there is nobody to hear from
+        return receive_kind(self._links, way, kind, room, self._timeout_s)
+
+    def receive_any(self, way: Way, room: Room, timeout_s: float, what: str) -> Message:
+        """Receive from a neighbour; see ``links.receive_any``."""
+        assert self._links is not None  # noqa: S101 - or there is nobody to hear from
+        return receive_any(self._links, way, room, timeout_s, what)
+
+    def gather(self, terms: Tensor | None) -> Sums:
+        """Return the sums of this rank and all below, once they are there."""
+        squares = self.share.squares()
+        if terms is not None:
+            return Sums(self.share.steps, squares, tuple(terms.tolist()))
+        below = self.receive("up", Sums, self.bare)
+        return Sums(self.share.steps, squares + below.squares, below.terms)
+
+    def step(self, step: Step) -> float:
+        """Pass a step on, and step; return the gradient's norm."""
+        self.send("down", step)
+        return self.share.step(step.squares, step.learning_rate, step.max_grad_norm)
+
+    def bare(self, message: Sums | Step | Over) -> list[Slot]:
+        """Return room for a message without tensors.
+
+        Raises:
+            WireError: it is of another step.
+        """
+        if message.step != self.share.steps:
+            raise WireError(f"{message} came at step {self.share.steps}")
+        return []
+
+    def slices(self, *, state: bool) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield the vectors of each rank from this one on, with its number."""
+        share = self.share
+        yield share.rank, share.vectors(state=state)
+        for rank in range(share.rank + 1, share.plan.ranks):
+            size = share.parts.block_map.size(share.plan.numbers(rank))
+            yield rank, self._vectors("up", self.slice(rank), size, state=state)
+
+    def slice(self, rank: int) -> Slice:
+        """Return what comes with a rank's vectors."""
+        return Slice(rank, self.share.steps, self.share.optimizer.steps)
+
+    def send_whole(self, assembled: Assembled) -> None:
+        """Tell the ranks below what was put together."""
+        optimizer = assembled.optimizer or {}
+        vectors = [assembled.vector_D, *(optimizer[name] for name in self.share.vector_names)]
+        self.send("down", self._whole, [torch.from_numpy(vector) for vector in vectors])
+
+    def receive_whole(self) -> Assembled:
+        """Return what the first rank has put together, and pass it on."""
+        tensors = self._vectors("down", self._whole, self.share.parts.block_map.layout.size, state=True)
+        self.send("down", self._whole, tensors)
+        return self.assembled(tensors, state=True)
+
+    def assembled(self, vectors: list[Tensor], *, state: bool) -> Assembled:
+        """Return whole vectors under their names."""
+        share = self.share
+        vector_D, *others = (tensor.numpy() for tensor in vectors)
+        optimizer: Arrays = dict(zip(share.vector_names, others, strict=True)) if state else {}
+        optimizer["optimizer.steps"] = np.array(share.optimizer.steps, dtype=np.int64)
+        return Assembled(share.steps, vector_D, optimizer if state else None)
+
+    @property
+    def _whole(self) -> Whole:
+        return Whole(self.share.steps, self.share.optimizer.steps)
+
+    def _vectors(self, way: Way, wanted: Slice | Whole, size: int, *, state: bool) -> list[Tensor]:
+        """Receive vectors of the same length.
+
+        Raises:
+            WireError: they are of another step, or something in them isn't finite.
+        """
+        share = self.share
+        tensors = [
+            torch.empty(size, dtype=share.parts.dtype)
+            for _ in range(1 + (len(share.vector_names) if state else 0))
+        ]
+        assert self._links is not None  # noqa: S101 - or there is nobody to hear from
+        receive(self._links, way, wanted, lambda: [Slot(tensor) for tensor in tensors], self._timeout_s)
+        for tensor in tensors:
+            if not all(math.isfinite(end) for end in torch.stack(tensor.aminmax()).tolist()):
+                raise WireError(f"the numbers that came with {wanted} aren't all finite")
+        return tensors
+
+    def check_opening(self, opening: Opening) -> None:
+        """Check that a minibatch fits this pipeline, and that it is the next one.
+
+        Raises:
+            WireError: it isn't.
+        """
+        share = self.share
+        theirs = opening.generation, opening.step, opening.precision
+        ours = self.generation, share.steps, share.parts.precision
+        if theirs != ours:
+            raise WireError(f"generation, step and precision are {ours} here, a minibatch has {theirs}")
+        parts, rows = len(opening.sizes), sum(opening.sizes)
+        if rows > share.parts.most_rows or parts != share.plan.parts(parts):
+            raise WireError(f"a minibatch of {rows} rows in {parts} parts isn't one of this task")

@@ -1,0 +1,211 @@
+"""Runs one rank's actions for one minibatch: what ``pipeline.schedule`` says, on tensors.
+
+An activation that arrives is a leaf of its own small graph; the gradient that gathers there is what is sent
+back. A graph is let go with its backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from p2pdrl.pipeline.schedule import peak_activations
+from p2pdrl.rl.gradients import Batch
+from p2pdrl.rl.networks.lstm import Context
+from p2pdrl.rl.objectives.objective import Objective, Outputs
+from p2pdrl.rl.stages.frames import decode
+from p2pdrl.rl.stages.links import Links, Way, receive
+from p2pdrl.rl.stages.messages import Activation, Gradient, Message, Opening
+from p2pdrl.rl.stages.rows import Buffers, RowSpec, Slot
+from p2pdrl.rl.stages.share import Share
+
+__all__ = ["Runner"]
+
+Key = tuple[int, int]
+"""A stage and a microbatch."""
+
+
+class Runner(Generic[Outputs]):
+    """Computes the gradients of one share, minibatch by minibatch.
+
+    Args:
+        share: gets the gradients.
+        links: to the neighbours; None where one rank is all.
+        timeout_s: bound on each wait for a message.
+        clock: seconds, monotonic.
+
+    Attributes:
+        waited_s: seconds spent waiting for messages, all minibatches together.
+        ran_s: seconds that the actions of all minibatches took, waiting included.
+    """
+
+    def __init__(
+        self,
+        share: Share[Outputs],
+        links: Links | None,
+        timeout_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._share = share
+        self._plan = share.plan
+        self._links = links
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._buffers = Buffers(share.device)
+        self.waited_s = self.ran_s = 0.0
+        self._do = {
+            "recv_activation": self._recv_activation,
+            "forward": self._forward,
+            "send_activation": self._send_activation,
+            "recv_gradient": self._recv_gradient,
+            "backward": self._backward,
+            "send_gradient": self._send_gradient,
+        }
+
+    def begin(self, opening: Opening, batches: Sequence[Batch] = ()) -> None:
+        """Forget the minibatch before and prepare for another.
+
+        Args:
+            opening: says what it is like.
+            batches: its microbatches, where this is the first rank.
+
+        Raises:
+            WireError: this is the last rank, and the opening doesn't say what its objective is.
+        """
+        share = self._share
+        self._opening = opening
+        self._actions = self._plan.actions(share.rank, len(opening.sizes))
+        self._stored = peak_activations(self._actions)
+        self._lent: dict[Key, list[tuple[RowSpec, Tensor]]] = {}
+        self._inputs: dict[Key, Tensor] = {}
+        self._roots: dict[Key, Tensor] = {}
+        self._gradients: dict[Key, Tensor] = {}
+        self._extras: dict[int, dict[str, Tensor]] = {}
+        self._terms: Tensor | None = None
+        self._objective: Objective[Outputs] | None = None
+        if share.rank == self._plan.ranks - 1:
+            objective: Objective[Outputs] = decode(opening.objective, type(share.parts.objective))
+            self._objective = objective.over(opening.rows)
+        for microbatch, batch in enumerate(batches):
+            self._inputs[0, microbatch] = batch.inputs.to(share.device)
+            self._extras[microbatch] = {
+                name: tensor.to(share.device)
+                for name, tensor in (*batch.targets.items(), *batch.context._asdict().items())
+                if tensor is not None
+            }
+        share.begin()
+
+    def run(self) -> Tensor | None:
+        """Do all that is to be done; the gradients are in the share then.
+
+        Returns:
+            The objective's terms, where this is the last rank.
+        """
+        begin = self._clock()
+        for kind, stage, microbatch in self._actions:
+            self._do[kind](stage, microbatch)
+        # by now all that was sent has arrived: its gradient has come back
+        for key in list(self._lent):
+            self._give_back(key)
+        self._extras.clear()
+        self.ran_s += self._clock() - begin
+        return self._terms
+
+    def room(self, stage: int, microbatch: int) -> list[Slot]:
+        """Return where an activation goes that comes with targets and context, or without."""
+        parts, rows = self._share.parts, self._opening.sizes[microbatch]
+        spec = parts.outputs[self._plan.blocks_of(stage)[0] - 1]
+        memory = self._borrow((stage, microbatch), spec, rows)
+        self._inputs[stage, microbatch] = memory.detach().requires_grad_()
+        slots = [Slot(memory)]
+        if self._first_lap(stage):
+            extras = {name: self._borrow((-1, microbatch), extra, rows) for name, extra in parts.extras}
+            self._extras[microbatch] = extras
+            slots += [Slot(extras[name], extra.below) for name, extra in parts.extras]
+        return slots
+
+    def _recv_activation(self, stage: int, microbatch: int) -> None:
+        if (stage, microbatch) in self._inputs:  # came with the opening
+            return
+        wanted = Activation(stage, microbatch)
+        self._receive("down", wanted, lambda: self.room(stage, microbatch))
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        share, inputs = self._share, self._inputs[stage, microbatch]
+        extras = self._extras.get(microbatch, {})
+        context = Context(extras.get("starts_BT"), extras.get("state_BS"))
+        output = share.forward(stage, inputs, context, stored=self._stored)
+        if stage == self._plan.stages - 1:
+            assert self._objective is not None  # noqa: S101 - this is the last rank
+            targets = {name: extras[name] for name in share.parts.targets}
+            output, terms = self._objective(share.outputs(output), targets)
+            self._terms = terms if self._terms is None else self._terms + terms
+        elif self._links is None:
+            self._inputs[stage + 1, microbatch] = output.detach().requires_grad_()
+        self._roots[stage, microbatch] = output
+
+    def _send_activation(self, stage: int, microbatch: int) -> None:
+        tensors = [self._roots[stage, microbatch].detach()]
+        opening = None
+        if self._first_lap(stage + 1):
+            extras = self._extras[microbatch]
+            tensors += [extras[name].contiguous() for name, _ in self._share.parts.extras]
+            opening = self._opening if microbatch == 0 else None
+        self._send("down", Activation(stage + 1, microbatch, opening), tensors)
+
+    def _recv_gradient(self, stage: int, microbatch: int) -> None:
+        def room() -> list[Slot]:
+            spec = self._share.parts.outputs[self._plan.blocks_of(stage)[-1]]
+            memory = self._borrow((stage, microbatch), spec, self._opening.sizes[microbatch])
+            self._gradients[stage, microbatch] = memory
+            return [Slot(memory)]
+
+        self._receive("up", Gradient(stage, microbatch), room)
+
+    def _backward(self, stage: int, microbatch: int) -> None:
+        key = stage, microbatch
+        root, leaf, given = self._roots.pop(key), self._inputs.pop(key), self._gradients.pop(key, None)
+        if root.requires_grad:
+            torch.autograd.backward(root, given)
+        if stage > 0:
+            found = leaf.grad
+            assert found is not None  # noqa: S101 - the loss depends on every input
+            # blocks that only look at their input otherwise hand on the memory that is about to be used again
+            same = given is not None and _memory(found) == _memory(given)
+            self._gradients[stage - 1, microbatch] = found.clone() if same else found
+        self._give_back(key)
+
+    def _send_gradient(self, stage: int, microbatch: int) -> None:
+        gradient = self._gradients.pop((stage - 1, microbatch)).contiguous()
+        self._send("up", Gradient(stage - 1, microbatch), [gradient])
+
+    def _send(self, way: Way, message: Message, tensors: Sequence[Tensor]) -> None:
+        assert self._links is not None  # noqa: S101 - or there is nobody to send to
+        self._links.send(way, message, tensors)
+
+    def _receive(self, way: Way, wanted: Message, room: Callable[[], list[Slot]]) -> None:
+        assert self._links is not None  # noqa: S101 - or there is nobody to hear from
+        begin = self._clock()
+        receive(self._links, way, wanted, room, self._timeout_s)
+        self.waited_s += self._clock() - begin
+
+    def _borrow(self, key: Key, spec: RowSpec, rows: int) -> Tensor:
+        memory = self._buffers.take(spec, rows)
+        self._lent.setdefault(key, []).append((spec, memory))
+        return memory[:rows]
+
+    def _give_back(self, key: Key) -> None:
+        for spec, memory in self._lent.pop(key, ()):
+            self._buffers.give(spec, memory)
+
+    def _first_lap(self, stage: int) -> bool:
+        """Whether the message to a stage is the first that its rank gets of the microbatch."""
+        return stage < self._plan.ranks
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

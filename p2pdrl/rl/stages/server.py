@@ -1,0 +1,95 @@
+"""What every rank but the first does: wait for minibatches, compute its part of them, step, hand over.
+
+The first rank is ``pipelined``'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Generic
+
+from p2pdrl.errors import WireError
+from p2pdrl.rl.objectives.objective import Outputs
+from p2pdrl.rl.stages.links import Links
+from p2pdrl.rl.stages.messages import Activation, Message, Over, Step
+from p2pdrl.rl.stages.rank import Assembled, Rank
+from p2pdrl.rl.stages.rows import Slot
+from p2pdrl.rl.stages.share import Share
+
+__all__ = ["StageServer"]
+
+
+class StageServer(Generic[Outputs]):
+    """One rank of a pipeline, but the first.
+
+    Args:
+        share: of the model.
+        links: to the neighbours.
+        generation: of the pipeline, the same on all ranks.
+        timeout_s: bound on each wait within a minibatch.
+        idle_timeout_s: bound on the wait for the next minibatch: the first rank makes experience meanwhile.
+        clock: seconds, monotonic; for figures only.
+    """
+
+    def __init__(
+        self,
+        share: Share[Outputs],
+        links: Links,
+        *,
+        generation: int,
+        timeout_s: float,
+        idle_timeout_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._rank = Rank(share, links, generation, timeout_s, clock)
+        self._idle_timeout_s = idle_timeout_s
+
+    @property
+    def share(self) -> Share[Outputs]:
+        """What this rank holds, whatever has become of the pipeline."""
+        return self._rank.share
+
+    def serve(self) -> Assembled | None:
+        """Take part in one update, until the first rank says that it is over.
+
+        Returns:
+            The whole model's state, where the first rank has it spread; None where it only took the slices.
+
+        Raises:
+            TransportError: a neighbour is gone, late or talks nonsense. The pipeline has ended then.
+        """
+        rank = self._rank
+        with rank.whole_or_broken():
+            while (over := self._next()) is None:
+                rank.send("up", rank.gather(rank.runner.run()))
+                rank.step(rank.receive("down", Step, rank.bare))
+            rank.send("down", over)
+            for number, vectors in rank.slices(state=over.state):
+                rank.send("up", rank.slice(number), vectors)
+            return rank.receive_whole() if over.spread else None
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the monitors plot about this rank."""
+        return self._rank.metrics()
+
+    def close(self) -> None:
+        """End this rank's part; from any thread."""
+        self._rank.close()
+
+    def _next(self) -> Over | None:
+        """Wait for the next minibatch and begin it, or learn that there is none."""
+
+        def room(message: Message) -> list[Slot]:
+            if isinstance(message, Over):
+                return self._rank.bare(message)
+            own = self.share.rank
+            opening = message.opening if isinstance(message, Activation) else None
+            if opening is None or message != Activation(own, 0, opening):
+                raise WireError(f"{str(message)[:200]} came instead")
+            self._rank.check_opening(opening)
+            self._rank.runner.begin(opening)
+            return self._rank.runner.room(own, 0)
+
+        message = self._rank.receive_any("down", room, self._idle_timeout_s, "the next minibatch")
+        return message if isinstance(message, Over) else None

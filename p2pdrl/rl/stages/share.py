@@ -1,0 +1,175 @@
+"""One rank's share of a model: its blocks, their parameters, gradients and optimizer.
+
+Nothing here knows of other ranks: ``runner`` says what to compute when, ``neighbours`` what to step with.
+
+Shape suffixes: D parameters of the whole model, P of this share.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from p2pdrl.pipeline.plan import Plan
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.networks.lstm import Context
+from p2pdrl.rl.objectives.objective import Outputs
+from p2pdrl.rl.optimizers import Optimizer
+from p2pdrl.rl.sequential import Block, chain
+from p2pdrl.rl.stages.parts import Parts
+
+__all__ = ["Share"]
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+_NORM_SPAN = 1 << 20
+"""Entries whose squares are added up in float32; the sums are added up in float64."""
+
+
+class Share(Generic[Outputs]):
+    """Takes copies of its blocks from the parts, and the state that the optimizer has then.
+
+    Parameters change in ``step`` and nowhere else, and ``steps`` with them: whatever breaks off a minibatch,
+    they are those after the last whole step.
+
+    Args:
+        parts: of the model.
+        plan: what this rank holds.
+        rank: this one.
+        device: where the blocks are to be.
+        checkpoint_activations: keep only what comes into a stage, and compute the rest anew.
+        steps: minibatches done before.
+
+    Attributes:
+        parts: as given.
+        plan: as given.
+        rank: as given.
+        device: as given.
+        optimizer: of these parameters.
+        steps: minibatches that were stepped with, or skipped: equal on all ranks between two minibatches.
+
+    Raises:
+        LayoutMismatchError: this rank's blocks have no parameters.
+    """
+
+    def __init__(
+        self,
+        parts: Parts[Outputs],
+        plan: Plan,
+        rank: int,
+        device: torch.device,
+        *,
+        checkpoint_activations: bool = False,
+        steps: int = 0,
+    ) -> None:
+        self.parts = parts
+        self.plan = plan
+        self.rank = rank
+        self.device = device
+        self.steps = steps
+        self._checkpoint = checkpoint_activations
+        numbers = plan.numbers(rank)
+        own: list[Block] = copy.deepcopy([parts.blocks[number] for number in numbers])
+        self._flat = FlatModule(nn.ModuleList(own), device, parts.dtype)
+        self.optimizer: Optimizer = parts.optimizer.over(self._flat.parameters_D, self._flat.gradients_D)
+        self.optimizer.load(
+            {
+                name: parts.block_map.take(array, numbers) if array.ndim else array
+                for name, array in parts.optimizer.state().items()
+            }
+        )
+        by_number = dict(zip(numbers, own, strict=True))
+        self._stages = {
+            stage: [by_number[number] for number in plan.blocks_of(stage)] for stage in plan.stages_of(rank)
+        }
+
+    @property
+    def parameters_P(self) -> Tensor:  # noqa: N802 - shape suffix
+        """The parameters, as they are now."""
+        return self._flat.parameters_D
+
+    @property
+    def gradients_P(self) -> Tensor:  # noqa: N802 - shape suffix
+        """The gradients, as far as they are computed."""
+        return self._flat.gradients_D
+
+    def begin(self) -> None:
+        """Forget the gradients of the minibatch before."""
+        self._flat.gradients_D.zero_()
+
+    def forward(self, stage: int, x: Tensor, context: Context, *, stored: int) -> Tensor:
+        """Return a stage's output as it travels.
+
+        Args:
+            stage: one of this rank's.
+            x: its input.
+            context: of the microbatch.
+            stored: most microbatches that this rank stores at once. With one there is nothing to be saved
+                by computing anew.
+        """
+        blocks = self._stages[stage]
+        with self._precision():
+            if x.dtype == torch.bfloat16:  # rounded on its way; each operation knows what it wants
+                x = x.float()
+            if self._checkpoint and stored > 1:
+                y: Tensor = checkpoint(
+                    chain, blocks, x, context, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                y = chain(blocks, x, context)
+        return y if stage == self.plan.stages - 1 else y.to(self.parts.travelling).contiguous()
+
+    def outputs(self, y: Tensor) -> Outputs:
+        """Return what the objective wants, from what the last stage's ``forward`` gave."""
+        last = self._stages[self.plan.stages - 1][-1]
+        return self.parts.unpack(last, y.to(self.parts.dtype))
+
+    def squares(self) -> float:
+        """Return the sum of the squares of all gradients."""
+        norms = [torch.linalg.vector_norm(piece) for piece in torch.split(self._flat.gradients_D, _NORM_SPAN)]
+        return float(torch.stack(norms).double().square().sum())
+
+    def step(self, squares: float, learning_rate: float, max_grad_norm: float) -> float:
+        """Clip as the whole model's gradient is to be clipped, and step, unless that isn't finite.
+
+        Args:
+            squares: of all gradients of the whole model.
+            learning_rate: after annealing.
+            max_grad_norm: bound on the norm of the whole gradient.
+
+        Returns:
+            The norm of the whole gradient, before it was clipped.
+        """
+        norm = math.sqrt(squares)
+        if math.isfinite(norm):
+            if norm > max_grad_norm:
+                self._flat.gradients_D.mul_(max_grad_norm / norm)
+            self.optimizer.step(learning_rate)
+        self.steps += 1
+        return norm
+
+    def vectors(self, *, state: bool) -> list[Tensor]:
+        """Return the parameters, and with ``state`` the optimizer's vectors: copies, on the host."""
+        vectors = [self._flat.parameters_D.to("cpu", copy=True)]
+        if state:
+            arrays = self.optimizer.state()
+            vectors += [torch.from_numpy(np.array(arrays[name])) for name in self.vector_names]
+        return vectors
+
+    @property
+    def vector_names(self) -> list[str]:
+        """Names of the optimizer's vectors, in order."""
+        return [item.name for item in self.optimizer.items() if item.shape]
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self.parts.precision == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()

@@ -1,0 +1,241 @@
+"""Models to be cut, and pipelines of threads that run them."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import deque
+
+import torch
+
+from p2pdrl.config.task import NetworkConfig
+from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
+from p2pdrl.pipeline.plan import Plan
+from p2pdrl.rl.envs import Discrete
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.forward import policy_forward
+from p2pdrl.rl.gradients import Batch
+from p2pdrl.rl.objectives.a2c import A2CObjective
+from p2pdrl.rl.objectives.ppo import PPOObjective
+from p2pdrl.rl.optimizers import Adam
+from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.stages.framed_links import FramedLinks
+from p2pdrl.rl.stages.memory_links import ring
+from p2pdrl.rl.stages.parts import policy_parts
+from p2pdrl.rl.stages.pipelined import Pipelined
+from p2pdrl.rl.stages.rows import RowSpec
+from p2pdrl.rl.stages.server import StageServer
+from p2pdrl.rl.stages.share import Share
+
+from ..gradient_cases import Case
+from ..policies import CONTROL, FRAMES, LSTM, PICTURE, RESNET, TRANSFORMER, VECTOR, make_inputs
+
+CPU = torch.device("cpu")
+ROWS = 11
+"""Odd, so that most cuts are uneven."""
+STEPS = 5
+TIMEOUT_S = 30.0
+"""No test waits for it."""
+
+PPO = PPOObjective(clip=0.2, value_clip=0.3, value_coef=0.7, entropy_coef=0.01)
+A2C = A2CObjective(value_coef=0.5, entropy_coef=0.01)
+
+MODELS = {
+    "mlp": (VECTOR, NetworkConfig(hidden=(8, 7, 6, 5, 4))),
+    "mlp-control": (CONTROL, NetworkConfig(hidden=(8, 7, 6))),
+    "cnn": (FRAMES, NetworkConfig(hidden=(16,))),
+    "resnet": (PICTURE, RESNET),
+    "transformer": (CONTROL, TRANSFORMER),
+    "lstm": (VECTOR, LSTM),
+}
+
+
+def make_case(name, dtype=torch.float64, objective=PPO, rows=ROWS, precision="float32"):
+    """A policy with one batch, and its parts."""
+    spec, network = MODELS[name]
+    policy = ActorCritic(spec, network, 0)
+    flat = FlatModule(policy, CPU, dtype)
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    if not spec.is_image:
+        flat.parameters_D.add_(0.3 * draw(flat.layout.size))  # heads begin near zero
+    obs, context = _inputs(spec, network, rows, dtype)
+    leading = (rows,) if policy.core is None else (rows, STEPS)
+    discrete = isinstance(spec.action, Discrete)
+    targets = {
+        "actions": torch.randint(spec.action.n, leading, generator=generator)
+        if discrete
+        else draw(*leading, spec.action.dim),
+        "advantages": draw(*leading),
+        "returns": draw(*leading),
+    }
+    if isinstance(objective, PPOObjective):
+        targets |= {"log_probs": -1.0 + 0.3 * draw(*leading), "values": draw(*leading)}
+    batch = Batch(obs, targets, rows)
+    if policy.core is not None:
+        targets["valid"] = draw(*leading) > -1.0
+        batch = Batch(obs, targets, int(targets["valid"].sum()), context)
+    parts = policy_parts(
+        policy,
+        objective,
+        Adam(flat.parameters_D, flat.gradients_D),
+        steps=STEPS,
+        most_rows=rows,
+        precision=precision,
+    )
+    parts = dataclasses.replace(parts, inputs=RowSpec(parts.inputs.shape, obs.dtype))
+    return Case(flat, policy, batch, objective, policy_forward(policy, precision)), parts
+
+
+def _inputs(spec, network, rows, dtype):
+    from ..policies import POLICIES
+
+    name = next(name for name, (other, net) in POLICIES.items() if other == spec and net.core == network.core)
+    obs, context = make_inputs(name, rows, steps=STEPS)
+    state = context.state_BS
+    return obs.to(dtype), context._replace(state_BS=None if state is None else state.to(dtype))
+
+
+def even_cuts(blocks, stages):
+    return tuple(blocks * stage // stages for stage in range(1, stages))
+
+
+def make_plan(parts, stages, microbatches, schedule="1f1b", ranks=None):
+    blocks = len(parts.blocks)
+    return Plan(blocks, even_cuts(blocks, stages), schedule, microbatches, ranks or stages)
+
+
+class Pipe:
+    """Bytes from one rank to the next."""
+
+    def __init__(self):
+        self._ready = threading.Condition()
+        self._pieces = deque()
+        self._closed = False
+
+    def write(self, views):
+        with self._ready:
+            if self._closed:
+                raise PeerUnreachableError("closed")
+            self._pieces.extend(memoryview(bytes(view)) for view in views if len(view))
+            self._ready.notify_all()
+
+    def read(self, view, timeout_s):
+        at = 0
+        with self._ready:
+            while at < len(view):
+                if not self._ready.wait_for(lambda: self._pieces or self._closed, timeout_s):
+                    raise PeerTimeoutError("late")
+                if not self._pieces:
+                    raise PeerUnreachableError("closed")
+                piece = self._pieces.popleft()
+                taken = min(len(piece), len(view) - at)
+                view[at : at + taken] = piece[:taken]
+                at += taken
+                if taken < len(piece):
+                    self._pieces.appendleft(piece[taken:])
+
+    def close(self):
+        with self._ready:
+            self._closed = True
+            self._ready.notify_all()
+
+
+class Pipes:
+    """A carrier on pipes."""
+
+    def __init__(self, incoming, outgoing):
+        self.incoming, self.outgoing = incoming, outgoing
+
+    def write(self, way, views):
+        self.outgoing[way].write(views)
+
+    def read(self, way, views, timeout_s):
+        for view in views:
+            self.incoming[way].read(view, timeout_s)
+
+    def close(self):
+        for pipe in (*self.incoming.values(), *self.outgoing.values()):
+            pipe.close()
+
+
+def framed_ring(ranks):
+    down, up = [Pipe() for _ in range(ranks)], [Pipe() for _ in range(ranks)]
+    return [
+        FramedLinks(
+            Pipes(
+                {"down": down[rank - 1], "up": up[(rank + 1) % ranks]}, {"down": down[rank], "up": up[rank]}
+            )
+        )
+        for rank in range(ranks)
+    ]
+
+
+class Pipeline:
+    """All ranks but the first in threads of their own."""
+
+    def __init__(self, parts, plan, make_links=ring, generation=7, shares=None, **options):
+        links = make_links(plan.ranks)
+        if shares is None:
+            shares = [Share(parts, plan, rank, CPU, **options) for rank in range(plan.ranks)]
+        self.shares = shares
+        alone = plan.ranks == 1
+        self.head = Pipelined(
+            shares[0], None if alone else links[0], generation=generation, timeout_s=TIMEOUT_S
+        )
+        self.servers = [
+            StageServer(
+                shares[rank],
+                links[rank],
+                generation=generation,
+                timeout_s=TIMEOUT_S,
+                idle_timeout_s=TIMEOUT_S,
+            )
+            for rank in range(1, plan.ranks)
+        ]
+        self.results = {rank: [] for rank in range(1, plan.ranks)}
+        self.errors = {}
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank, server))
+            for rank, server in enumerate(self.servers, 1)
+        ]
+
+    def _serve(self, rank, server):
+        torch.set_num_threads(1)
+        try:
+            while True:
+                self.results[rank].append(server.serve())
+        except TransportError as error:
+            self.errors[rank] = error
+        finally:
+            server.close()
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.head.close()
+        self.join()
+
+    def join(self):
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
+
+    def gradient(self, parts):
+        """The whole gradient, as it lies on the ranks."""
+        whole = torch.full((parts.block_map.layout.size,), float("nan"), dtype=parts.dtype)
+        for share in self.shares:
+            numbers = share.plan.numbers(share.rank)
+            parts.block_map.put(share.gradients_P.numpy(), whole.numpy(), numbers)
+        return whole
+
+
+def step_with(pipeline, learning_rate=1e-2, max_grad_norm=0.5):
+    """A step of all ranks; returns the norm."""
+    return pipeline.head.step(None, None, learning_rate=learning_rate, max_grad_norm=max_grad_norm, samples=0)
