@@ -18,7 +18,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
         healthy_updates_s: the same without stragglers.
         fresh_updates_s: of those without stragglers, updates that began on parameters which others' work
             had reached since the update before.
-        rounds_s: rounds that ended well and that a node began or took part in.
+        rounds_s: rounds that ended well and that a node began or took part in; a push to one peer is one.
         lost_s: rounds that came to nothing.
         lost: share of the rounds.
         round_s: mean seconds of a round that ended well.
