@@ -27,9 +27,12 @@ COMMON = {
 
 
 def account(nodes):
-    accounts = [node.status()["accounting"]["adpsgd"] for node in nodes]
+    """Rounds, bytes and updates of all nodes so far, and when that was."""
+    statuses = [node.status() for node in nodes]
+    accounts = [status["accounting"]["adpsgd"] for status in statuses]
     ok = sum(one["rounds"].get("ok", 0) for one in accounts)
-    return ok, sum(one["bytes_out"] for one in accounts), time.monotonic()
+    updates = sum(status["updates"] for status in statuses)
+    return ok, sum(one["bytes_out"] for one in accounts), updates, time.monotonic()
 
 
 @pytest.mark.slow
@@ -39,16 +42,17 @@ def test_rounds_and_bytes_are_as_predicted(swarm, wait_until):
     for index in range(NODES):
         nodes.append(swarm.start(f"n{index}", *flags, peers=nodes[0] if nodes else None))
     swarm.training(*nodes, timeout_s=120)
-    wait_until(lambda: account(nodes)[0] >= 2 * NODES, 60, "exchanges go on")
+    # The first node lets those rest that refused it while they started.
+    wait_until(lambda: all(account([node])[0] >= 2 for node in nodes), 60, "all begin exchanges")
     first = account(nodes)
     time.sleep(WATCHED_S)
     last = account(nodes)
-    took_s = last[2] - first[2]
-    rounds_s, bytes_s = ((last[i] - first[i]) / took_s / NODES for i in (0, 1))
+    took_s = last[3] - first[3]
+    rounds_s, bytes_s, updates_s = ((last[i] - first[i]) / took_s / NODES for i in (0, 1, 2))
 
-    described = SwarmDescription(
-        nodes=NODES, size=SIZE, machines=(Machine(update_s=UPDATE_S),), links=(LOOPBACK,)
-    )
+    # On a machine that is busy with other things learners are slower than they are paced to be.
+    machine = Machine(update_s=max(UPDATE_S, 1 / updates_s))
+    described = SwarmDescription(nodes=NODES, size=SIZE, machines=(machine,), links=(LOOPBACK,))
     said = predict(described, AdpsgdConfig(), seconds=60)
     assert rounds_s == pytest.approx(said.rounds_s, rel=0.3)
     assert bytes_s == pytest.approx(said.bytes_out_s, rel=0.3)
