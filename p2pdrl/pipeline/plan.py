@@ -80,12 +80,12 @@ class Plan:
         """
         return _schedule(self.schedule, self.stages, microbatches, self.ranks)[rank]
 
-    def parts(self, rows: int) -> int:
-        """Return into how many microbatches a batch is cut: no more than it has rows.
+    def parts(self, rows: int, *, most: int = MAX_MICROBATCHES) -> int:
+        """Return into how many microbatches a batch is cut: no more than it has rows, or than ``most``.
 
         Of those the most that the schedule allows; one is always allowed.
         """
-        parts = max(min(self.microbatches, rows), 1)
+        parts = max(min(self.microbatches, rows, most), 1)
         while parts > 1 and not self._allows(parts):
             parts -= 1
         return parts

@@ -23,6 +23,7 @@ from p2pdrl.rl.stages.links import Links
 from p2pdrl.rl.stages.messages import Opening, Over, Step, Sums
 from p2pdrl.rl.stages.rank import Assembled, Rank
 from p2pdrl.rl.stages.share import Share
+from p2pdrl.rl.tuner import Tuner
 
 __all__ = ["Pipelined"]
 
@@ -39,7 +40,9 @@ class Pipelined(Generic[Outputs]):
         links: to the neighbours; None where this rank is all.
         generation: of the pipeline, the same on all ranks.
         timeout_s: bound on each wait for a message.
-        clock: seconds, monotonic; for figures only.
+        tune: measure numbers of microbatches up to the plan's, and stay with the fastest (``tuner``).
+        clock: seconds, monotonic; what tuning measures with.
+        say: told what tuning picked.
     """
 
     def __init__(
@@ -49,11 +52,16 @@ class Pipelined(Generic[Outputs]):
         *,
         generation: int,
         timeout_s: float,
+        tune: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._rank = Rank(share, links, generation, timeout_s, clock)
         self._sums: Sums | None = None
         self._microbatches = share.plan.microbatches
+        self._tuner = Tuner(share.plan.microbatches) if tune else None
+        self._clock = clock
+        self._say = say
 
     @property
     def share(self) -> Share[Outputs]:
@@ -74,7 +82,9 @@ class Pipelined(Generic[Outputs]):
         if self._sums is not None:
             raise RuntimeError("a pipeline's gradient is to be stepped with by the pipeline itself")
         share.parts.check(batch)
-        batches = cut(batch, share.plan.parts(len(batch.inputs)))
+        begin, tuner = self._clock(), self._tuner
+        most = share.plan.microbatches if tuner is None else tuner.microbatches
+        batches = cut(batch, share.plan.parts(len(batch.inputs), most=most))
         self._microbatches = len(batches)
         opening = Opening(
             generation=rank.generation,
@@ -87,6 +97,8 @@ class Pipelined(Generic[Outputs]):
         with rank.whole_or_broken():
             rank.runner.begin(opening, batches)
             self._sums = rank.gather(rank.runner.run())
+        if tuner is not None and not tuner.done:
+            self._measured(tuner, (self._clock() - begin) / max(batch.rows, 1))
         return torch.tensor(self._sums.terms, dtype=share.parts.dtype, device=batch.inputs.device)
 
     def step(
@@ -152,3 +164,8 @@ class Pipelined(Generic[Outputs]):
     def close(self) -> None:
         """End the pipeline; from any thread."""
         self._rank.close()
+
+    def _measured(self, tuner: Tuner, seconds_per_row: float) -> None:
+        tuner.took(seconds_per_row)
+        if tuner.done:
+            self._say(f"microbatches = {tuner.microbatches} of {sorted(tuner.medians_s)} is the fastest")

@@ -103,6 +103,7 @@ class Rank(Generic[Outputs]):
             yield
         except BaseException:
             self.close()
+            self.runner.forget()
             raise
 
     def close(self) -> None:
@@ -155,10 +156,14 @@ class Rank(Generic[Outputs]):
         """Return room for a message without tensors.
 
         Raises:
-            WireError: it is of another step.
+            WireError: it is of another step, or its numbers would do harm.
         """
         if message.step != self.share.steps:
             raise WireError(f"{message} came at step {self.share.steps}")
+        if isinstance(message, (Sums, Step)) and message.squares < 0.0:
+            raise WireError(f"{message}: no squares add up to that")
+        if isinstance(message, Step) and not math.isfinite(message.learning_rate + message.max_grad_norm):
+            raise WireError(f"{message} isn't a step that can be taken")
         return []
 
     def slices(self, *, state: bool) -> Iterator[tuple[int, list[Tensor]]]:

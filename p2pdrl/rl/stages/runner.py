@@ -77,15 +77,10 @@ class Runner(Generic[Outputs]):
             WireError: this is the last rank, and the opening doesn't say what its objective is.
         """
         share = self._share
+        self.forget()
         self._opening = opening
         self._actions = self._plan.actions(share.rank, len(opening.sizes))
         self._stored = peak_activations(self._actions)
-        self._lent: dict[Key, list[tuple[RowSpec, Tensor]]] = {}
-        self._inputs: dict[Key, Tensor] = {}
-        self._roots: dict[Key, Tensor] = {}
-        self._gradients: dict[Key, Tensor] = {}
-        self._extras: dict[int, dict[str, Tensor]] = {}
-        self._terms: Tensor | None = None
         self._objective: Objective[Outputs] | None = None
         if share.rank == self._plan.ranks - 1:
             objective: Objective[Outputs] = decode(opening.objective, type(share.parts.objective))
@@ -98,6 +93,15 @@ class Runner(Generic[Outputs]):
                 if tensor is not None
             }
         share.begin()
+
+    def forget(self) -> None:
+        """Let go of all that a minibatch keeps, wherever it was broken off."""
+        self._inputs: dict[Key, Tensor] = {}
+        self._roots: dict[Key, Tensor] = {}
+        self._gradients: dict[Key, Tensor] = {}
+        self._extras: dict[int, dict[str, Tensor]] = {}
+        self._lent: dict[Key, list[tuple[RowSpec, Tensor]]] = {}
+        self._terms: Tensor | None = None
 
     def run(self) -> Tensor | None:
         """Do all that is to be done; the gradients are in the share then.

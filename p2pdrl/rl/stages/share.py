@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.plan import Plan
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.networks.lstm import Context
@@ -57,7 +58,7 @@ class Share(Generic[Outputs]):
         steps: minibatches that were stepped with, or skipped: equal on all ranks between two minibatches.
 
     Raises:
-        LayoutMismatchError: this rank's blocks have no parameters.
+        ConfigError: this rank's blocks have no parameters.
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class Share(Generic[Outputs]):
         self.steps = steps
         self._checkpoint = checkpoint_activations
         numbers = plan.numbers(rank)
+        if parts.block_map.size(numbers) == 0:
+            raise ConfigError(f"rank {rank} has no parameters to train: cut the model elsewhere")
         own: list[Block] = copy.deepcopy([parts.blocks[number] for number in numbers])
         self._flat = FlatModule(nn.ModuleList(own), device, parts.dtype)
         self.optimizer: Optimizer = parts.optimizer.over(self._flat.parameters_D, self._flat.gradients_D)

@@ -8,15 +8,34 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from p2pdrl.errors import LayoutMismatchError
-from p2pdrl.rl.gradients import Accumulated, WholeBatch
+from p2pdrl.pipeline.plan import Plan
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.forward import module_forward
+from p2pdrl.rl.gradients import Accumulated, Batch, WholeBatch
 from p2pdrl.rl.networks.lstm import Context
+from p2pdrl.rl.objectives.regression import TARGETS, CrossEntropy
 from p2pdrl.rl.optimizers import SGD, Adagrad, Adam, Momentum, RMSProp
+from p2pdrl.rl.stages.parts import module_parts
+from p2pdrl.rl.stages.pipelined import Pipelined
+from p2pdrl.rl.stages.rows import RowSpec
 from p2pdrl.rl.stepping import OwnStepper
 
 from ..gradient_cases import reference
-from .pipelines import A2C, CPU, MODELS, PPO, Pipeline, framed_ring, make_case, make_plan, step_with
+from .pipelines import (
+    A2C,
+    CPU,
+    MODELS,
+    PPO,
+    TIMEOUT_S,
+    Pipeline,
+    framed_ring,
+    make_case,
+    make_plan,
+    step_with,
+)
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
 MICROBATCHES = (1, 2, 4, 8)
@@ -114,6 +133,37 @@ def test_batches_of_changing_size():
             assert relative(pipeline.gradient(parts), expected) < 1e-12
 
 
+class Views(nn.Module):
+    def forward(self, x):
+        return x.unflatten(1, (2, 3)).flatten(1)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_blocks_that_only_look_at_their_input_otherwise(microbatches):
+    """Gradients pass through them in the memory in which they came."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [nn.Linear(5, 6), nn.Linear(6, 6), Views(), nn.Linear(6, 4)]
+    flat = FlatModule(nn.Sequential(*layers), CPU, torch.float64)
+    flat.parameters_D.copy_(torch.randn(flat.layout.size, generator=generator))
+    parts = module_parts(
+        flat.module,
+        layers,
+        CrossEntropy(),
+        SGD(flat.parameters_D, flat.gradients_D),
+        inputs=RowSpec((5,), torch.float64),
+        targets=RowSpec((), torch.int64, 4),
+        most_rows=32,
+    )
+    targets = torch.randint(4, (32,), generator=generator)
+    batch = Batch(torch.randn(32, 5, generator=generator).double(), {TARGETS: targets}, 32)
+    WholeBatch(flat, module_forward(layers)).gradients(batch, parts.objective)
+    with Pipeline(parts, Plan(4, (1, 2, 3), "interleaved", microbatches, 2)) as pipeline:
+        for _ in range(5):
+            pipeline.head.gradients(batch, parts.objective)
+            step_with(pipeline, learning_rate=0.0, max_grad_norm=1e9)
+            assert relative(pipeline.gradient(parts), flat.gradients_D) < 1e-12
+
+
 def test_the_objective_of_each_batch_counts():
     case, parts = make_case("mlp")
     other = dataclasses.replace(PPO, clip=0.01, entropy_coef=0.3)
@@ -127,12 +177,12 @@ def test_the_objective_of_each_batch_counts():
 # --- steps ---------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
-    "adam": lambda *tensors: Adam(*tensors),
+    "adam": Adam,
     "rmsprop": lambda *tensors: RMSProp(*tensors, 0.99, 1e-5),
-    "sgd": lambda *tensors: SGD(*tensors),
+    "sgd": SGD,
     "sparse sgd": lambda *tensors: SGD(*tensors, sparse=True),
     "nesterov": lambda *tensors: Momentum(*tensors, nesterov=True),
-    "adagrad": lambda *tensors: Adagrad(*tensors),
+    "adagrad": Adagrad,
 }
 
 
@@ -251,12 +301,13 @@ def test_in_bf16_a_pipeline_is_as_near_to_float32_as_the_unsplit_model(name):
     assert 1e-4 < split < max(2 * unsplit, 0.03)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("name", ["mlp", "transformer", "lstm"])
 @pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 3), ("1f1b", 3), ("interleaved", 1)])
-def test_activations_computed_anew_are_the_same(name, schedule, ranks):
+def test_activations_computed_anew_are_the_same(name, schedule, ranks, precision):
     found, calls = [], []
     for anew in (False, True):
-        case, parts = make_case(name, torch.float32)
+        case, parts = make_case(name, torch.float32, precision=precision)
         plan = make_plan(parts, 3, 4, schedule, ranks)
         with Pipeline(parts, plan, checkpoint_activations=anew) as pipeline:
             forwards = [[] for _ in pipeline.shares]
@@ -312,6 +363,41 @@ def test_a_batch_that_is_not_as_promised_is_refused_before_anything_is_sent(chan
         step_with(pipeline)
 
 
+def test_the_number_of_microbatches_can_be_measured():
+    """By a clock on which three ranks' share of the work shrinks with the bubble, and messages cost."""
+    case, parts = make_case("mlp")
+    time, said = [0.0], []
+    with Pipeline(parts, make_plan(parts, 3, 6)) as pipeline:
+        tuned = Pipelined(
+            pipeline.shares[0],
+            pipeline.head._rank._links,
+            generation=7,
+            timeout_s=TIMEOUT_S,
+            tune=True,
+            clock=lambda: time[0],
+            say=said.append,
+        )
+        expected, _ = reference(case)
+        used = []
+        pipeline.head = tuned
+        original = tuned._rank.gather
+
+        def gather(terms):
+            number = tuned._microbatches
+            used.append(number)
+            time[0] += (number + 2) / number + 0.3 * number
+            return original(terms)
+
+        tuned._rank.gather = gather
+        for _ in range(20):
+            tuned.gradients(case.batch, case.objective)
+            step_with(pipeline, learning_rate=0.0, max_grad_norm=1e9)
+            assert relative(pipeline.gradient(parts), expected) < 1e-12
+    assert used[:6] == [1, 2, 4, 1, 2, 4]
+    assert used[18:] == [2, 2]
+    assert said == ["microbatches = 2 of [1, 2, 4] is the fastest"]
+
+
 def test_metrics_tell_of_stages_and_waiting():
     case, parts = make_case("mlp")
     with Pipeline(parts, make_plan(parts, 2, 4)) as pipeline:
@@ -322,4 +408,3 @@ def test_metrics_tell_of_stages_and_waiting():
         assert metrics == {"microbatches": 4.0, "stages": 2.0}
         assert pipeline.head.metrics()["bubble"] == 0.0
     assert pipeline.servers[0].metrics()["bubble"] >= 0.0
-    assert CPU == pipeline.head.share.device
