@@ -51,6 +51,29 @@ def test_same_steps_as_torch(name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
+def test_optimizers_of_pieces_do_what_the_whole_ones_does(name):
+    mine, gradients, optimizer, _, _ = ours_and_torchs(name)
+    optimizer.step(0.01)
+    pieces = []
+    for span in (slice(0, 20), slice(20, 21), slice(21, D)):
+        parameters, own_gradients = mine[span].clone(), torch.zeros_like(gradients[span])
+        piece = optimizer.over(parameters, own_gradients)
+        assert piece.steps == 0
+        piece.load({k: v[span] if v.ndim else v for k, v in optimizer.state().items()})
+        pieces.append((span, parameters, own_gradients, piece))
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        gradients.copy_(torch.randn(D, generator=generator))
+        optimizer.step(0.01)
+        for span, _, own_gradients, piece in pieces:
+            own_gradients.copy_(gradients[span])
+            piece.step(0.01)
+    for span, parameters, _, piece in pieces:
+        assert torch.equal(parameters, mine[span])
+        assert piece.steps == optimizer.steps == 4
+
+
+@pytest.mark.parametrize("name", PAIRS)
 def test_state_carries_over(name):
     mine, gradients, optimizer, _, _ = ours_and_torchs(name)
     gradients.fill_(0.5)
