@@ -199,6 +199,10 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
+    styles = {
+        name: {"label": name, "color": f"C{at % 10}", "linestyle": "-" if at < 10 else "--", "linewidth": 1.2}
+        for at, name in enumerate(dict.fromkeys(row["strategy"] for row in results))
+    }
     weathers = [weather for weather in WEATHERS if any(row["weather"] == weather for row in results)]
     columns = (
         ("seconds", "seconds", 1.0),
@@ -214,8 +218,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
                     axis.plot(
                         [p[key] / unit for p in points],
                         [p["mean_return"] for p in points],
-                        label=row["strategy"],
-                        linewidth=1.2,
+                        **styles[row["strategy"]],
                     )
             axis.set_xlabel(label)
             axis.set_title(weather)
