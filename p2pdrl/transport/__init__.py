@@ -5,7 +5,9 @@
 - `http_transport`: the real one; it joins `http_client` and `http_server`.
 - `stream_client` (`stream_opener`, `stream_caller`) and `stream_server` (`stream_served`): the bulk
   lane's calls, framed on an upgraded connection; `stream_frames`: their bytes; `stream_socket`: moves them.
-- `upgrading`, `takeover`: both ends of the request that makes a connection a stream.
+- `pipe`: a connection that the daemon opens (`pipe_opener`, `pipe_server`) and another process uses by
+  `pipe_end` (`pipe_sender`, `pipe_receiver` over one `pipe_link`); `pipe_frames`, `pipe_parser`: its bytes.
+- `upgrading`, `takeover`: both ends of the request that makes a connection a stream or a pipe.
 - `outgoing`, `credentials`, `incoming`: a call on its way out, what proves it and its answer, a request as
   its handler sees it.
 - `routes`: what is served, and how a handler's failure is told; shared by both.
@@ -17,5 +19,5 @@
 - `dial`, `socket_options`: names to addresses, and addresses that are never dialled; how sockets are set up.
 - `fault_proxy`: the faults of a network before a real node, for tests and benchmarks.
 
-Membership and strategies import `protocol`; only the node imports the rest.
+Membership and strategies import `protocol`, learner processes `pipe_end`; only the node imports the rest.
 """

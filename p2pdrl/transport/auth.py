@@ -8,8 +8,8 @@ an HMAC-SHA256, checked before the body is read. A piece carries a GMAC (AES-128
 nothing encrypted, NIST SP 800-38D): 31 GB/s on a core with VAES where HMAC-SHA256 does 2.1,
 so that a 40 MB vector is checked in 2 ms and not in 20. GMAC must never see one (key, nonce)
 twice: the key is derived from the fresh random nonces of this request (and, for an answer, of
-this answer), and the piece's index is the GCM nonce. A stream has one key for each direction,
-derived from the nonces with which it was opened, and counts its pieces from one end to the other.
+this answer), and the piece's index is the GCM nonce. Streams and pipes have one key for each direction,
+derived from the nonces with which they were opened, and count their pieces from one end to the other.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class PieceMac:
 
 
 class SerialMac:
-    """MACs of everything that goes one way on one stream, numbered one after another.
+    """MACs of everything that goes one way on one stream or pipe, numbered one after another.
 
     Both ends count, so that nothing can be repeated, left out or put in another order.
 
@@ -163,11 +163,20 @@ class SwarmKeys:
 
     def stream(self, nonce: str, answer_nonce: str) -> tuple[SerialMac, SerialMac]:
         """MACs of the stream opened by these two fresh nonces: the caller's way and the callee's."""
-        ways = (
-            hmac.digest(self._pieces, _join(("stream", way, nonce, answer_nonce)), hashlib.sha256)
-            for way in ("calls", "answers")
-        )
-        return SerialMac(next(ways)), SerialMac(next(ways))
+        calls, answers = self._ways("stream", nonce, answer_nonce)
+        return SerialMac(calls), SerialMac(answers)
+
+    def pipe(self, nonce: str, answer_nonce: str) -> tuple[bytes, bytes]:
+        """Keys for the `SerialMac` of the pipe opened by these two fresh nonces; as for `stream`."""
+        return self._ways("pipe", nonce, answer_nonce)
+
+    def _ways(self, purpose: str, nonce: str, answer_nonce: str) -> tuple[bytes, bytes]:
+        """Return the keys of what goes from the caller to the callee, and of what comes back."""
+
+        def key(way: str) -> bytes:
+            return hmac.digest(self._pieces, _join((purpose, way, nonce, answer_nonce)), hashlib.sha256)
+
+        return key("calls"), key("answers")
 
 
 class ReplayGuard:

@@ -57,6 +57,10 @@ class Credentials:
         )
         return head.sign(self.keys) if self.keys is not None else head
 
+    def sealed(self, head: RequestHead, meta: bytes) -> bytes:
+        """Return the body of a request that has no vector: its metadata with their MAC."""
+        return meta + self.keys.request_pieces(head.nonce).of(0, meta) if self.keys is not None else meta
+
     def check(self, answer: AnswerHead, request: RequestHead) -> None:
         """Make sure that an answer is to our request, and of the node that it was for.
 

@@ -14,18 +14,20 @@ from p2pdrl.transport.pieces import Buffer
 __all__ = ["STAGE_BYTES", "Filling", "Stage"]
 
 STAGE_BYTES = 32768
-"""Length of a stage, and so the longest that can be taken from it at once."""
+"""Length of a stage where nothing longer is needed."""
 
 
 class Stage:
     """A few bytes that came and that nobody asked for yet.
 
     Args:
-        first: bytes that are there already, at most `STAGE_BYTES`.
+        first: bytes that are there already.
+        size: the longest that can lie here, and so be taken, at once.
     """
 
-    def __init__(self, first: Buffer = b"") -> None:
-        self._bytes = memoryview(bytearray(STAGE_BYTES))
+    def __init__(self, first: Buffer = b"", size: int = STAGE_BYTES) -> None:
+        self._bytes = memoryview(bytearray(size))
+        self._size = size
         self._from, self._to = 0, len(first)
         self._bytes[: self._to] = first
 
@@ -36,9 +38,9 @@ class Stage:
         """Return where the next bytes go; empty when it is full.
 
         Args:
-            nbytes: how many must be able to lie here at once, at most `STAGE_BYTES`.
+            nbytes: how many must be able to lie here at once.
         """
-        if STAGE_BYTES - self._from < nbytes:
+        if self._size - self._from < nbytes:
             self._to -= self._from
             self._bytes[: self._to] = self._bytes[self._from : self._from + self._to]
             self._from = 0
@@ -72,6 +74,9 @@ class Stage:
             self._from = self._to = 0
 
 
+_NO_TAIL = memoryview(b"")
+
+
 class Filling:
     """A buffer that fills with pieces as they come, each checked when it is whole.
 
@@ -91,7 +96,7 @@ class Filling:
         self._start = 0
         self._piece = out[:PIECE_BYTES]
         self._at = 0
-        self._tail = memoryview(bytearray(MAC_BYTES if mac is not None else 0))
+        self._tail = memoryview(bytearray(MAC_BYTES)) if mac is not None else _NO_TAIL
 
     @property
     def full(self) -> bool:
@@ -129,9 +134,9 @@ class Filling:
         """
         used = 0
         while used < len(data) and not self.full:
-            for room in self.room():
-                count = min(len(room), len(data) - used)
-                room[:count] = data[used : used + count]
-                used += count
-                self.took(count)
+            room = self.room()[0]
+            count = min(len(room), len(data) - used)
+            room[:count] = data[used : used + count]
+            used += count
+            self.took(count)
         return used

@@ -8,7 +8,8 @@ become ours here: see `Transport.call`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
 
 import aiohttp
 from yarl import URL
@@ -23,11 +24,15 @@ from p2pdrl.transport.headers import CONTENT_TYPE, AnswerHead, RequestHead
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.outgoing import Call, refused
 from p2pdrl.transport.pieces import body_nbytes
+from p2pdrl.transport.pipe import Pipe
+from p2pdrl.transport.pipe_opener import PipeOpener
 from p2pdrl.transport.protocol import Address, Answer, Lane
 from p2pdrl.transport.stream_client import StreamClient
 from p2pdrl.transport.upgrading import NotConnectedError, NotOfferedError
 
 __all__ = ["HttpClient"]
+
+T = TypeVar("T")
 
 
 class HttpClient:
@@ -56,6 +61,7 @@ class HttpClient:
         self._dialer = dialer
         self._lanes: dict[Lane, aiohttp.ClientSession] = {}
         self._streams = StreamClient(credentials, clock=clock, limits=limits, counters=counters)
+        self._pipes = PipeOpener(credentials, limits)
 
     async def start(self) -> None:
         """Open both lanes."""
@@ -69,6 +75,7 @@ class HttpClient:
         lanes = tuple(self._lanes.values())
         self._lanes.clear()
         self._streams.close()
+        self._pipes.close()
         for session in lanes:
             await session.close()
 
@@ -89,24 +96,44 @@ class HttpClient:
 
     async def call(self, to: Address, call: Call, *, deadline_s: float, lane: Lane) -> Answer:
         """Send ``call`` to ``to``; errors as in `Transport.call`."""
+
+        async def once(address: Address) -> Answer:
+            if lane == "bulk" and self._streams.offered(address):
+                try:
+                    return await self._streams.call(address, call)
+                except NotOfferedError:
+                    pass  # an older node, or something between us that knows no upgrades
+            return await self._exchange(address, call, self._lanes[lane])
+
+        return await self._try_addresses(to, once, call.path, deadline_s)
+
+    async def open_pipe(
+        self, to: Address, peer_id: str, route: str, meta: bytes, *, deadline_s: float
+    ) -> Pipe:
+        """Open a pipe; see `HttpTransport.open_pipe`."""
+
+        async def once(address: Address) -> Pipe:
+            return await self._pipes.open(address, peer_id, route, meta)
+
+        return await self._try_addresses(to, once, f"the request for the pipe {route}", deadline_s)
+
+    async def _try_addresses(
+        self, to: Address, once: Callable[[Address], Awaitable[T]], what: str, deadline_s: float
+    ) -> T:
+        """Do something at the first IP of a peer where it listens; errors as in `Transport.call`."""
         if not self._lanes:
             raise PeerUnreachableError(f"{to} isn't called: our transport is closed", sent=False)
         try:
             async with asyncio.timeout(deadline_s):
-                return await self._try_addresses(to, call, lane)
+                return await self._try_each(to, once)
         except TimeoutError as error:
-            raise PeerTimeoutError(f"{to} didn't answer {call.path} within {deadline_s:g} s") from error
+            raise PeerTimeoutError(f"{to} didn't answer {what} within {deadline_s:g} s") from error
 
-    async def _try_addresses(self, to: Address, call: Call, lane: Lane) -> Answer:
+    async def _try_each(self, to: Address, once: Callable[[Address], Awaitable[T]]) -> T:
         broken: Exception | None = None
         for address in await self._dialer.addresses(to):
             try:
-                if lane == "bulk" and self._streams.offered(address):
-                    try:
-                        return await self._streams.call(address, call)
-                    except NotOfferedError:
-                        pass  # an older node, or something between us that knows no upgrades
-                return await self._exchange(address, call, self._lanes[lane])
+                return await once(address)
             except (NotConnectedError, aiohttp.ClientConnectorError) as error:
                 broken = error
             except (ConnectionError, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
@@ -123,13 +150,13 @@ class HttpClient:
             call.path, call.target_id, meta_nbytes=len(call.meta), vector_nbytes=call.vector_nbytes
         )
         keys = self._credentials.keys
-        mac = keys.request_pieces(head.nonce) if keys is not None else None
-        nbytes = body_nbytes(len(call.meta), call.vector_nbytes, mac is not None)
+        nbytes = body_nbytes(len(call.meta), call.vector_nbytes, keys is not None)
         data: bytes | AsyncIterator[bytes | memoryview]
         if call.views:
+            mac = keys.request_pieces(head.nonce) if keys is not None else None
             data = body_chunks(call.meta, call.views, mac)
         else:
-            data = call.meta + (mac.of(0, call.meta) if mac is not None else b"")
+            data = self._credentials.sealed(head, call.meta)
         headers = {**head.to_headers(), "Content-Length": str(nbytes)}
         url = URL.build(scheme="http", host=address.host, port=address.port, path=call.path)
         async with session.post(url, data=data, headers=headers, allow_redirects=False) as response:

@@ -1,4 +1,4 @@
-"""Answers peers: ``POST /p2p/<route>`` on the node's port, and requests for streams.
+"""Answers peers: ``POST /p2p/<route>`` on the node's port, and requests for streams and pipes.
 
 A request is judged from its header alone, in the order cheap to dear: Host and Origin,
 content type, protocol, swarm and target, sizes, MAC, freshness, rate. Only then its body is
@@ -23,8 +23,11 @@ from p2pdrl.transport.headers import CONTENT_TYPE, NO_TARGET, AnswerHead, Reques
 from p2pdrl.transport.incoming import BodyIncoming
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.pieces import body_nbytes, views_of
+from p2pdrl.transport.pipe_frames import PIPE_PREFIX
+from p2pdrl.transport.pipe_frames import UPGRADE as PIPE_UPGRADE
+from p2pdrl.transport.pipe_server import PipeServer
 from p2pdrl.transport.protocol import Refusal, Reply
-from p2pdrl.transport.routes import MAX_REASON_CHARS, Route, Routes, report_end, run_handler
+from p2pdrl.transport.routes import MAX_REASON_CHARS, R, Route, Routes, report_end, run_handler
 from p2pdrl.transport.stream_frames import STREAM_PATH, UPGRADE
 from p2pdrl.transport.stream_served import Shared
 from p2pdrl.transport.stream_server import StreamServer
@@ -51,7 +54,8 @@ class HttpServer:
         allowed_hosts: our names that a Host header may hold.
 
     Attributes:
-        routes: what is served.
+        routes: what is served to calls.
+        pipes: the pipes that were opened here, and the routes of those that can be.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class HttpServer:
         counters: TrafficCounters,
         allowed_hosts: Callable[[], set[str]],
     ) -> None:
-        self.routes = Routes()
+        self.routes: Routes[Reply] = Routes()
         self._node_id = node_id
         self._swarm_id = swarm_id
         self._keys = keys
@@ -83,10 +87,12 @@ class HttpServer:
             counters=counters,
         )
         self._streams = StreamServer(node_id, keys, shared)
+        self.pipes = PipeServer(node_id, keys, limits)
 
     def mount(self, app: web.Application) -> None:
         """Add the peer routes, for every method, to ``app``."""
         app.router.add_route("*", PREFIX + "{route:.*}", self.handle)
+        app.router.add_route("*", PIPE_PREFIX + "{route:.*}", self.handle)
         self._streams.mount(app)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -94,7 +100,9 @@ class HttpServer:
         try:
             if request.method == "GET" and request.raw_path == STREAM_PATH and "Upgrade" in request.headers:
                 return await self._stream(request)
-            head, route = self._judge(request)
+            if request.raw_path.startswith(PIPE_PREFIX):
+                return await self._pipe(request)
+            head, route = self._judge(request, self.routes)
             with self._admission.slot(head.sender):
                 reply = await self._run(request, head, route)
                 return await self._answer(request, head, reply)
@@ -123,14 +131,27 @@ class HttpServer:
             pass  # it counts as one request; its calls count by themselves
         return await self._streams.serve(request, head, connection)
 
-    def _judge(self, request: web.Request) -> tuple[RequestHead, Route]:
+    async def _pipe(self, request: web.Request) -> web.StreamResponse:
+        """Judge a request for a pipe, let its handler decide, and hand the pipe over.
+
+        Raises:
+            Refusal: with the status of the abuse table.
+            ConnectionError: the caller went away.
+        """
+        head, route = self._judge(request, self.pipes.routes)
+        if request.headers.get("Upgrade", "").lower() != PIPE_UPGRADE:
+            raise Refusal(426, f"pipes of {PIPE_UPGRADE} only")
+        with self._admission.slot(head.sender):
+            return await self.pipes.serve(request, head, lambda: self._run(request, head, route))
+
+    def _judge(self, request: web.Request, routes: Routes[R]) -> tuple[RequestHead, Route[R]]:
         """Decide from the header alone.
 
         Raises:
             Refusal: with the status of the abuse table.
         """
         head = self._head(request, "POST")
-        route = self.routes.find(request.match_info["route"])
+        route = routes.find(request.match_info["route"])
         self._check_size(request, head, route)
         self._check_proof(head)
         return head, route
@@ -169,7 +190,7 @@ class HttpServer:
         if head.target not in (NO_TARGET, self._node_id):
             raise Refusal(403, f"meant for node {head.target}, this is {self._node_id}")
 
-    def _check_size(self, request: web.Request, head: RequestHead, route: Route) -> None:
+    def _check_size(self, request: web.Request, head: RequestHead, route: Route[R]) -> None:
         route.admit(head.meta_nbytes, head.vector_nbytes)
         announced = request.content_length
         expected = body_nbytes(head.meta_nbytes, head.vector_nbytes, self._keys is not None)
@@ -192,7 +213,7 @@ class HttpServer:
         if not fresh:
             raise Refusal(409, "this request was seen before")
 
-    async def _run(self, request: web.Request, head: RequestHead, route: Route) -> Reply:
+    async def _run(self, request: web.Request, head: RequestHead, route: Route[R]) -> R:
         """Read the metadata and run the handler.
 
         Raises:

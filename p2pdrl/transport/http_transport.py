@@ -10,7 +10,7 @@ membership and strategies as a `Transport`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
@@ -23,7 +23,8 @@ from p2pdrl.transport.http_client import HttpClient
 from p2pdrl.transport.http_server import HttpServer
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.outgoing import Call
-from p2pdrl.transport.protocol import Address, Answer, Handler, Lane, VectorBuffer
+from p2pdrl.transport.pipe import MAX_PIPE_META_BYTES, Pipe, PipeReply
+from p2pdrl.transport.protocol import Address, Answer, Handler, Incoming, Lane, VectorBuffer
 
 __all__ = ["HttpTransport"]
 
@@ -89,6 +90,25 @@ class HttpTransport:
         """Register a handler; see `Transport`."""
         self._server.routes.add(route, handler, max_meta_bytes, max_vector_bytes)
 
+    def serve_pipes(
+        self,
+        route: str,
+        handler: Callable[[Incoming], Awaitable[PipeReply]],
+        *,
+        max_meta_bytes: int = MAX_PIPE_META_BYTES,
+    ) -> None:
+        """Register who decides about pipes that peers ask for.
+
+        Args:
+            route: a name, as for `serve`; calls have names of their own.
+            handler: told by whom, and with which metadata; raises `Refusal` to refuse.
+            max_meta_bytes: longer requests are refused with 413.
+
+        Raises:
+            ValueError: the name is malformed or taken.
+        """
+        self._server.pipes.routes.add(route, handler, max_meta_bytes, 0)
+
     async def start(self) -> None:
         """Make calls possible."""
         await self._client.start()
@@ -112,3 +132,21 @@ class HttpTransport:
         """Send one request; see `Transport`."""
         call = Call(target_id, route, meta, vector, into)
         return await self._client.call(to, call, deadline_s=deadline_s, lane=lane)
+
+    async def open_pipe(
+        self, to: Address, peer_id: str, route: str, meta: bytes, *, deadline_s: float
+    ) -> Pipe:
+        """Open a pipe to a peer: a connection of its own, for another process to use.
+
+        Args:
+            to: where to dial.
+            peer_id: who must answer there.
+            route: the name under which the peer serves pipes.
+            meta: told to its handler, at most `pipe.MAX_PIPE_META_BYTES`.
+            deadline_s: seconds for all of it.
+
+        Raises:
+            TransportError: as for `call`.
+            ValueError: the name is malformed, or the metadata are too long.
+        """
+        return await self._client.open_pipe(to, peer_id, route, meta, deadline_s=deadline_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["PIECE_BYTES", "TransportLimits"]
+__all__ = ["PIECE_BYTES", "PipeBounds", "TransportLimits"]
 
 PIECE_BYTES = 1 << 20
 """Vectors travel in pieces of 1 MiB, each followed by its MAC. Part of the protocol.
@@ -55,6 +55,8 @@ class TransportLimits:
         bulk_connections_per_host: connections of the bulk lane to one peer.
         max_streams_per_peer: streams that one peer may have open here; a further one takes the place of
             the one idle for longest. 0 offers none, so that peers post their calls.
+        max_pipes_per_peer: pipes that one peer may have open here; further ones are refused. 0 offers none.
+        max_pipes: of all peers.
         stream_retry_s: how long calls are posted to a peer that offered no stream.
         resolve_ttl_s: how long a resolved name is reused.
     """
@@ -84,5 +86,27 @@ class TransportLimits:
     probe_connections_per_host: int = 8
     bulk_connections_per_host: int = 4
     max_streams_per_peer: int = 8
+    max_pipes_per_peer: int = 8
+    max_pipes: int = 64
     stream_retry_s: float = 60.0
     resolve_ttl_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipeBounds:
+    """Bounds of one end of a pipe.
+
+    Attributes:
+        queued_bytes: messages that wait to be sent; beyond it `PipeEnd.send` waits. A single longer
+            message passes when nothing else waits.
+        prefetched_bytes: messages that came and that nobody asked for yet; beyond it no further one is
+            taken from the peer.
+        vector_bytes: longest vector that is accepted.
+        silence_s: a peer whose host answers nothing for so long is gone; and so is one that takes
+            nothing of what waits to be sent for so long, whatever its host answers.
+    """
+
+    queued_bytes: int = 64 << 20
+    prefetched_bytes: int = 64 << 20
+    vector_bytes: int = 1 << 30
+    silence_s: float = 60.0

@@ -183,7 +183,7 @@ class MemoryTransport:
         self.swarm_id = swarm_id
         self.counters = TrafficCounters()
         self._network = network
-        self._routes = Routes()
+        self._routes: Routes[Reply] = Routes()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serve(
@@ -307,7 +307,7 @@ class MemoryTransport:
         self.counters.sent(caller.node_id, len(reply.meta) + len(vector))
         return reply, vector
 
-    def _admit(self, caller: MemoryTransport, message: _Message) -> Route:
+    def _admit(self, caller: MemoryTransport, message: _Message) -> Route[Reply]:
         if caller.swarm_id != self.swarm_id:
             raise Refusal(403, f"this node belongs to swarm {self.swarm_id}, not {caller.swarm_id}")
         if message.target_id is not None and message.target_id != self.node_id:

@@ -11,7 +11,17 @@ from collections.abc import Iterator, Sequence
 from p2pdrl.transport.auth import MAC_BYTES, SerialMac
 from p2pdrl.transport.limits import PIECE_BYTES
 
-__all__ = ["Buffer", "batches", "body_nbytes", "cut", "join_views", "pieces_of", "unsent", "views_of"]
+__all__ = [
+    "Buffer",
+    "Views",
+    "batches",
+    "body_nbytes",
+    "cut",
+    "join_views",
+    "pieces_of",
+    "unsent",
+    "views_of",
+]
 
 _MAX_BUFFERS = 64
 
@@ -25,6 +35,8 @@ def views_of(vector: Views) -> list[memoryview]:
     Raises:
         ValueError: a view isn't contiguous.
     """
+    if isinstance(vector, memoryview) and vector.ndim == 1 and vector.format == "B" and vector.contiguous:
+        return [vector] if vector.nbytes else []
     views = [vector] if isinstance(vector, memoryview) else list(vector or ())
     if not all(view.c_contiguous for view in views):
         raise ValueError("a vector has to be contiguous")

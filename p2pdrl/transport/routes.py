@@ -6,24 +6,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from p2pdrl.errors import PeerTimeoutError, TensorError, WireError
 from p2pdrl.transport.body import OverlongError
-from p2pdrl.transport.protocol import Handler, Incoming, Refusal, Reply, check_route
+from p2pdrl.transport.protocol import Incoming, Refusal, Reply, check_route
 
-__all__ = ["MAX_REASON_CHARS", "Route", "Routes", "report_end", "run_handler"]
+__all__ = ["MAX_REASON_CHARS", "R", "Route", "Routes", "report", "report_end", "run_handler"]
+
+R = TypeVar("R")
+"""What a handler answers: `Reply`, or `pipe.PipeReply`."""
+
+V = TypeVar("V")
 
 MAX_REASON_CHARS = 500
 """A refusal's reason is cut to this length."""
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class Route(Generic[R]):
     """One served route and its bounds, in bytes."""
 
     name: str
-    handler: Handler
+    handler: Callable[[Incoming], Awaitable[R]]
     max_meta_bytes: int
     max_vector_bytes: int
 
@@ -39,13 +46,19 @@ class Route:
             raise Refusal(413, f"{self.name} takes a vector of {self.max_vector_bytes} bytes at most")
 
 
-class Routes:
+class Routes(Generic[R]):
     """Routes by name."""
 
     def __init__(self) -> None:
-        self._routes: dict[str, Route] = {}
+        self._routes: dict[str, Route[R]] = {}
 
-    def add(self, name: str, handler: Handler, max_meta_bytes: int, max_vector_bytes: int) -> None:
+    def add(
+        self,
+        name: str,
+        handler: Callable[[Incoming], Awaitable[R]],
+        max_meta_bytes: int,
+        max_vector_bytes: int,
+    ) -> None:
         """Register a handler.
 
         Raises:
@@ -55,7 +68,7 @@ class Routes:
             raise ValueError(f"route {name!r} is served already")
         self._routes[name] = Route(name, handler, max_meta_bytes, max_vector_bytes)
 
-    def find(self, name: str) -> Route:
+    def find(self, name: str) -> Route[R]:
         """Return the route called ``name``.
 
         Raises:
@@ -67,7 +80,7 @@ class Routes:
         return route
 
 
-async def run_handler(route: Route, incoming: Incoming) -> Reply:
+async def run_handler(route: Route[R], incoming: Incoming) -> R:
     """Run the handler of ``route``.
 
     A bug in it is handed to the event loop's exception handler, and the caller learns no more
@@ -95,11 +108,21 @@ async def run_handler(route: Route, incoming: Incoming) -> Reply:
 
 
 def report_end(route: str, reply: Reply, written: bool) -> None:
-    """Call ``reply.on_end``; a bug in it is handed to the event loop's exception handler."""
-    if reply.on_end is None:
-        return
+    """Call ``reply.on_end``."""
+    if reply.on_end is not None:
+        report(f"on_end of {route}", reply.on_end, written)
+
+
+def report(what: str, callback: Callable[[V], None], value: V) -> bool:
+    """Call back with ``value``; a bug in that is handed to the event loop's exception handler.
+
+    Returns:
+        Whether it went well.
+    """
     try:
-        reply.on_end(written)
+        callback(value)
     except Exception as error:  # noqa: BLE001 - reported, not swallowed
-        context = {"message": f"on_end of {route} failed", "exception": error}
+        context = {"message": f"{what} failed", "exception": error}
         asyncio.get_running_loop().call_exception_handler(context)
+        return False
+    return True

@@ -1,10 +1,10 @@
-"""How the socket of a stream is set up, at either end."""
+"""How the sockets of streams and pipes are set up, at either end."""
 
 from __future__ import annotations
 
 import socket
 
-__all__ = ["LOCAL_SEND_BYTES", "set_options"]
+__all__ = ["LOCAL_SEND_BYTES", "notice_silence", "set_options"]
 
 LOCAL_SEND_BYTES = 384 * 1024
 """Send buffer between two processes of one machine, which the kernel doubles. What is under way then fits
@@ -24,3 +24,24 @@ def set_options(sock: socket.socket) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_SEND_BYTES)
     except OSError:
         pass  # the peer is gone already, as will be noticed
+
+
+def notice_silence(sock: socket.socket, silence_s: float) -> None:
+    """Let the kernel break a TCP connection whose peer is silent for ``silence_s``, where it can do so.
+
+    An idle connection is probed; one on which the peer takes nothing that was sent isn't waited for.
+    """
+    probe_s = max(1, round(silence_s / 4))
+    wanted = {
+        "TCP_KEEPIDLE": probe_s,
+        "TCP_KEEPINTVL": probe_s,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": round(silence_s * 1000),
+    }
+    for name, value in wanted.items():
+        option = getattr(socket, name, None)
+        if option is not None:
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            except OSError:
+                pass  # not TCP, or the peer is gone already, as will be noticed

@@ -44,7 +44,7 @@ class Shared:
         counters: written to.
     """
 
-    routes: Routes
+    routes: Routes[Reply]
     admission: Admission
     tell: Callable[[Refusal, str], tuple[int, str]]
     clock: Clock

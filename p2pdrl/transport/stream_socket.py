@@ -87,6 +87,11 @@ class StreamSocket:
             self._loop.remove_writer(self._sock)
             self._sock.close()
 
+    def detach(self) -> tuple[socket.socket, bytes]:
+        """Give the connection away; return its socket, and what came that nobody asked for."""
+        self._fail(ConnectionResetError("the connection was given away"))
+        return self._sock, self._stage.take(len(self._stage))
+
     async def read(self, nbytes: int, stall_s: float | None = None) -> bytes:
         """Return the next ``nbytes`` (at most `filling.STAGE_BYTES`).
 

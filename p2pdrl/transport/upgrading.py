@@ -100,7 +100,7 @@ class Upgrader:
             WireError: the answer breaks the protocol.
         """
         headers = {"Host": str(address), "Connection": "Upgrade", "Upgrade": protocol, **head.to_headers()}
-        if body:
+        if head.method == "POST":
             headers["Content-Length"] = str(len(body))
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         raw = f"{head.method} {head.path} HTTP/1.1\r\n{lines}\r\n".encode() + body
