@@ -1,6 +1,6 @@
 """What asynchronous gossip shares: one core that says when to begin, a loop, and what became of exchanges.
 
-`pairwise.gossip` and `push.sgp` stand on it.
+`pairwise.gossip`, `push.sgp` and `push.gala` stand on it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
-from p2pdrl.config.strategy import AdpsgdConfig, Mode, SgpConfig
+from p2pdrl.config.strategy import AdpsgdConfig, GalaConfig, Mode, SgpConfig
 from p2pdrl.strategies.arithmetic import Arithmetic
 from p2pdrl.strategies.calling import CallDeadline
 from p2pdrl.strategies.door import Door
@@ -39,7 +39,9 @@ class AsynchronousStrategy(ABC, Generic[Core]):
     DONE: ClassVar[str]
     """Outcome of an exchange that we began and that went well."""
 
-    def __init__(self, config: AdpsgdConfig | SgpConfig, context: Context, core: Core, nbytes: int) -> None:
+    def __init__(
+        self, config: AdpsgdConfig | SgpConfig | GalaConfig, context: Context, core: Core, nbytes: int
+    ) -> None:
         self._swarm = context.swarm
         self._board = context.learner.board
         self._transport = context.transport

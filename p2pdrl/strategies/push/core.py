@@ -1,7 +1,9 @@
 """When to push, and to whom: directed gossip. Pure.
 
 Out-peers (SGP, arXiv 1811.10792, section 3): anyone; the next in id order; or those at distances
-1, 2, 4, … up the ring of ids, in turn, which mixes as fast as the complete graph for powers of two.
+1, 2, 4, … up the ring of ids, in turn, which mixes as fast as the complete graph for powers of two. While the
+next in id order rests, because it refused or didn't answer, its place is taken by the one after it: on a ring
+nobody else would have what we push.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from p2pdrl.config.strategy import Partners
 from p2pdrl.strategies.occasions import Occasions, Timetable
 
-__all__ = ["PushCore", "out_peers"]
+__all__ = ["PushCore", "out_peers", "up_the_ring"]
 
 COOL_FIRST_S = 0.05
 """A lost push costs nobody else anything, so that its peer hardly rests after the first."""
@@ -26,15 +28,19 @@ def out_peers(kind: Partners, me: str, others: Iterable[str]) -> list[str]:
         me: own id.
         others: ids of the living members; own id is ignored.
     """
-    ring = sorted({*others, me})
+    up = up_the_ring(me, others)
     if kind == "random":
-        distances: Iterable[int] = range(1, len(ring))
-    elif kind == "ring":
-        distances = range(1, min(2, len(ring)))
-    else:
-        distances = (1 << power for power in range((len(ring) - 1).bit_length()))
+        return up
+    if kind == "ring":
+        return up[:1]
+    return [up[(1 << power) - 1] for power in range(len(up).bit_length())]
+
+
+def up_the_ring(me: str, others: Iterable[str]) -> list[str]:
+    """Return the others in the order in which they follow ``me`` on the ring of ids."""
+    ring = sorted({*others, me})
     at = ring.index(me)
-    return [ring[(at + distance) % len(ring)] for distance in distances]
+    return [*ring[at + 1 :], *ring[:at]]
 
 
 class PushCore(Occasions):
@@ -60,7 +66,7 @@ class PushCore(Occasions):
             now_s: monotonic time.
             without: peers that aren't to be chosen now.
         """
-        return self.choose_among(out_peers(self._partners, self._me, alive), now_s, without)
+        return self.choose_among(self._out_peers(alive, now_s), now_s, without)
 
     def choose_among(self, peers: Sequence[str], now_s: float, without: Collection[str] = ()) -> str | None:
         """The same for peers that are out-peers already."""
@@ -80,4 +86,10 @@ class PushCore(Occasions):
         if self._partners == "random":
             one = self.choose(alive, now_s)
             return [] if one is None else [one]
-        return self.fit(out_peers(self._partners, self._me, alive), now_s)
+        return self.fit(self._out_peers(alive, now_s), now_s)
+
+    def _out_peers(self, alive: Iterable[str], now_s: float) -> list[str]:
+        """Those that we push to; on a ring the next one that doesn't rest."""
+        if self._partners == "ring":
+            return self.fit(up_the_ring(self._me, alive), now_s)[:1]
+        return out_peers(self._partners, self._me, alive)

@@ -4,7 +4,8 @@ Each node pushes its vector to its out-peers and averages what in-peers pushed, 
 an update. Neither waits for the other: a silent in-peer is left out, a silent out-peer costs its own push.
 Each vector counts once; one that is more than τ policy versions behind ours doesn't count. The mean of the
 swarm isn't kept exactly (rows of the mixing matrix sum to one, columns needn't); learners stay within a
-bounded distance of each other (GALA, Assran 2019, arXiv 1906.04585, proposition 1).
+bounded distance of each other (GALA, Assran 2019, arXiv 1906.04585, proposition 1). On a ring, who doesn't
+take pushes is passed over, and who gets none asks for some (`lending`).
 
 With ``exchanges = "gradients"`` the vectors are gradients: each of the learner's posts is answered at once,
 with what the average adds to it or with none; every so many pushes carry parameters.
@@ -13,26 +14,28 @@ with what the average adds to it or with none; every so many pushes carry parame
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Coroutine
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from p2pdrl.config.strategy import GalaConfig, Mode
+from p2pdrl.config.strategy import GalaConfig
 from p2pdrl.errors import PoisonedVectorError, TensorError, TransportError, WireError
 from p2pdrl.ids import new_exchange_id
-from p2pdrl.strategies.arithmetic import Arithmetic
-from p2pdrl.strategies.calling import CallDeadline, outcome_of
-from p2pdrl.strategies.door import BUSY, Door
+from p2pdrl.strategies.asynchronous import AsynchronousStrategy
+from p2pdrl.strategies.calling import outcome_of
+from p2pdrl.strategies.door import BUSY
 from p2pdrl.strategies.judgement import Verdict
 from p2pdrl.strategies.protocol import Context, RoundReport
 from p2pdrl.strategies.push.buffers import BufferPool
 from p2pdrl.strategies.push.core import PushCore
 from p2pdrl.strategies.push.gala_side import GalaSide
+from p2pdrl.strategies.push.lending import Lending
 from p2pdrl.strategies.push.messages import PushAnswer, PushHead, decode_push_answer, decode_push_head
 from p2pdrl.strategies.push.own_vector import OwnVector
-from p2pdrl.strategies.runner import Runner
-from p2pdrl.strategies.tally import Tally
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
 
@@ -45,19 +48,20 @@ UNDER_WAY = 3
 _UNUSABLE = RoundReport("failed", error="our own numbers are unusable")
 
 
-class GalaStrategy:
-    """Non-blocking push gossip; see `Strategy`."""
+class GalaStrategy(AsynchronousStrategy[PushCore]):
+    """Non-blocking push gossip; see `Strategy`.
 
-    mode: Mode = "gossip"
+    Outcomes of averages: ``ok``, ``unchanged``, ``stale`` (all that came was too old), ``failed``. Of our
+    pushes: ``pushed busy refused failed timeout unsure``, ``behind`` and ``ahead`` (somebody adopts).
+    """
+
+    DONE = "pushed"
 
     def __init__(self, config: GalaConfig, context: Context) -> None:
+        me = context.swarm.node_id
+        super().__init__(config, context, PushCore(config, me, context.rng), 4 * context.size)
         self._config = config
-        self._swarm = context.swarm
         self._learner = context.learner
-        self._board = context.learner.board
-        self._transport = context.transport
-        self._clock = context.clock
-        self._core = PushCore(config, context.swarm.node_id, context.rng)
         self._parameters = GalaSide("parameters", config, context)
         self._gradients = GalaSide("gradients", config, context) if config.exchanges == "gradients" else None
         self._own = OwnVector(self._board, context.size)
@@ -66,52 +70,21 @@ class GalaStrategy:
         self._flights: dict[str, asyncio.Task[None]] = {}
         longest = max(side.encoder.max_nbytes for side in (self._parameters, self._gradients) if side)
         self._messages = BufferPool(longest, UNDER_WAY)
+        self._lending = Lending(me)
         self._gradients_in_a_row = 0
         self._gradient_wanted = False
         self._gradient_ready = False
         self._unmixed_updates = 0
         self._books = asyncio.Lock()
-        self._max_pushes = context.max_exchanges
-        self._start_at_members = context.start_at_members
-        self._door = Door(context.swarm, context.epoch, config.max_staleness)
-        self._deadline = CallDeadline(config.deadline_s)
-        self._heavy = Arithmetic(4 * context.size)
-        self._tally = Tally(context.swarm)
-        self._runner = Runner()
-
-    @property
-    def consensus_distance(self) -> float | None:
-        """Estimate of sqrt(mean over nodes of ‖x_i − x̄‖²) from the vectors that came."""
-        return self._tally.consensus_distance
-
-    @property
-    def outcomes(self) -> dict[str, int]:
-        """Averages and pushes so far, by how they ended.
-
-        Averages: ``ok``, ``unchanged``, ``stale`` (all that came was too old), ``failed``. Pushes:
-        ``pushed busy refused failed timeout unsure``, ``behind`` and ``ahead`` (somebody adopts).
-        """
-        return self._tally.outcomes
-
-    async def start(self) -> None:
-        """Begin to push and to average."""
-        posts = [] if self._gradients is None else [self._answer_posts(self._gradients)]
-        self._runner.start(self._run(), self._average(), *posts)
-
-    async def stop(self, timeout_s: float) -> None:
-        """Finish the pushes in flight, at most ``timeout_s`` long."""
-        await self._runner.stop(timeout_s)
-        await self._heavy.close()
-
-    async def watch(self) -> None:
-        """Wait until the strategy is stopped; raise what ended it before: a bug of ours."""
-        await self._runner.watch()
 
     def updated(self, updates: int) -> None:
         """The learner made ``updates`` more updates."""
         self._unmixed_updates += updates
-        self._core.updated(updates)
-        self._runner.news.set()
+        super().updated(updates)
+
+    def _beside(self) -> list[Coroutine[Any, Any, None]]:
+        posts = [] if self._gradients is None else [self._answer_posts(self._gradients)]
+        return [self._average(), *posts]
 
     # --- averaging --------------------------------------------------------------------------------
 
@@ -173,28 +146,33 @@ class GalaStrategy:
     # --- pushing ----------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        while not self._runner.stopping:
-            now_s, alive = self._clock.monotonic(), self._swarm.alive()
-            side = self._due(now_s, len(alive) + 1)
-            peers = [] if side is None else self._core.choose_all(alive, now_s)
-            if side is not None and not peers:
-                self._gradient_ready = False  # it would be old when somebody is there
-            peers = [peer for peer in peers if peer not in self._flights]
-            if side is None or not peers or not self._messages.any_free:
-                await self._runner.rest(self._core.rest_s(now_s))
-            else:
-                self._core.began(now_s)
-                await self._push(side, {peer: alive[peer] for peer in peers})
+        await super()._run()
         if self._flights:
             await asyncio.wait(self._flights.values())
 
+    async def _turn(self) -> bool:
+        now_s, alive = self._clock.monotonic(), self._swarm.alive()
+        side = self._due(now_s, len(alive) + 1)
+        if side is None:
+            return False
+        lent = self._core.fit(self._lending.lent & alive.keys(), now_s)
+        peers = {*self._core.choose_all(alive, now_s), *lent}
+        if not peers:
+            self._gradient_ready = False  # it would be old when somebody is there
+        peers -= self._flights.keys()
+        if not peers or not self._messages.any_free:
+            return False
+        self._core.began(now_s)
+        await self._push(side, {peer: alive[peer] for peer in sorted(peers)})
+        hungry_for = None if self._config.partners == "random" else self._lending.whom_to_ask(alive)
+        if hungry_for is not None:
+            self._runner.beside(self._ask(hungry_for, alive[hungry_for]))
+        return True
+
     def _due(self, now_s: float, members: int) -> GalaSide | None:
         """What is to be pushed now; a gradient is asked for first."""
-        enough = 0 < self._max_pushes <= self._tally.count("pushed")
-        early = members < self._start_at_members
-        if enough or early or not self._core.due(now_s) or self._swarm.summary() is None:
+        if not self._may_begin(now_s, members):
             return None
-        self._start_at_members = 0
         if self._gradients is None or self._gradients_in_a_row >= self._config.parameters_every:
             return self._parameters
         self._gradient_wanted = not self._gradient_ready
@@ -215,6 +193,7 @@ class GalaStrategy:
         self._gradient_ready = self._gradient_ready and side is self._parameters
         self._gradients_in_a_row = 0 if side is self._parameters else self._gradients_in_a_row + 1
         self._number += 1
+        self._lending.pushed()
         head = PushHead(self._boot, self._number, side.wire, summary, side.content)
         for peer, address in peers.items():
             self._flights[peer] = self._runner.beside(self._push_to(head, message, peer, address))
@@ -256,6 +235,16 @@ class GalaStrategy:
         elif report.outcome != "busy":
             self._core.failed(peer, now_s)
 
+    async def _ask(self, peer: str, address: Address) -> None:
+        """Ask for a peer's pushes; when nothing comes of it, the next is asked."""
+        summary = self._swarm.summary()
+        if summary is None:
+            return
+        head = PushHead(self._boot, self._number, self._parameters.wire, summary, asks=True)
+        meta = msgspec.msgpack.encode(head)
+        with contextlib.suppress(TransportError):
+            await self._transport.call(address, peer, ROUTE, meta, deadline_s=self._deadline.seconds)
+
     def _pushed(
         self, peer: str, head: PushHead, answer: PushAnswer | None, report: RoundReport
     ) -> RoundReport:
@@ -264,6 +253,8 @@ class GalaStrategy:
         heard = self._door.heard(peer, head.summary, answer.summary, answer.verdict)
         if heard != "ok":
             return replace(report, outcome=heard, error=f"it answered {answer.verdict}")
+        if answer.more:
+            self._lending.renew(peer)
         return replace(report, outcome="pushed", missing=())
 
     # --- what comes -------------------------------------------------------------------------------
@@ -282,6 +273,10 @@ class GalaStrategy:
             raise Refusal(400, "the push's head can't be read")
         mine = self._door.admit(incoming.sender, stopping=self._runner.stopping)
         verdict = self._door.judge(incoming.sender, mine, head.summary)
+        if head.asks:
+            lent = verdict is Verdict.MIX and self._lending.lend(incoming.sender)
+            result = PushAnswer(head.number, "taken" if lent else "void", mine, verdict.value)
+            return Reply(msgspec.msgpack.encode(result))
         side = self._parameters if head.content == "parameters" else self._gradients
         if side is None:
             raise Refusal(409, f"this node pushes parameters, not {head.content}")
@@ -294,6 +289,7 @@ class GalaStrategy:
             if refusal is not None:
                 raise refusal
         result = PushAnswer(head.number, "taken" if verdict is Verdict.MIX else "void", mine, verdict.value)
+        result = msgspec.structs.replace(result, more=self._lending.only(incoming.sender))
         return Reply(msgspec.msgpack.encode(result))
 
     async def _keep(
@@ -309,6 +305,7 @@ class GalaStrategy:
                     return Refusal(BUSY, "too many peers push to this node")
                 await self._heavy.run(lambda: side.keep(letter, message[:nbytes]))
                 side.inbox.seal(letter, head, nbytes)
+                self._lending.came(sender)
         except PoisonedVectorError as error:
             self._swarm.strike(sender, str(error))
             return Refusal(422, f"poisoned vector: {error}")

@@ -28,6 +28,8 @@ class PushHead(msgspec.Struct, frozen=True):
     content: Content = "parameters"
     mass: Annotated[float, Meta(ge=0)] = 0.0
     """Weight that goes along; see `push_sum`."""
+    asks: bool = False
+    """No vector follows: the sender gets nothing, and asks to be pushed to; see `lending`."""
 
 
 class PushAnswer(msgspec.Struct, frozen=True):
@@ -38,6 +40,8 @@ class PushAnswer(msgspec.Struct, frozen=True):
     summary: Summary
     verdict: Short = "mix"
     """A `judgement.Verdict`: why it is void, if one side is to adopt the other's state."""
+    more: bool = False
+    """Nobody else pushes to us: go on; see `lending`."""
 
 
 def decode_push_head(meta: bytes) -> PushHead | None:

@@ -27,6 +27,18 @@ def test_exponential_takes_turns():
     assert one.choose_all("abcdefgh", 0.04) == ["e", "g"]
 
 
+def test_on_a_ring_the_next_that_accepts_takes_the_place_of_one_that_rests():
+    one = core("ring")
+    one.failed("d", 0.0)
+    assert one.choose("abcdef", 0.04) == "e"
+    assert one.choose_all("abcdef", 0.04) == ["e"]
+    one.failed("e", 0.0)
+    assert one.choose_all("abcdef", 0.04) == ["f"]
+    assert one.choose_all("cde", 0.04) == []
+    assert one.choose_all("abcdef", 0.06) == ["d"]  # it has rested
+    assert one.choose("abcdef", 0.06, without={"d"}) is None  # a push to it is under way
+
+
 def test_random_takes_anyone_and_ring_the_next():
     assert {core("random").choose("abc", 0.0) for _ in range(1)} <= {"a", "b"}
     one = core("random")
