@@ -39,6 +39,12 @@ _WATCH_S = 0.5
 @click.option("--swarm", metavar="NAME", help="Name of a swarm without a key, on this machine only.")
 @click.option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1 …")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
+@click.option(
+    "--mode-from-config",
+    is_flag=True,
+    default=None,
+    help="When no other node runs, begin in the configuration's mode, not in the swarm's last one.",
+)
 @click.option("--keep-running", is_flag=True, default=None, help="Stay up when the stop condition is met.")
 @click.option(
     "--insecure",
@@ -85,6 +91,7 @@ _KEYS = {
     "swarm": "node.swarm",
     "device": "node.learner.device",
     "log_level": "node.log.level",
+    "mode_from_config": "node.mode_from_config",
     "keep_running": "node.keep_running",
     "insecure": "node.insecure",
     "allow_import": "node.allow_import",

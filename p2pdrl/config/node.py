@@ -129,10 +129,13 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     swarm_key_file: str | None = None
     """File that holds the swarm's secret key, made by ``p2pdrl keygen``."""
     data_dir: str | None = None
-    """Folder for identity, known members and checkpoints; none takes the first free one under the
+    """Folder for identity, known members, mode and checkpoints; none takes the first free one under the
     user's data folder."""
     seed: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """Seed of this node's environments and exploration; none derives it from identity and boot."""
+    mode_from_config: bool = False
+    """When no other node runs, begin in the mode of the configuration, and not in the one that the swarm
+    was in last."""
     keep_running: bool = False
     """Stay up, serving state and numbers, after the swarm's stop condition is met."""
     insecure: bool = False

@@ -221,6 +221,14 @@ class MembershipService:
         self._carry_out(effects)
         return record
 
+    def recall(self, record: SwarmRecord) -> None:
+        """Take a setting that this node held in an earlier run, unless a greater one is known by now.
+
+        Raises:
+            BadRecordError: forged, or of another swarm.
+        """
+        self._carry_out(self._core.recall(record, self._clock.monotonic()))
+
     def catch_up(self, node_id: str) -> None:
         """Compare views with a member that knows a newer setting than we do."""
         self._carry_out(self._core.catch_up(node_id, self._clock.monotonic()))

@@ -284,6 +284,20 @@ class Membership:
         kernel.effects.append(SwarmChanged(record))
         return record, self._flush()
 
+    def recall(self, record: SwarmRecord, now: float) -> list[Effect]:
+        """Take a setting that this node held in an earlier run, unless a greater one is known by now.
+
+        Raises:
+            BadRecordError: forged, or of another swarm.
+        """
+        self._advance(now)
+        kernel = self._kernel
+        if kernel.swarm.merge(record, trusted=True):
+            kernel.table.touch()
+            kernel.broadcast(record)
+            kernel.effects.append(SwarmChanged(record))
+        return self._flush()
+
     def catch_up(self, node_id: str, now: float) -> list[Effect]:
         """Compare views with a member that knows more than we do: gossip may have missed us."""
         self._advance(now)

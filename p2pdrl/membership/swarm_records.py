@@ -68,7 +68,8 @@ class SwarmRecords:
 
         Args:
             record: as received.
-            trusted: it came from the member through which we join, so any epoch goes.
+            trusted: it came from the member through which we join, or was our own in an earlier run, so any
+                epoch goes.
 
         Raises:
             BadRecordError: forged, or a jump of more than 1,000 epochs.

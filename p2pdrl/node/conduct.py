@@ -3,6 +3,7 @@
 The founder writes the first mode and stop records. Every node follows what the records say, and
 whichever first sees the stop condition met writes the halt record that ends training everywhere. A change
 of mode waits for the exchange in flight, so it has a task of its own and the other records never wait.
+`saved_mode` keeps the mode for the next start.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from p2pdrl.config.checks import trust_problems
 from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig, mode_of
 from p2pdrl.config.strategy_checks import strategy_problems
-from p2pdrl.errors import ConfigError
+from p2pdrl.errors import ConfigError, StorageError
 from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.node import settings, stop
 from p2pdrl.node.figures import Figures
 from p2pdrl.node.parts import Parts
+from p2pdrl.node.saved_mode import SavedMode
 from p2pdrl.node.settings import HaltSetting, ModeSetting, PauseSetting, StopSetting
 from p2pdrl.node.training import Training
 
@@ -45,6 +47,8 @@ class Conduct:
         self._mode_at: tuple[int, str] = (0, "")
         self._pause_at: tuple[int, str] = (0, "")
         self.halted = asyncio.Event()
+        self.saved_mode: SavedMode | None = None
+        """Where the mode is kept; None keeps it nowhere."""
         self.founded_at: float | None = None
         """Wall time of the swarm's founding; None until the records tell."""
 
@@ -156,14 +160,19 @@ class Conduct:
         if mode is None:
             self._unreadable(record)
             return
+        await self._use(training, mode.strategy, record)
+        await self._keep(record, mode.strategy)
+
+    async def _use(self, training: Training, strategy: StrategyConfig, record: SwarmRecord) -> None:
+        """Train by a strategy; alone if it can't work here."""
         stamp = settings.stamp(record.epoch, record.proposer)
-        why = self._impossible(mode.strategy)
+        why = self._impossible(strategy)
         if why is None:
             try:
-                await training.mode.use(mode.strategy, stamp)
+                await training.mode.use(strategy, stamp)
             except ConfigError as error:
                 why = str(error)
-        name = f"{mode_of(mode.strategy)} ({protocol_of(mode.strategy)})"
+        name = f"{mode_of(strategy)} ({protocol_of(strategy)})"
         self._parts.mode_error = None if why is None else f"this node can't run mode {name}: {why}"
         if why is not None:
             await training.mode.use(LocalConfig(), stamp)
@@ -173,11 +182,20 @@ class Conduct:
         self._parts.events.emit(
             "mode",
             f"mode is {name} by {self._parts.name_of(record.proposer)}",
-            mode=mode_of(mode.strategy),
-            protocol=protocol_of(mode.strategy),
+            mode=mode_of(strategy),
+            protocol=protocol_of(strategy),
             epoch=record.epoch,
             proposer=record.proposer,
         )
+
+    async def _keep(self, record: SwarmRecord, strategy: StrategyConfig) -> None:
+        """Keep the mode for the next start; a disk that doesn't take it is told of, no more."""
+        try:
+            if self.saved_mode is not None:
+                await asyncio.to_thread(self.saved_mode.write, record, strategy)
+        except StorageError as error:
+            text = f"{error}; should all nodes stop, this one won't know the mode"
+            self._parts.events.emit("mode-unsaved", text, level="warning")
 
     def _catch_up(self) -> None:
         """Ask a member whose mode is newer than our record: gossip tells a change only so many times."""

@@ -41,6 +41,7 @@ from p2pdrl.node.looplag import LoopLagMonitor
 from p2pdrl.node.meters import Meters
 from p2pdrl.node.opening import open_node
 from p2pdrl.node.rumours import Rumours
+from p2pdrl.node.saved_mode import SavedMode, recall
 from p2pdrl.node.saving import Saving
 from p2pdrl.node.training import Training
 from p2pdrl.strategies.protocol import ROUTES
@@ -202,6 +203,8 @@ class Node:
             await training.begin(state, lineage)
             parts.saving = self._make_saving(store, training, checkpoint)
             parts.state = "paused" if training.paused else "training"
+            self._conduct.saved_mode = SavedMode(parts.data_dir, training.task_hash, parts.swarm_id)
+            await recall(parts, self._conduct.saved_mode, origin, checkpoint)
             self._events.emit("training", f"trains {origin.task.subject} on {training.supervisor.device}")
             if origin.how == "founded":
                 self._conduct.found(training, founded_at(checkpoint, self._clock.wall()))

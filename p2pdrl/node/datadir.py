@@ -1,6 +1,6 @@
 """The data folder of one node: taken for as long as the process lives, private to its user.
 
-Holds the identity key, the boot id, the known members, the checkpoints, the API token and the lock.
+Holds the identity key, the boot id, the known members, the mode, the checkpoints, the API token and the lock.
 The lock is ``flock`` on ``<folder>/lock``: the kernel lets go of it however the process ends. The
 daemon acquires the folder first of all; blocking, before its loop runs.
 """

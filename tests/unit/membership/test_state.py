@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from p2pdrl.membership.events import Answered, Failed, Reject, Send, SwarmChanged, Tick, TwinFound, Welcomed
 from p2pdrl.membership.identity import verify
 from p2pdrl.membership.messages import Ack, Gossip, Join, Nack, Ping, Welcome
-from p2pdrl.membership.records import Incarnation, MemberRecord, Suspicion, Verifier
+from p2pdrl.membership.records import BadRecordError, Incarnation, MemberRecord, Suspicion, Verifier
 
 from .bench import BOOT_MS, KEYS, WALL_S, Bench, first_ping, kill, record, suspicion
 
@@ -122,6 +125,22 @@ def test_settings_spread_and_the_last_writer_wins() -> None:
     two.gossip(setting)
     assert two.core.swarm.value("mode") == 1
     assert two.other_effects.count(SwarmChanged(setting)) == 1
+
+
+def test_a_setting_of_an_earlier_run_is_taken_up_spread_and_checked() -> None:
+    one, two = Bench(), Bench()
+    for value in range(1, 1200):  # further than a stranger's may jump
+        setting, _ = one.core.propose("mode", value, 0.0)
+    effects = two.core.recall(setting, 0.0)
+    assert two.core.swarm.value("mode") == 1199
+    assert SwarmChanged(setting) in effects
+    assert two.core.recall(setting, 0.0) == []
+    answer = two.ask(1, Ping(Incarnation(BOOT_MS, 0), Incarnation(BOOT_MS, 0)))
+    assert isinstance(answer, Ack)
+    assert setting in answer.records
+    with pytest.raises(BadRecordError):
+        two.core.recall(msgspec.structs.replace(setting, epoch=setting.epoch + 1), 0.0)
+    assert two.core.swarm.value("mode") == 1199
 
 
 def test_what_isnt_a_request_is_refused() -> None:
