@@ -101,6 +101,7 @@ class GroupProcesses:
                 max_abs=order.max_abs,
                 bf16=order.bf16,
                 spread=order.spread,
+                left=order.left,
             ),
             Reduced,
         )
@@ -110,6 +111,7 @@ class GroupProcesses:
             versions=tuple(row.policy_version for row in answer.rows),
             learning_rates=tuple(row.learning_rate for row in answer.rows),
             squares=tuple(row.square for row in answer.rows),
+            lefts=tuple(row.left for row in answer.rows),
             norm=answer.norm,
             sound=answer.sound,
         )

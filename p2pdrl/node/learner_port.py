@@ -51,7 +51,9 @@ class LearnerPort:
         """Wait for the learner's next post; cancelling loses none."""
         return await self._supervisor.workplace.next_post()
 
-    def answer(self, post: Post, kind: AnswerKind, learning_rate: float | None = None) -> None:
+    def answer(
+        self, post: Post, kind: AnswerKind, learning_rate: float | None = None, *, end_update: bool = False
+    ) -> None:
         """Let the learner go on. A post of an earlier regime, or of a learner that died, is passed over.
 
         Annealing only lowers the algorithm's learning rate, which is the same on all nodes: what peers make
@@ -59,4 +61,4 @@ class LearnerPort:
         """
         if learning_rate is not None:
             learning_rate = max(0.0, min(self._algorithm.learning_rate, learning_rate))
-        self._supervisor.answer(post, kind, learning_rate)
+        self._supervisor.answer(post, kind, learning_rate, end_update=end_update)

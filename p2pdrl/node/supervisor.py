@@ -160,13 +160,15 @@ class LearnerSupervisor:
         if self._link is not None:
             self._link.tell(order, regions)
 
-    def answer(self, post: Post, kind: AnswerKind, learning_rate: float | None = None) -> None:
+    def answer(
+        self, post: Post, kind: AnswerKind, learning_rate: float | None = None, *, end_update: bool = False
+    ) -> None:
         """Let the learner go on; an answer to a post that is void is passed over."""
         content = 0
         if kind == "set" and self.board is not None:
             self._flush()
             content = self.board.content_id
-        message = self.workplace.answered(post, kind, content, learning_rate)
+        message = self.workplace.answered(post, kind, content, learning_rate, end_update=end_update)
         if message is not None and self._link is not None:
             self._link.answer(message)
 

@@ -100,7 +100,7 @@ class Workplace:
                 raise TensorError("the learner posted a gradient, and there is no ring")
             vector = self._ring.slot(posted.slot)
         self._number = 1 if posted.alone else self._number + 1
-        post = Post(self._number, posted.kind, posted.policy_version, posted.samples, vector)
+        post = Post(self._number, posted.kind, posted.policy_version, posted.samples, vector, posted.left)
         self._open[post.number] = post, posted.number
         self._posts.put_nowait(post)
 
@@ -109,14 +109,20 @@ class Workplace:
         return await self._posts.get()
 
     def answered(
-        self, post: Post, kind: AnswerKind, content: int, learning_rate: float | None = None
+        self,
+        post: Post,
+        kind: AnswerKind,
+        content: int,
+        learning_rate: float | None = None,
+        *,
+        end_update: bool = False,
     ) -> Answer | None:
         """Return the message that answers a post; None when nobody waits for it any more."""
         waiting, theirs = self._open.get(post.number, (None, 0))
         if waiting is not post:
             return None
         del self._open[post.number]
-        return Answer(theirs, self.epoch, kind, content, learning_rate)
+        return Answer(theirs, self.epoch, kind, content, learning_rate, end_update)
 
     def close(self) -> None:
         """Free the memory."""

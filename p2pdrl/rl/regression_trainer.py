@@ -133,6 +133,7 @@ class RegressionTrainer:
             learning_rate=learning_rate,
             max_grad_norm=config.max_grad_norm,
             samples=config.batch_size,
+            left=0,
         )
         self._updates += 1
         self._unseen_updates += 1

@@ -21,6 +21,14 @@ __all__ = ["OwnStepper", "Stepper"]
 class Stepper(Protocol):
     """Does what is to be done with a gradient. Clipping is part of it: algorithms never clip."""
 
+    @property
+    def ends_update(self) -> bool:
+        """Whether the update is to end with the last gradient: peers in step with us begin theirs anew.
+
+        An algorithm that would go on to further gradients asks after each ``step``.
+        """
+        ...
+
     def step(
         self,
         flat: FlatModule,
@@ -29,6 +37,7 @@ class Stepper(Protocol):
         learning_rate: float,
         max_grad_norm: float,
         samples: int,
+        left: int,
     ) -> float:
         """Use the gradient in ``flat.gradients_D``; parameters have moved, or haven't, on return.
 
@@ -39,6 +48,7 @@ class Stepper(Protocol):
             max_grad_norm: bound on the gradient's Euclidean norm.
             samples: rows that the gradient is the mean over: valid environment steps. n gradients of
                 n batches weighted by it average to the gradient of the batches put together.
+            left: gradients of the same update that come after this one, at least 0.
 
         Returns:
             The gradient's norm before it was clipped; infinite or NaN when the step was skipped.
@@ -49,6 +59,8 @@ class Stepper(Protocol):
 class OwnStepper:
     """Clips and steps at once: a learner that depends on nobody."""
 
+    ends_update = False
+
     def step(
         self,
         flat: FlatModule,
@@ -57,6 +69,7 @@ class OwnStepper:
         learning_rate: float,
         max_grad_norm: float,
         samples: int,
+        left: int,
     ) -> float:
         """Clip the gradient, move the parameters, return the norm.
 

@@ -35,6 +35,7 @@ class Contribution(NamedTuple):
         policy_version: of the parameters it comes from.
         vector: owned by the gathering, overwritten in the next round; empty in `Gathered.merged`.
         learning_rate: at which the member would step.
+        left: gradients of its update that come after this one.
     """
 
     sender: str
@@ -42,6 +43,7 @@ class Contribution(NamedTuple):
     policy_version: int
     vector: Float32Array
     learning_rate: float = 0.0
+    left: int = 0
 
 
 class Gathered(NamedTuple):
@@ -160,6 +162,7 @@ class Gathering:
         fill: Callable[[Float32Array], Awaitable[None]],
         *,
         learning_rate: float = 0.0,
+        left: int = 0,
     ) -> Gathered:
         """Give ``sender``'s part to round ``number``, and wait for the round's end.
 
@@ -173,6 +176,7 @@ class Gathering:
             fill: writes the vector into the buffer that it is given. What it raises goes to the caller,
                 and the sender may try again. Not called when the vector isn't needed.
             learning_rate: told to ``reduce``.
+            left: likewise.
 
         Raises:
             Refusal: closed, a round ahead of ours, or not a member (409); the weight is none (400); too few
@@ -189,7 +193,7 @@ class Gathering:
             async with slot.lock:
                 if self._wants(here, sender):
                     await fill(slot.vector)
-                    part = Contribution(sender, weight, policy_version, slot.vector, learning_rate)
+                    part = Contribution(sender, weight, policy_version, slot.vector, learning_rate, left)
                     self._arrive(here, part)
         elif sender not in here.arrived:
             self._observe(here)

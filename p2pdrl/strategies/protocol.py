@@ -41,6 +41,7 @@ class Post(NamedTuple):
             finite, and it posts this so that nobody waits in vain.
         vector: the gradient, averaged over ``samples``, in the shared ring: D float32. It belongs to the
             daemon until the post is answered, who may overwrite it. None for ``parameters``.
+        left: gradients of the same update that come after this one, at least 0.
     """
 
     number: int
@@ -48,6 +49,7 @@ class Post(NamedTuple):
     policy_version: int
     samples: int
     vector: Float32Array | None
+    left: int = 0
 
 
 class Learner(Protocol):
@@ -67,13 +69,16 @@ class Learner(Protocol):
         """Wait for the next post; cancelling loses none. Learners that run freely post nothing."""
         ...
 
-    def answer(self, post: Post, kind: AnswerKind, learning_rate: float | None = None) -> None:
+    def answer(
+        self, post: Post, kind: AnswerKind, learning_rate: float | None = None, *, end_update: bool = False
+    ) -> None:
         """Let the learner go on. A post of a learner that died since is passed over.
 
         Args:
             post: which one.
             kind: what to do.
             learning_rate: at which to step with what replaces the gradient; None for the algorithm's own.
+            end_update: leave out what is left of the update; see `lockstep`.
         """
         ...
 

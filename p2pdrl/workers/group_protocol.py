@@ -93,6 +93,8 @@ class Reduce(msgspec.Struct, frozen=True, tag="reduce"):
     """Whether numbers travel, and are added up, as bfloat16; the same at all members."""
     spread: bool
     """Whether squared norms of the members' vectors are wanted; the same at all members."""
+    left: int = 0
+    """Gradients of this member's update that come after this one."""
 
 
 ToGroup = Host | Join | Reduce
@@ -126,6 +128,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     learning_rate: float
     square: float
     """‖x‖²; 0 unless it was asked for."""
+    left: int = 0
 
 
 class Reduced(msgspec.Struct, frozen=True, tag="reduced"):

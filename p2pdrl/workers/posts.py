@@ -74,13 +74,14 @@ class Posts:
         """A slot that the learner may write; -1 when the regime has none, or the daemon holds all."""
         return min(self._free, default=-1)
 
-    def post(self, kind: PostKind, slot: int, policy_version: int, samples: int) -> int:
-        """Hand ``slot`` over to the daemon (-1: none); return the post's number."""
+    def post(self, kind: PostKind, slot: int, policy_version: int, samples: int, *, left: int = 0) -> int:
+        """Hand ``slot`` over to the daemon (-1: none); return the post's number. `Posted` has the rest."""
         number = self.next_number
         self.next_number += 1
         self._open[number] = slot
         self._free.discard(slot)
-        self._say(Posted(number, self._work.epoch, kind, slot, policy_version, samples, alone=self._alone))
+        epoch, alone = self._work.epoch, self._alone
+        self._say(Posted(number, epoch, kind, slot, policy_version, samples, alone=alone, left=left))
         self._alone = False
         return number
 

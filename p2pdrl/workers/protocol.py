@@ -133,6 +133,8 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     """With ``set``: id of the board's content that is to be taken first; 0 is whatever lies there."""
     learning_rate: float | None = None
     """With ``replace``: at which to step; None for the algorithm's own."""
+    end_update: bool = False
+    """Whether to leave out what is left of the update; `strategies.lockstep` says why."""
 
 
 class Others(msgspec.Struct, frozen=True, tag="others"):
@@ -204,6 +206,8 @@ class Posted(msgspec.Struct, frozen=True, tag="posted"):
     nothing to add, and its vector is zero (the own one was not finite): so nobody waits in vain."""
     alone: bool = False
     """Whether the learner gave up the wait for its last answer and went on without it, once or more often."""
+    left: int = 0
+    """Gradients of the same update that come after this one."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -10,7 +10,8 @@
 | ``steps`` off | is posted | (``set``) brings the parameters |
 | ``every > 1`` | goes into the mean over ``every`` of them, weighted by samples, which is posted | |
 
-What replaces it may come with the learning rate to step at, the same for all who step with it.
+What replaces it may come with the learning rate to step at, the same for all who step with it. An answer may
+end the update, too: then all learners who keep step collect at the same time (`strategies.lockstep`).
 
 A gradient that isn't finite never leaves. Where peers wait for it, zeros with ``samples = 0`` are posted in
 its place, so that nobody waits in vain; the learner then steps only with what the answer brings.
@@ -55,6 +56,12 @@ class PostingStepper:
         self._gathered = 0
         self._samples = 0
         self._set_due: int | None = None
+        self._ends_update = False
+
+    @property
+    def ends_update(self) -> bool:
+        """Whether the answer to the last gradient ends the update."""
+        return self._ends_update
 
     def step(
         self,
@@ -64,6 +71,7 @@ class PostingStepper:
         learning_rate: float,
         max_grad_norm: float,
         samples: int,
+        left: int,
     ) -> float:
         """Use the mean gradient over ``samples`` rows in ``flat.gradients_D`` as the regime says.
 
@@ -77,7 +85,8 @@ class PostingStepper:
         finite = math.isfinite(norm)
         if not finite:
             gradients_D.zero_()
-        awaited = None if self._posts.over else self._post(gradients_D, samples if finite else 0)
+        self._ends_update = False
+        awaited = None if self._posts.over else self._post(gradients_D, samples if finite else 0, left)
         merged, told_rate = self._merge(gradients_D, awaited)
         if merged:
             norm = _norm(gradients_D)
@@ -97,7 +106,7 @@ class PostingStepper:
         heir = self._posts.heir
         return (heir is not None and heir.steps) if alone else self._regime.steps
 
-    def _post(self, gradients_D: Tensor, samples: int) -> int | None:
+    def _post(self, gradients_D: Tensor, samples: int, left: int) -> int | None:
         """Post a gradient if one is due, and wait as the regime says; return the post's number."""
         mean_D = self._gather(gradients_D, samples)
         if self._posts.slot() < 0:  # a wait was given up; the answer has come since, too late for most of it
@@ -110,7 +119,7 @@ class PostingStepper:
             return None
         self._slots[slot].copy_(mean_D)
         self._replica.publish()
-        number = self._posts.post("gradients", slot, self._replica.version, self._samples)
+        number = self._posts.post("gradients", slot, self._replica.version, self._samples, left=left)
         self._posts.wait()
         return number
 
@@ -141,6 +150,7 @@ class PostingStepper:
         def use(answer: Answer, slot: int) -> None:
             nonlocal merged, told_rate
             self._use_late(answer, slot)
+            self._ends_update |= answer.end_update and answer.number == awaited
             if answer.kind == "replace" and answer.number == awaited and self._regime.ahead == 0:
                 gradients_D.copy_(self._slots[slot])
                 told_rate = answer.learning_rate

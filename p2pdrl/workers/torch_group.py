@@ -128,7 +128,7 @@ class TorchGroup:
             self._sum(torch.bfloat16 if order.bf16 else torch.float32)
         least, most = torch.aminmax(result)
         return Reduced(
-            rows=tuple(Row(row[1], int(row[2]), row[5], row[3]) for row in rows),
+            rows=tuple(Row(row[1], int(row[2]), row[5], row[3], int(row[6])) for row in rows),
             norm=float(torch.linalg.vector_norm(result, dtype=torch.float64)),
             sound=-bound <= float(least) and float(most) <= bound,
         )
@@ -141,7 +141,7 @@ class TorchGroup:
         self._store = None
 
     def _gather(self, order: Reduce) -> list[list[float]]:
-        """Everybody's round, weight, policy version, squared norm, bound and learning rate, by rank."""
+        """Everybody's round, weight, policy version, squared norm, bound, learning rate and ``left``."""
         square = 0.0
         if order.spread and order.weight:
             square = float(torch.linalg.vector_norm(self._own, dtype=torch.float64)) ** 2
@@ -152,6 +152,7 @@ class TorchGroup:
             square,
             order.max_abs,
             order.learning_rate,
+            float(order.left),
         ]
         rows = [torch.empty(len(mine), dtype=torch.float64) for _ in range(self._size)]
         dist.all_gather(rows, torch.tensor(mine, dtype=torch.float64))

@@ -81,6 +81,7 @@ class A2C:
             learning_rate=learning_rate,
             max_grad_norm=config.max_grad_norm,
             samples=batch.rows,
+            left=0,
         )
         finite = math.isfinite(norm)
         policy_loss, value_loss, entropy = terms.tolist()

@@ -96,28 +96,36 @@ class PPO:
         totals = torch.zeros(5, device=self._flat.device)
         steps = skipped = 0
         gradient_norm = 0.0
-        for _ in range(config.epochs):
+        ended = False
+        for epoch in range(config.epochs):
             order_N = torch.randperm(size, generator=self._generator, device=self._generator.device)
-            epoch_kl, epoch_steps = torch.zeros((), device=self._flat.device), 0
-            for indices_M in torch.split(order_N, minibatch_size):
+            epoch_kl = torch.zeros((), device=self._flat.device)
+            parts = torch.split(order_N, minibatch_size)
+            for count, indices_M in enumerate(parts, start=1):
                 part = minibatch(batch, indices_M)
                 terms = self.engine.gradients(part, self.objective)
+                totals += terms
+                epoch_kl += terms[3]
+                left = (config.epochs - epoch) * len(parts) - count
+                if count == len(parts) and config.target_kl is not None:
+                    ended = float(epoch_kl) / count > config.target_kl
                 norm = self.stepper.step(
                     self._flat,
                     self.optimizer,
                     learning_rate=learning_rate,
                     max_grad_norm=config.max_grad_norm,
                     samples=part.rows,
+                    left=0 if ended else left,
                 )
-                totals += terms
-                epoch_kl += terms[3]
-                epoch_steps += 1
+                steps += 1
                 if math.isfinite(norm):
                     gradient_norm += norm
                 else:
                     skipped += 1
-            steps += epoch_steps
-            if config.target_kl is not None and float(epoch_kl) / epoch_steps > config.target_kl:
+                if self.stepper.ends_update:
+                    ended = True
+                    break
+            if ended:
                 break
 
         policy_loss, value_loss, entropy, kl, clip_fraction = (totals / steps).tolist()

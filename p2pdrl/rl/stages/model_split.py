@@ -98,6 +98,8 @@ class ModelSplit(Generic[Outputs]):
         with self._explained():
             return self._head.gradients(batch, objective)
 
+    ends_update = False
+
     def step(
         self,
         flat: FlatModule,
@@ -106,11 +108,17 @@ class ModelSplit(Generic[Outputs]):
         learning_rate: float,
         max_grad_norm: float,
         samples: int,
+        left: int,
     ) -> float:
         """Step on all devices; ``flat`` and ``optimizer`` stay as they are. See ``Pipelined.step``."""
         with self._explained():
             return self._head.step(
-                flat, optimizer, learning_rate=learning_rate, max_grad_norm=max_grad_norm, samples=samples
+                flat,
+                optimizer,
+                learning_rate=learning_rate,
+                max_grad_norm=max_grad_norm,
+                samples=samples,
+                left=left,
             )
 
     def collect(self, *, state: bool = False) -> Assembled:

@@ -101,6 +101,8 @@ class Pipelined(Generic[Outputs]):
             self._measured(tuner, (self._clock() - begin) / max(batch.rows, 1))
         return torch.tensor(self._sums.terms, dtype=share.parts.dtype, device=batch.inputs.device)
 
+    ends_update = False
+
     def step(
         self,
         flat: FlatModule,
@@ -109,6 +111,7 @@ class Pipelined(Generic[Outputs]):
         learning_rate: float,
         max_grad_norm: float,
         samples: int,
+        left: int,
     ) -> float:
         """Step on all ranks with the gradient that ``gradients`` left there; see ``Stepper.step``.
 
@@ -118,11 +121,12 @@ class Pipelined(Generic[Outputs]):
             learning_rate: after annealing.
             max_grad_norm: bound on the norm of the whole gradient.
             samples: not used.
+            left: likewise.
 
         Raises:
             TransportError: as in ``gradients``.
         """
-        del flat, optimizer, samples
+        del flat, optimizer, samples, left
         sums, self._sums = self._sums, None
         if sums is None:
             raise RuntimeError("there is no gradient of this pipeline to step with")

@@ -186,6 +186,7 @@ class ViewAverager:
             bytes_in=sum(piece.result_nbytes(formats, number) for piece in self._others) + own_in,
             round_trips=self._calls,
             learning_rates=first.learning_rates,
+            ends_update=first.ends_update,
         )
 
     def _bring(
@@ -212,7 +213,15 @@ class ViewAverager:
         encoded: memoryview | None = None
         if part.vector is not None:
             encoded = await heavy(4 * piece.size, lambda: self._memory.writer.encode(piece.span))
-        ask = Ask("part", self.view.key, number, part.weight, part.policy_version, part.learning_rate)
+        ask = Ask(
+            "part",
+            self.view.key,
+            number,
+            part.weight,
+            part.policy_version,
+            part.learning_rate,
+            left=part.left,
+        )
         clock, pause_s, broken = self._context.clock, RETRY_S[0], False
         late_s = clock.monotonic() + self._config.deadline_s
         while True:

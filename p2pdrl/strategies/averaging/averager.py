@@ -27,12 +27,14 @@ class Part(NamedTuple):
         weight: how much it counts for; 0 exactly when there is no vector.
         policy_version: that it comes from.
         learning_rate: at which this node would step.
+        left: gradients of its update that come after this one.
     """
 
     vector: Float32Array | None
     weight: float
     policy_version: int
     learning_rate: float = 0.0
+    left: int = 0
 
 
 class Average(NamedTuple):
@@ -48,6 +50,7 @@ class Average(NamedTuple):
         bytes_in: payload received.
         round_trips: calls made.
         learning_rates: at which the members would step, in their order.
+        ends_update: whether the leader's update ends with this round (see `strategies.lockstep`).
     """
 
     vector: Float32Array
@@ -59,6 +62,7 @@ class Average(NamedTuple):
     bytes_in: int = 0
     round_trips: int = 0
     learning_rates: tuple[float, ...] = ()
+    ends_update: bool = False
 
     @property
     def total(self) -> float:

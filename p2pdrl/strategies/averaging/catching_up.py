@@ -164,6 +164,7 @@ class CatchingUp:
                 norm=head.square**0.5,
                 spread=head.spread,
                 learning_rates=head.learning_rates,
+                ends_update=head.ends_update,
             )
             return self.kept
         return None
@@ -288,6 +289,7 @@ class CatchingUp:
             square=kept.norm**2,
             spread=kept.spread,
             learning_rates=kept.learning_rates,
+            ends_update=kept.ends_update,
         )
         return Reply(msgspec.msgpack.encode(head), vector=kept.vector.data.cast("B"))
 

@@ -3,7 +3,8 @@
 A worker's gradient is a mean over its samples, so weighted by samples the average is the gradient of the
 one big batch. Everybody steps with the same bits, and at the same learning rate (the lower median of what the
 givers would take), from the same state, so replicas stay equal without ever sending parameters (PyTorch
-DDP, Li 2020, arXiv 2006.15704; Horovod, Sergeev 2018, arXiv 1802.05799).
+DDP, Li 2020, arXiv 2006.15704; Horovod, Sergeev 2018, arXiv 1802.05799). All collect at the same time, too
+(`strategies.lockstep`).
 
 All must begin with the same parameters and optimizer state. When the mode begins, a first round, always in
 float32, averages everybody's parameters; the member with most steps begins with that mean and its own
@@ -68,9 +69,9 @@ class GradientWork:
         vector = post.vector
         rate = self._learner.learning_rate
         if vector is None or post.samples <= 0:
-            return NOTHING._replace(policy_version=post.policy_version, learning_rate=rate)
+            return NOTHING._replace(policy_version=post.policy_version, learning_rate=rate, left=post.left)
         await heavy(vector.nbytes, lambda: check_finite(vector, self._max_abs))
-        return Part(vector, float(post.samples), post.policy_version, rate)
+        return Part(vector, float(post.samples), post.policy_version, rate, post.left)
 
     async def apply(self, post: Post | None, average: Average, number: int) -> tuple[AnswerKind, float]:
         """Put the mean in the gradient's place; the change told is the learning rate times its norm."""

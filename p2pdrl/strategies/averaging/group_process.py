@@ -41,6 +41,7 @@ class SumOrder(NamedTuple):
         max_abs: greatest entry that we take.
         bf16: whether numbers travel as bfloat16; the same at all members.
         spread: whether the members' squared norms are wanted; the same at all members.
+        left: gradients of this member's update that come after this one.
     """
 
     number: int
@@ -51,6 +52,7 @@ class SumOrder(NamedTuple):
     max_abs: float
     bf16: bool
     spread: bool
+    left: int = 0
 
 
 class Sum(NamedTuple):
@@ -61,6 +63,7 @@ class Sum(NamedTuple):
         versions: their policy versions.
         learning_rates: at which they would step.
         squares: their squared norms, where they were wanted.
+        lefts: gradients of their updates that come after these.
         norm: of the mean.
         sound: whether all entries are finite and within the least of the members' bounds.
     """
@@ -69,6 +72,7 @@ class Sum(NamedTuple):
     versions: tuple[int, ...]
     learning_rates: tuple[float, ...]
     squares: tuple[float, ...]
+    lefts: tuple[int, ...]
     norm: float
     sound: bool
 

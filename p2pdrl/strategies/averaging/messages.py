@@ -37,6 +37,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
         policy_version: the part's.
         learning_rate: at which the sender would step.
         call: number of the call, for those whose answers are held (see `group.holding`).
+        left: gradients of the sender's update that come after this one.
     """
 
     what: Literal["part", "alive", "result", "state", "store"]
@@ -46,6 +47,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     policy_version: Natural = 0
     learning_rate: LearningRate = 0.0
     call: Natural = 0
+    left: Natural = 0
 
 
 class Reduced(msgspec.Struct, frozen=True, array_like=True):
@@ -61,6 +63,7 @@ class Reduced(msgspec.Struct, frozen=True, array_like=True):
         before: the same, one round earlier.
         state: of the sender's parameters, where others take its whole state.
         learning_rates: at which the members would step, in their order.
+        ends_update: whether the leader's update ends with this round (see `strategies.lockstep`).
     """
 
     number: Natural
@@ -72,3 +75,4 @@ class Reduced(msgspec.Struct, frozen=True, array_like=True):
     before: Digest = b""
     state: Digest = b""
     learning_rates: Annotated[tuple[LearningRate, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    ends_update: bool = False

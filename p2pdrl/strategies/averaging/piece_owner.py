@@ -20,6 +20,7 @@ from p2pdrl.strategies.averaging.piece_writer import PieceWriter, piece_codec
 from p2pdrl.strategies.gathering import Contribution, Gathering
 from p2pdrl.strategies.group.service import Group, GroupView
 from p2pdrl.strategies.heavy import heavy
+from p2pdrl.strategies.lockstep import Place, leader_ends
 from p2pdrl.strategies.patience import Patience
 from p2pdrl.strategies.protocol import Context
 from p2pdrl.tensors import wire
@@ -152,7 +153,13 @@ class PieceOwner:
 
         me = self.piece.owner
         await self._gathering.contribute(
-            number, me, part.weight, part.policy_version, fill, learning_rate=part.learning_rate
+            number,
+            me,
+            part.weight,
+            part.policy_version,
+            fill,
+            learning_rate=part.learning_rate,
+            left=part.left,
         )
         return self._heads[number]
 
@@ -174,6 +181,7 @@ class PieceOwner:
                 ask.policy_version,
                 fill,
                 learning_rate=ask.learning_rate,
+                left=ask.left,
             )
         except PoisonedVectorError as error:
             self._swarm.strike(incoming.sender, str(error))
@@ -249,6 +257,7 @@ class PieceOwner:
             figures.square,
             figures.spread,
             learning_rates=tuple(part.learning_rate for part in contributions),
+            ends_update=leader_ends(Place(part.sender, part.weight, part.left) for part in contributions),
         )
         return out
 

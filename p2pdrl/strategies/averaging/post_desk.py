@@ -67,11 +67,13 @@ class PostDesk:
             self._timer = None
         self._news.set()
 
-    def answer(self, post: Post, kind: AnswerKind, learning_rate: float | None = None) -> None:
+    def answer(
+        self, post: Post, kind: AnswerKind, learning_rate: float | None = None, *, end_update: bool = False
+    ) -> None:
         """Let the learner go on, if ``post`` is still the open one; see `Learner.answer`."""
         if post is self.post:
             self.post = None
-            self._learner.answer(post, kind, learning_rate)
+            self._learner.answer(post, kind, learning_rate, end_update=end_update)
 
     def close(self) -> None:
         """Stop the clock."""

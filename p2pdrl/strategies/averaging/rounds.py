@@ -276,7 +276,8 @@ class GroupRounds:
         now_s = self._clock.monotonic()
         waited_s = 0.0 if post is None else now_s - self._desk.since_s
         if post is not None:
-            self._desk.answer(post, kind, average.learning_rate if kind == "replace" else None)
+            rate = average.learning_rate if kind == "replace" else None
+            self._desk.answer(post, kind, rate, end_update=average.ends_update and post.left > 0)
         self._catching_up.stepped(post)
         self._distance = average.spread**0.5
         self._tally.ended(self._report(average, post, now_s - began_s, waited_s, changed))

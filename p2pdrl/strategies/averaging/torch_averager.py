@@ -29,6 +29,7 @@ from p2pdrl.strategies.averaging.piece_owner import AverageMemory
 from p2pdrl.strategies.averaging.roll_call import RollCall
 from p2pdrl.strategies.group.service import Group, GroupView
 from p2pdrl.strategies.heavy import heavy
+from p2pdrl.strategies.lockstep import Place, leader_ends
 from p2pdrl.strategies.patience import Patience
 from p2pdrl.strategies.protocol import Context
 from p2pdrl.transport import codec
@@ -264,6 +265,7 @@ class TorchAverager:
             max_abs=max_abs,
             bf16=bf16,
             spread=self._spread,
+            left=part.left,
         )
         got = await self._backend.process.sum(order, out)
         if len(got.weights) != len(self.view.members):
@@ -287,6 +289,7 @@ class TorchAverager:
             bytes_in=travelled,
             round_trips=2,
             learning_rates=got.learning_rates,
+            ends_update=leader_ends(map(Place, self.view.members, got.weights, got.lefts)),
         )
 
     async def _alone(self, number: int, part: Part) -> Average:

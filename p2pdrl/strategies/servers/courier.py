@@ -145,6 +145,7 @@ class Courier:
         base: int = -1,
         weight: float = 0.0,
         policy: int = 0,
+        left: int = 0,
         wants: bool = True,
         vector: Float32Array | None = None,
         once_s: float | None = None,
@@ -158,6 +159,7 @@ class Courier:
             base: version of the parameters that we hold.
             weight: samples behind the gradient.
             policy: our policy version.
+            left: gradients of the same update that come after this one.
             wants: whether parameters shall come back.
             vector: all D parameters (``seed``) or the gradient that was encoded (``step``).
             once_s: the call is made once, and its deadline is this; else it is made again as often as it, or
@@ -169,7 +171,7 @@ class Courier:
             TransportError: it doesn't answer, or not so.
         """
         term = self.term
-        head = Push(term.key, shard, op, number, base, weight, policy, wants=wants)
+        head = Push(term.key, shard, op, number, base, weight, policy, wants=wants, left=left)
         encoder, span = self._encoders[shard], term.plan.spans[shard]
         part = None if vector is None else vector[span.slice]
         if encoder is None:
@@ -223,6 +225,7 @@ class Courier:
         base: int = -1,
         weight: float = 0.0,
         policy: int = 0,
+        left: int = 0,
         vector: Float32Array | None = None,
     ) -> Part:
         """Ask until there is an answer: for as long as the view is in force, which is when we are cancelled.
@@ -237,7 +240,7 @@ class Courier:
         while True:
             try:
                 return await self.ask(
-                    shard, op, number, base=base, weight=weight, policy=policy, vector=vector
+                    shard, op, number, base=base, weight=weight, policy=policy, left=left, vector=vector
                 )
             except PeerUnreachableError as error:
                 if broken and not await self.term.lives(server):

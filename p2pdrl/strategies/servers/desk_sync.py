@@ -17,6 +17,7 @@ from p2pdrl.config.strategy import ServerSyncConfig
 from p2pdrl.errors import PoisonedVectorError
 from p2pdrl.strategies.gathering import Contribution, Gathered, Gathering
 from p2pdrl.strategies.heavy import heavy
+from p2pdrl.strategies.lockstep import Place, leader_ends
 from p2pdrl.strategies.patience import Patience
 from p2pdrl.strategies.servers.desk import Answered, Attendance, DeskOptions, Seeding, Turns, give
 from p2pdrl.strategies.servers.editions import Edition
@@ -81,7 +82,7 @@ class SyncDesk:
             given = self._told(before)  # it is asked again: the answer was lost
         elif head.number < self._shard.version:
             self._options.counts["late"] += head.op == "step"
-            given = Given(self._shard.version, outcome="late")
+            given = Given(self._shard.version, outcome="late", ends_update=_ends_update(before))
         elif head.op == "step":
             given = await self._step(sender, head, parcel)
         else:
@@ -134,6 +135,7 @@ class SyncDesk:
             outcome="late" if gathered.late else "ok",
             merged=merged,
             missing=gathered.missing,
+            ends_update=_ends_update(gathered),
         )
 
     async def _idle(self, sender: str, head: Push) -> Given:
@@ -148,7 +150,7 @@ class SyncDesk:
             await self._contribute(sender, head, 0.0, _nothing)
         else:
             await self._reach(head.number + 1)
-        return Given(self._shard.version)
+        return Given(self._shard.version, ends_update=_ends_update(self._gathering.result))
 
     async def _contribute(self, sender: str, head: Push, weight: float, fill: object) -> Gathered:
         try:
@@ -158,6 +160,7 @@ class SyncDesk:
                 weight,
                 head.policy,
                 fill,  # type: ignore[arg-type]
+                left=head.left,
             )
         except Refusal as refusal:
             if refusal.status == 408:
@@ -217,6 +220,12 @@ def _counted(sender: str, number: int, gathered: Gathered) -> bool:
     return gathered.number == number and any(
         one.sender == sender and one.weight > 0 for one in gathered.merged
     )
+
+
+def _ends_update(gathered: Gathered | None) -> bool:
+    """Whether the leader's update ended with that round: then all others collect now."""
+    merged = () if gathered is None else gathered.merged
+    return leader_ends(Place(one.sender, one.weight, one.left) for one in merged)
 
 
 async def _nothing(out: Float32Array) -> None:

@@ -43,6 +43,7 @@ class Push(msgspec.Struct, frozen=True):
         policy: the worker's policy version.
         wants: whether the answer shall bring parameters.
         call: number of the call, for those whose answers are held (see `group.holding`).
+        left: gradients of the worker's update that come after this one.
     """
 
     key: ViewKey
@@ -54,6 +55,7 @@ class Push(msgspec.Struct, frozen=True):
     policy: Natural = 0
     wants: bool = True
     call: Natural = 0
+    left: Natural = 0
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -67,6 +69,7 @@ class Given(msgspec.Struct, frozen=True):
         progress: samples whose gradients are in the shard, since the seed.
         merged: sender and weight of each contribution to the round.
         missing: without whom it closed.
+        ends_update: whether the leader's update ended with the round (see `strategies.lockstep`).
     """
 
     version: Natural
@@ -75,6 +78,7 @@ class Given(msgspec.Struct, frozen=True):
     progress: Natural = 0
     merged: Annotated[tuple[tuple[Short, Weight], ...], Meta(max_length=MAX_MEMBERS)] = ()
     missing: Annotated[tuple[Short, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    ends_update: bool = False
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):

@@ -11,6 +11,7 @@ n_k samples each are one worker with the gradient over Σ n_k (``reduce = "mean"
   worker gets the newest parameters.
 - A worker whose learner has no gradient (paused, starting, or much slower than it was) says so, and takes
   the parameters of the rounds that go on without it.
+- When the leader's update ends, everybody's does, so that all collect at the same time (`lockstep`).
 - A member that doesn't answer is doubted, and the group goes on without it; who held its shard next has the
   same parameters as all workers, so at most that round is lost, and a gradient that was computed on the
   parameters with which the new view begins is sent again.
@@ -148,7 +149,7 @@ class ServerSyncStrategy(ServedStrategy):
             round_trips=trips,
             changed=changed,
         )
-        self._done(post, outcome, report)
+        self._done(post, outcome, report, end_update=given.ends_update and post.left > 0)
 
     async def _encode(self, courier: Courier, gradient: Float32Array) -> bool:
         """Get a gradient ready to travel; False, and nobody is given it, when it is unusable."""
@@ -172,6 +173,7 @@ class ServerSyncStrategy(ServedStrategy):
                     base=self._version,
                     weight=0.0 if gives is None else float(gives.samples),
                     policy=0 if gives is None else gives.policy_version,
+                    left=0 if gives is None else gives.left,
                     vector=None if gives is None else gives.vector,
                 )
                 for shard in range(len(courier.spans))
@@ -203,11 +205,13 @@ class ServerSyncStrategy(ServedStrategy):
             *(courier.insist(shard, "fetch", self._version) for shard in range(len(courier.spans)))
         )
 
-    def _done(self, post: Post, outcome: str, report: RoundReport | None = None) -> None:
+    def _done(
+        self, post: Post, outcome: str, report: RoundReport | None = None, *, end_update: bool = False
+    ) -> None:
         """Let the learner go on with what is on the board."""
         self._post = None
         self._tally.ended(RoundReport(outcome) if report is None else report, ours=report is not None)
-        self._learner.answer(post, "set")
+        self._learner.answer(post, "set", end_update=end_update)
 
 
 def _merged(weights: tuple[tuple[str, float], ...]) -> tuple[Merged, ...]:

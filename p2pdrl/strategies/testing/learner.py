@@ -35,6 +35,8 @@ class FakeLearner:
         learning_rate: of its own steps, and told to servers.
         samples: behind each gradient.
         period_s: time that one gradient takes.
+        gradients: of one update; all the same, and each counts as an update.
+        collect_s: time before the first gradient of an update.
         step: gives the next vector from vector and gradient; None is plain gradient descent.
     """
 
@@ -47,6 +49,8 @@ class FakeLearner:
         learning_rate: float = 0.1,
         samples: int = 1,
         period_s: float = 0.01,
+        gradients: int = 1,
+        collect_s: float = 0.0,
         step: Step | None = None,
     ) -> None:
         spec = BoardSpec(Layout((Entry("x", (start.size,)),)))
@@ -60,6 +64,12 @@ class FakeLearner:
         self.learning_rate = learning_rate
         self.samples = samples
         self.period_s = period_s
+        self.gradients = gradients
+        self.collect_s = collect_s
+        self.left = 0
+        """Gradients of the present update that are still to be computed."""
+        self.shortened = 0
+        """Updates that an answer ended."""
         self.told_learning_rate: float | None = None
         """With the last answer."""
         self.step = step if step is not None else self._descend
@@ -79,9 +89,14 @@ class FakeLearner:
         """Wait for the learner's next post."""
         return await self._posts.get()
 
-    def answer(self, post: Post, kind: AnswerKind, learning_rate: float | None = None) -> None:
+    def answer(
+        self, post: Post, kind: AnswerKind, learning_rate: float | None = None, *, end_update: bool = False
+    ) -> None:
         """Let the learner go on."""
         self.told_learning_rate = learning_rate
+        if end_update:
+            self.shortened += 1
+            self.left = 0
         future = self._answers.get(post.number)
         if future is not None and not future.done():
             future.set_result(kind)
@@ -90,7 +105,12 @@ class FakeLearner:
         """Make ``updates`` updates (None: for ever)."""
         made = 0
         while updates is None or made < updates:
+            if not self.left:
+                self.left = self.gradients
+                if self.collect_s:
+                    await asyncio.sleep(self.collect_s)
             await asyncio.sleep(self.period_s)
+            self.left -= 1
             await self._update()
             made += 1
 
@@ -151,6 +171,7 @@ class FakeLearner:
             self.version,
             self.samples,
             vector,
+            self.left,
         )
         self._answers[made.number] = asyncio.get_running_loop().create_future()
         self._posts.put_nowait(made)

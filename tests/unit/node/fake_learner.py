@@ -104,7 +104,7 @@ class Gradients(Trainer):
         self.total += 1
         self.module.gradients_D.fill_(1.0)
         self.stepper.step(
-            self.module, self.optimizer, learning_rate=1.0, max_grad_norm=1e9, samples=self.total
+            self.module, self.optimizer, learning_rate=1.0, max_grad_norm=1e9, samples=self.total, left=0
         )
         return SimpleNamespace(env_steps=10, episodes=[], metrics={"life": float(LIFE)})
 

@@ -184,7 +184,7 @@ async def test_three_real_processes_average_and_two_go_on(until):
 
     async def average(number, *, bf16=False, used=nodes):
         orders = (
-            SumOrder(number, vector, weight, 7, weight / 10, 1e6, bf16, spread=True)
+            SumOrder(number, vector, weight, 7, weight / 10, 1e6, bf16, spread=True, left=int(weight) + 1)
             for vector, weight in zip(vectors, weights, strict=True)
         )
         jobs = (node.sum(one, out) for node, one, out in zip(used, orders, outs, strict=False))
@@ -199,6 +199,7 @@ async def test_three_real_processes_average_and_two_go_on(until):
         assert got[0] == got[1] == got[2]
         assert (got[0].weights, got[0].versions, got[0].sound) == (weights, (7, 7, 7), True)
         assert got[0].learning_rates == (0.1, 0.2, 0.5)
+        assert got[0].lefts == (2, 3, 6)
         assert got[0].norm == pytest.approx(np.linalg.norm(wanted), rel=1e-6)
         assert got[0].squares == pytest.approx([float(x @ x) for x in vectors.astype(np.float64)], rel=1e-6)
         assert np.abs(outs[0] - wanted).max() < 1e-6

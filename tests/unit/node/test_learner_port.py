@@ -159,10 +159,11 @@ async def test_the_learning_rate_is_annealed(port):
 async def test_what_peers_say_never_raises_the_learning_rate(port, monkeypatch, said, told):
     answers = []
     port._algorithm = PPOConfig(learning_rate=0.5)
-    monkeypatch.setattr(port.supervisor, "answer", lambda *answer: answers.append(answer))
+    monkeypatch.setattr(port.supervisor, "answer", lambda *answer, **more: answers.append((*answer, more)))
     post = Post(1, "gradients", 0, 1, None)
-    port.answer(post, "replace", said)
-    assert answers == [(post, "replace", told)]
+    for end in (False, True):
+        port.answer(post, "replace", said, end_update=end)
+        assert answers.pop() == (post, "replace", told, {"end_update": end})
 
 
 async def test_before_there_is_a_learner(port):

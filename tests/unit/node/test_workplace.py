@@ -53,6 +53,15 @@ async def test_a_round_of_parameters_takes_no_memory(place):
     assert place.answered(post, "set", 12) == Answer(1, 2, "set", 12)
 
 
+async def test_the_place_in_the_update_goes_one_way_and_its_end_the_other(place):
+    place.arrange(Regime("gradients"), 1, SIZE)
+    place.posted(msgspec.structs.replace(posted(1), left=15))
+    post = await place.next_post()
+    assert post.left == 15
+    expected = Answer(1, 1, "replace", 0, 0.5, end_update=True)
+    assert place.answered(post, "replace", 0, 0.5, end_update=True) == expected
+
+
 async def test_what_an_earlier_regime_posted_is_void(place):
     place.arrange(Regime("gradients"), 1, SIZE)
     place.posted(posted(1))
@@ -83,7 +92,7 @@ async def test_what_a_dead_learner_posted_is_void_and_its_slot_is_nobodys(place)
 @pytest.mark.parametrize("why", ["died", "alone"])
 async def test_a_strategy_in_lockstep_sees_that_its_learner_lost_step(place, why):
     place.arrange(Regime("gradients"), 1, SIZE)
-    learner = SimpleNamespace(next_post=place.next_post, answer=lambda post, kind, _rate: None)
+    learner = SimpleNamespace(next_post=place.next_post, answer=lambda post, kind, _rate, **_: None)
     desk = PostDesk(learner, SystemClock(), 60.0)
     pump = asyncio.create_task(desk.pump())
     for number in (1, 2):

@@ -63,6 +63,7 @@ def test_clipping_sees_the_full_batchs_norm(microbatches, max_grad_norm):
             learning_rate=1.0,
             max_grad_norm=max_grad_norm,
             samples=case.batch.rows,
+            left=0,
         )
         steps.append((norm, case.flat.parameters_D - before))
     (norm, step), (cut_norm, cut_step) = steps

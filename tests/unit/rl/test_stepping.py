@@ -26,11 +26,16 @@ CPU = torch.device("cpu")
 
 
 class Recorder:
-    """Steps as OwnStepper does and remembers what it was given."""
+    """Steps as OwnStepper does and remembers what it was given; ends an update at one of the calls."""
 
-    def __init__(self):
+    def __init__(self, ends_with=math.inf):
         self.calls = []
+        self._ends_with = ends_with
         self._own = OwnStepper()
+
+    @property
+    def ends_update(self):
+        return len(self.calls) == self._ends_with
 
     def step(self, flat, optimizer, **options):
         self.calls.append((flat.gradients_D.clone(), options))
@@ -39,6 +44,8 @@ class Recorder:
 
 class Nothing:
     """Drops every gradient."""
+
+    ends_update = False
 
     def step(self, flat, optimizer, **options):
         return math.inf
@@ -58,7 +65,7 @@ def tiny():
 def test_the_own_stepper_clips_then_steps():
     flat, optimizer = tiny()
     flat.gradients_D.copy_(torch.tensor([3.0, 4.0]))
-    norm = OwnStepper().step(flat, optimizer, learning_rate=0.5, max_grad_norm=1.0, samples=7)
+    norm = OwnStepper().step(flat, optimizer, learning_rate=0.5, max_grad_norm=1.0, samples=7, left=0)
     assert norm == 5.0
     assert flat.numpy() == pytest.approx([1.0 - 0.5 * 0.6, 2.0 - 0.5 * 0.8])
 
@@ -67,7 +74,7 @@ def test_the_own_stepper_clips_then_steps():
 def test_a_gradient_that_is_not_finite_is_dropped(bad):
     flat, optimizer = tiny()
     flat.gradients_D.copy_(torch.tensor([bad, 1.0]))
-    norm = OwnStepper().step(flat, optimizer, learning_rate=0.5, max_grad_norm=1.0, samples=7)
+    norm = OwnStepper().step(flat, optimizer, learning_rate=0.5, max_grad_norm=1.0, samples=7, left=0)
     assert not math.isfinite(norm)
     assert flat.numpy().tolist() == [1.0, 2.0]
     assert optimizer.state()["optimizer.steps"] == 0
@@ -199,6 +206,54 @@ def test_a_stepper_gets_every_gradient_unclipped_with_its_rows(config, gradients
         assert options["max_grad_norm"] == config.max_grad_norm
         assert options["learning_rate"] == config.learning_rate
     assert any(float(gradient.norm()) > config.max_grad_norm for gradient, _ in recorder.calls)
+
+
+def lefts(recorder):
+    return [options["left"] for _, options in recorder.calls]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (PPOConfig(unroll_steps=40, epochs=2, minibatches=3), [5, 4, 3, 2, 1, 0]),
+        # 10 rows: 4 minibatches of at most 3, or 5 of 2 where 6 were asked for
+        (PPOConfig(unroll_steps=5, epochs=1, minibatches=4), [3, 2, 1, 0]),
+        (PPOConfig(unroll_steps=5, epochs=1, minibatches=6), [4, 3, 2, 1, 0]),
+        (A2CConfig(), [0]),
+    ],
+)
+def test_a_stepper_hears_how_many_gradients_are_left(config, expected):
+    trainer = make_trainer(config)
+    trainer.stepper = recorder = Recorder()
+    trainer.step()
+    assert lefts(recorder) == expected
+
+
+def test_an_update_that_goes_too_far_says_that_its_last_gradient_is_the_last():
+    trainer = make_trainer(PPOConfig(unroll_steps=40, epochs=4, minibatches=3, target_kl=1e-9))
+    trainer.stepper = recorder = Recorder()
+    trainer.step()
+    assert lefts(recorder)[-1] == 0
+    assert len(recorder.calls) % 3 == 0
+    assert 0 < len(recorder.calls) < 12
+    assert lefts(recorder)[:-1] == [11 - at for at in range(len(recorder.calls) - 1)]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_stepper_may_end_the_update(at):
+    """After as many gradients, all the same to the last bit as those of an update that isn't ended."""
+    config = PPOConfig(unroll_steps=40, epochs=2, minibatches=3)
+    trainer, twin = make_trainer(config), make_trainer(config)
+    trainer.stepper, twin.stepper = recorder, whole = Recorder(ends_with=at), Recorder()
+    metrics = trainer.step().metrics
+    twin.step()
+    assert len(recorder.calls) == at
+    assert metrics["gradient_steps"] == at
+    assert all(math.isfinite(figure) for figure in metrics.values())
+    for (mine, _), (other, _) in zip(recorder.calls, whole.calls, strict=False):
+        assert torch.equal(mine, other)
+    trainer.step()  # and the next one is whole
+    assert len(recorder.calls) == at + 6
 
 
 def test_samples_are_the_valid_steps_only():

@@ -65,6 +65,8 @@ class Rig:
         self.seen: list[np.ndarray] = []
         self.waiting: list[Posted] = []
         self.told_rate: float | None = None
+        self.ends_at: int | None = None
+        """Number of the post whose answer ends the update."""
         self.now_s = 0.0
         self.paused = False
         spec = BoardSpec(self.trainer.module.layout)
@@ -97,10 +99,19 @@ class Rig:
             if kind is not None:
                 self.waiting.remove(posted)
                 content = self.board.content_id
-                self.posts.hear(Answer(posted.number, EPOCH, kind, content, self.told_rate))
+                ends = posted.number == self.ends_at
+                self.posts.hear(Answer(posted.number, EPOCH, kind, content, self.told_rate, end_update=ends))
         self.board.flush()
 
-    def step(self, gradient: object, *, samples: int = 1, rate: float = 1.0, bound: float = 1e9) -> float:
+    def step(
+        self,
+        gradient: object,
+        *,
+        samples: int = 1,
+        rate: float = 1.0,
+        bound: float = 1e9,
+        left: int = 0,
+    ) -> float:
         self.trainer.module.gradients_D.copy_(torch.as_tensor(gradient, dtype=torch.float32))
         return self.stepper.step(
             self.trainer.module,
@@ -108,6 +119,7 @@ class Rig:
             learning_rate=rate,
             max_grad_norm=bound,
             samples=samples,
+            left=left,
         )
 
     @property
@@ -201,6 +213,50 @@ def test_ppo_through_it_is_ppo_to_the_bit(kind):
     assert len(samples) == 2 * 4 * 4
     for trainer in (alone, posting):
         trainer.close()
+    for region in regions:
+        region.close()
+
+
+@pytest.mark.parametrize("regime", [WAIT, SERVED])
+def test_an_answer_may_end_the_update(rig, regime):
+    it = rig(regime, lambda *_: "replace" if regime.steps else "set")
+    it.ends_at = 2
+    ended = []
+    for left in (3, 2, 1):
+        it.step([1, 1, 1], left=left)
+        ended.append(it.stepper.ends_update)
+    assert ended == [False, True, False]
+    assert it.x == [-3.0 if regime.steps else 0.0] * 3  # it steps with the gradient all the same
+    assert [posted.left for posted in it.said] == [3, 2, 1]
+
+
+def test_an_answer_that_came_too_late_ends_no_update(rig):
+    it = rig(WAIT, lambda *_: None)
+    it.ends_at = 1
+    it.step([1, 1, 1], left=5)
+    it.script = lambda *_: "none"
+    it.step([1, 1, 1], left=4)
+    assert not it.stepper.ends_update
+
+
+def test_ppo_leaves_out_what_an_answer_ends(rig):
+    """The third of 16 gradients is the last one; the next update is whole."""
+    task = TaskConfig(env=EnvConfig(num_envs=2), algorithm=PPOConfig(unroll_steps=16))
+    trainer = real.Trainer(task, seed=5, device="cpu")
+    size, spec = trainer.layout.size, BoardSpec(trainer.layout, trainer.sidecar_layout)
+    regions = [SharedRegion.create(n, "test") for n in (spec.nbytes, GradientRing.nbytes_of(1, size))]
+    said: list[int] = []
+
+    def answer(posted: Posted) -> None:
+        said.append(posted.left)
+        posts.hear(Answer(posted.number, EPOCH, "replace", end_update=posted.number == 3))
+
+    posts = Posts(Work(WAIT, EPOCH), first=1, say=answer, listen=lambda _: None, paused=lambda: False)
+    replica = Replica(trainer, LearnerBoard(regions[0], spec))
+    trainer.stepper = PostingStepper(WAIT, posts, replica, GradientRing(regions[1], 1, size))
+    assert [trainer.step().metrics["gradient_steps"] for _ in range(2)] == [3, 16]
+    assert said == [15, 14, 13, *range(15, -1, -1)]
+    trainer.close()
     for region in regions:
         region.close()
 

@@ -238,4 +238,6 @@ class Pipeline:
 
 def step_with(pipeline, learning_rate=1e-2, max_grad_norm=0.5):
     """A step of all ranks; returns the norm."""
-    return pipeline.head.step(None, None, learning_rate=learning_rate, max_grad_norm=max_grad_norm, samples=0)
+    return pipeline.head.step(
+        None, None, learning_rate=learning_rate, max_grad_norm=max_grad_norm, samples=0, left=0
+    )

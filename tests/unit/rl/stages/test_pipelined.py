@@ -201,7 +201,12 @@ def test_after_some_steps_parameters_and_optimizer_are_those_of_the_unsplit_run(
         for rate in rates:
             terms = engine.gradients(case.batch, case.objective)
             norm = stepper.step(
-                case.flat, own, learning_rate=rate, max_grad_norm=max_grad_norm, samples=case.batch.rows
+                case.flat,
+                own,
+                learning_rate=rate,
+                max_grad_norm=max_grad_norm,
+                samples=case.batch.rows,
+                left=0,
             )
             split_terms = pipeline.head.gradients(case.batch, case.objective)
             split_norm = step_with(pipeline, rate, max_grad_norm)

@@ -21,8 +21,9 @@ class Learner:
     async def next_post(self):
         return await self.posts.get()
 
-    def answer(self, post, kind, learning_rate=None):
+    def answer(self, post, kind, learning_rate=None, *, end_update=False):
         self.answers.append((post.number, kind))
+        self.ended = end_update
 
     def post(self, number):
         self.posts.put_nowait(Post(number, "gradients", 1, 1, np.zeros(2, np.float32)))
@@ -47,7 +48,11 @@ async def test_a_post_waits_until_it_is_answered(desk):
     desk.answer(post, "replace")
     desk.answer(post, "replace")
     assert desk.learner.answers == [(1, "replace")]
+    assert not desk.learner.ended
     assert desk.post is None
+    desk.learner.post(2)
+    desk.answer(await desk.next(), "replace", 0.5, end_update=True)
+    assert desk.learner.ended
 
 
 async def test_smaller_numbers_mean_a_new_learner(desk):

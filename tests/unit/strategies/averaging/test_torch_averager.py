@@ -112,6 +112,7 @@ class FakeProcess:
             tuple(part.policy_version for part, _ in parts),
             tuple(part.learning_rate for part, _ in parts),
             tuple(0.0 if v is None else float(v @ v) for _, v in parts),
+            tuple(part.left for part, _ in parts),
             float(np.linalg.norm(out)),
             order.number != self.hub.poisoned,
         )
