@@ -22,7 +22,6 @@ from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.stages.memory_links import ring
 from p2pdrl.rl.stages.parts import Parts
 from p2pdrl.rl.stages.pipelined import Pipelined
-from p2pdrl.rl.stages.rank import Assembled
 from p2pdrl.rl.stages.server import StageServer
 from p2pdrl.rl.stages.share import Share
 
@@ -35,12 +34,18 @@ _IDLE_TIMEOUT_S = 7 * 24 * 3600.0
 class ModelSplit(Generic[Outputs]):
     """Implements ``gradients.GradientEngine`` and ``stepping.Stepper``; close it when done.
 
+    At the end of each update the algorithm's own parameters and optimizer have become what they would have
+    become without it.
+
     Args:
         parts: of the model, as it is now.
         plan: who holds what.
         devices: one for each rank; the same one may come twice.
         timeout_s: bound on each wait of one rank for another within a minibatch.
         checkpoint_activations: keep only what comes into a stage, and compute the rest anew.
+
+    Attributes:
+        ends_update: false.
 
     Raises:
         ConfigError: there aren't as many devices as ranks.
@@ -51,8 +56,9 @@ class ModelSplit(Generic[Outputs]):
             split = ModelSplit(trainer.parts(), plan, [torch.device("cuda:0"), torch.device("cuda:1")])
             trainer.engine = trainer.stepper = split
             stats = trainer.step()
-            trainer.set_state(split.collect().vector_D, None)
     """
+
+    ends_update = False
 
     def __init__(
         self,
@@ -71,7 +77,7 @@ class ModelSplit(Generic[Outputs]):
             for rank, device in enumerate(devices)
         ]
         first = links[0] if plan.ranks > 1 else None
-        self._head = Pipelined(shares[0], first, generation=0, timeout_s=timeout_s)
+        self._head = Pipelined(shares[0], first, generation=0, timeout_s=timeout_s, state_every=1)
         self._errors: list[Exception] = []
         self._threads = [
             threading.Thread(
@@ -98,8 +104,6 @@ class ModelSplit(Generic[Outputs]):
         with self._explained():
             return self._head.gradients(batch, objective)
 
-    ends_update = False
-
     def step(
         self,
         flat: FlatModule,
@@ -110,7 +114,7 @@ class ModelSplit(Generic[Outputs]):
         samples: int,
         left: int,
     ) -> float:
-        """Step on all devices; ``flat`` and ``optimizer`` stay as they are. See ``Pipelined.step``."""
+        """Step on all devices. See ``Pipelined.step``."""
         with self._explained():
             return self._head.step(
                 flat,
@@ -121,17 +125,12 @@ class ModelSplit(Generic[Outputs]):
                 left=left,
             )
 
-    def collect(self, *, state: bool = False) -> Assembled:
-        """Put together what has become of the model; to be called after each update."""
-        with self._explained():
-            return self._head.collect(state=state)
-
     def metrics(self) -> dict[str, float]:
         """See ``Pipelined.metrics``."""
         return self._head.metrics()
 
     def close(self) -> None:
-        """End all threads. What wasn't collected is lost."""
+        """End all threads. What an unfinished update has done is lost."""
         self._head.close()
         for thread in self._threads:
             thread.join()

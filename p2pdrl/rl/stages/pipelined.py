@@ -31,19 +31,27 @@ __all__ = ["Pipelined"]
 class Pipelined(Generic[Outputs]):
     """Implements ``gradients.GradientEngine`` and ``stepping.Stepper``.
 
-    While an update runs, the vector that the policy acts with stays as it was; ``collect`` fetches what has
-    become of it. So after an error that vector is the last whole one, and every ``share`` the state after
-    its own last step.
+    While an update runs, the vector that the policy acts with stays as it was; its end fetches what has
+    become of it (``collect``). So after an error that vector is the last whole one, and every ``share`` has
+    the state after its own last step.
 
     Args:
         share: of the first rank.
         links: to the neighbours; None where this rank is all.
         generation: of the pipeline, the same on all ranks.
         timeout_s: bound on each wait for a message.
+        state_every: with an update's last ``step``, fetch the parameters to where the algorithm has its own,
+            and after each so many updates the optimizer's state. None leaves all that to ``collect``.
+        spread: whenever the optimizer's state is fetched so, all ranks get the whole.
         tune: measure numbers of microbatches up to the plan's, and stay with the fastest (``tuner``).
         clock: seconds, monotonic; what tuning measures with.
         say: told what tuning picked.
+
+    Attributes:
+        ends_update: false: all peers that step with it do the same.
     """
+
+    ends_update = False
 
     def __init__(
         self,
@@ -52,6 +60,8 @@ class Pipelined(Generic[Outputs]):
         *,
         generation: int,
         timeout_s: float,
+        state_every: int | None = None,
+        spread: bool = False,
         tune: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         say: Callable[[str], None] = lambda _: None,
@@ -61,6 +71,9 @@ class Pipelined(Generic[Outputs]):
         self._microbatches = share.plan.microbatches
         self._tuner = Tuner(share.plan.microbatches) if tune else None
         self._clock = clock
+        self._state_every = state_every
+        self._spread = spread
+        self._updates = 0
         self._say = say
 
     @property
@@ -101,8 +114,6 @@ class Pipelined(Generic[Outputs]):
             self._measured(tuner, (self._clock() - begin) / max(batch.rows, 1))
         return torch.tensor(self._sums.terms, dtype=share.parts.dtype, device=batch.inputs.device)
 
-    ends_update = False
-
     def step(
         self,
         flat: FlatModule,
@@ -116,22 +127,30 @@ class Pipelined(Generic[Outputs]):
         """Step on all ranks with the gradient that ``gradients`` left there; see ``Stepper.step``.
 
         Args:
-            flat: stays as it is; see ``collect``.
+            flat: the whole vector; not touched but at the end of an update.
             optimizer: likewise.
             learning_rate: after annealing.
             max_grad_norm: bound on the norm of the whole gradient.
             samples: not used.
-            left: likewise.
+            left: gradients of the same update that come after this one.
 
         Raises:
             TransportError: as in ``gradients``.
         """
-        del flat, optimizer, samples, left
+        del samples
         sums, self._sums = self._sums, None
         if sums is None:
             raise RuntimeError("there is no gradient of this pipeline to step with")
         with self._rank.whole_or_broken():
-            return self._rank.step(Step(sums.step, sums.squares, learning_rate, max_grad_norm))
+            norm = self._rank.step(Step(sums.step, sums.squares, learning_rate, max_grad_norm))
+        if left == 0 and self._state_every is not None:
+            self._updates += 1
+            state = self._updates % self._state_every == 0
+            whole = self.collect(state=state, spread=state and self._spread)
+            flat.set_(whole.vector_D)
+            if whole.optimizer is not None:
+                optimizer.load(whole.optimizer)
+        return norm
 
     def collect(self, *, state: bool, spread: bool = False) -> Assembled:
         """End the update: fetch the other ranks' slices and put them together.

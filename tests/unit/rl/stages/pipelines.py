@@ -177,14 +177,29 @@ def framed_ring(ranks):
 class Pipeline:
     """All ranks but the first in threads of their own."""
 
-    def __init__(self, parts, plan, make_links=ring, generation=7, shares=None, **options):
+    def __init__(
+        self,
+        parts,
+        plan,
+        make_links=ring,
+        generation=7,
+        shares=None,
+        state_every=None,
+        spread=False,
+        **options,
+    ):
         links = make_links(plan.ranks)
         if shares is None:
             shares = [Share(parts, plan, rank, CPU, **options) for rank in range(plan.ranks)]
         self.shares = shares
         alone = plan.ranks == 1
         self.head = Pipelined(
-            shares[0], None if alone else links[0], generation=generation, timeout_s=TIMEOUT_S
+            shares[0],
+            None if alone else links[0],
+            generation=generation,
+            timeout_s=TIMEOUT_S,
+            state_every=state_every,
+            spread=spread,
         )
         self.servers = [
             StageServer(

@@ -287,6 +287,31 @@ def test_a_pipeline_goes_on_where_another_left_off_even_if_it_is_cut_otherwise()
     np.testing.assert_array_equal(once.optimizer["optimizer.v"], again.optimizer["optimizer.v"])
 
 
+def test_the_end_of_an_update_brings_the_algorithm_what_it_would_have():
+    whole, _ = make_case("mlp", torch.float32)
+    own = Adam(whole.flat.parameters_D, whole.flat.gradients_D)
+    engine, stepper = Accumulated(whole.flat, whole.forward, 2), OwnStepper()
+    case, parts = make_case("mlp", torch.float32)
+    how = {"learning_rate": 1e-2, "max_grad_norm": 1e9, "samples": 11}
+    with Pipeline(parts, make_plan(parts, 3, 2), state_every=2, spread=True) as pipeline:
+        for update in range(1, 5):
+            begun = case.flat.parameters_D.clone()
+            for left in (2, 1, 0):
+                assert torch.equal(case.flat.parameters_D, begun)
+                engine.gradients(whole.batch, whole.objective)
+                stepper.step(whole.flat, own, left=left, **how)
+                pipeline.head.gradients(case.batch, case.objective)
+                pipeline.head.step(case.flat, parts.optimizer, left=left, **how)
+            assert relative(case.flat.parameters_D, whole.flat.parameters_D) < 1e-4
+            assert parts.optimizer.steps == 3 * (update - update % 2)
+        found, expected = parts.optimizer.state(), own.state()
+        for name, array in expected.items():
+            np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-4 * np.abs(array).max())
+    for results in pipeline.results.values():
+        assert [result is None for result in results] == [True, False, True, False]
+        np.testing.assert_array_equal(results[-1].vector_D, case.flat.numpy())
+
+
 # --- precision and memory ------------------------------------------------------------------------
 
 
