@@ -245,7 +245,7 @@ class PipeReceiver:
 
     def _bound(self, left_s: float) -> None:
         """Bound how long the kernel waits for bytes; cheaper than to ask it first whether there are any."""
-        bound_s = min(max(left_s, 0.001), _WAIT_S)
+        bound_s = _WAIT_S if left_s >= _WAIT_S else max(left_s, 0.001)
         if bound_s != self._bound_s:
             timeval = _TIMEVAL.pack(int(bound_s), int(bound_s % 1 * 1e6))
             self._link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from itertools import chain
 from queue import SimpleQueue
 
 from p2pdrl.errors import PeerTimeoutError
@@ -15,9 +16,9 @@ from p2pdrl.transport.pipe_link import PipeLink
 
 __all__ = ["PipeSender"]
 
-_AT_ONCE_BYTES = 1 << 19
-"""A message up to this length is given to the kernel by its caller, if it takes it without waiting: waking
-the thread would take longer."""
+_AT_ONCE_BYTES = 272 << 10
+"""A message up to this length is given to the kernel by its caller, if it takes it without waiting: to wake
+the thread would take about as long."""
 
 _Frame = Iterator[list[Buffer]]
 
@@ -63,7 +64,7 @@ class PipeSender:
             self._number += 1
             frame: _Frame = batches(head + meta, views, self._mac)
             short = nbytes <= _AT_ONCE_BYTES and not self._queued_nbytes
-            rest = self._at_once(frame, nbytes) if short else frame
+            rest = self._at_once(frame) if short else frame
             if rest is None:
                 self.sent_number = self._number
             else:
@@ -118,12 +119,15 @@ class PipeSender:
                 f"the peer took too little of {self._queued_nbytes} waiting bytes in {deadline_s:g} s"
             )
 
-    def _at_once(self, frame: _Frame, nbytes: int) -> _Frame | None:
+    def _at_once(self, frame: _Frame) -> _Frame | None:
         """Give the kernel what it takes without waiting; return what is left."""
-        batch = [buffer for buffers in frame for buffer in buffers]
-        try:
-            sent_nbytes = self._link.sock.sendmsg(batch, (), socket.MSG_DONTWAIT)
-        except OSError:
-            sent_nbytes = 0  # when there's more to it than a full buffer, the thread meets it too
-        self.nbytes += sent_nbytes
-        return iter([unsent(batch, sent_nbytes)]) if sent_nbytes < nbytes else None
+        for batch in frame:
+            try:
+                sent_nbytes = self._link.sock.sendmsg(batch, (), socket.MSG_DONTWAIT)
+            except OSError:
+                sent_nbytes = 0  # when there's more to it than a full buffer, the thread meets it too
+            self.nbytes += sent_nbytes
+            rest = unsent(batch, sent_nbytes)
+            if rest:
+                return chain([rest], frame)
+        return None

@@ -61,6 +61,17 @@ def test_vectors_in_parts_and_of_floats() -> None:
         assert np.array_equal(out, np.concatenate(parts))
 
 
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["keyless", "keyed"])
+@pytest.mark.parametrize("nbytes", [5, 500])
+def test_vectors_in_more_parts_than_a_system_call_takes(
+    keys: tuple[bytes, bytes] | None, nbytes: int
+) -> None:
+    parts = [bytes([index % 251]) * nbytes for index in range(5000)]
+    with two_ends(keys) as (one, other):
+        one.send(1, vector=[memoryview(part) for part in parts], deadline_s=LONG_S)
+        assert other.receive(deadline_s=LONG_S).vector == b"".join(parts)
+
+
 def test_bytes_that_were_read_already_come_first() -> None:
     one, other = tcp_pair()
     writer = Writer()
