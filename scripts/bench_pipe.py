@@ -240,7 +240,8 @@ def measure(rounds: int, megabytes: float, *, gloo: bool) -> None:
 def report(mode: str, nbytes: int, taken: dict[str, list[tuple[float, float]]]) -> None:
     """Print the table of one mode and size."""
     print(
-        f"\n{mode}, {nbytes >> 10} KiB{'':8}{'us':>10}{'MB/s':>8}{'CPU us':>9}{'x raw (quartiles)':>24}{'CPU':>7}"
+        f"\n{mode}, {nbytes >> 10} KiB{'':8}{'us':>10}{'MB/s':>8}{'CPU us':>9}"
+        f"{'x raw (quartiles)':>24}{'CPU':>7}"
     )
     for kind, trials in taken.items():
         wall_s, cpu_s = (statistics.median(column) for column in zip(*trials, strict=True))
