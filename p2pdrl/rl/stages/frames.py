@@ -1,18 +1,16 @@
 """Messages and their tensors as bytes.
 
-    frame = mark(4) length of the message(4) length of the tensors(8) | message | tensor | tensor | …
-
-Numbers of the head are big-endian, the message is MessagePack, tensors are their numbers as they lie in
-memory (little-endian, rows first). Nothing in a frame says how tensors are cut out of its bytes: the
-receiver knows.
+A frame is a message as MessagePack, and the memory of its tensors: their numbers as they lie there
+(little-endian, rows first), one tensor right after the other. Whoever carries it keeps the two apart and
+their lengths. Nothing in a frame says how tensors are cut out of its bytes: the receiver knows.
 """
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,14 +22,9 @@ from p2pdrl.errors import WireError
 from p2pdrl.rl.stages.messages import Message
 from p2pdrl.rl.stages.rows import Slot
 
-__all__ = ["HEAD_BYTES", "MAX_MESSAGE_BYTES", "Frame", "Head", "bytes_of", "check", "decode", "encode"]
+__all__ = ["Frame", "bytes_of", "decode", "encode", "fill"]
 
 T = TypeVar("T")
-
-_HEAD = struct.Struct(">4sIQ")
-_MARK = b"p2S1"
-HEAD_BYTES = _HEAD.size
-MAX_MESSAGE_BYTES = 1 << 20
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("frames are written on little-endian machines only")
@@ -41,45 +34,17 @@ class Frame(NamedTuple):
     """A message, encoded.
 
     Attributes:
-        head: the head and the message.
+        message: at most some 4 KiB.
         tensors: views of their memory, in order, one dimension of bytes each.
     """
 
-    head: bytes
+    message: bytes
     tensors: list[memoryview]
-
-
-class Head(NamedTuple):
-    """What begins a frame.
-
-    Attributes:
-        message_nbytes: length of the message.
-        tensors_nbytes: length of all tensors.
-    """
-
-    message_nbytes: int
-    tensors_nbytes: int
-
-    @classmethod
-    def decode(cls, data: bytes | bytearray | memoryview) -> Head:
-        """Read a head.
-
-        Raises:
-            WireError: it isn't one, or the message is too long.
-        """
-        if len(data) != HEAD_BYTES:
-            raise WireError("what came isn't the head of a stage's message")
-        mark, message_nbytes, tensors_nbytes = _HEAD.unpack(data)
-        if mark != _MARK or message_nbytes > MAX_MESSAGE_BYTES:
-            raise WireError("what came isn't the head of a stage's message")
-        return cls(message_nbytes, tensors_nbytes)
 
 
 def encode(message: Message, tensors: Sequence[Tensor]) -> Frame:
     """Return the bytes of a message and of its tensors, which are on the CPU and in one piece."""
-    views = [bytes_of(tensor) for tensor in tensors]
-    encoded = msgspec.msgpack.encode(message)
-    return Frame(_HEAD.pack(_MARK, len(encoded), sum(map(len, views))) + encoded, views)
+    return Frame(msgspec.msgpack.encode(message), [bytes_of(tensor) for tensor in tensors])
 
 
 def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
@@ -94,19 +59,50 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
         raise WireError(f"a stage's message can't be read: {str(error)[:200]}") from error
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor that is on the CPU and in one piece, as bytes; writable."""
-    flat: npt.NDArray[np.uint8] = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return flat.data
+def fill(slots: Sequence[Slot], data: memoryview) -> None:
+    """Copy the bytes of tensors to where they belong.
 
-
-def check(slot: Slot) -> None:
-    """Check numbers that came over a network where some of them would do harm.
+    Args:
+        slots: on any device; what isn't on the CPU goes through the host's memory.
+        data: all tensors.
 
     Raises:
-        WireError: a truth value is neither 0 nor 1, or an index is out of bounds.
+        WireError: they have another length, or numbers among them would do harm.
     """
-    tensor, below = slot
+    ends = [0]
+    for slot in slots:
+        ends.append(ends[-1] + slot.tensor.nbytes)
+    if data.nbytes != ends[-1]:
+        raise WireError(f"a message with {data.nbytes} bytes of tensors should have {ends[-1]}")
+    source: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8)
+    for slot, (begin, end) in zip(slots, pairwise(ends), strict=True):
+        hosted = _on_host(slot.tensor)
+        np.copyto(_array(hosted), source[begin:end])
+        _check(hosted, slot.below)
+        if hosted is not slot.tensor:
+            slot.tensor.copy_(hosted)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a tensor that is on the CPU and in one piece, as bytes; writable."""
+    return _array(tensor).data
+
+
+def _array(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    array: npt.NDArray[np.uint8] = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return array
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, or memory from which it can be copied to its device quickly."""
+    if tensor.device.type == "cpu":
+        return tensor
+    how: dict[str, Any] = {"pin_memory": True} if tensor.is_cuda else {}
+    return torch.empty(tensor.shape, dtype=tensor.dtype, **how)
+
+
+def _check(tensor: Tensor, below: int | None) -> None:
+    """Check that truth values are 0 or 1 and indices within bounds."""
     if tensor.dtype == torch.bool:
         tensor, below = tensor.view(torch.uint8), 2
     if below is not None and len(tensor) and not 0 <= int(tensor.min()) <= int(tensor.max()) < below:

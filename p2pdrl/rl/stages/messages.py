@@ -9,8 +9,8 @@
     Whole        everybody's slices
 
 All is said to neighbours; what concerns ranks further away is passed on. Activation, Gradient, Slice and
-Whole bring tensors, whose shapes and types follow from the plan, the task and Opening's sizes. A number of
-microbatches, stages or steps that isn't the one expected is an error.
+Whole bring tensors, whose shapes and types follow from the plan, the task and Opening's length and parts. A
+number of microbatches, stages or steps that isn't the one expected is an error.
 """
 
 from __future__ import annotations
@@ -51,11 +51,19 @@ class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of minibatches stepped with, or skipped, before this one."""
     rows: Count
     """Rows that count: what sums are divided by."""
-    sizes: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_MICROBATCHES)]
-    """Of each microbatch: its first dimension."""
+    length: Count
+    """First dimension of its tensors."""
+    parts: Annotated[int, Meta(ge=1, le=MAX_MICROBATCHES)]
+    """Microbatches; ``gradients.cut`` says where."""
     precision: Precision
     objective: Annotated[bytes, Meta(max_length=_MAX_OBJECTIVE_BYTES)]
     """Fields of the objective, as MessagePack; its type is known."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """First dimension of each microbatch."""
+        size, longer = divmod(self.length, self.parts)
+        return (size + 1,) * longer + (size,) * (self.parts - longer)
 
 
 class Activation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="activation"):

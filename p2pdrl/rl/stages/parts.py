@@ -86,6 +86,14 @@ class Parts(Generic[Outputs]):
                 specs.append(RowSpec(tuple(x.shape[1:]), self.travelling))
         return tuple(specs)
 
+    @cached_property
+    def longest_nbytes(self) -> int:
+        """Bytes of the most that one message brings: all slices with the optimizer, or an activation."""
+        vectors = 1 + sum(1 for item in self.optimizer.items() if item.shape)
+        whole = vectors * self.block_map.layout.size * self.dtype.itemsize
+        riding = sum(spec.nbytes(self.most_rows) for _, spec in self.extras)
+        return max(whole, riding + max(spec.nbytes(self.most_rows) for spec in self.outputs))
+
     def check(self, batch: Batch) -> None:
         """Check that a batch is what was promised.
 

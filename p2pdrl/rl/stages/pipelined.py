@@ -103,7 +103,8 @@ class Pipelined(Generic[Outputs]):
             generation=rank.generation,
             step=share.steps,
             rows=batch.rows,
-            sizes=tuple(len(part.inputs) for part in batches),
+            length=len(batch.inputs),
+            parts=len(batches),
             precision=share.parts.precision,
             objective=msgspec.msgpack.encode(objective),
         )

@@ -231,6 +231,6 @@ class Rank(Generic[Outputs]):
         ours = self.generation, share.steps, share.parts.precision
         if theirs != ours:
             raise WireError(f"generation, step and precision are {ours} here, a minibatch has {theirs}")
-        parts, rows = len(opening.sizes), sum(opening.sizes)
-        if rows > share.parts.most_rows or parts != share.plan.parts(parts):
-            raise WireError(f"a minibatch of {rows} rows in {parts} parts isn't one of this task")
+        length, parts = opening.length, opening.parts
+        if length > share.parts.most_rows or parts != share.plan.parts(length, most=parts):
+            raise WireError(f"a minibatch of {length} rows in {parts} parts isn't one of this task")

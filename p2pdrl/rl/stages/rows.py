@@ -6,6 +6,7 @@ sides from the task, so nothing but the number of rows is taken from a message.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,10 @@ class RowSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     below: int | None = None
+
+    def nbytes(self, rows: int) -> int:
+        """Return the bytes of so many rows."""
+        return rows * math.prod(self.shape) * self.dtype.itemsize
 
     def check(self, tensor: Tensor, what: str) -> None:
         """Check a tensor of this process.

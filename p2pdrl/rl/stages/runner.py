@@ -79,7 +79,8 @@ class Runner(Generic[Outputs]):
         share = self._share
         self.forget()
         self._opening = opening
-        self._actions = self._plan.actions(share.rank, len(opening.sizes))
+        self._sizes = opening.sizes
+        self._actions = self._plan.actions(share.rank, opening.parts)
         self._stored = peak_activations(self._actions)
         self._objective: Objective[Outputs] | None = None
         if share.rank == self._plan.ranks - 1:
@@ -121,7 +122,7 @@ class Runner(Generic[Outputs]):
 
     def room(self, stage: int, microbatch: int) -> list[Slot]:
         """Return where an activation goes that comes with targets and context, or without."""
-        parts, rows = self._share.parts, self._opening.sizes[microbatch]
+        parts, rows = self._share.parts, self._sizes[microbatch]
         spec = parts.outputs[self._plan.blocks_of(stage)[0] - 1]
         memory = self._borrow((stage, microbatch), spec, rows)
         self._inputs[stage, microbatch] = memory.detach().requires_grad_()
@@ -164,7 +165,7 @@ class Runner(Generic[Outputs]):
     def _recv_gradient(self, stage: int, microbatch: int) -> None:
         def room() -> list[Slot]:
             spec = self._share.parts.outputs[self._plan.blocks_of(stage)[-1]]
-            memory = self._borrow((stage, microbatch), spec, self._opening.sizes[microbatch])
+            memory = self._borrow((stage, microbatch), spec, self._sizes[microbatch])
             self._gradients[stage, microbatch] = memory
             return [Slot(memory)]
 

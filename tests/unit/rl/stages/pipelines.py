@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
 import threading
-from collections import deque
 
 import torch
 
@@ -108,65 +108,36 @@ def make_plan(parts, stages, microbatches, schedule="1f1b", ranks=None):
     return Plan(blocks, even_cuts(blocks, stages), schedule, microbatches, ranks or stages)
 
 
-class Pipe:
-    """Bytes from one rank to the next."""
-
-    def __init__(self):
-        self._ready = threading.Condition()
-        self._pieces = deque()
-        self._closed = False
-
-    def write(self, views):
-        with self._ready:
-            if self._closed:
-                raise PeerUnreachableError("closed")
-            self._pieces.extend(memoryview(bytes(view)) for view in views if len(view))
-            self._ready.notify_all()
-
-    def read(self, view, timeout_s):
-        at = 0
-        with self._ready:
-            while at < len(view):
-                if not self._ready.wait_for(lambda: self._pieces or self._closed, timeout_s):
-                    raise PeerTimeoutError("late")
-                if not self._pieces:
-                    raise PeerUnreachableError("closed")
-                piece = self._pieces.popleft()
-                taken = min(len(piece), len(view) - at)
-                view[at : at + taken] = piece[:taken]
-                at += taken
-                if taken < len(piece):
-                    self._pieces.appendleft(piece[taken:])
-
-    def close(self):
-        with self._ready:
-            self._closed = True
-            self._ready.notify_all()
-
-
 class Pipes:
-    """A carrier on pipes."""
+    """A carrier on queues of frames, whose bytes are copied when they are sent."""
 
     def __init__(self, incoming, outgoing):
-        self.incoming, self.outgoing = incoming, outgoing
+        self._incoming, self._outgoing = incoming, outgoing
 
-    def write(self, way, views):
-        self.outgoing[way].write(views)
+    def send(self, way, message, tensors):
+        assert all(view.format == "B" and view.c_contiguous for view in tensors)
+        self._outgoing[way].put((bytes(message), memoryview(b"".join(tensors))))
 
-    def read(self, way, views, timeout_s):
-        for view in views:
-            self.incoming[way].read(view, timeout_s)
+    def receive(self, way, timeout_s):
+        try:
+            frame = self._incoming[way].get(timeout=timeout_s)
+        except queue.Empty:
+            raise PeerTimeoutError("late") from None
+        if frame is None:
+            self._incoming[way].put(None)
+            raise PeerUnreachableError("closed")
+        return frame
 
     def close(self):
-        for pipe in (*self.incoming.values(), *self.outgoing.values()):
-            pipe.close()
+        for pipe in (*self._incoming.values(), *self._outgoing.values()):
+            pipe.put(None)
 
 
-def framed_ring(ranks):
-    down, up = [Pipe() for _ in range(ranks)], [Pipe() for _ in range(ranks)]
+def framed_ring(ranks, carrier=Pipes):
+    down, up = [[queue.SimpleQueue() for _ in range(ranks)] for _ in range(2)]
     return [
         FramedLinks(
-            Pipes(
+            carrier(
                 {"down": down[rank - 1], "up": up[(rank + 1) % ranks]}, {"down": down[rank], "up": up[rank]}
             )
         )

@@ -173,7 +173,13 @@ def test_an_error_of_ones_own_is_heard_by_the_neighbours_at_once():
 # --- nonsense ------------------------------------------------------------------------------------
 
 GOOD = Opening(
-    generation=3, step=0, rows=4, sizes=(2, 2), precision="float32", objective=msgspec.msgpack.encode(PPO)
+    generation=3,
+    step=0,
+    rows=4,
+    length=4,
+    parts=2,
+    precision="float32",
+    objective=msgspec.msgpack.encode(PPO),
 )
 
 
@@ -188,8 +194,10 @@ def change(**fields):
         change(generation=4),
         change(step=1),
         change(precision="bf16"),
-        change(sizes=(6, 6)),
-        change(sizes=(1, 1, 1)),
+        change(length=12),
+        change(length=1),
+        change(parts=3),
+        change(objective=b""),
         change(objective=b"\xc1"),
         change(objective=msgspec.msgpack.encode({"clip": "much"})),
         Activation(1, 0),

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdrl.errors import PeerUnreachableError, WireError
+from p2pdrl.rl.gradients import Batch, cut
 from p2pdrl.rl.stages.framed_links import FramedLinks
-from p2pdrl.rl.stages.frames import HEAD_BYTES, Head, bytes_of, check, decode, encode
+from p2pdrl.rl.stages.frames import bytes_of, decode, encode, fill
 from p2pdrl.rl.stages.messages import Activation, Gradient, Message, Opening, Over, Slice, Step, Sums, Whole
 from p2pdrl.rl.stages.rows import Slot
 
 from .pipelines import framed_ring
 
-OPENING = Opening(generation=1, step=2, rows=3, sizes=(2, 1), precision="bf16", objective=b"\x80")
+OPENING = Opening(generation=1, step=2, rows=3, length=3, parts=2, precision="bf16", objective=b"\x80")
 MESSAGES = [
     Activation(1, 2),
     Activation(1, 0, OPENING),
@@ -31,17 +33,22 @@ MESSAGES = [
 @pytest.mark.parametrize("message", MESSAGES)
 def test_messages_come_back(message):
     frame = encode(message, [])
-    head = Head.decode(frame.head[:HEAD_BYTES])
-    assert head == (len(frame.head) - HEAD_BYTES, 0)
-    assert decode(frame.head[HEAD_BYTES:], Message) == message
+    assert frame.tensors == []
+    assert decode(frame.message, Message) == message
 
 
 def test_a_frame_to_the_byte():
     tensors = [torch.tensor([1.0, -2.0], dtype=torch.bfloat16), torch.tensor([[7]]), torch.tensor([True])]
-    head, views = encode(Gradient(1, 2), tensors)
-    fields = b"\x83\xa4type\xa8gradient\xa5stage\x01\xaamicrobatch\x02"
-    assert head == b"p2S1" + len(fields).to_bytes(4, "big") + (13).to_bytes(8, "big") + fields
+    message, views = encode(Gradient(1, 2), tensors)
+    assert message == b"\x83\xa4type\xa8gradient\xa5stage\x01\xaamicrobatch\x02"
     assert [bytes(view) for view in views] == [b"\x80\x3f\x00\xc0", b"\x07" + 7 * b"\x00", b"\x01"]
+
+
+@pytest.mark.parametrize(("length", "parts"), [(0, 1), (1, 1), (7, 3), (8, 4), (11, 8)])
+def test_sizes_are_those_of_the_cut(length, parts):
+    opening = msgspec.structs.replace(OPENING, length=length, parts=parts)
+    batches = cut(Batch(torch.zeros(length, 2), {}, length), parts)
+    assert opening.sizes == tuple(len(batch.inputs) for batch in batches)
 
 
 def test_views_are_the_tensors_own_memory():
@@ -53,24 +60,10 @@ def test_views_are_the_tensors_own_memory():
 
 @given(st.binary(max_size=40))
 def test_no_bytes_raise_anything_else(data):
-    with pytest.raises(WireError):
-        Head.decode(data)
     try:
         decode(data, Message)
     except WireError:
         pass
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"p2S2" + 12 * b"\x00",
-        b"p2S1" + b"\xff" * 4 + 8 * b"\x00",
-    ],
-)
-def test_heads_of_others_and_long_messages_are_refused(data):
-    with pytest.raises(WireError, match="isn't the head"):
-        Head.decode(data)
 
 
 @pytest.mark.parametrize(
@@ -86,31 +79,40 @@ def test_heads_of_others_and_long_messages_are_refused(data):
     ],
 )
 def test_fields_have_bounds(message, field, value):
-    import msgspec
-
     plain = msgspec.to_builtins(message) | {field: value}
     with pytest.raises(WireError, match="can't be read"):
         decode(msgspec.msgpack.encode(plain), Message)
 
 
 @pytest.mark.parametrize(
-    "slot",
+    ("dtype", "below", "numbers"),
     [
-        Slot(torch.tensor([0, 3]), 3),
-        Slot(torch.tensor([-1, 2]), 3),
-        Slot(torch.tensor([0, 2], dtype=torch.uint8).view(torch.bool)),
+        (torch.int64, 3, [0, 3]),
+        (torch.int64, 3, [-1, 2]),
+        (torch.int64, 3, [1, 1 << 62]),
+        (torch.bool, None, [0, 2]),
+        (torch.bool, None, [255, 1]),
     ],
 )
-def test_numbers_that_would_do_harm_are_refused(slot):
+def test_numbers_that_would_do_harm_are_refused(dtype, below, numbers):
+    sent = torch.tensor(numbers, dtype=torch.uint8 if dtype == torch.bool else dtype)
     with pytest.raises(WireError, match="isn't in 0"):
-        check(slot)
+        fill([Slot(torch.zeros(2, dtype=dtype), below)], bytes_of(sent))
 
 
-def test_other_numbers_are_not():
-    check(Slot(torch.tensor([0, 2]), 3))
-    check(Slot(torch.tensor([-5, 2])))
-    check(Slot(torch.tensor([], dtype=torch.int64), 3))
-    check(Slot(torch.tensor([True, False])))
+@pytest.mark.parametrize(
+    ("numbers", "below"),
+    [
+        (torch.tensor([0, 2]), 3),
+        (torch.tensor([-5, 1 << 62]), None),
+        (torch.tensor([], dtype=torch.int64), 3),
+        (torch.tensor([True, False]), None),
+    ],
+)
+def test_other_numbers_are_not(numbers, below):
+    into = torch.empty_like(numbers)
+    fill([Slot(into, below)], bytes_of(numbers))
+    assert torch.equal(into, numbers)
 
 
 # --- links of frames -----------------------------------------------------------------------------
@@ -136,7 +138,7 @@ def test_tensors_arrive_bit_by_bit():
 
 
 @pytest.mark.parametrize("rows", [0, 2, 4])
-def test_tensors_of_another_length_are_refused_before_they_are_read(rows):
+def test_tensors_of_another_length_are_refused(rows):
     first, second = framed_ring(2)
     first.send("down", Activation(1, 0), [torch.ones(3, 4)])
     into = torch.zeros(rows, 4)

@@ -19,7 +19,7 @@ from p2pdrl.rl.stages.rows import RowSpec
 from p2pdrl.rl.stages.share import Share
 
 from ..policies import POLICIES
-from .pipelines import CPU, MODELS, PPO, make_case
+from .pipelines import CPU, MODELS, PPO, Pipeline, Pipes, framed_ring, make_case, make_plan, step_with
 from .test_model_split import TASKS
 
 
@@ -72,6 +72,24 @@ def test_pictures_are_bytes_and_actions_have_bounds():
     trainer = build_trainer(task, 1, "cpu")
     assert trainer.parts().inputs == RowSpec((4,), torch.float32)
     trainer.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_longest_message_is_known(name):
+    case, parts = make_case(name, torch.float32)
+    longest = []
+
+    class Watching(Pipes):
+        def send(self, way, message, tensors):
+            longest.append(sum(map(len, tensors)))
+            super().send(way, message, tensors)
+
+    with Pipeline(parts, make_plan(parts, 3, 1), lambda ranks: framed_ring(ranks, Watching)) as pipeline:
+        pipeline.head.gradients(case.batch, case.objective)
+        step_with(pipeline)
+        pipeline.head.collect(state=True, spread=True)
+    assert max(longest) <= parts.longest_nbytes
+    assert parts.longest_nbytes < 4 * max(longest)
 
 
 def test_a_share_is_a_copy():
