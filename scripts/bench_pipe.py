@@ -6,6 +6,8 @@ at the end. What else the machine does falls on all of them alike, so the ratios
 same round count. Printed are medians of the time of one message (ping-pong: one way, half a round trip),
 MB/s, CPU time of both processes together, and the median ratio with its quartiles.
 
+gloo's threads poll without sleeping: where the processes share a core, its figures are about that.
+
     python scripts/bench_pipe.py --rounds 21
 """
 
@@ -239,10 +241,8 @@ def measure(rounds: int, megabytes: float, *, gloo: bool) -> None:
 
 def report(mode: str, nbytes: int, taken: dict[str, list[tuple[float, float]]]) -> None:
     """Print the table of one mode and size."""
-    print(
-        f"\n{mode}, {nbytes >> 10} KiB{'':8}{'us':>10}{'MB/s':>8}{'CPU us':>9}"
-        f"{'x raw (quartiles)':>24}{'CPU':>7}"
-    )
+    title = f"{mode}, {nbytes >> 10} KiB"
+    print(f"\n{title:24}{'us':>10}{'MB/s':>8}{'CPU us':>9}{'x raw (quartiles)':>24}{'x raw CPU':>12}")
     for kind, trials in taken.items():
         wall_s, cpu_s = (statistics.median(column) for column in zip(*trials, strict=True))
         walls = [one[0] / raw[0] for one, raw in zip(trials, taken["raw"], strict=True)]
@@ -250,7 +250,7 @@ def report(mode: str, nbytes: int, taken: dict[str, list[tuple[float, float]]]) 
         low, middle, high = statistics.quantiles(walls, n=4) if len(walls) > 1 else walls * 3
         print(
             f"{kind:24}{wall_s * 1e6:10.1f}{nbytes / 1e6 / wall_s:8.0f}{cpu_s * 1e6:9.1f}"
-            f"{middle:10.2f} ({low:.2f}-{high:.2f}){cpus:7.2f}",
+            f"{middle:10.2f} ({low:.2f}-{high:.2f}){cpus:11.2f}",
             flush=True,
         )
 
