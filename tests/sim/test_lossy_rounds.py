@@ -107,7 +107,7 @@ async def test_one_message_in_twenty_lost_costs_half_the_rate_at_most(name, seed
         whole = lossy.rate(began_s)
         began_s, lossy.network.loss = now(), 0.05
         await asyncio.sleep(LOSSY_S)
-        assert lossy.rate(began_s) > 0.45 * whole  # 0.5, but for the chances of 20 s
+        assert lossy.rate(began_s) > 0.4 * whole  # 0.5 and more, but for the chances of 20 s
         assert lossy.stall_s(began_s) < STALL_S
         assert lossy.groups() == groups
 
