@@ -28,6 +28,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
+from p2pdrl.config.pipeline import ScheduleName
 from p2pdrl.errors import ConfigError
 
 __all__ = [
@@ -43,7 +44,6 @@ __all__ = [
 ]
 
 Kind = Literal["forward", "backward", "send_activation", "recv_activation", "send_gradient", "recv_gradient"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 
 
 class Action(NamedTuple):

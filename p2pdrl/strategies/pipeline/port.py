@@ -1,0 +1,65 @@
+"""What the pipeline strategy needs of its node beyond `protocol.Context`: the learner as a stage, and pipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from p2pdrl.pipeline.layers import Layer
+from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.transport.pipe import Pipe
+from p2pdrl.transport.protocol import Address
+
+__all__ = ["PIPE_ROUTE", "Pipes", "Stages"]
+
+PIPE_ROUTE = "stage"
+"""Route of pipes between stages. Like `protocol.ROUTES` it is served once by the node, which passes requests
+on to the strategy in force, where that has an ``accept``."""
+
+
+class Pipes(Protocol):
+    """Opens pipes to peers. `transport.http_transport.HttpTransport` does."""
+
+    async def open_pipe(
+        self, to: Address, peer_id: str, route: str, meta: bytes, *, deadline_s: float
+    ) -> Pipe:
+        """Open a pipe; see `HttpTransport.open_pipe`, and there for errors."""
+        ...
+
+
+class Stages(Protocol):
+    """The learner of this node as a stage: what a strategy may ask of it, and what it hears of it.
+
+    Orders and news name a generation; news of an older one are passed over by whoever reads them. A learner
+    that dies is started again by the node without any order: the strategy hears ``broken`` of the generation
+    that it was in.
+    """
+
+    async def measure(self, microbatches: int, *, deadline_s: float) -> tuple[Sequence[Layer], str]:
+        """Return what each block costs on this node's device with a microbatch of a batch cut so, and the device.
+
+        The learner measures once for each number and answers at once afterwards.
+
+        Raises:
+            WorkerError: it didn't answer in time, or is gone.
+            ConfigError: the policy can't be cut.
+        """
+        ...
+
+    def work(self, order: StageOrder, pipes: Mapping[StageSide, Pipe]) -> None:
+        """Have the learner be a stage, on pipes that are its own from now on.
+
+        Whatever it did before ends at once: who wants the update to be finished says `finish` first.
+        """
+        ...
+
+    def finish(self, generation: int) -> None:
+        """Have rank 0 end the generation after the update that it is in, with the whole state on all boards.
+
+        It answers ``over`` (or ``broken``), and so do the ranks behind it without having been asked.
+        """
+        ...
+
+    async def news(self) -> StageNews:
+        """Wait for the next news; cancelling loses none."""
+        ...
