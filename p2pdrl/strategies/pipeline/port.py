@@ -1,4 +1,4 @@
-"""What the pipeline strategy needs of its node beyond `protocol.Context`: the learner as a stage, and pipes."""
+"""What the pipeline strategy needs of its node beyond `protocol.Context`: a learner for a stage, pipes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Stages(Protocol):
     """
 
     async def measure(self, microbatches: int, *, deadline_s: float) -> tuple[Sequence[Layer], str]:
-        """Return what each block costs on this node's device with a microbatch of a batch cut so, and the device.
+        """Return what each block costs here with one of so many microbatches, and the device.
 
         The learner measures once for each number and answers at once afterwards.
 
