@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from p2pdrl.config.pipeline import PipelineConfig
 from p2pdrl.config.strategy import (
     AdpsgdConfig,
     DsgdConfig,
@@ -42,6 +43,8 @@ class Regime(msgspec.Struct, frozen=True):
     """Whether a gradient's norm is clipped before it is sent, or after the answer was merged."""
     learners: int = 1
     """Processes that share one vector."""
+    stages: bool = False
+    """Whether the learner trains as a stage of a pipeline only: it stands still until it is told of which."""
 
     @property
     def slots(self) -> int:
@@ -72,5 +75,7 @@ def regime_of(strategy: StrategyConfig) -> Regime:
             return Regime("gradients", steps=False, clip="before")
         case ServerAsyncConfig(push_every=every, ahead=ahead, local_steps=steps):
             return Regime("gradients", every=every, ahead=ahead, steps=steps, clip="before")
+        case PipelineConfig():
+            return Regime(stages=True)
         case _:
             return FREE

@@ -24,8 +24,9 @@ board, shared memory whose file descriptor is passed once.
 
 A report's counts are cumulative over the learner's life, so a lost or doubled report does no
 harm. Posts and answers name the epoch of their regime; what belongs to another is passed over.
-A descriptor travels beside the first byte of its frame, so they are claimed in the order of the
-frames. Torch-free: the daemon imports this module.
+`stage_protocol` has what is said where a learner is a stage of a pipeline. A descriptor travels
+beside the first byte of its frame, so they are claimed in the order of the frames. Torch-free:
+the daemon imports this module.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from p2pdrl.config.gradients import Microbatches
 from p2pdrl.config.regime import Regime
 from p2pdrl.errors import WireError
 from p2pdrl.transport.codec import decode
+from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage
 
 __all__ = [
     "Answer",
@@ -161,7 +163,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Publish once more and end."""
 
 
-ToLearner = Start | Attach | Join | Work | Answer | Others | Progress | Pace | Stop
+ToLearner = Start | Attach | Join | Work | Answer | Others | Progress | Pace | Stop | Stage | Finish | Measure
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -218,7 +220,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """True when the person can mend it (exit code 2)."""
 
 
-FromLearner = Hello | Report | Posted | Failed
+FromLearner = Hello | Report | Posted | Failed | Blocks | News
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from p2pdrl.config.regime import Regime
 from p2pdrl.errors import WireError
+from p2pdrl.pipeline.layers import Layer
+from p2pdrl.pipeline.order import Meeting, StageNews, StageOrder
+from p2pdrl.transport.pipe import PipeTicket
 from p2pdrl.workers.protocol import (
     MAX_FRAME_BYTES,
     Answer,
@@ -29,7 +32,20 @@ from p2pdrl.workers.protocol import (
     decode_to_learner,
     frame,
 )
+from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage
 
+ORDER = StageOrder(
+    generation=3,
+    rank=1,
+    blocks=4,
+    cuts=(2,),
+    schedule="1f1b",
+    microbatches=4,
+    ranks=2,
+    timeout_s=10.0,
+    idle_timeout_s=60.0,
+    state_every=10,
+)
 TO = [
     Start(b"{}", 7, "cpu", 1, False),
     Start(b"{}", 7, "cpu", 1, False, microbatches="auto", activation_limit_bytes=1 << 40),
@@ -41,12 +57,22 @@ TO = [
     Progress(0.5),
     Pace(True, 2.5),
     Stop(),
+    Stage(
+        ORDER, (("previous", PipeTicket((b"k" * 32, b"q" * 32), b"left")), ("next", PipeTicket(None, b"")))
+    ),
+    Stage(msgspec.structs.replace(ORDER, backend="torch", meeting=Meeting("127.0.0.1", 0))),
+    Finish(3),
+    Measure(4),
 ]
 FROM = [
     Hello("cpu", b"spec"),
     Report(3, 2, 100, 4, [1.0, -2.0], {"loss": float("inf")}, {"returns": b"x"}),
     Posted(7, 2**60, "gradients", 1, 1000, 128),
     Failed("no such environment", True),
+    Blocks(4, (Layer("dense 0", 1e-3, 2e-3, 4096, 512), Layer("heads", 1e-3, 2e-3, 64, 8)), "cpu"),
+    Blocks(4, (), "cpu", "one block can't be cut"),
+    News(StageNews(3, "broken", side="next", why="gone")),
+    News(StageNews(3, "meeting", port=4711)),
 ]
 
 

@@ -1,0 +1,81 @@
+"""What the daemon and its learner say to each other about stages of a pipeline.
+
+Part of `protocol`, which frames it. Under a regime of stages the learner stands still until it has an order:
+
+    daemon                                    learner
+      │  Measure                                │
+      ├────────────────────────────────────────▶│  runs each block some times
+      │                                 Blocks  │
+      │◀────────────────────────────────────────┤
+      │  Stage (+ descriptors of its pipes)     │
+      ├────────────────────────────────────────▶│  is one rank of a pipeline until it has another order
+      │                       News, News, …     │
+      │◀────────────────────────────────────────┤
+      │  Finish                                 │
+      ├────────────────────────────────────────▶│  (rank 0) ends with the update that it is in
+      │                    News(what="over")    │
+      │◀────────────────────────────────────────┤
+
+Torch-free: the daemon imports this module.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from p2pdrl.pipeline.layers import Layer
+from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.transport.pipe import PipeTicket
+
+__all__ = ["Blocks", "Finish", "Measure", "News", "Stage"]
+
+
+class Stage(msgspec.Struct, frozen=True, tag="stage"):
+    """Be a stage, at once: whatever the learner did before ends, in the midst of an update too.
+
+    The descriptors of its pipes travel beside this frame, in the order of ``tickets``; the learner owns them.
+    """
+
+    order: StageOrder
+    tickets: tuple[tuple[StageSide, PipeTicket], ...] = ()
+    """``next`` is missing on the last rank and ``previous`` on the first, unless the schedule is interleaved,
+    which closes the circle. None with one rank alone, or with ``torch``."""
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """End a generation with the update that is under way, the whole state on all boards.
+
+    To rank 0; others pass it over, and so does one that is in another generation.
+    """
+
+    generation: int
+
+
+class Measure(msgspec.Struct, frozen=True, tag="measure"):
+    """Say what each block costs here; answered with `Blocks`.
+
+    Done between two updates, or between two of those that a rank serves; so by one in a pipeline it may take
+    as long as an update takes.
+    """
+
+    microbatches: int
+    """Into which the task's longest batch is cut; one of them is measured."""
+
+
+class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
+    """What each block of the policy costs on this device."""
+
+    microbatches: int
+    layers: tuple[Layer, ...]
+    device: str
+    error: str = ""
+    """Why the policy can't be cut, where it can't; ``layers`` is empty then."""
+
+
+class News(msgspec.Struct, frozen=True, tag="news"):
+    """What has become of an order. Of each generation, ``over`` or ``broken`` is the last.
+
+    A generation that another order or another regime ended is heard of no more.
+    """
+
+    news: StageNews
