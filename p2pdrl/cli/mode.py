@@ -64,8 +64,8 @@ def set_mode(
 ) -> None:
     """Change the mode of the whole swarm, through any node of it.
 
-    MODE is gossip, server-sync, server-async, allreduce or local. Options that aren't given take their
-    defaults. Protocols of gossip: adpsgd, dsgd, sgp, gala, strom, hogwild; of allreduce: grad_average,
+    MODE is gossip, server-sync, server-async, allreduce, pipeline or local. Options that aren't given take
+    their defaults. Protocols of gossip: adpsgd, dsgd, sgp, gala, strom, hogwild; of allreduce: grad_average,
     param_average, federated; of local: local, hogwild. Of each the first is taken when none is named.
     """  # fmt: skip
     from urllib.parse import urlencode

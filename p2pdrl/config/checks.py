@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from p2pdrl.config.node import LearnerConfig, NodeConfig
 from p2pdrl.config.problem import Problem
 from p2pdrl.config.root import Config
-from p2pdrl.config.strategy import GradAverageConfig, ParamAverageConfig, StrategyConfig
+from p2pdrl.config.strategy import GradAverageConfig, ParamAverageConfig, PipelineConfig, StrategyConfig
 from p2pdrl.config.strategy_checks import strategy_problems
 from p2pdrl.config.task import A2CConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
 
@@ -43,6 +43,7 @@ def task_problems(task: TaskConfig) -> Iterator[Problem]:
             "linear lowers the learning rate until task.stop.env_steps, so it must be set",
         )
     yield from strategy_problems(task.strategy)
+    yield from _pipeline_problems(task)
 
 
 def _batch_problems(algorithm: PPOConfig | A2CConfig, num_envs: int) -> Iterator[Problem]:
@@ -97,12 +98,36 @@ def _regression_problems(algorithm: RegressionConfig) -> Iterator[Problem]:
 
 def trust_problems(strategy: StrategyConfig, *, trusted_network: bool) -> Iterator[Problem]:
     """What ``strategy`` wants of this machine's network and may not have."""
-    over_torch = isinstance(strategy, GradAverageConfig | ParamAverageConfig) and strategy.backend == "torch"
-    if over_torch and not trusted_network:
+    if trusted_network:
+        return
+    if isinstance(strategy, GradAverageConfig | ParamAverageConfig | PipelineConfig):
+        other = "stream" if isinstance(strategy, PipelineConfig) else "own"
+        if strategy.backend == "torch":
+            yield Problem(
+                "task.strategy.backend",
+                "torch.distributed listens without authentication; where everybody who reaches this machine "
+                f"may be trusted set node.trusted_network = true on each node, else take backend = {other}",
+            )
+
+
+def _pipeline_problems(task: TaskConfig) -> Iterator[Problem]:
+    """A pipeline's task: a policy that can be cut, and as many rows as microbatches."""
+    strategy = task.strategy
+    if not isinstance(strategy, PipelineConfig):
+        return
+    if isinstance(task.algorithm, RegressionConfig):
         yield Problem(
-            "task.strategy.backend",
-            "torch.distributed listens without authentication; where everybody who reaches this machine "
-            "may be trusted set node.trusted_network = true on each node, else take backend = own",
+            "task.strategy.name",
+            "a pipeline cuts a policy's network into stages, and a regression has none; take another "
+            "strategy, or algorithm.name = ppo or a2c",
+        )
+        return
+    most, what = _rows(task)
+    if strategy.microbatches != "auto" and strategy.microbatches > most:
+        yield Problem(
+            "task.strategy.microbatches",
+            f"{strategy.microbatches} microbatches can't be cut from the {most} {what} of a minibatch; "
+            f"take {most} at most, or auto",
         )
 
 

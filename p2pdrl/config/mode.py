@@ -28,6 +28,7 @@ PROTOCOLS: dict[Mode, tuple[str, ...]] = {
     "server-sync": ("server_sync",),
     "server-async": ("server_async",),
     "allreduce": ("grad_average", "param_average", "federated"),
+    "pipeline": ("pipeline",),
     "local": ("local", "hogwild"),
 }
 """The strategies of each mode; the first is taken when nobody names one."""
@@ -87,8 +88,6 @@ def _family(text: str) -> Mode:
         if name.replace("-", "_") in protocols or ALIASES.get(name.replace("-", "_")) in protocols:
             protocol = name.replace("-", "_")
             raise ConfigError(f"{protocol} is a protocol: write `mode set {mode} --set protocol={protocol}`")
-    if name == "pipeline":
-        raise ConfigError("this release has no pipeline mode")
     raise ConfigError(f"no mode is named {shown(text)}; {_nearest(name, list(PROTOCOLS), 'the modes are')}")
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from p2pdrl.config.fields import Count, Natural, NonNegative, PositiveSeconds, Seconds, Travelling
+from p2pdrl.config.pipeline import PipelineConfig
 from p2pdrl.config.strategy_bases import (
     Averaged,
     Compression,
@@ -38,6 +39,7 @@ __all__ = [
     "Mode",
     "ParamAverageConfig",
     "Partners",
+    "PipelineConfig",
     "ServerAsyncConfig",
     "ServerSyncConfig",
     "SgpConfig",
@@ -47,7 +49,7 @@ __all__ = [
     "mode_of",
 ]
 
-Mode = Literal["gossip", "server-sync", "server-async", "allreduce", "local"]
+Mode = Literal["gossip", "server-sync", "server-async", "allreduce", "pipeline", "local"]
 """What people type after ``mode set``: a family of strategies."""
 Content = Literal["parameters", "gradients"]
 Partners = Literal["random", "ring", "exponential"]
@@ -258,6 +260,7 @@ StrategyConfig = (
     | ParamAverageConfig
     | FederatedConfig
     | HogwildConfig
+    | PipelineConfig
     | LocalConfig
 )
 
@@ -275,5 +278,7 @@ def mode_of(strategy: StrategyConfig) -> Mode:
             return "server-async"
         case GradAverageConfig() | ParamAverageConfig() | FederatedConfig():
             return "allreduce"
+        case PipelineConfig():
+            return "pipeline"
         case _:
             return "gossip"

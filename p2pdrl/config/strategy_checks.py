@@ -18,6 +18,7 @@ from p2pdrl.config.strategy import (
     HogwildConfig,
     LocalConfig,
     ParamAverageConfig,
+    PipelineConfig,
     ServerAsyncConfig,
     ServerSyncConfig,
     SgpConfig,
@@ -36,6 +37,9 @@ SPARSE = ("topk", "threshold")
 def strategy_problems(strategy: StrategyConfig) -> Iterator[Problem]:
     """Every rule that ``strategy`` breaks."""
     if isinstance(strategy, LocalConfig) or _no_exchange(strategy):
+        return
+    if isinstance(strategy, PipelineConfig):
+        yield from _stages(strategy)
         return
     yield from _begins(strategy)
     yield from _compression(strategy)
@@ -147,6 +151,37 @@ def _mixing(strategy: Robust) -> Iterator[Problem]:
             "mixing",
             f"with compression = {strategy.compression} most values of an entry are zero, so trimming leaves "
             "out just what was sent; set mixing = clipped or mean, or compression = int8, bf16 or none",
+        )
+
+
+def _stages(strategy: PipelineConfig) -> Iterator[Problem]:
+    """Whether schedule, chunks and cuts go together."""
+    if strategy.schedule == "interleaved" and strategy.chunks == 1:
+        yield _problem(
+            "chunks",
+            "interleaved takes turns between several stages of each peer; set chunks = 2 or more, or "
+            "schedule = 1f1b",
+        )
+    if strategy.schedule != "interleaved" and strategy.chunks > 1:
+        yield _problem(
+            "chunks",
+            f"with {strategy.schedule} each peer holds one stage, not {strategy.chunks}; set schedule = "
+            "interleaved, or chunks = 1",
+        )
+    cuts, wanted = strategy.cuts, strategy.stages * strategy.chunks - 1
+    if not cuts:
+        return
+    if len(cuts) != wanted:
+        yield _problem(
+            "cuts",
+            f"{strategy.stages} peers with {strategy.chunks} stages each need {wanted} cuts, not {len(cuts)}"
+            "; set so many, or none to have the stages balanced",
+        )
+    elif list(cuts) != sorted(set(cuts)):
+        yield _problem(
+            "cuts",
+            f"{', '.join(map(str, cuts))} don't rise: each is the number of a stage's first block, and no "
+            "stage is empty; set rising numbers, or none to have the stages balanced",
         )
 
 

@@ -13,13 +13,14 @@ from p2pdrl.clock import Clock
 from p2pdrl.config.strategy import Mode
 from p2pdrl.strategies.averaging.group_process import GroupProcess
 from p2pdrl.strategies.judgement import Summary
+from p2pdrl.strategies.pipeline.port import Pipes, Stages
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.protocol import Address, Incoming, Reply, Transport
 
 __all__ = ["ROUTES", "AnswerKind", "Context", "Learner", "Merged", "Post", "RoundReport", "Strategy", "Swarm"]
 
-ROUTES = ("exchange", "group", "reduce", "push", "neighbour", "relay", "shard")
+ROUTES = ("exchange", "group", "reduce", "push", "neighbour", "relay", "shard", "stage")
 """Routes that belong to the strategy in force. The node serves all of them once, for its whole life, and
 passes what comes to the present strategy; each strategy refuses those that it has no use for."""
 
@@ -205,6 +206,8 @@ class Context:
         max_exchanges: begin no more rounds than this (for experiments); 0 is no bound.
         start_at_members: begin none before this many members are alive, ourselves included.
         group_process: in which torch.distributed runs; None where the node has none to offer.
+        stages: the learner as a rank of a pipeline; None where the node has none to offer.
+        pipes: opens pipes between stages; None likewise.
     """
 
     swarm: Swarm
@@ -219,6 +222,8 @@ class Context:
     max_exchanges: int = 0
     start_at_members: int = 0
     group_process: GroupProcess | None = None
+    stages: Stages | None = None
+    pipes: Pipes | None = None
 
 
 class Strategy(Protocol):

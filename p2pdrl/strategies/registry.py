@@ -14,12 +14,14 @@ from p2pdrl.config.strategy import (
     HogwildConfig,
     LocalConfig,
     ParamAverageConfig,
+    PipelineConfig,
     ServerAsyncConfig,
     ServerSyncConfig,
     SgpConfig,
     StrategyConfig,
     StromConfig,
 )
+from p2pdrl.errors import ConfigError
 from p2pdrl.strategies.averaging.federated import Privacy
 from p2pdrl.strategies.averaging.grad_average import GradientWork
 from p2pdrl.strategies.averaging.param_average import ParameterWork
@@ -67,3 +69,5 @@ def build(config: StrategyConfig, context: Context) -> Strategy:
         case FederatedConfig():
             privacy = Privacy(config, context.epoch, context.swarm.node_id)
             return GroupRounds(config, context, ParameterWork(config, context, privacy))
+        case PipelineConfig():
+            raise ConfigError("this release has no pipeline mode yet")

@@ -13,8 +13,9 @@ from p2pdrl.transport.protocol import Address
 __all__ = ["PIPE_ROUTE", "Pipes", "Stages"]
 
 PIPE_ROUTE = "stage"
-"""Route of pipes between stages. Like `protocol.ROUTES` it is served once by the node, which passes requests
-on to the strategy in force, where that has an ``accept``."""
+"""Route of pipes between stages, and of calls. Like all `protocol.ROUTES` it is served once by the node (for
+pipes by `HttpTransport.serve_pipes`), which passes requests for pipes on to the strategy in force, where that
+has an ``accept``."""
 
 
 class Pipes(Protocol):

@@ -125,7 +125,7 @@ async def test_the_mode_is_changed_by_a_signed_query(start, clock):
 @pytest.mark.parametrize(
     ("query", "says"),
     [
-        ("mode=pipeline", "this release has no pipeline mode"),
+        ("mode=pipeline&set=chunks%3D2", "schedule = interleaved"),
         ("mode=gossip&set=wieght%3D0.3", "did you mean weight?"),
         ("mode=gossip&set=compression%3Dtopk", "isn't an average"),
         ("mode=gossip&set=%00", "KEY=VALUE"),

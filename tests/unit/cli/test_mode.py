@@ -94,7 +94,7 @@ def test_set_without_waiting(p2pdrl, served):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["pipeline"], "this release has no pipeline mode"),
+        (["pipeline", "--set", "chunks=2"], "schedule = interleaved"),
         (["gosip"], "did you mean gossip?"),
         (["gossip", "--set", "wieght=0.3"], "did you mean weight?"),
         (["gossip", "--set", "weight=2"], "≤ 0.5"),

@@ -46,6 +46,17 @@ def test_the_default_breaks_no_rule() -> None:
             ["task.network.core=lstm", "node.learner.microbatches=3"],
             "node.learner.microbatches (in --set)",
         ),
+        (["task.strategy.name=pipeline", "task.algorithm.name=regression"], "task.strategy.name (in --set)"),
+        (
+            [
+                "task.strategy.name=pipeline",
+                "task.algorithm.minibatches=1",
+                "task.algorithm.unroll_steps=2",
+                "task.env.num_envs=3",
+                "task.strategy.microbatches=7",
+            ],
+            "task.strategy.microbatches (in --set)",
+        ),
     ],
 )
 def test_rules(sets: list[str], key: str) -> None:

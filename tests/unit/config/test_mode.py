@@ -15,6 +15,7 @@ from p2pdrl.config.strategy import (
     HogwildConfig,
     LocalConfig,
     Mode,
+    PipelineConfig,
     ServerSyncConfig,
     StrategyConfig,
     mode_of,
@@ -46,6 +47,9 @@ def test_every_mode_and_every_strategy_can_be_typed() -> None:
         ("server_sync", ["servers=2", "pinned=a,b"], ServerSyncConfig(servers=2, pinned=("a", "b"))),
         ("server-sync", ["learning_rate=none"], ServerSyncConfig()),
         ("Server-Sync", ["learning_rate=0.1"], ServerSyncConfig(learning_rate=0.1)),
+        ("pipeline", [], PipelineConfig()),
+        ("pipeline", ["stages=3", "cuts=2,4"], PipelineConfig(stages=3, cuts=(2, 4))),
+        ("pipeline", ["microbatches=auto"], PipelineConfig(microbatches="auto")),
     ],
 )
 def test_what_is_typed(mode: str, sets: list[str], strategy: StrategyConfig) -> None:
@@ -55,7 +59,8 @@ def test_what_is_typed(mode: str, sets: list[str], strategy: StrategyConfig) -> 
 @pytest.mark.parametrize(
     ("mode", "sets", "says"),
     [
-        ("pipeline", [], "this release has no pipeline mode"),
+        ("pipeline", ["stages=0"], "≥ 1"),
+        ("pipeline", ["stages=4", "cuts=3"], "need 3 cuts, not 1"),
         ("gosip", [], "did you mean gossip?"),
         ("x", [], "the modes are gossip, server-sync"),
         ("adpsgd", [], "mode set gossip --set protocol=adpsgd"),

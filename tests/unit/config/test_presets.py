@@ -10,7 +10,7 @@ from p2pdrl.config import presets
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.mode import PROTOCOLS, protocol_of
 from p2pdrl.config.presets import is_preset_name, preset_names, preset_path, preset_summary
-from p2pdrl.config.strategy import AdpsgdConfig
+from p2pdrl.config.strategy import AdpsgdConfig, PipelineConfig
 from p2pdrl.config.task import A2CConfig, PPOConfig
 from p2pdrl.errors import ConfigError
 
@@ -27,6 +27,7 @@ STRATEGIES = {
     "gala": "gala",
     "strom": "strom",
     "federated": "federated",
+    "amb_pp": "pipeline",
     "local": "local",
 }
 
@@ -68,6 +69,7 @@ def test_presets_are_what_their_names_say() -> None:
     assert isinstance(resolve(files=["ppo"]).config.task.algorithm, PPOConfig)
     assert isinstance(resolve(files=["a2c"]).config.task.algorithm, A2CConfig)
     assert resolve(files=["adpsgd"]).config.task.strategy == AdpsgdConfig()
+    assert resolve(files=["amb_pp"]).config.task.strategy == PipelineConfig(microbatches="auto")
     assert resolve(files=["accumulate"]).config.node.learner.microbatches == "auto"
 
 

@@ -21,6 +21,7 @@ from p2pdrl.config.strategy import (
     HogwildConfig,
     Mixing,
     ParamAverageConfig,
+    PipelineConfig,
     ServerAsyncConfig,
     ServerSyncConfig,
     StrategyConfig,
@@ -67,8 +68,8 @@ def refused_keys(config: StrategyConfig) -> set[str]:
 
 
 def test_the_matrix_is_whole() -> None:
-    # 8 strategies with 5 × 3, 4 of them with contents of 2, and local.
-    assert len(list(cells())) == 7 * 15 + 4 * 30 + 1
+    # 8 strategies with 5 × 3, 4 of them with contents of 2, pipeline, and local.
+    assert len(list(cells())) == 7 * 15 + 4 * 30 + 2
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,12 @@ def test_hogwild_within_a_node_has_no_exchanges_to_check() -> None:
         (GradAverageConfig(backend="torch", compression="int8"), "compression"),
         (GradAverageConfig(backend="torch", mixing="clipped"), "mixing"),
         (ParamAverageConfig(backend="torch", mixing="trimmed"), "mixing"),
+        (PipelineConfig(chunks=2), "chunks"),
+        (PipelineConfig(schedule="interleaved"), "chunks"),
+        (PipelineConfig(cuts=(1, 2)), "cuts"),
+        (PipelineConfig(stages=3, cuts=(2, 2)), "cuts"),
+        (PipelineConfig(stages=3, cuts=(3, 2)), "cuts"),
+        (PipelineConfig(schedule="interleaved", chunks=2, cuts=(1,)), "cuts"),
     ],
 )
 def test_other_rules(config: StrategyConfig, key: str) -> None:
@@ -137,13 +144,16 @@ def test_other_rules(config: StrategyConfig, key: str) -> None:
         FederatedConfig(compression="topk", mixing="clipped"),
         GalaConfig(partners="exponential", mixing="trimmed"),
         GradAverageConfig(backend="torch", compression="none"),
+        PipelineConfig(stages=3, cuts=(1, 4), schedule="gpipe"),
+        PipelineConfig(schedule="interleaved", chunks=2, cuts=(1, 2, 3)),
+        PipelineConfig(stages=1, backend="torch"),
     ],
 )
 def test_what_the_rules_let_pass(config: StrategyConfig) -> None:
     assert list(strategy_problems(config)) == []
 
 
-@pytest.mark.parametrize("name", ["grad_average", "param_average"])
+@pytest.mark.parametrize("name", ["grad_average", "param_average", "pipeline"])
 def test_torch_distributed_wants_a_trusted_network(name: str) -> None:
     sets = [f"task.strategy.name={name}", "task.strategy.backend=torch"]
     with pytest.raises(ConfigError, match=r"node\.trusted_network = true"):

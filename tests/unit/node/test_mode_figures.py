@@ -92,7 +92,7 @@ async def test_a_person_changes_the_mode(view, membership):
 
 @pytest.mark.parametrize(
     ("mode", "sets"),
-    [("pipeline", []), ("gossip", ["wieght=1"]), ("allreduce", ["backend=torch"]), ("x", [])],
+    [("pipeline", ["chunks=2"]), ("gossip", ["wieght=1"]), ("allreduce", ["backend=torch"]), ("x", [])],
 )
 async def test_a_bad_change_is_refused(view, membership, mode, sets):
     with pytest.raises(ConfigError):
