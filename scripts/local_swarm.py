@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +153,7 @@ class LocalSwarm:
         self,
         count: int,
         arguments: Sequence[str],
-        each: dict[int, Sequence[str]] | None = None,
+        each: Mapping[int, Sequence[str]] | None = None,
         *,
         key: bool = False,
     ) -> None:
