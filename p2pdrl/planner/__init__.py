@@ -6,7 +6,7 @@
 | run virtual time | `agenda`, `world` (all parts together), `churn` |
 | know what takes how long | `network`, `processors`, `payload` (bytes of a vector) |
 | be the nodes | `learners`, `replicas` (a small vector each, to see how fast they come together) |
-| be gossip | `occasions`, and on it `gossip` (in pairs), `push`, `gala` |
+| be gossip | `occasions`, and on it `gossip` (in pairs), `sgp`, `gala` |
 | be another | `strom`, `neighbours`, `rounds`, `servers`, and on it `servers_sync`, `servers_async` |
 | count | `books`, `forecast` |
 | predict, and advise | `simulate`, `advice` |

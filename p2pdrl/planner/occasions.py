@@ -1,6 +1,6 @@
 """Asynchronous gossip in virtual time: when each node looks whether to begin an exchange.
 
-What `gossip`, `push` and `gala` share; the cores, on `strategies.occasions`, are the real ones.
+What `gossip`, `sgp` and `gala` share; the cores, on `strategies.occasions`, are the real ones.
 """
 
 from __future__ import annotations

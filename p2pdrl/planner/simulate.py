@@ -26,10 +26,10 @@ from p2pdrl.planner.forecast import Forecast
 from p2pdrl.planner.gala import GalaModel
 from p2pdrl.planner.gossip import GossipModel
 from p2pdrl.planner.neighbours import NeighboursModel
-from p2pdrl.planner.push import PushModel
 from p2pdrl.planner.rounds import RoundsModel
 from p2pdrl.planner.servers_async import ServersAsyncModel
 from p2pdrl.planner.servers_sync import ServersSyncModel
+from p2pdrl.planner.sgp import SgpModel
 from p2pdrl.planner.strom import StromModel
 from p2pdrl.planner.world import Model, World
 
@@ -51,7 +51,7 @@ def model_of(strategy: StrategyConfig, world: World) -> Model:
         case AdpsgdConfig():
             return GossipModel(strategy, world)
         case SgpConfig():
-            return PushModel(strategy, world)
+            return SgpModel(strategy, world)
         case GalaConfig():
             return GalaModel(strategy, world)
         case StromConfig():

@@ -20,13 +20,13 @@ from p2pdrl.planner.world import World
 from p2pdrl.strategies.push.core import PushCore, out_peers
 from p2pdrl.strategies.push.push_sum import Arrival, Parcel, PushSum
 
-__all__ = ["PushModel"]
+__all__ = ["SgpModel"]
 
 ARRIVING = 2
 """Pushes that a node reads at once, as in `strategies.push.sgp`."""
 
 
-class PushModel(OccasionsModel[PushCore]):
+class SgpModel(OccasionsModel[PushCore]):
     """Push-sum.
 
     Args:
