@@ -4,7 +4,7 @@
 |---|---|
 | come up and go down | `daemon` (order of life), `opening`, `datadir`, `endpoint`, `farewell` |
 | find or found a swarm | `gate` (judges joins), `joining` (rules), `first_state` |
-| run the learner | `training`, `supervisor`, `learner_link`, `workplace` (regime, posts) |
+| run the learner | `training`, `supervisor`, `learner_link`, `workplace` (regime, posts), `stage_port` (pipelines) |
 | be seen by strategies | `swarm_side`, `learner_port` |
 | run several on one vector | `crew`, `helper` |
 | run torch.distributed beside it | `group_process`, `group_link` |

@@ -44,6 +44,7 @@ from p2pdrl.node.rumours import Rumours
 from p2pdrl.node.saved_mode import SavedMode, recall
 from p2pdrl.node.saving import Saving
 from p2pdrl.node.training import Training
+from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.protocol import ROUTES
 from p2pdrl.telemetry import logging as telemetry_logging
 from p2pdrl.telemetry.tensorboard import TensorBoardWriter, open_writer
@@ -197,6 +198,7 @@ class Node:
                 parts.transport.serve(
                     route, training.mode.answer, max_vector_bytes=self._config.node.limits.max_vector_bytes
                 )
+            parts.transport.serve_pipes(PIPE_ROUTE, training.mode.accept)
             giving = Giving(training, parts.ledger, self._events)
             parts.transport.serve(state_transfer.ROUTE, giving.answer)
             state, lineage = await first_state(parts, training, origin, checkpoint)
@@ -247,6 +249,7 @@ class Node:
             observed=self._meters.registry.observe_exchange,
             rounds=self._meters.round,
             named=parts.name_of,
+            pipes=parts.transport,
         )
         parts.state = "starting"
         return training

@@ -12,9 +12,10 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from p2pdrl.errors import ConfigError, WorkerError
-from p2pdrl.node.process_link import ProcessLink
+from p2pdrl.node.process_link import HasDescriptor, ProcessLink
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.workers.protocol import (
     Answer,
@@ -30,10 +31,26 @@ from p2pdrl.workers.protocol import (
     decode_from_learner,
     frame,
 )
+from p2pdrl.workers.stage_protocol import Blocks, News
 
 __all__ = ["LearnerLink"]
 
 BUILD_DEADLINE_S = 120.0
+
+
+FromStage = Blocks | News
+
+
+def _unheard(_message: object) -> None:
+    """Nobody wants to know."""
+
+
+class _InLine(NamedTuple):
+    """What waits in line."""
+
+    message: ToLearner
+    things: Sequence[HasDescriptor]
+    sent: Callable[[], None]
 
 
 class LearnerLink(ProcessLink):
@@ -48,7 +65,7 @@ class LearnerLink(ProcessLink):
 
     def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket) -> None:
         super().__init__(process, sock)
-        self._news: dict[type[ToLearner], tuple[ToLearner, Sequence[SharedRegion]]] = {}
+        self._news: dict[type[ToLearner], _InLine] = {}
         self._answers: deque[bytes] = deque()
         self._filled = asyncio.Event()
         self._sending = True
@@ -104,15 +121,26 @@ class LearnerLink(ProcessLink):
         """
         await self._send(frame(Join(nbytes=region.nbytes)), [region])
 
-    def tell(self, message: ToLearner, regions: Sequence[SharedRegion] = ()) -> None:
-        """Queue news; a later message of the same type replaces one that wasn't sent yet.
+    def tell(
+        self,
+        message: ToLearner,
+        things: Sequence[HasDescriptor] = (),
+        sent: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Queue news; a later message of the same type replaces one that wasn't sent yet, at the end.
 
         Args:
             message: any but an answer.
-            regions: their descriptors go along; they stay open until this is sent or replaced.
+            things: their descriptors go along; they stay open until this is sent or replaced.
+            sent: called once the message and its descriptors are with the learner; never, if it is replaced.
         """
-        self._news[type(message)] = (message, regions)
+        self._news.pop(type(message), None)
+        self._news[type(message)] = _InLine(message, things, sent)
         self._filled.set()
+
+    def withdraw(self, kind: type[ToLearner]) -> None:
+        """Leave unsaid what of this type wasn't sent yet."""
+        self._news.pop(kind, None)
 
     def answer(self, message: Answer) -> None:
         """Send an answer, at once if the socket takes it."""
@@ -129,9 +157,12 @@ class LearnerLink(ProcessLink):
             self._filled.set()
 
     async def converse(
-        self, on_report: Callable[[Report], None], on_posted: Callable[[Posted], None] | None = None
+        self,
+        on_report: Callable[[Report], None],
+        on_posted: Callable[[Posted], None] = _unheard,
+        on_stage: Callable[[FromStage], None] = _unheard,
     ) -> None:
-        """Pass reports and posts on and send what is queued, until the learner's end of the socket closes.
+        """Pass reports, posts and news of stages on, and send what is queued, until its socket closes.
 
         Raises:
             ConfigError: the learner says that it can't run as configured.
@@ -145,13 +176,15 @@ class LearnerLink(ProcessLink):
                 except WorkerError:
                     return
                 for message in messages:
-                    if isinstance(message, Posted):
-                        if on_posted is not None:
+                    match message:
+                        case Posted():
                             on_posted(message)
-                    elif isinstance(message, Report):
-                        on_report(message)
-                    elif isinstance(message, Failed):
-                        raise (ConfigError if message.usage else WorkerError)(message.message)
+                        case Report():
+                            on_report(message)
+                        case Blocks() | News():
+                            on_stage(message)
+                        case Failed():
+                            raise (ConfigError if message.usage else WorkerError)(message.message)
         finally:
             sender.cancel()
             await asyncio.wait([sender])
@@ -171,9 +204,12 @@ class LearnerLink(ProcessLink):
                 if self._answers:
                     sending = self._send(self._answers.popleft())
                 else:
-                    message, regions = self._news.pop(next(iter(self._news)))
-                    sending = self._send(frame(message), regions)
+                    sending = self._tell(self._news.pop(next(iter(self._news))))
                 try:
                     await sending
                 except WorkerError:
                     return
+
+    async def _tell(self, news: _InLine) -> None:
+        await self._send(frame(news.message), news.things)
+        news.sent()

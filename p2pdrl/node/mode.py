@@ -18,11 +18,15 @@ from p2pdrl.node.accounting import Accounting
 from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.strategies.protocol import Context, Strategy
 from p2pdrl.strategies.registry import build
-from p2pdrl.transport.protocol import Incoming, Reply
+from p2pdrl.transport.pipe import PipeReply
+from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
 __all__ = ["ModeInForce"]
 
 EXCHANGE_END_S = 3.0
+"""What a strategy has for ending the exchange in flight, unless it says ``ends_within_s``; and when the node
+leaves, for then others are waiting their turn."""
+LONGEST_END_S = 15.0
 
 
 class ModeInForce:
@@ -69,7 +73,7 @@ class ModeInForce:
         Raises:
             ConfigError: this node can't run it; until the next call it trains alone.
         """
-        await self.strategy.stop(EXCHANGE_END_S)
+        await self.strategy.stop(_ends_within_s(self.strategy))
         self._past.update(self.strategy.outcomes)
         self._accounting.saw_distance(self.strategy.consensus_distance)
         interim = LocalStrategy()
@@ -104,6 +108,23 @@ class ModeInForce:
         """
         return await self.strategy.answer(incoming)
 
+    async def accept(self, incoming: Incoming) -> PipeReply:
+        """Pass a peer's request for a pipe on to the strategy.
+
+        Raises:
+            Refusal: the strategy refuses, or has no use for pipes (409).
+        """
+        accept: Callable[[Incoming], Awaitable[PipeReply]] | None = getattr(self.strategy, "accept", None)
+        if accept is None:
+            raise Refusal(409, f"mode {self.strategy.mode} has no use for pipes")
+        return await accept(incoming)
+
     async def stop(self) -> None:
         """Finish the exchange in flight."""
         await self.strategy.stop(EXCHANGE_END_S)
+
+
+def _ends_within_s(strategy: Strategy) -> float:
+    """How long a strategy may take to end: one may have to wait for an update, or for a whole state."""
+    wanted_s: float = getattr(strategy, "ends_within_s", EXCHANGE_END_S)
+    return min(wanted_s, LONGEST_END_S)

@@ -12,15 +12,23 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from p2pdrl.errors import WorkerError
-from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.workers.protocol import FrameBuffer
 
-__all__ = ["ProcessLink"]
+__all__ = ["HasDescriptor", "ProcessLink"]
 
 READ_BYTES = 1 << 16
+
+
+class HasDescriptor(Protocol):
+    """What can be sent to another process: a shared region, a pipe."""
+
+    @property
+    def fd(self) -> int:
+        """An open descriptor; -1 once it was given up."""
+        ...
 
 
 class ProcessLink:
@@ -123,27 +131,27 @@ class ProcessLink:
             raise WorkerError(f"the {self.NAME} is gone")
         return self._frames.feed(data)
 
-    async def _send(self, data: bytes, regions: Sequence[SharedRegion] = ()) -> None:
-        """Send bytes, and the descriptors of ``regions`` with the first of them.
+    async def _send(self, data: bytes, things: Sequence[HasDescriptor] = ()) -> None:
+        """Send bytes, and the descriptors of ``things`` with the first of them.
 
         Raises:
             WorkerError: the process is gone.
         """
         try:
-            if regions:
-                data = await self._send_with_fds(data, regions)
+            if things:
+                data = await self._send_with_fds(data, things)
             await asyncio.get_running_loop().sock_sendall(self._sock, data)
         except OSError as error:
             raise WorkerError(f"the {self.NAME} is gone: {error}") from error
 
-    async def _send_with_fds(self, data: bytes, regions: Sequence[SharedRegion]) -> bytes:
+    async def _send_with_fds(self, data: bytes, things: Sequence[HasDescriptor]) -> bytes:
         """Send descriptors with as much of ``data`` as fits; return the rest of it."""
-        while all(region.fd >= 0 for region in regions):
+        while all(thing.fd >= 0 for thing in things):
             try:
-                return data[socket.send_fds(self._sock, [data], [region.fd for region in regions]) :]
+                return data[socket.send_fds(self._sock, [data], [thing.fd for thing in things]) :]
             except BlockingIOError:
                 await _writable(self._sock)
-        return b""  # the memory was given up while the socket was full: other news of it waits in line
+        return b""  # they were given up while the socket was full: other news of them waits in line
 
 
 async def _writable(sock: socket.socket) -> None:

@@ -18,6 +18,7 @@ from p2pdrl.config.regime import Regime
 from p2pdrl.errors import ConfigError, LayoutMismatchError, P2PDRLError, TensorError, WorkerError
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.learner_link import LearnerLink
+from p2pdrl.node.stage_port import StagePort
 from p2pdrl.node.workplace import Workplace
 from p2pdrl.strategies.protocol import AnswerKind, Post
 from p2pdrl.telemetry.rate import RateMeter
@@ -73,6 +74,8 @@ class LearnerSupervisor:
         self._region: SharedRegion | None = None
         self.workplace = Workplace()
         """How the learner works now."""
+        self.stages = StagePort(lambda: self._link if self._down_since_s is None else None)
+        """The learner as a rank of a pipeline."""
         self._sticky: dict[type[Pace | Progress | Others], Pace | Progress | Others] = {}
         self._before = LearnerTotals()
         self._task: asyncio.Task[None] | None = None
@@ -156,6 +159,7 @@ class LearnerSupervisor:
         """
         if self.spec is None:
             raise WorkerError("the learner isn't built yet")
+        self.stages.close()
         order, regions = self.workplace.arrange(regime, epoch, self.spec.layout.size)
         if self._link is not None:
             self._link.tell(order, regions)
@@ -238,6 +242,7 @@ class LearnerSupervisor:
             await self._keep_one_running()
         finally:
             link, self._link = self._link, None
+            self.stages.died("its learner was stopped")
             if link is not None:
                 await link.kill()
 
@@ -246,9 +251,10 @@ class LearnerSupervisor:
             link = self._link
             if link is not None:
                 began_s = self._clock.monotonic()
-                await link.converse(self._report, self.workplace.posted)
+                await link.converse(self._report, self.workplace.posted, self.stages.heard)
                 code = await link.reap(REAP_TIMEOUT_S)
                 self._link = None
+                self.stages.died("its learner died")
                 if self._stopping.is_set():
                     return
                 self._down_since_s = self._clock.monotonic()

@@ -33,6 +33,7 @@ from p2pdrl.node.state_transfer import State, StateRequest
 from p2pdrl.node.supervisor import LearnerSupervisor
 from p2pdrl.node.swarm_side import SwarmSide
 from p2pdrl.strategies.judgement import Summary
+from p2pdrl.strategies.pipeline.port import Pipes
 from p2pdrl.strategies.protocol import Context, RoundReport
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.transport.protocol import Address, Transport
@@ -59,6 +60,7 @@ class Training:
         observed: told how each exchange that we began has ended, and its seconds.
         rounds: told how each round has ended.
         named: from a member's id to its name.
+        pipes: opens pipes to peers; None where the transport has none.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class Training:
         observed: Callable[[str, float], None],
         rounds: Callable[[RoundReport], None] = lambda report: None,
         named: Callable[[str], str] = str,
+        pipes: Pipes | None = None,
     ) -> None:
         self._me = me
+        self._pipes = pipes
         self._config = config
         self._transport = transport
         self._clock = clock
@@ -292,6 +296,8 @@ class Training:
             max_exchanges=config.debug.max_exchanges,
             start_at_members=config.debug.start_at_members,
             group_process=GroupProcesses(config.learner) if config.trusted_network else None,
+            stages=self.supervisor.stages,
+            pipes=self._pipes,
         )
 
     def _request(self) -> StateRequest:

@@ -227,7 +227,12 @@ class Context:
 
 
 class Strategy(Protocol):
-    """One way to agree, from start to stop. Built by `registry.build`; never started again once stopped."""
+    """One way to agree, from start to stop. Built by `registry.build`; never started again once stopped.
+
+    It may have more: ``async accept(incoming) -> PipeReply`` for peers' requests of pipes on
+    `pipeline.port.PIPE_ROUTE`; ``ends_within_s``, the longest that it needs for `stop` when the mode changes
+    (3 s if it doesn't say, 15 s at most); ``facts``, told by ``mode show``.
+    """
 
     @property
     def mode(self) -> Mode:

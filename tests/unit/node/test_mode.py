@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,8 @@ from p2pdrl.node import settings
 from p2pdrl.strategies.pairwise import gossip
 from p2pdrl.strategies.pairwise.gossip import GossipStrategy
 from p2pdrl.strategies.protocol import RoundReport
+from p2pdrl.transport.pipe import PipeReply
+from p2pdrl.transport.protocol import Refusal
 
 from .training_peers import GOSSIP
 
@@ -116,3 +119,40 @@ async def test_a_strategy_that_cant_run_here_leaves_the_node_alone(pair, monkeyp
     await one.mode.use(GOSSIP, 3)
     assert one.mode.strategy.mode == "gossip"
     assert one.outcomes.get("ok", 0) + one.outcomes.get("answered", 0) < 50, "no exchange counts twice"
+
+
+class Slow(GossipStrategy):
+    """Takes pipes, and asks for time to end."""
+
+    ends_within_s = 7.0
+    given_s: tuple[float, ...] = ()
+
+    async def accept(self, incoming) -> PipeReply:
+        return PipeReply(incoming.meta, lambda pipe: None)
+
+    async def stop(self, timeout_s: float) -> None:
+        Slow.given_s += (timeout_s,)
+        await super().stop(timeout_s)
+
+
+async def test_pipes_are_the_strategys_business(pair, monkeypatch):
+    one = pair[0].training
+    asked = SimpleNamespace(meta=b"a pipe please")
+    await one.mode.use(GOSSIP, 1)
+    with pytest.raises(Refusal, match="409: mode gossip has no use for pipes"):
+        await one.mode.accept(asked)
+    monkeypatch.setattr("p2pdrl.node.mode.build", Slow)
+    await one.mode.use(GOSSIP, 2)
+    assert (await one.mode.accept(asked)).meta == b"a pipe please"
+
+
+async def test_a_strategy_may_ask_for_time_to_end_but_not_for_ever(pair, monkeypatch):
+    one = pair[0].training
+    Slow.given_s = ()
+    for epoch, seconds in enumerate((7.0, 1e6, 0.0), 1):
+        monkeypatch.setattr(Slow, "ends_within_s", seconds)
+        with monkeypatch.context() as patch:
+            patch.setattr("p2pdrl.node.mode.build", Slow)
+            await one.mode.use(GOSSIP, epoch)
+        await one.mode.use(LocalConfig(), epoch)
+    assert Slow.given_s == (7.0, 15.0, 0.0)
