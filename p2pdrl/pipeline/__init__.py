@@ -8,6 +8,10 @@
 | `layers` | what layers, peers and links cost |
 | `partition` | the best cut of a chain of layers for peers in a given order, or a cut by hand |
 | `ordering` | the best order of the peers too |
+| `traffic` | what else travels: sums, slices, states |
+| `advice` | whether a pipeline pays, or one peer alone is faster |
+| `wording` | seconds and bytes for people |
+| `trace` | timelines and what really happened, for a trace viewer |
 
 A **stage** is a contiguous part of the model, a **rank** a device that holds one stage (or several, when
 interleaved), a **microbatch** a part of the batch, and a **bubble** time in which a rank computes nothing.

@@ -18,7 +18,12 @@ MOST_PEERS = 8
 
 
 def partition_in_best_order(
-    layers: Sequence[Layer], peers: Sequence[Peer], *, links: Links = FREE, demands: Demands = PLAIN
+    layers: Sequence[Layer],
+    peers: Sequence[Peer],
+    *,
+    links: Links = FREE,
+    demands: Demands = PLAIN,
+    first: int | None = None,
 ) -> tuple[tuple[int, ...], Partition]:
     """Choose the order of the peers and the cut, with the quickest slowest stage that any order has.
 
@@ -27,6 +32,7 @@ def partition_in_best_order(
         peers: at most `MOST_PEERS`.
         links: between peers, by their places in ``peers``; each direction of each pair.
         demands: on memory; ``stored`` is by place in the pipeline.
+        first: index of the peer that is to have the first stage; None has it chosen.
 
     Returns:
         The peers' indices in the order of their stages (the first found of equally good ones), and the cut.
@@ -39,7 +45,9 @@ def partition_in_best_order(
             f"the order of {len(peers)} peers must be given: all orders are tried up to {MOST_PEERS}"
         )
     search = _Search(StageTables(layers, peers, links, demands), alike=isinstance(links, Link))
-    order = search.best_order() or tuple(range(len(peers)))  # without any, `partition` says why
+    order = search.best_order(first)
+    if order is None:  # nothing fits in any order: `partition` says why
+        order = tuple(sorted(range(len(peers)), key=lambda index: index != first))
     found = partition(layers, [peers[one] for one in order], links=in_order(links, order), demands=demands)
     return order, found
 
@@ -65,12 +73,12 @@ class _Search:
         self._best_s = math.inf
         self._order: tuple[int, ...] | None = None
 
-    def best_order(self) -> tuple[int, ...] | None:
-        """The order with the quickest slowest stage; None when none fits."""
+    def best_order(self, first: int | None) -> tuple[int, ...] | None:
+        """The order with the quickest slowest stage, maybe of those that begin alike; None when none fits."""
         start = np.full(len(self._tables.layers) + 1, np.inf)
         start[0] = -np.inf
-        for first in self._choices(()):
-            self._extend((first,), start)
+        for head in self._choices(()) if first is None else (first,):
+            self._extend((head,), start)
         return self._order
 
     def _extend(self, order: tuple[int, ...], slowest_s: Matrix) -> None:

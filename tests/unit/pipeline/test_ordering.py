@@ -90,3 +90,19 @@ def test_too_many_peers_are_told():
     layers = [Layer(str(i), 1.0, 1.0, 1.0, 1.0) for i in range(10)]
     with pytest.raises(ConfigError, match="the order of 9 peers must be given"):
         partition_in_best_order(layers, [Peer(str(n)) for n in range(MOST_PEERS + 1)])
+
+
+@settings(max_examples=60)
+@given(chains(), st.integers(0, 3))
+def test_who_is_to_be_first_is(chain, first):
+    layers, peers, between, demands = chain
+    first %= len(peers)
+    orders = [order for order in itertools.permutations(range(len(peers))) if order[0] == first]
+    best_s = min(slowest(layers, peers, between, demands, order) for order in orders)
+    if math.isinf(best_s):
+        with pytest.raises(ConfigError):
+            partition_in_best_order(layers, peers, links=between, demands=demands, first=first)
+        return
+    order, found = partition_in_best_order(layers, peers, links=between, demands=demands, first=first)
+    assert order[0] == first
+    assert found.slowest_s == best_s

@@ -1,0 +1,349 @@
+"""Whether a pipeline pays: how long an update takes in it, and on one peer alone that accumulates.
+
+A peer alone computes its microbatches one after another and sends nothing. In a pipeline microbatches pass
+as `timeline` predicts; then the sums of squares come up to the first rank, which steps with everybody by
+them. At the end of an update it fetches all other ranks' parameters through the chain, and every so many
+updates the optimizer's state too, which all get as a whole. What both ways have in common, like collecting
+experience and the optimizer's arithmetic, isn't counted.
+
+Peers are told by index; the first of them makes the experience and is rank 0 whatever the order of the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from p2pdrl.errors import ConfigError
+from p2pdrl.pipeline.layers import FREE, Layer, Link, Links, Peer
+from p2pdrl.pipeline.ordering import MOST_PEERS, in_order, partition_in_best_order
+from p2pdrl.pipeline.partition import Demands, Partition, partition, partition_at
+from p2pdrl.pipeline.plan import Plan
+from p2pdrl.pipeline.schedule import ScheduleName, make_schedule, peak_activations
+from p2pdrl.pipeline.timeline import Timeline, predict
+from p2pdrl.pipeline.traffic import Traffic, busiest, fetch_s, spread_s, step_s
+from p2pdrl.pipeline.wording import in_bytes, in_seconds
+
+__all__ = ["Advice", "Alone", "Pipeline", "Wishes", "Work", "advise"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What there is to compute.
+
+    Attributes:
+        blocks: what each block costs on the first peer for one microbatch, by the number of microbatches
+            that a minibatch is cut into. Numbers that aren't there are worked out of the nearest that is, as
+            though a microbatch's cost were proportional to its rows.
+        minibatches: of one update.
+        input_bytes: of a whole minibatch.
+        parameter_copies: as of `Demands`.
+        checkpoint: as of `Demands`.
+        state_every: updates until the optimizer's state is fetched and spread; 0 is never.
+        state_vectors: how many vectors as long as the parameters that state has; Adam has 2.
+    """
+
+    blocks: Mapping[int, Sequence[Layer]]
+    minibatches: int = 1
+    input_bytes: float = 0.0
+    parameter_copies: float = 4.0
+    checkpoint: bool = False
+    state_every: int = 0
+    state_vectors: int = 2
+
+    def check(self) -> None:
+        """Raise a `ConfigError` for a number that makes no sense, or when nothing is known."""
+        if not self.blocks or min(self.blocks) < 1 or not all(self.blocks.values()):
+            raise ConfigError("nothing was measured: there must be blocks for 1 microbatch or more")
+        if self.minibatches < 1 or self.state_every < 0 or self.state_vectors < 0:
+            raise ConfigError(
+                f"{self.minibatches} minibatches an update, state every {self.state_every} updates: "
+                "the one begins at 1, the other at 0"
+            )
+
+    def layers(self, microbatches: int) -> list[Layer]:
+        """Return what one of so many microbatches costs."""
+        nearest = min(self.blocks, key=lambda known: (abs(math.log(known / microbatches)), known))
+        part = nearest / microbatches
+        return [
+            layer._replace(
+                forward_s=layer.forward_s * part,
+                backward_s=layer.backward_s * part,
+                activation_bytes=layer.activation_bytes * part,
+            )
+            for layer in self.blocks[nearest]
+        ]
+
+    def demands(self, microbatches: int, stored: int | tuple[int, ...] = 1) -> Demands:
+        """Return what stages keep that store so many of the microbatches."""
+        return Demands(self.parameter_copies, stored, self.checkpoint, self.input_bytes / microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How the pipeline is to be.
+
+    Attributes:
+        schedule: its name.
+        microbatches: numbers to choose from.
+        chunks: stages of each peer; more than one with ``interleaved`` only.
+        cuts: where to cut; empty has it chosen.
+    """
+
+    schedule: ScheduleName = "1f1b"
+    microbatches: tuple[int, ...] = (4,)
+    chunks: int = 1
+    cuts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One peer that computes all.
+
+    Attributes:
+        peer: index.
+        microbatches: that it accumulates.
+        update_s: all minibatches of an update.
+        step_s: one of them.
+    """
+
+    peer: int
+    microbatches: int
+    update_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """All peers, one behind the other.
+
+    Attributes:
+        plan: who holds what.
+        order: indices of the peers by rank; the first is 0.
+        timeline: of the microbatches of one minibatch.
+        minibatch_s: until the first rank has stepped.
+        fetch_s: until it has all parameters, at the end of an update; the mean with and without the
+            optimizer's state and its spreading.
+        update_s: all minibatches of an update, and the end of it.
+        step_s: one minibatch's part of that.
+        slowest: the neighbours whose link is busy for longest, and with what.
+    """
+
+    plan: Plan
+    order: tuple[int, ...]
+    timeline: Timeline
+    minibatch_s: float
+    fetch_s: float
+    update_s: float
+    step_s: float
+    slowest: Traffic | None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What would be best, and why.
+
+    Attributes:
+        take_pipeline: whether the pipeline is at least as fast as the fastest peer alone, or the only way.
+        why: in a sentence, with numbers.
+        pipeline: the best one; None where there is none that fits the peers, or only one peer.
+        alone: the fastest single peer; None where the model fits none.
+    """
+
+    take_pipeline: bool
+    why: str
+    pipeline: Pipeline | None
+    alone: Alone | None
+
+
+def advise(work: Work, peers: Sequence[Peer], links: Links = FREE, wishes: Wishes = Wishes()) -> Advice:
+    """Predict both ways, and choose.
+
+    Args:
+        work: what there is to compute.
+        peers: who may take part. Speeds are relative to the first, on which the blocks were measured.
+        links: between peers, by index. A link between two others that nobody measured is taken to be as bad
+            as the worse of theirs with the first peer.
+        wishes: how the pipeline is to be.
+
+    Raises:
+        ConfigError: a number makes no sense, or the model fits neither a peer alone nor all together.
+    """
+    work.check()
+    if not peers or not wishes.microbatches or min(wishes.microbatches) < 1:
+        raise ConfigError("advice needs a peer, and numbers of microbatches from 1 on")
+    alone = _best_alone(work, peers, wishes.microbatches)
+    pipeline, trouble = None, "there is one peer only"
+    if len(peers) > 1:
+        try:
+            pipeline = _best_pipeline(work, peers, _completed(links, len(peers)), wishes)
+        except ConfigError as error:
+            if alone is None:
+                raise
+            trouble = str(error)
+    if alone is None and pipeline is None:
+        raise ConfigError(_too_large(work, peers, wishes.microbatches))
+    take = pipeline is not None and (alone is None or pipeline.update_s <= alone.update_s)
+    if pipeline is None:
+        assert alone is not None  # noqa: S101 - checked above
+        why = (
+            f"{peers[alone.peer].name} alone takes {in_seconds(alone.step_s)} a step: no pipeline, {trouble}"
+        )
+    elif alone is None:
+        too_large = _too_large(work, peers, wishes.microbatches)
+        why = f"{_over(peers, pipeline)} takes {in_seconds(pipeline.step_s)} a step: {too_large}"
+    else:
+        why = _compared(peers, pipeline, alone, take)
+    return Advice(take, why, pipeline, alone)
+
+
+def _best_alone(work: Work, peers: Sequence[Peer], numbers: Sequence[int]) -> Alone | None:
+    """The fastest peer on which the model fits."""
+    best: Alone | None = None
+    for microbatches in numbers:
+        layers = work.layers(microbatches)
+        seconds = sum(layer.forward_s + layer.backward_s for layer in layers)
+        needs = _memory(work, microbatches)
+        for index, peer in enumerate(peers):
+            peer.check()
+            each_s = microbatches * seconds / peer.speed
+            if needs <= peer.memory_bytes and (best is None or each_s < best.step_s):
+                best = Alone(index, microbatches, work.minibatches * each_s, each_s)
+    return best
+
+
+def _memory(work: Work, microbatches: int) -> float:
+    """What one peer alone needs."""
+    (stage,) = partition_at(
+        work.layers(microbatches), [Peer("alone")], (), demands=work.demands(microbatches)
+    ).stages
+    return stage.memory_bytes
+
+
+def _too_large(work: Work, peers: Sequence[Peer], numbers: Sequence[int]) -> str:
+    needs = min(_memory(work, microbatches) for microbatches in numbers)
+    largest = max(peers, key=lambda peer: peer.memory_bytes)
+    return (
+        f"the model doesn't fit one peer alone, for it needs {in_bytes(needs)}, "
+        f"and {largest.name} has {in_bytes(largest.memory_bytes)}"
+    )
+
+
+def _best_pipeline(work: Work, peers: Sequence[Peer], links: Links, wishes: Wishes) -> Pipeline:
+    """The fastest of all numbers of microbatches that the schedule allows and the memory bears.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found: list[Pipeline] = []
+    trouble: ConfigError | None = None
+    for microbatches in wishes.microbatches:
+        try:
+            found.append(_pipeline(work, peers, links, wishes, microbatches))
+        except ConfigError as error:
+            trouble = trouble or error
+    if not found:
+        assert trouble is not None  # noqa: S101 - there are numbers
+        raise trouble
+    return min(found, key=lambda one: one.update_s)
+
+
+def _pipeline(work: Work, peers: Sequence[Peer], links: Links, wishes: Wishes, microbatches: int) -> Pipeline:
+    ranks = len(peers)
+    schedule = make_schedule(wishes.schedule, ranks * wishes.chunks, microbatches, ranks=ranks)
+    stored = tuple(math.ceil(peak_activations(actions) / wishes.chunks) for actions in schedule)
+    demands = work.demands(microbatches, stored * wishes.chunks)
+    order, cut = _cut(work.layers(microbatches), peers, links, wishes, demands)
+    between = in_order(links, order)
+    timeline = predict(schedule, cut.costs(between))
+    slices = [sum(stage.parameter_bytes for stage in cut.stages[rank::ranks]) for rank in range(ranks)]
+    minibatch_s, end_s = step_s(timeline, between), fetch_s(slices, between)
+    fetched, spread = 1.0, 0.0
+    if work.state_every:
+        vectors = 1 + work.state_vectors
+        state_s = fetch_s([vectors * size for size in slices], between)
+        state_s += spread_s(vectors * sum(slices), ranks, between)
+        end_s += (state_s - end_s) / work.state_every
+        fetched, spread = 1 + work.state_vectors / work.state_every, vectors / work.state_every
+    update_s = work.minibatches * minibatch_s + end_s
+    plan = Plan(cut.stages[-1].stop, cut.cuts, wishes.schedule, microbatches, ranks)
+    return Pipeline(
+        plan=plan,
+        order=order,
+        timeline=timeline,
+        minibatch_s=minibatch_s,
+        fetch_s=end_s,
+        update_s=update_s,
+        step_s=update_s / work.minibatches,
+        slowest=busiest(
+            timeline,
+            cut.costs(between),
+            work.minibatches,
+            [fetched * size for size in slices],
+            spread * sum(slices),
+        ),
+    )
+
+
+def _cut(
+    layers: Sequence[Layer], peers: Sequence[Peer], links: Links, wishes: Wishes, demands: Demands
+) -> tuple[tuple[int, ...], Partition]:
+    """The order of the peers, which is searched for where it can be, and the stages."""
+    given = tuple(range(len(peers)))
+    if not wishes.cuts and wishes.chunks == 1 and len(peers) <= MOST_PEERS:
+        return partition_in_best_order(layers, peers, links=links, demands=demands, first=0)
+    places = [
+        peer._replace(memory_bytes=peer.memory_bytes / wishes.chunks)
+        for _ in range(wishes.chunks)
+        for peer in peers
+    ]
+    if isinstance(links, Mapping):  # by place: the peers come again and again
+        count = range(len(places))
+        links = {
+            (a, b): links[a % len(peers), b % len(peers)]
+            for a in count
+            for b in count
+            if a % len(peers) != b % len(peers)
+        }
+    if wishes.cuts:
+        return given, partition_at(layers, places, wishes.cuts, links=links, demands=demands)
+    return given, partition(layers, places, links=links, demands=demands)
+
+
+def _completed(links: Links, peers: int) -> Links:
+    """All directions of all pairs, as far as the first peer's are known."""
+    if not isinstance(links, Mapping):
+        return links
+    complete = dict(links)
+    pairs = [(a, b) for a in range(peers) for b in range(peers) if a != b and (a, b) not in links]
+    for a, b in pairs:
+        if (a, 0) in links and (0, b) in links:
+            one, other = links[a, 0], links[0, b]
+            complete[a, b] = Link(
+                max(one.latency_s, other.latency_s), min(one.bandwidth_bytes_s, other.bandwidth_bytes_s)
+            )
+        else:
+            raise ConfigError(f"nothing is known about the link from {a} to {b}")
+    return complete
+
+
+def _over(peers: Sequence[Peer], pipeline: Pipeline) -> str:
+    return f"a pipeline over {', '.join(peers[index].name for index in pipeline.order)}"
+
+
+def _compared(peers: Sequence[Peer], pipeline: Pipeline, alone: Alone, take: bool) -> str:
+    """The sentence where there is a choice."""
+    name = peers[alone.peer].name
+    both = (
+        f"{_over(peers, pipeline)} {'takes' if take else 'would take'} {in_seconds(pipeline.step_s)} a step, "
+        f"{name} alone {'would take' if take else 'takes'} {in_seconds(alone.step_s)}"
+    )
+    slowest = pipeline.slowest
+    if slowest is None:
+        idle = sum(pipeline.timeline.bubbles) / len(pipeline.timeline.bubbles)
+        return f"{both}: peers idle {idle:.0%} of the time"
+    limited = slowest.bandwidth_bytes_s < math.inf
+    rate = f" over {in_bytes(slowest.bandwidth_bytes_s)}/s" if limited else ""
+    latency = f", {in_seconds(slowest.latency_s)} each way" if slowest.latency_s > 0.0 else ""
+    return f"{both}: {in_bytes(slowest.update_bytes)} an update{rate}{latency}"
