@@ -180,7 +180,8 @@ class HttpServer:
 
     def _check_parties(self, head: RequestHead) -> None:
         if head.protocol != PROTOCOL_VERSION:
-            raise Refusal(403, f"this node speaks protocol {PROTOCOL_VERSION}, not {head.protocol}")
+            versions = f"this node speaks protocol {PROTOCOL_VERSION}, yours {head.protocol}"
+            raise Refusal(403, f"{versions}: install the same p2pdrl on both machines")
         if head.swarm != self._swarm_id:
             raise Refusal(
                 403,

@@ -11,6 +11,7 @@ import pytest
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.errors import PeerRefusedError
+from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.node.settings import stamp
 from p2pdrl.strategies.judgement import Summary
 from p2pdrl.strategies.pairwise.pair import ExchangeHead
@@ -67,7 +68,7 @@ def request(victim, method, path, headers=None, body=b""):
 def peer_headers(victim, **changed):
     return {
         "Content-Type": "application/x-p2pdrl",
-        "P2PDRL-Protocol": "1",
+        "P2PDRL-Protocol": str(PROTOCOL_VERSION),
         "P2PDRL-Sender": LIAR,
         "P2PDRL-Target": "-",
         "P2PDRL-Swarm": victim.status()["swarm_id"],

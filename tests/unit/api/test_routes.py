@@ -12,6 +12,7 @@ from p2pdrl.api.routes import mount
 from p2pdrl.api.testing import FakeNode
 from p2pdrl.clock import ManualClock
 from p2pdrl.errors import StorageError
+from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.transport.auth import format_time, new_nonce, sign_api
 
 KEY = bytes(range(32))
@@ -155,7 +156,7 @@ async def test_health_says_why_and_tells_the_data_folder_to_this_machine_only(st
     node = FakeNode(data_dir="/data/n")
     client = await start(node)
     assert await (await client.get("/healthz")).json() == {
-        "ok": True, "reasons": [], "protocol": 1, "data_dir": "/data/n",
+        "ok": True, "reasons": [], "protocol": PROTOCOL_VERSION, "data_dir": "/data/n",
     }  # fmt: skip
     proxied = await (await client.get("/healthz", headers={"X-Forwarded-For": "203.0.113.9"})).json()
     assert "data_dir" not in proxied

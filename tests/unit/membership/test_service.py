@@ -9,6 +9,7 @@ import pytest
 
 from p2pdrl.clock import LoopClock
 from p2pdrl.errors import PeerRefusedError
+from p2pdrl.membership import opening
 from p2pdrl.membership.addresses import AddressPolicy
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.identity import Identity
@@ -211,6 +212,19 @@ async def test_another_task_is_refused_in_plain_words_on_both_sides(start: Start
     assert two.service.refusals() == {"10.0.0.1:7600": "this swarm trains cartpole"}
     await asyncio.sleep(100)
     assert sum(address == "10.0.0.1:7600" for address, _ in told) == 1  # told once, tried slowly
+    assert set(one.states()) == {"n1"}
+
+
+async def test_another_version_is_refused_once_in_plain_words(start: Start, monkeypatch) -> None:
+    told: list[tuple[str, str]] = []
+    hooks = JoinHooks(on_refused=lambda *refusal: told.append(refusal))
+    one = await start(1, [], hooks=hooks)
+    monkeypatch.setattr(opening, "PROTOCOL_VERSION", 1)
+    two = await start(2, ["10.0.0.1:7600"], hooks=hooks)
+    await asyncio.sleep(20)
+    words = "it speaks protocol 1, this swarm speaks 2"
+    assert told == [("10.0.0.2:7600", f"we refused it: {words}"), ("10.0.0.1:7600", words)]
+    assert not two.service.joined.is_set()
     assert set(one.states()) == {"n1"}
 
 

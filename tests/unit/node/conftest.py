@@ -19,6 +19,7 @@ from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.config.task import StopConfig, TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import ConfigError
+from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.events import MemberView
 from p2pdrl.membership.identity import Identity, verify
 from p2pdrl.membership.records import Incarnation, Verifier
@@ -80,7 +81,7 @@ class FakeMembership:
             "last_seen_s": 0.1,
             "tags": {},
             "suspected_by": (),
-            "protocol": 1,
+            "protocol": PROTOCOL_VERSION,
             "public_key": bytes(32),
         }
         return MemberView(id=node, name=name, state=state, **(given | fields))  # type: ignore[arg-type]
