@@ -7,6 +7,7 @@
 | `rows` | what tensors on their way look like, and memory for them |
 | `messages`, `frames` | what ranks say, as values and as bytes |
 | `links`, `memory_links`, `framed_links` | neighbours connected: a protocol; queues; any carrier of bytes |
+| `running` | what computes one rank's part of a minibatch: a protocol |
 | `runner` | one rank's actions for one minibatch |
 | `rank` | sums, steps and slices: what ranks do together |
 | `pipelined` | the first rank: a gradient engine and stepper |

@@ -22,6 +22,7 @@ from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.stages.links import Links
 from p2pdrl.rl.stages.messages import Opening, Over, Step, Sums
 from p2pdrl.rl.stages.rank import Assembled, Rank
+from p2pdrl.rl.stages.running import Running
 from p2pdrl.rl.stages.share import Share
 from p2pdrl.rl.tuner import Tuner
 
@@ -46,6 +47,7 @@ class Pipelined(Generic[Outputs]):
         tune: measure numbers of microbatches up to the plan's, and stay with the fastest (``tuner``).
         clock: seconds, monotonic; what tuning measures with.
         say: told what tuning picked.
+        runner: computes this rank's gradients; None for one that does so over the links.
 
     Attributes:
         ends_update: false: all peers that step with it do the same.
@@ -65,8 +67,9 @@ class Pipelined(Generic[Outputs]):
         tune: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         say: Callable[[str], None] = lambda _: None,
+        runner: Running | None = None,
     ) -> None:
-        self._rank = Rank(share, links, generation, timeout_s, clock)
+        self._rank = Rank(share, links, generation, timeout_s, clock, runner=runner)
         self._sums: Sums | None = None
         self._microbatches = share.plan.microbatches
         self._tuner = Tuner(share.plan.microbatches) if tune else None

@@ -29,6 +29,7 @@ from p2pdrl.rl.stages.links import Links, Room, Way, receive, receive_any, recei
 from p2pdrl.rl.stages.messages import Message, Opening, Over, Slice, Step, Sums, Whole
 from p2pdrl.rl.stages.rows import Slot
 from p2pdrl.rl.stages.runner import Runner
+from p2pdrl.rl.stages.running import Running
 from p2pdrl.rl.stages.share import Share
 
 __all__ = ["Assembled", "Rank"]
@@ -63,11 +64,12 @@ class Rank(Generic[Outputs]):
         generation: of the pipeline.
         timeout_s: bound on each wait for a message, but for those that wait for the first rank's next idea.
         clock: seconds, monotonic; for ``runner``'s figures.
+        runner: computes gradients; None for one that does so over the links.
 
     Attributes:
         share: as given.
         generation: as given.
-        runner: computes gradients.
+        runner: as given.
     """
 
     def __init__(
@@ -77,10 +79,12 @@ class Rank(Generic[Outputs]):
         generation: int,
         timeout_s: float,
         clock: Callable[[], float],
+        *,
+        runner: Running | None = None,
     ) -> None:
         self.share = share
         self.generation = generation
-        self.runner = Runner(share, links, timeout_s, clock)
+        self.runner: Running = runner or Runner(share, links, timeout_s, clock)
         self._links = links
         self._timeout_s = timeout_s
         self._broken = False

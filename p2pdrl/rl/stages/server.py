@@ -15,6 +15,7 @@ from p2pdrl.rl.stages.links import Links
 from p2pdrl.rl.stages.messages import Activation, Message, Over, Step
 from p2pdrl.rl.stages.rank import Assembled, Rank
 from p2pdrl.rl.stages.rows import Slot
+from p2pdrl.rl.stages.running import Running
 from p2pdrl.rl.stages.share import Share
 
 __all__ = ["StageServer"]
@@ -30,6 +31,7 @@ class StageServer(Generic[Outputs]):
         timeout_s: bound on each wait within a minibatch.
         idle_timeout_s: bound on the wait for the next minibatch: the first rank makes experience meanwhile.
         clock: seconds, monotonic; for figures only.
+        runner: computes this rank's gradients; None for one that does so over the links.
     """
 
     def __init__(
@@ -41,8 +43,9 @@ class StageServer(Generic[Outputs]):
         timeout_s: float,
         idle_timeout_s: float,
         clock: Callable[[], float] = time.perf_counter,
+        runner: Running | None = None,
     ) -> None:
-        self._rank = Rank(share, links, generation, timeout_s, clock)
+        self._rank = Rank(share, links, generation, timeout_s, clock, runner=runner)
         self._idle_timeout_s = idle_timeout_s
 
     @property
