@@ -36,7 +36,7 @@ from p2pdrl.strategies.push.arrivals import Arrivals
 from p2pdrl.strategies.push.core import PushCore
 from p2pdrl.strategies.push.messages import PushAnswer, PushHead, decode_push_answer, decode_push_head
 from p2pdrl.strategies.push.outbox import Outbox, Unsettled
-from p2pdrl.strategies.push.push_sum import Arrival, PushSum
+from p2pdrl.strategies.push.push_sum import Arrival, Parcel, PushSum
 from p2pdrl.strategies.push.vectors import PushVectors
 from p2pdrl.tensors.wire import WireDtype
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
@@ -109,15 +109,26 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
         async with self._books:
             readable = await self._read()
             parcel = self._sum.send(peer, self._config.share) if readable else None
+            if parcel is not None and not await self._pack(parcel, buffer):
+                self._sum.returned(parcel.number)
+                readable = False
             if not readable:
                 self._tally.ended(RoundReport("failed", error="our own parameters are unusable"))
-            if parcel is None:
+            if parcel is None or not readable:
                 self._outbox.give_back(buffer)
                 return None
-            await self._heavy.run(lambda: self._vectors.pack(buffer, parcel.mass / parcel.left))
             push = Unsettled(parcel, summary, buffer)
             self._outbox.add(push)
         return push
+
+    async def _pack(self, parcel: Parcel, buffer: memoryview) -> bool:
+        """Write what was read for a peer; False when no peer would take it (then it is healed)."""
+        try:
+            await self._heavy.run(lambda: self._vectors.pack(buffer, parcel.mass / parcel.left))
+        except PoisonedVectorError as error:
+            self._swarm.heal(f"our own parameters are unusable: {error}")
+            return False
+        return True
 
     async def _deliver(self, push: Unsettled, address: Address) -> None:
         """Send a push once, and do what its answer asks for."""

@@ -60,11 +60,15 @@ class PushVectors:
         Args:
             out: of `nbytes`.
             ratio: m / (w − m); above 1 it would amplify the rounding, so no more than 1 is applied.
+
+        Raises:
+            PoisonedVectorError: rounded, it is beyond the bound: its peer would refuse it and strike us.
         """
         encode(self._mine_D, self._wire, out)
         if self._wire == "float32":
             return
         decode(out, self._wire, self._theirs_D)
+        mix.check_finite(self._theirs_D, self._bounds.max_abs)
         mix.pair_delta(self._theirs_D, self._mine_D, min(ratio, 1.0), out=self._theirs_D)
         self._board.post_delta(self._theirs_D, self._version, sets=self._sets)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.strategies import heavy
 from p2pdrl.strategies.push.sgp import ROUTE
+from p2pdrl.strategies.registry import build
 
 from .pushers import D, push, quiet, settle, sgp, spread, start, totals, vectors
 
@@ -168,6 +170,23 @@ async def test_our_own_poison_is_kept_to_ourselves_and_healed(make):
     assert (b.swarm.strikes, b.strategy.outcomes, a.strategy.weight) == ([], {}, 1.0)
     with pytest.raises(PeerRefusedError, match="503"):
         await push(b, a)
+
+
+async def test_what_is_beyond_the_bound_once_it_is_rounded_is_kept_to_ourselves(make):
+    swarm = make(2, sgp(compression="bf16"))
+    a, b = swarm.nodes
+    for node in swarm.nodes:
+        node.strategy = build(node.config, replace(node.context(), max_abs=1_002_500))
+    b.strategy._core.due = lambda _now_s: False
+    a.learner.x = np.full(D, 1_002_000, np.float32)  # 1_003_520 as bf16
+    a.learner.publish()
+    await start(swarm, train=False)
+    await asyncio.sleep(0.3)
+    assert (b.swarm.strikes, b.strategy.outcomes) == ([], {})
+    assert a.swarm.heals
+    assert set(a.strategy.outcomes) == {"failed"}
+    assert (a.strategy.weight, a.strategy.under_way) == (pytest.approx(1.0, rel=1e-12), 0)
+    assert np.array_equal(a.learner.now(), a.learner.x)
 
 
 async def test_clipping_bounds_what_one_push_does(make):
