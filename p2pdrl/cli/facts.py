@@ -21,7 +21,8 @@ def status_view(status: Mapping[str, Any]) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for word, fact in _FACTS.items():
-        table.add_row(word, Text(fact(_Shown(status))))
+        if word != "pipeline" or status.get("pipeline") is not None:
+            table.add_row(word, Text(fact(_Shown(status))))
     if why := outcome(status):
         table.add_row("stopped", Text(why))
     for reason in status.get("reasons") or []:
@@ -85,6 +86,27 @@ def _learner(s: _Shown) -> str:
     return f"{s.text('learner.state')} on {s.text('learner.device')}{after}"
 
 
+def _pipeline(s: _Shown) -> str:
+    """``stage 2 of 2 behind n0, 1f1b, 4 microbatches, bubble 12%, 1.2 MB of activations``."""
+    if s.get("pipeline.rank") is None:
+        return s.text("pipeline.role") if s.get("pipeline.role") else "none"
+    held = s.get("pipeline.stage")
+    numbers = " and ".join(map(formats.grouped, held)) if isinstance(held, list) else formats.NONE
+    parts = [
+        f"stage {numbers} of {s.number('pipeline.stages')}",
+        f"{s.text('pipeline.schedule')} over {s.text('pipeline.backend')}",
+        f"{s.number('pipeline.microbatches')} microbatches",
+    ]
+    if s.get("pipeline.bubble") is not None:
+        parts.append(f"bubble {formats.percent(s.get('pipeline.bubble'))}")
+    if s.get("pipeline.activation_bytes") is not None:
+        parts.append(f"{formats.byte_size(s.get('pipeline.activation_bytes'))} of activations")
+    peers = s.get("pipeline.peers")
+    if isinstance(peers, list) and peers:
+        parts.append("with " + ", ".join(formats.clean(peer, 64) for peer in peers[:8]))
+    return f"{', '.join(parts)}; generation {s.number('pipeline.generation')}"
+
+
 def _consensus(s: _Shown) -> str:
     distance = formats.scientific(s.get("consensus_distance"))
     return f"distance {distance}, policy version {s.number('policy_version')}"
@@ -111,6 +133,7 @@ _FACTS: dict[str, Callable[[_Shown], str]] = {
     "node": _node,
     "state": _state,
     "mode": _mode,
+    "pipeline": _pipeline,
     "swarm": lambda s: progress_line(s.status),
     "members": lambda s: s.counts("members") or formats.NONE,
     "return": _return,

@@ -17,6 +17,7 @@ __all__ = [
     "grouped",
     "millis",
     "mode_words",
+    "percent",
     "scientific",
 ]
 
@@ -71,6 +72,12 @@ def millis(seconds: object) -> str:
     if number is None:
         return NONE
     return f"{1000 * number:.1f} ms" if abs(number) < 0.01 else f"{1000 * number:.0f} ms"
+
+
+def percent(part: object) -> str:
+    """``12%``."""
+    number = as_number(part)
+    return NONE if number is None else f"{number:.0%}"
 
 
 def duration(seconds: object) -> str:

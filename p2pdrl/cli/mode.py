@@ -49,6 +49,7 @@ def show(target: Target, as_json: bool) -> None:
     help="protocol=NAME picks the strategy; every other key is an option of it. Repeatable.",
 )
 @click.option("--servers", type=click.IntRange(min=1), metavar="N", help="The same as --set servers=N.")
+@click.option("--stages", type=click.IntRange(min=1), metavar="S", help="The same as --set stages=S.")
 @click.option(
     "--wait",
     "wait_s",
@@ -60,7 +61,14 @@ def show(target: Target, as_json: bool) -> None:
 )
 @click.option("--no-wait", is_flag=True, help="Don't wait.")
 def set_mode(
-    target: Target, *, name: str, sets: tuple[str, ...], servers: int | None, wait_s: float, no_wait: bool
+    target: Target,
+    *,
+    name: str,
+    sets: tuple[str, ...],
+    servers: int | None,
+    stages: int | None,
+    wait_s: float,
+    no_wait: bool,
 ) -> None:
     """Change the mode of the whole swarm, through any node of it.
 
@@ -73,7 +81,8 @@ def set_mode(
     from p2pdrl.config.mode import protocol_of, strategy_from
     from p2pdrl.config.strategy import mode_of
 
-    given = [*sets, *([] if servers is None else [f"servers={servers}"])]
+    counts = {"servers": servers, "stages": stages}
+    given = [*sets, *(f"{key}={count}" for key, count in counts.items() if count is not None)]
     strategy = strategy_from(name, given)
     words = f"{mode_of(strategy)} ({protocol_of(strategy)})"
     client = target.client()

@@ -24,6 +24,7 @@ from p2pdrl.cli.formats import (
     fixed,
     grouped,
     millis,
+    percent,
     scientific,
 )
 
@@ -72,8 +73,11 @@ def members_table(members: Sequence[Member], columns: Sequence[str]) -> Table:
 
     Args:
         members: in the order of lines.
-        columns: keys of the columns below; see `TRAINING` and `ADDRESSES`.
+        columns: keys of the columns below; see `TRAINING` and `ADDRESSES`. Where one of the members is a
+            stage of a pipeline, that is shown too.
     """
+    if any(member.get("stage") for member in members):
+        columns = (*columns, *STAGES)
     newest = max((v for m in members if (v := as_number(m.get("policy_version"))) is not None), default=None)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for key in columns:
@@ -199,12 +203,16 @@ _COLUMNS: dict[str, tuple[str, bool, Cell]] = {
     "episodes": ("episodes\nin window", False, _shown("episodes_in_window", grouped)),
     "rtt": ("round\ntrip", False, _shown("rtt_s", millis)),
     "seen": ("last\nseen", False, _shown("last_seen_s", age)),
+    "stage": ("stage", True, _shown("stage", lambda x: clean(x or NONE, 12))),
+    "bubble": ("bubble", False, _shown("bubble", percent)),
     "exit": ("exit\ncode", False, _shown("exit_code", grouped)),
 }
 """Key: header, whether it is text (to the left), and the cell of a member."""
 
 TRAINING = ("name", "state", "return", "rate", "steps", "lag", "distance", "loop")
 """How training goes."""
+STAGES = ("stage", "bubble")
+"""Who holds what of a pipeline, and how long it waits."""
 ADDRESSES = ("name", "address", "state", "return", "rate", "lag", "rtt", "seen")
 """Who the members are and where."""
 RESULTS = ("name", "state", "exit", "return", "episodes", "rate", "steps", "lag", "distance")

@@ -86,6 +86,12 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the strategy in force there."""
     role: Label = ""
     """What the node does in its group, in a word: ``server``, ``worker``; empty where all do the same."""
+    trains: bool = True
+    """Whether its learner makes experience of its own: the lower stages of a pipeline don't."""
+    stage: Label = ""
+    """Of a pipeline: ``2/3`` for the second of three; empty for none."""
+    bubble: NonNegative | None = None
+    """Part of its time that such a learner waited for its neighbours."""
     age_s: NonNegative = 0.0
     """How old the report was when this copy of it was sent; zero at its origin."""
 
@@ -123,7 +129,7 @@ class DigestTable:
         Numbers that aren't finite (an environment may give such rewards) become unknown, or zero.
         """
         unknown = dict.fromkeys(_bad_numbers(report))
-        zero = {name: 0.0 for name in unknown if name not in {"mean_return", "consensus_distance"}}
+        zero = {name: 0.0 for name in unknown if name not in _MAY_BE_UNKNOWN}
         self._keep(msgspec.structs.replace(report, **{**unknown, **zero}), now)
 
     def outgoing(self, now: float, limit: int = 32) -> list[PeerReport]:
@@ -204,12 +210,16 @@ class DigestTable:
         self._held[report.id] = _Held(report, made_s, next(self._order), sent)
 
 
+_MAY_BE_UNKNOWN = {"mean_return", "consensus_distance", "bubble"}
+
+
 def _numbers(report: PeerReport) -> dict[str, float | None]:
     """The fields that may be infinite, or NaN, within the bounds of the schema."""
     return {
         "mean_return": report.mean_return,
         "steps_per_s": report.steps_per_s,
         "consensus_distance": report.consensus_distance,
+        "bubble": report.bubble,
         "loop_lag_s": report.loop_lag_s,
         "age_s": report.age_s,
     }

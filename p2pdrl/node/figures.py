@@ -21,6 +21,7 @@ from p2pdrl.node import health, settings
 from p2pdrl.node.digest import PeerReport
 from p2pdrl.node.mode_figures import describe, facts_of, mode_document
 from p2pdrl.node.parts import Parts
+from p2pdrl.node.pipeline_figures import pipeline_bubble, pipeline_document, stage_words, trains
 
 __all__ = ["Figures"]
 
@@ -39,6 +40,8 @@ REPORT_FIELDS = (
     "learner_restarts",
     "strategy",
     "role",
+    "stage",
+    "bubble",
 )
 
 
@@ -82,10 +85,11 @@ class Figures:
             learner = training.supervisor
             reported_s = learner.reported_s
             wanted = parts.state == "training"
+            due = wanted and trains(training)
             inputs |= {
                 "learner_down_s": learner.down_s if wanted else None,
                 "learner_restarts_in_a_row": learner.failures,
-                "progress_age_s": None if not wanted or reported_s is None else now_s - reported_s,
+                "progress_age_s": None if not due or reported_s is None else now_s - reported_s,
                 "quarantined": tuple(self.namer()(peer) for peer in training.swarm.quarantine.held(now_s)),
                 "adopting_s": training.adoptions.seconds,
                 "mode_error": parts.mode_error,
@@ -129,6 +133,9 @@ class Figures:
                 "mode_epoch": training.mode.epoch,
                 "strategy": protocol_of(training.mode.config),
                 "role": str(facts_of(training.mode.strategy).get("role", ""))[:64],
+                "trains": trains(training),
+                "stage": stage_words(training),
+                "bubble": pipeline_bubble(training),
             }
         return PeerReport(
             id=parts.node_id,
@@ -186,6 +193,7 @@ class Figures:
             "bytes_out": report.bytes_out,
             "exchanges": {} if training is None else training.outcomes,
             "accounting": self.accounting(),
+            "pipeline": None if training is None else pipeline_document(training),
             "learner": None if training is None else self._learner(),
             "stop": {"reached": parts.halted is not None, "reason": parts.halted} | self._stop_config(),
             "healthy": report.healthy,

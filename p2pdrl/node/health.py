@@ -23,7 +23,8 @@ class HealthInputs:
     Attributes:
         learner_down_s: seconds that the learner hasn't run though it should; None while it runs.
         learner_restarts_in_a_row: deaths of the learner without a minute of life between.
-        progress_age_s: seconds since the last update; None when none is due (paused, no learner).
+        progress_age_s: seconds since the last update; None when none is due (paused, no learner, a lower
+            stage of a pipeline).
         loop_lag_s: 99th percentile of the daemon loop's lag over the last minute.
         storage_error: why the last write to disk failed; None when it went well.
         seeds_given: the node was told peers to join through.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import p2pdrl
 from p2pdrl.node.figures import Figures
 from p2pdrl.node.parts import Parts
+from p2pdrl.node.pipeline_figures import pipeline_document
 from p2pdrl.strategies.protocol import RoundReport
 from p2pdrl.telemetry.metrics import Registry
 from p2pdrl.telemetry.tensorboard import TensorBoardWriter
@@ -87,6 +88,7 @@ class Meters:
         if training is not None:
             registry.learner_restarts_total.advance_to(training.supervisor.restarts)
             registry.strikes_total.advance_to(training.swarm.quarantine.total)
+            registry.set_pipeline(pipeline_document(training) or {})
         if saving is not None:
             registry.checkpoint_failures_total.advance_to(saving.failures)
         return registry.render()

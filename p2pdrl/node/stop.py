@@ -39,7 +39,8 @@ def judge(
         swarm_env_steps: environment steps of all nodes and boots.
         swarm_age_s: seconds since the swarm was founded.
         reports: the newest report of every living node, this one's included. A node that is still
-            coming up holds back the mean return's condition until it trains.
+            coming up holds back the mean return's condition until it trains; one that only computes for
+            another (a lower stage of a pipeline) has no returns to judge.
 
     Returns:
         The first condition that is met, or None.
@@ -49,7 +50,7 @@ def judge(
     if stop.time_s and swarm_age_s >= stop.time_s:
         return StopReached("time_s", f"{swarm_age_s:.0f} of {stop.time_s:g} seconds are over")
     coming = any(report.state in ("joining", "starting", "fetching") for report in reports)
-    training = [report for report in reports if report.state == "training"]
+    training = [report for report in reports if report.state == "training" and report.trains]
     if (
         not coming
         and training

@@ -8,7 +8,7 @@ bytes). Label values are bounded, for some of them are chosen by peers.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -25,6 +25,17 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 PREFIX = "p2pdrl_"
 OTHER = "other"
 _MAX_LABEL_VALUES = 32
+
+_PIPELINE = {
+    "generation": ("pipeline_generation", "Number of the pipeline that this node is part of; NaN for none."),
+    "rank": ("pipeline_rank", "This node's rank in it, 0 for the first; NaN for none."),
+    "stages": ("pipeline_stages", "Stages of this node's pipeline; NaN for none."),
+    "microbatches": ("pipeline_microbatches", "Parts that its minibatches are cut into; NaN for none."),
+    "bubble": ("pipeline_bubble_ratio", "Part of its time that this stage waited for others; NaN for none."),
+    "activation_bytes": ("pipeline_activation_bytes", "Most memory of its activations; NaN for none."),
+    "step_s": ("pipeline_step_seconds", "Latest duration of a pipelined minibatch; NaN for none."),
+}
+"""By figure: name and meaning of its gauge."""
 
 _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _EXCHANGE_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -152,6 +163,8 @@ class Registry:
         )
         self.rss_bytes = gauge("rss_bytes", "Resident memory of the daemon and its children.")
 
+        self._pipeline = {figure: gauge(name, meaning) for figure, (name, meaning) in _PIPELINE.items()}
+
         build = Gauge(
             f"{PREFIX}build_info",
             "Always 1; the labels tell what is running.",
@@ -160,6 +173,13 @@ class Registry:
         )
         build.labels(version, str(PROTOCOL_VERSION), platform.python_version()).set(1)
         self.mean_return.set(float("nan"))
+        self.set_pipeline({})
+
+    def set_pipeline(self, figures: Mapping[str, object]) -> None:
+        """Follow the figures of this node's pipeline; what isn't among them, or no number, is NaN."""
+        for figure, gauge in self._pipeline.items():
+            value = figures.get(figure)
+            gauge.set(value if isinstance(value, int | float) else float("nan"))
 
     def observe_loop_lag(self, lag_s: float) -> None:
         """Record one measurement of the event loop's lag, in seconds."""

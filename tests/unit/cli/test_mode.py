@@ -91,6 +91,13 @@ def test_set_without_waiting(p2pdrl, served):
     assert served.node.done == ["mode server-sync servers=2"]
 
 
+def test_set_takes_stages(p2pdrl, served):
+    args = ["--stages", "3", "--set", "microbatches=8", "--no-wait"]
+    result = p2pdrl("mode", "set", "pipeline", *args, "--api", served.address)
+    assert result.stdout == "proposed mode pipeline (pipeline), epoch 2\n"
+    assert served.node.done == ["mode pipeline microbatches=8 stages=3"]
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

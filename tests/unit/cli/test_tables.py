@@ -9,6 +9,7 @@ import pytest
 
 from p2pdrl.api.testing import FakeNode
 from p2pdrl.cli import formats
+from p2pdrl.cli.facts import status_view
 from p2pdrl.cli.tables import TRAINING, complaints, console, members_table, outcome, progress_line, swarm_view
 from p2pdrl.cli.watch import watch
 from p2pdrl.errors import DaemonUnreachableError
@@ -21,6 +22,7 @@ from p2pdrl.errors import DaemonUnreachableError
         (formats.count, 4.56e9, "4.56G"), (formats.grouped, 1_234_567, "1,234,567"),
         (formats.fixed, 431.26, "431.3"),
         (formats.millis, 0.0021, "2.1 ms"), (formats.millis, 0.038, "38 ms"),
+        (formats.percent, 0.254, "25%"),
         (formats.duration, 3723, "1:02:03"),
         (formats.age, 0.4, "0.4 s"), (formats.age, 90, "90 s"), (formats.age, 180, "3 min"),
         (formats.age, 7200, "2 h"), (formats.byte_size, 90.1e6, "90.1 MB"),
@@ -59,6 +61,45 @@ def test_a_crowd_with_long_names_keeps_to_100_columns():
     lines = rendered(members_table(members, TRAINING)).splitlines()
     assert len(lines) == 42
     assert max(map(len, lines)) <= 100
+
+
+def test_stages_have_columns_of_their_own_where_there_are_any():
+    members = [
+        {"name": "a", "stage": "1/2", "bubble": 0.125},
+        {"name": "b", "stage": "", "bubble": None},
+    ]
+    lines = [line.split() for line in rendered(members_table(members, ("name",))).splitlines()]
+    assert lines == [["node", "stage", "bubble"], ["a", "1/2", "12%"], ["b", "–", "–"]]
+
+
+PIPELINE = {
+    "rank": 1, "stage": [2, 4], "stages": 4, "schedule": "interleaved", "backend": "stream",
+    "microbatches": 8.0, "bubble": 0.25, "activation_bytes": 1.5e6, "peers": ["n0", "n1"], "generation": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "shown"),
+    [
+        (
+            PIPELINE,
+            (
+                "stage 2 and 4 of 4, interleaved over stream, 8 microbatches, bubble 25%, 1.5 MB of "
+                "activations, with n0, n1; generation 3"
+            ),
+        ),
+        ({"role": "stands by"}, "stands by"),
+        ({}, "none"),
+        ({"rank": 0, "stage": "x", "stages": [], "peers": 3}, "stage – of –"),
+    ],
+)
+def test_status_shows_the_pipeline(pipeline, shown):
+    text = " ".join(rendered(status_view({**FakeNode().status(), "pipeline": pipeline})).split())
+    assert f"pipeline {shown}" in text
+
+
+def test_status_without_a_pipeline_has_no_such_line():
+    assert "pipeline" not in rendered(status_view({**FakeNode().status(), "pipeline": None}))
 
 
 @pytest.mark.parametrize(

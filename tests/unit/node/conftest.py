@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.clock import ManualClock
+from p2pdrl.config.regime import FREE
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.config.task import StopConfig, TaskConfig
@@ -141,6 +142,8 @@ class FakeTraining:
             speed=RateMeter(10.0),
             restarts=0,
             metrics={"loss": 0.5},
+            workplace=SimpleNamespace(regime=FREE),
+            stages=SimpleNamespace(order=None),
             set_window=self.windows.append,
         )
 

@@ -56,6 +56,15 @@ def test_one_node_that_is_not_there_yet_keeps_all_going(other):
     assert judge(StopConfig(mean_return=475.0), 0, 0.0, [report(1, 480.0), other]) is None
 
 
+def test_lower_stages_of_a_pipeline_have_no_returns_to_judge():
+    stop = StopConfig(mean_return=475.0)
+    below = report(2, 20.0, trains=False)
+    reached = judge(stop, 0, 0.0, [report(1, 480.0), below])
+    assert reached is not None
+    assert "the node that trains" in reached.reason
+    assert judge(stop, 0, 0.0, [below]) is None
+
+
 @pytest.mark.parametrize("state", ["joining", "starting"])
 def test_a_node_that_comes_up_is_waited_for(state):
     coming = report(2, None, 0, state=state)

@@ -1,0 +1,89 @@
+"""What a node tells of its part in a pipeline: ``pipeline`` of ``/v1/status``, and a word of it to all peers.
+
+The order that its learner works at says who it is; the learner's own figures say how well that goes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from p2pdrl.node.mode_figures import facts_of
+from p2pdrl.node.training import Training
+
+__all__ = ["pipeline_bubble", "pipeline_document", "stage_words", "trains"]
+
+PREFIX = "pipeline_"
+"""Of the learner's figures that are about its stage."""
+KNOWN = ("generation", "rank", "ranks", "stages")
+"""Figures that the order says as well, as whole numbers."""
+LONGEST_STAGE = 64
+"""Characters of `stage_words`."""
+
+
+def trains(training: Training) -> bool:
+    """Whether the learner makes experience and updates of its own.
+
+    Not so under a pipeline, unless it is the first rank of one: then it computes for another, or stands by.
+    """
+    learner = training.supervisor
+    if not learner.workplace.regime.stages:
+        return True
+    return learner.stages.order is not None and learner.stages.order.rank == 0
+
+
+def stage_words(training: Training) -> str:
+    """``2/3`` for the second of three stages, ``1+3/4`` for two of four; empty without a pipeline."""
+    order = training.supervisor.stages.order
+    if order is None:
+        return ""
+    plan = order.plan
+    held = "+".join(str(stage + 1) for stage in plan.stages_of(order.rank))
+    return f"{held}/{plan.stages}"[:LONGEST_STAGE]
+
+
+def pipeline_bubble(training: Training) -> float | None:
+    """Part of its time that the learner waited for its neighbours, 0 to 1; None without a pipeline."""
+    return _metrics(training).get("bubble")
+
+
+def pipeline_document(training: Training) -> dict[str, Any] | None:
+    """All of it as JSON types; None in another mode.
+
+    ``rank``, ``stage`` and what else comes of an order are missing as long as there is none.
+    """
+    if not training.supervisor.workplace.regime.stages:
+        return None
+    document = dict(facts_of(training.mode.strategy))
+    order = training.supervisor.stages.order
+    if order is not None:
+        plan = order.plan
+        stages = plan.stages_of(order.rank)
+        document |= {
+            "generation": order.generation,
+            "rank": order.rank,
+            "ranks": order.ranks,
+            "stage": [stage + 1 for stage in stages],
+            "stages": plan.stages,
+            "blocks": [[plan.blocks_of(stage)[0], plan.blocks_of(stage)[-1]] for stage in stages],
+            "schedule": order.schedule,
+            "microbatches": order.microbatches,
+            "backend": order.backend,
+            "state_every": order.state_every,
+        }
+        measured = _metrics(training)
+        document |= {name: value for name, value in measured.items() if name not in KNOWN}
+    return document
+
+
+def _metrics(training: Training) -> dict[str, float]:
+    """The learner's figures of its stage, without their prefix; none that are of an earlier pipeline."""
+    learner = training.supervisor
+    order = learner.stages.order
+    if order is None or learner.metrics.get(f"{PREFIX}generation", order.generation) != order.generation:
+        return {}
+    return {
+        name.removeprefix(PREFIX): value
+        for name, value in learner.metrics.items()
+        if name.startswith(PREFIX) and math.isfinite(value)
+    }
