@@ -120,4 +120,4 @@ class AsynchronousStrategy(ABC, Generic[Core]):
         elif report.outcome == "busy":
             self._core.busy(now_s, took_s)
         else:
-            self._core.failed(peer, now_s)
+            self._core.failed(peer, now_s, unready=report.unready)

@@ -13,8 +13,10 @@ from p2pdrl.errors import (
 from p2pdrl.strategies.door import BUSY
 from p2pdrl.strategies.patience import Patience
 
-__all__ = ["CallDeadline", "outcome_of"]
+__all__ = ["CallDeadline", "outcome_of", "unready"]
 
+UNREADY = 503
+"""Status with which a node refuses that has no state yet, or no longer."""
 FIRST_S = 1.0
 """Deadline before anybody answered: who waits long for a lost answer is engaged for all others."""
 LEAST_S = 0.25
@@ -99,3 +101,8 @@ def outcome_of(error: P2PDRLError) -> str:
             return "unsure"
         case _:
             return "failed"
+
+
+def unready(error: P2PDRLError) -> bool:
+    """Whether the peer refuses because it has no state yet, or no longer: that passes soon."""
+    return isinstance(error, PeerRefusedError) and error.status == UNREADY

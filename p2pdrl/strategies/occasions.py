@@ -12,6 +12,8 @@ __all__ = ["Occasions", "Timetable"]
 
 COOL_FIRST_S = 0.5
 COOL_MAX_S = 15.0
+UNREADY_MAX_S = 1.0
+"""A peer that says that it is only just starting rests no longer."""
 MAX_DOUBLINGS = 3
 MAX_FAILURES = 16
 """Counted no further: the rest has long reached its bound by then."""
@@ -117,11 +119,20 @@ class Occasions:
         least_s = self._rng.uniform(0.1, 0.5) * self._timetable.min_interval_s
         self._next_s = now_s + least_s + self._rng.uniform(0.0, spread) * took_s
 
-    def failed(self, partner: str, now_s: float) -> None:
-        """Note that ``partner`` didn't answer: it rests a while, which doubles up to 15 s."""
+    def failed(self, partner: str, now_s: float, *, unready: bool = False) -> None:
+        """Note that an exchange with ``partner`` failed: it rests a while, which doubles up to 15 s.
+
+        Args:
+            partner: who didn't answer, or refused.
+            now_s: monotonic time.
+            unready: it said that it has no state yet: it rests a second at most, however often it says so.
+        """
         failures = min(self._failures.get(partner, 0) + 1, MAX_FAILURES)
-        self._failures[partner] = failures
         rest_s = min(self._cool_first_s * 2.0 ** (failures - 1), COOL_MAX_S)
+        if unready and rest_s > UNREADY_MAX_S:
+            rest_s = UNREADY_MAX_S
+        else:
+            self._failures[partner] = failures
         self._cool_until_s[partner] = now_s + rest_s
 
     def forget(self, gone: Iterable[str]) -> None:

@@ -174,6 +174,7 @@ class RoundReport:
         changed: Euclidean norm of what was added to our vector.
         distance: Euclidean distance between us and those merged, before; None where nobody measured it.
         error: in words; empty when all went well.
+        unready: whether the peer said that it has no state yet, or no longer.
     """
 
     outcome: str
@@ -187,6 +188,7 @@ class RoundReport:
     changed: float = 0.0
     distance: float | None = None
     error: str = ""
+    unready: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.errors import P2PDRLError, PoisonedVectorError, TensorError, TransportError
 from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.asynchronous import AsynchronousStrategy
-from p2pdrl.strategies.calling import outcome_of
+from p2pdrl.strategies.calling import outcome_of, unready
 from p2pdrl.strategies.door import BUSY
 from p2pdrl.strategies.judgement import Summary, Verdict
 from p2pdrl.strategies.pairwise.adpsgd import AdpsgdCore
@@ -172,7 +172,7 @@ class GossipStrategy(AsynchronousStrategy[AdpsgdCore]):
         outcome = outcome_of(error)
         if outcome == "poisoned":
             self._swarm.strike(peer, str(error))
-        return replace(report, outcome=outcome, error=str(error))
+        return replace(report, outcome=outcome, error=str(error), unready=unready(error))
 
     # --- as the one that is called ---------------------------------------------------------------
 

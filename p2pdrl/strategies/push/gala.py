@@ -26,7 +26,7 @@ from p2pdrl.config.strategy import GalaConfig
 from p2pdrl.errors import PoisonedVectorError, TensorError, TransportError, WireError
 from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.asynchronous import AsynchronousStrategy
-from p2pdrl.strategies.calling import outcome_of
+from p2pdrl.strategies.calling import outcome_of, unready
 from p2pdrl.strategies.door import BUSY
 from p2pdrl.strategies.judgement import Verdict
 from p2pdrl.strategies.protocol import Context, RoundReport
@@ -224,7 +224,7 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
             )
             report = self._pushed(peer, head, decode_push_answer(got.meta), report)
         except TransportError as error:
-            report = replace(report, outcome=outcome_of(error), error=str(error))
+            report = replace(report, outcome=outcome_of(error), error=str(error), unready=unready(error))
         finally:
             del self._flights[peer]
         now_s = self._clock.monotonic()
@@ -233,7 +233,7 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
         if report.outcome == "pushed":
             self._core.mixed(peer)
         elif report.outcome != "busy":
-            self._core.failed(peer, now_s)
+            self._core.failed(peer, now_s, unready=report.unready)
 
     async def _ask(self, peer: str, address: Address) -> None:
         """Ask for a peer's pushes; when nothing comes of it, the next is asked."""

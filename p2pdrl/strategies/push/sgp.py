@@ -28,7 +28,7 @@ from p2pdrl.errors import (
 )
 from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.asynchronous import AsynchronousStrategy
-from p2pdrl.strategies.calling import outcome_of
+from p2pdrl.strategies.calling import outcome_of, unready
 from p2pdrl.strategies.judgement import Summary, Verdict
 from p2pdrl.strategies.pairwise.pair import Bounds, Step, pair_report
 from p2pdrl.strategies.protocol import Context, RoundReport
@@ -145,7 +145,7 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
                 known = True
                 report = await self._answered(push, answer, report)
         except TransportError as error:
-            report = replace(report, outcome=outcome_of(error), error=str(error))
+            report = replace(report, outcome=outcome_of(error), error=str(error), unready=unready(error))
             if not attempts and _never_arrived(error):
                 known = True
                 await self._take_back(push)

@@ -98,6 +98,17 @@ def test_a_failed_partner_rests_twice_as_long_each_time():
     assert rests == [0.5, 1.0, 2.0, 4.0, 8.0, COOL_MAX_S, COOL_MAX_S]
 
 
+def test_a_partner_that_is_only_just_starting_rests_a_second_at_most():
+    one, now_s, rests = core(), 0.0, []
+    for unready in [True] * 6 + [False] * 2:
+        one.failed("b", now_s, unready=unready)
+        began_s = now_s
+        while one.choose(["b"], now_s) is None:
+            now_s += 0.25
+        rests.append(now_s - began_s)
+    assert rests == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 4.0]
+
+
 def test_an_endless_failure_keeps_the_longest_rest():
     one = core()
     for _ in range(3000):

@@ -60,6 +60,21 @@ async def test_nodes_that_always_want_to_meet_do(swarm, network, count, delay_s)
     assert all(rounds(node) > 10 for node in nodes), [node.strategy.outcomes for node in nodes]
 
 
+async def test_a_partner_without_a_state_yet_is_tried_again_within_a_second(swarm):
+    a, b = await swarm.grow(2)
+    says, b.swarm.says = b.swarm.says, None
+    for _ in range(200):  # 10 s
+        a.strategy.updated(1)
+        await asyncio.sleep(0.05)
+    refused = a.strategy.outcomes["refused"]
+    assert 8 <= refused <= 13
+    b.swarm.says = says
+    for _ in range(24):
+        a.strategy.updated(1)
+        await asyncio.sleep(0.05)
+    assert a.strategy.outcomes["ok"] >= 1
+
+
 async def test_who_is_engaged_refuses_and_is_tried_again(swarm, network):
     a, b, c = await swarm.grow(3)
     a.swarm.peers = {b.id: b.address}
