@@ -112,6 +112,8 @@ class Over(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="over"):
     """With the optimizer's."""
     spread: bool
     """Every rank is to get all of them."""
+    last: bool = False
+    """The pipeline ends with this."""
 
 
 class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="slice"):
@@ -123,10 +125,14 @@ class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="slice"
 
 
 class Whole(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="whole"):
-    """All slices, put together."""
+    """All slices, put together; or what the first rank has made of that."""
 
     step: Count
     optimizer_steps: Count
+    version: Count = 0
+    """Policy version that the first rank gives it."""
+    changed: bool = False
+    """Whether it isn't what the slices say: every rank goes on with its part of this."""
 
 
 Message = Activation | Gradient | Sums | Step | Over | Slice | Whole

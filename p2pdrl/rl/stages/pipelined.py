@@ -44,6 +44,7 @@ class Pipelined(Generic[Outputs]):
         state_every: with an update's last ``step``, fetch the parameters to where the algorithm has its own,
             and after each so many updates the optimizer's state. None leaves all that to ``collect``.
         spread: whenever the optimizer's state is fetched so, all ranks get the whole.
+        hold: they get it when ``give`` is called, before anything else: something may be made of it first.
         tune: measure numbers of microbatches up to the plan's, and stay with the fastest (``tuner``).
         clock: seconds, monotonic; what tuning measures with.
         say: told what tuning picked.
@@ -51,6 +52,7 @@ class Pipelined(Generic[Outputs]):
 
     Attributes:
         ends_update: false: all peers that step with it do the same.
+        held: with ``hold``, what is to be given; the other ranks wait for it.
     """
 
     ends_update = False
@@ -64,6 +66,7 @@ class Pipelined(Generic[Outputs]):
         timeout_s: float,
         state_every: int | None = None,
         spread: bool = False,
+        hold: bool = False,
         tune: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         say: Callable[[str], None] = lambda _: None,
@@ -76,6 +79,8 @@ class Pipelined(Generic[Outputs]):
         self._clock = clock
         self._state_every = state_every
         self._spread = spread
+        self._hold = hold
+        self.held: Assembled | None = None
         self._updates = 0
         self._say = say
 
@@ -150,7 +155,12 @@ class Pipelined(Generic[Outputs]):
         if left == 0 and self._state_every is not None:
             self._updates += 1
             state = self._updates % self._state_every == 0
-            whole = self.collect(state=state, spread=state and self._spread)
+            spread = state and self._spread
+            whole = self.fetch(state=state, spread=spread)
+            if spread and self._hold:
+                self.held = whole
+            elif spread:
+                self.give(whole)
             flat.set_(whole.vector_D)
             if whole.optimizer is not None:
                 optimizer.load(whole.optimizer)
@@ -166,12 +176,28 @@ class Pipelined(Generic[Outputs]):
         Raises:
             TransportError: as in ``gradients``.
         """
+        whole = self.fetch(state=state, spread=spread)
+        if spread:
+            self.give(whole)
+        return whole
+
+    def fetch(self, *, state: bool, spread: bool = False, last: bool = False) -> Assembled:
+        """Do what ``collect`` does, but leave the spreading to ``give``, which is to follow.
+
+        Args:
+            state: as in ``collect``.
+            spread: likewise; all ranks wait for ``give``.
+            last: the pipeline ends with this; the other ranks hear of it.
+
+        Raises:
+            TransportError: as in ``gradients``.
+        """
         if spread and not state:
             raise ValueError("what is spread must have the optimizer's state")
         rank, share = self._rank, self.share
         parts = share.parts
         with rank.whole_or_broken():
-            rank.send("down", Over(share.steps, state, spread))
+            rank.send("down", Over(share.steps, state, spread, last))
             whole: list[Tensor] = []
             for number, vectors in rank.slices(state=state):
                 whole = whole or [
@@ -179,10 +205,23 @@ class Pipelined(Generic[Outputs]):
                 ]
                 for vector_P, vector_D in zip(vectors, whole, strict=True):
                     parts.block_map.put(vector_P.numpy(), vector_D.numpy(), share.plan.numbers(number))
-            assembled = rank.assembled(whole, state=state)
-            if spread:
-                rank.send_whole(assembled)
-            return assembled
+            return rank.assembled(whole, state=state)
+
+    def give(self, whole: Assembled, *, changed: bool = False) -> None:
+        """Let all ranks have what was fetched; its arrays stay as they are until it has arrived.
+
+        Args:
+            whole: with the optimizer's state.
+            changed: whether it became something else since; then all ranks go on with that, this one too.
+
+        Raises:
+            TransportError: as in ``gradients``.
+        """
+        self.held = None
+        with self._rank.whole_or_broken():
+            self._rank.send_whole(whole, changed=changed)
+            if changed:
+                self.share.load(whole.vector_D, whole.optimizer or {})
 
     def metrics(self) -> dict[str, float]:
         """Return the last number of microbatches, the number of stages, and this rank's idle share."""

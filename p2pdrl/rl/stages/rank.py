@@ -48,11 +48,15 @@ class Assembled:
         step: minibatches done.
         vector_D: the parameters.
         optimizer: the optimizer's arrays, as ``Optimizer.state`` names them; None where nobody asked.
+        version: policy version that the first rank gave it, where it was spread.
+        last: the pipeline ends with this.
     """
 
     step: int
     vector_D: Vector
     optimizer: Arrays | None
+    version: int = 0
+    last: bool = False
 
 
 class Rank(Generic[Outputs]):
@@ -182,47 +186,67 @@ class Rank(Generic[Outputs]):
         """Return what comes with a rank's vectors."""
         return Slice(rank, self.share.steps, self.share.optimizer.steps)
 
-    def send_whole(self, assembled: Assembled) -> None:
-        """Tell the ranks below what was put together."""
+    def send_whole(self, assembled: Assembled, *, changed: bool = False) -> None:
+        """Tell the ranks below what was put together; or with ``changed``, what all are to go on with."""
         optimizer = assembled.optimizer or {}
         vectors = [assembled.vector_D, *(optimizer[name] for name in self.share.vector_names)]
-        self.send("down", self._whole, [torch.from_numpy(vector) for vector in vectors])
+        steps = int(optimizer["optimizer.steps"])
+        whole = Whole(self.share.steps, steps, assembled.version, changed)
+        self.send("down", whole, [torch.from_numpy(vector) for vector in vectors])
 
     def receive_whole(self) -> Assembled:
-        """Return what the first rank has put together, and pass it on."""
-        tensors = self._vectors("down", self._whole, self.share.parts.block_map.layout.size, state=True)
-        self.send("down", self._whole, tensors)
-        return self.assembled(tensors, state=True)
+        """Return what the first rank has put together, and pass it on; go on with it where it changed."""
+        share = self.share
+        tensors = self._empty(share.parts.block_map.layout.size, state=True)
 
-    def assembled(self, vectors: list[Tensor], *, state: bool) -> Assembled:
-        """Return whole vectors under their names."""
+        def room(whole: Whole) -> list[Slot]:
+            theirs, ours = (whole.step, whole.optimizer_steps), (share.steps, share.optimizer.steps)
+            if theirs != ours and not (whole.changed and whole.step == share.steps):
+                raise WireError(f"{whole} came at step and optimizer's step {ours}")
+            return [Slot(tensor) for tensor in tensors]
+
+        whole = self.receive("down", Whole, room)
+        _check_finite(tensors, whole)
+        self.send("down", whole, tensors)
+        assembled = self.assembled(tensors, state=True, steps=whole.optimizer_steps, version=whole.version)
+        if whole.changed:
+            share.load(assembled.vector_D, assembled.optimizer or {})
+        return assembled
+
+    def assembled(
+        self, vectors: list[Tensor], *, state: bool, steps: int | None = None, version: int = 0
+    ) -> Assembled:
+        """Return whole vectors under their names.
+
+        Args:
+            vectors: parameters, and the optimizer's.
+            state: whether there are any of the optimizer's.
+            steps: of the optimizer; None for this share's.
+            version: of the policy.
+        """
         share = self.share
         vector_D, *others = (tensor.numpy() for tensor in vectors)
         optimizer: Arrays = dict(zip(share.vector_names, others, strict=True)) if state else {}
-        optimizer["optimizer.steps"] = np.array(share.optimizer.steps, dtype=np.int64)
-        return Assembled(share.steps, vector_D, optimizer if state else None)
+        done = share.optimizer.steps if steps is None else steps
+        optimizer["optimizer.steps"] = np.array(done, dtype=np.int64)
+        return Assembled(share.steps, vector_D, optimizer if state else None, version)
 
-    @property
-    def _whole(self) -> Whole:
-        return Whole(self.share.steps, self.share.optimizer.steps)
-
-    def _vectors(self, way: Way, wanted: Slice | Whole, size: int, *, state: bool) -> list[Tensor]:
+    def _vectors(self, way: Way, wanted: Slice, size: int, *, state: bool) -> list[Tensor]:
         """Receive vectors of the same length.
 
         Raises:
             WireError: they are of another step, or something in them isn't finite.
         """
-        share = self.share
-        tensors = [
-            torch.empty(size, dtype=share.parts.dtype)
-            for _ in range(1 + (len(share.vector_names) if state else 0))
-        ]
+        tensors = self._empty(size, state=state)
         assert self._links is not None  # noqa: S101 - or there is nobody to hear from
         receive(self._links, way, wanted, lambda: [Slot(tensor) for tensor in tensors], self._timeout_s)
-        for tensor in tensors:
-            if not all(math.isfinite(end) for end in torch.stack(tensor.aminmax()).tolist()):
-                raise WireError(f"the numbers that came with {wanted} aren't all finite")
+        _check_finite(tensors, wanted)
         return tensors
+
+    def _empty(self, size: int, *, state: bool) -> list[Tensor]:
+        share = self.share
+        vectors = 1 + (len(share.vector_names) if state else 0)
+        return [torch.empty(size, dtype=share.parts.dtype) for _ in range(vectors)]
 
     def check_opening(self, opening: Opening) -> None:
         """Check that a minibatch fits this pipeline, and that it is the next one.
@@ -238,3 +262,9 @@ class Rank(Generic[Outputs]):
         length, parts = opening.length, opening.parts
         if length > share.parts.most_rows or parts != share.plan.parts(length, most=parts):
             raise WireError(f"a minibatch of {length} rows in {parts} parts isn't one of this task")
+
+
+def _check_finite(tensors: list[Tensor], message: Slice | Whole) -> None:
+    for tensor in tensors:
+        if not all(math.isfinite(end) for end in torch.stack(tensor.aminmax()).tolist()):
+            raise WireError(f"the numbers that came with {message} aren't all finite")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Generic
 
 from p2pdrl.errors import WireError
@@ -58,6 +59,7 @@ class StageServer(Generic[Outputs]):
 
         Returns:
             The whole model's state, where the first rank has it spread; None where it only took the slices.
+            With ``last`` this was the pipeline's last update.
 
         Raises:
             TransportError: a neighbour is gone, late or talks nonsense. The pipeline has ended then.
@@ -70,7 +72,7 @@ class StageServer(Generic[Outputs]):
             rank.send("down", over)
             for number, vectors in rank.slices(state=over.state):
                 rank.send("up", rank.slice(number), vectors)
-            return rank.receive_whole() if over.spread else None
+            return replace(rank.receive_whole(), last=over.last) if over.spread else None
 
     def metrics(self) -> dict[str, float]:
         """Return what the monitors plot about this rank."""

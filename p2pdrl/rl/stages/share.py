@@ -29,6 +29,7 @@ from p2pdrl.rl.stages.parts import Parts
 
 __all__ = ["Share"]
 
+Vector = npt.NDArray[np.float32]
 Arrays = dict[str, npt.NDArray[Any]]
 
 _NORM_SPAN = 1 << 20
@@ -38,8 +39,8 @@ _NORM_SPAN = 1 << 20
 class Share(Generic[Outputs]):
     """Takes copies of its blocks from the parts, and the state that the optimizer has then.
 
-    Parameters change in ``step`` and nowhere else, and ``steps`` with them: whatever breaks off a minibatch,
-    they are those after the last whole step.
+    Parameters change in ``step`` and ``load`` and nowhere else, and ``steps`` in the first of them: whatever
+    breaks off a minibatch, they are those after the last whole step.
 
     Args:
         parts: of the model.
@@ -83,12 +84,7 @@ class Share(Generic[Outputs]):
         own: list[Block] = copy.deepcopy([parts.blocks[number] for number in numbers])
         self._flat = FlatModule(nn.ModuleList(own), device, parts.dtype)
         self.optimizer: Optimizer = parts.optimizer.over(self._flat.parameters_D, self._flat.gradients_D)
-        self.optimizer.load(
-            {
-                name: parts.block_map.take(array, numbers) if array.ndim else array
-                for name, array in parts.optimizer.state().items()
-            }
-        )
+        self._load_optimizer(parts.optimizer.state())
         by_number = dict(zip(numbers, own, strict=True))
         self._stages = {
             stage: [by_number[number] for number in plan.blocks_of(stage)] for stage in plan.stages_of(rank)
@@ -159,6 +155,11 @@ class Share(Generic[Outputs]):
         self.steps += 1
         return norm
 
+    def load(self, vector_D: Vector, optimizer: Arrays) -> None:
+        """Go on with parts of another whole: parameters, and the arrays of its optimizer by name."""
+        self._flat.set_(self.parts.block_map.take(vector_D, self.plan.numbers(self.rank)))
+        self._load_optimizer(optimizer)
+
     def vectors(self, *, state: bool) -> list[Tensor]:
         """Return the parameters, and with ``state`` the optimizer's vectors: copies, on the host."""
         vectors = [self._flat.parameters_D.to("cpu", copy=True)]
@@ -171,6 +172,15 @@ class Share(Generic[Outputs]):
     def vector_names(self) -> list[str]:
         """Names of the optimizer's vectors, in order."""
         return [item.name for item in self.optimizer.items() if item.shape]
+
+    def _load_optimizer(self, arrays: Arrays) -> None:
+        numbers = self.plan.numbers(self.rank)
+        self.optimizer.load(
+            {
+                name: self.parts.block_map.take(array, numbers) if array.ndim else array
+                for name, array in arrays.items()
+            }
+        )
 
     def _precision(self) -> AbstractContextManager[object]:
         if self.parts.precision == "bf16":
