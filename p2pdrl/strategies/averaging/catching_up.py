@@ -39,6 +39,10 @@ Wanted = Literal["result", "state"]
 POLL_S = 0.02
 PATIENCE = 0.8
 """Share of the deadline for which a giver lets a taker wait."""
+BEGIN_S = 0.5
+"""For how long a member is asked again that hasn't begun with our view: all begin at about the same time."""
+NOT_BEGUN = 409
+"""Status with which a member says so."""
 OUT_OF_STEP = 410
 """Status with which a member says that it has no state to give itself."""
 
@@ -140,34 +144,56 @@ class CatchingUp:
 
     async def result(self, plan: Plan, averager: Averager, out: Float32Array) -> Average | None:
         """Fetch the result of round ``plan.number - 1`` into ``out``; None when nobody gives it."""
-        room = out.data.cast("B")
-        for peer in plan.leaders:
-            try:
-                answer = await self._request("result", peer, averager, plan.number - 1, room)
-            except PeerRefusedError:
-                continue
-            if answer is None or answer[1] != room.nbytes or answer[0].before != self._chain.mark:
-                continue
-            head = answer[0]
-            if not head.weights or len(head.weights) != len(head.learning_rates):
-                continue
-            try:
-                await heavy(out.nbytes, lambda: check_finite(out, self._context.max_abs))
-            except TensorError as error:
-                self._context.swarm.strike(peer, str(error))
-                continue
-            self._chain.take(head.number, head.mark, head.before)
-            self.kept = Average(
-                vector=out,
-                weights=head.weights,
-                versions=head.versions,
-                norm=head.square**0.5,
-                spread=head.spread,
-                learning_rates=head.learning_rates,
-                ends_update=head.ends_update,
-            )
-            return self.kept
+        until_s = self._context.clock.monotonic() + min(BEGIN_S, self._config.deadline_s)
+        ask = plan.leaders
+        while ask:
+            later = []
+            for peer in ask:
+                try:
+                    average = await self._result_of(peer, plan, averager, out)
+                except PeerRefusedError as refusal:
+                    if refusal.status == NOT_BEGUN:
+                        later.append(peer)
+                    continue
+                if average is not None:
+                    return average
+            if self._context.clock.monotonic() >= until_s:
+                break
+            ask = tuple(later)
+            await asyncio.sleep(POLL_S)
         return None
+
+    async def _result_of(
+        self, peer: str, plan: Plan, averager: Averager, out: Float32Array
+    ) -> Average | None:
+        """Fetch it from one member; None when what it gives is none.
+
+        Raises:
+            PeerRefusedError: it gives nothing.
+        """
+        room = out.data.cast("B")
+        answer = await self._request("result", peer, averager, plan.number - 1, room)
+        if answer is None or answer[1] != room.nbytes or answer[0].before != self._chain.mark:
+            return None
+        head = answer[0]
+        if not head.weights or len(head.weights) != len(head.learning_rates):
+            return None
+        try:
+            await heavy(out.nbytes, lambda: check_finite(out, self._context.max_abs))
+        except TensorError as error:
+            self._context.swarm.strike(peer, str(error))
+            return None
+        self._chain.take(head.number, head.mark, head.before)
+        self.kept = Average(
+            vector=out,
+            weights=head.weights,
+            versions=head.versions,
+            norm=head.square**0.5,
+            spread=head.spread,
+            learning_rates=head.learning_rates,
+            ends_update=head.ends_update,
+        )
+        return self.kept
 
     async def state(self, plan: Plan, averager: Averager, number: int) -> bool:
         """Take a member's state, as it is before round ``number``; False when nobody gives it."""
@@ -180,7 +206,8 @@ class CatchingUp:
                 continue
             try:
                 answer = await self._request("state", peer, averager, number, self._work.room())
-            except PeerRefusedError:
+            except PeerRefusedError as refusal:
+                nobody = nobody and refusal.status == OUT_OF_STEP
                 continue
             nobody = False
             fits = answer is not None and answer[0].number == number - 1
@@ -227,7 +254,7 @@ class CatchingUp:
         """Ask a member; return its answer and the vector's bytes; None when that fails.
 
         Raises:
-            PeerRefusedError: 410, it is out of step itself.
+            PeerRefusedError: 410, it is out of step itself; 409, it hasn't begun with our view; and others.
         """
         ask = Ask(what, averager.view.key, number)
         try:
@@ -240,10 +267,8 @@ class CatchingUp:
                 deadline_s=self._config.deadline_s,
             )
             head: Reduced = decode(answer.meta, Reduced, "state")
-        except PeerRefusedError as refusal:
-            if refusal.status == OUT_OF_STEP:
-                raise
-            return None
+        except PeerRefusedError:
+            raise
         except TransportError:
             return None
         return head, answer.vector_nbytes

@@ -275,6 +275,35 @@ def hold_answers(node, number) -> list[bytes]:
     return held
 
 
+async def test_who_asks_before_the_other_has_begun_with_their_view_asks_again():
+    """Two are left; the one that has the last round's result comes to the new view a moment later."""
+    async with Bowls(nodes=3) as bowls:
+        await bowls.start()
+        await asyncio.sleep(3)
+        behind, ahead, lost = bowls.nodes
+        adoptions = len(behind.swarm.adoptions)
+        held = hold_answers(behind, mark(behind)[0] + 3)
+        begin_late(ahead)
+        await until(lambda: held)
+        await asyncio.sleep(0.02)
+        await bowls.swarm.kill(lost)
+        await asyncio.sleep(4)
+        assert together([behind, ahead])
+        assert len(behind.swarm.adoptions) == adoptions
+        assert behind.fetched >= 1
+
+
+def begin_late(node, pause_s=0.3) -> None:
+    """Let a node come late to each view from now on."""
+    begin = node.strategy._in_view
+
+    async def late(active):
+        await asyncio.sleep(pause_s)
+        await begin(active)
+
+    node.strategy._in_view = late
+
+
 async def test_who_missed_a_round_of_one_alone_takes_its_state():
     """Alone it stepped with its own gradient as it is, which the round's result isn't."""
     async with Bowls(GradAverageConfig(deadline_s=4.0), nodes=2) as bowls:
