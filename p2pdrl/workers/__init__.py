@@ -6,7 +6,7 @@ everything else here runs in a child.
 | child | modules |
 |---|---|
 | `learner` | `mailbox` (its end of the socket), `replica`, `regimes`, `posts`, `stepping` |
-| `group` | `torch_group` |
+| `group` | `torch_group`, `torch_meeting` |
 | `evaluator` | |
 | all | `parent` |
 """

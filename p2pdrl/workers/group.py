@@ -90,7 +90,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
-    from p2pdrl.workers.torch_group import TorchGroup, cuda_device
+    from p2pdrl.workers.torch_group import TorchGroup
+    from p2pdrl.workers.torch_meeting import cuda_device
 
     torch.set_num_threads(arguments.threads)
     size = arguments.size

@@ -1,8 +1,7 @@
 """One member of a torch.distributed group: meet the others, average, leave. Imports torch.
 
-The group meets at a `TCPStore` that the first member opens on a free port of the address which the others
-reach it at. Headers (round, weight, …) travel over gloo. Vectors travel over NCCL where each member has a
-CUDA device of its own, else over gloo, too.
+Members find each other as `torch_meeting` says. Headers (round, weight, …) travel over gloo. Vectors travel
+over NCCL where each member has a CUDA device of its own, else over gloo, too.
 
 gloo's and NCCL's all-reduce add each piece of the vector up in one place and hand out copies of the sum, so
 all members get the same bits (Patarasu and Yuan 2009).
@@ -12,12 +11,6 @@ Shapes: every vector is flat, of D elements (all parameters); names carry no suf
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Sequence
-from datetime import timedelta
-
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,13 +18,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # it lists 
 
 from p2pdrl.errors import WorkerError
 from p2pdrl.workers.group_protocol import Host, Hosting, Join, Joined, Reduce, Reduced, Row
+from p2pdrl.workers.torch_meeting import find_store, join, leave, open_store
 
-__all__ = ["TorchGroup", "cuda_device", "local_address"]
-
-_INTERFACES = tuple(name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ)
-"""Set by us; what a person has set stays."""
-_ANY = "0.0.0.0"  # noqa: S104 - only where members reach us at several addresses; see `_bind_address`
-_NO_DEVICE = "cpu"
+__all__ = ["TorchGroup"]
 
 
 class TorchGroup:
@@ -57,19 +46,7 @@ class TorchGroup:
             RuntimeError: torch says no.
         """
         self.leave()
-        address = _bind_address(order.others)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=128)
-        port = int(listener.getsockname()[1])
-        self._store = TCPStore(
-            "127.0.0.1" if address == _ANY else address,
-            port,
-            None,
-            True,
-            timedelta(seconds=order.timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        self._store, port = open_store(order.others, order.timeout_s)
         return Hosting(port)
 
     def join(self, order: Join) -> Joined:
@@ -80,28 +57,18 @@ class TorchGroup:
             RuntimeError: they didn't come in time, or one is gone.
             WorkerError: we are to host the group and have no store.
         """
-        timeout = timedelta(seconds=order.timeout_s)
         if order.rank > 0:
             self.leave()
-            self._store = TCPStore(
-                order.host,
-                order.port,
-                None,
-                False,
-                timeout,
-                wait_for_workers=False,
-            )
-        store = self._store
-        if store is None:
+            self._store = find_store(order.host, order.port, order.timeout_s)
+        if self._store is None:
             raise WorkerError("the first member opens the store before it joins")
-        _use_interface_towards(order.host)
-        self._nccl = self._all_have_devices(store, order)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self._nccl else "gloo",
-            store=store,
-            rank=order.rank,
-            world_size=order.size,
-            timeout=timeout,
+        self._nccl = join(
+            self._store,
+            order.rank,
+            order.size,
+            host=order.host,
+            timeout_s=order.timeout_s,
+            device=self._device,
         )
         self._size = order.size
         return Joined("nccl" if self._nccl else "gloo")
@@ -136,8 +103,7 @@ class TorchGroup:
     def leave(self) -> None:
         """Leave the group, if there is one; calling it again does nothing."""
         self._size = 0
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave()
         self._store = None
 
     def _gather(self, order: Reduce) -> list[list[float]]:
@@ -167,51 +133,3 @@ class TorchGroup:
         travelling = self._result.to(device=device, dtype=dtype)
         dist.all_reduce(travelling)
         self._result.copy_(travelling)
-
-    def _all_have_devices(self, store: TCPStore, order: Join) -> bool:
-        """Whether NCCL can carry the vectors: it wants a GPU of its own for each member."""
-        own = _NO_DEVICE if self._device is None or not dist.is_nccl_available() else _identity(self._device)
-        store.set(f"device/{order.rank}", own)
-        devices = [store.get(f"device/{rank}").decode() for rank in range(order.size)]
-        return _NO_DEVICE not in devices and len(set(devices)) == order.size
-
-
-def cuda_device(name: str) -> torch.device | None:
-    """The CUDA device that ``name`` (of ``node.learner.device``) means here; None for another kind."""
-    if (name != "auto" and not name.startswith("cuda")) or not torch.cuda.is_available():
-        return None
-    device = torch.device("cuda" if name == "auto" else name)
-    torch.cuda.set_device(device)
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def local_address(peer: str) -> str:
-    """The address from which this machine reaches ``peer``; sends nothing.
-
-    Raises:
-        OSError: unknown, or unreachable.
-    """
-    family, kind, protocol, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
-
-
-def _bind_address(others: Sequence[str]) -> str:
-    """Where to listen: the one address that all others reach us at, or all where they are several."""
-    addresses = {local_address(other) for other in others}
-    return addresses.pop() if len(addresses) == 1 else _ANY
-
-
-def _use_interface_towards(peer: str) -> None:
-    """Let gloo and NCCL listen where the swarm does: by themselves they take what the host's name means."""
-    local = local_address(peer)
-    for interface, addresses in psutil.net_if_addrs().items():
-        if any(address.address.partition("%")[0] == local for address in addresses):
-            for name in _INTERFACES:
-                os.environ[name] = interface
-            return
-
-
-def _identity(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)

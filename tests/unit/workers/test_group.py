@@ -23,7 +23,8 @@ from p2pdrl.workers.group_protocol import (
     frame,
 )
 from p2pdrl.workers.protocol import FrameBuffer
-from p2pdrl.workers.torch_group import TorchGroup, cuda_device, local_address
+from p2pdrl.workers.torch_group import TorchGroup
+from p2pdrl.workers.torch_meeting import cuda_device, local_address
 
 REDUCE = Reduce(
     number=1, weight=1.0, policy_version=2, learning_rate=0.5, max_abs=1e6, bf16=False, spread=True
