@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -70,6 +71,12 @@ def pipeline() -> None:
     metavar="BYTES[,…]",
     help="What a stage sends on per microbatch: one number, or S-1.",
 )
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE",
+    help="Also write a trace for chrome://tracing or ui.perfetto.dev.",
+)
 @json_option
 def plan(
     *,
@@ -82,6 +89,7 @@ def plan(
     latency_s: float,
     bandwidth: float,
     activation_bytes: str,
+    trace: Path | None,
     as_json: bool,
 ) -> None:
     """Draw a schedule, and predict how long one batch takes.
@@ -102,10 +110,27 @@ def plan(
     )
     sizes = _numbers("--activation-bytes", activation_bytes, stages - 1)
     timeline = predict(actions, Costs(forwards, backwards, sizes, Link(latency_s, bandwidth)))
+    if trace is not None:
+        _write_trace(trace, schedule, timeline)
     if as_json:
         click.echo(json.dumps({"schedule": schedule, **_document(timeline)}, indent=2))
     else:
         click.echo("\n".join(_lines(schedule, timeline)))
+
+
+def _write_trace(path: Path, schedule: str, timeline: Timeline) -> None:
+    """Write what is predicted.
+
+    Raises:
+        UsageError: it can't be written there.
+    """
+    from p2pdrl.errors import UsageError
+    from p2pdrl.pipeline.trace import predicted_trace
+
+    try:
+        path.write_text(json.dumps(predicted_trace(timeline, f"{schedule}, predicted")), "utf-8")
+    except OSError as error:
+        raise UsageError(f"--trace {path}: {error.strerror or error}") from error
 
 
 def _numbers(option: str, text: str, count: int) -> tuple[float, ...]:

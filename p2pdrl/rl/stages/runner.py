@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from p2pdrl.pipeline.schedule import peak_activations
+from p2pdrl.pipeline.trace import Span
 from p2pdrl.rl.gradients import Batch
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.objectives.objective import Objective, Outputs
 from p2pdrl.rl.stages.frames import decode
 from p2pdrl.rl.stages.links import Links, Way, receive
 from p2pdrl.rl.stages.messages import Activation, Gradient, Message, Opening
+from p2pdrl.rl.stages.recorder import Recorder
 from p2pdrl.rl.stages.rows import Buffers, RowSpec, Slot
 from p2pdrl.rl.stages.share import Share
 
@@ -37,6 +39,7 @@ class Runner(Generic[Outputs]):
         links: to the neighbours; None where one rank is all.
         timeout_s: bound on each wait for a message.
         clock: seconds, monotonic.
+        recorder: told of each action, with what it keeps; None for one of its own.
 
     Attributes:
         waited_s: seconds spent waiting for messages, all minibatches together.
@@ -49,12 +52,14 @@ class Runner(Generic[Outputs]):
         links: Links | None,
         timeout_s: float,
         clock: Callable[[], float] = time.perf_counter,
+        recorder: Recorder | None = None,
     ) -> None:
         self._share = share
         self._plan = share.plan
         self._links = links
         self._timeout_s = timeout_s
         self._clock = clock
+        self._recorder = recorder or Recorder()
         self._buffers = Buffers(share.device)
         self.waited_s = self.ran_s = 0.0
         self._do = {
@@ -103,6 +108,8 @@ class Runner(Generic[Outputs]):
         self._extras: dict[int, dict[str, Tensor]] = {}
         self._lent: dict[Key, list[tuple[RowSpec, Tensor]]] = {}
         self._terms: Tensor | None = None
+        self._kept: dict[Key, int] = {}
+        self._kept_bytes = 0
 
     def run(self) -> Tensor | None:
         """Do all that is to be done; the gradients are in the share then.
@@ -110,9 +117,13 @@ class Runner(Generic[Outputs]):
         Returns:
             The objective's terms, where this is the last rank.
         """
-        begin = self._clock()
-        for kind, stage, microbatch in self._actions:
+        begin = before = self._clock()
+        for action in self._actions:
+            kind, stage, microbatch = action
             self._do[kind](stage, microbatch)
+            now = self._clock()
+            self._recorder.add(Span(kind, before, now, stage, microbatch, self._opening.step))
+            before = now
         # by now all that was sent has arrived: its gradient has come back
         for key in list(self._lent):
             self._give_back(key)
@@ -144,6 +155,7 @@ class Runner(Generic[Outputs]):
         extras = self._extras.get(microbatch, {})
         context = Context(extras.get("starts_BT"), extras.get("state_BS"))
         output = share.forward(stage, inputs, context, stored=self._stored)
+        self._keep((stage, microbatch), inputs, output)
         if stage == self._plan.stages - 1:
             assert self._objective is not None  # noqa: S101 - this is the last rank
             targets = {name: extras[name] for name in share.parts.targets}
@@ -183,6 +195,7 @@ class Runner(Generic[Outputs]):
             same = given is not None and _memory(found) == _memory(given)
             self._gradients[stage - 1, microbatch] = found.clone() if same else found
         self._give_back(key)
+        self._kept_bytes -= self._kept.pop(key)
 
     def _send_gradient(self, stage: int, microbatch: int) -> None:
         gradient = self._gradients.pop((stage - 1, microbatch)).contiguous()
@@ -197,6 +210,13 @@ class Runner(Generic[Outputs]):
         begin = self._clock()
         receive(self._links, way, wanted, room, self._timeout_s)
         self.waited_s += self._clock() - begin
+
+    def _keep(self, key: Key, inputs: Tensor, output: Tensor) -> None:
+        """Count what is kept until the backward: what comes into the stage, and what comes out."""
+        came = 0 if self._links is None and key[0] > 0 else inputs.nbytes  # else the stage before has it
+        self._kept[key] = came + output.nbytes
+        self._kept_bytes += self._kept[key]
+        self._recorder.kept(self._kept_bytes)
 
     def _borrow(self, key: Key, spec: RowSpec, rows: int) -> Tensor:
         memory = self._buffers.take(spec, rows)

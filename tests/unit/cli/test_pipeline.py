@@ -109,6 +109,23 @@ def test_a_bad_command_line_ends_with_2(p2pdrl, args):
     assert "Usage:" in result.stderr
 
 
+def test_the_predicted_schedule_is_written_as_a_trace(p2pdrl, tmp_path):
+    path = tmp_path / "trace.json"
+    result = p2pdrl(*PLAN, "--stages", "2", "--microbatches", "4", "--trace", str(path))
+    assert result.exit_code == 0
+    assert result.stdout.startswith("1f1b: 4 microbatches")
+    events = json.loads(path.read_text("utf-8"))["traceEvents"]
+    assert {event["name"] for event in events if event["ph"] == "X"} >= {"forward 1", "backward 4"}
+    assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") == 15e6
+
+
+def test_a_trace_that_can_t_be_written(p2pdrl, tmp_path):
+    path = tmp_path / "nowhere" / "trace.json"
+    result = p2pdrl(*PLAN, "--stages", "2", "--microbatches", "4", "--trace", str(path))
+    assert result.exit_code != 0
+    assert "No such file or directory" in result.stderr
+
+
 def test_planning_imports_nothing_heavy():
     import subprocess
     import sys

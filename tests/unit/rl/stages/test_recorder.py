@@ -1,0 +1,82 @@
+"""What ranks note about themselves."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from p2pdrl.pipeline.trace import Span
+from p2pdrl.rl.gradients import cut
+from p2pdrl.rl.stages.messages import Opening
+from p2pdrl.rl.stages.recorder import Recorder
+from p2pdrl.rl.stages.runner import Runner
+from p2pdrl.rl.stages.share import Share
+
+from .pipelines import CPU, make_case, make_plan
+
+
+def test_the_oldest_spans_go_first():
+    recorder = Recorder(most=3)
+    for number in range(5):
+        recorder.add(Span("step", float(number), number + 0.5))
+    assert [span.start_s for span in recorder.spans()] == [2.0, 3.0, 4.0]
+    assert [span.start_s for span in recorder.spans(3.5)] == [4.0]
+
+
+def run_alone(schedule, stages, microbatches, **options):
+    """One rank that holds all; clocks count from 0 by 1."""
+    import msgspec
+
+    case, parts = make_case("mlp", torch.float32)
+    plan = make_plan(parts, stages, microbatches, schedule, ranks=1)
+    ticks = itertools.count()
+    recorder = Recorder()
+    runner = Runner(Share(parts, plan, 0, CPU, **options), None, 1.0, lambda: float(next(ticks)), recorder)
+    batches = cut(case.batch, microbatches)
+    encoded = msgspec.msgpack.encode(case.objective)
+    rows = len(case.batch.inputs)
+    opening = Opening(0, 5, case.batch.rows, rows, microbatches, "float32", encoded)
+    runner.begin(opening, batches)
+    runner.run()
+    return case, parts, plan, recorder
+
+
+def test_each_action_is_noted_with_its_time():
+    _, _, plan, recorder = run_alone("interleaved", 2, 3)
+    spans = recorder.spans()
+    assert [(s.what, s.stage, s.microbatch) for s in spans] == list(plan.actions(0, 3))
+    assert [(s.start_s, s.end_s) for s in spans] == [(float(n), n + 1.0) for n in range(len(spans))]
+    assert {s.step for s in spans} == {5}
+
+
+def test_kept_activations_are_counted_by_hand():
+    """gpipe in one stage keeps all three microbatches: 11 rows of 4 inputs and of 3 outputs, float32."""
+    case, parts, _, recorder = run_alone("gpipe", 1, 3)
+    out = parts.outputs[-1].shape
+    assert recorder.activation_bytes == 11 * 4 * (case.batch.inputs[0].numel() + torch.Size(out).numel())
+
+
+def test_1f1b_keeps_one_at_a_time():
+    case, parts, _, recorder = run_alone("1f1b", 1, 3)
+    most = max(len(batch.inputs) for batch in cut(case.batch, 3))
+    floats = case.batch.inputs[0].numel() + torch.Size(parts.outputs[-1].shape).numel()
+    assert recorder.activation_bytes == most * 4 * floats
+
+
+def test_a_stage_of_the_same_rank_shares_what_passes():
+    """What one stage gives and the next takes is counted once."""
+    case, parts, plan, recorder = run_alone("interleaved", 2, 1)
+    between = torch.Size(parts.outputs[plan.cuts[0] - 1].shape).numel()
+    out = torch.Size(parts.outputs[-1].shape).numel()
+    floats = case.batch.inputs[0].numel() + between + out
+    assert recorder.activation_bytes == 11 * 4 * floats
+
+
+@pytest.mark.parametrize("nbytes", [[3, 9, 2], [9]])
+def test_the_peak_stays(nbytes):
+    recorder = Recorder()
+    for each in nbytes:
+        recorder.kept(each)
+    assert recorder.activation_bytes == 9
