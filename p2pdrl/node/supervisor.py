@@ -195,6 +195,7 @@ class LearnerSupervisor:
                 await link.kill()  # it was never let go, so there is nothing to report
             return
         if task.done():
+            await self._flushed()
             return
         if self._down_since_s is not None:
             task.cancel()  # a successor that is still being built has nothing to report
@@ -204,8 +205,7 @@ class LearnerSupervisor:
         if late:
             task.cancel()
             await asyncio.wait([task])
-        if self._flushing is not None:
-            await self._flushing
+        await self._flushed()
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, P2PDRLError):
             raise error
@@ -227,6 +227,11 @@ class LearnerSupervisor:
             board.flush()
         elif self._flushing is None or self._flushing.done():
             self._flushing = asyncio.create_task(asyncio.to_thread(board.flush), name="board-flush")
+
+    async def _flushed(self) -> None:
+        """Wait for the thread that may be at work on the board."""
+        if self._flushing is not None:
+            await self._flushing
 
     async def _attach(self, *, restore: bool) -> None:
         if self._link is None or self._region is None or self.spec is None:
