@@ -31,14 +31,14 @@ from p2pdrl.workers.protocol import (
     decode_from_learner,
     frame,
 )
-from p2pdrl.workers.stage_protocol import Blocks, News
+from p2pdrl.workers.stage_protocol import Blocks, News, Traced
 
 __all__ = ["LearnerLink"]
 
 BUILD_DEADLINE_S = 120.0
 
 
-FromStage = Blocks | News
+FromStage = Blocks | Traced | News
 
 
 def _unheard(_message: object) -> None:
@@ -181,7 +181,7 @@ class LearnerLink(ProcessLink):
                             on_posted(message)
                         case Report():
                             on_report(message)
-                        case Blocks() | News():
+                        case Blocks() | Traced() | News():
                             on_stage(message)
                         case Failed():
                             raise (ConfigError if message.usage else WorkerError)(message.message)

@@ -15,9 +15,10 @@ from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.node.process_link import HasDescriptor
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.pipeline.trace import Span
 from p2pdrl.transport.pipe import Pipe
 from p2pdrl.workers.protocol import ToLearner
-from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage
+from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
 
 __all__ = ["StagePort"]
 
@@ -52,6 +53,8 @@ class StagePort:
         self._news: asyncio.Queue[StageNews] = asyncio.Queue()
         self._measuring = asyncio.Lock()
         self._asked: tuple[int, asyncio.Future[Blocks]] | None = None
+        self._traces: dict[int, asyncio.Future[Traced]] = {}
+        self._number = 0
 
     @property
     def order(self) -> StageOrder | None:
@@ -86,6 +89,31 @@ class StagePort:
         finally:
             self._asked = None
 
+    async def trace(self, seconds: float, *, deadline_s: float) -> list[Span]:
+        """Return what the learner did as a stage in the last seconds, in times of ``time.monotonic``.
+
+        Raises:
+            WorkerError: it didn't answer in time, or is gone.
+        """
+        learner = self._learner()
+        if learner is None:
+            raise WorkerError("the learner is down")
+        self._number += 1
+        number = self._number
+        answer = self._traces[number] = asyncio.get_running_loop().create_future()
+        try:
+            learner.tell(Trace(number, seconds))
+            async with asyncio.timeout(deadline_s):
+                traced = await answer
+        except TimeoutError as error:
+            raise WorkerError(f"the learner didn't tell what it did within {deadline_s:g} s") from error
+        finally:
+            del self._traces[number]
+        ahead_s = traced.monotonic_s - traced.clock_s
+        return [
+            span._replace(start_s=span.start_s + ahead_s, end_s=span.end_s + ahead_s) for span in traced.spans
+        ]
+
     def work(self, order: StageOrder, pipes: Mapping[StageSide, Pipe]) -> None:
         """Have the learner be a stage; whatever it did before ends, and so do the pipes of that."""
         self._end()
@@ -107,14 +135,20 @@ class StagePort:
         """Wait for the next news; cancelling loses none."""
         return await self._news.get()
 
-    def heard(self, message: Blocks | News) -> None:
+    def heard(self, message: Blocks | Traced | News) -> None:
         """Note what the learner said; what is about an order that is over is passed over."""
-        if isinstance(message, Blocks):
-            asked = self._asked
-            if asked is not None and asked[0] == message.microbatches and not asked[1].done():
-                asked[1].set_result(message)
-            return
-        news = message.news
+        if isinstance(message, News):
+            self._hear(message.news)
+        elif isinstance(message, Traced):
+            traced = self._traces.get(message.number)
+            if traced is not None and not traced.done():
+                traced.set_result(message)
+        elif self._asked is not None:
+            microbatches, blocks = self._asked
+            if microbatches == message.microbatches and not blocks.done():
+                blocks.set_result(message)
+
+    def _hear(self, news: StageNews) -> None:
         if self._order is None or news.generation != self._order.generation:
             return
         if news.what in ("over", "broken"):
@@ -127,8 +161,10 @@ class StagePort:
         self._end()
         if order is not None:
             self._news.put_nowait(StageNews(order.generation, "broken", why=why))
-        if self._asked is not None and not self._asked[1].done():
-            self._asked[1].set_exception(WorkerError(why))
+        waiting = [*self._traces.values(), *([] if self._asked is None else [self._asked[1]])]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(WorkerError(why))
 
     def close(self) -> None:
         """Another regime follows, which ends every order: what wasn't told or heard of one is dropped."""

@@ -40,7 +40,7 @@ from p2pdrl.config.gradients import Microbatches
 from p2pdrl.config.regime import Regime
 from p2pdrl.errors import WireError
 from p2pdrl.transport.codec import decode
-from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage
+from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
 
 __all__ = [
     "Answer",
@@ -163,7 +163,9 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Publish once more and end."""
 
 
-ToLearner = Start | Attach | Join | Work | Answer | Others | Progress | Pace | Stop | Stage | Finish | Measure
+ToLearner = (
+    Start | Attach | Join | Work | Answer | Others | Progress | Pace | Stop | Stage | Finish | Measure | Trace
+)
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -220,7 +222,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """True when the person can mend it (exit code 2)."""
 
 
-FromLearner = Hello | Report | Posted | Failed | Blocks | News
+FromLearner = Hello | Report | Posted | Failed | Blocks | Traced | News
 
 _encoder = msgspec.msgpack.Encoder()
 

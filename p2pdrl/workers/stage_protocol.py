@@ -25,9 +25,10 @@ import msgspec
 
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.pipeline.trace import Span
 from p2pdrl.transport.pipe import PipeTicket
 
-__all__ = ["Blocks", "Finish", "Measure", "News", "Stage"]
+__all__ = ["Blocks", "Finish", "Measure", "News", "Stage", "Trace", "Traced"]
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage"):
@@ -70,6 +71,26 @@ class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
     device: str
     error: str = ""
     """Why the policy can't be cut, where it can't; ``layers`` is empty then."""
+
+
+class Trace(msgspec.Struct, frozen=True, tag="trace"):
+    """Say what you did lately as a stage; answered with `Traced` at the next chance."""
+
+    number: int
+    """Comes back with the answer."""
+    seconds: float
+    """How far back."""
+
+
+class Traced(msgspec.Struct, frozen=True, tag="traced"):
+    """What a stage did, with two clocks read at the same moment."""
+
+    number: int
+    clock_s: float
+    """Of the spans' clock."""
+    monotonic_s: float
+    """Of ``time.monotonic``, which all processes of a machine share."""
+    spans: tuple[Span, ...] = ()
 
 
 class News(msgspec.Struct, frozen=True, tag="news"):

@@ -13,8 +13,9 @@ from p2pdrl.node.learner_link import LearnerLink
 from p2pdrl.node.stage_port import StagePort
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import StageNews, StageOrder
+from p2pdrl.pipeline.trace import Span
 from p2pdrl.transport.pipe import Pipe, PipeTicket
-from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage
+from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
 
 TICKET = PipeTicket(None, b"early")
 LAYERS = (Layer("body.0", 0.001, 0.002, 64, 128),)
@@ -179,6 +180,24 @@ async def test_a_measurement_has_a_deadline_and_ends_with_the_learner(port, lear
     port.died("its learner died")
     with pytest.raises(WorkerError, match="died"):
         await waiting
+
+
+@pytest.mark.looptime
+async def test_what_a_stage_did_is_told_in_the_machines_time(port, learner):
+    one = asyncio.create_task(port.trace(2.0, deadline_s=5))
+    two = asyncio.create_task(port.trace(3.0, deadline_s=5))
+    await asyncio.sleep(0.1)
+    assert learner.told == [Trace(1, 2.0), Trace(2, 3.0)]
+    port.heard(Traced(2, 10.0, 110.0, (Span("forward", 7.0, 8.0, 1, 2, 3),)))
+    assert await two == [Span("forward", 107.0, 108.0, 1, 2, 3)]
+    port.heard(Traced(2, 10.0, 110.0))  # nobody asks any more
+    with pytest.raises(WorkerError, match="within 5 s"):
+        await one
+    three = asyncio.create_task(port.trace(2.0, deadline_s=5))
+    await asyncio.sleep(0.1)
+    port.died("its learner died")
+    with pytest.raises(WorkerError, match="died"):
+        await three
 
 
 async def nothing(port) -> None:

@@ -11,6 +11,7 @@ from p2pdrl.config.regime import Regime
 from p2pdrl.errors import WireError
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import Meeting, StageNews, StageOrder
+from p2pdrl.pipeline.trace import Span
 from p2pdrl.transport.pipe import PipeTicket
 from p2pdrl.workers.protocol import (
     MAX_FRAME_BYTES,
@@ -32,7 +33,7 @@ from p2pdrl.workers.protocol import (
     decode_to_learner,
     frame,
 )
-from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage
+from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
 
 ORDER = StageOrder(
     generation=3,
@@ -63,6 +64,7 @@ TO = [
     Stage(msgspec.structs.replace(ORDER, backend="torch", meeting=Meeting("127.0.0.1", 0))),
     Finish(3),
     Measure(4),
+    Trace(1, 2.0),
 ]
 FROM = [
     Hello("cpu", b"spec"),
@@ -73,6 +75,7 @@ FROM = [
     Blocks(4, (), "cpu", "one block can't be cut"),
     News(StageNews(3, "broken", side="next", why="gone")),
     News(StageNews(3, "meeting", port=4711)),
+    Traced(1, 4.0, 5.0, (Span("forward", 1.0, 2.0, 1, 3, 7), Span("step", 2.0, 2.5))),
 ]
 
 
