@@ -22,6 +22,7 @@ from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.stages.links import Links
 from p2pdrl.rl.stages.messages import Opening, Over, Step, Sums
 from p2pdrl.rl.stages.rank import Assembled, Rank
+from p2pdrl.rl.stages.recorder import Recorder
 from p2pdrl.rl.stages.running import Running
 from p2pdrl.rl.stages.share import Share
 from p2pdrl.rl.tuner import Tuner
@@ -49,6 +50,7 @@ class Pipelined(Generic[Outputs]):
         clock: seconds, monotonic; what tuning measures with.
         say: told what tuning picked.
         runner: computes this rank's gradients; None for one that does so over the links.
+        recorder: of what this rank does; None for one of its own.
 
     Attributes:
         ends_update: false: all peers that step with it do the same.
@@ -71,8 +73,9 @@ class Pipelined(Generic[Outputs]):
         clock: Callable[[], float] = time.perf_counter,
         say: Callable[[str], None] = lambda _: None,
         runner: Running | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        self._rank = Rank(share, links, generation, timeout_s, clock, runner=runner)
+        self._rank = Rank(share, links, generation, timeout_s, clock, runner=runner, recorder=recorder)
         self._sums: Sums | None = None
         self._microbatches = share.plan.microbatches
         self._tuner = Tuner(share.plan.microbatches) if tune else None
@@ -223,8 +226,13 @@ class Pipelined(Generic[Outputs]):
             if changed:
                 self.share.load(whole.vector_D, whole.optimizer or {})
 
+    @property
+    def recorder(self) -> Recorder:
+        """What this rank has done lately."""
+        return self._rank.recorder
+
     def metrics(self) -> dict[str, float]:
-        """Return the last number of microbatches, the number of stages, and this rank's idle share."""
+        """Return the last number of microbatches, and what ``Rank.metrics`` says."""
         return {"microbatches": float(self._microbatches), **self._rank.metrics()}
 
     def close(self) -> None:

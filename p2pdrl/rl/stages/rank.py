@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from p2pdrl.errors import PeerUnreachableError, WireError
+from p2pdrl.pipeline.trace import Span
 from p2pdrl.rl.objectives.objective import Outputs
 from p2pdrl.rl.stages.links import Links, Room, Way, receive, receive_any, receive_kind
 from p2pdrl.rl.stages.messages import Message, Opening, Over, Slice, Step, Sums, Whole
+from p2pdrl.rl.stages.recorder import Recorder
 from p2pdrl.rl.stages.rows import Slot
 from p2pdrl.rl.stages.runner import Runner
 from p2pdrl.rl.stages.running import Running
@@ -69,11 +71,13 @@ class Rank(Generic[Outputs]):
         timeout_s: bound on each wait for a message, but for those that wait for the first rank's next idea.
         clock: seconds, monotonic; for ``runner``'s figures.
         runner: computes gradients; None for one that does so over the links.
+        recorder: of what this rank does; None for one of its own.
 
     Attributes:
         share: as given.
         generation: as given.
         runner: as given.
+        recorder: as given.
     """
 
     def __init__(
@@ -85,10 +89,13 @@ class Rank(Generic[Outputs]):
         clock: Callable[[], float],
         *,
         runner: Running | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.share = share
         self.generation = generation
-        self.runner: Running = runner or Runner(share, links, timeout_s, clock)
+        self.recorder = recorder or Recorder()
+        self.runner: Running = runner or Runner(share, links, timeout_s, clock, self.recorder)
+        self._clock = clock
         self._links = links
         self._timeout_s = timeout_s
         self._broken = False
@@ -114,6 +121,13 @@ class Rank(Generic[Outputs]):
             self.runner.forget()
             raise
 
+    @contextmanager
+    def noted(self, what: str) -> Iterator[None]:
+        """Record what is done in here, unless it fails."""
+        step, begin_s = self.share.steps, self._clock()
+        yield
+        self.recorder.add(Span(what, begin_s, self._clock(), step=step))
+
     def close(self) -> None:
         """End this rank's part in the pipeline."""
         self._broken = True
@@ -121,11 +135,16 @@ class Rank(Generic[Outputs]):
             self._links.close()
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of stages, and the share of time waited since the last call."""
-        runner = self.runner
+        """Return the number of stages, and since the last call: the share of time waited, the most kept.
+
+        ``activation_bytes`` is missing where nobody counts them.
+        """
+        runner, recorder = self.runner, self.recorder
         idle = runner.waited_s / runner.ran_s if runner.ran_s else 0.0
         runner.waited_s = runner.ran_s = 0.0
-        return {"stages": float(self.share.plan.stages), "bubble": idle}
+        most, recorder.activation_bytes = recorder.activation_bytes, 0
+        kept = {"activation_bytes": float(most)} if most else {}
+        return {"stages": float(self.share.plan.stages), "bubble": idle, **kept}
 
     def send(self, way: Way, message: Message, tensors: list[Tensor] | None = None) -> None:
         """Send to a neighbour, if there is one that way: not from the last rank down to the first."""
@@ -149,16 +168,18 @@ class Rank(Generic[Outputs]):
 
     def gather(self, terms: Tensor | None) -> Sums:
         """Return the sums of this rank and all below, once they are there."""
-        squares = self.share.squares()
-        if terms is not None:
-            return Sums(self.share.steps, squares, tuple(terms.tolist()))
-        below = self.receive("up", Sums, self.bare)
-        return Sums(self.share.steps, squares + below.squares, below.terms)
+        with self.noted("sums"):
+            squares = self.share.squares()
+            if terms is not None:
+                return Sums(self.share.steps, squares, tuple(terms.tolist()))
+            below = self.receive("up", Sums, self.bare)
+            return Sums(self.share.steps, squares + below.squares, below.terms)
 
     def step(self, step: Step) -> float:
         """Pass a step on, and step; return the gradient's norm."""
-        self.send("down", step)
-        return self.share.step(step.squares, step.learning_rate, step.max_grad_norm)
+        with self.noted("step"):
+            self.send("down", step)
+            return self.share.step(step.squares, step.learning_rate, step.max_grad_norm)
 
     def bare(self, message: Sums | Step | Over) -> list[Slot]:
         """Return room for a message without tensors.

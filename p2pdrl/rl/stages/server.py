@@ -15,6 +15,7 @@ from p2pdrl.rl.objectives.objective import Outputs
 from p2pdrl.rl.stages.links import Links
 from p2pdrl.rl.stages.messages import Activation, Message, Over, Step
 from p2pdrl.rl.stages.rank import Assembled, Rank
+from p2pdrl.rl.stages.recorder import Recorder
 from p2pdrl.rl.stages.rows import Slot
 from p2pdrl.rl.stages.running import Running
 from p2pdrl.rl.stages.share import Share
@@ -33,6 +34,7 @@ class StageServer(Generic[Outputs]):
         idle_timeout_s: bound on the wait for the next minibatch: the first rank makes experience meanwhile.
         clock: seconds, monotonic; for figures only.
         runner: computes this rank's gradients; None for one that does so over the links.
+        recorder: of what this rank does; None for one of its own.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class StageServer(Generic[Outputs]):
         idle_timeout_s: float,
         clock: Callable[[], float] = time.perf_counter,
         runner: Running | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        self._rank = Rank(share, links, generation, timeout_s, clock, runner=runner)
+        self._rank = Rank(share, links, generation, timeout_s, clock, runner=runner, recorder=recorder)
         self._idle_timeout_s = idle_timeout_s
 
     @property
@@ -73,6 +76,11 @@ class StageServer(Generic[Outputs]):
             for number, vectors in rank.slices(state=over.state):
                 rank.send("up", rank.slice(number), vectors)
             return replace(rank.receive_whole(), last=over.last) if over.spread else None
+
+    @property
+    def recorder(self) -> Recorder:
+        """What this rank has done lately."""
+        return self._rank.recorder
 
     def metrics(self) -> dict[str, float]:
         """Return what the monitors plot about this rank."""

@@ -430,11 +430,14 @@ def test_the_number_of_microbatches_can_be_measured():
 
 def test_metrics_tell_of_stages_and_waiting():
     case, parts = make_case("mlp")
-    with Pipeline(parts, make_plan(parts, 2, 4)) as pipeline:
+    plan = make_plan(parts, 2, 4)
+    with Pipeline(parts, plan) as pipeline:
         pipeline.head.gradients(case.batch, case.objective)
         step_with(pipeline)
         metrics = pipeline.head.metrics()
         assert metrics.pop("bubble") > 0.0
+        floats = 6 * (sum(case.batch.inputs.shape[1:]) + sum(parts.outputs[plan.cuts[0] - 1].shape))
+        assert metrics.pop("activation_bytes") == 8 * floats  # two microbatches of three rows
         assert metrics == {"microbatches": 4.0, "stages": 2.0}
         assert pipeline.head.metrics()["bubble"] == 0.0
     assert pipeline.servers[0].metrics()["bubble"] >= 0.0

@@ -14,7 +14,7 @@ from p2pdrl.rl.stages.recorder import Recorder
 from p2pdrl.rl.stages.runner import Runner
 from p2pdrl.rl.stages.share import Share
 
-from .pipelines import CPU, make_case, make_plan
+from .pipelines import CPU, Pipeline, make_case, make_plan, step_with
 
 
 def test_the_oldest_spans_go_first():
@@ -80,3 +80,23 @@ def test_the_peak_stays(nbytes):
     for each in nbytes:
         recorder.kept(each)
     assert recorder.activation_bytes == 9
+
+
+def test_all_ranks_of_a_pipeline_record_their_actions():
+    case, parts = make_case("mlp", torch.float32)
+    plan = make_plan(parts, 2, 3)
+    with Pipeline(parts, plan) as pipeline:
+        for _ in range(2):
+            pipeline.head.gradients(case.batch, case.objective)
+            step_with(pipeline)
+        pipeline.head.collect(state=False)
+        head, (server,) = pipeline.head, pipeline.servers
+        for rank, stage in ((0, head), (1, server)):
+            spans = stage.recorder.spans()
+            words = [action.kind for action in plan.actions(rank, 3)] + ["sums", "step"]
+            assert [span.what for span in spans] == 2 * words
+            assert [span.step for span in spans] == [0] * len(words) + [1] * len(words)
+            assert all(span.start_s <= span.end_s for span in spans)
+            assert all(one.end_s <= other.start_s for one, other in itertools.pairwise(spans))
+            assert stage.metrics()["activation_bytes"] > 0
+            assert "activation_bytes" not in stage.metrics()  # nothing ran since
