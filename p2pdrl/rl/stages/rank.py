@@ -99,6 +99,7 @@ class Rank(Generic[Outputs]):
         self._links = links
         self._timeout_s = timeout_s
         self._broken = False
+        self._told_steps = share.steps
 
     @property
     def last(self) -> bool:
@@ -137,14 +138,17 @@ class Rank(Generic[Outputs]):
     def metrics(self) -> dict[str, float]:
         """Return the number of stages, and since the last call: the share of time waited, the most kept.
 
-        ``activation_bytes`` is missing where nobody counts them.
+        ``step_s`` are the seconds that a minibatch took, waiting included. ``activation_bytes`` is missing
+        where nobody counts them.
         """
         runner, recorder = self.runner, self.recorder
         idle = runner.waited_s / runner.ran_s if runner.ran_s else 0.0
+        step_s = runner.ran_s / max(self.share.steps - self._told_steps, 1)
+        self._told_steps = self.share.steps
         runner.waited_s = runner.ran_s = 0.0
         most, recorder.activation_bytes = recorder.activation_bytes, 0
         kept = {"activation_bytes": float(most)} if most else {}
-        return {"stages": float(self.share.plan.stages), "bubble": idle, **kept}
+        return {"stages": float(self.share.plan.stages), "bubble": idle, "step_s": step_s, **kept}
 
     def send(self, way: Way, message: Message, tensors: list[Tensor] | None = None) -> None:
         """Send to a neighbour, if there is one that way: not from the last rank down to the first."""

@@ -436,6 +436,7 @@ def test_metrics_tell_of_stages_and_waiting():
         step_with(pipeline)
         metrics = pipeline.head.metrics()
         assert metrics.pop("bubble") > 0.0
+        assert metrics.pop("step_s") > 0.0
         floats = 6 * (sum(case.batch.inputs.shape[1:]) + sum(parts.outputs[plan.cuts[0] - 1].shape))
         assert metrics.pop("activation_bytes") == 8 * floats  # two microbatches of three rows
         assert metrics == {"microbatches": 4.0, "stages": 2.0}
