@@ -1,0 +1,196 @@
+"""This process as one rank of a pipeline over torch.distributed: meets the others, gives links and a runner.
+
+    with TorchStages(order, device, say_port) as stages:
+        carrier = PipeCarrier(stages.pipes, parts.longest_nbytes, listen=…, interrupted=…)
+        links = FramedLinks(carrier)
+        Pipelined(share, links, runner=stages.runner(share, links), …)    # or StageServer
+
+Activations and gradients go through torch (``rl.stages.torch_runner``). All else that ranks say goes through
+plain TCP connections between neighbours, which are told of each other in the group's store: so a rank may
+wait for the next minibatch for as long as it likes and hears its daemon meanwhile, and it learns at once when
+a neighbour dies. A wait inside torch hears nothing; it ends when a process dies, when `close` is called in
+another thread, or after ``timeout_s`` (10 to 30 s are sensible).
+
+Neither has keys or encryption: for networks that are trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError
+from p2pdrl.pipeline.order import StageOrder, StageSide
+from p2pdrl.rl.stages.torch_runner import TorchRunner, peer_error
+from p2pdrl.transport.pipe import PipeTicket
+from p2pdrl.workers.torch_meeting import break_off, find_store, join, leave, local_address, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # it lists no exports
+
+    from p2pdrl.rl.objectives.objective import Outputs
+    from p2pdrl.rl.stages.links import Links
+    from p2pdrl.rl.stages.share import Share
+
+__all__ = ["TorchStages"]
+
+_TOKEN_BYTES = 16
+_TICKET = PipeTicket(keys=None, leftover=b"")
+
+
+class TorchStages:
+    """Meets the other ranks, and leaves them with `close`. Made and closed by the same thread.
+
+    Rank 0 opens a store and says where; the others' orders have its port. A process is in one group at a
+    time: the one before must have been closed.
+
+    Args:
+        order: with ``meeting``, and at least 2 ranks. Its ``timeout_s`` bounds the meeting and each wait.
+        device: of the stage.
+        say_port: told the store's port, where this is rank 0.
+
+    Attributes:
+        pipes: connections to the neighbours, as `PipeCarrier` takes them: it owns the descriptors. Whoever
+            makes none closes them.
+        nccl: whether activations stay on GPUs; else they travel through the memory of the host.
+
+    Raises:
+        PeerTimeoutError: somebody didn't come in time.
+        PeerUnreachableError: the store isn't there, or somebody is gone.
+        ConfigError: it isn't an order for this.
+    """
+
+    def __init__(self, order: StageOrder, device: torch.device, say_port: Callable[[int], None]) -> None:
+        if order.meeting is None or order.ranks < 2:
+            raise ConfigError("an order for the torch backend has a meeting, and at least 2 ranks")
+        self.pipes: dict[StageSide, tuple[int, PipeTicket]] = {}
+        self.nccl = False
+        self._device = device
+        self._store: TCPStore | None = None
+        try:
+            with _peers_errors():
+                self._meet(order, order.meeting.host, order.meeting.port, say_port)
+        except BaseException:
+            for fd, _ in self.pipes.values():
+                os.close(fd)
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def runner(
+        self, share: Share[Outputs], links: Links, clock: Callable[[], float] = time.perf_counter
+    ) -> TorchRunner[Outputs]:
+        """Return what computes the gradients of this rank's share.
+
+        Args:
+            share: of the model.
+            links: to the neighbours.
+            clock: seconds, monotonic.
+        """
+        travelling = share.device if self.nccl else torch.device("cpu")
+        return TorchRunner(share, links, travelling=travelling, leave=self.close, clock=clock)
+
+    def break_off(self) -> None:
+        """End all waits for the group at once, here and at the others; from any thread."""
+        break_off()
+
+    def close(self) -> None:
+        """Leave the group; calling it again does nothing."""
+        break_off()
+        leave()
+        self._store = None
+
+    def _meet(self, order: StageOrder, host: str, port: int, say_port: Callable[[int], None]) -> None:
+        timeout_s, rank = order.timeout_s, order.rank
+        until_s = time.monotonic() + timeout_s
+        if rank == 0:
+            self._store, port = open_store([host], timeout_s)
+            say_port(port)
+        else:
+            self._store = find_store(host, port, timeout_s)
+        store = self._store
+        with contextlib.ExitStack() as stack:
+            listener = None
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            if rank < order.ranks - 1:  # before the group: whoever has joined it finds this
+                listener = stack.enter_context(_listener(local_address(host)))
+                address, own_port = listener.getsockname()[:2]
+                store.set(f"link/{rank}", f"{address} {own_port} {token.hex()}")
+            device = self._device if self._device.type == "cuda" else None
+            self.nccl = join(store, rank, order.ranks, host=host, timeout_s=timeout_s, device=device)
+            if rank > 0:
+                where = store.get(f"link/{rank - 1}").decode()
+                self.pipes["previous"] = _detached(_connect(where, until_s)), _TICKET
+            if listener is not None:
+                self.pipes["next"] = _detached(_accept(listener, token, until_s)), _TICKET
+
+
+def _listener(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=8)
+
+
+def _connect(where: str, until_s: float) -> socket.socket:
+    """Connect to the rank before, and say its word."""
+    address, port, token = where.split()
+    sock = socket.create_connection((address, int(port)), timeout=_left_s(until_s))
+    sock.sendall(bytes.fromhex(token))
+    return sock
+
+
+def _accept(listener: socket.socket, token: bytes, until_s: float) -> socket.socket:
+    """Return the connection of the rank behind; whoever else comes is sent away."""
+    while True:
+        listener.settimeout(_left_s(until_s))
+        sock, _ = listener.accept()
+        try:
+            sock.settimeout(_left_s(until_s))
+            said = b""
+            while len(said) < len(token) and (data := sock.recv(len(token) - len(said))):
+                said += data
+        except BaseException:
+            sock.close()
+            raise
+        if secrets.compare_digest(said, token):
+            return sock
+        sock.close()
+
+
+def _detached(sock: socket.socket) -> int:
+    sock.settimeout(None)
+    return sock.detach()
+
+
+def _left_s(until_s: float) -> float:
+    return max(until_s - time.monotonic(), 0.001)
+
+
+@contextlib.contextmanager
+def _peers_errors() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise PeerTimeoutError("a rank of the group didn't connect in time") from error
+    except OSError as error:
+        raise PeerUnreachableError(f"the ranks of the group can't be connected: {error}") from error
+    except RuntimeError as error:
+        meant = peer_error(error)
+        if meant is None:
+            raise
+        raise meant from error

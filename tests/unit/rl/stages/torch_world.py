@@ -1,0 +1,290 @@
+"""Processes that run pipelines over torch.distributed, and what they find.
+
+A process imports torch and forks the ranks, so that it is imported once. ``python -m`` runs this module.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).parents[4]
+TIMEOUT_S = 60.0
+
+
+def run(job, ranks, frozen=(), **arguments):
+    """Run a function of this module in each rank; return what it returns, by rank; None of who died.
+
+    Those that freeze are killed after the others.
+    """
+    call = pickle.dumps((job.__name__, ranks, frozen, arguments))
+    found = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "tests.unit.rl.stages.torch_world"],
+        input=call,
+        capture_output=True,
+        cwd=ROOT,
+        timeout=TIMEOUT_S * 4,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr.decode()[-4000:]
+    results, errors = pickle.loads(found.stdout)
+    assert not errors, "\n".join(errors.values())
+    return results, found.stderr.decode()
+
+
+class World:
+    """What a rank knows of the others."""
+
+    def __init__(self, rank, ports, clock, sender):
+        self.rank = rank
+        self.sender = sender
+        self._ports = ports
+        self.clock = clock
+
+    def meet(self, ranks, timeout_s=TIMEOUT_S, rank=None):
+        import torch
+
+        from p2pdrl.pipeline.order import Meeting, StageOrder
+        from p2pdrl.workers.torch_stages import TorchStages
+
+        rank = self.rank if rank is None else rank
+        port = 0 if rank == 0 else self._ports.get()
+        order = StageOrder(
+            generation=1,
+            rank=rank,
+            blocks=ranks,
+            cuts=tuple(range(1, ranks)),
+            schedule="gpipe",
+            microbatches=1,
+            ranks=ranks,
+            timeout_s=timeout_s,
+            idle_timeout_s=timeout_s,
+            state_every=1,
+            backend="torch",
+            meeting=Meeting("127.0.0.1", port),
+        )
+
+        def say(port):
+            for _ in range(ranks - 1):
+                self._ports.put(port)
+
+        return TorchStages(order, torch.device("cpu"), say)
+
+
+class Member:
+    """One rank of a pipeline."""
+
+    def __init__(self, stages, links, share, generation, timeout_s=TIMEOUT_S):
+        from p2pdrl.rl.stages.pipelined import Pipelined
+        from p2pdrl.rl.stages.server import StageServer
+
+        self.share = share
+        self.runner = stages.runner(share, links)
+        options = {"generation": generation, "timeout_s": timeout_s, "runner": self.runner}
+        if share.rank == 0:
+            self.head = Pipelined(share, links, **options)
+        else:
+            self.server = StageServer(share, links, idle_timeout_s=timeout_s, **options)
+
+
+def links_of(stages, parts):
+    from p2pdrl.rl.stages.framed_links import FramedLinks
+    from p2pdrl.workers.pipe_carrier import PipeCarrier
+
+    return FramedLinks(PipeCarrier(stages.pipes, parts.longest_nbytes))
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+
+
+def agreement(world, rounds):
+    """Each rank's greatest relative deviation from the model in one piece, by case."""
+    import torch
+
+    from p2pdrl.rl.stages.share import Share
+
+    from .pipelines import CPU, make_case, make_plan
+
+    found, numbers = {}, itertools.count()
+    _, longest = make_case("transformer", torch.float64, rows=32)
+    for ranks, cases in rounds:
+        if world.rank >= ranks:
+            continue
+        with world.meet(ranks) as stages:
+            links = links_of(stages, longest)
+            for key in cases:
+                kind, name, dtype, schedule, count, microbatches, rows = key
+                case, parts = make_case(name, getattr(torch, dtype), rows=rows)
+                plan = make_plan(parts, count, microbatches, schedule, ranks)
+                member = Member(stages, links, Share(parts, plan, world.rank, CPU), next(numbers))
+                found[key] = {"gradients": _gradients, "steps": _steps}[kind](member, case, parts)
+            links.close()
+    return found
+
+
+def _gradients(member, case, parts):
+    import torch
+
+    from ..gradient_cases import reference
+
+    share = member.share
+    expected, expected_terms = reference(case)
+    own = torch.from_numpy(parts.block_map.take(expected.numpy(), share.plan.numbers(share.rank)))
+    if share.rank > 0:
+        member.server.serve()
+        return relative(share.gradients_P, own, expected)
+    deviations = []
+    for _ in range(2):  # a second time: nothing is left of the first
+        terms = member.head.gradients(case.batch, case.objective)
+        norm = step(member.head, learning_rate=0.0, max_grad_norm=1e9)
+        deviations += [
+            relative(share.gradients_P, own, expected),
+            relative(terms, expected_terms, expected_terms),
+            abs(norm / float(expected.norm()) - 1.0),
+        ]
+    member.head.collect(state=False)
+    return max(deviations)
+
+
+def _steps(member, case, parts):
+    """Three steps that are clipped, and the whole state afterwards."""
+    import torch
+
+    from p2pdrl.rl.gradients import WholeBatch
+    from p2pdrl.rl.stepping import OwnStepper
+
+    if member.share.rank > 0:
+        member.server.serve()
+        return 0.0
+    how = {"learning_rate": 1e-2, "max_grad_norm": 0.01}
+    engine, stepper = WholeBatch(case.flat, case.forward), OwnStepper()
+    for _ in range(3):
+        member.head.gradients(case.batch, case.objective)
+        engine.gradients(case.batch, case.objective)
+        norm = step(member.head, **how)
+        expected = stepper.step(case.flat, parts.optimizer, samples=0, left=0, **how)
+        assert norm > how["max_grad_norm"]
+        assert abs(norm / expected - 1.0) < 1e-6
+    whole = member.head.collect(state=True)
+    moments = torch.from_numpy(whole.optimizer["optimizer.m"])
+    expected = torch.from_numpy(parts.optimizer.state()["optimizer.m"])
+    parameters = case.flat.parameters_D
+    return max(
+        relative(torch.from_numpy(whole.vector_D), parameters, parameters),
+        relative(moments, expected, expected),
+    )
+
+
+def step(head, learning_rate, max_grad_norm):
+    return head.step(None, None, learning_rate=learning_rate, max_grad_norm=max_grad_norm, samples=0, left=0)
+
+
+def failures(world, schedule, timeout_s):
+    """Rank 1 of 3 freezes in mid-step; the others go on without it, and one of them is killed.
+
+    Returns:
+        What the others raised, and how many seconds after the fault.
+    """
+    import torch
+
+    from p2pdrl.errors import TransportError
+    from p2pdrl.rl.stages.share import Share
+
+    from .pipelines import CPU, make_case, make_plan
+
+    told = []
+    case, parts = make_case("mlp", torch.float64)
+    chunks = 2 if schedule == "interleaved" else 1
+    rank = world.rank
+    for generation, (ranks, victim, fault) in enumerate([(3, 1, signal.SIGSTOP), (2, 1, signal.SIGKILL)]):
+        with world.meet(ranks, timeout_s if generation == 0 else TIMEOUT_S, rank) as stages:
+            links = links_of(stages, parts)
+            plan = make_plan(parts, ranks * chunks, 4, schedule, ranks)
+            share = Share(parts, plan, rank, CPU)
+            member = Member(stages, links, share, generation, TIMEOUT_S)
+            if rank == victim:
+                world.sender.send((True, told))
+                fail_in_second_minibatch(share, fault, world.clock)
+            try:
+                if rank == 0:
+                    for _ in range(3):
+                        member.head.gradients(case.batch, case.objective)
+                        step(member.head, learning_rate=0.01, max_grad_norm=1.0)
+                else:
+                    member.server.serve()
+            except TransportError as error:
+                seconds = time.monotonic() - world.clock.value
+                told.append((type(error).__name__, seconds, share.steps, str(error)))
+        rank = min(rank, 1)
+    return told
+
+
+def fail_in_second_minibatch(share, fault, clock):
+    forward, calls = share.forward, itertools.count()
+
+    def failing(stage, x, context, *, stored):
+        if share.steps == 1 and next(calls) == 1:
+            clock.value = time.monotonic()
+            os.kill(os.getpid(), fault)
+        return forward(stage, x, context, stored=stored)
+
+    share.forward = failing
+
+
+def relative(found, expected, whole):
+    return float((found - expected).abs().max() / whole.abs().max())
+
+
+def _rank(job, arguments, world):
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        world.sender.send((True, globals()[job](world, **arguments)))
+    except BaseException:
+        world.sender.send((False, traceback.format_exc()))
+        raise
+
+
+def main():
+    # before the fork, so that it is done once
+    from p2pdrl.workers import pipe_carrier, torch_stages  # noqa: F401
+
+    from . import pipelines  # noqa: F401
+
+    job, ranks, frozen, arguments = pickle.load(sys.stdin.buffer)
+    context = multiprocessing.get_context("fork")
+    ports, clock = context.SimpleQueue(), context.Value("d", 0.0)
+    receivers, processes = [], []
+    for rank in range(ranks):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(job, arguments, World(rank, ports, clock, sender)))
+        process.start()
+        sender.close()
+        receivers.append(receiver)
+        processes.append(process)
+    results, errors = {}, {}
+    for rank, receiver in sorted(enumerate(receivers), key=lambda pair: pair[0] in frozen):
+        if rank in frozen:
+            processes[rank].kill()
+        try:
+            good, value = receiver.recv() if receiver.poll(TIMEOUT_S) else (False, "late")
+            (results if good else errors)[rank] = value
+        except EOFError:
+            results[rank] = None
+    for process in processes:
+        process.kill()
+        process.join()
+    sys.stdout.buffer.write(pickle.dumps((results, errors)))
+
+
+if __name__ == "__main__":
+    main()
