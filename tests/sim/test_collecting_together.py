@@ -32,7 +32,13 @@ STRATEGIES = {
         compression="none", optimizer="sgd", learning_rate=0.1, servers=2
     ),
 }
-named = pytest.mark.parametrize("config", STRATEGIES.values(), ids=STRATEGIES)
+named = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=name, marks=[pytest.mark.slow] if name == "server_sync" else [])
+        for name, config in STRATEGIES.items()
+    ],
+)
 
 
 class Crowd:
@@ -126,7 +132,7 @@ async def test_learners_that_begin_at_different_times_wait_little(config):
         async with Crowd(config, heeding=heeding) as crowd:
             await crowd.start_apart()
             await asyncio.sleep(2.0)
-            shares[heeding] = await crowd.waiting(8.0)
+            shares[heeding] = await crowd.waiting(4.0)
             assert all(crowd.equal(place) for place in crowd.common()[-4 * GRADIENTS :])
             if heeding:
                 assert all(crowd.aligned(place) for place in crowd.common()[-4 * GRADIENTS :])
@@ -135,7 +141,13 @@ async def test_learners_that_begin_at_different_times_wait_little(config):
 
 
 @named
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 1, 0)], ids=["leader first", "leader last"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param((0, 1, 2, 3), id="leader first", marks=pytest.mark.slow),
+        pytest.param((2, 3, 1, 0), id="leader last"),
+    ],
+)
 async def test_one_that_joins_is_at_the_same_place_within_two_cycles(config, order):
     async with Crowd(config) as crowd:
         await crowd.start_apart(order[:3])

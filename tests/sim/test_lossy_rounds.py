@@ -40,6 +40,8 @@ STRATEGIES = {
     "dsgd": DsgdConfig(),
     "dsgd of gradients": DsgdConfig(exchanges="gradients"),
 }
+COUSINS = ("federated", "server_sync", "dsgd of gradients")
+"""Each makes its rounds as another one does that is tried always."""
 SEEDS = [0, *(pytest.param(seed, marks=slow) for seed in (1, 2, 3))]
 
 
@@ -98,7 +100,9 @@ def now() -> float:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[slow] if name in COUSINS else []) for name in STRATEGIES]
+)
 async def test_one_message_in_twenty_lost_costs_half_the_rate_at_most(name, seed):
     async with Lossy(STRATEGIES[name], seed) as lossy:
         await asyncio.sleep(4.0)

@@ -102,8 +102,14 @@ def test_a_node_stopped_for_20_s_refutes_its_death(n: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", FEW_SEEDS)
-@pytest.mark.parametrize("n", HEAL_S)
-@pytest.mark.parametrize("split", ["half", "one"])
+@pytest.mark.parametrize(
+    ("n", "split"),
+    [
+        pytest.param(n, split, marks=[slow] if (n, split) == (100, "half") else [])
+        for n in HEAL_S
+        for split in ("half", "one")
+    ],
+)
 def test_a_partition_of_60_s_heals(n: int, split: str, seed: int) -> None:
     swarm = settled(n, seed)
     first = n // 2 if split == "half" else 1

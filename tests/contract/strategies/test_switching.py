@@ -1,4 +1,4 @@
-"""A live swarm changes from every strategy to every other one, and back, on the same nodes.
+"""A live swarm changes from every strategy to others (slow: to every other one), and back, on the same nodes.
 
 While nobody learns, the mean of all vectors is what the swarm has learnt: a change of mode may not touch it.
 """
@@ -68,10 +68,26 @@ async def walk(crowd: Crowd, names: list[str]) -> dict[str, float]:
     return drifts
 
 
-@pytest.mark.parametrize("name", CASES)
-async def test_to_every_other_mode_and_back(name: str):
-    names = list(CASES)
-    others = names[names.index(name) + 1 :]
+NAMES = list(CASES)
+
+
+def others_of(name: str) -> list[str]:
+    """Two others for each, so that everyone is gone to from four, and to each of them."""
+    at = NAMES.index(name)
+    return [NAMES[(at + hop) % len(NAMES)] for hop in (1, 6)]
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        *(pytest.param(name, others_of(name), id=name) for name in NAMES),
+        *(
+            pytest.param(name, NAMES[at + 1 :], id=f"{name}, all", marks=pytest.mark.slow)
+            for at, name in enumerate(NAMES[:-1])
+        ),
+    ],
+)
+async def test_to_other_modes_and_back(name: str, others: list[str]):
     path = [name] + [step for other in others for step in (other, name)]
     async with Crowd(CASES[name], learning_rate=0.0, seed=8) as crowd:
         for node in crowd.nodes:

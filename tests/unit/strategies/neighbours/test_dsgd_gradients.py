@@ -50,7 +50,7 @@ async def test_compressed_gradients_lead_to_the_same_place(kind):
     config = msgspec.structs.replace(GRADIENTS, compression=kind, keep=0.3, threshold=0.05)
     crowd, targets = bowls(config)
     async with crowd:
-        await crowd.start(150)
+        await crowd.start(90)
         await crowd.trained()
         assert np.abs(crowd.mean() - targets.mean(axis=0)).max() < 0.05, kind
         assert set(crowd.outcomes()) == {"ok"}
