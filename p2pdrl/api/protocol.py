@@ -113,6 +113,14 @@ class NodeView(Protocol):
         """The last rounds of the strategy, oldest first."""
         ...
 
+    async def trace(self, seconds: float) -> dict[str, object]:
+        """What all ranks of this node's pipeline did in the last seconds, in Chrome's trace format.
+
+        Raises:
+            ConfigError: this node is in no pipeline.
+        """
+        ...
+
     async def set_mode(self, mode: str, sets: Sequence[str]) -> dict[str, object]:
         """Propose another mode to the swarm; returns before anybody follows it.
 

@@ -7,6 +7,7 @@
 | ``GET /metrics`` | metrics | Prometheus text |
 | ``GET /v1/status`` ``/v1/peers`` ``/v1/config`` | read | JSON |
 | ``GET /v1/mode`` ``/v1/rounds`` | read | JSON |
+| ``GET /v1/pipeline/trace`` | read | Chrome's trace format; ``?seconds=2``, up to 60 |
 | ``GET /v1/events`` | read | event stream; ``?follow=0`` a JSON list; ``?since=N`` |
 | ``GET /v1/checkpoint`` | read | safetensors file |
 | ``POST /v1/checkpoint`` | change | ``{"path"}`` |
@@ -38,6 +39,7 @@ _PIECE_BYTES = 1 << 20
 """aiohttp stalls its loop when it is handed one large buffer."""
 
 _MAX_SETS = 64
+_LONGEST_TRACE_S = 60.0
 
 Route = tuple[str, str, Access, Handler]
 
@@ -63,6 +65,7 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
         ("GET", "/v1/config", Access.READ, views.config),
         ("GET", "/v1/mode", Access.READ, views.mode),
         ("GET", "/v1/rounds", Access.READ, views.rounds),
+        ("GET", "/v1/pipeline/trace", Access.READ, views.trace),
         ("GET", "/v1/events", Access.READ, streams.handle),
         ("GET", "/v1/checkpoint", Access.READ, export.handle),
         ("POST", "/v1/checkpoint", Access.CHANGE, actions.checkpoint),
@@ -113,6 +116,18 @@ class _Views:
 
     async def rounds(self, _request: web.Request) -> web.Response:
         return json_answer(self._node.rounds())
+
+    async def trace(self, request: web.Request) -> web.Response:
+        try:
+            seconds = float(request.query.get("seconds", "2"))
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds <= _LONGEST_TRACE_S:
+            raise ApiRefusal(400, f"seconds must be a number up to {_LONGEST_TRACE_S:g}, and not 0")
+        try:
+            return json_answer(await self._node.trace(seconds))
+        except ConfigError as error:
+            raise ApiRefusal(400, str(error)) from error
 
 
 class _Actions:

@@ -18,6 +18,7 @@ from aiohttp import web
 from p2pdrl.api.protocol import Event
 from p2pdrl.api.routes import mount
 from p2pdrl.config.mode import strategy_from
+from p2pdrl.errors import ConfigError
 
 __all__ = ["FakeEvents", "FakeNode", "Served"]
 
@@ -89,6 +90,7 @@ class FakeNode:
         self.on_leave: Callable[[], None] | None = None
         self.on_mode: Callable[[FakeNode], None] = lambda _node: None
         self.mode_state: dict[str, object] = _mode(name)
+        self.timeline: dict[str, object] | None = {"traceEvents": [{"name": "forward 1", "ph": "X"}]}
         self.last_rounds: list[dict[str, object]] = [_round(1, "ok"), _round(2, "timeout")]
         self.state: dict[str, object] = _status(name, data_dir)
         self.members: list[dict[str, object]] = [_peer(name, 1, True), _peer("node-2", 2, False)]
@@ -138,6 +140,12 @@ class FakeNode:
     def rounds(self) -> list[dict[str, object]]:
         """Two rounds, or what the test has set."""
         return self.last_rounds
+
+    async def trace(self, seconds: float) -> dict[str, object]:
+        """One box, or what the test has set; None is no pipeline."""
+        if self.timeline is None:
+            raise ConfigError("this node is in no pipeline at the moment")
+        return {**self.timeline, "seconds": seconds}
 
     async def set_mode(self, mode: str, sets: Sequence[str]) -> dict[str, object]:
         """Noted in ``done`` if it makes sense; nobody follows unless the test says so."""

@@ -1,4 +1,4 @@
-"""``p2pdrl pipeline plan``: what a pipeline schedule would do, drawn and in numbers, before anything runs."""
+"""``p2pdrl pipeline``: what a schedule would do, before anything runs; what a live pipeline did lately."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from p2pdrl.cli.options import json_option
+from p2pdrl.cli.formats import clean
+from p2pdrl.cli.options import Target, api_options, json_option
 
 if TYPE_CHECKING:
     from p2pdrl.pipeline.timeline import Timeline
@@ -22,7 +23,7 @@ _WIDTH = 100
 
 @click.group()
 def pipeline() -> None:
-    """Plan how one model is trained over several devices."""
+    """Plan how one model is trained over several devices, and look at how it is."""
 
 
 @pipeline.command()
@@ -118,19 +119,61 @@ def plan(
         click.echo("\n".join(_lines(schedule, timeline)))
 
 
+@pipeline.command()
+@api_options
+@click.option(
+    "-o",
+    "--output",
+    "path",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    default=Path("trace.json"),
+    show_default=True,
+    metavar="FILE",
+    help="Where to write.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, max=60, min_open=True),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How far back.",
+)
+def trace(target: Target, *, path: Path, seconds: float) -> None:
+    """Write what a node's pipeline did lately, a row for each of its ranks.
+
+    For chrome://tracing or ui.perfetto.dev. The node asks the others of its pipeline; their clocks are
+    aligned by round trips.
+    """
+    document = target.client().get(f"/v1/pipeline/trace?seconds={seconds:g}")
+    document = document if isinstance(document, dict) else {}
+    _write("--output", path, document)
+    boxes = [one for one in document.get("traceEvents") or [] if one.get("ph") == "X"]
+    others = document.get("otherData") or {}
+    click.echo(f"{len(boxes)} boxes of the last {seconds:g} s are in {path}")
+    for name, why in (others.get("missing") or {}).items():
+        click.echo(f"without {clean(name, 80)}: {clean(why)}", err=True)
+
+
 def _write_trace(path: Path, schedule: str, timeline: Timeline) -> None:
-    """Write what is predicted.
+    """Write what is predicted."""
+    from p2pdrl.pipeline.trace import predicted_trace
+
+    _write("--trace", path, predicted_trace(timeline, f"{schedule}, predicted"))
+
+
+def _write(option: str, path: Path, document: dict[str, Any]) -> None:
+    """Write a trace.
 
     Raises:
         UsageError: it can't be written there.
     """
     from p2pdrl.errors import UsageError
-    from p2pdrl.pipeline.trace import predicted_trace
 
     try:
-        path.write_text(json.dumps(predicted_trace(timeline, f"{schedule}, predicted")), "utf-8")
+        path.write_text(json.dumps(document), "utf-8")
     except OSError as error:
-        raise UsageError(f"--trace {path}: {error.strerror or error}") from error
+        raise UsageError(f"{option} {path}: {error.strerror or error}") from error
 
 
 def _numbers(option: str, text: str, count: int) -> tuple[float, ...]:

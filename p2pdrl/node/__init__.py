@@ -16,4 +16,5 @@
 | keep it | `saving`, `checkpoints`, `atomic` |
 | judge how it goes | `health`, `looplag`, `stop` |
 | show it | `figures`, `mode_figures`, `pipeline_figures`, `view`, `meters`, `events`, `parts`, `summary` |
+| show what a pipeline did | `timelines` |
 """

@@ -28,7 +28,7 @@ from p2pdrl.errors import P2PDRLError, UsageError
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.records import SwarmRecord
-from p2pdrl.node import rumours, state_transfer
+from p2pdrl.node import rumours, state_transfer, timelines
 from p2pdrl.node.checkpoints import Checkpoint, CheckpointStore
 from p2pdrl.node.conduct import Conduct
 from p2pdrl.node.events import EventLog
@@ -199,6 +199,7 @@ class Node:
                     route, training.mode.answer, max_vector_bytes=self._config.node.limits.max_vector_bytes
                 )
             parts.transport.serve_pipes(PIPE_ROUTE, training.mode.accept)
+            parts.transport.serve(timelines.ROUTE, training.timelines.answer)
             giving = Giving(training, parts.ledger, self._events)
             parts.transport.serve(state_transfer.ROUTE, giving.answer)
             state, lineage = await first_state(parts, training, origin, checkpoint)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from p2pdrl.config.regime import Regime, regime_of
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig
@@ -62,6 +62,12 @@ class ModeInForce:
     def outcomes(self) -> Counter[str]:
         """Exchanges by outcome, over all strategies of this boot."""
         return self._past + Counter(self.strategy.outcomes)
+
+    @property
+    def members(self) -> Sequence[str]:
+        """Node ids of those whom our learner works with, in their order, as far as the strategy says so."""
+        members: Sequence[str] = getattr(self.strategy, "members", ())
+        return members
 
     async def use(self, config: StrategyConfig, epoch: int) -> None:
         """Change to another strategy, after the exchange in flight.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.node.process_link import HasDescriptor
@@ -161,7 +161,9 @@ class StagePort:
         self._end()
         if order is not None:
             self._news.put_nowait(StageNews(order.generation, "broken", why=why))
-        waiting = [*self._traces.values(), *([] if self._asked is None else [self._asked[1]])]
+        waiting: list[asyncio.Future[Any]] = [*self._traces.values()]
+        if self._asked is not None:
+            waiting.append(self._asked[1])
         for future in waiting:
             if not future.done():
                 future.set_exception(WorkerError(why))

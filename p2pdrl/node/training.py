@@ -16,7 +16,7 @@ import numpy as np
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import NodeConfig
-from p2pdrl.config.task import TaskConfig
+from p2pdrl.config.task import AlgorithmConfig, PPOConfig, TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import WireError, WorkerError
 from p2pdrl.ids import short
@@ -32,6 +32,7 @@ from p2pdrl.node.mode import ModeInForce
 from p2pdrl.node.state_transfer import State, StateRequest
 from p2pdrl.node.supervisor import LearnerSupervisor
 from p2pdrl.node.swarm_side import SwarmSide
+from p2pdrl.node.timelines import Timelines
 from p2pdrl.strategies.judgement import Summary
 from p2pdrl.strategies.pipeline.port import Pipes
 from p2pdrl.strategies.protocol import Context, RoundReport
@@ -148,6 +149,16 @@ class Training:
             env_steps=lambda: self.crew.totals.env_steps,
             observed=observed,
             rounds=(self.accounting.round, rounds),
+        )
+
+        self.timelines = Timelines(
+            me=me,
+            stages=self.supervisor.stages,
+            members=lambda: self.mode.members,
+            transport=transport,
+            clock=clock,
+            alive=alive,
+            named=named,
         )
 
     # --- life -------------------------------------------------------------------------------
@@ -298,6 +309,7 @@ class Training:
             group_process=GroupProcesses(config.learner) if config.trusted_network else None,
             stages=self.supervisor.stages,
             pipes=self._pipes,
+            minibatches=_minibatches(self.task.algorithm),
         )
 
     def _request(self) -> StateRequest:
@@ -320,3 +332,8 @@ class Training:
                 self._events.emit("moments-failed", str(error), level="warning")
         if new_updates > 0:
             self.mode.strategy.updated(new_updates)
+
+
+def _minibatches(algorithm: AlgorithmConfig) -> int:
+    """Gradients of one update."""
+    return algorithm.epochs * algorithm.minibatches if isinstance(algorithm, PPOConfig) else 1

@@ -105,6 +105,15 @@ class View:
         """The document of ``/v1/rounds``."""
         return _need(self._figures).rounds()
 
+    async def trace(self, seconds: float) -> dict[str, object]:
+        """The timeline of this node's pipeline.
+
+        Raises:
+            ConfigError: this node is in none.
+            CheckpointError: this node has no swarm yet.
+        """
+        return await _need(_need(self._parts).training).timelines.collect(seconds)
+
     async def set_mode(self, mode: str, sets: Sequence[str]) -> dict[str, object]:
         """Propose another mode to the swarm.
 

@@ -210,6 +210,7 @@ class Context:
         group_process: in which torch.distributed runs; None where the node has none to offer.
         stages: the learner as a rank of a pipeline; None where the node has none to offer.
         pipes: opens pipes between stages; None likewise.
+        minibatches: of one update of the algorithm, which a pipeline's predictions take into account.
     """
 
     swarm: Swarm
@@ -226,6 +227,7 @@ class Context:
     group_process: GroupProcess | None = None
     stages: Stages | None = None
     pipes: Pipes | None = None
+    minibatches: int = 1
 
 
 class Strategy(Protocol):

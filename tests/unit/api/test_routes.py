@@ -54,6 +54,7 @@ READS = [
     "/v1/config",
     "/v1/mode",
     "/v1/rounds",
+    "/v1/pipeline/trace",
     "/v1/events?follow=0",
     "/v1/checkpoint",
     "/readyz",
@@ -265,3 +266,25 @@ async def test_an_error_of_the_node_is_told_in_one_line(start):
     answer = await client.post("/v1/checkpoint", headers=bearer(node))
     assert answer.status == 503
     assert (await answer.json())["error"] == "the disk is full: free some space"
+
+
+@pytest.mark.parametrize(("query", "status"), [("", 200), ("?seconds=0.5", 200), ("?seconds=60", 200)])
+async def test_a_timeline_of_so_many_seconds(start, query, status):
+    client = await start(FakeNode())
+    answer = await client.get(f"/v1/pipeline/trace{query}")
+    assert answer.status == status
+    assert (await answer.json())["seconds"] == float(query.partition("=")[2] or 2)
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "61", "nan", "inf", "soon"])
+async def test_a_timeline_of_nonsense_is_refused(start, seconds):
+    client = await start(FakeNode())
+    answer = await client.get(f"/v1/pipeline/trace?seconds={seconds}")
+    assert answer.status == 400
+
+
+async def test_without_a_pipeline_there_is_no_timeline(start):
+    node = FakeNode()
+    node.timeline = None
+    answer = await (await start(node)).get("/v1/pipeline/trace")
+    assert (answer.status, "no pipeline" in (await answer.json())["error"]) == (400, True)

@@ -142,3 +142,22 @@ def test_planning_imports_nothing_heavy():
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_what_a_live_pipeline_did_is_written(p2pdrl, served, tmp_path):
+    path = tmp_path / "out.json"
+    served.node.timeline["otherData"] = {"missing": {"rank 1: n\x1b1": "it isn't known to be alive"}}
+    result = p2pdrl("pipeline", "trace", "-o", str(path), "--seconds", "3", "--api", served.address)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == f"1 boxes of the last 3 s are in {path}\n"
+    assert result.stderr == "without rank 1: n?1: it isn't known to be alive\n"
+    written = json.loads(path.read_text("utf-8"))
+    assert (written["seconds"], len(written["traceEvents"])) == (3.0, 1)
+
+
+def test_without_a_live_pipeline_there_is_no_trace(p2pdrl, served, tmp_path):
+    served.node.timeline = None
+    result = p2pdrl("pipeline", "trace", "-o", str(tmp_path / "out.json"), "--api", served.address)
+    assert result.exit_code == 2
+    assert "in no pipeline" in result.stderr
+    assert not (tmp_path / "out.json").exists()
