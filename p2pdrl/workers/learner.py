@@ -5,9 +5,10 @@ One turn of its loop:
 
 1. read the daemon's messages (pace, progress, others' normaliser moments, another regime, stop),
    before the first turn until the pace is known;
-2. bring another regime into force (`regimes`);
+2. bring another regime into force (`regimes`), and under one of stages another order (`staging`);
 3. take what peers changed from the board's inbox: add a delta, or replace everything by a set (`replica`);
 4. collect one unroll and update; some regimes post gradients or parameters and wait meanwhile (`posts`);
+   as a stage of a pipeline the learner takes part in another's updates instead, unless it is the first;
 5. publish parameters and sidecar, report.
 
 A helper (`Join`) is a further learner of the same node: it steps the vector that the first one shares with
@@ -51,6 +52,8 @@ from p2pdrl.workers.protocol import (
 )
 from p2pdrl.workers.regimes import Regimes
 from p2pdrl.workers.replica import Replica
+from p2pdrl.workers.stage_protocol import Finish, Measure, Stage, Trace
+from p2pdrl.workers.staging import Staging
 
 if TYPE_CHECKING:
     from p2pdrl.rl.registry import AnyTrainer
@@ -78,6 +81,13 @@ class Learner:
         self._replica = Replica(trainer, board)
         self._regimes = Regimes(
             trainer, self._replica, say=self._say, listen=self._listen, paused=lambda: self._paused
+        )
+        self._staging = Staging(
+            trainer,
+            self._replica,
+            say=self._say,
+            listen=lambda: self._listen(0.0),
+            paused=lambda: self._paused,
         )
         self._updates = 0
         self._env_steps = 0
@@ -110,17 +120,28 @@ class Learner:
 
     def run(self) -> None:
         """Train until told to stop, or until the daemon is gone."""
-        self._obey_first_words()
-        while self._going and self._obey(self._mailbox.receive(self._wait_s())):
-            self._regimes.turn()
-            self._replica.take()
-            if not self._paused and self._regimes.ready and time.monotonic() >= self._next_s:
-                self._update()
-            self._replica.publish()
-            self._report_if_due()
+        try:
+            self._obey_first_words()
+            while self._going and self._obey(self._mailbox.receive(self._wait_s())):
+                self._turn()
+        finally:
+            self._staging.close()
         self._replica.publish(always=True)
         self._report()
         self._mailbox.drain(1.0)
+
+    def _turn(self) -> None:
+        """Do one turn of the loop, after the messages are obeyed."""
+        self._staging.leave()
+        self._regimes.turn()
+        self._staging.turn(stages=self._regimes.regime.stages)
+        if self._staging.takes:
+            self._replica.take()
+        if not self._paused and self._ready and time.monotonic() >= self._next_s:
+            self._update()
+        self._staging.work()
+        self._replica.publish()
+        self._report_if_due()
 
     def _obey_first_words(self) -> None:
         """Read until the pace is known and nothing follows, so that no update is made without it.
@@ -140,8 +161,15 @@ class Learner:
         """When the next update may begin."""
         return self._began_s + self._min_update_s
 
+    @property
+    def _ready(self) -> bool:
+        """Whether there is anything to update."""
+        return self._regimes.ready and self._staging.trains
+
     def _wait_s(self) -> float:
-        if self._paused or not self._regimes.ready:
+        if self._staging.serves:
+            return 0.0  # it waits for its neighbours
+        if self._paused or not self._ready:
             return IDLE_POLL_S
         return min(max(self._next_s - time.monotonic(), 0.0), IDLE_POLL_S)
 
@@ -162,8 +190,12 @@ class Learner:
                 case Stop():
                     self._going = False
                     self._regimes.stop()
-                case Work():
+                    self._staging.end(stages=False)
+                case Work(regime=regime):
                     self._regimes.hear(message, self._mailbox.take_fd)
+                    self._staging.end(stages=regime.stages)
+                case Stage() | Finish() | Measure() | Trace():
+                    self._staging.hear(message, self._mailbox.take_fd)
                 case Pace(paused=paused, max_updates_per_s=rate):
                     self._paced = True
                     self._paused = paused
@@ -183,13 +215,16 @@ class Learner:
 
     def _update(self) -> None:
         self._began_s = time.monotonic()
-        stats = self._trainer.step()
+        stats = self._staging.step()
+        if stats is None:
+            return
         self._replica.moved(versions=int(self._regimes.regime.steps))
         self._updates += 1
         self._env_steps += stats.env_steps
         self._episodes += len(stats.episodes)
         self._returns += [episode_return for episode_return, _ in stats.episodes]
         self._metrics = stats.metrics
+        self._staging.updated()
         self._regimes.updated(stats.env_steps)
 
     def _report_if_due(self) -> None:
@@ -211,7 +246,7 @@ class Learner:
                 env_steps=self._env_steps,
                 episodes=self._episodes,
                 returns=self._returns,
-                metrics=self._metrics,
+                metrics=self._staging.metrics(self._metrics),
                 moments=moments,
             )
         )
@@ -226,13 +261,15 @@ def _build(start: Start) -> tuple[AnyTrainer, str]:
     from p2pdrl.rl.registry import build_trainer
     from p2pdrl.rl.trainer import resolve_device
 
-    device = str(resolve_device(start.device))
+    device = str(resolve_device(start.split_devices[0] if start.split_devices else start.device))
 
     task = msgspec.json.decode(start.task, type=TaskConfig)
     engine = EngineOptions(
         microbatches=start.microbatches,
         checkpoint_activations=start.checkpoint_activations,
         activation_limit_bytes=start.activation_limit_bytes,
+        split_devices=start.split_devices,
+        split_cuts=start.split_cuts,
         say=lambda text: print(f"learner: {text}", file=sys.stderr),
     )
     trainer = build_trainer(

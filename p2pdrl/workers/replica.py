@@ -7,7 +7,11 @@ delta's and our own the greater stays. Where a server steps, only sets move it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from p2pdrl.errors import WorkerError
 from p2pdrl.tensors.board import LearnerBoard
@@ -16,6 +20,9 @@ if TYPE_CHECKING:
     from p2pdrl.rl.registry import AnyTrainer
 
 __all__ = ["Replica"]
+
+Vector = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]
 
 
 class Replica:
@@ -62,6 +69,12 @@ class Replica:
             self.version = max(self.version, taken.policy_version)
         self._changed = True
         return True
+
+    def become(self, vector_D: Vector, state: Mapping[str, Array], version: int) -> None:
+        """Take over what a pipeline computed: parameters, and those arrays of the sidecar that it knows."""
+        self.trainer.set_state(vector_D, {**self.trainer.sidecar(), **state})
+        self.version = version
+        self._changed = True
 
     def moved(self, *, versions: int) -> None:
         """Note that training changed the state, and by how many versions."""

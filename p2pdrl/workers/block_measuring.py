@@ -1,0 +1,57 @@
+"""What each block of a learner's policy costs on its device. Imports torch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from p2pdrl.errors import ConfigError
+from p2pdrl.rl.block_costs import measure_blocks
+from p2pdrl.rl.networks.lstm import Context
+from p2pdrl.rl.stages.rows import RowSpec
+from p2pdrl.workers.stage_protocol import Blocks
+
+if TYPE_CHECKING:
+    from p2pdrl.rl.registry import AnyTrainer
+
+__all__ = ["measured"]
+
+
+def measured(trainer: AnyTrainer, microbatches: int) -> Blocks:
+    """Measure the blocks with one microbatch of the longest batch that the task has.
+
+    Parameters, gradients and random numbers of the trainer stay as they are.
+
+    Args:
+        trainer: of the model.
+        microbatches: into how many that batch is cut.
+    """
+    try:
+        parts = trainer.parts()
+    except ConfigError as error:
+        return Blocks(microbatches, (), "", error=str(error))
+    device = next(parameter.device for block in parts.blocks for parameter in block.parameters())
+    rows = math.ceil(parts.most_rows / max(microbatches, 1))
+    random = torch.Generator().manual_seed(0)
+    context = {name: _zeros(spec, rows, device) for name, spec in parts.context.items()}
+    layers = measure_blocks(
+        parts.blocks,
+        _inputs(parts.inputs, rows, random).to(device),
+        Context(**context),
+        titles=parts.block_map.titles,
+    )
+    return Blocks(microbatches, tuple(layers), str(device))
+
+
+def _inputs(spec: RowSpec, rows: int, random: torch.Generator) -> Tensor:
+    shape = (rows, *spec.shape)
+    if spec.dtype.is_floating_point:
+        return torch.randn(shape, generator=random, dtype=spec.dtype)
+    return torch.randint(spec.below or 256, shape, generator=random, dtype=spec.dtype)
+
+
+def _zeros(spec: RowSpec, rows: int, device: torch.device) -> Any:
+    return torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=device)

@@ -1,0 +1,332 @@
+"""A learner as a stage of a pipeline: which order is in force, and what becomes of it.
+
+    ordered ──► ready ──► (rank 0) update after update; at every K-th all ranks get a copy of the whole state
+                          (others) one update after another served
+                   └──► over: told to finish │ broken: a neighbour failed │ ended by another order or regime
+
+Without an order the learner stands still. Rank 0 trains as any learner does, but that its gradients come from
+all ranks. What peers post on its board it takes at those copies only, so that all ranks get it; the others
+have what rank 0 has, and take nothing from theirs.
+
+A neighbour's failure ends the generation here: the update is dropped, and with it the experience that it was
+made from; parameters and optimizer are those of the last update or copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from p2pdrl.errors import ConfigError, PeerTimeoutError, TransportError
+from p2pdrl.pipeline.order import StageNews, StageOrder
+from p2pdrl.workers.replica import Replica
+from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
+
+if TYPE_CHECKING:
+    from p2pdrl.rl.registry import AnyTrainer
+    from p2pdrl.rl.stages.rank import Assembled
+    from p2pdrl.rl.stages.recorder import Recorder
+    from p2pdrl.rl.trainer import StepStats
+    from p2pdrl.workers.seats import Pipes, Seat
+
+__all__ = ["Staging"]
+
+POLL_S = 0.05
+FLUSH_LIMIT_S = 5.0
+_ENGINE_ONLY = ("stages", "bubble", "step_s", "activation_bytes")
+"""Figures of the engine that are told as the seat's."""
+
+
+class Staging:
+    """The seat that is taken, and the order that was heard.
+
+    Args:
+        trainer: of the model.
+        replica: its parameters.
+        say: sends a message to the daemon.
+        listen: hears the daemon's messages, without waiting, obeys them, and reports when that is due.
+        paused: whether the learner is held.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        trainer: AnyTrainer,
+        replica: Replica,
+        *,
+        say: Callable[[Blocks | News | Traced], None],
+        listen: Callable[[], None],
+        paused: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._trainer = trainer
+        self._replica = replica
+        self._say = say
+        self._listen = listen
+        self._paused = paused
+        self._clock = clock
+        self._seat: Seat | None = None
+        self._recorder: Recorder | None = None
+        self._order: tuple[StageOrder, Pipes] | None = None
+        self._own: tuple[Any, Any] | None = None
+        self._stages = self._stages_next = False
+        self._ended = False
+        self._finish: int | None = None
+        self._asked: list[int] = []
+        self._costs: dict[int, Blocks] = {}
+        self._figures: dict[str, float] = {}
+        self._idle_since_s = 0.0
+
+    # What the learner asks
+
+    @property
+    def takes(self) -> bool:
+        """Whether what lies on the board is taken between any two updates."""
+        return self._seat is None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the learner makes updates at all: not without an order, nor on any rank but the first."""
+        if not self._stages:
+            return True
+        seat = self._seat
+        return seat is not None and seat.head is not None and self._finish != seat.order.generation
+
+    @property
+    def serves(self) -> bool:
+        """Whether updates of another rank are waited for: `work` does so, and nothing else need wait."""
+        return self._seat is not None and self._seat.server is not None
+
+    def metrics(self, own: dict[str, float]) -> dict[str, float]:
+        """Return what to report: the trainer's figures and the seat's; none of the former where it serves."""
+        return self._figures if self.serves else {**own, **self._figures}
+
+    # What the daemon says
+
+    def hear(self, message: Stage | Finish | Measure | Trace, take_fd: Callable[[], int]) -> None:
+        """Note what is to be done between two updates; another order ends the wait for a neighbour at once.
+
+        Args:
+            message: it.
+            take_fd: claims the next descriptor that came along.
+
+        Raises:
+            WorkerError: a descriptor is missing.
+        """
+        match message:
+            case Trace():
+                self._say(self._trace(message))
+            case Finish(generation=generation):
+                self._finish = generation
+            case Measure(microbatches=microbatches):
+                self._asked.append(microbatches)
+            case Stage(order=order):
+                pipes = {side: (take_fd(), ticket) for side, ticket in message.tickets}
+                self._forget_order()
+                self._order = order, pipes
+                if not self._stages_next:
+                    self._forget_order()
+                    self._tell(order, "broken", why="the learner works by a regime without stages")
+
+    def end(self, *, stages: bool) -> None:
+        """Another regime comes, or none: whatever is under way ends, and no order before it counts.
+
+        Args:
+            stages: whether the next regime has any.
+        """
+        self._ended = True
+        self._stages_next = stages
+        self._forget_order()
+
+    # What the learner does
+
+    def leave(self) -> None:
+        """Leave the seat if another order or regime has ended it; before that one comes into force."""
+        if self._interrupted():
+            self._rise()
+
+    def turn(self, *, stages: bool) -> None:
+        """Carry out the order that was heard last.
+
+        Args:
+            stages: whether the regime in force has any.
+        """
+        self._stages, self._ended = stages, False
+        if self._order is None:
+            return
+        (order, pipes), self._order = self._order, None
+        # Not above: torch is slow to import, and a learner that is no stage has no need of it here.
+        from p2pdrl.workers.seats import Ears, take_seat
+
+        self._replica.take()
+        self._replica.publish()
+        ears = Ears(self._listen, self._interrupted, lambda news: self._say(News(news)))
+        try:
+            seat = take_seat(order, pipes, self._trainer, ears)
+        except (TransportError, ConfigError, OSError) as error:
+            if not self._interrupted():
+                self._tell(order, "broken", why=str(error))
+            return
+        self._seat, self._recorder = seat, seat.recorder
+        if seat.head is not None:
+            self._own = self._trainer.engine, self._trainer.stepper
+            self._trainer.engine = self._trainer.stepper = seat.head
+        self._figures = seat.figures({})
+        self._idle_since_s = self._clock()
+        self._tell(order, "ready")
+
+    def step(self) -> StepStats | None:
+        """Have the trainer make an update; None when a neighbour failed, and it isn't to be counted."""
+        seat = self._seat
+        if seat is None:
+            return self._trainer.step()
+        try:
+            stats = self._trainer.step()
+        except TransportError as error:
+            self._break(seat, error)
+            return None
+        self._figures = seat.figures(stats.metrics)
+        for name in _ENGINE_ONLY:
+            stats.metrics.pop(name, None)
+        return stats
+
+    def updated(self) -> None:
+        """Copy the whole state to all ranks, if that is due after the update."""
+        seat = self._seat
+        if seat is None or seat.head is None or seat.head.held is None:
+            return
+        try:
+            self._copy(seat, seat.head.held)
+        except TransportError as error:
+            self._break(seat, error)
+            return
+        self._tell(seat.order, "copied")
+
+    def work(self) -> None:
+        """Do what is to be done between two updates, and on all ranks but the first serve one."""
+        while self._asked:
+            self._measure(self._asked.pop())
+        seat = self._seat
+        if seat is None:
+            return
+        try:
+            if seat.server is not None:
+                self._serve(seat)
+            elif self._finish == seat.order.generation:
+                self._end(seat)
+            else:
+                seat.neighbours.check()
+        except TransportError as error:
+            self._break(seat, error)
+
+    def close(self) -> None:
+        """Leave, and let go of everything."""
+        self._forget_order()
+        self._rise()
+
+    def _interrupted(self) -> bool:
+        return self._ended or self._order is not None
+
+    def _serve(self, seat: Seat) -> None:
+        """Take part in an update, if one comes soon."""
+        assert seat.server is not None  # noqa: S101 - whoever calls has looked
+        if not seat.neighbours.waiting("down", POLL_S):
+            now_s = self._clock()
+            if self._paused():
+                self._idle_since_s = now_s
+            elif now_s > self._idle_since_s + seat.order.idle_timeout_s:
+                seat.neighbours.side = "previous"
+                raise PeerTimeoutError(f"there was no update for {seat.order.idle_timeout_s:g} s")
+            return
+        whole = seat.server.serve()
+        self._figures = seat.figures(seat.server.metrics())
+        self._idle_since_s = self._clock()
+        if whole is None:
+            return
+        assert whole.optimizer is not None  # noqa: S101 - spread with the optimizer's state only
+        self._replica.become(whole.vector_D, whole.optimizer, whole.version)
+        self._replica.publish()
+        if whole.last:
+            self._over(seat)
+        else:
+            self._tell(seat.order, "copied")
+
+    def _end(self, seat: Seat) -> None:
+        """End the pipeline, with a copy of the whole state to all ranks."""
+        assert seat.head is not None  # noqa: S101 - whoever calls has looked
+        whole = seat.head.fetch(state=True, spread=True, last=True)
+        assert whole.optimizer is not None  # noqa: S101 - fetched
+        self._replica.become(whole.vector_D, whole.optimizer, self._replica.version)
+        self._copy(seat, whole)
+        self._over(seat)
+
+    def _copy(self, seat: Seat, whole: Assembled) -> None:
+        """Take what peers have posted, let all ranks have what has become of it, and publish."""
+        assert seat.head is not None  # noqa: S101 - whoever calls has looked
+        changed = self._replica.take()
+        whole = replace(whole, version=self._replica.version)
+        if changed:
+            state = self._trainer.sidecar()
+            whole = replace(
+                whole,
+                vector_D=self._trainer.flat.copy(),
+                optimizer={name: np.array(state[name]) for name in whole.optimizer or {}},
+            )
+        seat.head.give(whole, changed=changed)
+        self._replica.publish()
+
+    def _over(self, seat: Seat) -> None:
+        """Leave in good order: the ranks behind get what is on its way to them."""
+        with contextlib.suppress(TransportError):  # they tell themselves if they didn't
+            seat.neighbours.flush(FLUSH_LIMIT_S)
+        self._rise()
+        self._tell(seat.order, "over")
+
+    def _break(self, seat: Seat, error: TransportError) -> None:
+        """Leave, and say why, unless the daemon itself had it end."""
+        self._rise()
+        if self._interrupted():
+            return
+        side = seat.neighbours.side
+        print(f"learner: generation {seat.order.generation} of the pipeline broke: {error}", file=sys.stderr)
+        self._replica.publish()
+        self._tell(seat.order, "broken", side=side, why=str(error))
+
+    def _rise(self) -> None:
+        """Leave the seat; the trainer works by itself again."""
+        seat, self._seat = self._seat, None
+        if seat is None:
+            return
+        self._figures = {}
+        seat.close()
+        if self._own is not None:
+            (self._trainer.engine, self._trainer.stepper), self._own = self._own, None
+
+    def _forget_order(self) -> None:
+        if self._order is not None:
+            (_, pipes), self._order = self._order, None
+            for fd, _ in pipes.values():
+                os.close(fd)
+
+    def _measure(self, microbatches: int) -> None:
+        if microbatches not in self._costs:
+            from p2pdrl.workers.block_measuring import measured
+
+            self._costs[microbatches] = measured(self._trainer, microbatches)
+        self._say(self._costs[microbatches])
+
+    def _trace(self, asked: Trace) -> Traced:
+        """Return what was done lately, in this generation or the last one."""
+        clock_s = time.perf_counter()
+        spans = self._recorder.spans(clock_s - asked.seconds) if self._recorder is not None else []
+        return Traced(asked.number, clock_s, time.monotonic(), tuple(spans))
+
+    def _tell(self, order: StageOrder, what: Any, **more: Any) -> None:
+        self._say(News(StageNews(order.generation, what, policy_version=self._replica.version, **more)))

@@ -1,0 +1,216 @@
+"""Learners that are stages: real trainers, boards, mailboxes and pipes, each in a thread of this process."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+
+import numpy as np
+import torch
+
+from p2pdrl.config.regime import Regime
+from p2pdrl.config.task import EnvConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
+from p2pdrl.pipeline.order import StageOrder
+from p2pdrl.rl.engines import EngineOptions
+from p2pdrl.rl.registry import build_trainer
+from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
+from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.workers.learner import Learner
+from p2pdrl.workers.mailbox import Mailbox
+from p2pdrl.workers.protocol import FrameBuffer, Pace, Report, Stop, Work, decode_from_learner, frame
+from p2pdrl.workers.stage_protocol import Finish, News, Stage
+
+from ..transport.pipes import KEYS
+from .pipes import joined
+
+PATIENCE_S = 20.0
+"""No test waits for it."""
+STAGES = Regime(stages=True)
+
+CARTPOLE = TaskConfig(
+    seed=5,
+    env=EnvConfig(num_envs=2),
+    network=NetworkConfig(hidden=(16, 12, 10)),
+    algorithm=PPOConfig(unroll_steps=24, epochs=2, minibatches=2),
+)
+RECURRENT = TaskConfig(
+    seed=5,
+    env=EnvConfig(num_envs=3),
+    network=NetworkConfig(hidden=(8,), core="lstm", core_size=6),
+    algorithm=PPOConfig(unroll_steps=12, epochs=1, minibatches=1),
+)
+CLASSIFIER = TaskConfig(
+    algorithm=RegressionConfig(
+        kind="classifier", features=8, rows=256, classes=3, hidden=(12, 10, 8), optimizer="adam", workers=1
+    )
+)
+
+
+def build(task, seed=1, microbatches=1):
+    return build_trainer(task, seed, "cpu", engine=EngineOptions(microbatches=microbatches))
+
+
+def orders(blocks, ranks, *, schedule="1f1b", stages=None, generation=1, **options):
+    """One for each rank."""
+    stages = stages or ranks
+    fields = {"microbatches": 4, "timeout_s": 30.0, "idle_timeout_s": 60.0, "state_every": 2, **options}
+    cuts = tuple(blocks * stage // stages for stage in range(1, stages))
+    return [
+        StageOrder(
+            generation=generation,
+            rank=rank,
+            blocks=blocks,
+            cuts=cuts,
+            schedule=schedule,
+            ranks=ranks,
+            **fields,
+        )
+        for rank in range(ranks)
+    ]
+
+
+class Hosted:
+    """A learner, and its daemon's end of everything.
+
+    Attributes:
+        at_step: called with the number of updates after each.
+    """
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.at_step = lambda number: None
+        self.steps = 0
+        self._own_step, trainer.step = trainer.step, self._step
+        self.spec = BoardSpec(trainer.layout, trainer.sidecar_layout)
+        self.region = SharedRegion.create(self.spec.nbytes, "board")
+        self.board = DaemonBoard(self.region, self.spec)
+        self.sock, theirs = socket.socketpair()
+        self.mailbox = Mailbox(theirs)
+        self.learner = Learner(trainer, LearnerBoard(self.region, self.spec), self.mailbox)
+        self.heard = queue.SimpleQueue()
+        self.reports, self.error = [], None
+        self._threads = [threading.Thread(target=each) for each in (self._live, self._read)]
+
+    def start(self, regime=STAGES):
+        self.say(Work(regime, 1), Pace(paused=False, max_updates_per_s=0.0))
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def _step(self):
+        stats = self._own_step()
+        self.steps += 1
+        self.at_step(self.steps)
+        return stats
+
+    def _live(self):
+        torch.set_num_threads(1)
+        try:
+            self.learner.begin(restore=False)
+            self.learner.run()
+        except Exception as error:  # noqa: BLE001 - shown by whoever waits
+            self.error = error
+        self.mailbox.close()
+
+    def _read(self):
+        frames = FrameBuffer()
+        while data := self.sock.recv(1 << 20):
+            for body in frames.feed(data):
+                message = decode_from_learner(body)
+                if isinstance(message, Report):
+                    self.reports.append(message)
+                else:
+                    self.heard.put(message)
+
+    def say(self, *messages):
+        self.sock.sendall(b"".join(frame(message) for message in messages))
+
+    def order(self, order, pipes):
+        tickets = tuple((side, ticket) for side, (_, ticket) in pipes.items())
+        data, fds = frame(Stage(order, tickets)), [fd for fd, _ in pipes.values()]
+        if fds:
+            data = data[socket.send_fds(self.sock, [data], fds) :]
+        self.sock.sendall(data)
+        for fd in fds:
+            os.close(fd)
+
+    def hear(self):
+        try:
+            return self.heard.get(timeout=PATIENCE_S)
+        except queue.Empty:
+            raise AssertionError(f"nothing was said; the learner: {self.error!r}") from self.error
+
+    def news(self, *whats):
+        """The next news of these kinds; others are passed over."""
+        while True:
+            message = self.hear()
+            if isinstance(message, News) and message.news.what in whats:
+                return message.news
+
+    def wait(self, condition):
+        until_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < until_s
+            time.sleep(0.005)
+
+    def now(self):
+        out = np.empty(self.spec.layout.size, np.float32)
+        return out, self.board.now(out).policy_version
+
+    def optimizer(self):
+        return {k: v for k, v in self.board.sidecar().items() if k.startswith("optimizer.")}
+
+    def close(self):
+        try:
+            self.say(Stop())
+        except OSError:
+            pass
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(PATIENCE_S)
+                assert not thread.is_alive()
+        self.mailbox.close()
+        self.sock.close()
+        self.region.close()
+
+
+class Team:
+    """Learners that hold one model among them."""
+
+    def __init__(self, task, ranks, regime=STAGES):
+        self.task = task
+        self.members = [Hosted(build(task, seed=1 + rank)) for rank in range(ranks)]
+        for member in self.members:
+            member.start(regime)
+
+    @property
+    def head(self):
+        return self.members[0]
+
+    @property
+    def blocks(self):
+        return len(self.head.trainer.parts().blocks)
+
+    def form(self, keys=KEYS, members=None, **options):
+        members = self.members if members is None else members
+        made = orders(self.blocks, len(members), **options)
+        circle = options.get("schedule") == "interleaved"
+        pipes = joined(len(members), circle, keys) if len(members) > 1 else [{}]
+        for member, order, mine in zip(members, made, pipes, strict=True):
+            member.order(order, mine)
+
+    def finish_after(self, updates, generation=1):
+        """Have the head end with this update of its life."""
+
+        def at_step(number):
+            if number == updates:
+                self.head.say(Finish(generation))
+
+        self.head.at_step = at_step
+
+    def close(self):
+        for member in self.members:
+            member.close()

@@ -1,0 +1,394 @@
+"""Learners as stages: they learn what one learner does, keep each other's state, and survive each other."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from p2pdrl.config.regime import FREE
+from p2pdrl.rl.stepping import OwnStepper
+from p2pdrl.workers.protocol import Pace, Stop, Work
+from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, Trace, Traced
+
+from ..transport.pipes import KEYS
+from .pipes import close_all, joined
+from .stage_learners import CARTPOLE, CLASSIFIER, RECURRENT, STAGES, Hosted, Team, build, orders
+
+
+@pytest.fixture
+def team():
+    made = []
+
+    def make(*arguments, **options):
+        made.append(Team(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def alone(task, updates, microbatches=4):
+    trainer = build(task, seed=1, microbatches=microbatches)
+    for _ in range(updates):
+        trainer.step()
+    return trainer
+
+
+def assert_close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+# --- learning ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "ranks", "options"),
+    [
+        (CARTPOLE, 2, {"keys": None}),
+        (CARTPOLE, 2, {"schedule": "interleaved", "stages": 4}),
+        (CLASSIFIER, 3, {"schedule": "gpipe", "checkpoint_activations": True}),
+        (RECURRENT, 2, {}),
+        (CARTPOLE, 1, {}),
+    ],
+)
+def test_stages_learn_what_one_learner_does(team, task, ranks, options):
+    updates = 3
+    expected = alone(task, updates)
+    team = team(task, ranks)
+    team.finish_after(updates)
+    team.form(**options)
+    for rank, member in enumerate(team.members):
+        said = [member.news("ready", "copied", "over", "broken") for _ in range(3)]
+        assert [news.what for news in said] == ["ready", "copied", "over"], said
+        assert [news.policy_version for news in said] == [0, 2, 3]
+        assert {news.generation for news in said} == {1}
+        vector, version = member.now()
+        assert_close(vector, expected.flat)
+        assert version == 3
+        for name, array in member.optimizer().items():
+            assert_close(array, expected.sidecar()[name])
+        assert member.steps == (updates if rank == 0 else 0)
+    for member in team.members[1:]:
+        np.testing.assert_array_equal(member.now()[0], team.head.now()[0])
+
+
+def test_who_has_no_order_stands_still_and_takes_what_is_posted(team):
+    member = team(CLASSIFIER, 1).head
+    member.wait(lambda: member.reports)
+    member.board.post_set(np.full(member.spec.layout.size, 3.0, np.float32), None, 17)
+    member.wait(lambda: member.board.absorbed)
+    assert member.now()[1] == 17
+    assert member.steps == 0
+
+
+def test_what_lies_on_the_board_comes_before_an_order(team):
+    team = team(CLASSIFIER, 2)
+    expected = alone(CLASSIFIER, 0)
+    expected.set_state(np.full(expected.layout.size, 0.01, np.float32), None)
+    for _ in range(2):
+        expected.step()
+    for member in team.members:
+        member.wait(lambda member=member: member.board.published_once)
+        member.board.post_set(np.full(member.spec.layout.size, 0.01, np.float32), None, 40)
+    team.finish_after(2)
+    team.form()
+    for member in team.members:
+        assert member.news("ready").policy_version == 40
+        assert member.news("over").policy_version == 42
+        assert_close(member.now()[0], expected.flat)
+
+
+def test_deltas_are_taken_at_copies_and_reach_all_ranks(team):
+    size = alone(CLASSIFIER, 0).layout.size
+    delta = np.linspace(-0.1, 0.1, size, dtype=np.float32)
+    team = team(CLASSIFIER, 3)
+    expected = alone(CLASSIFIER, 2)
+    expected.add_delta(delta)
+    for _ in range(2):
+        expected.step()
+
+    def at_step(number):
+        if number == 1:
+            team.head.board.post_delta(delta, 100)
+        if number == 4:
+            team.head.say(Finish(1))
+
+    team.head.at_step = at_step
+    team.form()
+    for member in team.members:
+        said = [member.news("copied", "over", "broken") for _ in range(3)]
+        assert [(news.what, news.policy_version) for news in said] == [
+            ("copied", 100),
+            ("copied", 102),
+            ("over", 102),
+        ]
+        assert_close(member.now()[0], expected.flat)
+        assert member.board.absorbed
+    np.testing.assert_array_equal(team.members[2].now()[0], team.head.now()[0])
+
+
+def test_a_set_at_a_copy_brings_its_optimizer(team):
+    other = alone(CLASSIFIER, 7, microbatches=1)
+    team = team(CLASSIFIER, 2)
+    sidecar = {name: np.array(array) for name, array in other.sidecar().items()}
+    team.head.at_step = lambda number: {
+        1: lambda: team.head.board.post_set(other.flat.copy(), sidecar, 500),
+        3: lambda: team.head.say(Finish(1)),
+    }.get(number, lambda: None)()
+    team.form(state_every=1)
+    # the first copy takes it, and two updates follow
+    for member in team.members:
+        assert member.news("copied").policy_version == 500
+        assert member.news("over").policy_version == 502
+        assert int(member.optimizer()["optimizer.steps"]) == 9
+    np.testing.assert_array_equal(team.members[1].now()[0], team.head.now()[0])
+
+
+def test_who_serves_takes_nothing_until_it_has_another_order(team):
+    team = team(CLASSIFIER, 2)
+    first, second = team.members
+
+    def post(number):
+        if number == 1:
+            second.board.post_delta(np.ones(second.spec.layout.size, np.float32), 9)
+        if number == 4:
+            first.say(Finish(1))
+
+    first.at_step = post
+    team.form()
+    second.news("copied")
+    assert not second.board.absorbed
+    second.news("over")
+    second.wait(lambda: second.board.absorbed)
+    assert_close(second.now()[0], first.now()[0] + 1.0)
+
+
+def test_figures_and_counts(team):
+    team = team(CARTPOLE, 2)
+    team.form(generation=4)
+    team.head.news("copied")
+    for rank, member in enumerate(team.members):
+        member.wait(lambda member=member: member.reports and "pipeline_step_s" in member.reports[-1].metrics)
+        report = member.reports[-1]
+        figures = {name: value for name, value in report.metrics.items() if name.startswith("pipeline_")}
+        assert figures.pop("pipeline_step_s") > 0.0
+        assert 0.0 <= figures.pop("pipeline_bubble") <= 1.0
+        assert figures.pop("pipeline_activation_bytes") > 0
+        assert figures == {
+            "pipeline_generation": 4.0,
+            "pipeline_rank": float(rank),
+            "pipeline_ranks": 2.0,
+            "pipeline_stages": 2.0,
+            "pipeline_microbatches": 4.0,
+        }
+        assert ("policy_loss" in report.metrics) == (rank == 0)
+        assert (report.env_steps > 0, report.updates > 0) == (rank == 0, rank == 0)
+    team.head.say(Trace(7, 3600.0))
+    traced = team.head.hear()
+    while not isinstance(traced, Traced):
+        traced = team.head.hear()
+    assert traced.number == 7
+    assert {"forward", "backward", "step"} <= {span.what for span in traced.spans}
+
+
+# --- ends ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_learner_that_ends_breaks_the_pipeline_for_the_others_and_they_form_another(team, rank):
+    team = team(CLASSIFIER, 3)
+    team.form()
+    for member in team.members:
+        member.news("copied")
+    team.members[rank].say(Stop())
+    rest = [member for member in team.members if member is not team.members[rank]]
+    for member in rest:
+        broken = member.news("broken")
+        assert broken.generation == 1
+        assert broken.side == ("previous" if team.members.index(member) > rank else "next")
+        assert broken.why
+    before = [member.now() for member in rest]
+    assert all(version >= 2 for _, version in before)
+    newest = max(before, key=lambda state: state[1])
+    for member in rest:
+        member.board.post_set(newest[0], None, newest[1])
+    team.members = [*rest, team.members[rank]]
+    team.finish_after(rest[0].steps + 3, generation=2)
+    team.form(members=rest, generation=2)
+    for member in rest:
+        assert member.news("over").policy_version == newest[1] + 3
+    np.testing.assert_array_equal(rest[0].now()[0], rest[1].now()[0])
+
+
+def test_the_update_that_broke_isnt_counted(team):
+    team = team(CARTPOLE, 2)
+    team.form(state_every=1000)
+    team.head.wait(lambda: team.head.steps >= 3)
+    team.members[1].say(Stop())
+    broken = team.head.news("broken")
+    vector, version = team.head.now()
+    assert version == broken.policy_version == team.head.steps
+    team.head.wait(lambda: team.head.reports[-1].updates == version)
+    assert_close(vector, alone(CARTPOLE, version).flat)
+
+
+def test_another_regime_ends_a_stage_and_the_learner_goes_on_by_itself(team):
+    team = team(CLASSIFIER, 2)
+    first, second = team.members
+    team.form(state_every=1)
+    second.news("copied")
+    first.say(Work(FREE, 2))
+    assert second.news("broken").side == "previous"
+    count = first.steps
+    first.wait(lambda: first.steps > count + 3)
+    assert isinstance(first.trainer.stepper, OwnStepper)
+    assert first.heard.empty() or first.news("copied")
+    second.say(Work(FREE, 2))
+    second.wait(lambda: second.steps > 3)
+    assert isinstance(second.trainer.stepper, OwnStepper)
+
+
+def test_another_order_ends_the_one_before_without_a_word_of_it(team):
+    team = team(CLASSIFIER, 2)
+    team.form()
+    team.members[1].news("copied")
+    team.form(generation=2)
+    for member in team.members:
+        while (news := member.news("ready", "copied", "over", "broken")).generation == 1:
+            assert news.what != "over"
+        assert news.what == "ready"
+
+
+def test_finish_of_another_generation_is_passed_over(team):
+    team = team(CLASSIFIER, 1)
+    team.form(generation=3)
+    team.head.say(Finish(2))
+    for _ in range(3):
+        assert team.head.news("copied", "over").what == "copied"
+    team.head.say(Finish(3))
+    assert team.head.news("over").generation == 3
+    steps = team.head.steps
+    team.head.say(Measure(2))
+    while not isinstance(team.head.hear(), Blocks):
+        pass
+    assert team.head.steps == steps
+
+
+def test_a_pause_holds_the_head_and_nobody_times_out(team):
+    team = team(CLASSIFIER, 2)
+    team.form(idle_timeout_s=0.3)
+    first, second = team.members
+    second.news("copied")
+    for member in team.members:
+        member.say(Pace(paused=True, max_updates_per_s=0.0))
+    first.wait(lambda: len(first.reports) > 2 and first.reports[-1].updates == first.reports[-3].updates)
+    steps, reports = first.steps, len(second.reports)
+    second.wait(lambda: len(second.reports) > reports + 12)
+    assert first.steps == steps
+    for member in reversed(team.members):
+        member.say(Pace(paused=False, max_updates_per_s=0.0))
+    first.wait(lambda: first.steps > steps + 2)
+    first.say(Pace(paused=True, max_updates_per_s=0.0))
+    broken = second.news("broken")
+    assert (broken.side, "no update for 0.3 s" in broken.why) == ("previous", True)
+    assert first.news("broken").side == "next"  # though it is paused
+
+
+def test_the_pace_is_kept(team):
+    team = team(CLASSIFIER, 2)
+    team.head.say(Pace(paused=False, max_updates_per_s=0.5))
+    team.form(state_every=1)
+    team.members[1].news("copied")
+    team.members[1].wait(lambda: len(team.members[1].reports) > 8)
+    assert team.head.steps == 1
+
+
+def test_a_neighbour_that_says_nothing_is_late(team):
+    team = team(CLASSIFIER, 1)
+    pipes = joined(2)
+    order, _ = orders(team.blocks, 2, timeout_s=0.2)
+    team.head.order(order, pipes[0])
+    broken = team.head.news("broken")
+    assert broken.side == "next"
+    assert "0.2 s" in broken.why
+    close_all(pipes[1:])
+
+
+# --- orders that can't be carried out ------------------------------------------------------------
+
+
+def test_orders_that_dont_fit_are_broken_at_once(team):
+    team = team(CLASSIFIER, 1)
+    wrong = [
+        (orders(team.blocks + 1, 1)[0], {}, "blocks here, not"),
+        (orders(team.blocks, 2)[0], {}, r"wants pipes \['next'\], not \[\]"),
+        (orders(team.blocks, 1, microbatches=0)[0], {}, "cut into"),
+        (orders(team.blocks, 1, backend="torch")[0], {}, "meeting"),
+    ]
+    for order, pipes, why in wrong:
+        team.head.order(order, pipes)
+        broken = team.head.news("ready", "broken")
+        assert broken.what == "broken"
+        assert re.search(why, broken.why), broken.why
+    one, other = joined(2)
+    team.head.order(orders(team.blocks, 1)[0], one)
+    assert "not ['next']" in team.head.news("broken").why
+    close_all([other])
+
+
+def test_an_order_under_another_regime_is_refused(team):
+    team = team(CLASSIFIER, 1, regime=FREE)
+    one, other = joined(2)
+    team.head.order(orders(team.blocks, 2)[0], one)
+    assert "without stages" in team.head.news("broken").why
+    team.head.say(Work(STAGES, 2))
+    team.form(generation=2)
+    assert team.head.news("ready", "broken").what == "ready"
+    close_all([other])
+
+
+# --- costs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", [CARTPOLE, RECURRENT, CLASSIFIER])
+def test_costs_of_blocks_are_measured_once_for_each_number(team, task):
+    member = team(task, 1).head
+    before = alone(task, 0).flat.copy()
+    member.say(Measure(4), Measure(2))
+    member.say(Measure(4))
+    said = {}
+    for _ in range(3):
+        blocks = member.hear()
+        assert said.setdefault(blocks.microbatches, blocks) == blocks
+    assert set(said) == {2, 4}
+    parts = member.trainer.parts()
+    for microbatches, blocks in said.items():
+        assert (blocks.device, blocks.error) == ("cpu", "")
+        assert [layer.name for layer in blocks.layers] == list(parts.block_map.titles)
+        rows = -(-parts.most_rows // microbatches)
+        spec = parts.outputs[0]
+        assert blocks.layers[0].activation_bytes == spec.nbytes(rows)
+    np.testing.assert_array_equal(member.now()[0], before)
+
+
+def test_a_policy_that_cant_be_cut_says_so(team, monkeypatch):
+    from p2pdrl.errors import ConfigError
+
+    member = team(CLASSIFIER, 1).head
+
+    def parts():
+        raise ConfigError("one block only")
+
+    monkeypatch.setattr(member.trainer, "parts", parts)
+    member.say(Measure(4))
+    assert member.hear() == Blocks(4, (), "", "one block only")
+
+
+def test_stopping_leaves_nothing_behind(team):
+    team = team(CLASSIFIER, 2)
+    team.form(keys=KEYS)
+    team.members[1].news("copied")
+    assert isinstance(team.head, Hosted)
