@@ -21,7 +21,6 @@ from p2pdrl.config.strategy import (
     StrategyConfig,
     StromConfig,
 )
-from p2pdrl.errors import ConfigError
 from p2pdrl.strategies.averaging.federated import Privacy
 from p2pdrl.strategies.averaging.grad_average import GradientWork
 from p2pdrl.strategies.averaging.param_average import ParameterWork
@@ -29,6 +28,7 @@ from p2pdrl.strategies.averaging.rounds import GroupRounds
 from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.strategies.neighbours.dsgd import DsgdStrategy
 from p2pdrl.strategies.pairwise.gossip import GossipStrategy
+from p2pdrl.strategies.pipeline.strategy import PipelineStrategy
 from p2pdrl.strategies.protocol import Context, Strategy
 from p2pdrl.strategies.push.gala import GalaStrategy
 from p2pdrl.strategies.push.sgp import SgpStrategy
@@ -70,4 +70,4 @@ def build(config: StrategyConfig, context: Context) -> Strategy:  # noqa: C901 -
             privacy = Privacy(config, context.epoch, context.swarm.node_id)
             return GroupRounds(config, context, ParameterWork(config, context, privacy))
         case PipelineConfig():
-            raise ConfigError("this release has no pipeline mode yet")
+            return PipelineStrategy(config, context)

@@ -86,6 +86,10 @@ class MemoryNetwork:
         else:
             self._cut -= {(a, b), (b, a)}
 
+    def severed(self, a: str, b: str) -> bool:
+        """Whether what node ``a`` sends to node ``b`` is dropped."""
+        return (a, b) in self._cut
+
     def freeze(self, node_id: str) -> None:
         """Stop a node as SIGSTOP does: it accepts connections and does nothing."""
         self._thawed.setdefault(node_id, asyncio.Event())

@@ -110,6 +110,9 @@ class FakeLearner:
                 if self.collect_s:
                     await asyncio.sleep(self.collect_s)
             await asyncio.sleep(self.period_s)
+            if self.regime.stages:
+                self.left = 0
+                continue  # it works by orders only, see `FakeStages`
             self.left -= 1
             await self._update()
             made += 1

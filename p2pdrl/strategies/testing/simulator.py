@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -16,10 +17,13 @@ from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.strategies.protocol import ROUTES, Context, Strategy
 from p2pdrl.strategies.registry import build
 from p2pdrl.strategies.testing.learner import FakeLearner
+from p2pdrl.strategies.testing.pipes import FakePipes
+from p2pdrl.strategies.testing.stages import FakeStages
 from p2pdrl.strategies.testing.swarm import FakeSwarm
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.memory import MemoryNetwork
-from p2pdrl.transport.protocol import Address, Incoming, Reply
+from p2pdrl.transport.pipe import PipeReply
+from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
 
 __all__ = ["SimNode", "SimSwarm"]
 
@@ -54,6 +58,8 @@ class SimNode:
         self.swarm = FakeSwarm(self.id, epoch)
         self.learner = FakeLearner(start, regime_of(config), **learner)  # type: ignore[arg-type]
         self.rng = random.Random(number)
+        self.stages = FakeStages(self.id, self.learner, network)
+        self.pipes = FakePipes(network, self.id)
         self.strategy: Strategy = build(config, self.context())
         self.dead = False
         self._training: asyncio.Task[None] | None = None
@@ -69,6 +75,8 @@ class SimNode:
             epoch=self.epoch,
             size=self.learner.x.size,
             max_abs=1e6,
+            stages=self.stages,
+            pipes=self.pipes,
         )
 
     async def start(self, updates: int | None = None, *, train: bool = True) -> None:
@@ -77,6 +85,7 @@ class SimNode:
         for route in ROUTES:
             self.transport.serve(route, self._answer, max_vector_bytes=1 << 26)
         self.learner.on_update = self._updated
+        self.pipes.serve(self.address, self._accept)
         await self.strategy.start()
         if train:
             self._training = asyncio.create_task(self.learner.run(updates), name=f"learner {self.id[-2:]}")
@@ -93,6 +102,7 @@ class SimNode:
         if self.swarm.says is not None:
             self.swarm.says = msgspec.structs.replace(self.swarm.says, mode_epoch=epoch)
         self.learner.drop_posts()
+        self.stages.release()
         self.learner.regime = regime_of(config)
         self.strategy = build(config, self.context())
         await self.strategy.start()
@@ -100,6 +110,8 @@ class SimNode:
     def vanish(self) -> None:
         """Die as by a power cut: nothing is said, calls to it are refused from now on."""
         self.dead = True
+        self.stages.release()
+        self.pipes.close()
         if self._training is not None:
             self._training.cancel()
 
@@ -109,6 +121,8 @@ class SimNode:
         if self._training is not None:
             self._training.cancel()
             await asyncio.gather(self._training, return_exceptions=True)
+        await self.stages.close()
+        self.pipes.close()
         await self.transport.close()
         self.learner.close()
 
@@ -120,6 +134,12 @@ class SimNode:
 
     async def _answer(self, incoming: Incoming) -> Reply:
         return await self.strategy.answer(incoming)
+
+    async def _accept(self, incoming: Incoming) -> PipeReply:
+        accept: Callable[[Incoming], Awaitable[PipeReply]] | None = getattr(self.strategy, "accept", None)
+        if accept is None:
+            raise Refusal(409, f"{self.strategy.mode} has no use for pipes")
+        return await accept(incoming)
 
 
 class SimSwarm:

@@ -1,0 +1,105 @@
+"""How pipelines agree: their heads average in pairs, as every node does under AD-PSGD.
+
+A head's deltas wait on its board until the pipeline's next state copy, when its learner takes them and gives
+the result to all ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+from p2pdrl.config.pipeline import PipelineConfig
+from p2pdrl.config.strategy import AdpsgdConfig
+from p2pdrl.strategies.door import BUSY
+from p2pdrl.strategies.judgement import Summary
+from p2pdrl.strategies.pairwise.gossip import ROUTE, GossipStrategy
+from p2pdrl.strategies.protocol import Context, Swarm
+from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
+
+__all__ = ["ROUTE", "Heads"]
+
+MIN_INTERVAL_S = 0.05
+
+
+class _Among:
+    """The node as its gossip sees it: nobody lives but the other heads."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self._swarm = swarm
+        self.heads: frozenset[str] = frozenset()
+        self.node_id = swarm.node_id
+        self.name_of, self.steps_since = swarm.name_of, swarm.steps_since
+        self.adopt, self.adopted, self.heal = swarm.adopt, swarm.adopted, swarm.heal
+        self.strike, self.quarantined = swarm.strike, swarm.quarantined
+        self.observed, self.round, self.tell = swarm.observed, swarm.round, swarm.tell
+
+    def alive(self) -> dict[str, Address]:
+        return {peer: at for peer, at in self._swarm.alive().items() if peer in self.heads}
+
+    def summary(self) -> Summary | None:
+        return self._swarm.summary()
+
+
+class Heads:
+    """Gossip with the other heads, while we are one.
+
+    Args:
+        config: the strategy's options.
+        context: what the node gives.
+    """
+
+    def __init__(self, config: PipelineConfig, context: Context) -> None:
+        self._config = AdpsgdConfig(
+            every_updates=0,
+            every_s=config.gossip_every_s,
+            min_interval_s=min(MIN_INTERVAL_S, config.gossip_every_s),
+            deadline_s=config.deadline_s,
+        )
+        self._among = _Among(context.swarm)
+        self._context = replace(context, swarm=self._among, start_at_members=0)
+        self._gossip: GossipStrategy | None = None
+        self._past: Counter[str] = Counter()
+        self._distance: float | None = None
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """Exchanges by outcome."""
+        now = Counter[str]() if self._gossip is None else Counter(self._gossip.outcomes)
+        return self._past + now
+
+    @property
+    def distance(self) -> float | None:
+        """Estimate of how far heads are apart; None before they met."""
+        now = None if self._gossip is None else self._gossip.consensus_distance
+        return self._distance if now is None else now
+
+    def with_whom(self, heads: tuple[str, ...]) -> None:
+        """Say who the heads are."""
+        self._among.heads = frozenset(heads) - {self._among.node_id}
+
+    async def begin(self) -> asyncio.Task[None]:
+        """Begin to meet them, or go on; return what ends with it, and raises a bug of ours."""
+        if self._gossip is None:
+            self._gossip = GossipStrategy(self._config, self._context)
+            await self._gossip.start()
+        return asyncio.create_task(self._gossip.watch(), name="heads")
+
+    async def end(self, timeout_s: float) -> None:
+        """End the exchange in flight, at most ``timeout_s`` long; nothing is posted afterwards."""
+        gossip, self._gossip = self._gossip, None
+        if gossip is not None:
+            await gossip.stop(timeout_s)
+            self._past.update(gossip.outcomes)
+            self._distance = gossip.consensus_distance or self._distance
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        """Serve another head's exchange.
+
+        Raises:
+            Refusal: see `GossipStrategy.answer`; 423, we head nothing at the moment.
+        """
+        if self._gossip is None:
+            raise Refusal(BUSY, "this node heads no pipeline at the moment")
+        return await self._gossip.answer(incoming)

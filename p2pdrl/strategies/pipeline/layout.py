@@ -1,0 +1,107 @@
+"""Who is in which pipeline: from a group view and its notes, alike at all members. Pure.
+
+A pipeline that is whole goes on whoever comes or goes: its ranks say so in their notes, all naming the same
+generation. Everybody else is taken in the view's order, S at a time; the first of each lot is its head. Those
+who are left over stand by. Where there are fewer than S members, all of them make one pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from p2pdrl.strategies.pipeline.messages import Note
+
+__all__ = ["Layout", "Place", "lay_out", "width"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One pipeline.
+
+    Attributes:
+        number: of the pipeline, from 0, in the order of the heads' ids.
+        members: node ids, the head first; by rank where it is kept.
+        generation: of one that goes on; 0 for one that is to be formed.
+        alone: whether its members compute by themselves.
+    """
+
+    number: int
+    members: tuple[str, ...]
+    generation: int = 0
+    alone: bool = False
+
+    @property
+    def head(self) -> str:
+        """Who makes the experience and drives the others."""
+        return self.members[0]
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """All but the head."""
+        return self.members[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All pipelines of a view.
+
+    Attributes:
+        pipelines: in the order of their heads' ids.
+        standby: who is in none.
+    """
+
+    pipelines: tuple[Place, ...]
+    standby: tuple[str, ...]
+
+    def place_of(self, member: str) -> Place | None:
+        """Return a member's pipeline; None when it stands by."""
+        return next((place for place in self.pipelines if member in place.members), None)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Whose parameters are trained: heads, and all who compute by themselves."""
+        return tuple(
+            member for place in self.pipelines for member in (place.members if place.alone else (place.head,))
+        )
+
+
+def width(notes: Mapping[str, Note], stages: int, chunks: int) -> int:
+    """Return how many ranks a pipeline has at most: S, or as many as there are blocks for."""
+    blocks = min((note.blocks for note in notes.values() if note.blocks), default=0)
+    return max(1, min(stages, blocks // chunks)) if blocks else stages
+
+
+def lay_out(members: Sequence[str], notes: Mapping[str, Note], most: int) -> Layout:
+    """Compute the pipelines of a view.
+
+    Args:
+        members: of the view, in its order.
+        notes: what each said when it acknowledged the view.
+        most: ranks of a pipeline.
+    """
+    size = min(most, len(members))
+    kept = _whole(members, notes, size)
+    taken = {member for place in kept for member in place.members}
+    free = [member for member in members if member not in taken]
+    full = len(free) - len(free) % size
+    lots = [Place(0, tuple(free[start : start + size])) for start in range(0, full, size)]
+    places = sorted([*kept, *lots], key=lambda place: place.head)
+    numbered = tuple(
+        Place(number, place.members, place.generation, place.alone) for number, place in enumerate(places)
+    )
+    return Layout(numbered, tuple(free[full:]))
+
+
+def _whole(members: Sequence[str], notes: Mapping[str, Note], size: int) -> list[Place]:
+    """Pipelines of the right size all of whose ranks are there."""
+    found: dict[tuple[int, str], dict[int, str]] = {}
+    for member in members:
+        note = notes.get(member, Note())
+        if note.generation and note.ranks == size:
+            found.setdefault((note.generation, note.head), {})[note.rank] = member
+    return [
+        Place(0, tuple(ranks[rank] for rank in range(size)), generation, notes[head].alone)
+        for (generation, head), ranks in found.items()
+        if set(ranks) == set(range(size)) and ranks[0] == head
+    ]

@@ -1,0 +1,227 @@
+"""The head's part in the forming of a pipeline: it asks its ranks, plans, and has everybody take their place.
+
+    offers → the newest state → plan → an order to each rank → our own learner's
+
+Whoever fails is named, and the caller asks for a view without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+
+from p2pdrl.config.pipeline import PipelineConfig
+from p2pdrl.errors import ConfigError, PeerUnreachableError, TransportError, WorkerError
+from p2pdrl.pipeline.layers import FREE, Links
+from p2pdrl.pipeline.order import StageSide
+from p2pdrl.strategies.group.view import ViewKey
+from p2pdrl.strategies.pipeline.calls import Peers, Unformed
+from p2pdrl.strategies.pipeline.joints import Joints
+from p2pdrl.strategies.pipeline.layout import Place
+from p2pdrl.strategies.pipeline.links import LinkBook
+from p2pdrl.strategies.pipeline.messages import MAX_GENERATION, Done, Form, Offer, Offered, PipeHead
+from p2pdrl.strategies.pipeline.orders import closes_circle, term_of
+from p2pdrl.strategies.pipeline.planning import Design, Rank, design
+from p2pdrl.strategies.pipeline.port import Pipes
+from p2pdrl.strategies.pipeline.recruit import FORM_S, READY_S, offered
+from p2pdrl.strategies.pipeline.state import newest
+from p2pdrl.strategies.pipeline.term import LearnerSide, Term
+from p2pdrl.strategies.protocol import Context
+from p2pdrl.transport.pipe import Pipe, PipeReply
+from p2pdrl.transport.protocol import Refusal
+
+__all__ = ["Lead"]
+
+ADOPT_TRIES = 2
+OWN_STATE_S = 10.0
+PAUSE_S = 0.1
+
+
+class Lead:
+    """Forms one pipeline in one view.
+
+    Args:
+        context: what the node gives.
+        config: the strategy's options.
+        pipes: opens pipes.
+        side: our learner.
+        peers: the other members.
+        links: what is known of the links.
+        key: of the view.
+        place: the pipeline; we are its head.
+        offer_s: the longest that a rank may take to end what it did before.
+
+    Attributes:
+        design: what was planned; None before.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        config: PipelineConfig,
+        *,
+        pipes: Pipes,
+        side: LearnerSide,
+        peers: Peers,
+        links: LinkBook,
+        key: ViewKey,
+        place: Place,
+        offer_s: float,
+    ) -> None:
+        self._context, self._config, self._side, self._peers = context, config, side, peers
+        self._pipes = pipes
+        self._links, self._key, self._place, self._offer_s = links, key, place, offer_s
+        self._me = context.swarm.node_id
+        self._joints: Joints | None = None
+        self.design: Design | None = None
+
+    async def form(self) -> Term:
+        """Do it all.
+
+        Raises:
+            Unformed: somebody is gone, or something isn't ready in time.
+        """
+        offers = await self._ask()
+        await self._take_newest(offers)
+        self.design = await self._plan(offers)
+        try:
+            return await self._order(offers, self.design)
+        except (WorkerError, TransportError, ConfigError) as error:
+            raise Unformed(str(error)) from error
+
+    def accept(self, sender: str, head: PipeHead) -> PipeReply:
+        """Take the last rank's pipe, where the schedule closes the circle.
+
+        Raises:
+            Refusal: see `Joints.accept`; 503, we haven't planned yet.
+        """
+        if self._joints is None:
+            raise Refusal(503, "this pipeline isn't being formed here yet")
+        return self._joints.accept(sender, head)
+
+    # One after the other
+
+    async def _ask(self) -> dict[str, Offered]:
+        mine = await self._own()
+
+        async def ask(peer: str) -> Offered:
+            return await self._peers.call(peer, Offer(self._key), Offered, "offer", deadline_s=self._offer_s)
+
+        found = await _together([ask(peer) for peer in self._place.others])
+        offers = {self._me: mine, **dict(zip(self._place.others, found, strict=True))}
+        for peer, offer in offers.items():
+            if offer.blocks != mine.blocks:
+                why = f"{self._name(peer)} has a policy of {offer.blocks} blocks, we of {mine.blocks}"
+                raise Unformed(why, peer)
+            if self._config.backend == "torch" and not offer.trusted and len(offers) > 1:
+                why = f"{self._name(peer)} isn't on a trusted network, which backend = torch needs"
+                raise Unformed(why, peer)
+        return offers
+
+    async def _own(self) -> Offered:
+        until_s = self._context.clock.monotonic() + OWN_STATE_S
+        while True:
+            try:
+                return await offered(self._context, self._side)
+            except Refusal as refusal:
+                if self._context.clock.monotonic() >= until_s:
+                    raise Unformed(f"we have no state: {refusal.reason}") from refusal
+            await asyncio.sleep(PAUSE_S)
+
+    async def _take_newest(self, offers: dict[str, Offered]) -> None:
+        """Begin with the newest state of all ranks."""
+        donor = newest(self._me, offers)
+        theirs, mine = offers[donor], offers[self._me]
+        if donor == self._me or theirs.digest == mine.digest:
+            return
+        why = f"{self._name(donor)} has the newest state of this pipeline: version {theirs.policy_version}"
+        for _ in range(ADOPT_TRIES):
+            if await self._context.swarm.adopted(donor, theirs.lineage, why):
+                return
+        raise Unformed(f"{self._name(donor)} has the newest state and doesn't give it", donor)
+
+    async def _plan(self, offers: dict[str, Offered]) -> Design:
+        members = self._place.members
+        links: Links = FREE
+        if self._config.backend == "auto" and len(members) > 1:
+            links = await self._links.between(self._peers, members)
+        ranks = [Rank(peer, self._name(peer), offers[peer].seconds) for peer in members]
+        minibatches = self._context.minibatches
+        return design(self._config, self._side.layers, ranks, links, minibatches=minibatches)
+
+    async def _order(self, offers: dict[str, Offered], planned: Design) -> Term:
+        """Give everybody their place.
+
+        Raises:
+            Unformed: a rank didn't take it.
+            WorkerError: our learner didn't.
+            TransportError: a pipe couldn't be opened.
+        """
+        state = await self._own()
+        last = max(offer.generation for offer in offers.values())
+        form = Form(
+            key=self._key,
+            generation=min(max(self._key.generation, last + 1), MAX_GENERATION - 1),
+            members=planned.members,
+            blocks=planned.plan.blocks,
+            cuts=planned.plan.cuts,
+            microbatches=planned.plan.microbatches,
+            lineage=state.lineage,
+            policy_version=state.policy_version,
+            digest=state.digest,
+            alone=planned.alone,
+            step_s=min(planned.step_s, 1e6),
+            bubble=planned.bubble,
+        )
+        if self._config.backend == "torch" and len(planned.members) > 1 and not planned.alone:
+            return await self._meet(form)
+        members = (self._me,) if form.alone else form.members
+        circle = closes_circle(self._config, len(members))
+        term = term_of(self._config, form, 0)
+        joints = self._joints = Joints(self._pipes, form.key, form.generation, members, 0, circle=circle)
+        try:
+            pipes, *_ = await _together([self._complete(joints), *self._places(form)])
+            self._side.begin(term, pipes)
+            await term.until_ready(READY_S)
+        finally:
+            await joints.close()
+        term.formed = True
+        return term
+
+    async def _meet(self, form: Form) -> Term:
+        """The same with torch.distributed: our learner opens the store that all others come to."""
+        hosts = [self._peers.address(peer).host for peer in form.members[1:]]
+        term = term_of(self._config, form, 0, hosts[0])
+        self._side.begin(term, {})
+        port = await term.port(READY_S)
+        await _together([term.until_ready(FORM_S), *self._places(msgspec.structs.replace(form, port=port))])
+        term.formed = True
+        return term
+
+    def _places(self, form: Form) -> list[Coroutine[Any, Any, Any]]:
+        return [
+            self._peers.call(peer, form, Done, "readiness", deadline_s=FORM_S) for peer in form.members[1:]
+        ]
+
+    async def _complete(self, joints: Joints) -> dict[StageSide, Pipe]:
+        try:
+            return await joints.complete(self._peers.address, FORM_S)
+        except PeerUnreachableError as error:
+            raise Unformed(str(error), joints.next or "") from error
+
+    def _name(self, peer: str) -> str:
+        return self._context.swarm.name_of(peer)
+
+
+async def _together(jobs: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run all; when one fails or we are cancelled, end the others before that goes on."""
+    tasks = [asyncio.create_task(job, name="form") for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

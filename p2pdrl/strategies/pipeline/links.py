@@ -1,0 +1,68 @@
+"""What the links from this node to others were measured to be, remembered for a while."""
+
+from __future__ import annotations
+
+from p2pdrl.errors import TransportError
+from p2pdrl.pipeline.layers import FREE, Link
+from p2pdrl.strategies.pipeline.calls import Peers
+from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
+from p2pdrl.strategies.pipeline.probe import LinkPair, measure_link
+from p2pdrl.strategies.protocol import Context
+
+__all__ = ["LinkBook"]
+
+GOOD_FOR_S = 600.0
+"""A link is measured again after so long, when a pipeline is formed."""
+MOST_S = 0.5
+"""For the long messages of one measurement."""
+DEADLINE_S = 2.0
+"""For the short ones."""
+TRIES = 2
+
+
+class LinkBook:
+    """Links from here.
+
+    Args:
+        context: what the node gives.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._transport, self._clock = context.transport, context.clock
+        self._known: dict[str, tuple[LinkPair, float]] = {}
+
+    async def between(self, peers: Peers, ranks: tuple[str, ...]) -> dict[tuple[int, int], Link]:
+        """Return the links from the first rank to the others and back, measured one after another.
+
+        One that can't be measured is taken for free: whoever is gone is found out otherwise.
+
+        Args:
+            peers: where they are.
+            ranks: node ids, ours first.
+        """
+        links: dict[tuple[int, int], Link] = {}
+        for index, peer in enumerate(ranks[1:], start=1):
+            pair = await self._link(peers, peer)
+            links[0, index], links[index, 0] = pair
+        return links
+
+    async def _link(self, peers: Peers, peer: str) -> LinkPair:
+        known, since_s = self._known.get(peer, (None, 0.0))
+        if known is not None and self._clock.monotonic() < since_s + GOOD_FOR_S:
+            return known
+        for _ in range(TRIES):
+            try:
+                pair = await measure_link(
+                    self._transport,
+                    peers.address(peer),
+                    peer,
+                    PIPE_ROUTE,
+                    clock=self._clock.monotonic,
+                    deadline_s=DEADLINE_S,
+                    most_s=MOST_S,
+                )
+            except TransportError:
+                continue
+            self._known[peer] = pair, self._clock.monotonic()
+            return pair
+        return LinkPair(FREE, FREE)

@@ -1,0 +1,145 @@
+"""What peers of a pipeline say to each other on the route ``stage``, beside probes of links.
+
+Everything names the group view that its sender acts in, whose key holds the mode epoch; whoever acts in
+another one refuses it (409). Everything is bounded before it is believed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from p2pdrl.config.pipeline import MAX_CHUNKS, MAX_STAGES
+from p2pdrl.errors import WireError
+from p2pdrl.strategies.group.view import ViewKey
+from p2pdrl.strategies.judgement import Natural, Short
+from p2pdrl.strategies.pipeline.probe import Probe
+from p2pdrl.transport import codec
+
+__all__ = [
+    "MAX_GENERATION",
+    "Done",
+    "Form",
+    "Leave",
+    "Note",
+    "Offer",
+    "Offered",
+    "PipeHead",
+    "Request",
+    "read_note",
+]
+
+MAX_GENERATION = 2**62
+"""Learners get it as a signed number of 64 bits."""
+MAX_BLOCKS = 100_000
+
+Generation = Annotated[int, Meta(ge=0, lt=MAX_GENERATION)]
+Digest = Annotated[bytes, Meta(max_length=32)]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+Cut = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
+
+
+class Note(msgspec.Struct, frozen=True, array_like=True):
+    """What a member says of itself when it acknowledges a view; under 256 bytes."""
+
+    blocks: Natural = 0
+    """Of the policy."""
+    generation: Generation = 0
+    """Of the pipeline that it is in; 0 for none, or one that broke or ended."""
+    head: Short = ""
+    """Node id of that pipeline's first rank."""
+    rank: Annotated[int, Meta(ge=0, lt=MAX_STAGES)] = 0
+    ranks: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
+    alone: bool = False
+    """Whether all these ranks compute by themselves, because a pipeline would be slower."""
+
+    def encode(self) -> bytes:
+        """As bytes for the group."""
+        return msgspec.msgpack.encode(self)
+
+
+def read_note(data: bytes | None) -> Note:
+    """Read a member's note; an empty one when it can't be read."""
+    try:
+        note: Note = codec.decode(data or b"", Note)
+    except WireError:
+        return Note()
+    return note
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer"):
+    """Be part of my pipeline: how do you stand?"""
+
+    key: ViewKey
+    call: Natural = 0
+
+
+class Offered(msgspec.Struct, frozen=True):
+    """How a rank stands."""
+
+    lineage: Short
+    lineage_steps: Natural
+    policy_version: Natural
+    digest: Digest
+    """Of its parameters."""
+    generation: Generation
+    """The last one that it was part of."""
+    seconds: Seconds
+    """Of all blocks there, forwards and backwards, for one microbatch."""
+    blocks: Natural
+    device: Short
+    trusted: bool
+    """Whether it may use torch.distributed."""
+
+
+class Form(msgspec.Struct, frozen=True, tag="form"):
+    """Be this rank; answered with `Done` once your learner is."""
+
+    key: ViewKey
+    generation: Generation
+    members: Annotated[tuple[Short, ...], Meta(min_length=1, max_length=MAX_STAGES)]
+    """Node ids by rank."""
+    blocks: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
+    cuts: Annotated[tuple[Cut, ...], Meta(max_length=MAX_STAGES * MAX_CHUNKS)]
+    microbatches: Annotated[int, Meta(ge=1, le=65_536)]
+    lineage: Short
+    policy_version: Natural
+    digest: Digest
+    """Of the parameters with which all begin; the first rank has them."""
+    alone: bool = False
+    """No pipeline: compute by yourself, and agree with the others by gossip."""
+    port: Annotated[int, Meta(ge=0, lt=65_536)] = 0
+    """Where the store of torch.distributed is, at the first rank; 0 when pipes carry the activations."""
+    step_s: Seconds = 0.0
+    """Predicted for one minibatch."""
+    bubble: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Predicted part of the time in which ranks idle."""
+    call: Natural = 0
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """To the first rank: end this generation, for the sender goes."""
+
+    key: ViewKey
+    generation: Generation
+    call: Natural = 0
+
+
+class Done(msgspec.Struct, frozen=True):
+    """It is."""
+
+    generation: Generation
+
+
+class PipeHead(msgspec.Struct, frozen=True):
+    """Metadata of a request for a pipe, from a rank to the next one."""
+
+    key: ViewKey
+    generation: Generation
+    rank: Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
+    """The sender's."""
+
+
+Request = Offer | Form | Leave | Probe

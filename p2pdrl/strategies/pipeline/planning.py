@@ -1,0 +1,161 @@
+"""What a head orders once it knows its ranks: who holds which blocks, and whether a pipeline pays. Pure.
+
+Its own blocks were measured there; what they cost at the others follows from how long all of them take
+there. Cuts made by hand are taken as given, where there are as many peers as they were made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from p2pdrl.config.pipeline import PipelineConfig, ScheduleName
+from p2pdrl.errors import ConfigError
+from p2pdrl.pipeline.advice import Advice, Pipeline, Wishes, Work, advise
+from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer
+from p2pdrl.pipeline.plan import Plan
+
+__all__ = ["AUTO", "Design", "Rank", "design", "measured_with", "schedule_of"]
+
+AUTO = (1, 2, 4, 8)
+"""Numbers of microbatches that ``auto`` chooses from."""
+LEAST_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One peer of a pipeline to be.
+
+    Attributes:
+        peer: node id.
+        name: for people.
+        seconds: that all blocks take there, forwards and backwards, for one microbatch.
+    """
+
+    peer: str
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """What is to be formed.
+
+    Attributes:
+        members: node ids by rank.
+        plan: of the pipeline, or of each peer when they compute by themselves.
+        alone: whether they do, because the pipeline would be slower, or can't be.
+        why: in a sentence, with numbers.
+        step_s: predicted for one minibatch.
+        bubble: predicted part of the time in which ranks idle, their mean.
+    """
+
+    members: tuple[str, ...]
+    plan: Plan
+    alone: bool
+    why: str
+    step_s: float
+    bubble: float
+
+
+def schedule_of(config: PipelineConfig, ranks: int) -> ScheduleName:
+    """Return the schedule of so many ranks: a single one has no turns to take."""
+    return "1f1b" if ranks == 1 and config.schedule == "interleaved" else config.schedule
+
+
+def measured_with(config: PipelineConfig) -> int:
+    """Return into how many microbatches a minibatch is cut when blocks are measured."""
+    return AUTO[-1] if config.microbatches == "auto" else config.microbatches
+
+
+def design(
+    config: PipelineConfig,
+    layers: Sequence[Layer],
+    ranks: Sequence[Rank],
+    links: Links = FREE,
+    *,
+    minibatches: int = 1,
+) -> Design:
+    """Choose.
+
+    Args:
+        config: the strategy's options.
+        layers: what the blocks cost at the head with one of `measured_with` microbatches.
+        ranks: the head first.
+        links: between them, by index.
+        minibatches: of one update.
+    """
+    blocks, most = len(layers), measured_with(config)
+    mine_s = max(ranks[0].seconds, LEAST_S)
+    single = Plan(blocks, (), schedule_of(config, 1), most, 1)
+    alone = Design((ranks[0].peer,), single, False, "it is alone", mine_s * most, 0.0)
+    if len(ranks) == 1:
+        return alone
+    peers = [Peer(one.name, mine_s / max(one.seconds, LEAST_S)) for one in ranks]
+    work = Work(
+        {most: layers},
+        minibatches=minibatches,
+        checkpoint=config.checkpoint_activations,
+        state_every=config.state_every,
+    )
+    members = tuple(one.peer for one in ranks)
+    try:
+        advice = advise(work, peers, links, _wishes(config, len(ranks)))
+        pipeline = _trainable(layers, advice)
+    except ConfigError as error:
+        return Design(members, single, True, f"no pipeline: {error}", alone.step_s, 0.0)
+    if config.backend == "auto" and not advice.take_pipeline:
+        return Design(members, single, True, advice.why, alone.step_s, 0.0)
+    plan = pipeline.plan
+    if config.microbatches == "auto":
+        plan = _most(plan)
+    bubbles = pipeline.timeline.bubbles
+    order = tuple(members[index] for index in pipeline.order)
+    return Design(order, plan, False, advice.why, pipeline.step_s, sum(bubbles) / len(bubbles))
+
+
+def _wishes(config: PipelineConfig, ranks: int) -> Wishes:
+    numbers: tuple[int, ...] = AUTO
+    if (
+        config.microbatches != "auto"
+    ):  # fewer where an interleaved schedule of so many ranks doesn't allow them
+        most = config.microbatches
+        numbers = (_allowed(most, ranks, config.chunks) if config.schedule == "interleaved" else most,)
+    cuts = config.cuts if ranks == config.stages else ()
+    return Wishes(schedule_of(config, ranks), numbers, config.chunks, cuts)
+
+
+def _allowed(microbatches: int, ranks: int, chunks: int) -> int:
+    """The most microbatches of so many that an interleaved schedule takes."""
+    stages = ranks * chunks
+    plan = Plan(stages, tuple(range(1, stages)), "interleaved", 1, ranks)
+    return _with(plan, microbatches).microbatches
+
+
+def _most(plan: Plan) -> Plan:
+    """The plan with the most microbatches that ``auto`` tries."""
+    return _with(plan, AUTO[-1])
+
+
+def _with(plan: Plan, microbatches: int) -> Plan:
+    for number in range(microbatches, 1, -1):
+        try:
+            return Plan(plan.blocks, plan.cuts, plan.schedule, number, plan.ranks)
+        except ConfigError:
+            continue
+    return Plan(plan.blocks, plan.cuts, plan.schedule, 1, plan.ranks)
+
+
+def _trainable(layers: Sequence[Layer], advice: Advice) -> Pipeline:
+    """The pipeline that was found.
+
+    Raises:
+        ConfigError: there is none, or a rank of it has nothing to train.
+    """
+    pipeline = advice.pipeline
+    if pipeline is None:
+        raise ConfigError(advice.why)
+    for rank in range(pipeline.plan.ranks):
+        if not any(layers[number].parameter_bytes for number in pipeline.plan.numbers(rank)):
+            raise ConfigError(f"rank {rank} would have no parameters to train: cut the model elsewhere")
+    return pipeline

@@ -1,0 +1,216 @@
+"""A rank's part in the forming of a pipeline: it says how it stands, and takes the place that it is given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from p2pdrl.config.pipeline import PipelineConfig
+from p2pdrl.errors import ConfigError, TensorError, TransportError, WorkerError
+from p2pdrl.strategies.pipeline.calls import BLAMELESS, Peers
+from p2pdrl.strategies.pipeline.joints import Joints
+from p2pdrl.strategies.pipeline.layout import Place
+from p2pdrl.strategies.pipeline.messages import Form, Offered, PipeHead
+from p2pdrl.strategies.pipeline.orders import closes_circle, term_of
+from p2pdrl.strategies.pipeline.port import Pipes
+from p2pdrl.strategies.pipeline.state import State, read_state
+from p2pdrl.strategies.pipeline.term import LearnerSide, Term
+from p2pdrl.strategies.protocol import Context
+from p2pdrl.transport.pipe import PipeReply
+from p2pdrl.transport.protocol import Refusal
+
+__all__ = ["FORM_S", "READY_S", "Recruit", "offered", "own_state"]
+
+FORM_S = 120.0
+"""The longest that a rank may take for its place: most of it is for the whole state of a large model."""
+READY_S = 30.0
+"""The longest that a learner may take for it."""
+TRIES = 3
+"""To take over the head's state."""
+
+
+async def own_state(context: Context) -> State:
+    """Read what we hold.
+
+    Raises:
+        Refusal: 503, nothing, or not for the moment.
+    """
+    if context.swarm.summary() is None:
+        raise Refusal(503, "no state yet, or another one is being taken")
+    try:
+        return await read_state(context.learner.board, context.size)
+    except TensorError as error:
+        raise Refusal(503, f"no state yet: {error}") from error
+
+
+async def offered(context: Context, side: LearnerSide) -> Offered:
+    """Say how we stand.
+
+    Raises:
+        Refusal: 503, there is no state yet.
+    """
+    state = await own_state(context)
+    summary = context.swarm.summary()
+    if summary is None:
+        raise Refusal(503, "another state is being taken")
+    return Offered(
+        summary.lineage,
+        summary.lineage_steps,
+        state.policy_version,
+        state.digest,
+        side.last,
+        side.seconds,
+        len(side.layers),
+        side.device[:64],
+        context.trusted_network,
+    )
+
+
+class Recruit:
+    """Our place in a pipeline that another node heads, in one view.
+
+    Args:
+        context: what the node gives.
+        config: the strategy's options.
+        pipes: opens pipes.
+        side: our learner.
+        peers: the other members.
+        place: the pipeline as everybody computes it.
+        doubt: told who is to blame, and why.
+
+    Attributes:
+        settled: set once our learner has taken its place, or can't.
+        lost: why our own learner can't; empty otherwise.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        config: PipelineConfig,
+        *,
+        pipes: Pipes,
+        side: LearnerSide,
+        peers: Peers,
+        place: Place,
+        doubt: Callable[[str, str], None],
+    ) -> None:
+        self._context, self._config, self._pipes = context, config, pipes
+        self._side, self._peers, self._doubt = side, peers, doubt
+        self.place = place
+        self.settled = asyncio.Event()
+        self.lost = ""
+        self._me = context.swarm.node_id
+        self._form: Form | None = None
+        self._task: asyncio.Task[Term] | None = None
+        self._joints: Joints | None = None
+
+    async def take_place(self, sender: str, form: Form) -> Term:
+        """Do what the head ordered; the same order again is the same.
+
+        Raises:
+            Refusal: it isn't for us (409), makes no sense (400), or can't be done now (503).
+        """
+        asked = msgspec.structs.replace(form, call=0)
+        if self._task is None or asked != self._form:
+            term = self._check(sender, asked)
+            await self._give_up()
+            self._form = asked
+            self._side.drop()
+            circle = closes_circle(self._config, len(form.members))
+            self._joints = Joints(
+                self._pipes,
+                form.key,
+                form.generation,
+                (self._me,) if form.alone or form.port else form.members,
+                0 if form.alone or form.port else term.rank,
+                circle=circle,
+            )
+            self._task = asyncio.create_task(self._take(term, asked, self._joints), name="take-place")
+        task = self._task
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                raise Refusal(409, "the group's view has ended") from error
+            raise
+
+    def _check(self, sender: str, form: Form) -> Term:
+        """The generation that a head's order is about.
+
+        Raises:
+            Refusal: see `take_place`.
+        """
+        if sender != self.place.head or form.members[0] != sender:
+            raise Refusal(409, "another node heads this pipeline")
+        if sorted(form.members) != sorted(self.place.members):
+            raise Refusal(409, "this pipeline has other members")
+        last = self._side.last if self._form is None else max(self._side.last, self._form.generation)
+        if form.generation <= last:
+            raise Refusal(409, f"generation {form.generation} is over: {last} was here")
+        if form.blocks != len(self._side.layers):
+            raise Refusal(409, f"this node's policy has {len(self._side.layers)} blocks, not {form.blocks}")
+        if form.port and not self._context.trusted_network:
+            raise Refusal(409, "torch.distributed isn't allowed on this node: node.trusted_network is false")
+        try:
+            rank = form.members.index(self._me)
+            host = self._peers.address(sender).host if form.port else ""
+            return term_of(self._config, form, rank, host)
+        except ConfigError as error:
+            raise Refusal(400, f"no such pipeline: {error}") from error
+        except TransportError as error:
+            raise Refusal(503, str(error)) from error
+
+    async def _take(self, term: Term, form: Form, joints: Joints) -> Term:
+        try:
+            await self._take_state(form)
+            pipes = await joints.complete(self._peers.address, FORM_S)
+            self._side.begin(term, pipes)
+            await term.until_ready(READY_S)
+        except TransportError as error:
+            if joints.next is not None:
+                self._doubt(joints.next, str(error))
+            raise Refusal(BLAMELESS, str(error)) from error
+        except WorkerError as error:
+            self.lost = str(error)
+            self.settled.set()
+            raise Refusal(500, str(error)) from error
+        finally:
+            await joints.close()
+        term.formed = True
+        self.settled.set()
+        return term
+
+    async def _take_state(self, form: Form) -> None:
+        """Hold exactly what the head holds."""
+        for _ in range(TRIES):
+            if (await own_state(self._context)).digest == form.digest:
+                return
+            why = "a pipeline begins with its head's state"
+            await self._context.swarm.adopted(form.members[0], form.lineage, why)
+        if (await own_state(self._context)).digest != form.digest:
+            raise Refusal(BLAMELESS, "the state that was taken isn't the head's")
+
+    def accept(self, sender: str, head: PipeHead) -> PipeReply:
+        """Take the previous rank's pipe.
+
+        Raises:
+            Refusal: see `Joints.accept`; 503, our head hasn't ordered anything yet.
+        """
+        if self._joints is None:
+            raise Refusal(503, "this pipeline isn't being formed here yet")
+        return self._joints.accept(sender, head)
+
+    async def close(self) -> None:
+        """The view ended: give up what isn't done."""
+        await self._give_up()
+
+    async def _give_up(self) -> None:
+        task = self._task
+        if task is not None and not task.done():
+            task.cancel()
+        if task is not None:
+            await asyncio.gather(task, return_exceptions=True)
+        if self._joints is not None:
+            await self._joints.close()

@@ -1,0 +1,193 @@
+"""What people are told of pipelines, and what is counted: state copies, ends, what nodes show."""
+
+from __future__ import annotations
+
+from p2pdrl.pipeline.order import StageNews
+from p2pdrl.pipeline.wording import in_seconds
+from p2pdrl.strategies.pipeline.figures import Figures
+from p2pdrl.strategies.pipeline.layout import Layout, Place
+from p2pdrl.strategies.pipeline.planning import Design
+from p2pdrl.strategies.pipeline.term import Term
+from p2pdrl.strategies.protocol import Context, Merged, RoundReport
+from p2pdrl.strategies.tally import Tally
+
+__all__ = ["Telling"]
+
+
+class Telling:
+    """One node's account.
+
+    Args:
+        context: what the node gives.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._swarm, self._clock = context.swarm, context.clock
+        self._me = context.swarm.node_id
+        self._tally = Tally(context.swarm)
+        self._since_s = 0.0
+        self._told = ""
+        self._why = ""
+        self._told_end = 0
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Rounds by outcome."""
+        return self._tally.outcomes
+
+    def count(self, outcome: str) -> int:
+        """How many rounds ended so."""
+        return self._tally.count(outcome)
+
+    # Events
+
+    def standing_by(self, layout: Layout) -> None:
+        """We are left over."""
+        heads = ", ".join(self._names(layout.heads))
+        self._once("standby", f"stands by, for there is no full pipeline left: those of {heads} work")
+
+    def formed(self, term: Term, design: Design) -> None:
+        """We formed a pipeline, or the peers of one compute by themselves."""
+        self._since_s = self._clock.monotonic()
+        self._why = design.why
+        if term.alone:
+            names = ", ".join(self._names(term.members))
+            text = f"no pipeline of {names}: each computes by itself. {design.why}"
+            self._swarm.tell("pipeline-refused", text, warning=True)
+            return
+        plan = term.order.plan
+        if plan.ranks == 1:
+            text = f"pipeline of one: this node holds all {plan.blocks} blocks"
+        else:
+            held = [
+                f"{name} blocks {_ranges(plan.numbers(rank))}"
+                for rank, name in enumerate(self._names(term.members))
+            ]
+            text = (
+                f"pipeline formed: {', '.join(held)}; {plan.schedule}, {plan.microbatches} microbatches, "
+                f"{in_seconds(term.step_s)} a step and bubbles of {term.bubble:.0%} predicted"
+            )
+        self._swarm.tell("pipeline", f"{text} (generation {term.generation})")
+        self._told = ""
+
+    def unformed(self, place: Place, why: str, suspect: str) -> None:
+        """A pipeline couldn't be formed."""
+        names = ", ".join(self._names(place.members))
+        self._swarm.tell(
+            "pipeline-failed", f"the pipeline of {names} couldn't be formed: {why}", warning=True
+        )
+        missing = (suspect,) if suspect else ()
+        self._tally.ended(RoundReport("unformed", missing=missing, error=why))
+
+    def copied(self, term: Term) -> None:
+        """All ranks have the whole state."""
+        now_s = self._clock.monotonic()
+        since_s, self._since_s = self._since_s, now_s
+        merged = (self._me,) if term.alone else term.members
+        weight = 1.0 / len(merged)
+        self._tally.ended(
+            RoundReport(
+                "ok",
+                tuple(Merged(peer, weight) for peer in merged),
+                seconds=now_s - since_s if since_s else 0.0,
+            )
+        )
+
+    def ended(self, term: Term, news: StageNews) -> None:
+        """A generation ended."""
+        if term.generation == self._told_end:
+            return
+        self._told_end = term.generation
+        if news.what == "over":
+            self.copied(term)
+            return
+        blamed = _blamed(term, news)
+        by = f", with {self._swarm.name_of(blamed)}" if blamed else ""
+        text = f"generation {term.generation} broke{by}: {news.why}"
+        self._swarm.tell("pipeline-broken", text, warning=True)
+        missing = (blamed,) if blamed else ()
+        self._tally.ended(RoundReport("broken", missing=missing, error=news.why))
+
+    def learner_lost(self, why: str) -> None:
+        """Our own learner doesn't answer."""
+        self._swarm.tell(
+            "pipeline-learner", f"this node's learner is gone for the moment: {why}", warning=True
+        )
+
+    def _once(self, kind: str, text: str) -> None:
+        if text != self._told:
+            self._told = text
+            self._swarm.tell(kind, text)
+
+    def _names(self, peers: tuple[str, ...]) -> list[str]:
+        return [self._swarm.name_of(peer) for peer in peers]
+
+    # Figures
+
+    def figures(self, layout: Layout | None, me: str, term: Term | None) -> Figures:
+        """Say where we stand.
+
+        Args:
+            layout: of the view in force; None before the first.
+            me: own node id.
+            term: our generation, while it runs.
+        """
+        if layout is None:
+            return Figures()
+        place = layout.place_of(me)
+        if place is None:
+            return Figures(standby=True, pipelines=len(layout.pipelines))
+        if term is None or not term.formed:
+            ranks = tuple(self._names(place.members))
+            return Figures(pipeline=place.number, pipelines=len(layout.pipelines), ranks=ranks)
+        order = term.order
+        plan = order.plan
+        return Figures(
+            pipeline=place.number,
+            pipelines=len(layout.pipelines),
+            rank=term.rank,
+            ranks=tuple(self._names(term.members)),
+            stages=tuple(plan.stages_of(order.rank)),
+            blocks=plan.numbers(order.rank),
+            schedule=order.schedule,
+            microbatches=order.microbatches,
+            generation=order.generation,
+            backend=order.backend if order.ranks > 1 else "none",
+            alone=term.alone,
+            why=self._why if term.leads else "",
+            step_s=term.step_s,
+            bubble=term.bubble,
+            copies=term.copies,
+        )
+
+    def facts(self, figures: Figures) -> dict[str, float | str]:
+        """The same for people."""
+        facts: dict[str, float | str] = {"role": figures.role, "pipelines": figures.pipelines}
+        if figures.rank is None:
+            return facts
+        facts |= {"ranks": ", ".join(figures.ranks), "blocks": _ranges(figures.blocks)}
+        facts |= {"schedule": figures.schedule, "microbatches": figures.microbatches}
+        facts |= {"generation": figures.generation, "backend": figures.backend}
+        facts |= {"predicted_step_s": figures.step_s, "predicted_bubble": figures.bubble}
+        if figures.why:
+            facts["why"] = figures.why
+        return facts
+
+
+def _blamed(term: Term, news: StageNews) -> str:
+    """The neighbour that broke a generation; empty when none is to blame."""
+    if news.side is None or len(term.members) == 1:
+        return ""
+    step = 1 if news.side == "next" else -1
+    return term.members[(term.rank + step) % len(term.members)]
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Write numbers as people do: 0-3, 8."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(one) if one == other else f"{one}-{other}" for one, other in runs)

@@ -1,0 +1,173 @@
+"""One generation of a pipeline as one of its nodes sees it, and the learner that serves in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from p2pdrl.errors import WorkerError
+from p2pdrl.pipeline.layers import Layer
+from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.strategies.pipeline.port import Stages
+from p2pdrl.transport.pipe import Pipe
+
+__all__ = ["LearnerSide", "Term"]
+
+
+class Term:
+    """One generation.
+
+    Args:
+        order: that our learner has.
+        members: node ids by rank; of an order for one rank alone all who compute by themselves.
+        rank: ours among them.
+        alone: whether they compute by themselves.
+        step_s: predicted for one minibatch.
+        bubble: predicted.
+
+    Attributes:
+        formed: whether it counts: all that was to be done before the work is done, as far as we know.
+        copies: state copies so far.
+        ended: with the last news of it, ``over`` or ``broken``.
+    """
+
+    def __init__(
+        self,
+        order: StageOrder,
+        members: tuple[str, ...],
+        rank: int,
+        *,
+        alone: bool,
+        step_s: float,
+        bubble: float,
+    ) -> None:
+        self.order, self.members, self.rank, self.alone = order, members, rank, alone
+        self.step_s, self.bubble = step_s, bubble
+        self.formed = False
+        self.copies = 0
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[StageNews] = loop.create_future()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._port: asyncio.Future[int] = loop.create_future()
+
+    @property
+    def generation(self) -> int:
+        """Its number."""
+        return self.order.generation
+
+    @property
+    def head(self) -> str:
+        """Node id of the first rank."""
+        return self.members[0]
+
+    @property
+    def leads(self) -> bool:
+        """Whether our learner makes experience: it is the first rank, or computes by itself."""
+        return self.order.rank == 0
+
+    @property
+    def running(self) -> bool:
+        """Whether it has neither ended nor broken."""
+        return not self.ended.done()
+
+    async def until_ready(self, deadline_s: float) -> None:
+        """Wait for the learner to take its place.
+
+        Raises:
+            WorkerError: it didn't in time, or the generation ended before.
+        """
+        await self._heard(self._ready, deadline_s, "ready")
+
+    async def port(self, deadline_s: float) -> int:
+        """Wait for the port of the store that the learner opens.
+
+        Raises:
+            WorkerError: as `until_ready`.
+        """
+        await self._heard(self._port, deadline_s, "at a meeting point")
+        return self._port.result()
+
+    async def _heard(
+        self, news: asyncio.Future[int] | asyncio.Future[None], deadline_s: float, what: str
+    ) -> None:
+        await asyncio.wait({news, self.ended}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        if not news.done():
+            why = self.ended.result().why if self.ended.done() else f"not within {deadline_s:g} s"
+            raise WorkerError(f"the learner isn't {what} for generation {self.generation}: {why}")
+
+    def hear(self, news: StageNews) -> None:
+        """Take in what the learner says of this generation."""
+        if news.what == "ready" and not self._ready.done():
+            self._ready.set_result(None)
+        elif news.what == "meeting" and not self._port.done():
+            self._port.set_result(news.port)
+        elif news.what == "copied":
+            self.copies += 1
+        elif news.what in ("over", "broken") and not self.ended.done():
+            self.ended.set_result(news)
+
+
+class LearnerSide:
+    """The learner of this node: what it costs, and the generation that it serves in.
+
+    Args:
+        stages: the learner.
+        heard: told of each news of the present generation, after the generation itself.
+
+    Attributes:
+        layers: what its blocks cost; empty before `measure`.
+        device: where it computes.
+        term: the last generation; None before the first, and after `drop`.
+        last: the greatest generation so far.
+    """
+
+    def __init__(self, stages: Stages, heard: Callable[[Term, StageNews], None]) -> None:
+        self._stages, self._heard = stages, heard
+        self.layers: tuple[Layer, ...] = ()
+        self.device = ""
+        self.term: Term | None = None
+        self.last = 0
+
+    @property
+    def seconds(self) -> float:
+        """That all blocks take for one microbatch, forwards and backwards."""
+        return sum(layer.forward_s + layer.backward_s for layer in self.layers)
+
+    @property
+    def running(self) -> Term | None:
+        """The generation that it serves in; None when there is none, or it ended."""
+        term = self.term
+        return term if term is not None and term.running else None
+
+    async def measure(self, microbatches: int, deadline_s: float) -> None:
+        """Learn what blocks cost, and whether the learner answers.
+
+        Raises:
+            WorkerError: it doesn't.
+            ConfigError: the policy can't be cut.
+        """
+        layers, self.device = await self._stages.measure(microbatches, deadline_s=deadline_s)
+        self.layers = tuple(layers)
+
+    def begin(self, term: Term, pipes: Mapping[StageSide, Pipe]) -> None:
+        """Give the learner its order; whatever it did before ends."""
+        self.term, self.last = term, max(self.last, term.generation)
+        self._stages.work(term.order, pipes)
+
+    def finish(self) -> None:
+        """Have the present generation end after its update; for the first rank."""
+        if self.running is not None:
+            self._stages.finish(self.running.generation)
+
+    def drop(self) -> None:
+        """Have nothing to do with the present generation any more."""
+        self.term = None
+
+    async def listen(self) -> None:
+        """Take in the learner's news, for ever; those of other generations are passed over."""
+        while True:
+            news = await self._stages.news()
+            term = self.term
+            if term is not None and news.generation == term.generation:
+                term.hear(news)
+                self._heard(term, news)

@@ -1,0 +1,201 @@
+"""A fake learner as one rank of a pipeline: it passes tokens where real ones pass activations.
+
+An update of the head goes down to the last rank and back, and each state copy as well. So a rank that is
+gone, frozen or cut off holds up all others, as it does in life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from p2pdrl.errors import ConfigError, TransportError, WorkerError
+from p2pdrl.pipeline.layers import Layer
+from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.strategies.testing.learner import FakeLearner
+from p2pdrl.strategies.testing.pipes import FakePipe
+from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.transport.pipe import Pipe
+
+__all__ = ["Began", "FakeStages", "blocks_of"]
+
+
+class Began(NamedTuple):
+    """With what a rank began a generation."""
+
+    order: StageOrder
+    vector: Float32Array
+    policy_version: int
+
+
+def blocks_of(count: int, seconds: float = 0.01, activation_bytes: float = 1000.0) -> tuple[Layer, ...]:
+    """Return blocks that are all alike."""
+    return tuple(
+        Layer(f"block {number}", seconds / 3, 2 * seconds / 3, 1000.0, activation_bytes)
+        for number in range(count)
+    )
+
+
+class FakeStages:
+    """Implements `port.Stages`.
+
+    Args:
+        me: own node id.
+        learner: whose vector is trained.
+        network: whose frozen nodes stand still.
+
+    Attributes:
+        layers: told when somebody wants it measured; empty: it can't be cut.
+        gone: whether the learner is dead, and answers nothing.
+        began: with what each generation began here.
+        updates: made as head, in all generations.
+    """
+
+    def __init__(self, me: str, learner: FakeLearner, network: MemoryNetwork) -> None:
+        self._me, self._learner, self._network = me, learner, network
+        self.layers: tuple[Layer, ...] = blocks_of(6)
+        self.gone = False
+        self.began: list[Began] = []
+        self.updates = 0
+        self.ready_s = 0.05
+        self._news: asyncio.Queue[StageNews] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._order: StageOrder | None = None
+        self._pipes: Mapping[StageSide, Pipe] = {}
+        self._finish = 0
+
+    @property
+    def order(self) -> StageOrder | None:
+        """The order that it carries out."""
+        return None if self._task is None or self._task.done() else self._order
+
+    async def measure(self, microbatches: int, *, deadline_s: float) -> tuple[Sequence[Layer], str]:
+        """Return what was scripted."""
+        del microbatches
+        if self.gone:
+            await asyncio.sleep(min(deadline_s, 0.1))
+            raise WorkerError("the learner is gone")
+        if not self.layers:
+            raise ConfigError("this policy has one block")
+        await asyncio.sleep(0.01)
+        return self.layers, "cpu"
+
+    def work(self, order: StageOrder, pipes: Mapping[StageSide, Pipe]) -> None:
+        """Be a rank."""
+        self.release()
+        self._order, self._pipes, self._finish = order, pipes, 0
+        self._task = asyncio.create_task(self._serve(order, pipes), name=f"stage {self._me[-2:]}")
+
+    def finish(self, generation: int) -> None:
+        """End after the update."""
+        if self._order is not None and generation == self._order.generation:
+            self._finish = generation
+
+    async def news(self) -> StageNews:
+        """Wait for the next news."""
+        return await self._news.get()
+
+    def release(self) -> None:
+        """End what it does, as by another regime."""
+        if self._task is not None:
+            self._task.cancel()
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._pipes = {}
+
+    def die(self) -> None:
+        """The learner process is gone; `revive` brings another."""
+        order = self.order
+        self.gone = True
+        self.release()
+        if order is not None:
+            self._say(order, "broken", why="the learner died")
+
+    def revive(self) -> None:
+        """There is a learner again."""
+        self.gone = False
+
+    async def close(self) -> None:
+        """End everything."""
+        self.release()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    # One generation
+
+    async def _serve(self, order: StageOrder, pipes: Mapping[StageSide, Pipe]) -> None:
+        if self.gone:
+            return
+        await asyncio.sleep(self.ready_s)
+        if order.backend == "torch" and order.rank == 0:
+            self._say(order, "meeting", port=4242)
+        await self._thawed()
+        self._learner.absorb()
+        self.began.append(Began(order, self._learner.x.copy(), self._learner.version))
+        self._say(order, "ready")
+        side: StageSide = "next"
+        try:
+            if order.rank == 0:
+                await self._drive(order, pipes)
+            else:
+                side = "previous"
+                await self._follow(order, pipes)
+        except TransportError as error:
+            for pipe in pipes.values():
+                pipe.close()
+            self._say(order, "broken", side=side, why=str(error))
+
+    async def _drive(self, order: StageOrder, pipes: Mapping[StageSide, Pipe]) -> None:
+        learner, since = self._learner, 0
+        while not self._finish:
+            await asyncio.sleep(learner.period_s)
+            await self._thawed()
+            await self._down(order, pipes, ("update",))
+            learner.x = learner.step(learner.x, learner.gradient(learner.x).astype(learner.x.dtype))
+            learner.version += 1
+            self.updates += 1
+            learner.publish()
+            learner.on_update(1)
+            since += 1
+            if since % order.state_every == 0 and not self._finish:
+                await self._spread(order, pipes, "copied")
+        await self._spread(order, pipes, "over")
+
+    async def _spread(self, order: StageOrder, pipes: Mapping[StageSide, Pipe], what: str) -> None:
+        self._learner.absorb()
+        await self._down(order, pipes, (what, self._learner.x.copy(), self._learner.version))
+        self._learner.publish()
+        self._say(order, what)
+
+    async def _down(self, order: StageOrder, pipes: Mapping[StageSide, Pipe], message: object) -> None:
+        pipe = pipes.get("next")
+        if order.rank < order.ranks - 1 and isinstance(pipe, FakePipe):
+            pipe.send(message)
+            await pipe.receive(order.timeout_s)
+
+    async def _follow(self, order: StageOrder, pipes: Mapping[StageSide, Pipe]) -> None:
+        pipe, learner = pipes["previous"], self._learner
+        assert isinstance(pipe, FakePipe)  # noqa: S101 - a test's own
+        what = ""
+        while what != "over":
+            what, *state = await pipe.receive(order.idle_timeout_s)
+            await self._thawed()
+            await self._down(order, pipes, (what, *state))
+            if state:
+                learner.x, learner.version = state[0].copy(), state[1]
+                learner.absorb()
+                learner.publish()
+                self._say(order, what)
+            pipe.send("done")
+
+    async def _thawed(self) -> None:
+        await self._network.until_thawed(self._me)
+
+    def _say(
+        self, order: StageOrder, what: str, side: StageSide | None = None, why: str = "", port: int = 0
+    ) -> None:
+        self._news.put_nowait(
+            StageNews(order.generation, what, side, why, port, self._learner.version)  # type: ignore[arg-type]
+        )
