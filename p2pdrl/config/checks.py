@@ -6,13 +6,20 @@ receives from its swarm, before it starts anything.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
 from p2pdrl.config.node import LearnerConfig, NodeConfig
 from p2pdrl.config.problem import Problem
 from p2pdrl.config.root import Config
-from p2pdrl.config.strategy import GradAverageConfig, ParamAverageConfig, PipelineConfig, StrategyConfig
+from p2pdrl.config.strategy import (
+    GradAverageConfig,
+    HogwildConfig,
+    ParamAverageConfig,
+    PipelineConfig,
+    StrategyConfig,
+)
 from p2pdrl.config.strategy_checks import strategy_problems
 from p2pdrl.config.task import A2CConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
 
@@ -25,7 +32,8 @@ MAX_DATA_NUMBERS = 1 << 28
 def problems(config: Config) -> list[Problem]:
     """Every rule that ``config`` breaks."""
     trust = trust_problems(config.task.strategy, trusted_network=config.node.trusted_network)
-    parts = _parts_problems(config.task, config.node.learner)
+    learner = config.node.learner
+    parts = [*_parts_problems(config.task, learner), *_split_problems(config.task.strategy, learner)]
     return [*task_problems(config.task), *trust, *_node_problems(config.node), *parts]
 
 
@@ -142,6 +150,38 @@ def _parts_problems(task: TaskConfig, learner: LearnerConfig) -> Iterator[Proble
             f"{learner.microbatches} parts can't be cut from the {most} {what} of a gradient; "
             f"take {most} at most, or auto",
         )
+
+
+def _split_problems(strategy: StrategyConfig, learner: LearnerConfig) -> Iterator[Problem]:
+    """A network over several devices of this node, and what doesn't go with it."""
+    devices, cuts = learner.split_devices, learner.split_cuts
+    if cuts and len(cuts) != len(devices) - 1:
+        yield Problem(
+            "node.learner.split_cuts",
+            f"{len(devices)} split_devices have {max(len(devices) - 1, 0)} cuts between them, "
+            f"not {len(cuts)}",
+        )
+    elif any(one >= other for one, other in itertools.pairwise(cuts)):
+        yield Problem("node.learner.split_cuts", f"numbers of blocks must rise, not be {list(cuts)}")
+    if not devices:
+        return
+    if len(devices) < 2:
+        yield Problem(
+            "node.learner.split_devices",
+            f"one device is no split; name two at least, or set node.learner.device = {devices[0]}",
+        )
+    if learner.device not in ("auto", devices[0]):
+        yield Problem(
+            "node.learner.device",
+            f"the first of split_devices is {devices[0]}, and experience is collected there; leave this auto",
+        )
+    if isinstance(strategy, HogwildConfig | PipelineConfig):
+        why = (
+            "under hogwild each learner of this machine has a device for itself"
+            if isinstance(strategy, HogwildConfig)
+            else "under pipeline each peer has one part of the network, on one device"
+        )
+        yield Problem("node.learner.split_devices", f"{why}; leave it empty, or take another strategy")
 
 
 def _rows(task: TaskConfig) -> tuple[int, str]:

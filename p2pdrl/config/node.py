@@ -55,6 +55,14 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """With ``microbatches = auto``: how much memory a gradient may take beyond parameters and optimizer;
     0 takes what the device has. On a processor, where running out ends the process, what autograd keeps is
     counted against it, the inside of checkpointed blocks left out."""
+    split_devices: tuple[Annotated[str, Meta(min_length=1, max_length=64)], ...] = ()
+    """Devices over which the network is cut, a part each, as a pipeline within this node: ``["cuda:0",
+    "cuda:1"]``, or ``["cpu", "cpu"]`` to try it. Activations are then spread over them, and the parts compute
+    at the same time, microbatch by microbatch: take ``microbatches`` of 4 or more, or ``auto``. The first
+    device also has what ``device`` has otherwise. Not with the modes pipeline and hogwild."""
+    split_cuts: tuple[Annotated[int, Meta(ge=1)], ...] = ()
+    """Number of the first block of each of them but the first; empty has the parts balanced by measured
+    times."""
     restart_min_s: PositiveSeconds = 0.5
     """Wait before a learner that died is started again; doubles with each death in a row …"""
     restart_max_s: PositiveSeconds = 30.0

@@ -119,6 +119,8 @@ class Training:
             microbatches=config.learner.microbatches,
             checkpoint_activations=config.learner.checkpoint_activations,
             activation_limit_bytes=config.learner.activation_limit_bytes,
+            split_devices=config.learner.split_devices,
+            split_cuts=config.learner.split_cuts,
         )
         self.supervisor = LearnerSupervisor(
             start=start,

@@ -27,6 +27,8 @@ class EngineOptions:
         microbatches: how many, or ``auto``.
         checkpoint_activations: compute activations anew instead of keeping them.
         activation_limit_bytes: with ``auto``; 0 is none.
+        split_devices: over which the model is cut (``stages.split_engine``); empty for one device.
+        split_cuts: number of the first block of each of them but the first; empty has it balanced.
         clock: seconds, monotonic; what ``auto`` measures with.
         say: told what ``auto`` picked.
     """
@@ -34,6 +36,8 @@ class EngineOptions:
     microbatches: Microbatches = 1
     checkpoint_activations: bool = False
     activation_limit_bytes: int = 0
+    split_devices: tuple[str, ...] = ()
+    split_cuts: tuple[int, ...] = ()
     clock: Callable[[], float] = time.perf_counter
     say: Callable[[str], None] = _nobody
 
@@ -44,7 +48,7 @@ DEFAULT = EngineOptions()
 def make_engine(
     options: EngineOptions, flat: FlatModule, forward: Forward[Outputs]
 ) -> GradientEngine[Outputs]:
-    """Return the engine that ``options`` ask for, on ``flat``."""
+    """Return the engine that ``options`` ask for, on ``flat``; for several devices trainers make another."""
     if options.microbatches == "auto":
         return Tuned(
             flat,

@@ -33,6 +33,7 @@ from p2pdrl.rl.optimizers import MAX_COUNT, SGD, Adagrad, Adam, Momentum, Optimi
 from p2pdrl.rl.regression_data import Rows, make_rows, sequence_batch
 from p2pdrl.rl.stages.parts import Parts, module_parts
 from p2pdrl.rl.stages.rows import RowSpec
+from p2pdrl.rl.stages.split_engine import SplitEngine, split_engine
 from p2pdrl.rl.stepping import OwnStepper, Stepper
 from p2pdrl.rl.trainer import StepStats, resolve_device
 from p2pdrl.tensors.layout import Layout
@@ -117,6 +118,9 @@ class RegressionTrainer:
         self.sidecar_layout = SidecarLayout(
             (*self._optimizer.items(), SidecarItem(UPDATES, (), "int64", "copy"))
         )
+        self._split: SplitEngine[Tensor] | None = None
+        if engine.split_devices:
+            self.engine = self._split = split_engine(self._flat, self.parts(), engine)
 
     def step(self) -> StepStats:
         """Compute one gradient and hand it to the stepper."""
@@ -247,7 +251,9 @@ class RegressionTrainer:
         self._progress = min(max(fraction, 0.0), 1.0)
 
     def close(self) -> None:
-        """Do nothing: there is nothing open."""
+        """End what other devices do."""
+        if self._split is not None:
+            self._split.close()
 
 
 def _tensors(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:

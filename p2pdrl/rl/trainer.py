@@ -30,6 +30,7 @@ from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.rollout import Collector
 from p2pdrl.rl.stages.parts import Parts, policy_parts
+from p2pdrl.rl.stages.split_engine import SplitEngine, split_engine
 from p2pdrl.rl.stepping import Stepper
 from p2pdrl.tensors.layout import Layout
 from p2pdrl.tensors.moments import Moments
@@ -140,6 +141,9 @@ class Trainer:
         self.sidecar_layout = SidecarLayout(
             (*self._algorithm.optimizer.items(), *_moments_items(self._statistics))
         )
+        self._split: SplitEngine[PolicyOutputs] | None = None
+        if engine.split_devices:
+            self.engine = self._split = split_engine(self._flat, self.parts(), engine)
 
     def step(self) -> StepStats:
         """Collect one unroll and improve the policy on it."""
@@ -244,8 +248,10 @@ class Trainer:
         self._algorithm.progress = min(max(fraction, 0.0), 1.0)
 
     def close(self) -> None:
-        """Close the environments."""
+        """Close the environments, and end what other devices do."""
         self._env.close()
+        if self._split is not None:
+            self._split.close()
 
 
 def resolve_device(name: str) -> torch.device:

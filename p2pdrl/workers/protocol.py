@@ -89,7 +89,9 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     microbatches: Microbatches = 1
     checkpoint_activations: bool = False
     activation_limit_bytes: int = 0
-    """How gradients are computed here; `config.node.LearnerConfig` explains all three."""
+    split_devices: tuple[str, ...] = ()
+    split_cuts: tuple[int, ...] = ()
+    """How gradients are computed here; `config.node.LearnerConfig` explains all five."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

@@ -6,7 +6,8 @@ The same stages and schedules as between machines, on links that copy from devic
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic
 
@@ -43,9 +44,14 @@ class ModelSplit(Generic[Outputs]):
         devices: one for each rank; the same one may come twice.
         timeout_s: bound on each wait of one rank for another within a minibatch.
         checkpoint_activations: keep only what comes into a stage, and compute the rest anew.
+        tune: as of ``Pipelined``.
+        clock: likewise.
+        say: likewise.
+        make_share: makes the share of each rank.
 
     Attributes:
         ends_update: false.
+        shares: of each rank.
 
     Raises:
         ConfigError: there aren't as many devices as ranks.
@@ -68,16 +74,29 @@ class ModelSplit(Generic[Outputs]):
         *,
         timeout_s: float = 600.0,
         checkpoint_activations: bool = False,
+        tune: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+        say: Callable[[str], None] = lambda _: None,
+        make_share: type[Share[Outputs]] = Share,
     ) -> None:
         if len(devices) != plan.ranks:
             raise ConfigError(f"a model over {plan.ranks} devices needs as many, not {len(devices)}")
         links = ring(plan.ranks)
-        shares = [
-            Share(parts, plan, rank, device, checkpoint_activations=checkpoint_activations)
+        self.shares = shares = [
+            make_share(parts, plan, rank, device, checkpoint_activations=checkpoint_activations)
             for rank, device in enumerate(devices)
         ]
         first = links[0] if plan.ranks > 1 else None
-        self._head = Pipelined(shares[0], first, generation=0, timeout_s=timeout_s, state_every=1)
+        self._head = Pipelined(
+            shares[0],
+            first,
+            generation=0,
+            timeout_s=timeout_s,
+            state_every=1,
+            tune=tune,
+            clock=clock,
+            say=say,
+        )
         self._errors: list[Exception] = []
         self._threads = [
             threading.Thread(
@@ -89,6 +108,7 @@ class ModelSplit(Generic[Outputs]):
                         generation=0,
                         timeout_s=timeout_s,
                         idle_timeout_s=_IDLE_TIMEOUT_S,
+                        clock=clock,
                     ),
                 ),
                 name=f"stage {share.rank}",

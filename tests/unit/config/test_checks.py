@@ -34,6 +34,28 @@ def test_the_default_breaks_no_rule() -> None:
         ),
         (["node.learner.activation_limit_bytes=1000000"], "node.learner.activation_limit_bytes (in --set)"),
         (["node.learner.microbatches=0"], "node.learner.microbatches"),
+        (['node.learner.split_devices=["cpu"]'], "node.learner.split_devices (in --set)"),
+        (
+            ['node.learner.split_devices=["cpu", "cpu"]', "node.learner.split_cuts=[1, 2]"],
+            "node.learner.split_cuts (in --set)",
+        ),
+        (
+            ['node.learner.split_devices=["cpu", "cpu", "cpu"]', "node.learner.split_cuts=[2, 2]"],
+            "node.learner.split_cuts (in --set)",
+        ),
+        (["node.learner.split_cuts=[1]"], "node.learner.split_cuts (in --set)"),
+        (
+            ['node.learner.split_devices=["cpu", "cpu"]', "node.learner.device=cuda"],
+            "node.learner.device (in --set)",
+        ),
+        (
+            ['node.learner.split_devices=["cpu", "cpu"]', "task.strategy.name=hogwild"],
+            "node.learner.split_devices (in --set)",
+        ),
+        (
+            ['node.learner.split_devices=["cpu", "cpu"]', "task.strategy.name=pipeline"],
+            "node.learner.split_devices (in --set)",
+        ),
         (["node.learner.microbatches=many"], "node.learner.microbatches"),
         (["task.gradients.precision=fp16"], "task.gradients.precision"),
         (

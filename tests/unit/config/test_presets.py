@@ -31,12 +31,12 @@ STRATEGIES = {
     "local": "local",
 }
 
-ANY_MACHINES = {"node.learner.microbatches"}
-"""What a preset may say of a node: keys whose value suits every machine (``auto``)."""
+ANY_MACHINES = {"node.learner.microbatches", "node.learner.split_devices"}
+"""What a preset may say of a node: keys whose value suits every machine (``auto``, the processor)."""
 
 
 def test_the_presets_are_there() -> None:
-    assert {"cartpole", "ppo", "a2c", "accumulate", *STRATEGIES} <= set(preset_names())
+    assert {"cartpole", "ppo", "a2c", "accumulate", "model_split", *STRATEGIES} <= set(preset_names())
 
 
 @pytest.mark.parametrize(("name", "strategy"), STRATEGIES.items())
@@ -71,6 +71,7 @@ def test_presets_are_what_their_names_say() -> None:
     assert resolve(files=["adpsgd"]).config.task.strategy == AdpsgdConfig()
     assert resolve(files=["amb_pp"]).config.task.strategy == PipelineConfig(microbatches="auto")
     assert resolve(files=["accumulate"]).config.node.learner.microbatches == "auto"
+    assert resolve(files=["model_split"]).config.node.learner.split_devices == ("cpu", "cpu")
 
 
 @pytest.mark.parametrize("name", ["../ppo", "ppo.toml", "/etc/passwd", "", "."])

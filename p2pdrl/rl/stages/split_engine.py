@@ -1,0 +1,180 @@
+"""Gradients of a model over several devices, for a learner that is otherwise as ever.
+
+Parameters, optimizer and the exchange with peers stay where they were; before each gradient the devices get
+their parts of the parameters, and afterwards their gradients come back. So every way of working with others
+goes with it, and what is divided is computing, and the memory for activations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from p2pdrl.errors import ConfigError
+from p2pdrl.pipeline.layers import Layer, Peer
+from p2pdrl.pipeline.partition import partition
+from p2pdrl.pipeline.plan import Plan
+from p2pdrl.rl.block_costs import measure_blocks
+from p2pdrl.rl.engines import EngineOptions
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.gradients import Batch
+from p2pdrl.rl.networks.lstm import Context
+from p2pdrl.rl.objectives.objective import Objective, Outputs
+from p2pdrl.rl.optimizers import SGD
+from p2pdrl.rl.stages.model_split import ModelSplit
+from p2pdrl.rl.stages.parts import Parts
+from p2pdrl.rl.stages.rows import RowSpec
+from p2pdrl.rl.stages.share import Share
+
+__all__ = ["SplitEngine", "split_engine"]
+
+MOST_TUNED = 8
+"""Microbatches beyond which ``auto`` doesn't look."""
+
+
+class Copy(Share[Outputs]):
+    """A share whose parameters are stepped by somebody else: it brings gradients, and takes what they become.
+
+    Steps are counted, so that ranks agree about where they are, and change nothing.
+    """
+
+    def step(self, squares: float, learning_rate: float, max_grad_norm: float) -> float:
+        """Count."""
+        del learning_rate, max_grad_norm
+        self.steps += 1
+        return math.sqrt(squares)
+
+    def take(self, parameters_D: Tensor) -> None:
+        """Copy this share's parameters from the whole."""
+        for whole, own in self._pieces():
+            self.parameters_P[own].copy_(parameters_D[whole])
+
+    def bring(self, gradients_D: Tensor) -> None:
+        """Copy this share's gradients to where they belong in the whole."""
+        for whole, own in self._pieces():
+            gradients_D[whole].copy_(self.gradients_P[own])
+
+    def _pieces(self) -> list[tuple[slice, slice]]:
+        pieces, at = [], 0
+        for start, stop in self.parts.block_map.spans(self.plan.numbers(self.rank)):
+            pieces.append((slice(start, stop), slice(at, at + stop - start)))
+            at += stop - start
+        return pieces
+
+
+class SplitEngine(Generic[Outputs]):
+    """Implements ``gradients.GradientEngine``; close it when done.
+
+    Args:
+        flat: the model, as for any other engine.
+        parts: of the same model.
+        plan: who holds what.
+        devices: one for each rank; the same one may come twice.
+        options: of which checkpointing, ``auto``, clock and words count.
+
+    Raises:
+        ConfigError: there aren't as many devices as ranks.
+    """
+
+    def __init__(
+        self,
+        flat: FlatModule,
+        parts: Parts[Outputs],
+        plan: Plan,
+        devices: Sequence[torch.device],
+        options: EngineOptions,
+    ) -> None:
+        self._flat = flat
+        self._optimizer = SGD(flat.parameters_D, flat.gradients_D)  # has no state to be copied
+        self._split = ModelSplit(
+            replace(parts, optimizer=self._optimizer),
+            plan,
+            devices,
+            checkpoint_activations=options.checkpoint_activations,
+            tune=options.microbatches == "auto",
+            clock=options.clock,
+            say=options.say,
+            make_share=Copy,
+        )
+
+    def gradients(self, batch: Batch, objective: Objective[Outputs]) -> Tensor:
+        """See ``GradientEngine.gradients``."""
+        copies = [share for share in self._split.shares if isinstance(share, Copy)]
+        for copy in copies:
+            copy.take(self._flat.parameters_D)
+        terms = self._split.gradients(batch, objective)  # no rank is behind it: their sums are in
+        for copy in copies:
+            copy.bring(self._flat.gradients_D)
+        self._split.step(self._flat, self._optimizer, learning_rate=0.0, max_grad_norm=1.0, samples=0, left=1)
+        return terms
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of microbatches and of stages, and how the first device fares."""
+        return self._split.metrics()
+
+    def close(self) -> None:
+        """End the devices' threads."""
+        self._split.close()
+
+
+def split_engine(flat: FlatModule, parts: Parts[Outputs], options: EngineOptions) -> SplitEngine[Outputs]:
+    """Return the engine over ``options.split_devices``, cut where they say, or balanced by measured times.
+
+    Raises:
+        ConfigError: a device isn't there, or the model can't be cut like that.
+    """
+    count, blocks = len(options.split_devices), len(parts.blocks)
+    if count > blocks:
+        raise ConfigError(
+            f"node.learner.split_devices: {count} devices are more than the {blocks} blocks that this "
+            f"network has ({', '.join(parts.block_map.titles)}); name {blocks} at most"
+        )
+    cuts = options.split_cuts
+    if cuts and (
+        len(cuts) != count - 1 or list(cuts) != sorted({*cuts}) or not 0 < cuts[0] <= cuts[-1] < blocks
+    ):
+        raise ConfigError(
+            f"node.learner.split_cuts: {count} devices and {blocks} blocks need {count - 1} numbers that "
+            f"rise from 1 to at most {blocks - 1}, not {list(cuts)}"
+        )
+    devices = [_device(name) for name in options.split_devices]
+    microbatches = MOST_TUNED if options.microbatches == "auto" else options.microbatches
+    if not cuts:
+        layers = _measured(parts, microbatches, options)
+        cuts = partition(layers, [Peer(str(device)) for device in devices]).cuts
+    plan = Plan(blocks, tuple(cuts), "1f1b", microbatches, count)
+    options.say(f"the model's {blocks} blocks are cut before {', '.join(map(str, cuts))} for {count} devices")
+    return SplitEngine(flat, parts, plan, devices, options)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"node.learner.split_devices: {name!r} can't be used here ({reason})") from error
+    return device
+
+
+def _measured(parts: Parts[Any], microbatches: int, options: EngineOptions) -> list[Layer]:
+    """What blocks cost with a microbatch of the longest batch; all devices are taken to be alike."""
+    device = next(parameter.device for block in parts.blocks for parameter in block.parameters())
+    rows = math.ceil(parts.most_rows / microbatches)
+
+    def zeros(spec: RowSpec) -> Tensor:
+        return torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=device)
+
+    context = {name: zeros(spec) for name, spec in parts.context.items()}
+    return measure_blocks(
+        parts.blocks,
+        zeros(parts.inputs),
+        Context(**context),
+        titles=parts.block_map.titles,
+        clock=options.clock,
+    )
