@@ -94,17 +94,17 @@ class TorchStages:
         self.close()
 
     def runner(
-        self, share: Share[Outputs], links: Links, clock: Callable[[], float] = time.perf_counter
+        self, share: Share[Outputs], links: Links, *, blame: Callable[[], None] = lambda: None
     ) -> TorchRunner[Outputs]:
         """Return what computes the gradients of this rank's share.
 
         Args:
             share: of the model.
             links: to the neighbours.
-            clock: seconds, monotonic.
+            blame: see ``TorchRunner``.
         """
         travelling = share.device if self.nccl else torch.device("cpu")
-        return TorchRunner(share, links, travelling=travelling, leave=self.close, clock=clock)
+        return TorchRunner(share, links, travelling=travelling, leave=self.close, blame=blame)
 
     def break_off(self) -> None:
         """End all waits for the group at once, here and at the others; from any thread."""

@@ -94,7 +94,8 @@ class Rank(Generic[Outputs]):
         self.share = share
         self.generation = generation
         self.recorder = recorder or Recorder()
-        self.runner: Running = runner or Runner(share, links, timeout_s, clock, self.recorder)
+        self.runner: Running = runner or Runner(share, links, timeout_s, clock)
+        self.runner.recorder = self.recorder
         self._clock = clock
         self._links = links
         self._timeout_s = timeout_s

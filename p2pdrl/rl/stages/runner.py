@@ -39,11 +39,12 @@ class Runner(Generic[Outputs]):
         links: to the neighbours; None where one rank is all.
         timeout_s: bound on each wait for a message.
         clock: seconds, monotonic.
-        recorder: told of each action, with what it keeps; None for one of its own.
+        recorder: see below; None for one of its own.
 
     Attributes:
         waited_s: seconds spent waiting for messages, all minibatches together.
         ran_s: seconds that the actions of all minibatches took, waiting included.
+        recorder: told of each action, with what it keeps.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Runner(Generic[Outputs]):
         self._links = links
         self._timeout_s = timeout_s
         self._clock = clock
-        self._recorder = recorder or Recorder()
+        self.recorder = recorder or Recorder()
         self._buffers = Buffers(share.device)
         self.waited_s = self.ran_s = 0.0
         self._do = {
@@ -122,7 +123,7 @@ class Runner(Generic[Outputs]):
             kind, stage, microbatch = action
             self._do[kind](stage, microbatch)
             now = self._clock()
-            self._recorder.add(Span(kind, before, now, stage, microbatch, self._opening.step))
+            self.recorder.add(Span(kind, before, now, stage, microbatch, self._opening.step))
             before = now
         # by now all that was sent has arrived: its gradient has come back
         for key in list(self._lent):
@@ -216,7 +217,7 @@ class Runner(Generic[Outputs]):
         came = 0 if self._links is None and key[0] > 0 else inputs.nbytes  # else the stage before has it
         self._kept[key] = came + output.nbytes
         self._kept_bytes += self._kept[key]
-        self._recorder.kept(self._kept_bytes)
+        self.recorder.kept(self._kept_bytes)
 
     def _borrow(self, key: Key, spec: RowSpec, rows: int) -> Tensor:
         memory = self._buffers.take(spec, rows)

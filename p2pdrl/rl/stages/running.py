@@ -12,6 +12,7 @@ from torch import Tensor
 
 from p2pdrl.rl.gradients import Batch
 from p2pdrl.rl.stages.messages import Opening
+from p2pdrl.rl.stages.recorder import Recorder
 from p2pdrl.rl.stages.rows import Slot
 
 __all__ = ["Running"]
@@ -23,10 +24,12 @@ class Running(Protocol):
     Attributes:
         waited_s: seconds spent waiting for neighbours, all minibatches together.
         ran_s: seconds that all minibatches took, waiting included.
+        recorder: told of each action, with what it keeps. Its rank sets it.
     """
 
     waited_s: float
     ran_s: float
+    recorder: Recorder
 
     def begin(self, opening: Opening, batches: Sequence[Batch] = ()) -> None:
         """Forget the minibatch before and prepare for another.

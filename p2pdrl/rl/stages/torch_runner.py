@@ -34,12 +34,14 @@ from torch.distributed.pipelining import (
 
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
 from p2pdrl.pipeline.schedule import peak_activations
+from p2pdrl.pipeline.trace import Span
 from p2pdrl.rl.gradients import Batch
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.objectives.objective import Objective, Outputs
 from p2pdrl.rl.stages.frames import decode
 from p2pdrl.rl.stages.links import Links
 from p2pdrl.rl.stages.messages import Activation, Opening
+from p2pdrl.rl.stages.recorder import Recorder
 from p2pdrl.rl.stages.rows import RowSpec, Slot
 from p2pdrl.rl.stages.share import Share
 
@@ -61,11 +63,14 @@ class TorchRunner(Generic[Outputs]):
         links: to the neighbours.
         travelling: device that tensors are on when they are sent: the CPU with gloo, with NCCL the share's.
         leave: leaves the group; called once something went wrong, since others wait for this rank then.
+        blame: finds out who is to blame; called when torch says that something went wrong.
         clock: seconds, monotonic.
 
     Attributes:
         waited_s: see ``Running``.
         ran_s: see ``Running``.
+        recorder: see ``Running``. A wait ends with the computation that it was for, and begins with the end
+            of the one before.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class TorchRunner(Generic[Outputs]):
         *,
         travelling: torch.device,
         leave: Callable[[], None],
+        blame: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._share = share
@@ -82,9 +88,12 @@ class TorchRunner(Generic[Outputs]):
         self._links = links
         self._travelling = travelling
         self._leave = leave
+        self._blame = blame
         self._clock = clock
         self._schedules: OrderedDict[tuple[int, int], _Schedule] = OrderedDict()
-        self._computed_s = 0.0
+        self._computed_s = self._idle_since_s = 0.0
+        self._kept_bytes = 0
+        self.recorder = Recorder()
         self.waited_s = self.ran_s = 0.0
         self._now: _Minibatch[Outputs] | None = None
 
@@ -113,7 +122,8 @@ class TorchRunner(Generic[Outputs]):
     def run(self) -> Tensor | None:
         """See ``Running.run``."""
         share, now = self._share, self._minibatch
-        begin_s, before_s = self._clock(), self._computed_s
+        begin_s = self._idle_since_s = self._clock()
+        before_s, self._kept_bytes = self._computed_s, 0
         if share.rank < self._plan.ranks - 1:
             riding = [now.extras[name] for name, _ in share.parts.extras]
             self._links.send("down", Activation(share.rank + 1, 0, now.opening), riding)
@@ -125,7 +135,7 @@ class TorchRunner(Generic[Outputs]):
         inputs = () if now.inputs is None else (now.inputs,)
         parts = now.opening.parts
         schedule: Any = self._schedule(parts, max(now.sizes))
-        with _peers_errors():
+        with self._peers_errors():
             schedule.step(*inputs, target=torch.arange(parts), return_outputs=False, **context)
         self._now = None
         ran_s = self._clock() - begin_s
@@ -168,14 +178,16 @@ class TorchRunner(Generic[Outputs]):
         plan, parts = self._plan, self._share.parts
         numbers = plan.blocks_of(stage)
         before = parts.outputs[numbers[0] - 1] if stage > 0 else parts.inputs
+        behind = parts.outputs[numbers[-1]]
         return _Stage(
             _Blocks(self._share, stage, stored, self._travelling),
             stage,
             plan.stages,
             self._travelling,
             input_args=_example(before, rows, learns=stage > 0),
-            output_args=_example(parts.outputs[numbers[-1]], rows, learns=True),
-            computing=self._computing,
+            output_args=_example(behind, rows, learns=True),
+            noted=self._noted,
+            kept_bytes=before.nbytes(rows) + behind.nbytes(rows),
         )
 
     def _loss(self, output: Tensor, microbatch: Tensor) -> Tensor:
@@ -190,10 +202,39 @@ class TorchRunner(Generic[Outputs]):
             return loss
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
+    def _computing(self) -> Iterator[float]:
         begin_s = self._clock()
-        yield
-        self._computed_s += self._clock() - begin_s
+        yield begin_s
+        self._idle_since_s = self._clock()
+        self._computed_s += self._idle_since_s - begin_s
+
+    @contextmanager
+    def _noted(self, what: str, stage: int, microbatch: int, kept_bytes: int) -> Iterator[None]:
+        """Record a computation, the wait before it, and what is kept after it."""
+        about = stage, microbatch, self._minibatch.opening.step
+        since_s = self._idle_since_s
+        with self._computing() as begin_s:
+            yield
+        if what == "forward" and stage > 0:
+            self.recorder.add(Span("recv_activation", since_s, begin_s, *about))
+        if what == "backward" and stage < self._plan.stages - 1:
+            self.recorder.add(Span("recv_gradient", since_s, begin_s, *about))
+        self.recorder.add(Span(what, begin_s, self._idle_since_s, *about))
+        self._kept_bytes += kept_bytes
+        self.recorder.kept(self._kept_bytes)
+
+    @contextmanager
+    def _peers_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            meant = peer_error(error)
+            if meant is None:
+                raise
+            # What still waits to be sent is in the frames, and keeps connections open that others wait at.
+            traceback.clear_frames(error.__traceback__)
+            self._blame()
+            raise meant from None
 
 
 @dataclass
@@ -251,19 +292,20 @@ class _Blocks(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """Says when it computes."""
+    """Says when it computes what."""
 
-    def __init__(self, *args: Any, computing: Callable[[], Any], **options: Any) -> None:
+    def __init__(self, *args: Any, noted: Callable[..., Any], kept_bytes: int, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._computing = computing
+        self._noted = noted
+        self._kept_bytes = kept_bytes
 
-    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        with self._computing():
-            return super().forward_one_chunk(*args, **options)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        with self._noted("forward", self.stage_index, fwd_chunk_id, self._kept_bytes):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 
-    def backward_one_chunk(self, *args: Any, **options: Any) -> None:
-        with self._computing():
-            super().backward_one_chunk(*args, **options)
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        with self._noted("backward", self.stage_index, bwd_chunk_id, -self._kept_bytes):
+            super().backward_one_chunk(bwd_chunk_id, *args, **options)
 
 
 def peer_error(error: BaseException) -> TransportError | None:
@@ -274,19 +316,6 @@ def peer_error(error: BaseException) -> TransportError | None:
     why = _ADVICE.sub("", " ".join(text.split()))[:200]
     late = _LATE.search(text) and "pair closure" not in text
     return PeerTimeoutError(why) if late else PeerUnreachableError(why)
-
-
-@contextmanager
-def _peers_errors() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        meant = peer_error(error)
-        if meant is None:
-            raise
-        # What still waits to be sent is in the frames, and keeps connections open that others wait at.
-        traceback.clear_frames(error.__traceback__)
-        raise meant from None
 
 
 def _example(spec: RowSpec, rows: int, *, learns: bool) -> Tensor:
