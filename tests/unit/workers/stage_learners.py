@@ -1,13 +1,16 @@
-"""Learners that are stages: real trainers, boards, mailboxes and pipes, each in a thread of this process."""
+"""Learners that are stages: real trainers, boards, mailboxes and pipes, each in a thread or a process."""
 
 from __future__ import annotations
 
 import os
 import queue
 import socket
+import subprocess
+import sys
 import threading
 import time
 
+import msgspec
 import numpy as np
 import torch
 
@@ -20,7 +23,17 @@ from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.workers.learner import Learner
 from p2pdrl.workers.mailbox import Mailbox
-from p2pdrl.workers.protocol import FrameBuffer, Pace, Report, Stop, Work, decode_from_learner, frame
+from p2pdrl.workers.protocol import (
+    Attach,
+    FrameBuffer,
+    Pace,
+    Report,
+    Start,
+    Stop,
+    Work,
+    decode_from_learner,
+    frame,
+)
 from p2pdrl.workers.stage_protocol import Finish, News, Stage
 
 from ..transport.pipes import KEYS
@@ -72,52 +85,23 @@ def orders(blocks, ranks, *, schedule="1f1b", stages=None, generation=1, **optio
     ]
 
 
-class Hosted:
-    """A learner, and its daemon's end of everything.
+class Side:
+    """A daemon's end of what it has with its learner."""
 
-    Attributes:
-        at_step: called with the number of updates after each.
-    """
-
-    def __init__(self, trainer):
-        self.trainer = trainer
-        self.at_step = lambda number: None
-        self.steps = 0
-        self._own_step, trainer.step = trainer.step, self._step
-        self.spec = BoardSpec(trainer.layout, trainer.sidecar_layout)
-        self.region = SharedRegion.create(self.spec.nbytes, "board")
-        self.board = DaemonBoard(self.region, self.spec)
-        self.sock, theirs = socket.socketpair()
-        self.mailbox = Mailbox(theirs)
-        self.learner = Learner(trainer, LearnerBoard(self.region, self.spec), self.mailbox)
+    def __init__(self, sock):
+        self.sock = sock
         self.heard = queue.SimpleQueue()
         self.reports, self.error = [], None
-        self._threads = [threading.Thread(target=each) for each in (self._live, self._read)]
+        self._reader = threading.Thread(target=self._read)
 
-    def start(self, regime=STAGES):
-        self.say(Work(regime, 1), Pace(paused=False, max_updates_per_s=0.0))
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def _step(self):
-        stats = self._own_step()
-        self.steps += 1
-        self.at_step(self.steps)
-        return stats
-
-    def _live(self):
-        torch.set_num_threads(1)
-        try:
-            self.learner.begin(restore=False)
-            self.learner.run()
-        except Exception as error:  # noqa: BLE001 - shown by whoever waits
-            self.error = error
-        self.mailbox.close()
+    def attach(self, spec):
+        self.spec = spec
+        self.region = SharedRegion.create(spec.nbytes, "board")
+        self.board = DaemonBoard(self.region, spec)
 
     def _read(self):
         frames = FrameBuffer()
-        while data := self.sock.recv(1 << 20):
+        while data := self._receive():
             for body in frames.feed(data):
                 message = decode_from_learner(body)
                 if isinstance(message, Report):
@@ -125,28 +109,37 @@ class Hosted:
                 else:
                     self.heard.put(message)
 
+    def _receive(self):
+        try:
+            return self.sock.recv(1 << 20)
+        except ConnectionResetError:
+            return b""
+
     def say(self, *messages):
         self.sock.sendall(b"".join(frame(message) for message in messages))
 
-    def order(self, order, pipes):
-        tickets = tuple((side, ticket) for side, (_, ticket) in pipes.items())
-        data, fds = frame(Stage(order, tickets)), [fd for fd, _ in pipes.values()]
+    def send_fds(self, message, fds):
+        data = frame(message)
         if fds:
             data = data[socket.send_fds(self.sock, [data], fds) :]
         self.sock.sendall(data)
-        for fd in fds:
+
+    def order(self, order, pipes):
+        tickets = tuple((side, ticket) for side, (_, ticket) in pipes.items())
+        self.send_fds(Stage(order, tickets), [fd for fd, _ in pipes.values()])
+        for fd, _ in pipes.values():
             os.close(fd)
 
-    def hear(self):
+    def hear(self, timeout_s=PATIENCE_S):
         try:
-            return self.heard.get(timeout=PATIENCE_S)
+            return self.heard.get(timeout=timeout_s)
         except queue.Empty:
             raise AssertionError(f"nothing was said; the learner: {self.error!r}") from self.error
 
-    def news(self, *whats):
+    def news(self, *whats, timeout_s=PATIENCE_S):
         """The next news of these kinds; others are passed over."""
         while True:
-            message = self.hear()
+            message = self.hear(timeout_s)
             if isinstance(message, News) and message.news.what in whats:
                 return message.news
 
@@ -168,13 +161,90 @@ class Hosted:
             self.say(Stop())
         except OSError:
             pass
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(PATIENCE_S)
-                assert not thread.is_alive()
-        self.mailbox.close()
+        if self._reader.ident is not None:
+            self._reader.join(PATIENCE_S)
+            assert not self._reader.is_alive()
         self.sock.close()
         self.region.close()
+
+
+class Hosted(Side):
+    """A learner in a thread.
+
+    Attributes:
+        at_step: called with the number of updates after each.
+    """
+
+    def __init__(self, trainer):
+        sock, theirs = socket.socketpair()
+        super().__init__(sock)
+        self.trainer = trainer
+        self.at_step = lambda number: None
+        self.steps = 0
+        self._own_step, trainer.step = trainer.step, self._step
+        self.attach(BoardSpec(trainer.layout, trainer.sidecar_layout))
+        self.mailbox = Mailbox(theirs)
+        self.learner = Learner(trainer, LearnerBoard(self.region, self.spec), self.mailbox)
+        self._thread = threading.Thread(target=self._live)
+
+    def start(self, regime=STAGES):
+        self.say(Work(regime, 1), Pace(paused=False, max_updates_per_s=0.0))
+        self._thread.start()
+        self._reader.start()
+        return self
+
+    def _step(self):
+        stats = self._own_step()
+        self.steps += 1
+        self.at_step(self.steps)
+        return stats
+
+    def _live(self):
+        torch.set_num_threads(1)
+        try:
+            self.learner.begin(restore=False)
+            self.learner.run()
+        except Exception as error:  # noqa: BLE001 - shown by whoever waits
+            self.error = error
+        self.mailbox.close()
+
+    def close(self):
+        super().close()
+        if self._thread.ident is not None:
+            self._thread.join(PATIENCE_S)
+            assert not self._thread.is_alive()
+        self.mailbox.close()
+
+
+class Spawned(Side):
+    """A learner in a process of its own, as the daemon starts it."""
+
+    def __init__(self, task, seed, regime=STAGES):
+        sock, theirs = socket.socketpair()
+        super().__init__(sock)
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "p2pdrl.workers.learner"),
+                *("--fd", str(theirs.fileno()), "--parent", str(os.getpid())),
+            ],
+            pass_fds=[theirs.fileno()],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+        self._reader.start()
+        self.say(Start(msgspec.json.encode(task), seed, "cpu", 1, False))
+        self._regime = regime
+
+    def begin(self):
+        """Wait until it is built, and let it go on."""
+        hello = self.hear(120.0)
+        self.attach(BoardSpec.from_wire(msgspec.msgpack.decode(hello.spec)))
+        self.send_fds(Attach(self.region.nbytes, restore=False), [self.region.fd])
+        self.say(Work(self._regime, 1), Pace(paused=False, max_updates_per_s=0.0))
+
+    def close(self):
+        super().close()
+        self.process.wait(PATIENCE_S)
 
 
 class Team:

@@ -1,0 +1,132 @@
+"""Stages in processes of their own, which die, freeze and meet over torch.distributed."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from p2pdrl.pipeline.order import Meeting
+from p2pdrl.workers.stage_protocol import Finish
+
+from .pipes import joined
+from .stage_learners import CLASSIFIER, Spawned, build, orders
+
+BLOCKS = 4
+
+
+@pytest.fixture
+def team():
+    made = []
+
+    def make(ranks, task=CLASSIFIER):
+        made.extend(Spawned(task, 1 + rank) for rank in range(ranks))
+        for one in made:
+            one.begin()
+        return made
+
+    yield make
+    for one in made:
+        if one.process.poll() is None:
+            one.process.send_signal(signal.SIGCONT)
+        one.close()
+
+
+def form(team, **options):
+    made = orders(BLOCKS, len(team), **options)
+    circle = options.get("schedule") == "interleaved"
+    for member, order, pipes in zip(
+        team, made, joined(len(team), circle) if len(team) > 1 else [{}], strict=True
+    ):
+        member.order(order, pipes)
+
+
+def at_once(member, what, within_s):
+    begin_s = time.monotonic()
+    news = member.news(what)
+    assert time.monotonic() - begin_s < within_s
+    return news
+
+
+def test_processes_learn_die_and_go_on(team):
+    first, second = team = team(2)
+    form(team)
+    second.news("copied")
+    first.say(Finish(1))
+    overs = [member.news("over", "broken") for member in team]
+    assert [news.what for news in overs] == ["over", "over"]
+    version = overs[0].policy_version
+    expected = build(CLASSIFIER, microbatches=4)
+    for _ in range(version):
+        expected.step()
+    for member in team:
+        vector, own = member.now()
+        assert own == version
+        np.testing.assert_allclose(vector, expected.flat, rtol=2e-5, atol=2e-6)
+
+    form(team, generation=2)
+    second.news("copied")
+    second.process.kill()
+    broken = at_once(first, "broken", 5.0)
+    assert (broken.side, broken.generation) == ("next", 2)
+    form([first], generation=3)
+    assert first.news("copied").policy_version >= broken.policy_version
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 3), ("1f1b", 3), ("interleaved", 2)])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_whoever_dies_or_freezes_the_others_are_told_in_time(team, sign, schedule, ranks, rank):
+    if rank >= ranks:
+        pytest.skip("no such rank")
+    team = team(ranks)
+    stages = 4 if schedule == "interleaved" else ranks
+    form(team, schedule=schedule, stages=stages, timeout_s=2.0, idle_timeout_s=2.0, state_every=5)
+    for member in team:
+        member.news("copied")
+    team[rank].process.send_signal(sign)
+    rest = [member for member in team if member is not team[rank]]
+    for member in rest:
+        at_once(member, "broken", 2.0 if sign == signal.SIGKILL else 5.0)
+    form(rest, generation=2)
+    for member in rest:
+        member.news("copied")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True])
+def test_over_torch_distributed(team, killed):
+    first, second = team = team(2)
+    for generation in (1, 2):
+        one, other = orders(
+            BLOCKS,
+            2,
+            generation=generation,
+            backend="torch",
+            meeting=Meeting("127.0.0.1", 0),
+            timeout_s=10.0,
+        )
+        first.order(one, {})
+        port = first.news("meeting", "broken").port
+        second.order(msgspec.structs.replace(other, meeting=Meeting("127.0.0.1", port)), {})
+        assert second.news("copied", "broken").what == "copied"
+        if killed:
+            break
+        first.say(Finish(generation))
+        assert [member.news("over", "broken").what for member in team] == ["over", "over"]
+    if killed:
+        second.process.kill()
+        at_once(first, "broken", 10.0)
+        form([first], generation=3)
+        first.news("copied")
+        return
+    version = first.now()[1]
+    expected = build(CLASSIFIER, microbatches=4)
+    for _ in range(version):
+        expected.step()
+    for member in team:
+        np.testing.assert_allclose(member.now()[0], expected.flat, rtol=1e-4, atol=1e-5)
