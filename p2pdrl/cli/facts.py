@@ -87,9 +87,11 @@ def _learner(s: _Shown) -> str:
 
 
 def _pipeline(s: _Shown) -> str:
-    """``stage 2 of 2 behind n0, 1f1b, 4 microbatches, bubble 12%, 1.2 MB of activations``."""
+    """``stage 2 of 2, 1f1b over stream, 4 microbatches, bubble 12%, with n0, n1; generation 3``."""
     if s.get("pipeline.rank") is None:
         return s.text("pipeline.role") if s.get("pipeline.role") else "none"
+    if s.get("pipeline.alone"):
+        return f"computes by itself: {s.text('pipeline.why')}"
     held = s.get("pipeline.stage")
     numbers = " and ".join(map(formats.grouped, held)) if isinstance(held, list) else formats.NONE
     parts = [

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from p2pdrl.node.mode_figures import facts_of
 from p2pdrl.node.training import Training
+from p2pdrl.strategies.pipeline.figures import Figures
 
 __all__ = ["pipeline_bubble", "pipeline_document", "stage_words", "trains"]
 
@@ -50,11 +50,12 @@ def pipeline_bubble(training: Training) -> float | None:
 def pipeline_document(training: Training) -> dict[str, Any] | None:
     """All of it as JSON types; None in another mode.
 
-    ``rank``, ``stage`` and what else comes of an order are missing as long as there is none.
+    ``rank``, ``stage`` and what else comes of an order are missing as long as there is none. Stages count
+    from 1, ranks from 0.
     """
     if not training.supervisor.workplace.regime.stages:
         return None
-    document = dict(facts_of(training.mode.strategy))
+    document = _ordered(training)
     order = training.supervisor.stages.order
     if order is not None:
         plan = order.plan
@@ -74,6 +75,24 @@ def pipeline_document(training: Training) -> dict[str, Any] | None:
         measured = _metrics(training)
         document |= {name: value for name, value in measured.items() if name not in KNOWN}
     return document
+
+
+def _ordered(training: Training) -> dict[str, Any]:
+    """What the strategy knows: who is with us, what was predicted."""
+    figures = getattr(training.mode.strategy, "figures", None)
+    if not isinstance(figures, Figures):
+        return {}
+    return {
+        "role": figures.role,
+        "pipeline": figures.pipeline,
+        "pipelines": figures.pipelines,
+        "peers": list(figures.ranks),
+        "alone": figures.alone,
+        "why": figures.why,
+        "copies": figures.copies,
+        "predicted_step_s": figures.step_s,
+        "predicted_bubble": figures.bubble,
+    }
 
 
 def _metrics(training: Training) -> dict[str, float]:

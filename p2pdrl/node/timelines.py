@@ -38,7 +38,7 @@ MAX_SPANS = 8192
 LEARNER_S = 3.0
 """A learner may be in the midst of a long microbatch."""
 CALL_S = LEARNER_S + 1.0
-TRIES = 4
+TRIES = 8
 """Round trips to learn a clock by."""
 
 

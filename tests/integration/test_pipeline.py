@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from .pipelines import STREAM, Watch, ranks, whole
 
 SOON_S = 5.0
 """From a change of the mode until updates go on."""
+OFF_US = 20_000.0
+"""Bound on how far the clocks of a trace are apart on a machine that is busy."""
 OPTIONS = {
     "task.env.num_envs": 4,
     "task.algorithm.unroll_steps": 64,
@@ -53,6 +57,7 @@ def test_two_nodes_go_from_gossip_to_a_pipeline_and_back(swarm, wait_until, no_o
     )
     page = (tail.get("/metrics") or b"").decode()
     assert "p2pdrl_pipeline_rank 1.0" in page
+    check_trace(tail.json("/v1/pipeline/trace?seconds=5"), [head.name, tail.name])
     still = tail.status()["updates"]
 
     watch, back_s = switch(nodes, "gossip", "adpsgd", "compression=none")
@@ -63,3 +68,27 @@ def test_two_nodes_go_from_gossip_to_a_pipeline_and_back(swarm, wait_until, no_o
     assert max(into_s, back_s) <= SOON_S
     for node in nodes:
         assert node.status()["healthy"], node.status()["reasons"]
+        node.signal(signal.SIGTERM)
+    assert [node.wait(20) for node in nodes] == [0, 0]
+
+
+def check_trace(document, names):
+    """One row for each rank, on one clock: rank 1's forward comes after rank 0's, its backward before.
+
+    Clocks are off by half of a round trip.
+    """
+    events = document["traceEvents"]
+    rows = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert rows == [f"rank {rank}: {name}" for rank, name in enumerate(names)], document["otherData"]
+    starts: dict[tuple[int, str, int], float] = {}
+    for event in events:
+        if event["ph"] == "X" and event["args"].get("minibatch", -1) >= 0:
+            starts[event["tid"], event["name"], event["args"]["minibatch"]] = event["ts"]
+    both = [
+        step for row, name, step in starts if (row, name) == (1, "forward 1") and (0, name, step) in starts
+    ]
+    assert both, f"no minibatch that both tell of: {document}"[:2000]
+    for step in both:
+        assert starts[0, "forward 1", step] < starts[1, "forward 1", step] + OFF_US
+        if (0, "backward 1", step) in starts:
+            assert starts[1, "backward 1", step] < starts[0, "backward 1", step] + OFF_US

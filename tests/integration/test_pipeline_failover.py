@@ -81,7 +81,10 @@ def test_any_rank_is_frozen_leaves_and_is_killed(swarm, wait_until, no_orphans, 
 
     time.sleep(1)
     killed = holder(nodes, rank)
-    lose(nodes, killed, killed.kill9, f"rank {rank} of {stages} killed", stages)
+    nodes = lose(nodes, killed, killed.kill9, f"rank {rank} of {stages} killed", stages)
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    assert [node.wait(20) for node in nodes] == [0] * len(nodes)
 
 
 @pytest.mark.slow

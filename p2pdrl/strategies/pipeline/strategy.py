@@ -143,6 +143,12 @@ class PipelineStrategy:
         return self._telling.facts(self.figures)
 
     @property
+    def members(self) -> tuple[str, ...]:
+        """Node ids of our pipeline's ranks, in their order; empty without one."""
+        term = self._side.running
+        return () if term is None or not term.formed or term.alone else term.members
+
+    @property
     def _finish_s(self) -> float:
         return max(FINISH_S, self._config.deadline_s + 5.0)
 

@@ -89,6 +89,10 @@ PIPELINE = {
             ),
         ),
         ({"role": "stands by"}, "stands by"),
+        (
+            {"rank": 0, "alone": True, "why": "a pipeline would take 2 s"},
+            "computes by itself: a pipeline would",
+        ),
         ({}, "none"),
         ({"rank": 0, "stage": "x", "stages": [], "peers": 3}, "stage – of –"),
     ],

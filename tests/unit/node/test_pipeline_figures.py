@@ -8,12 +8,17 @@ import msgspec
 import pytest
 
 from p2pdrl.config.regime import FREE, Regime
-from p2pdrl.node.figures import Figures
+from p2pdrl.node.figures import Figures as NodeFigures
 from p2pdrl.node.meters import Meters
 from p2pdrl.node.pipeline_figures import pipeline_bubble, pipeline_document, stage_words, trains
 from p2pdrl.pipeline.order import StageOrder
+from p2pdrl.strategies.pipeline.figures import Figures
 
 STAGES = Regime(stages=True)
+FIGURES = Figures(
+    pipeline=1, pipelines=2, rank=1, ranks=("a", "b"), stages=(1,), why="it pays", step_s=0.2, bubble=0.3,
+    copies=4,
+)  # fmt: skip
 
 
 def order(rank: int, **fields) -> StageOrder:
@@ -22,9 +27,9 @@ def order(rank: int, **fields) -> StageOrder:
 
 
 @pytest.fixture
-def figures(talking, training) -> Figures:
+def figures(talking, training) -> NodeFigures:
     talking.training, talking.state = training, "training"
-    return Figures(talking)
+    return NodeFigures(talking)
 
 
 @pytest.fixture
@@ -35,7 +40,7 @@ def enter(training):
         learner = training.supervisor
         learner.workplace, learner.stages = SimpleNamespace(regime=STAGES), SimpleNamespace(order=which)
         learner.metrics = {f"pipeline_{name}": value for name, value in metrics.items()}
-        training.mode.strategy.facts = {"role": "second", "peers": ["a", "b"]}
+        training.mode.strategy.figures = FIGURES if which is not None else Figures(standby=True, pipelines=1)
 
     return put
 
@@ -51,7 +56,9 @@ def test_a_stage_tells_its_order_and_its_figures(training, enter):
     assert (trains(training), stage_words(training), pipeline_bubble(training)) == (False, "2/2", 0.25)
     document = pipeline_document(training)
     assert document == {
-        "role": "second", "peers": ["a", "b"], "generation": 3, "rank": 1, "ranks": 2, "stage": [2],
+        "role": "pipeline 1 rank 1", "pipeline": 1, "pipelines": 2, "peers": ["a", "b"], "alone": False,
+        "why": "it pays", "copies": 4, "predicted_step_s": 0.2, "predicted_bubble": 0.3,
+        "generation": 3, "rank": 1, "ranks": 2, "stage": [2],
         "stages": 2, "blocks": [[2, 4]], "schedule": "1f1b", "microbatches": 2.0, "backend": "stream",
         "state_every": 10, "bubble": 0.25, "step_s": 0.1,
     }  # fmt: skip
@@ -75,7 +82,11 @@ def test_figures_of_an_earlier_pipeline_arent_told(training, enter):
 def test_who_stands_by_tells_only_what_the_strategy_knows(training, enter):
     enter(None, bubble=0.5)
     assert (trains(training), stage_words(training), pipeline_bubble(training)) == (False, "", None)
-    assert pipeline_document(training) == {"role": "second", "peers": ["a", "b"]}
+    document = pipeline_document(training)
+    assert (document["role"], document["pipelines"], document["peers"]) == ("standby", 1, [])
+    assert "rank" not in document
+    training.mode.strategy.figures = "of another strategy"
+    assert pipeline_document(training) == {}
 
 
 @pytest.mark.parametrize(("rank", "stalled"), [(0, True), (1, False)])
