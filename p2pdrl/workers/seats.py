@@ -238,7 +238,10 @@ def take_seat(order: StageOrder, pipes: Pipes, trainer: AnyTrainer, ears: Ears) 
     if torch_stages is None:
         return Seat(order, share, Connected(links, carrier, None))
     return Seat(
-        order, share, Connected(links, carrier, torch_stages.runner(share, links)), torch_stages.close
+        order,
+        share,
+        Connected(links, carrier, torch_stages.runner(share, links, carrier)),
+        torch_stages.close,
     )
 
 

@@ -3,7 +3,7 @@
     with TorchStages(order, device, say_port) as stages:
         carrier = PipeCarrier(stages.pipes, parts.longest_nbytes, listen=…, interrupted=…)
         links = FramedLinks(carrier)
-        Pipelined(share, links, runner=stages.runner(share, links), …)    # or StageServer
+        Pipelined(share, links, runner=stages.runner(share, links, carrier), …)    # or StageServer
 
 Activations and gradients go through torch (``rl.stages.torch_runner``). All else that ranks say goes through
 plain TCP connections between neighbours, which are told of each other in the group's store: so a rank may
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError
+from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError, TransportError
 from p2pdrl.pipeline.order import StageOrder, StageSide
 from p2pdrl.rl.stages.torch_runner import TorchRunner, peer_error
 from p2pdrl.transport.pipe import PipeTicket
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from p2pdrl.rl.objectives.objective import Outputs
     from p2pdrl.rl.stages.links import Links
     from p2pdrl.rl.stages.share import Share
+    from p2pdrl.workers.pipe_carrier import PipeCarrier
 
 __all__ = ["TorchStages"]
 
@@ -94,16 +95,23 @@ class TorchStages:
         self.close()
 
     def runner(
-        self, share: Share[Outputs], links: Links, *, blame: Callable[[], None] = lambda: None
+        self, share: Share[Outputs], links: Links, carrier: PipeCarrier | None = None
     ) -> TorchRunner[Outputs]:
         """Return what computes the gradients of this rank's share.
 
         Args:
             share: of the model.
             links: to the neighbours.
-            blame: see ``TorchRunner``.
+            carrier: on `pipes`. torch doesn't say who is gone: the pipe that broke does, if one did.
         """
         travelling = share.device if self.nccl else torch.device("cpu")
+
+        def blame() -> None:
+            if carrier is not None:
+                carrier.side = None
+                with contextlib.suppress(TransportError):
+                    carrier.check()
+
         return TorchRunner(share, links, travelling=travelling, leave=self.close, blame=blame)
 
     def break_off(self) -> None:

@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0
 
 
 def run(job, ranks, frozen=(), **arguments):
-    """Run a function of this module in each rank; return what it returns, by rank; None of who died.
+    """Run a generator of this module in each rank; return what it yields, by rank, and what is on stderr.
 
     Those that freeze are killed after the others.
     """
@@ -43,9 +43,8 @@ def run(job, ranks, frozen=(), **arguments):
 class World:
     """What a rank knows of the others."""
 
-    def __init__(self, rank, ports, clock, sender):
+    def __init__(self, rank, ports, clock):
         self.rank = rank
-        self.sender = sender
         self._ports = ports
         self.clock = clock
 
@@ -95,11 +94,11 @@ class Member:
             self.server = StageServer(share, links, idle_timeout_s=timeout_s, **options)
 
 
-def links_of(stages, parts):
+def links_of(stages):
     from p2pdrl.rl.stages.framed_links import FramedLinks
     from p2pdrl.workers.pipe_carrier import PipeCarrier
 
-    return FramedLinks(PipeCarrier(stages.pipes, parts.longest_nbytes))
+    return FramedLinks(PipeCarrier(stages.pipes, 1 << 24))
 
 
 # --- jobs ----------------------------------------------------------------------------------------
@@ -114,12 +113,11 @@ def agreement(world, rounds):
     from .pipelines import CPU, make_case, make_plan
 
     found, numbers = {}, itertools.count()
-    _, longest = make_case("transformer", torch.float64, rows=32)
     for ranks, cases in rounds:
         if world.rank >= ranks:
             continue
         with world.meet(ranks) as stages:
-            links = links_of(stages, longest)
+            links = links_of(stages)
             for key in cases:
                 kind, name, dtype, schedule, count, microbatches, rows = key
                 case, parts = make_case(name, getattr(torch, dtype), rows=rows)
@@ -127,7 +125,7 @@ def agreement(world, rounds):
                 member = Member(stages, links, Share(parts, plan, world.rank, CPU), next(numbers))
                 found[key] = {"gradients": _gradients, "steps": _steps}[kind](member, case, parts)
             links.close()
-    return found
+    yield found
 
 
 def _gradients(member, case, parts):
@@ -190,8 +188,8 @@ def step(head, learning_rate, max_grad_norm):
 def failures(world, schedule, timeout_s):
     """Rank 1 of 3 freezes in mid-step; the others go on without it, and one of them is killed.
 
-    Returns:
-        What the others raised, and how many seconds after the fault.
+    Yields:
+        What the others raise, and how many seconds after the fault.
     """
     import torch
 
@@ -200,18 +198,16 @@ def failures(world, schedule, timeout_s):
 
     from .pipelines import CPU, make_case, make_plan
 
-    told = []
     case, parts = make_case("mlp", torch.float64)
     chunks = 2 if schedule == "interleaved" else 1
     rank = world.rank
     for generation, (ranks, victim, fault) in enumerate([(3, 1, signal.SIGSTOP), (2, 1, signal.SIGKILL)]):
         with world.meet(ranks, timeout_s if generation == 0 else TIMEOUT_S, rank) as stages:
-            links = links_of(stages, parts)
+            links = links_of(stages)
             plan = make_plan(parts, ranks * chunks, 4, schedule, ranks)
             share = Share(parts, plan, rank, CPU)
             member = Member(stages, links, share, generation, TIMEOUT_S)
             if rank == victim:
-                world.sender.send((True, told))
                 fail_in_second_minibatch(share, fault, world.clock)
             try:
                 if rank == 0:
@@ -222,9 +218,13 @@ def failures(world, schedule, timeout_s):
                     member.server.serve()
             except TransportError as error:
                 seconds = time.monotonic() - world.clock.value
-                told.append((type(error).__name__, seconds, share.steps, str(error)))
+                yield type(error).__name__, seconds, share.steps, str(error)
         rank = min(rank, 1)
-    return told
+
+
+def both(world, rounds, **failing):
+    yield from agreement(world, rounds)
+    yield from failures(world, **failing)
 
 
 def fail_in_second_minibatch(share, fault, clock):
@@ -243,14 +243,15 @@ def relative(found, expected, whole):
     return float((found - expected).abs().max() / whole.abs().max())
 
 
-def _rank(job, arguments, world):
+def _rank(job, arguments, world, sender):
     import torch
 
     torch.set_num_threads(1)
     try:
-        world.sender.send((True, globals()[job](world, **arguments)))
+        for value in globals()[job](world, **arguments):
+            sender.send((True, value))
     except BaseException:
-        world.sender.send((False, traceback.format_exc()))
+        sender.send((False, traceback.format_exc()))
         raise
 
 
@@ -266,7 +267,7 @@ def main():
     receivers, processes = [], []
     for rank in range(ranks):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(job, arguments, World(rank, ports, clock, sender)))
+        process = context.Process(target=_rank, args=(job, arguments, World(rank, ports, clock), sender))
         process.start()
         sender.close()
         receivers.append(receiver)
@@ -275,11 +276,16 @@ def main():
     for rank, receiver in sorted(enumerate(receivers), key=lambda pair: pair[0] in frozen):
         if rank in frozen:
             processes[rank].kill()
+        results[rank] = []
         try:
-            good, value = receiver.recv() if receiver.poll(TIMEOUT_S) else (False, "late")
-            (results if good else errors)[rank] = value
+            while True:
+                good, value = receiver.recv() if receiver.poll(TIMEOUT_S) else (False, "late")
+                if not good:
+                    errors[rank] = value
+                    break
+                results[rank].append(value)
         except EOFError:
-            results[rank] = None
+            pass
     for process in processes:
         process.kill()
         process.join()
