@@ -21,10 +21,12 @@ class Proxies:
 
     Args:
         targets: where the nodes listen.
+        ports: where the proxies listen; none are any that are free.
     """
 
-    def __init__(self, targets: Sequence[Address]) -> None:
+    def __init__(self, targets: Sequence[Address], ports: Sequence[int] = ()) -> None:
         self._targets = targets
+        self._ports = ports or [0] * len(targets)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxies")
         self._stack = AsyncExitStack()
@@ -74,8 +76,8 @@ class Proxies:
                     proxy.reset()
 
     async def _open(self) -> None:
-        for target in self._targets:
-            self.proxies.append(await self._stack.enter_async_context(FaultProxy(target)))
+        for target, port in zip(self._targets, self._ports, strict=True):
+            self.proxies.append(await self._stack.enter_async_context(FaultProxy(target, port=port)))
 
     async def _close(self) -> None:
         if self._cutter is not None:

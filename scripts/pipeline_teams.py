@@ -1,0 +1,172 @@
+"""The processes of `bench_pipeline.py`: started, given their stages, connected, and asked for trials."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from pipeline_ports import gloo_order, low_port
+from proxies import Proxies
+from worker_team import Team, Worker
+
+from p2pdrl.errors import ConfigError
+from p2pdrl.transport.fault_proxy import FaultProxy
+from p2pdrl.transport.protocol import Address
+
+__all__ = ["Held", "Network", "Outcome"]
+
+WORKER = Path(__file__).with_name("pipeline_worker.py")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a trial took.
+
+    Attributes:
+        wall_s: of one step: from the first rank's beginning to the end of the last rank's step.
+        cpu_s: of one step, all ranks together.
+        collect_s: what it took the first rank to fetch the parameters once, after the steps.
+        bubble: share of their time that the ranks waited, their mean; None where it isn't measured.
+        norm: of the gradient.
+        peak_bytes: most memory of each rank; where that was looked at.
+        kept_bytes: most that autograd kept of each rank.
+    """
+
+    wall_s: float
+    cpu_s: float
+    collect_s: float
+    bubble: float | None
+    norm: float
+    peak_bytes: tuple[int, ...] = ()
+    kept_bytes: tuple[int, ...] = ()
+
+
+class Network:
+    """Proxies between the ranks, or none.
+
+    Args:
+        proxied: connections go through proxies, which do nothing at first.
+    """
+
+    def __init__(self, *, proxied: bool) -> None:
+        self.proxied = proxied
+        self._stack = ExitStack()
+        self._proxies: list[Proxies] = []
+
+    def proxies(self, targets: Sequence[int], ports: Sequence[int] = ()) -> list[int]:
+        """Put a proxy before each port; return where they listen."""
+        made = self._stack.enter_context(Proxies([Address("127.0.0.1", port) for port in targets], ports))
+        self._proxies.append(made)
+        return [address.port for address in made.addresses]
+
+    def slow_down(self, bytes_per_s: float, delay_s: float) -> None:
+        """Let every connection be like that from now on, each way."""
+
+        def act(proxy: FaultProxy) -> None:
+            for flow in (proxy.up, proxy.down):
+                flow.bytes_per_s, flow.delay_s = bytes_per_s, delay_s
+
+        for proxies in self._proxies:
+            proxies.do(act)
+
+    def close(self) -> None:
+        """End all proxies."""
+        self._stack.close()
+
+
+class Held:
+    """The processes of one contender.
+
+    Args:
+        kind: of contender: ``alone``, ``stream`` or ``gloo``.
+        ranks: one process each.
+    """
+
+    def __init__(self, kind: str, ranks: int) -> None:
+        self.kind = kind
+        self._team = Team([Worker([sys.executable, str(WORKER), kind, str(rank)]) for rank in range(ranks)])
+
+    def make(self, model: dict[str, Any]) -> dict[str, Any]:
+        """Let each process make the model; return what one says of it."""
+        return self._team.ask(do="make", **model)[0]
+
+    def hold(self, cuts: Sequence[int], schedule: str, most: int) -> None:
+        """Give each rank its stages.
+
+        Raises:
+            ConfigError: the model can't be cut like this.
+        """
+        for answer in self._team.ask(do="hold", cuts=list(cuts), schedule=schedule, most=most):
+            if "error" in answer:
+                raise ConfigError(answer["error"])
+
+    def meet(self, network: Network, *, key: bool) -> None:
+        """Connect the ranks."""
+        meet = {"stream": self._meet_by_pipes, "gloo": self._meet_by_gloo}[self.kind]
+        meet(network, key)
+
+    def _meet_by_pipes(self, network: Network, key: bool) -> None:
+        ports = self._ports(do="meet", key=key)
+        self._team.ask(ports=network.proxies(ports) if network.proxied else ports)
+
+    def _meet_by_gloo(self, network: Network, _key: bool) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = int(free.getsockname()[1])
+        if not network.proxied:
+            self._team.ask(do="meet", port=port, proxied=False)
+            return
+        ports = self._ports(do="meet", port=port, proxied=True)
+        instead: list[dict[int, int]] = [{} for _ in ports]
+        for one, other in combinations(range(len(ports)), 2):
+            caller, called = (
+                (one, other) if gloo_order(ports[one]) > gloo_order(ports[other]) else (other, one)
+            )
+            (instead[caller][called],) = network.proxies([ports[called]], [low_port()])
+        for worker, others in zip(self._team.workers, instead, strict=True):
+            worker.say(instead=others)
+        for worker in self._team.workers:
+            worker.hear()
+
+    def _ports(self, **words: Any) -> list[int]:
+        return [int(answer["port"]) for answer in self._team.ask(**words)]
+
+    def prepare(self, **trial: Any) -> str:
+        """Get ready for a kind of trial; return why there can be none, or nothing."""
+        answers = self._team.ask(do="prepare", **trial)
+        return next((answer["error"] for answer in answers if "error" in answer), "")
+
+    def run(self, *, look: bool = False, **trial: Any) -> Outcome:
+        """Run a trial."""
+        self._team.ask(do="run", look=look, **trial)
+        first = self._team.workers[0]
+        first.say()
+        ranks = [worker.hear() for worker in self._team.workers]
+        bubbles = [rank["bubble"] for rank in ranks if "bubble" in rank]
+        steps = trial["steps"]
+        return Outcome(
+            wall_s=(max(rank["end_s"] for rank in ranks) - ranks[0]["begin_s"]) / steps,
+            cpu_s=sum(rank["cpu_s"] for rank in ranks) / steps,
+            collect_s=ranks[0].get("collect_s", 0.0),
+            bubble=sum(bubbles) / len(bubbles) if bubbles else None,
+            norm=ranks[0]["norms"][-1],
+            peak_bytes=tuple(rank["peak_bytes"] for rank in ranks if look),
+            kept_bytes=tuple(rank["kept_bytes"] for rank in ranks if look),
+        )
+
+    def costs(self, rows: int) -> list[list[Any]]:
+        """Measure the blocks in the first process."""
+        layers: list[list[Any]] = self._team.ask(do="costs", rows=rows)[0]["layers"]
+        return layers
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End the processes."""
+        if at_once:
+            self._team.kill()
+        else:
+            self._team.close()
