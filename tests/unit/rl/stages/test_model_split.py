@@ -62,7 +62,13 @@ def test_a_seed_gives_the_same_curve_with_and_without_the_pipeline(name):
         for key, array in whole.sidecar().items():
             np.testing.assert_allclose(split.sidecar()[key], array, rtol=1e-3, atol=1e-5, err_msg=key)
         for metrics, others in zip(curve, other_curve, strict=True):
-            assert set(others) - set(metrics) == {"microbatches", "stages", "bubble", "activation_bytes"}
+            assert set(others) - set(metrics) == {
+                "microbatches",
+                "stages",
+                "bubble",
+                "activation_bytes",
+                "step_s",
+            }
             for key, value in metrics.items():
                 assert others[key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
 
