@@ -88,8 +88,8 @@ def join(
     _use_interface_towards(host)
     own = _NO_DEVICE if device is None or not dist.is_nccl_available() else _identity(device)
     store.set(f"device/{rank}", own)
-    devices = [store.get(f"device/{other}").decode() for other in range(size)]
-    nccl = _NO_DEVICE not in devices and len(set(devices)) == size
+    devices = set(store.multi_get([f"device/{other}" for other in range(size)]))
+    nccl = _NO_DEVICE.encode() not in devices and len(devices) == size
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if nccl else "gloo",
         store=store,

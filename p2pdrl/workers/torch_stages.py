@@ -21,6 +21,7 @@ import os
 import secrets
 import socket
 import time
+import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -193,12 +194,18 @@ def _left_s(until_s: float) -> float:
 def _peers_errors() -> Iterator[None]:
     try:
         yield
-    except TimeoutError as error:
-        raise PeerTimeoutError("a rank of the group didn't connect in time") from error
-    except OSError as error:
-        raise PeerUnreachableError(f"the ranks of the group can't be connected: {error}") from error
-    except RuntimeError as error:
-        meant = peer_error(error)
+    except (OSError, RuntimeError) as error:
+        traceback.clear_frames(error.__traceback__)  # the store is in there: it is closed at once
+        meant = _connecting_error(error) if isinstance(error, OSError) else peer_error(error)
         if meant is None:
             raise
-        raise meant from error
+        try:
+            raise meant from error
+        finally:
+            del meant, error  # else it holds itself
+
+
+def _connecting_error(error: OSError) -> TransportError:
+    if isinstance(error, TimeoutError):
+        return PeerTimeoutError("a rank of the group didn't connect in time")
+    return PeerUnreachableError(f"the ranks of the group can't be connected: {error}")

@@ -1,0 +1,100 @@
+"""Meetings that fail. Those that don't are in ``rl/stages/test_torch_runner``, whose ranks are processes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import msgspec
+import pytest
+import torch
+
+from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError
+from p2pdrl.pipeline.order import Meeting, StageOrder
+from p2pdrl.workers import torch_stages
+from p2pdrl.workers.torch_meeting import break_off, leave, open_store
+from p2pdrl.workers.torch_stages import TorchStages
+
+CPU = torch.device("cpu")
+ORDER = StageOrder(
+    generation=1,
+    rank=0,
+    blocks=2,
+    cuts=(1,),
+    schedule="1f1b",
+    microbatches=2,
+    ranks=2,
+    timeout_s=0.3,
+    idle_timeout_s=1.0,
+    state_every=1,
+    backend="torch",
+    meeting=Meeting("127.0.0.1", 0),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pipe_of_libuv():
+    """The first store of a process opens a pipe that stays."""
+    open_store(["127.0.0.1"], 1.0)
+
+
+def change(**fields):
+    return msgspec.structs.replace(ORDER, **fields)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("order", [change(meeting=None), change(ranks=1, cuts=())])
+def test_orders_that_are_not_for_this_are_refused(order):
+    with pytest.raises(ConfigError, match="meeting"):
+        TorchStages(order, CPU, lambda _: None)
+
+
+def test_who_meets_nobody_gives_up_in_time():
+    ports = []
+    begin_s = time.monotonic()
+    with pytest.raises(PeerTimeoutError):
+        TorchStages(ORDER, CPU, ports.append)
+    assert time.monotonic() - begin_s < 5.0
+    assert len(ports) == 1
+    with socket.create_server(("127.0.0.1", ports[0])):  # nobody listens there any more
+        pass
+
+
+def test_where_no_store_is_nobody_waits_for_long():
+    with pytest.raises((PeerTimeoutError, PeerUnreachableError)):
+        TorchStages(change(rank=1, meeting=Meeting("127.0.0.1", free_port())), CPU, lambda _: None)
+
+
+def test_addresses_that_do_not_exist_are_told():
+    with pytest.raises(PeerUnreachableError, match="can't be connected"):
+        TorchStages(change(meeting=Meeting("no such host", 0)), CPU, lambda _: None)
+
+
+def test_only_who_knows_the_word_becomes_a_neighbour():
+    token = bytes(range(16))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        stranger = socket.create_connection(address)
+        stranger.sendall(b"\0" * 16)
+        silent = socket.create_connection(address)
+        silent.close()
+        found = []
+        where = f"{address[0]} {address[1]} {token.hex()}"
+        until_s = time.monotonic() + 10.0
+        thread = threading.Thread(target=lambda: found.append(torch_stages._connect(where, until_s)))
+        thread.start()
+        neighbour = torch_stages._accept(listener, token, until_s)
+        thread.join()
+        with neighbour, found[0], stranger:
+            assert neighbour.getpeername() == found[0].getsockname()
+            assert stranger.recv(1) == b""
+
+
+def test_without_a_group_there_is_nothing_to_break_off_or_leave():
+    break_off()
+    leave()
