@@ -26,7 +26,7 @@ from p2pdrl.strategies.pipeline.messages import MAX_GENERATION, Done, Form, Offe
 from p2pdrl.strategies.pipeline.orders import closes_circle, term_of
 from p2pdrl.strategies.pipeline.planning import Design, Rank, design
 from p2pdrl.strategies.pipeline.port import Pipes
-from p2pdrl.strategies.pipeline.recruit import FORM_S, READY_S, offered
+from p2pdrl.strategies.pipeline.recruit import FORM_S, READY_S, offered, still_holds
 from p2pdrl.strategies.pipeline.state import newest
 from p2pdrl.strategies.pipeline.term import LearnerSide, Term
 from p2pdrl.strategies.protocol import Context
@@ -89,7 +89,7 @@ class Lead:
         self.design = await self._plan(offers)
         try:
             return await self._order(offers, self.design)
-        except (WorkerError, TransportError, ConfigError) as error:
+        except (WorkerError, TransportError, ConfigError, Refusal) as error:
             raise Unformed(str(error)) from error
 
     def accept(self, sender: str, head: PipeHead) -> PipeReply:
@@ -161,7 +161,7 @@ class Lead:
             TransportError: a pipe couldn't be opened.
         """
         state = await self._own()
-        last = max(offer.generation for offer in offers.values())
+        last = max(self._side.last, *(offer.generation for offer in offers.values()))
         form = Form(
             key=self._key,
             generation=min(max(self._key.generation, last + 1), MAX_GENERATION - 1),
@@ -176,6 +176,7 @@ class Lead:
             step_s=min(planned.step_s, 1e6),
             bubble=planned.bubble,
         )
+        self._side.last = form.generation  # though it may come to nothing: ranks may have heard of it
         if self._config.backend == "torch" and len(planned.members) > 1 and not planned.alone:
             return await self._meet(form)
         members = (self._me,) if form.alone else form.members
@@ -184,6 +185,7 @@ class Lead:
         joints = self._joints = Joints(self._pipes, form.key, form.generation, members, 0, circle=circle)
         try:
             pipes, *_ = await _together([self._complete(joints), *self._places(form)])
+            await still_holds(self._context, form.digest, pipes)
             self._side.begin(term, pipes)
             await term.until_ready(READY_S)
         finally:

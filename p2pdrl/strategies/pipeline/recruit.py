@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from p2pdrl.config.pipeline import PipelineConfig
 from p2pdrl.errors import ConfigError, TensorError, TransportError, WorkerError
+from p2pdrl.pipeline.order import StageSide
 from p2pdrl.strategies.pipeline.calls import BLAMELESS, Peers
 from p2pdrl.strategies.pipeline.joints import Joints
 from p2pdrl.strategies.pipeline.layout import Place
@@ -18,15 +19,18 @@ from p2pdrl.strategies.pipeline.port import Pipes
 from p2pdrl.strategies.pipeline.state import State, read_state
 from p2pdrl.strategies.pipeline.term import LearnerSide, Term
 from p2pdrl.strategies.protocol import Context
-from p2pdrl.transport.pipe import PipeReply
+from p2pdrl.transport.pipe import Pipe, PipeReply
 from p2pdrl.transport.protocol import Refusal
 
-__all__ = ["FORM_S", "READY_S", "Recruit", "offered", "own_state"]
+__all__ = ["FORM_S", "READY_S", "Recruit", "offered", "still_holds"]
 
 FORM_S = 120.0
 """The longest that a rank may take for its place: most of it is for the whole state of a large model."""
 READY_S = 30.0
 """The longest that a learner may take for it."""
+ABSORB_S = 2.0
+"""The longest that the learner, which stands still, may take for what was posted to it."""
+POLL_S = 0.02
 TRIES = 3
 """To take over the head's state."""
 
@@ -39,10 +43,37 @@ async def own_state(context: Context) -> State:
     """
     if context.swarm.summary() is None:
         raise Refusal(503, "no state yet, or another one is being taken")
+    board, until_s = context.learner.board, context.clock.monotonic() + ABSORB_S
+    while not board.absorbed and context.clock.monotonic() < until_s:  # noqa: ASYNC110 - another process does it
+        await asyncio.sleep(POLL_S)
+    if board.pending:  # a learner that gets an order takes what lies there first, and not what waits behind
+        raise Refusal(503, "the learner doesn't take what was posted to it")
     try:
         return await read_state(context.learner.board, context.size)
     except TensorError as error:
         raise Refusal(503, f"no state yet: {error}") from error
+
+
+async def still_holds(context: Context, digest: bytes, pipes: Mapping[StageSide, Pipe]) -> None:
+    """Make sure that a learner begins with what was agreed: the generation before may have moved it since.
+
+    Args:
+        context: what the node gives.
+        digest: of the parameters.
+        pipes: closed where it doesn't.
+
+    Raises:
+        Refusal: 503, it doesn't.
+    """
+    state = None
+    try:
+        state = await own_state(context)
+    finally:
+        if state is None or state.digest != digest:
+            for pipe in pipes.values():
+                pipe.close()
+    if state.digest != digest:
+        raise Refusal(503, "the learner's parameters changed meanwhile")
 
 
 async def offered(context: Context, side: LearnerSide) -> Offered:
@@ -166,8 +197,11 @@ class Recruit:
         try:
             await self._take_state(form)
             pipes = await joints.complete(self._peers.address, FORM_S)
+            await still_holds(self._context, form.digest, pipes)
             self._side.begin(term, pipes)
             await term.until_ready(READY_S)
+        except Refusal as refusal:
+            raise Refusal(BLAMELESS, refusal.reason) from refusal
         except TransportError as error:
             if joints.next is not None:
                 self._doubt(joints.next, str(error))
@@ -190,7 +224,7 @@ class Recruit:
             why = "a pipeline begins with its head's state"
             await self._context.swarm.adopted(form.members[0], form.lineage, why)
         if (await own_state(self._context)).digest != form.digest:
-            raise Refusal(BLAMELESS, "the state that was taken isn't the head's")
+            raise Refusal(503, "the state that was taken isn't the head's")
 
     def accept(self, sender: str, head: PipeHead) -> PipeReply:
         """Take the previous rank's pipe.

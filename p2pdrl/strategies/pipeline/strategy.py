@@ -72,6 +72,8 @@ RENEW_S = 3.0
 """A new view is asked for again after this."""
 CALM_S = (0.25, 5.0)
 """Pause after the second failure in a row before a new view is asked for; doubles, up to the greatest."""
+LONE_S = 0.25
+"""The same where a member is gone: the update won't come to its end, unless that one lives after all."""
 GOSSIP_END_S = 0.5
 LEAVE_S = 1.0
 
@@ -275,11 +277,12 @@ class PipelineStrategy:
         await self._anew(group, view, peers, Place(0, (self._me, *members)), news.why or "it is over")
 
     async def _release(self, view: GroupView) -> None:
-        """End the generation before: finished where all its members are there, else as it is."""
+        """End the generation before: finished where all its members are there, else soon or as it is."""
         await self._heads.end(GOSSIP_END_S)
         term = self._side.running
-        if term is not None and term.formed and set(term.members) <= set(view.members):
-            await self._finish(term, self._finish_s)
+        if term is not None and term.formed:
+            whole = set(term.members) <= set(view.members)
+            await self._finish(term, self._finish_s if whole else LONE_S)
         term = self._side.term
         self._side.drop()
         if term is not None and term.ended.done():

@@ -78,6 +78,8 @@ class FakeLearner:
         self.history: list[Float32Array] = []
         """The vector after each update, when ``keep_history`` is set."""
         self.keep_history = False
+        self.idle: Callable[[], None] = lambda: None
+        """Called now and then by a learner that works by orders only."""
         self.on_update: Callable[[int], None] = lambda _updates: None
         self._posts: asyncio.Queue[Post] = asyncio.Queue()
         self._answers: dict[int, asyncio.Future[AnswerKind]] = {}
@@ -112,6 +114,7 @@ class FakeLearner:
             await asyncio.sleep(self.period_s)
             if self.regime.stages:
                 self.left = 0
+                self.idle()
                 continue  # it works by orders only, see `FakeStages`
             self.left -= 1
             await self._update()

@@ -28,6 +28,8 @@ class Began(NamedTuple):
     order: StageOrder
     vector: Float32Array
     policy_version: int
+    previous: str
+    """Node id of the rank before; empty for none."""
 
 
 def blocks_of(count: int, seconds: float = 0.01, activation_bytes: float = 1000.0) -> tuple[Layer, ...]:
@@ -65,6 +67,7 @@ class FakeStages:
         self._order: StageOrder | None = None
         self._pipes: Mapping[StageSide, Pipe] = {}
         self._finish = 0
+        learner.idle = self._idle
 
     @property
     def order(self) -> StageOrder | None:
@@ -133,7 +136,8 @@ class FakeStages:
             self._say(order, "meeting", port=4242)
         await self._thawed()
         self._learner.absorb()
-        self.began.append(Began(order, self._learner.x.copy(), self._learner.version))
+        before = pipes["previous"].peer if "previous" in pipes else ""
+        self.began.append(Began(order, self._learner.x.copy(), self._learner.version, before))
         self._say(order, "ready")
         side: StageSide = "next"
         try:
@@ -189,6 +193,11 @@ class FakeStages:
                 learner.publish()
                 self._say(order, what)
             pipe.send("done")
+
+    def _idle(self) -> None:
+        """Without an order it takes what is on its board, like every learner between two updates."""
+        if self.order is None and not self.gone:
+            self._learner.absorb()
 
     async def _thawed(self) -> None:
         await self._network.until_thawed(self._me)

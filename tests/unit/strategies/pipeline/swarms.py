@@ -106,25 +106,11 @@ class Swarm:
 
     def begun_alike(self) -> None:
         """All ranks of each generation began with the same parameters."""
-        begun: dict[tuple[int, str], list[Any]] = {}
+        begun = {(n.id, b.order.generation): b for n in self.nodes for b in n.stages.began}
         for node in self.nodes:
             for began in node.stages.began:
-                head = next(
-                    (
-                        n.id
-                        for n in self.nodes
-                        for b in n.stages.began
-                        if b.order.rank == 0 and b.order.generation == began.order.generation
-                    ),
-                    "",
-                )
-                begun.setdefault((began.order.generation, head), []).append(began)
-        for ranks in begun.values():
-            if (
-                len({(b.order.ranks, b.order.cuts) for b in ranks}) == 1
-                and len(ranks) == ranks[0].order.ranks
-            ):
-                assert all(np.array_equal(ranks[0].vector, rank.vector) for rank in ranks), ranks
+                before = begun.get((began.previous, began.order.generation), began)
+                assert np.array_equal(before.vector, began.vector), (before, node.id, began, self.story())
 
     def generations_grow(self) -> None:
         for node in self.nodes:

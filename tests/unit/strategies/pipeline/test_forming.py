@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
-import numpy as np
 import pytest
 
-from .swarms import CONFIG, swarm_of, strategy
+from .swarms import CONFIG, strategy, swarm_of
 
 pytestmark = pytest.mark.looptime
 
