@@ -37,6 +37,7 @@ class SimNode:
         config: the strategy.
         start: the learner's first vector.
         epoch: mode epoch.
+        trusted: whether torch.distributed may be used.
         learner: options of `FakeLearner`.
     """
 
@@ -48,12 +49,14 @@ class SimNode:
         start: Float32Array,
         *,
         epoch: int = 1,
+        trusted: bool = False,
         **learner: object,
     ) -> None:
         self.id = f"{number:032x}"
         self.address = Address("10.0.0.1", 7000 + number)
         self.config = config
         self.epoch = epoch
+        self.trusted = trusted
         self.transport = network.join(self.id, self.address)
         self.swarm = FakeSwarm(self.id, epoch)
         self.learner = FakeLearner(start, regime_of(config), **learner)  # type: ignore[arg-type]
@@ -75,6 +78,7 @@ class SimNode:
             epoch=self.epoch,
             size=self.learner.x.size,
             max_abs=1e6,
+            trusted_network=self.trusted,
             stages=self.stages,
             pipes=self.pipes,
         )

@@ -26,10 +26,11 @@ def now() -> float:
 class Swarm:
     """Nodes that learn a bowl of their own in pipelines."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, trusted: bool = False) -> None:
         self.network = MemoryNetwork(random.Random(seed), delay_s=(0.001, 0.003))
         self.sim = SimSwarm(self.network)
         self.rng = np.random.default_rng(seed)
+        self.trusted = trusted
 
     @property
     def nodes(self) -> list[SimNode]:
@@ -45,7 +46,12 @@ class Swarm:
             start = self.rng.standard_normal(SIZE).astype(np.float32)
             target = self.rng.standard_normal(SIZE).astype(np.float32)
             node = self.sim.add(
-                config, start, gradient=lambda x, t=target: x - t, period_s=0.05, learning_rate=0.05
+                config,
+                start,
+                trusted=self.trusted,
+                gradient=lambda x, t=target: x - t,
+                period_s=0.05,
+                learning_rate=0.05,
             )
             made.append(node)
         return made
@@ -124,8 +130,15 @@ def strategy(node: SimNode) -> PipelineStrategy:
 
 
 @asynccontextmanager
-async def swarm_of(count: int, config: PipelineConfig = CONFIG, *, seed: int = 0, start: bool = True) -> Any:
-    swarm = Swarm(seed)
+async def swarm_of(
+    count: int,
+    config: Any = CONFIG,
+    *,
+    seed: int = 0,
+    start: bool = True,
+    trusted: bool = False,
+) -> Any:
+    swarm = Swarm(seed, trusted=trusted)
     swarm.add(count, config)
     try:
         if start:
