@@ -9,6 +9,7 @@ all alike. Ratios are medians of those of the same round.
 |---|---|
 | one process | the whole batch (M = 1), and the same cut into M microbatches: what cutting costs |
 | stream | our stages over pipes between the nodes; ``stream, key`` with a swarm key |
+| torch | our stages over torch.distributed |
 | plain torch | torch.distributed.pipelining over gloo: the same blocks, objective, clipping and Adam |
 
 ``x plain`` is the time over plain torch's; ``speed-up`` is over one process with the whole batch; ``ideal``
@@ -28,8 +29,8 @@ stages (a learner's own copy of the policy, with gradients and Adam's state, is 
 process it is all there is), and what autograd keeps of it between forward and backward.
 
 ``--wan`` measures a smaller policy through fault proxies: 100 Mbit/s, 40 ms each way, and both. They stand
-in every connection of ours and of gloo's alike (`pipeline_gloo` says how), work within this process, and hold
-up to 1 MiB each way, as a router does.
+in every connection of ours and of torch's alike (`pipeline_redirected` says how), work within this process,
+and hold up to 1 MiB each way, as a router does.
 
 Where there is a GPU, all stages share it and compute in bf16; plain torch is left out then, because gloo
 moves no tensors between GPUs and NCCL wants one for each rank.
@@ -56,7 +57,7 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.layers import Layer
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
-CONTENDERS = {"stream": "stream", PLAIN: "gloo"}
+CONTENDERS = {"stream": "stream", "torch": "torch", PLAIN: "gloo"}
 """What they are called, and what their processes are."""
 WAN_PARAMETERS = 2_000_000
 MEGABIT = 1e6 / 8

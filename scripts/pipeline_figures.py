@@ -202,7 +202,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         times.plot(list(ideal), [alone[m] / ideal[m] * 1e3 for m in ideal], f"k{style}", label=label)
         gains.plot(list(ideal), list(ideal.values()), f"k{style}")
     times.set_title("time of a gradient step, ms")
-    gains.set_title("times as fast as one process with as many microbatches")
+    gains.set_title("times as fast as one process with equal M")
     for axis in (times, gains):
         axis.set_xlabel("microbatches")
         axis.set_xscale("log", base=2)

@@ -3,24 +3,19 @@
 Blocks, objective, clipping and optimizer are those of our stages (`Share`); splitting, schedules, messages
 and the backward pass between stages are torch's. Shapes are static. The last rank has the targets already,
 which ours sends along with the activations.
-
-gloo can be led through proxies: its processes find each other by a store, in which each leaves the address
-where it listens. Of two, the one whose port gloo takes for the greater one connects to the other
-(`pipeline_ports`). `Redirected` is a store that gives it another port to connect to, a small one.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from pipeline_model import OBJECTIVE, Model
-from pipeline_talk import LEARNING_RATE, MAX_GRAD_NORM, Stopwatch, Trial, hear, say
+from pipeline_redirected import Redirected
+from pipeline_talk import LEARNING_RATE, MAX_GRAD_NORM, Stopwatch, Trial
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -30,11 +25,9 @@ from p2pdrl.rl.networks.lstm import NO_CONTEXT
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.stages.share import Share
 
-__all__ = ["Gloo", "Redirected"]
+__all__ = ["Gloo"]
 
 TIMEOUT = timedelta(seconds=60)
-_ADDRESS = re.compile(rb"\x02\x00(..)\x7f\x00\x00\x01", re.DOTALL)
-"""AF_INET, the port, 127.0.0.1."""
 
 
 class _Stage(nn.Module):
@@ -73,7 +66,7 @@ class Gloo:
             "127.0.0.1", options["port"], plan.ranks, is_master=rank == 0, timeout=TIMEOUT
         )
         if options["proxied"]:
-            store = Redirected(store, rank, _ask)
+            store = Redirected(store, rank)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.ranks, timeout=TIMEOUT)
 
     def prepare(self, trial: Trial) -> None:
@@ -147,77 +140,3 @@ class Gloo:
         targets["actions"] = targets["actions"].long()
         loss, _ = OBJECTIVE.over(self._batch.rows)(self._share.outputs(output), targets)
         return loss
-
-
-class Redirected(Store):
-    """A store in which a rank reads of others that they listen at another port.
-
-    Args:
-        inner: the store proper.
-        rank: who reads.
-        ask: told where this rank listens; returns where else it is to connect to, by rank.
-    """
-
-    def __init__(self, inner: Store, rank: int, ask: Callable[[int], Mapping[int, int]]) -> None:
-        super().__init__()
-        self._inner = inner
-        self._rank = rank
-        self._ask = ask
-        self._instead: Mapping[int, int] = {}
-
-    def set(self, key: str, value: Any) -> None:
-        """Pass it on; an address of ours is told first."""
-        found = _ADDRESS.search(value)
-        if found is not None and _rank_of(key) == self._rank:
-            self._instead = self._ask(int.from_bytes(found[1], "big"))
-        self._inner.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        """Return what is there, with another port where it is an address."""
-        value: bytes = self._inner.get(key)
-        port = self._instead.get(_rank_of(key))
-        found = _ADDRESS.search(value)
-        if port is None or found is None:
-            return value
-        return value[: found.start(1)] + port.to_bytes(2, "big") + value[found.end(1) :]
-
-    def add(self, key: str, amount: int) -> int:
-        """Pass it on."""
-        return self._inner.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        """Pass it on."""
-        return self._inner.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
-        """Pass it on."""
-        self._inner.wait(keys, timeout)
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Pass it on."""
-        found: bytes = self._inner.compare_set(key, expected, desired)
-        return found
-
-    def delete_key(self, key: str) -> bool:
-        """Pass it on."""
-        return self._inner.delete_key(key)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Pass it on."""
-        self._inner.set_timeout(timeout)
-
-    def has_extended_api(self) -> bool:
-        """No: all goes through the methods above."""
-        return False
-
-
-def _rank_of(key: str) -> int:
-    """Return the rank whose address a key names; -1 for other keys."""
-    last = key.rpartition("/")[2]
-    return int(last) if last.isdecimal() else -1
-
-
-def _ask(port: int) -> Mapping[int, int]:
-    """Say where gloo listens; hear where it is to connect."""
-    say(port=port)
-    return {int(rank): instead for rank, instead in hear()["instead"].items()}

@@ -84,7 +84,7 @@ class Held:
     """The processes of one contender.
 
     Args:
-        kind: of contender: ``alone``, ``stream`` or ``gloo``.
+        kind: of contender: ``alone``, or one of `pipeline_worker`'s pipelines.
         ranks: one process each.
     """
 
@@ -108,30 +108,44 @@ class Held:
 
     def meet(self, network: Network, *, key: bool) -> None:
         """Connect the ranks."""
-        meet = {"stream": self._meet_by_pipes, "gloo": self._meet_by_gloo}[self.kind]
-        meet(network, key)
+        if self.kind == "stream":
+            self._meet_by_pipes(network, key)
+        else:
+            self._meet_by_torch(network)
 
     def _meet_by_pipes(self, network: Network, key: bool) -> None:
         ports = self._ports(do="meet", key=key)
         self._team.ask(ports=network.proxies(ports) if network.proxied else ports)
 
-    def _meet_by_gloo(self, network: Network, _key: bool) -> None:
+    def _meet_by_torch(self, network: Network) -> None:
+        """Ours finds a port for its store itself, and rank 0 says which."""
+        first, *others = self._team.workers
         with socket.create_server(("127.0.0.1", 0)) as free:
-            port = int(free.getsockname()[1])
-        if not network.proxied:
-            self._team.ask(do="meet", port=port, proxied=False)
-            return
-        ports = self._ports(do="meet", port=port, proxied=True)
-        instead: list[dict[int, int]] = [{} for _ in ports]
-        for one, other in combinations(range(len(ports)), 2):
-            caller, called = (
-                (one, other) if gloo_order(ports[one]) > gloo_order(ports[other]) else (other, one)
-            )
-            (instead[caller][called],) = network.proxies([ports[called]], [low_port()])
-        for worker, others in zip(self._team.workers, instead, strict=True):
-            worker.say(instead=others)
+            port = 0 if self.kind == "torch" else int(free.getsockname()[1])
+        first.say(do="meet", port=port, proxied=network.proxied)
+        port = port or first.hear()["port"]
+        for worker in others:
+            worker.say(do="meet", port=port, proxied=network.proxied)
+        if network.proxied:
+            self._redirect(network)
         for worker in self._team.workers:
             worker.hear()
+
+    def _redirect(self, network: Network) -> None:
+        """Put proxies where ranks listen, and tell those who connect: see `pipeline_redirected`."""
+        heard = [worker.hear() for worker in self._team.workers]
+        gloo: list[dict[int, int]] = [{} for _ in heard]
+        links: list[dict[int, int]] = [{} for _ in heard]
+        ports = [ranks["port"] for ranks in heard]
+        for one, other in combinations(range(len(ports)), 2):
+            greater = gloo_order(ports[one]) > gloo_order(ports[other])
+            caller, called = (one, other) if greater else (other, one)
+            (gloo[caller][called],) = network.proxies([ports[called]], [low_port()])
+        for rank, ranks in enumerate(heard):
+            if ranks["link"]:
+                (links[rank + 1][rank],) = network.proxies([ranks["link"]])
+        for worker, *instead in zip(self._team.workers, gloo, links, strict=True):
+            worker.say(gloo=instead[0], links=instead[1])
 
     def _ports(self, **words: Any) -> list[int]:
         return [int(answer["port"]) for answer in self._team.ask(**words)]

@@ -6,6 +6,7 @@ Usage: python pipeline_worker.py CONTENDER RANK
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from pipeline_alone import Alone
 from pipeline_gloo import Gloo
 from pipeline_memory import Kept, Memory
 from pipeline_model import Model, make_model, plan_of
-from pipeline_stream import Stream, WatchedShare
+from pipeline_staged import WatchedShare
+from pipeline_stream import Stream
 from pipeline_talk import Contender, Stopwatch, Trial, hear, say
+from pipeline_torch import OverTorch
 
 from p2pdrl.config.gradients import Precision
 from p2pdrl.errors import ConfigError
@@ -25,11 +28,18 @@ REPEATS = 8
 """Of the measurement of blocks; the quickest counts, so that what else the machine does moves no cut."""
 
 
+PIPELINES: dict[str, Callable[[Model, WatchedShare], Contender]] = {
+    "stream": Stream,
+    "torch": OverTorch,
+    "gloo": Gloo,
+}
+
+
 class Worker:
     """This process.
 
     Args:
-        contender: ``alone``, ``stream`` or ``gloo``.
+        contender: ``alone``, or one of the pipelines.
         rank: of the pipeline.
     """
 
@@ -77,7 +87,7 @@ class Worker:
         except ConfigError as error:
             return {"error": str(error)}
         self._parameters = [share.parameters_P]
-        self._contender = (Gloo if self._kind == "gloo" else Stream)(self._model, share)
+        self._contender = PIPELINES[self._kind](self._model, share)
         return {"parameters": share.parameters_P.numel()}
 
     def meet(self, **options: Any) -> dict[str, Any]:
