@@ -62,6 +62,7 @@ class Heads:
         self._gossip: GossipStrategy | None = None
         self._past: Counter[str] = Counter()
         self._distance: float | None = None
+        self._is_head = False
 
     @property
     def outcomes(self) -> Counter[str]:
@@ -76,8 +77,10 @@ class Heads:
         return self._distance if now is None else now
 
     def with_whom(self, heads: tuple[str, ...]) -> None:
-        """Say who the heads are."""
-        self._among.heads = frozenset(heads) - {self._among.node_id}
+        """Say who the heads are; nobody is met by one who isn't."""
+        me = self._among.node_id
+        self._among.heads = frozenset(heads) - {me}
+        self._is_head = me in heads
 
     async def begin(self) -> asyncio.Task[None]:
         """Begin to meet them, or go on; return what ends with it, and raises a bug of ours."""
@@ -98,8 +101,10 @@ class Heads:
         """Serve another head's exchange.
 
         Raises:
-            Refusal: see `GossipStrategy.answer`; 423, we head nothing at the moment.
+            Refusal: see `GossipStrategy.answer`; 409, we are none of several; 423, we head nothing at the moment.
         """
+        if not self._among.heads or not (self._is_head or self._gossip):
+            raise Refusal(409, "this node isn't one of several heads, who alone exchange parameters")
         if self._gossip is None:
             raise Refusal(BUSY, "this node heads no pipeline at the moment")
         return await self._gossip.answer(incoming)

@@ -19,6 +19,7 @@ from p2pdrl.config.strategy import (
     HogwildConfig,
     LocalConfig,
     ParamAverageConfig,
+    PipelineConfig,
     ServerAsyncConfig,
     ServerSyncConfig,
     SgpConfig,
@@ -147,6 +148,23 @@ CASES: dict[str, Case] = {
     # Everybody goes to the own target, and so their mean to the mean of all.
     "local": Case(LocalConfig(), close=None, off=0.1),
 }
+STAGED: dict[str, Case] = {
+    # One model over all nodes learns from the experience of the first alone; no vector travels as a message,
+    # for pipes carry activations and states are adopted.
+    "pipeline": Case(
+        PipelineConfig(stages=8, backend="stream", deadline_s=DEADLINE_S, state_every=2),
+        "stage",
+        grouped=True,
+        waits=True,
+        adopts=True,
+        keeps_mean=False,
+        off=1.2,
+    ),
+}
+"""Those whose learners work by orders alone: what they promise about vectors in messages doesn't apply."""
+
+ALL = CASES | STAGED
+
 SWARMING = {name: case for name, case in CASES.items() if case.route}
 """Those that have peers."""
 
@@ -154,5 +172,7 @@ TRIED = {name: case for name, case in SWARMING.items() if name != "hogwild"}
 """The same without Hogwild, whose part between the nodes is adpsgd: the same class, the same messages."""
 
 every = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+every_and_staged = pytest.mark.parametrize("case", ALL.values(), ids=list(ALL))
+tried_and_staged = pytest.mark.parametrize("case", (TRIED | STAGED).values(), ids=list(TRIED | STAGED))
 every_swarming = pytest.mark.parametrize("case", SWARMING.values(), ids=list(SWARMING))
 every_tried = pytest.mark.parametrize("case", TRIED.values(), ids=list(TRIED))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from .crowd import Crowd, now
-from .promises import Case, every, every_tried
+from .promises import Case, every_and_staged, every_tried
 from .test_faults import in_a_round
 
 pytestmark = pytest.mark.looptime
@@ -55,7 +55,7 @@ async def test_a_round_under_way_ends_in_time_and_nothing_follows(case: Case, de
         assert {task.get_name() for task in asyncio.all_tasks() if task is not ours} == set()
 
 
-@every
+@every_and_staged
 async def test_it_is_stopped_at_once_and_twice(case: Case):
     async with Crowd(case, nodes=3) as crowd:
         await crowd.start(train=False)

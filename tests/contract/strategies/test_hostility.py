@@ -17,7 +17,7 @@ from p2pdrl.transport.pieces import join_views
 from p2pdrl.transport.protocol import Incoming, Reply
 
 from .crowd import SIZE, Crowd, Sent, moved
-from .promises import Case, every, every_tried
+from .promises import Case, every_and_staged, every_tried, tried_and_staged
 
 pytestmark = pytest.mark.looptime
 
@@ -134,7 +134,7 @@ async def test_what_cannot_be_read_is_malformed(case: Case):
         await crowd.rounds(2, honest)
 
 
-@every
+@every_and_staged
 async def test_routes_of_other_strategies_are_refused(case: Case):
     async with Crowd(case, nodes=2) as crowd:
         await crowd.start()
@@ -151,7 +151,7 @@ async def test_routes_of_other_strategies_are_refused(case: Case):
             await crowd.rounds(2)
 
 
-@every_tried
+@tried_and_staged
 async def test_another_mode_epoch_is_refused_on_both_sides(case: Case):
     async with Crowd(case, nodes=3, learning_rate=0.0) as crowd:
         stranger = crowd.add(epoch=2)
@@ -207,7 +207,7 @@ async def test_the_quarantined_are_refused(case: Case):
         assert liar.id not in {merged.peer for merged in target.swarm.rounds[-1].merged}
 
 
-@every_tried
+@tried_and_staged
 async def test_nobody_without_a_state_is_asked_twice(case: Case):
     """A node that has nothing to mix yet refuses, and the others go on without it."""
     async with Crowd(case, nodes=4, seed=5) as crowd:

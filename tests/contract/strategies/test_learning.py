@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from .crowd import PERIOD_S, Crowd, moved, now
-from .promises import Case, every, every_swarming
+from .promises import Case, every, every_and_staged, every_swarming
 
 pytestmark = pytest.mark.looptime
 
 
-@every
+@every_and_staged
 async def test_the_swarm_learns_the_mean_of_its_targets(case: Case):
     async with Crowd(case) as crowd:
         await crowd.start()

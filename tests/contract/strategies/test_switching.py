@@ -14,7 +14,7 @@ import pytest
 from p2pdrl.strategies.testing.simulator import SimNode
 
 from .crowd import SIZE, Crowd, moved
-from .promises import CASES, Case
+from .promises import ALL, Case
 
 pytestmark = pytest.mark.looptime
 
@@ -46,12 +46,12 @@ async def walk(crowd: Crowd, names: list[str]) -> dict[str, float]:
     """Change from mode to mode; return how far the mean moved on the way to, and within, each."""
     drifts: dict[str, float] = {}
     for epoch, (old, name) in enumerate(itertools.pairwise(names), start=2):
-        case = CASES[name]
+        case = ALL[name]
         before = crowd.mean()
         await asyncio.gather(
             *(change(node, case, epoch, 0.03 * number) for number, node in enumerate(crowd.nodes))
         )
-        if not (CASES[old].keeps_mean and case.keeps_mean):
+        if not (ALL[old].keeps_mean and case.keeps_mean):
             before = crowd.mean()
         await asyncio.sleep(PHASE_S)
         for node in crowd.nodes:
@@ -68,7 +68,7 @@ async def walk(crowd: Crowd, names: list[str]) -> dict[str, float]:
     return drifts
 
 
-NAMES = list(CASES)
+NAMES = list(ALL)
 
 
 def others_of(name: str) -> list[str]:
@@ -89,7 +89,7 @@ def others_of(name: str) -> list[str]:
 )
 async def test_to_other_modes_and_back(name: str, others: list[str]):
     path = [name] + [step for other in others for step in (other, name)]
-    async with Crowd(CASES[name], learning_rate=0.0, seed=8) as crowd:
+    async with Crowd(ALL[name], learning_rate=0.0, seed=8) as crowd:
         for node in crowd.nodes:
             node.learner.learning_rate = 0.0
         await crowd.start()

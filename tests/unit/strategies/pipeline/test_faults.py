@@ -171,7 +171,7 @@ async def test_a_partition_and_its_end():
 @pytest.mark.parametrize("seed", range(3))
 async def test_lost_messages_hold_up_and_no_more(seed: int):
     async with swarm_of(3, config(3), seed=seed, start=False) as swarm:
-        swarm.network.loss = 0.2
+        swarm.network.loss, swarm.network.duplicate = 0.2, 0.1
         await swarm.start()
         await swarm.working("012", within_s=60.0)
         swarm.begun_alike()
