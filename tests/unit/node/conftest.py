@@ -16,7 +16,9 @@ import pytest
 from p2pdrl.clock import ManualClock
 from p2pdrl.config.regime import FREE
 from p2pdrl.config.root import Config
-from p2pdrl.config.strategy import AdpsgdConfig
+from p2pdrl.config.strategy import (
+    AdpsgdConfig,
+)
 from p2pdrl.config.task import StopConfig, TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import ConfigError
@@ -26,6 +28,7 @@ from p2pdrl.membership.identity import Identity, verify
 from p2pdrl.membership.records import Incarnation, Verifier
 from p2pdrl.membership.swarm_records import SwarmRecords
 from p2pdrl.node.accounting import Accounting
+from p2pdrl.node.conduct import Conduct
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.parts import Parts
@@ -39,6 +42,7 @@ from p2pdrl.transport.counters import TrafficCounters
 from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address
 
+from .conducts import FakeFigures
 from .training_peers import Peer
 
 SPEC = BoardSpec(
@@ -296,3 +300,19 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
         written.write_text(" ".join(words))
 
     return write
+
+
+@pytest.fixture
+def figures() -> FakeFigures:
+    return FakeFigures()
+
+
+@pytest.fixture
+def conduct(parts, figures, membership, training) -> Conduct:
+    parts.training = training
+    parts.state = "training"
+    parts.saving = SimpleNamespace(stop_setting=None)
+    parts.ledger.follow(training.lineage)
+    made = Conduct(parts, figures)
+    membership.on_record = lambda record: made.record_changed()
+    return made

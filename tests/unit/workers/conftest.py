@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from p2pdrl.config.regime import Regime
 from p2pdrl.workers.mailbox import Mailbox
-from p2pdrl.workers.protocol import FrameBuffer, FromLearner, ToLearner, decode_from_learner, frame
+from p2pdrl.workers.protocol import (
+    FrameBuffer,
+    FromLearner,
+    ToLearner,
+    decode_from_learner,
+    frame,
+)
+
+from .rigs import Rig, Script
 
 
 class Daemon:
@@ -40,3 +49,17 @@ def ends() -> Iterator[tuple[Mailbox, Daemon]]:
     yield mailbox, daemon
     mailbox.close()
     ours.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[[Regime, Script], Rig]]:
+    made: list[Rig] = []
+
+    def make(regime: Regime, script: Script) -> Rig:
+        made.append(Rig(regime, script))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for region in each.regions:
+            region.close()

@@ -1,0 +1,193 @@
+"""What the answers to a learner's posts do: they replace, add, set, step for it, or end the update."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from p2pdrl.config.regime import Regime
+from p2pdrl.config.task import EnvConfig, PPOConfig, TaskConfig
+from p2pdrl.rl import trainer as real
+from p2pdrl.tensors.board import BoardSpec, LearnerBoard
+from p2pdrl.tensors.gradient_ring import GradientRing
+from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.workers.posts import Posts
+from p2pdrl.workers.protocol import Answer, Posted, Work
+from p2pdrl.workers.replica import Replica
+from p2pdrl.workers.stepping import PostingStepper
+
+from .rigs import EPOCH, SERVED, SIZE, WAIT, Trainer
+
+
+def test_what_replaces_the_gradient_is_stepped_with_at_the_rate_that_it_came_with(rig):
+    it = rig(WAIT, lambda _posted, _vector: "replace")
+    it.told_rate = 0.25
+    it.step([1, -2, 4], rate=8.0)
+    assert it.x == [-0.25, 0.5, -1.0]
+    it.told_rate = None
+    it.step([1, -2, 4], rate=1.0)
+    assert it.x == [-1.25, 2.5, -5.0]
+
+
+def test_without_a_replacement_the_algorithms_own_rate_counts(rig):
+    it = rig(WAIT, lambda _posted, _vector: "none")
+    it.told_rate = 0.25
+    it.step([1, -2, 4], rate=2.0)
+    assert it.x == [-2.0, 4.0, -8.0]
+
+
+def test_what_replaces_the_gradient_is_stepped_with(rig):
+    def double(_: Posted, vector: np.ndarray) -> str:
+        vector *= 2
+        return "replace"
+
+    it = rig(WAIT, double)
+    assert it.step([1, 2, 2], samples=5) == 6.0
+    assert it.x == [-2.0, -4.0, -4.0]
+    assert it.said == [Posted(1, EPOCH, "gradients", 0, 0, 5)]
+    assert it.seen[0].tolist() == [1.0, 2.0, 2.0]
+
+
+def test_two_that_replace_by_the_mean_are_one_on_both_batches(rig):
+    rng = np.random.default_rng(0)
+    rates, batches = [0.5, 0.25, 0.125], rng.normal(size=(3, 2, SIZE)).astype(np.float32)
+    alone = Trainer()
+    means = [batch.mean(axis=0, dtype=np.float32) for batch in batches]
+    pair = [
+        rig(WAIT, lambda posted, vector: np.copyto(vector, means[posted.number - 1]) or "replace")
+        for _ in range(2)
+    ]
+    for rate, batch, mean in zip(rates, batches, means, strict=True):
+        for each, gradient in zip(pair, batch, strict=True):
+            each.step(gradient, rate=rate)
+        alone.module.gradients_D.copy_(torch.from_numpy(mean))
+        alone.optimizer.step(rate)
+    assert pair[0].x == pair[1].x == alone.flat.tolist()
+
+
+@pytest.mark.parametrize("kind", ["none", "replace"])
+def test_ppo_through_it_is_ppo_to_the_bit(kind):
+    task = TaskConfig(env=EnvConfig(num_envs=2), algorithm=PPOConfig(unroll_steps=16, anneal="linear"))
+    alone, posting = (real.Trainer(task, seed=5, device="cpu") for _ in range(2))
+    size, spec = alone.layout.size, BoardSpec(alone.layout, alone.sidecar_layout)
+    regions = [SharedRegion.create(n, "test") for n in (spec.nbytes, GradientRing.nbytes_of(1, size))]
+    samples: list[int] = []
+
+    def answer(posted: Posted) -> None:
+        samples.append(posted.samples)
+        posts.hear(Answer(posted.number, EPOCH, kind))
+
+    posts = Posts(Work(WAIT, EPOCH), first=1, say=answer, listen=lambda _: None, paused=lambda: False)
+    replica = Replica(posting, LearnerBoard(regions[0], spec))
+    posting.stepper = PostingStepper(WAIT, posts, replica, GradientRing(regions[1], 1, size))
+    for _ in range(2):
+        ours, theirs = alone.step(), posting.step()
+        assert ours.metrics == theirs.metrics
+    np.testing.assert_array_equal(alone.flat, posting.flat)
+    assert len(samples) == 2 * 4 * 4
+    for trainer in (alone, posting):
+        trainer.close()
+    for region in regions:
+        region.close()
+
+
+@pytest.mark.parametrize("regime", [WAIT, SERVED])
+def test_an_answer_may_end_the_update(rig, regime):
+    it = rig(regime, lambda *_: "replace" if regime.steps else "set")
+    it.ends_at = 2
+    ended = []
+    for left in (3, 2, 1):
+        it.step([1, 1, 1], left=left)
+        ended.append(it.stepper.ends_update)
+    assert ended == [False, True, False]
+    assert it.x == [-3.0 if regime.steps else 0.0] * 3  # it steps with the gradient all the same
+    assert [posted.left for posted in it.said] == [3, 2, 1]
+
+
+def test_an_answer_that_came_too_late_ends_no_update(rig):
+    it = rig(WAIT, lambda *_: None)
+    it.ends_at = 1
+    it.step([1, 1, 1], left=5)
+    it.script = lambda *_: "none"
+    it.step([1, 1, 1], left=4)
+    assert not it.stepper.ends_update
+
+
+def test_ppo_leaves_out_what_an_answer_ends(rig):
+    """The third of 16 gradients is the last one; the next update is whole."""
+    task = TaskConfig(env=EnvConfig(num_envs=2), algorithm=PPOConfig(unroll_steps=16))
+    trainer = real.Trainer(task, seed=5, device="cpu")
+    size, spec = trainer.layout.size, BoardSpec(trainer.layout, trainer.sidecar_layout)
+    regions = [SharedRegion.create(n, "test") for n in (spec.nbytes, GradientRing.nbytes_of(1, size))]
+    said: list[int] = []
+
+    def answer(posted: Posted) -> None:
+        said.append(posted.left)
+        posts.hear(Answer(posted.number, EPOCH, "replace", end_update=posted.number == 3))
+
+    posts = Posts(Work(WAIT, EPOCH), first=1, say=answer, listen=lambda _: None, paused=lambda: False)
+    replica = Replica(trainer, LearnerBoard(regions[0], spec))
+    trainer.stepper = PostingStepper(WAIT, posts, replica, GradientRing(regions[1], 1, size))
+    assert [trainer.step().metrics["gradient_steps"] for _ in range(2)] == [3, 16]
+    assert said == [15, 14, 13, *range(15, -1, -1)]
+    trainer.close()
+    for region in regions:
+        region.close()
+
+
+@pytest.mark.parametrize(("kind", "x"), [("none", -1.0), ("add", -1.5), ("set", -1.0)])
+def test_what_an_answer_does(rig, kind, x):
+    def answer(_: Posted, vector: np.ndarray) -> str:
+        vector[:] = 0.5
+        return kind
+
+    it = rig(WAIT, answer)
+    it.step([1, 1, 1])
+    assert it.x == [x] * 3
+
+
+def test_a_server_steps_for_it(rig):
+    def serve(posted: Posted, vector: np.ndarray) -> str:
+        x = np.empty(SIZE, np.float32)
+        it.board.now(x)
+        it.board.post_set(x - vector, None, 100 + posted.number)
+        return "set"
+
+    it = rig(SERVED, serve)
+    for number in (1, 2, 3):
+        it.step([0, 3, 4], bound=1.0)  # clipped before it is sent
+        assert it.x == pytest.approx([0.0, -0.6 * number, -0.8 * number])
+        assert it.replica.version == 100 + number
+    # Published before the first post, and with each set; never twice.
+    assert it.publications == 4
+    assert [posted.policy_version for posted in it.said] == [0, 101, 102]
+
+
+def test_no_answer_of_a_server_lets_it_step_by_itself(rig):
+    it = rig(SERVED, lambda *_: "none")
+    assert it.step([1, 1, 1]) == pytest.approx(math.sqrt(3))
+    assert it.x == [0.0] * 3
+
+
+def test_several_gradients_go_out_as_one_mean_weighted_by_samples(rig):
+    regime = Regime("gradients", every=3, ahead=1, steps=True, clip="before")
+    it = rig(regime, lambda *_: "none")
+    rng = np.random.default_rng(1)
+    gradients, samples = rng.normal(size=(6, SIZE)), [1, 2, 3, 4, 5, 6]
+    for gradient, count in zip(gradients, samples, strict=True):
+        it.step(gradient, samples=count, rate=0.5)
+    assert [posted.samples for posted in it.said] == [6, 15]
+    for sent, part in zip(it.seen, (slice(0, 3), slice(3, 6)), strict=True):
+        np.testing.assert_allclose(
+            sent, np.average(gradients[part], axis=0, weights=samples[part]), rtol=1e-5
+        )
+    np.testing.assert_allclose(it.x, -0.5 * gradients.sum(axis=0), rtol=1e-5)
+
+
+def test_a_bad_merge_isnt_stepped_with(rig):
+    it = rig(WAIT, lambda posted, vector: np.copyto(vector, np.nan) or "replace")
+    assert math.isnan(it.step([1, 1, 1]))
+    assert it.x == [0.0] * 3
