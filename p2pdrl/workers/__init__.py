@@ -1,11 +1,12 @@
 """Child processes of a node: the learner, the group process, and evaluation for the command line.
 
-`protocol` (learner) and `group_protocol` (torch.distributed) are torch-free and shared with the daemon;
-everything else here runs in a child.
+`protocol` and `stage_protocol` (learner) and `group_protocol` (torch.distributed) are torch-free and shared
+with the daemon; everything else here runs in a child.
 
 | child | modules |
 |---|---|
 | `learner` | `mailbox` (its end of the socket), `replica`, `regimes`, `posts`, `stepping` |
+| as a stage of a pipeline | `staging`, `seats`, `pipe_carrier`, `block_measuring`, `torch_stages` |
 | `group` | `torch_group`, `torch_meeting` |
 | `evaluator` | |
 | all | `parent` |

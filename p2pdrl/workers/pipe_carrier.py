@@ -8,7 +8,8 @@ One pipe between two neighbours carries both ways. In a circle of ranks the firs
 where two ranks make a circle there are two pipes between them.
 
 A wait for a neighbour is made of short ones. Between them the learner hears its daemon, and whatever it hears
-may end the wait.
+may end the wait. What moves over the pipes meanwhile makes it longer, so that long messages get through slow
+networks, and no longer than a very slow one would take.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["PipeCarrier"]
 
 SLICE_S = 0.05
+_SLOWEST_BYTES_S = 256 * 1024
+"""Bytes that move more slowly than this, in both ways together, are no reason to wait any longer."""
 _KEPT_BUFFERS = 32
 _UNBOUNDED_BYTES = 1 << 62
 """What waits to be sent is kept in memory by the schedule anyway, which says how much there can be."""
@@ -135,6 +138,8 @@ class PipeCarrier:
     def waiting(self, way: Way, timeout_s: float) -> bool:
         """Tell whether a message that goes this way is there, or comes in time; `receive` returns it then.
 
+        One that is on its way is waited for longer.
+
         Raises:
             PeerUnreachableError: a pipe broke, of either neighbour; or the daemon's words ended the wait.
             WireError: what came is no message.
@@ -186,10 +191,10 @@ class PipeCarrier:
     def _await(self, side: StageSide, timeout_s: float) -> Message | None:
         """Return the next message, or None when it is too late."""
         end = self._end(side)
-        until_s = self._clock() + timeout_s
+        until_s = self._clock() + timeout_s - self._moved_s()
         while True:
             self._hear()
-            left_s = until_s - self._clock()
+            left_s = until_s + self._moved_s() - self._clock()
             try:
                 return end.receive(deadline_s=max(min(left_s, SLICE_S), 0.0))
             except PeerTimeoutError:
@@ -198,6 +203,10 @@ class PipeCarrier:
             except TransportError:
                 self.side = side
                 raise
+
+    def _moved_s(self) -> float:
+        """Return how long all that moved so far may have taken."""
+        return sum(end.bytes_in + end.bytes_out for end in self._ends.values()) / _SLOWEST_BYTES_S
 
     def _hear(self) -> None:
         """Hear the daemon, when that is due.

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Staging"]
 
 POLL_S = 0.05
-FLUSH_LIMIT_S = 5.0
 _ENGINE_ONLY = ("stages", "bubble", "step_s", "activation_bytes")
 """Figures of the engine that are told as the seat's."""
 
@@ -285,7 +284,7 @@ class Staging:
     def _over(self, seat: Seat) -> None:
         """Leave in good order: the ranks behind get what is on its way to them."""
         with contextlib.suppress(TransportError):  # they tell themselves if they didn't
-            seat.neighbours.flush(FLUSH_LIMIT_S)
+            seat.neighbours.flush(seat.order.timeout_s)
         self._rise()
         self._tell(seat.order, "over")
 

@@ -161,10 +161,11 @@ class Rank(Generic[Outputs]):
         way: Way,
         kind: type[_Kind],
         room: Callable[[_Kind], list[Slot]],
+        waits: int = 1,
     ) -> _Kind:
-        """Receive from a neighbour; see ``links.receive_kind``."""
+        """Receive from a neighbour; see ``links.receive_kind``. Who is told later may wait several times."""
         assert self._links is not None  # noqa: S101 - or there is nobody to hear from
-        return receive_kind(self._links, way, kind, room, self._timeout_s)
+        return receive_kind(self._links, way, kind, room, waits * self._timeout_s)
 
     def receive_any(self, way: Way, room: Room, timeout_s: float, what: str) -> Message:
         """Receive from a neighbour; see ``links.receive_any``."""
@@ -231,7 +232,8 @@ class Rank(Generic[Outputs]):
                 raise WireError(f"{whole} came at step and optimizer's step {ours}")
             return [Slot(tensor) for tensor in tensors]
 
-        whole = self.receive("down", Whole, room)
+        # it comes whole to one rank after the other
+        whole = self.receive("down", Whole, room, waits=share.rank)
         _check_finite(tensors, whole)
         self.send("down", whole, tensors)
         assembled = self.assembled(tensors, state=True, steps=whole.optimizer_steps, version=whole.version)

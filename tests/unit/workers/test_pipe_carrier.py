@@ -14,11 +14,13 @@ import torch
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
 from p2pdrl.rl.stages.framed_links import FramedLinks
 from p2pdrl.rl.stages.memory_links import ring
+from p2pdrl.transport.pieces import batches
 from p2pdrl.transport.pipe import PipeTicket
+from p2pdrl.transport.pipe_frames import pack_head
 from p2pdrl.workers.pipe_carrier import PipeCarrier, _Pool
 
 from ..rl.stages.pipelines import Pipeline, make_case, make_plan, step_with
-from ..transport.pipes import KEYS
+from ..transport.pipes import KEYS, tcp_pair
 from .pipes import joined
 
 LONGEST = 1 << 20
@@ -74,6 +76,38 @@ def test_a_late_neighbour_is_named(carriers):
     with pytest.raises(PeerTimeoutError, match=r"the next rank didn't say a whole message within 0.01 s"):
         second.receive("up", 0.01)
     assert second.side == "next"
+
+
+@pytest.mark.parametrize(("chunk", "arrives"), [(64 << 10, True), (64, False)])
+def test_a_long_message_may_take_longer_unless_it_trickles(chunk, arrives):
+    ours, theirs = tcp_pair()
+    vector = bytes(8 * chunk)
+    data = b"".join(
+        b"".join(batch)
+        for batch in batches(pack_head(2, 1, 1, len(vector)) + b"x", [memoryview(vector)], None)
+    )
+
+    def send():
+        for begin in range(0, len(data), chunk):
+            time.sleep(0.06)
+            try:
+                theirs.sendall(data[begin : begin + chunk])
+            except OSError:
+                return
+
+    sender = threading.Thread(target=send)
+    carrier = PipeCarrier({"next": (ours.detach(), PipeTicket(None, b""))}, LONGEST)
+    sender.start()
+    try:
+        if arrives:
+            assert carrier.receive("up", 0.2) == (b"x", vector)
+        else:
+            with pytest.raises(PeerTimeoutError):
+                carrier.receive("up", 0.2)
+    finally:
+        carrier.close()
+        sender.join()
+        theirs.close()
 
 
 def test_a_neighbour_that_is_gone_is_named_whoever_is_waited_for(carriers):
