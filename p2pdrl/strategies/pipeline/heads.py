@@ -101,7 +101,8 @@ class Heads:
         """Serve another head's exchange.
 
         Raises:
-            Refusal: see `GossipStrategy.answer`; 409, we are none of several; 423, we head nothing at the moment.
+            Refusal: see `GossipStrategy.answer`; 409, we are none
+                of several; 423, we head nothing at the moment.
         """
         if not self._among.heads or not (self._is_head or self._gossip):
             raise Refusal(409, "this node isn't one of several heads, who alone exchange parameters")
