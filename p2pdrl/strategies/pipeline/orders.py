@@ -1,4 +1,4 @@
-"""From what a head ordered to the order of one node's learner. Pure."""
+"""From what a head ordered to the order of one node's learner."""
 
 from __future__ import annotations
 

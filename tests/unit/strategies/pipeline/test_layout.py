@@ -1,0 +1,105 @@
+"""Who is in which pipeline, from the view and its notes alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from p2pdrl.strategies.pipeline.layout import lay_out, width
+from p2pdrl.strategies.pipeline.messages import Note, read_note
+
+
+def members(count: int) -> tuple[str, ...]:
+    return tuple(f"{number:032x}" for number in range(count))
+
+
+def short(places) -> list[str]:
+    return ["".join(member[-1] for member in place.members) for place in places]
+
+
+def in_pipeline(generation: int, *ranks: str, alone: bool = False) -> dict[str, Note]:
+    return {peer: Note(6, generation, ranks[0], rank, len(ranks), alone) for rank, peer in enumerate(ranks)}
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "pipelines", "standby"),
+    [
+        (1, 3, ["0"], ""),
+        (2, 3, ["01"], ""),
+        (3, 3, ["012"], ""),
+        (5, 3, ["012"], "34"),
+        (7, 2, ["01", "23", "45"], "6"),
+        (3, 1, ["0", "1", "2"], ""),
+    ],
+)
+def test_the_views_order_makes_pipelines(count, most, pipelines, standby):
+    layout = lay_out(members(count), {}, most)
+    assert short(layout.pipelines) == pipelines
+    assert "".join(member[-1] for member in layout.standby) == standby
+    assert all(place.generation == 0 for place in layout.pipelines)
+    assert [place.number for place in layout.pipelines] == list(range(len(pipelines)))
+
+
+def test_a_whole_pipeline_is_kept_in_its_own_order():
+    a, b, c, d = members(4)
+    layout = lay_out((a, b, c, d), in_pipeline(7, c, b), 2)
+    assert short(layout.pipelines) == ["03", "21"]
+    assert [place.generation for place in layout.pipelines] == [0, 7]
+    assert layout.heads == (a, c)
+
+
+def test_one_that_lost_a_rank_or_grows_is_formed_anew():
+    a, b, c, _ = members(4)
+    assert lay_out((a, c), in_pipeline(7, a, b), 2).pipelines[0].generation == 0
+    assert lay_out((a, b, c), in_pipeline(7, a, b), 3).pipelines[0].generation == 0
+    broken = in_pipeline(7, a, b) | {b: Note(6)}
+    assert lay_out((a, b), broken, 2).pipelines[0].generation == 0
+
+
+def test_those_who_compute_by_themselves_stay_so():
+    a, b, c, d = members(4)
+    layout = lay_out((a, b, c, d), in_pipeline(3, a, b, alone=True) | in_pipeline(3, c, d), 2)
+    assert [place.alone for place in layout.pipelines] == [True, False]
+    assert layout.heads == (a, b, c)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_notes_of_any_kind_give_each_member_one_place(seed: int):
+    rng = random.Random(seed)
+    people = members(rng.randint(1, 9))
+    notes = {
+        member: Note(
+            6,
+            rng.choice([0, 1, 2]),
+            rng.choice(people),
+            rng.randrange(3),
+            rng.randrange(4),
+            rng.random() < 0.3,
+        )
+        for member in people
+        if rng.random() < 0.8
+    }
+    most = rng.randint(1, 4)
+    layout = lay_out(people, notes, most)
+    placed = [member for place in layout.pipelines for member in place.members]
+    assert sorted([*placed, *layout.standby]) == sorted(people)
+    size = min(most, len(people))
+    assert all(len(place.members) == size for place in layout.pipelines)
+    assert len(layout.standby) < size
+
+
+def test_no_more_ranks_than_there_are_blocks():
+    notes = {"a": Note(5), "b": Note(5), "c": Note()}
+    assert width(notes, 8, 1) == 5
+    assert width(notes, 8, 2) == 2
+    assert width(notes, 3, 1) == 3
+    assert width({"a": Note(1)}, 3, 2) == 1
+    assert width({}, 3, 2) == 3
+
+
+def test_notes_are_short_and_what_cannot_be_read_says_nothing():
+    longest = Note(2**52, 2**61, "f" * 64, 63, 64, True)
+    assert len(longest.encode()) <= 256
+    assert read_note(longest.encode()) == longest
+    assert read_note(b"\xc1") == read_note(None) == Note()

@@ -1,0 +1,120 @@
+"""What a head orders, for ranks of different speeds, cuts by hand, and links that are too slow."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from p2pdrl.config.pipeline import PipelineConfig
+from p2pdrl.errors import ConfigError
+from p2pdrl.pipeline.layers import Link
+from p2pdrl.strategies.group.view import ViewKey
+from p2pdrl.strategies.pipeline.messages import Form
+from p2pdrl.strategies.pipeline.orders import term_of
+from p2pdrl.strategies.pipeline.planning import Rank, design, measured_with, schedule_of
+from p2pdrl.strategies.testing.stages import blocks_of
+
+BLOCKS = blocks_of(6, seconds=0.01)
+
+
+def ranks(*seconds: float) -> list[Rank]:
+    return [Rank(f"id{number}", f"n{number}", each) for number, each in enumerate(seconds)]
+
+
+def test_equal_peers_share_equally():
+    found = design(PipelineConfig(backend="stream"), BLOCKS, ranks(0.06, 0.06))
+    assert (found.members, found.plan.cuts, found.plan.microbatches) == (("id0", "id1"), (3,), 4)
+    assert not found.alone
+    # 1F1B of equal stages: (M + S - 1) / M of the ideal, so a bubble of 1/5.
+    assert found.bubble == pytest.approx(0.2)
+    assert found.step_s == pytest.approx(5 * 0.03)
+
+
+def test_the_faster_peer_holds_more_and_the_head_stays_first():
+    found = design(PipelineConfig(backend="stream"), BLOCKS, ranks(0.12, 0.06))
+    assert found.members == ("id0", "id1")
+    assert found.plan.cuts == (2,)
+
+
+def test_the_others_are_ordered_by_their_links():
+    slow, fast = Link(0.01, 1e6), Link(0.0001, 1e9)
+    links = {(0, 1): slow, (1, 0): slow, (0, 2): fast, (2, 0): fast, (1, 2): fast, (2, 1): fast}
+    found = design(PipelineConfig(backend="stream", stages=3), BLOCKS, ranks(0.06, 0.06, 0.06), links)
+    assert found.members == ("id0", "id2", "id1")
+
+
+def test_cuts_by_hand_count_only_for_as_many_peers_as_they_were_made_for():
+    config = PipelineConfig(backend="stream", stages=3, cuts=(1, 2))
+    assert design(config, BLOCKS, ranks(1, 1, 1)).plan.cuts == (1, 2)
+    assert design(config, BLOCKS, ranks(1, 1)).plan.cuts == (3,)
+
+
+def test_cuts_beyond_the_blocks_come_to_nothing_and_say_so():
+    found = design(PipelineConfig(backend="stream", cuts=(6,)), BLOCKS, ranks(1, 1))
+    assert found.alone
+    assert "cuts" in found.why
+
+
+@pytest.mark.parametrize("backend", ["auto", "stream", "torch"])
+def test_only_auto_refuses_what_is_slower(backend):
+    links = {(0, 1): Link(0.5, 1e5), (1, 0): Link(0.5, 1e5)}
+    found = design(PipelineConfig(backend=backend), BLOCKS, ranks(0.06, 0.06), links)
+    assert found.alone == (backend == "auto")
+    assert "n0 alone" in found.why
+    assert found.plan.ranks == (1 if found.alone else 2)
+
+
+def test_alone_there_is_one_stage_whatever_the_schedule():
+    config = PipelineConfig(schedule="interleaved", chunks=2)
+    found = design(config, BLOCKS, ranks(0.06))
+    assert (found.plan.ranks, found.plan.cuts, found.plan.schedule, found.alone) == (1, (), "1f1b", False)
+    assert schedule_of(config, 2) == "interleaved"
+
+
+@pytest.mark.parametrize(("asked", "given"), [(4, 4), (6, 6), (7, 6), (1, 1)])
+def test_an_interleaved_schedule_takes_the_most_microbatches_that_it_can(asked, given):
+    config = PipelineConfig(backend="stream", schedule="interleaved", chunks=2, stages=2, microbatches=asked)
+    assert design(config, BLOCKS, ranks(1, 1)).plan.microbatches == given
+
+
+def test_auto_plans_the_most_that_will_be_tried():
+    config = PipelineConfig(backend="stream", microbatches="auto")
+    assert measured_with(config) == 8
+    assert design(config, BLOCKS, ranks(0.06, 0.06)).plan.microbatches == 8
+
+
+def test_a_rank_without_parameters_is_none():
+    blocks = [*BLOCKS[:3], *(layer._replace(parameter_bytes=0.0) for layer in BLOCKS[3:])]
+    found = design(PipelineConfig(backend="stream"), blocks, ranks(1, 1))
+    assert found.alone
+    assert "no parameters" in found.why
+
+
+FORM = Form(
+    key=ViewKey(1, 2, "p"),
+    generation=9,
+    members=("a", "b"),
+    blocks=6,
+    cuts=(3,),
+    microbatches=4,
+    lineage="aa",
+    policy_version=0,
+    digest=b"",
+)
+
+
+@pytest.mark.parametrize(("deadline_s", "timeout_s"), [(1.0, 10.0), (20.0, 20.0), (90.0, 30.0)])
+async def test_torch_has_its_own_bounds(deadline_s, timeout_s):
+    config = PipelineConfig(backend="torch", deadline_s=deadline_s)
+    order = term_of(config, msgspec.structs.replace(FORM, port=99), 1, "10.0.0.1").order
+    assert order.timeout_s == timeout_s
+    assert (order.backend, order.meeting.host, order.meeting.port) == ("torch", "10.0.0.1", 99)
+    assert term_of(PipelineConfig(deadline_s=deadline_s), FORM, 1).order.timeout_s == deadline_s
+
+
+@pytest.mark.parametrize(
+    "changes", [{"cuts": (7,)}, {"cuts": (1, 2)}, {"cuts": ()}, {"alone": True}, {"microbatches": 65_537}]
+)
+def test_orders_that_make_no_sense_are_no_orders(changes):
+    with pytest.raises(ConfigError):
+        term_of(PipelineConfig(), msgspec.structs.replace(FORM, **changes), 1)
