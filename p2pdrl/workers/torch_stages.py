@@ -17,6 +17,7 @@ Neither has keys or encryption: for networks that are trusted.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -78,6 +79,10 @@ class TorchStages:
         self.nccl = False
         self._device = device
         self._store: TCPStore | None = None
+        # A wait that takes too long is to raise an error in whoever waits, as it does with gloo.
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+        # On errors it prints whole schedules; neighbours that die are an event here.
+        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
         try:
             with _peers_errors():
                 self._meet(order, order.meeting.host, order.meeting.port, say_port)

@@ -8,7 +8,7 @@
 | `messages`, `frames` | what ranks say, as values and as bytes |
 | `links`, `memory_links`, `framed_links` | neighbours connected: a protocol; queues; any carrier of bytes |
 | `running` | what computes one rank's part of a minibatch: a protocol |
-| `runner` | one rank's actions for one minibatch |
+| `runner`, `torch_runner` | one rank's actions for one minibatch, over links; by torch.distributed |
 | `rank` | sums, steps and slices: what ranks do together |
 | `pipelined` | the first rank: a gradient engine and stepper |
 | `server` | any other rank |

@@ -11,6 +11,9 @@
 All is said to neighbours; what concerns ranks further away is passed on. Activation, Gradient, Slice and
 Whole bring tensors, whose shapes and types follow from the plan, the task and Opening's length and parts. A
 number of microbatches, stages or steps that isn't the one expected is an error.
+
+With ``torch_runner`` a minibatch has one Activation, whose tensors are targets and context of all rows, and no
+Gradient: torch.distributed brings what they are named for.
 """
 
 from __future__ import annotations

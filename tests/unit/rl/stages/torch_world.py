@@ -81,24 +81,25 @@ class World:
 class Member:
     """One rank of a pipeline."""
 
-    def __init__(self, stages, links, share, generation, timeout_s=TIMEOUT_S):
+    def __init__(self, stages, links, share, generation, carrier=None):
         from p2pdrl.rl.stages.pipelined import Pipelined
         from p2pdrl.rl.stages.server import StageServer
 
         self.share = share
-        self.runner = stages.runner(share, links)
-        options = {"generation": generation, "timeout_s": timeout_s, "runner": self.runner}
+        self.runner = stages.runner(share, links, carrier)
+        options = {"generation": generation, "timeout_s": TIMEOUT_S, "runner": self.runner}
         if share.rank == 0:
             self.head = Pipelined(share, links, **options)
         else:
-            self.server = StageServer(share, links, idle_timeout_s=timeout_s, **options)
+            self.server = StageServer(share, links, idle_timeout_s=TIMEOUT_S, **options)
 
 
 def links_of(stages):
     from p2pdrl.rl.stages.framed_links import FramedLinks
     from p2pdrl.workers.pipe_carrier import PipeCarrier
 
-    return FramedLinks(PipeCarrier(stages.pipes, 1 << 24))
+    carrier = PipeCarrier(stages.pipes, 1 << 24)
+    return carrier, FramedLinks(carrier)
 
 
 # --- jobs ----------------------------------------------------------------------------------------
@@ -117,13 +118,14 @@ def agreement(world, rounds):
         if world.rank >= ranks:
             continue
         with world.meet(ranks) as stages:
-            links = links_of(stages)
+            carrier, links = links_of(stages)
             for key in cases:
                 kind, name, dtype, schedule, count, microbatches, rows = key
                 case, parts = make_case(name, getattr(torch, dtype), rows=rows)
                 plan = make_plan(parts, count, microbatches, schedule, ranks)
                 member = Member(stages, links, Share(parts, plan, world.rank, CPU), next(numbers))
                 found[key] = {"gradients": _gradients, "steps": _steps}[kind](member, case, parts)
+            carrier.flush(TIMEOUT_S)  # the last slice
             links.close()
     yield found
 
@@ -203,10 +205,10 @@ def failures(world, schedule, timeout_s):
     rank = world.rank
     for generation, (ranks, victim, fault) in enumerate([(3, 1, signal.SIGSTOP), (2, 1, signal.SIGKILL)]):
         with world.meet(ranks, timeout_s if generation == 0 else TIMEOUT_S, rank) as stages:
-            links = links_of(stages)
+            carrier, links = links_of(stages)
             plan = make_plan(parts, ranks * chunks, 4, schedule, ranks)
             share = Share(parts, plan, rank, CPU)
-            member = Member(stages, links, share, generation, TIMEOUT_S)
+            member = Member(stages, links, share, generation, carrier)
             if rank == victim:
                 fail_in_second_minibatch(share, fault, world.clock)
             try:
@@ -218,7 +220,7 @@ def failures(world, schedule, timeout_s):
                     member.server.serve()
             except TransportError as error:
                 seconds = time.monotonic() - world.clock.value
-                yield type(error).__name__, seconds, share.steps, str(error)
+                yield type(error).__name__, seconds, share.steps, carrier.side
         rank = min(rank, 1)
 
 
