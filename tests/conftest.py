@@ -10,14 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 _FDS = Path("/proc/self/fd")
 _CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children")
 
 
 def pytest_configure() -> None:
-    """Let no implicit event loop be made on Python 3.11, which nobody would close."""
+    """Let no implicit event loop be made on Python 3.11, which nobody would close, and time no examples."""
     asyncio.set_event_loop(None)
+    # How long an example takes says how busy the machine is, and nothing about what is tested.
+    settings.register_profile("p2pdrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("p2pdrl")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
