@@ -72,7 +72,7 @@ def test_a_killed_member_comes_back_elsewhere_with_its_counts(swarm, wait_until)
 def test_two_islands_become_one_swarm_of_the_elder_lineage(swarm, wait_until):
     elder = swarm.start("elder", *PACE)
     swarm.training(elder)
-    wait_until(lambda: elder.status()["env_steps"] >= 8000, 60, "the elder is ahead")
+    wait_until(lambda: elder.status()["env_steps"] >= 4000, 60, "the elder is ahead")
     younger = swarm.start("younger", *PACE)
     swarm.training(younger)
     assert younger.status()["lineage"] != elder.status()["lineage"]
@@ -125,7 +125,7 @@ def test_ctrl_c_leaves_properly(swarm, wait_until, no_orphans):
 def test_an_elder_checkpoint_isn_t_thrown_away_for_a_young_swarm(swarm, wait_until):
     elder = swarm.start("elder", *PACE)
     swarm.training(elder)
-    wait_until(lambda: elder.status()["env_steps"] >= 4000, 60, "the elder has learnt something")
+    wait_until(lambda: elder.status()["env_steps"] >= 2000, 60, "the elder has learnt something")
     command(elder, "checkpoint")
     lineage = elder.status()["lineage"]
     elder.kill9()
