@@ -12,8 +12,8 @@ All is said to neighbours; what concerns ranks further away is passed on. Activa
 Whole bring tensors, whose shapes and types follow from the plan, the task and Opening's length and parts. A
 number of microbatches, stages or steps that isn't the one expected is an error.
 
-With ``torch_runner`` a minibatch has one Activation, whose tensors are targets and context of all rows, and no
-Gradient: torch.distributed brings what they are named for.
+With ``torch_runner`` a minibatch has one Activation, whose tensors are targets and context of all rows, and
+no Gradient: torch.distributed brings what they are named for.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="slice"
 
 
 class Whole(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="whole"):
-    """All slices, put together; or what the first rank has made of that."""
+    """All slices, put together; or what the first rank has made of that, or has all ranks begin with."""
 
     step: Count
     optimizer_steps: Count

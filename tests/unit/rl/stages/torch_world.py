@@ -187,8 +187,8 @@ def step(head, learning_rate, max_grad_norm):
     return head.step(None, None, learning_rate=learning_rate, max_grad_norm=max_grad_norm, samples=0, left=0)
 
 
-def failures(world, schedule, timeout_s):
-    """Rank 1 of 3 freezes in mid-step; the others go on without it, and one of them is killed.
+def failures(world, schedule, timeout_s, frozen_rank=1):
+    """A rank of 3 freezes in mid-step; the others go on without it, and the last of them is killed.
 
     Yields:
         What the others raise, and how many seconds after the fault.
@@ -203,7 +203,9 @@ def failures(world, schedule, timeout_s):
     case, parts = make_case("mlp", torch.float64)
     chunks = 2 if schedule == "interleaved" else 1
     rank = world.rank
-    for generation, (ranks, victim, fault) in enumerate([(3, 1, signal.SIGSTOP), (2, 1, signal.SIGKILL)]):
+    for generation, (ranks, victim, fault) in enumerate(
+        [(3, frozen_rank, signal.SIGSTOP), (2, 1, signal.SIGKILL)]
+    ):
         with world.meet(ranks, timeout_s if generation == 0 else TIMEOUT_S, rank) as stages:
             carrier, links = links_of(stages)
             plan = make_plan(parts, ranks * chunks, 4, schedule, ranks)
@@ -221,7 +223,7 @@ def failures(world, schedule, timeout_s):
             except TransportError as error:
                 seconds = time.monotonic() - world.clock.value
                 yield type(error).__name__, seconds, share.steps, carrier.side
-        rank = min(rank, 1)
+        rank -= rank > frozen_rank
 
 
 def both(world, rounds, **failing):
