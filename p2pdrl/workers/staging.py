@@ -31,6 +31,7 @@ from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, 
 
 if TYPE_CHECKING:
     from p2pdrl.rl.registry import AnyTrainer
+    from p2pdrl.rl.stages.pipelined import Pipelined
     from p2pdrl.rl.stages.rank import Assembled
     from p2pdrl.rl.stages.recorder import Recorder
     from p2pdrl.rl.trainer import StepStats
@@ -180,6 +181,11 @@ class Staging:
         self._figures = seat.figures({})
         self._idle_since_s = self._clock()
         self._tell(order, "ready")
+        if seat.head is not None and order.ranks > 1:
+            try:
+                self._begin(seat.head)
+            except TransportError as error:
+                self._break(seat, error)
 
     def step(self) -> StepStats | None:
         """Have the trainer make an update; None when a neighbour failed, and it isn't to be counted."""
@@ -254,7 +260,7 @@ class Staging:
         self._replica.publish()
         if whole.last:
             self._over(seat)
-        else:
+        elif whole.step > 0:
             self._tell(seat.order, "copied")
 
     def _end(self, seat: Seat) -> None:
@@ -272,14 +278,21 @@ class Staging:
         changed = self._replica.take()
         whole = replace(whole, version=self._replica.version)
         if changed:
-            state = self._trainer.sidecar()
-            whole = replace(
-                whole,
-                vector_D=self._trainer.flat.copy(),
-                optimizer={name: np.array(state[name]) for name in whole.optimizer or {}},
-            )
+            whole = replace(whole, vector_D=self._trainer.flat.copy(), optimizer=self._optimizer(seat.head))
         seat.head.give(whole, changed=changed)
         self._replica.publish()
+
+    def _begin(self, head: Pipelined[Any]) -> None:
+        """Have all ranks begin with this one's state: versions may be equal where states aren't."""
+        from p2pdrl.rl.stages.rank import Assembled
+
+        state = Assembled(0, self._trainer.flat.copy(), self._optimizer(head), self._replica.version)
+        head.give(state, changed=True)
+
+    def _optimizer(self, head: Pipelined[Any]) -> dict[str, Any]:
+        """Return copies of the optimizer's arrays, as they are in the trainer."""
+        state = self._trainer.sidecar()
+        return {item.name: np.array(state[item.name]) for item in head.share.optimizer.items()}
 
     def _over(self, seat: Seat) -> None:
         """Leave in good order: the ranks behind get what is on its way to them."""

@@ -223,17 +223,34 @@ class Rank(Generic[Outputs]):
 
     def receive_whole(self) -> Assembled:
         """Return what the first rank has put together, and pass it on; go on with it where it changed."""
-        share = self.share
-        tensors = self._empty(share.parts.block_map.layout.size, state=True)
-
-        def room(whole: Whole) -> list[Slot]:
-            theirs, ours = (whole.step, whole.optimizer_steps), (share.steps, share.optimizer.steps)
-            if theirs != ours and not (whole.changed and whole.step == share.steps):
-                raise WireError(f"{whole} came at step and optimizer's step {ours}")
-            return [Slot(tensor) for tensor in tensors]
-
+        tensors = self.whole_tensors()
         # it comes whole to one rank after the other
-        whole = self.receive("down", Whole, room, waits=share.rank)
+        whole = self.receive("down", Whole, lambda whole: self.room(whole, tensors), waits=self.share.rank)
+        return self.take_whole(whole, tensors)
+
+    def whole_tensors(self) -> list[Tensor]:
+        """Return memory for a whole, with the optimizer's."""
+        return self._empty(self.share.parts.block_map.layout.size, state=True)
+
+    def room(self, whole: Whole, tensors: list[Tensor]) -> list[Slot]:
+        """Return room for a whole.
+
+        Raises:
+            WireError: it is of another step.
+        """
+        share = self.share
+        theirs, ours = (whole.step, whole.optimizer_steps), (share.steps, share.optimizer.steps)
+        if theirs != ours and not (whole.changed and whole.step == share.steps):
+            raise WireError(f"{whole} came at step and optimizer's step {ours}")
+        return [Slot(tensor) for tensor in tensors]
+
+    def take_whole(self, whole: Whole, tensors: list[Tensor]) -> Assembled:
+        """Pass a whole on that came, and go on with it where it changed; return it.
+
+        Raises:
+            TransportError: there is nobody to pass it on to, or something in it isn't finite.
+        """
+        share = self.share
         _check_finite(tensors, whole)
         self.send("down", whole, tensors)
         assembled = self.assembled(tensors, state=True, steps=whole.optimizer_steps, version=whole.version)

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic
 
+from torch import Tensor
+
 from p2pdrl.errors import WireError
 from p2pdrl.rl.objectives.objective import Outputs
 from p2pdrl.rl.stages.links import Links
-from p2pdrl.rl.stages.messages import Activation, Message, Over, Step
+from p2pdrl.rl.stages.messages import Activation, Message, Over, Step, Whole
 from p2pdrl.rl.stages.rank import Assembled, Rank
 from p2pdrl.rl.stages.recorder import Recorder
 from p2pdrl.rl.stages.rows import Slot
@@ -62,16 +64,20 @@ class StageServer(Generic[Outputs]):
 
         Returns:
             The whole model's state, where the first rank has it spread; None where it only took the slices.
-            With ``last`` this was the pipeline's last update.
+            With ``last`` this was the pipeline's last update. With step 0 it wasn't an update, but what all
+            are to begin with.
 
         Raises:
             TransportError: a neighbour is gone, late or talks nonsense. The pipeline has ended then.
         """
         rank = self._rank
         with rank.whole_or_broken():
-            while (over := self._next()) is None:
+            tensors: list[Tensor] = []
+            while isinstance(over := self._next(tensors), Activation):
                 rank.send("up", rank.gather(rank.runner.run()))
                 rank.step(rank.receive("down", Step, rank.bare))
+            if isinstance(over, Whole):
+                return rank.take_whole(over, tensors)
             rank.send("down", over)
             for number, vectors in rank.slices(state=over.state):
                 rank.send("up", rank.slice(number), vectors)
@@ -90,12 +96,18 @@ class StageServer(Generic[Outputs]):
         """End this rank's part; from any thread."""
         self._rank.close()
 
-    def _next(self) -> Over | None:
-        """Wait for the next minibatch and begin it, or learn that there is none."""
+    def _next(self, tensors: list[Tensor]) -> Activation | Over | Whole:
+        """Wait for the next minibatch and begin it, or learn that there is none.
+
+        Before the first one a whole may come, which goes into ``tensors``.
+        """
 
         def room(message: Message) -> list[Slot]:
             if isinstance(message, Over):
                 return self._rank.bare(message)
+            if isinstance(message, Whole) and message.changed and message.step == 0:
+                tensors[:] = self._rank.whole_tensors()
+                return self._rank.room(message, tensors)
             own = self.share.rank
             opening = message.opening if isinstance(message, Activation) else None
             if opening is None or message != Activation(own, 0, opening):
@@ -105,4 +117,5 @@ class StageServer(Generic[Outputs]):
             return self._rank.runner.room(own, 0)
 
         message = self._rank.receive_any("down", room, self._idle_timeout_s, "the next minibatch")
-        return message if isinstance(message, Over) else None
+        assert isinstance(message, Activation | Over | Whole)  # noqa: S101 - checked above
+        return message

@@ -392,3 +392,19 @@ def test_stopping_leaves_nothing_behind(team):
     team.form(keys=KEYS)
     team.members[1].news("copied")
     assert isinstance(team.head, Hosted)
+
+
+def test_all_begin_with_the_heads_state_whatever_theirs_was(team):
+    team = team(CLASSIFIER, 3)
+    expected = alone(CLASSIFIER, 4)
+    other = alone(CLASSIFIER, 7)
+    sidecar = {name: np.array(array) for name, array in other.sidecar().items()}
+    for member in team.members[1:]:
+        member.wait(lambda member=member: member.board.published_once)
+        member.board.post_set(other.flat.copy(), sidecar, 0)
+    team.finish_after(4)
+    team.form()
+    for member in team.members:
+        assert member.news("over", "broken").what == "over"
+        assert_close(member.now()[0], expected.flat)
+        assert int(member.optimizer()["optimizer.steps"]) == 4
