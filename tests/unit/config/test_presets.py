@@ -69,7 +69,8 @@ def test_presets_are_what_their_names_say() -> None:
     assert isinstance(resolve(files=["ppo"]).config.task.algorithm, PPOConfig)
     assert isinstance(resolve(files=["a2c"]).config.task.algorithm, A2CConfig)
     assert resolve(files=["adpsgd"]).config.task.strategy == AdpsgdConfig()
-    assert resolve(files=["amb_pp"]).config.task.strategy == PipelineConfig(microbatches="auto", backend="stream")
+    pipeline = PipelineConfig(microbatches="auto", backend="stream")
+    assert resolve(files=["amb_pp"]).config.task.strategy == pipeline
     assert resolve(files=["accumulate"]).config.node.learner.microbatches == "auto"
     assert resolve(files=["model_split"]).config.node.learner.split_devices == ("cpu", "cpu")
 
