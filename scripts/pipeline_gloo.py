@@ -57,6 +57,7 @@ class Gloo:
         self._names = names
         self._targets = torch.stack([model.batch.targets[name].float() for name in names], 1)
         self._schedules: dict[tuple[str, int], Any] = {}
+        self._store: Store | None = None
 
     def meet(self, **options: Any) -> None:
         """Make a process group; with ``proxied``, tell where gloo listens and hear where to connect."""
@@ -67,6 +68,7 @@ class Gloo:
         )
         if options["proxied"]:
             store = Redirected(store, rank)
+        self._store = store  # torch's group doesn't keep it alive, and others may still read it
         dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.ranks, timeout=TIMEOUT)
 
     def prepare(self, trial: Trial) -> None:
