@@ -77,8 +77,21 @@ def views_agree(nodes, expected):
     return all({name: node.view().get(name) for name in expected} == expected for node in nodes)
 
 
+def all_end_solved(nodes):
+    """Wait until all have ended by themselves; look at what they said last."""
+    began_s, finals = time.monotonic(), {}
+    while any(node.process.poll() is None for node in nodes):
+        assert time.monotonic() - began_s < 200, "not solved in time"
+        finals |= {node.name: status for node in nodes if (status := node.status())}
+        time.sleep(0.2)
+    for node in nodes:
+        assert finals[node.name]["stop"]["reached"]
+        assert finals[node.name]["mean_return"] >= 475
+
+
 @pytest.mark.timeout(420)
-def test_a_swarm_lives_through_joins_and_losses(swarm, make_watch, wait_until, no_orphans):
+@pytest.mark.parametrize("ends", ["told to", pytest.param("solved", marks=pytest.mark.slow)])
+def test_a_swarm_lives_through_joins_and_losses(swarm, make_watch, wait_until, no_orphans, ends):
     a = swarm.start("a", *TASK)
     b, c, d, e = (swarm.start(name, *TASK, peers=a) for name in "bcde")
     swarm.training(timeout_s=90)
@@ -130,31 +143,28 @@ def test_a_swarm_lives_through_joins_and_losses(swarm, make_watch, wait_until, n
     assert after["env_steps"] >= before["env_steps"]
     assert views_agree([a, d, e, f], {"a": "alive", "d": "alive", "e": "alive", "f": "alive"})
 
-    # One is frozen for 20 s.
+    # One is frozen, for 20 s where all shall end solved.
     marks.append(("freeze", time.monotonic(), "adf"))
     learner = e.learner_pid()
     e.signal(signal.SIGSTOP)
     subprocess.run(["kill", "-STOP", str(learner)], check=True)
     version = a.status()["policy_version"]
-    time.sleep(20)
-    assert all(node.view()["e"] in ("suspect", "dead") for node in (a, d, f))
+    froze_s = time.monotonic()
+    wait_until(lambda: all(node.view()["e"] in ("suspect", "dead") for node in (a, d, f)), 20, "all miss e")
+    time.sleep(2 if ends == "told to" else max(0.0, froze_s + 20 - time.monotonic()))
     subprocess.run(["kill", "-CONT", str(learner)], check=True)
     e.signal(signal.SIGCONT)
     wait_until(lambda: views_agree([a, d, e, f], dict.fromkeys("adef", "alive")), AGREE_S, "e is back")
     wait_until(lambda: e.status()["policy_version"] > version, 15, "e caught up with the swarm's clock")
 
-    # All the living end solved.
     marks.append(("end", time.monotonic(), ""))
-    finals = {}
-    while any(node.process.poll() is None for node in (a, d, e, f)):
-        assert time.monotonic() - marks[-1][1] < 200, "not solved in time"
-        finals |= {node.name: status for node in (a, d, e, f) if (status := node.status())}
-        time.sleep(0.2)
+    if ends == "solved":
+        all_end_solved((a, d, e, f))
     watch.close()
     for node in (a, d, e, f):
-        assert node.wait(1) == 0, node.text()[-2000:]
-        assert finals[node.name]["stop"]["reached"]
-        assert finals[node.name]["mean_return"] >= 475
+        if ends == "told to":
+            node.signal(signal.SIGTERM)
+        assert node.wait(20) == 0, node.text()[-2000:]
         assert not list(Path(node.data).rglob("*.tmp*"))
     print(
         "seconds:",
