@@ -91,7 +91,8 @@ def _pipeline(s: _Shown) -> str:
     if s.get("pipeline.rank") is None:
         return s.text("pipeline.role") if s.get("pipeline.role") else "none"
     if s.get("pipeline.alone"):
-        return f"computes by itself: {s.text('pipeline.why')}"
+        why = s.get("pipeline.why")
+        return f"computes by itself{f': {formats.clean(why, 300)}' if why else ''}"
     held = s.get("pipeline.stage")
     numbers = " and ".join(map(formats.grouped, held)) if isinstance(held, list) else formats.NONE
     parts = [
