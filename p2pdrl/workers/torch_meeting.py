@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import psutil
@@ -20,7 +21,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # it lists no exports
 
-__all__ = ["break_off", "cuda_device", "find_store", "join", "leave", "local_address", "open_store"]
+__all__ = [
+    "bounded",
+    "break_off",
+    "cuda_device",
+    "find_store",
+    "join",
+    "leave",
+    "local_address",
+    "open_store",
+]
 
 _INTERFACES = tuple(name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ)
 """Set by us; what a person has set stays."""
@@ -63,6 +73,23 @@ def find_store(host: str, port: int, timeout_s: float) -> TCPStore:
         RuntimeError: there is none, or it doesn't answer in time.
     """
     return TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+@contextlib.contextmanager
+def bounded(port: int, timeout_s: float) -> Iterator[None]:
+    """Bound all waits for the store in here: by itself torch waits forever for a process that is frozen.
+
+    Args:
+        port: of the store, in another process.
+        timeout_s: after which the connections to it are cut off.
+    """
+    timer = threading.Timer(timeout_s, _cut_off, [port])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def join(
@@ -158,6 +185,13 @@ def _use_interface_towards(peer: str) -> None:
             for name in _INTERFACES:
                 os.environ[name] = interface
             return
+
+
+def _cut_off(port: int) -> None:
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and connection.raddr.port == port and connection.fd >= 0:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as sock:
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 def _identity(device: torch.device) -> str:

@@ -32,7 +32,15 @@ from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError, T
 from p2pdrl.pipeline.order import StageOrder, StageSide
 from p2pdrl.rl.stages.torch_runner import TorchRunner, peer_error
 from p2pdrl.transport.pipe import PipeTicket
-from p2pdrl.workers.torch_meeting import break_off, find_store, join, leave, local_address, open_store
+from p2pdrl.workers.torch_meeting import (
+    bounded,
+    break_off,
+    find_store,
+    join,
+    leave,
+    local_address,
+    open_store,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -136,10 +144,12 @@ class TorchStages:
         if rank == 0:
             self._store, port = open_store([host], timeout_s)
             say_port(port)
-        else:
-            self._store = find_store(host, port, timeout_s)
-        store = self._store
         with contextlib.ExitStack() as stack:
+            if rank > 0:
+                stack.enter_context(bounded(port, timeout_s))
+                self._store = find_store(host, port, timeout_s)
+            store = self._store
+            assert store is not None  # noqa: S101 - opened or found
             listener = None
             token = secrets.token_bytes(_TOKEN_BYTES)
             if rank < order.ranks - 1:  # before the group: whoever has joined it finds this

@@ -70,6 +70,15 @@ def test_where_no_store_is_nobody_waits_for_long():
         TorchStages(change(rank=1, meeting=Meeting("127.0.0.1", free_port())), CPU, lambda _: None)
 
 
+def test_a_host_that_is_frozen_is_not_waited_for_forever():
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # nobody accepts, as in a frozen process
+        port = listener.getsockname()[1]
+        begin_s = time.monotonic()
+        with pytest.raises((PeerTimeoutError, PeerUnreachableError)):
+            TorchStages(change(rank=1, meeting=Meeting("127.0.0.1", port)), CPU, lambda _: None)
+        assert time.monotonic() - begin_s < 5.0
+
+
 def test_addresses_that_do_not_exist_are_told():
     with pytest.raises(PeerUnreachableError, match="can't be connected"):
         TorchStages(change(meeting=Meeting("no such host", 0)), CPU, lambda _: None)
