@@ -26,7 +26,7 @@ from p2pdrl.strategies.pipeline.messages import MAX_GENERATION, Done, Form, Offe
 from p2pdrl.strategies.pipeline.orders import closes_circle, term_of
 from p2pdrl.strategies.pipeline.planning import Design, Rank, design
 from p2pdrl.strategies.pipeline.port import Pipes
-from p2pdrl.strategies.pipeline.recruit import FORM_S, READY_S, offered, still_holds
+from p2pdrl.strategies.pipeline.recruit import FORM_S, MEET_S, READY_S, offered, still_holds
 from p2pdrl.strategies.pipeline.state import newest
 from p2pdrl.strategies.pipeline.term import LearnerSide, Term
 from p2pdrl.strategies.protocol import Context
@@ -198,7 +198,7 @@ class Lead:
         hosts = [self._peers.address(peer).host for peer in form.members[1:]]
         term = term_of(self._config, form, 0, hosts[0])
         self._side.begin(term, {})
-        port = await term.port(READY_S)
+        port = await term.port(MEET_S)
         await _together([term.until_ready(FORM_S), *self._places(msgspec.structs.replace(form, port=port))])
         term.formed = True
         return term

@@ -22,12 +22,14 @@ from p2pdrl.strategies.protocol import Context
 from p2pdrl.transport.pipe import Pipe, PipeReply
 from p2pdrl.transport.protocol import Refusal
 
-__all__ = ["FORM_S", "READY_S", "Recruit", "offered", "still_holds"]
+__all__ = ["FORM_S", "MEET_S", "READY_S", "Recruit", "offered", "still_holds"]
 
 FORM_S = 120.0
 """The longest that a rank may take for its place: most of it is for the whole state of a large model."""
-READY_S = 30.0
+READY_S = 10.0
 """The longest that a learner may take for it."""
+MEET_S = 30.0
+"""The same with torch.distributed, where it has to meet all others."""
 ABSORB_S = 2.0
 """The longest that the learner, which stands still, may take for what was posted to it."""
 POLL_S = 0.02
@@ -44,9 +46,10 @@ async def own_state(context: Context) -> State:
     if context.swarm.summary() is None:
         raise Refusal(503, "no state yet, or another one is being taken")
     board, until_s = context.learner.board, context.clock.monotonic() + ABSORB_S
-    while not board.absorbed and context.clock.monotonic() < until_s:  # noqa: ASYNC110 - another process does it
+    # A learner that gets an order takes what lies there for it, and not what waits behind that.
+    while board.pending and context.clock.monotonic() < until_s:  # noqa: ASYNC110 - another process takes it
         await asyncio.sleep(POLL_S)
-    if board.pending:  # a learner that gets an order takes what lies there first, and not what waits behind
+    if board.pending:
         raise Refusal(503, "the learner doesn't take what was posted to it")
     try:
         return await read_state(context.learner.board, context.size)
@@ -199,7 +202,7 @@ class Recruit:
             pipes = await joints.complete(self._peers.address, FORM_S)
             await still_holds(self._context, form.digest, pipes)
             self._side.begin(term, pipes)
-            await term.until_ready(READY_S)
+            await term.until_ready(MEET_S if form.port else READY_S)
         except Refusal as refusal:
             raise Refusal(BLAMELESS, refusal.reason) from refusal
         except TransportError as error:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from typing import Any
 
 import msgspec
 
@@ -27,30 +26,21 @@ from p2pdrl.config.strategy import Mode
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.pipeline.order import StageNews
 from p2pdrl.strategies.group.service import ROUTE as GROUP_ROUTE
-from p2pdrl.strategies.group.service import ActiveView, Group, GroupView
+from p2pdrl.strategies.group.service import ActiveView, Group
 from p2pdrl.strategies.pipeline.calls import Peers, Unformed
 from p2pdrl.strategies.pipeline.figures import Figures
 from p2pdrl.strategies.pipeline.heads import ROUTE as HEADS_ROUTE
 from p2pdrl.strategies.pipeline.heads import Heads
-from p2pdrl.strategies.pipeline.layout import Layout, Place, lay_out, width
-from p2pdrl.strategies.pipeline.lead import Lead
+from p2pdrl.strategies.pipeline.layout import Layout, lay_out, width
 from p2pdrl.strategies.pipeline.links import LinkBook
-from p2pdrl.strategies.pipeline.messages import (
-    Done,
-    Form,
-    Leave,
-    Note,
-    Offer,
-    PipeHead,
-    Request,
-    read_note,
-)
+from p2pdrl.strategies.pipeline.messages import Done, Form, Leave, Note, Offer, PipeHead, Request, read_note
 from p2pdrl.strategies.pipeline.planning import measured_with
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.pipeline.probe import ProbeDesk
-from p2pdrl.strategies.pipeline.recruit import FORM_S, Recruit, offered
+from p2pdrl.strategies.pipeline.recruit import offered
 from p2pdrl.strategies.pipeline.telling import Telling
 from p2pdrl.strategies.pipeline.term import LearnerSide, Term
+from p2pdrl.strategies.pipeline.view_work import GOSSIP_END_S, LearnerLostError, Tools, ViewWork, finish_s
 from p2pdrl.strategies.protocol import Context
 from p2pdrl.strategies.runner import Runner
 from p2pdrl.transport.codec import decode
@@ -61,25 +51,10 @@ __all__ = ["PipelineStrategy"]
 
 MEASURE_S = 120.0
 """The longest that a learner may take to measure its blocks, or to come up before."""
-ANSWER_S = 2.0
-"""The longest that a learner may take to say that it is there, once a pipeline broke."""
 POLL_S = 0.1
 UNCUT_S = 30.0
 """A policy that can't be cut is asked again after this."""
-FINISH_S = 15.0
-"""The longest that the end of an update is waited for; more where the strategy's deadline is longer."""
-RENEW_S = 3.0
-"""A new view is asked for again after this."""
-CALM_S = (0.25, 5.0)
-"""Pause after the second failure in a row before a new view is asked for; doubles, up to the greatest."""
-LONE_S = 0.25
-"""The same where a member is gone: the update won't come to its end, unless that one lives after all."""
-GOSSIP_END_S = 0.5
 LEAVE_S = 1.0
-
-
-class _LearnerLostError(WorkerError):
-    """Our own learner doesn't answer."""
 
 
 class PipelineStrategy:
@@ -103,19 +78,19 @@ class PipelineStrategy:
                 "torch.distributed listens without authentication; where everybody who reaches this machine "
                 "may be trusted set node.trusted_network = true on each node, else take backend = stream"
             )
-        self._config, self._context, self._pipes = config, context, context.pipes
+        self._config, self._context = config, context
         self._me, self._swarm, self._clock = context.swarm.node_id, context.swarm, context.clock
         self._side = LearnerSide(context.stages, self._heard)
         self._heads = Heads(config, context)
-        self._links = LinkBook(context)
         self._desk = ProbeDesk()
         self._telling = Telling(context)
+        self._tools = Tools(
+            config, context, context.pipes, self._side, self._heads, LinkBook(context), self._telling
+        )
         self._runner = Runner()
         self._group: Group | None = None
         self._layout: Layout | None = None
-        self._lead: Lead | None = None
-        self._recruit: Recruit | None = None
-        self._failures = 0
+        self._work: ViewWork | None = None
 
     @property
     def consensus_distance(self) -> float | None:
@@ -132,7 +107,7 @@ class PipelineStrategy:
     @property
     def ends_within_s(self) -> float:
         """How long `stop` may take: an update is finished first."""
-        return self._finish_s
+        return finish_s(self._config)
 
     @property
     def figures(self) -> Figures:
@@ -149,10 +124,6 @@ class PipelineStrategy:
         """Node ids of our pipeline's ranks, in their order; empty without one."""
         term = self._side.running
         return () if term is None or not term.formed or term.alone else term.members
-
-    @property
-    def _finish_s(self) -> float:
-        return max(FINISH_S, self._config.deadline_s + 5.0)
 
     async def start(self) -> None:
         """Begin."""
@@ -185,7 +156,7 @@ class PipelineStrategy:
             await self._until_fit()
             try:
                 await self._in_group()
-            except _LearnerLostError as error:
+            except LearnerLostError as error:
                 self._telling.learner_lost(str(error))
                 self._side.drop()
 
@@ -223,80 +194,31 @@ class PipelineStrategy:
     async def _in_view(self, group: Group, active: ActiveView) -> None:
         """Work until the view ends."""
         view = active.view
-        layout = self._look(active)
-        work = asyncio.create_task(self._work(group, view, layout), name="pipeline")
+        notes = {member: read_note(active.notes.get(member)) for member in view.members}
+        most = width(notes, self._config.stages, self._config.chunks)
+        layout = self._layout = lay_out(view.members, notes, most)
+        self._heads.with_whom(layout.heads)
+        work = self._work = ViewWork(self._tools, group, view, notes, layout)
+        running = asyncio.create_task(work.run(), name="pipeline")
         ended = asyncio.create_task(group.ended(view.key), name="view-ended")
         try:
-            await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
+            await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
                 await ended  # who stands by has nothing to do
         finally:
-            for task in (work, ended):
+            self._work = None
+            for task in (running, ended):
                 task.cancel()
-            await asyncio.gather(work, ended, return_exceptions=True)
-            if self._recruit is not None:
-                await self._recruit.close()
-
-    def _look(self, active: ActiveView) -> Layout:
-        """Compute the view's pipelines, and find ours."""
-        members = active.view.members
-        notes = {member: read_note(active.notes.get(member)) for member in members}
-        most = width(notes, self._config.stages, self._config.chunks)
-        layout = self._layout = lay_out(members, notes, most)
-        self._heads.with_whom(layout.heads)
-        self._lead = self._recruit = None
-        return layout
-
-    async def _work(self, group: Group, view: GroupView, layout: Layout) -> None:
-        """Be in a pipeline, or stand by, until we are cancelled."""
-        peers, place = Peers(self._context, group), layout.place_of(self._me)
-        term = self._side.running
-        if term is None or place is None or not _goes_on(place, term):
-            await self._release(view)
-            if place is None:
-                self._telling.standing_by(layout)
-                return
-            try:
-                term = await self._form(group, view, place, peers)
-            except Unformed as error:
-                self._telling.unformed(place, str(error), error.suspect)
-                if not error.suspect:
-                    await self._still_there()
-                if error.suspect and error.suspect != self._me:
-                    group.doubt(error.suspect, str(error))
-                await self._anew(group, view, peers, place, str(error))
-                return
-        news = await self._serve(term)
-        self._telling.ended(term, news)
-        if news.what == "broken":
-            await self._still_there()
-        else:
-            await asyncio.sleep(RENEW_S)  # who had it finished is about to go
-        members = tuple(member for member in term.members if member != self._me)
-        await self._anew(group, view, peers, Place(0, (self._me, *members)), news.why or "it is over")
-
-    async def _release(self, view: GroupView) -> None:
-        """End the generation before: finished where all its members are there, else soon or as it is."""
-        await self._heads.end(GOSSIP_END_S)
-        term = self._side.running
-        if term is not None and term.formed:
-            whole = set(term.members) <= set(view.members)
-            await self._finish(term, self._finish_s if whole else LONE_S)
-        term = self._side.term
-        self._side.drop()
-        if term is not None and term.ended.done():
-            news = term.ended.result()
-            self._telling.ended(term, news)
-            if news.what == "broken":
-                await self._still_there()
+            await asyncio.gather(running, ended, return_exceptions=True)
+            await work.close()
 
     async def _finish(self, term: Term, timeout_s: float) -> None:
-        """Have a generation end after its update, or wait for its head to have it so."""
+        """Have the generation end after its update; a rank asks its head to."""
         asking: asyncio.Task[None] | None = None
         if term.leads:
             self._side.finish()
-        elif self._runner.stopping:
+        else:
             asking = asyncio.create_task(self._ask_to_finish(term), name="leave")
         await asyncio.wait({term.ended}, timeout=timeout_s)
         if asking is not None:
@@ -314,91 +236,10 @@ class PipelineStrategy:
         with contextlib.suppress(Unformed):
             await Peers(self._context, group).call(term.head, leave, Done, "leave", deadline_s=LEAVE_S)
 
-    async def _form(self, group: Group, view: GroupView, place: Place, peers: Peers) -> Term:
-        """Form a pipeline as its head, or take the place that the head gives us.
-
-        Raises:
-            Unformed: it came to nothing.
-        """
-        if place.head != self._me:
-            recruit = self._recruit = Recruit(
-                self._context,
-                self._config,
-                pipes=self._pipes,
-                side=self._side,
-                peers=peers,
-                place=place,
-                doubt=group.doubt,
-            )
-            try:
-                async with asyncio.timeout(self._finish_s + FORM_S):
-                    await recruit.settled.wait()
-            except TimeoutError as error:
-                raise Unformed("the head didn't form its pipeline in time", place.head) from error
-            term = self._side.term
-            if recruit.lost or term is None:
-                raise Unformed(recruit.lost)
-            return term
-        lead = self._lead = Lead(
-            self._context,
-            self._config,
-            pipes=self._pipes,
-            side=self._side,
-            peers=peers,
-            links=self._links,
-            key=view.key,
-            place=place,
-            offer_s=self._finish_s + 5.0,
-        )
-        term = await lead.form()
-        if lead.design is not None:
-            self._telling.formed(term, lead.design)
-        return term
-
-    async def _serve(self, term: Term) -> StageNews:
-        """Wait for the end of a generation; a head meets the others meanwhile."""
-        gossip = [await self._heads.begin()] if term.leads else []
-        try:
-            waiting: list[asyncio.Future[Any]] = [term.ended, *gossip]
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in gossip:
-                if task.done():
-                    task.result()
-            return await asyncio.shield(term.ended)
-        finally:
-            for task in gossip:
-                task.cancel()
-            await asyncio.gather(*gossip, return_exceptions=True)
-            if not term.running:
-                await self._heads.end(GOSSIP_END_S)
-
-    async def _still_there(self) -> None:
-        """Make sure that our own learner is.
-
-        Raises:
-            _LearnerLostError: it isn't.
-        """
-        try:
-            await self._side.measure(measured_with(self._config), ANSWER_S)
-        except WorkerError as error:
-            raise _LearnerLostError(str(error)) from error
-
-    async def _anew(self, group: Group, view: GroupView, peers: Peers, place: Place, why: str) -> None:
-        """Doubt who doesn't answer, and ask for a new view until this one ends, and we with it."""
-        self._failures += 1
-        if self._failures > 1:
-            await asyncio.sleep(min(CALM_S[0] * 2.0 ** min(self._failures - 2, 16), CALM_S[1]))
-        others = tuple(member for member in place.members if member != self._me)
-        while True:
-            for peer in await peers.silent(others):
-                group.doubt(peer, "its pipeline broke, and it doesn't answer")
-            group.renew(view.key, why)
-            await asyncio.sleep(RENEW_S)
-
     def _heard(self, term: Term, news: StageNews) -> None:
         """The learner told something of its present generation."""
         if news.what == "copied":
-            self._failures = 0
+            self._tools.failures = 0
             self._telling.copied(term)
 
     # What others hear and ask
@@ -442,7 +283,7 @@ class PipelineStrategy:
         if isinstance(message, Leave):
             self._left(sender, message)
             return Reply(msgspec.msgpack.encode(Done(message.generation)))
-        recruit = self._recruit
+        recruit = None if self._work is None else self._work.recruit
         if recruit is None or recruit.place.head != sender:
             raise Refusal(409, "this node isn't ready for a pipeline of yours")
         if isinstance(message, Offer):
@@ -478,11 +319,8 @@ class PipelineStrategy:
         if self._group is None:
             raise Refusal(409, "this node is in no group yet")
         self._group.check(head.key)
-        forming = self._lead if self._lead is not None else self._recruit
+        work = self._work
+        forming = None if work is None else work.lead or work.recruit
         if forming is None:
             raise Refusal(503, "no pipeline is being formed here yet")
         return forming.accept(incoming.sender, head)
-
-
-def _goes_on(place: Place, term: Term) -> bool:
-    return (place.generation, place.head) == (term.generation, term.head)

@@ -193,6 +193,6 @@ class SimSwarm:
     async def _copy(self, donor: str, taker: SimNode) -> bool:
         for node in self.living:
             if node.id == donor:
-                taker.learner.board.post_set(node.learner.now(), None, node.learner.version)
+                taker.learner.board.post_set(node.learner.now(), None, node.learner.board.policy_version)
                 return True
         return False

@@ -62,6 +62,7 @@ class FakeStages:
         self.began: list[Began] = []
         self.updates = 0
         self.ready_s = 0.05
+        self.stuck: asyncio.Event | None = None
         self._news: asyncio.Queue[StageNews] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._order: StageOrder | None = None
@@ -80,6 +81,11 @@ class FakeStages:
         if self.gone:
             await asyncio.sleep(min(deadline_s, 0.1))
             raise WorkerError("the learner is gone")
+        if self.stuck is not None:
+            try:
+                await asyncio.wait_for(self.stuck.wait(), deadline_s)
+            except TimeoutError as error:
+                raise WorkerError("the learner doesn't answer") from error
         if not self.layers:
             raise ConfigError("this policy has one block")
         await asyncio.sleep(0.01)
@@ -115,6 +121,16 @@ class FakeStages:
         self.release()
         if order is not None:
             self._say(order, "broken", why="the learner died")
+
+    def stick(self) -> None:
+        """The learner process is stopped, as by SIGSTOP, though its daemon isn't."""
+        self.stuck = asyncio.Event()
+
+    def unstick(self) -> None:
+        """It goes on."""
+        if self.stuck is not None:
+            self.stuck.set()
+        self.stuck = None
 
     def revive(self) -> None:
         """There is a learner again."""
@@ -201,6 +217,8 @@ class FakeStages:
 
     async def _thawed(self) -> None:
         await self._network.until_thawed(self._me)
+        if self.stuck is not None:
+            await self.stuck.wait()
 
     def _say(
         self, order: StageOrder, what: str, side: StageSide | None = None, why: str = "", port: int = 0

@@ -151,6 +151,23 @@ async def test_a_learner_that_dies_leaves_its_node_out_until_it_is_back(victim: 
         swarm.begun_alike()
 
 
+@pytest.mark.parametrize(("stages", "victim"), [(2, 1), (3, 1), (3, 2)])
+async def test_a_learner_that_is_stopped_leaves_its_node_out(stages: int, victim: int):
+    async with swarm_of(stages, config(stages)) as swarm:
+        everybody = names(swarm.nodes)
+        await swarm.working(everybody)
+        node = swarm.nodes[victim]
+        node.stages.stick()
+        others = [other for other in swarm.nodes if other is not node]
+        want = [tuple(names(others))]
+        took_s = await swarm.until(lambda: swarm.pipelines(others) == want, what="no pipeline without it")
+        assert took_s < CONFIG.deadline_s + 5.0
+        node.stages.unstick()
+        await swarm.working(everybody, within_s=40.0)
+        swarm.begun_alike()
+        swarm.generations_grow()
+
+
 async def test_a_partition_and_its_end():
     async with swarm_of(4) as swarm:
         await swarm.working("01", "23")
