@@ -8,8 +8,8 @@
 Activations and gradients go through torch (``rl.stages.torch_runner``). All else that ranks say goes through
 plain TCP connections between neighbours, which are told of each other in the group's store: so a rank may
 wait for the next minibatch for as long as it likes and hears its daemon meanwhile, and it learns at once when
-a neighbour dies. A wait inside torch hears nothing; it ends when a process dies, when `close` is called in
-another thread, or after ``timeout_s`` (10 to 30 s are sensible).
+a neighbour dies. A wait inside torch hears nothing; it ends when a process dies, when `break_off` is called
+in another thread, or after ``timeout_s`` (10 to 30 s are sensible).
 
 Neither has keys or encryption: for networks that are trusted.
 """

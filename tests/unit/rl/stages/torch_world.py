@@ -121,10 +121,18 @@ def agreement(world, rounds):
             carrier, links = links_of(stages)
             for key in cases:
                 kind, name, dtype, schedule, count, microbatches, rows = key
-                case, parts = make_case(name, getattr(torch, dtype), rows=rows)
+                case, parts = (
+                    make_case(name, torch.float32, rows=rows, precision="bf16")
+                    if dtype == "bf16"
+                    else make_case(name, getattr(torch, dtype), rows=rows)
+                )
                 plan = make_plan(parts, count, microbatches, schedule, ranks)
-                member = Member(stages, links, Share(parts, plan, world.rank, CPU), next(numbers))
-                found[key] = {"gradients": _gradients, "steps": _steps}[kind](member, case, parts)
+                share = Share(parts, plan, world.rank, CPU, checkpoint_activations=kind == "anew")
+                member = Member(stages, links, share, next(numbers))
+                found[key] = {"gradients": _gradients, "anew": _gradients, "steps": _steps}[kind](
+                    member, case, parts
+                )
+                check_spans(member)
             carrier.flush(TIMEOUT_S)  # the last slice
             links.close()
     yield found
@@ -181,6 +189,23 @@ def _steps(member, case, parts):
         relative(torch.from_numpy(whole.vector_D), parameters, parameters),
         relative(moments, expected, expected),
     )
+
+
+def check_spans(member):
+    """Each stage of this rank has done each microbatch forwards and backwards, one after another."""
+    metrics = (member.head if member.share.rank == 0 else member.server).metrics()
+    assert 0.0 <= metrics["bubble"] < 1.0
+    assert metrics["activation_bytes"] > 0
+    spans = member.runner.recorder.spans()
+    for what in ("forward", "backward"):
+        done = [(span.step, span.stage, span.microbatch) for span in spans if span.what == what]
+        assert len(done) == len(set(done))
+        assert {stage for _, stage, _ in done} == set(member.share.plan.stages_of(member.share.rank))
+    last_s = 0.0
+    for span in spans:
+        if span.stage >= 0:
+            assert last_s <= span.start_s <= span.end_s
+            last_s = span.end_s
 
 
 def step(head, learning_rate, max_grad_norm):
