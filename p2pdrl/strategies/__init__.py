@@ -9,6 +9,7 @@
 | send everybody thresholded updates | `relay` (Strom) |
 | average exactly, all together | `averaging` (gradients, parameters, federated) |
 | serve parameters | `servers` (synchronous, asynchronous) |
+| hold one model over several peers | `pipeline` |
 | agree on one list of members | `group` |
 | judge, wait, collect, count | `judgement`, `door`, `patience`, `calling`, `gathering`, `tally` |
 | begin exchanges now and then | `occasions` (when), `asynchronous` (the loop) |

@@ -7,7 +7,7 @@ from p2pdrl.pipeline.wording import in_seconds
 from p2pdrl.strategies.pipeline.figures import Figures
 from p2pdrl.strategies.pipeline.layout import Layout, Place
 from p2pdrl.strategies.pipeline.planning import Design
-from p2pdrl.strategies.pipeline.term import Term
+from p2pdrl.strategies.pipeline.term import Term, blamed
 from p2pdrl.strategies.protocol import Context, Merged, RoundReport
 from p2pdrl.strategies.tally import Tally
 
@@ -93,20 +93,21 @@ class Telling:
             )
         )
 
-    def ended(self, term: Term, news: StageNews) -> None:
-        """A generation ended."""
+    def ended(self, term: Term, news: StageNews) -> bool:
+        """A generation ended; False when that was told before."""
         if term.generation == self._told_end:
-            return
+            return False
         self._told_end = term.generation
         if news.what == "over":
             self.copied(term)
-            return
-        blamed = _blamed(term, news)
-        by = f", with {self._swarm.name_of(blamed)}" if blamed else ""
+            return True
+        neighbour = blamed(term, news)
+        by = f", with {self._swarm.name_of(neighbour)}" if neighbour else ""
         text = f"generation {term.generation} broke{by}: {news.why}"
         self._swarm.tell("pipeline-broken", text, warning=True)
-        missing = (blamed,) if blamed else ()
+        missing = (neighbour,) if neighbour else ()
         self._tally.ended(RoundReport("broken", missing=missing, error=news.why))
+        return True
 
     def learner_lost(self, why: str) -> None:
         """Our own learner doesn't answer."""
@@ -172,14 +173,6 @@ class Telling:
         if figures.why:
             facts["why"] = figures.why
         return facts
-
-
-def _blamed(term: Term, news: StageNews) -> str:
-    """The neighbour that broke a generation; empty when none is to blame."""
-    if news.side is None or len(term.members) == 1:
-        return ""
-    step = 1 if news.side == "next" else -1
-    return term.members[(term.rank + step) % len(term.members)]
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -11,7 +11,7 @@ from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
 from p2pdrl.strategies.pipeline.port import Stages
 from p2pdrl.transport.pipe import Pipe
 
-__all__ = ["LearnerSide", "Term"]
+__all__ = ["LearnerSide", "Term", "blamed"]
 
 
 class Term:
@@ -105,6 +105,14 @@ class Term:
             self.copies += 1
         elif news.what in ("over", "broken") and not self.ended.done():
             self.ended.set_result(news)
+
+
+def blamed(term: Term, news: StageNews) -> str:
+    """Return the neighbour that broke a generation; empty when none is to blame."""
+    if news.what != "broken" or news.side is None or len(term.members) == 1:
+        return ""
+    step = 1 if news.side == "next" else -1
+    return term.members[(term.rank + step) % len(term.members)]
 
 
 class LearnerSide:

@@ -21,7 +21,7 @@ from p2pdrl.strategies.pipeline.planning import measured_with
 from p2pdrl.strategies.pipeline.port import Pipes
 from p2pdrl.strategies.pipeline.recruit import FORM_S, Recruit
 from p2pdrl.strategies.pipeline.telling import Telling
-from p2pdrl.strategies.pipeline.term import LearnerSide, Term
+from p2pdrl.strategies.pipeline.term import LearnerSide, Term, blamed
 from p2pdrl.strategies.protocol import Context
 
 __all__ = ["GOSSIP_END_S", "LearnerLostError", "Tools", "ViewWork", "finish_s"]
@@ -36,6 +36,8 @@ RENEW_S = 3.0
 """A new view is asked for again after this."""
 CALM_S = (0.25, 5.0)
 """Pause after the second failure in a row before a new view is asked for; doubles, up to the greatest."""
+BLAMED_AFTER = 3
+"""Failures in a row after which a neighbour is left out; twice as many before it is the previous rank."""
 GOSSIP_END_S = 0.5
 """The longest that an exchange with another head may take to end."""
 
@@ -119,7 +121,7 @@ class ViewWork:
                 await self._came_to_nothing(place, error)
                 return
         news = await self._serve(term)
-        self._telling.ended(term, news)
+        self._ended(term, news)
         if news.what == "broken":
             await self._still_there()
         else:
@@ -149,7 +151,7 @@ class ViewWork:
         self._side.drop()
         if term is not None and term.ended.done():
             news = term.ended.result()
-            self._telling.ended(term, news)
+            self._ended(term, news)
             if news.what == "broken":
                 await self._still_there()
 
@@ -203,6 +205,7 @@ class ViewWork:
 
     async def _came_to_nothing(self, place: Place, error: Unformed) -> None:
         self._telling.unformed(place, str(error), error.suspect)
+        self._tools.failures += 1
         if error.suspect:
             self._group.doubt(error.suspect, str(error))
         else:
@@ -230,6 +233,15 @@ class ViewWork:
             if not term.running:
                 await heads.end(GOSSIP_END_S)
 
+    def _ended(self, term: Term, news: StageNews) -> None:
+        """Note a generation's end; doubt a neighbour with whom it breaks time and again, though it lives."""
+        if not self._telling.ended(term, news) or news.what != "broken":
+            return
+        self._tools.failures += 1
+        peer = blamed(term, news)
+        if peer and self._tools.failures >= BLAMED_AFTER * (1 if news.side == "next" else 2):
+            self._group.doubt(peer, f"pipelines break with it time and again: {news.why}")
+
     async def _still_there(self) -> None:
         """Make sure that our own learner is.
 
@@ -243,7 +255,6 @@ class ViewWork:
 
     async def _anew(self, members: tuple[str, ...], why: str) -> None:
         """Doubt who doesn't answer, and ask for a new view until this one ends, and we with it."""
-        self._tools.failures += 1
         failures = self._tools.failures
         if failures > 1:
             await asyncio.sleep(min(CALM_S[0] * 2.0 ** min(failures - 2, 16), CALM_S[1]))

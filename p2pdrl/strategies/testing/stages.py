@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from p2pdrl.errors import ConfigError, TransportError, WorkerError
+from p2pdrl.errors import ConfigError, PeerTimeoutError, TransportError, WorkerError
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
 from p2pdrl.strategies.testing.learner import FakeLearner
@@ -62,6 +62,8 @@ class FakeStages:
         self.began: list[Began] = []
         self.updates = 0
         self.ready_s = 0.05
+        self.fails = False
+        """Whether every update that it takes part in with others breaks."""
         self.stuck: asyncio.Event | None = None
         self._news: asyncio.Queue[StageNews] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
@@ -172,6 +174,8 @@ class FakeStages:
         while not self._finish:
             await asyncio.sleep(learner.period_s)
             await self._thawed()
+            if order.ranks > 1:
+                self._maybe_fail()
             await self._down(order, pipes, ("update",))
             learner.x = learner.step(learner.x, learner.gradient(learner.x).astype(learner.x.dtype))
             learner.version += 1
@@ -202,6 +206,7 @@ class FakeStages:
         while what != "over":
             what, *state = await pipe.receive(order.idle_timeout_s)
             await self._thawed()
+            self._maybe_fail()
             await self._down(order, pipes, (what, *state))
             if state:
                 learner.x, learner.version = state[0].copy(), state[1]
@@ -214,6 +219,10 @@ class FakeStages:
         """Without an order it takes what is on its board, like every learner between two updates."""
         if self.order is None and not self.gone:
             self._learner.absorb()
+
+    def _maybe_fail(self) -> None:
+        if self.fails:
+            raise PeerTimeoutError("it was made to fail")
 
     async def _thawed(self) -> None:
         await self._network.until_thawed(self._me)

@@ -168,6 +168,23 @@ async def test_a_learner_that_is_stopped_leaves_its_node_out(stages: int, victim
         swarm.generations_grow()
 
 
+@pytest.mark.parametrize("weak", [0, 1])
+async def test_two_with_whom_it_always_breaks_are_parted_for_longer_and_longer(weak: int):
+    """The learner of one takes its place each time, and fails at the first update."""
+    async with swarm_of(2, start=False) as swarm:
+        swarm.nodes[weak].stages.fails = True
+        await swarm.start()
+        await swarm.until(
+            lambda: any(
+                strategy(node).figures.copies > 30 and len(strategy(node).figures.ranks) == 1
+                for node in swarm.nodes
+            ),
+            60.0,
+        )
+        swarm.nodes[weak].stages.fails = False
+        await swarm.working("01", within_s=60.0)
+
+
 async def test_a_partition_and_its_end():
     async with swarm_of(4) as swarm:
         await swarm.working("01", "23")
