@@ -1,0 +1,121 @@
+"""Pipes of a rank: given, opened until the next rank has begun, and closed where it comes to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
+from p2pdrl.strategies.group.view import ViewKey
+from p2pdrl.strategies.pipeline.joints import Joints
+from p2pdrl.strategies.pipeline.messages import PipeHead
+from p2pdrl.strategies.testing.pipes import FakePipe, FakePipes
+from p2pdrl.transport.codec import decode
+from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.transport.protocol import Address, Refusal
+
+pytestmark = pytest.mark.looptime
+
+KEY = ViewKey(1, 2, "p")
+RANKS = ("a", "b", "c")
+AT = {name: Address("10.0.0.1", 7000 + number) for number, name in enumerate(RANKS)}
+
+
+class World:
+    """Three ranks that take each other's pipes."""
+
+    def __init__(self, *, circle: bool = False) -> None:
+        self.network = MemoryNetwork(random.Random(0), delay_s=(0.001, 0.001))
+        self.refuse: Refusal | None = None
+        self.joints = {}
+        for rank, name in enumerate(RANKS):
+            pipes = FakePipes(self.network, name)
+            self.joints[name] = Joints(pipes, KEY, 5, RANKS, rank, circle=circle)
+            pipes.serve(AT[name], lambda incoming, name=name: self.accept(name, incoming))
+
+    async def accept(self, name, incoming):
+        if self.refuse is not None:
+            raise self.refuse
+        return self.joints[name].accept(incoming.sender, decode(incoming.meta, PipeHead, "pipe"))
+
+    def complete(self, name, deadline_s=10.0):
+        return self.joints[name].complete(AT.__getitem__, deadline_s)
+
+
+@pytest.mark.parametrize("circle", [False, True])
+async def test_a_chain_and_a_circle(circle: bool):
+    world = World(circle=circle)
+    a, b, c = await asyncio.gather(*map(world.complete, RANKS))
+    sides = [sorted(pipes) for pipes in (a, b, c)]
+    assert sides == ([["next", "previous"]] * 3 if circle else [["next"], ["next", "previous"], ["previous"]])
+    assert (a["next"].peer, b["previous"].peer, b["next"].peer) == ("b", "a", "c")
+    for joints in world.joints.values():
+        await joints.close()
+    assert not a["next"].closed, "they belong to whoever took them"
+
+
+async def test_two_ranks_in_a_circle_have_two_pipes():
+    network = MemoryNetwork(random.Random(0), delay_s=(0.001, 0.001))
+    made = [Joints(FakePipes(network, n), KEY, 5, ("a", "b"), r, circle=True) for r, n in enumerate("ab")]
+    assert [(one.next, one.previous) for one in made] == [("b", "b"), ("a", "a")]
+    one_rank = Joints(FakePipes(network, "a"), KEY, 5, ("a",), 0, circle=True)
+    assert await one_rank.complete(AT.__getitem__, 1.0) == {}
+
+
+async def test_it_waits_until_the_next_rank_has_begun():
+    world = World()
+    world.refuse = Refusal(503, "not yet")
+    opening = asyncio.gather(*map(world.complete, RANKS))
+    await asyncio.sleep(2.0)
+    assert not opening.done()
+    world.refuse = None
+    await opening
+
+
+async def test_what_is_missing_is_told_and_what_is_there_is_closed():
+    world = World()
+    with pytest.raises(PeerTimeoutError, match="previous"):
+        await world.complete("b", 1.0)
+    there = world.joints["c"]._given
+    assert isinstance(there, FakePipe)
+    await world.joints["c"].close()
+    assert there.closed
+
+
+async def test_a_next_rank_that_is_gone_or_says_no_for_good():
+    world = World()
+    gone = Joints(FakePipes(world.network, "c"), KEY, 5, ("c", "x"), 0, circle=False)
+    with pytest.raises(PeerUnreachableError):
+        await gone.complete(lambda _: Address("10.0.0.9", 1), 10.0)
+    world.refuse = Refusal(403, "quarantined")
+    with pytest.raises(WireError, match="takes no pipe"):
+        await world.complete("a")
+
+
+@pytest.mark.parametrize(
+    ("sender", "head"),
+    [
+        ("a", PipeHead(KEY, 4, 0)),
+        ("a", PipeHead(ViewKey(1, 1, "p"), 5, 0)),
+        ("a", PipeHead(KEY, 5, 2)),
+        ("c", PipeHead(KEY, 5, 0)),
+    ],
+)
+async def test_pipes_for_others_are_refused(sender, head):
+    with pytest.raises(Refusal) as refused:
+        World().joints["b"].accept(sender, head)
+    assert refused.value.status == 409
+
+
+async def test_the_last_of_several_pipes_counts():
+    joints = World().joints["b"]
+    network = MemoryNetwork(random.Random(0))
+    pipes = [FakePipe(network, "b", "a") for _ in range(2)]
+    for pipe in pipes:
+        joints.accept("a", PipeHead(KEY, 5, 0)).take(pipe)
+    assert [pipe.closed for pipe in pipes] == [True, False]
+    joints.accept("a", PipeHead(KEY, 5, 0)).take(None)
+    await joints.close()
+    assert pipes[1].closed
