@@ -26,7 +26,8 @@ compared.
 
 Memory is looked at in a round of its own: what a process takes at most beyond what it took before it had its
 stages (a learner's own copy of the policy, with gradients and Adam's state, is not part of that; for one
-process it is all there is), and what autograd keeps of it between forward and backward.
+process it is all there is; what the fetching of parameters left in buffers is), and what autograd keeps of it
+between forward and backward.
 
 ``--wan`` measures a smaller policy through fault proxies: 100 Mbit/s, 40 ms each way, and both. They stand
 in every connection of ours and of torch's alike (`pipeline_redirected` says how), work within this process,
@@ -187,9 +188,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=0, help="of a batch; 0 chooses by network")
     parser.add_argument("--stages", type=int, nargs="+", default=[2], help="ranks of a pipeline")
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "gpipe"], choices=SCHEDULES)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--microbatches", type=int, nargs="+", help="1 2 4 8; with --wan 1 4")
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=0, help="5; with --wan 3")
     parser.add_argument("--steps", type=int, default=2, help="of one trial")
     parser.add_argument("--key", action="store_true", help="also with a swarm key")
     parser.add_argument("--wan", action="store_true", help="through slow links; a smaller policy")
@@ -198,6 +199,8 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     parameters, rows = SIZES[arguments.network]
     arguments.rows = arguments.rows or rows
+    arguments.rounds = arguments.rounds or (3 if arguments.wan else 5)
+    arguments.microbatches = arguments.microbatches or ([1, 4] if arguments.wan else [1, 2, 4, 8])
     arguments.parameters = arguments.parameters or (WAN_PARAMETERS if arguments.wan else parameters)
     if any(arguments.rows % microbatches for microbatches in arguments.microbatches):
         parser.error("plain torch wants microbatches of one size: --rows must be a multiple of each number")
