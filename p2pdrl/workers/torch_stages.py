@@ -21,6 +21,7 @@ import logging
 import os
 import secrets
 import socket
+import tempfile
 import time
 import traceback
 from types import TracebackType
@@ -30,7 +31,7 @@ import torch
 
 from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError, TransportError
 from p2pdrl.pipeline.order import StageOrder, StageSide
-from p2pdrl.rl.stages.torch_runner import TorchRunner, peer_error
+from p2pdrl.rl.stages.torch_errors import peer_error
 from p2pdrl.transport.pipe import PipeTicket
 from p2pdrl.workers.torch_meeting import (
     bounded,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from p2pdrl.rl.objectives.objective import Outputs
     from p2pdrl.rl.stages.links import Links
     from p2pdrl.rl.stages.share import Share
+    from p2pdrl.rl.stages.torch_runner import TorchRunner
     from p2pdrl.workers.pipe_carrier import PipeCarrier
 
 __all__ = ["TorchStages"]
@@ -118,6 +120,8 @@ class TorchStages:
             links: to the neighbours.
             carrier: on `pipes`. torch doesn't say who is gone: the pipe that broke does, if one did.
         """
+        from p2pdrl.rl.stages.torch_runner import TorchRunner  # takes a second; see `_meet`
+
         travelling = share.device if self.nccl else torch.device("cpu")
 
         def blame() -> None:
@@ -150,6 +154,7 @@ class TorchStages:
                 self._store = find_store(host, port, timeout_s)
             store = self._store
             assert store is not None  # noqa: S101 - opened or found
+            _import_schedules()  # all ranks at the same time
             listener = None
             token = secrets.token_bytes(_TOKEN_BYTES)
             if rank < order.ranks - 1:  # before the group: whoever has joined it finds this
@@ -163,6 +168,13 @@ class TorchStages:
                 self.pipes["previous"] = _detached(_connect(where, until_s)), _TICKET
             if listener is not None:
                 self.pipes["next"] = _detached(_accept(listener, token, until_s)), _TICKET
+
+
+def _import_schedules() -> None:
+    """Import what `TorchStages.runner` makes."""
+    # PyTorch's compiler is imported with it, and would make a folder for what it compiles: nothing, here.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+    import p2pdrl.rl.stages.torch_runner  # noqa: F401
 
 
 def _listener(address: str) -> socket.socket:

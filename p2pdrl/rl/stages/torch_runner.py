@@ -13,7 +13,6 @@ but for what is stored when, and a wait for a neighbour can't be interrupted but
 
 from __future__ import annotations
 
-import re
 import time
 import traceback
 from collections import OrderedDict
@@ -24,7 +23,6 @@ from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import DistError
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -32,7 +30,6 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
 from p2pdrl.pipeline.schedule import peak_activations
 from p2pdrl.pipeline.trace import Span
 from p2pdrl.rl.gradients import Batch
@@ -44,15 +41,13 @@ from p2pdrl.rl.stages.messages import Activation, Opening
 from p2pdrl.rl.stages.recorder import Recorder
 from p2pdrl.rl.stages.rows import RowSpec, Slot
 from p2pdrl.rl.stages.share import Share
+from p2pdrl.rl.stages.torch_errors import peer_error
 
-__all__ = ["TorchRunner", "peer_error"]
+__all__ = ["TorchRunner"]
 
 _Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
 _KEPT_SCHEDULES = 2
 """Most batches of an update are equally long, but for the last. Each has memory for what it receives."""
-_NETWORK = re.compile(r"/gloo/|timeout caused pair closure|NCCL", re.IGNORECASE)
-_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
-_ADVICE = re.compile(r"^\[[^\]]*:\d+\] ?|\. This is typically caused by.*")
 
 
 class TorchRunner(Generic[Outputs]):
@@ -306,16 +301,6 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
         with self._noted("backward", self.stage_index, bwd_chunk_id, -self._kept_bytes):
             super().backward_one_chunk(bwd_chunk_id, *args, **options)
-
-
-def peer_error(error: BaseException) -> TransportError | None:
-    """Return what torch.distributed means by an error, if it is about other processes or the network."""
-    text = str(error)
-    if not isinstance(error, DistError) and not _NETWORK.search(text):
-        return None
-    why = _ADVICE.sub("", " ".join(text.split()))[:200]
-    late = _LATE.search(text) and "pair closure" not in text
-    return PeerTimeoutError(why) if late else PeerUnreachableError(why)
 
 
 def _example(spec: RowSpec, rows: int, *, learns: bool) -> Tensor:

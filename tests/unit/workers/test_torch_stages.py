@@ -34,8 +34,9 @@ ORDER = StageOrder(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _pipe_of_libuv():
-    """The first store of a process opens a pipe that stays."""
+def _first_time():
+    """Importing takes a while, and the first store of a process opens a pipe that stays."""
+    torch_stages._import_schedules()
     open_store(["127.0.0.1"], 1.0)
 
 

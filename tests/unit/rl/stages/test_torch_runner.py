@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError
-from p2pdrl.rl.stages.torch_runner import peer_error
+from p2pdrl.rl.stages.torch_errors import peer_error
 
 from . import torch_world
 from .pipelines import MODELS, ROWS, make_case

@@ -288,6 +288,8 @@ def main():
     # before the fork, so that it is done once
     from p2pdrl.workers import pipe_carrier, torch_stages  # noqa: F401
 
+    torch_stages._import_schedules()
+
     from . import pipelines  # noqa: F401
 
     job, ranks, frozen, arguments = pickle.load(sys.stdin.buffer)
