@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import msgspec
 import pytest
@@ -214,15 +215,13 @@ async def test_lost_messages_hold_up_and_no_more(seed: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 async def test_whatever_happens_it_ends_well(seed: int):
-    """Random deaths, freezes, learners' ends, joins and losses; then everybody alive is in its place."""
-    import random
-
+    """Random deaths, freezes, learners' ends, cuts, joins and losses; then all alive are in their places."""
     rng = random.Random(seed)
     stages = rng.choice([2, 3])
     async with swarm_of(rng.randint(2, 6), config(stages), seed=seed) as swarm:
         for _ in range(10):
             await asyncio.sleep(rng.uniform(0.05, 3.0))
-            what = rng.choice(["kill", "freeze", "learner", "join", "loss"])
+            what = rng.choice(["kill", "freeze", "learner", "stick", "cut", "join", "loss"])
             node = rng.choice(swarm.living)
             if what == "kill" and len(swarm.living) > 2:
                 await swarm.sim.kill(node)
@@ -234,6 +233,16 @@ async def test_whatever_happens_it_ends_well(seed: int):
                 node.stages.die()
                 await asyncio.sleep(rng.uniform(0.0, 2.0))
                 node.stages.revive()
+            elif what == "stick":
+                node.stages.stick()
+                await asyncio.sleep(rng.uniform(0.0, 6.0))
+                node.stages.unstick()
+            elif what == "cut":
+                other = rng.choice(swarm.living)
+                swarm.network.cut(node.id, other.id, one_way=rng.random() < 0.5)
+                await asyncio.sleep(rng.uniform(0.0, 6.0))
+                swarm.network.heal()
+                swarm.sim.introduce()
             elif what == "join":
                 await swarm.start(swarm.add(1, config(stages)))
             else:
