@@ -1,0 +1,114 @@
+"""What people are told, what counts as a round, and what nodes show."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from p2pdrl.clock import LoopClock
+from p2pdrl.config.pipeline import PipelineConfig
+from p2pdrl.pipeline.order import StageNews
+from p2pdrl.strategies.group.view import ViewKey
+from p2pdrl.strategies.pipeline.figures import Figures
+from p2pdrl.strategies.pipeline.layout import lay_out
+from p2pdrl.strategies.pipeline.messages import Form
+from p2pdrl.strategies.pipeline.orders import term_of
+from p2pdrl.strategies.pipeline.planning import Rank, design
+from p2pdrl.strategies.pipeline.telling import Telling
+from p2pdrl.strategies.protocol import Context
+from p2pdrl.strategies.testing.stages import blocks_of
+from p2pdrl.strategies.testing.swarm import FakeSwarm
+
+pytestmark = pytest.mark.looptime
+
+CONFIG = PipelineConfig(backend="stream")
+
+
+def telling() -> tuple[Telling, FakeSwarm]:
+    swarm = FakeSwarm("a")
+    swarm.name_of = {"a": "ann", "b": "bob", "c": "cid"}.__getitem__
+    context = Context(swarm, None, None, LoopClock(), random.Random(0), 1, 4, 1e6)
+    return Telling(context), swarm
+
+
+def term(rank: int = 0, **changes):
+    form = Form(
+        key=ViewKey(1, 2, "a"),
+        generation=9,
+        members=("a", "b"),
+        blocks=6,
+        cuts=(2,),
+        microbatches=4,
+        lineage="aa",
+        policy_version=0,
+        digest=b"",
+        step_s=0.2,
+        bubble=0.25,
+    )
+    made = term_of(CONFIG, msgspec.structs.replace(form, **changes), rank)
+    made.formed = True
+    return made
+
+
+def planned():
+    return design(CONFIG, blocks_of(6), [Rank("a", "ann", 1.0), Rank("b", "bob", 1.0)])
+
+
+async def test_who_holds_what_and_what_is_predicted():
+    told, swarm = telling()
+    told.formed(term(), planned())
+    ((kind, text),) = swarm.told
+    assert kind == "pipeline"
+    assert "ann blocks 0-1, bob blocks 2-5; 1f1b, 4 microbatches, 0.20 s a step and bubbles of 25%" in text
+
+
+async def test_a_state_copy_is_a_round_and_so_is_the_end():
+    told, swarm = telling()
+    copied = term()
+    told.copied(copied)
+    over = StageNews(9, "over")
+    assert told.ended(copied, over)
+    assert not told.ended(copied, over), "an end is told once"
+    assert told.outcomes == {"ok": 2}
+    assert [(one.peer, one.weight) for one in swarm.rounds[0].merged] == [("a", 0.5), ("b", 0.5)]
+    told.copied(term(alone=True, cuts=()))
+    assert [one.peer for one in swarm.rounds[-1].merged] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "side", "missing"),
+    [(0, "next", ("b",)), (1, "previous", ("a",)), (0, None, ()), (1, "next", ("a",))],
+)
+async def test_what_broke_is_a_failed_round_with_the_neighbour(rank, side, missing):
+    told, swarm = telling()
+    told.ended(term(rank), StageNews(9, "broken", side, "it was silent"))
+    (report,) = swarm.rounds
+    assert (report.outcome, report.missing, report.error) == ("broken", missing, "it was silent")
+    assert swarm.told[0][0] == "pipeline-broken"
+
+
+async def test_standing_by_is_told_once():
+    told, swarm = telling()
+    layout = lay_out(("a", "b", "c"), {}, 2)
+    told.standing_by(layout)
+    told.standing_by(layout)
+    assert [kind for kind, _ in swarm.told] == ["standby"]
+
+
+async def test_figures_of_every_place():
+    told, _ = telling()
+    assert told.figures(None, "a", None) == Figures()
+    layout = lay_out(("a", "b", "c"), {}, 2)
+    assert told.figures(layout, "c", None).role == "standby"
+    forming = told.figures(layout, "b", None)
+    assert (forming.role, forming.ranks) == ("forming", ("ann", "bob"))
+    at_work = told.figures(layout, "b", term(1))
+    assert (at_work.role, at_work.blocks, at_work.stages) == ("pipeline 0 rank 1", (2, 3, 4, 5), (1,))
+    facts = told.facts(at_work)
+    assert (facts["blocks"], facts["ranks"], facts["generation"]) == ("2-5", "ann, bob", 9)
+    assert told.facts(told.figures(layout, "c", None)) == {"role": "standby", "pipelines": 1}
+    alone = told.figures(layout, "b", term(1, alone=True, cuts=()))
+    assert (alone.role, alone.backend, alone.blocks) == ("alone", "none", (0, 1, 2, 3, 4, 5))
+    assert len(at_work.role) <= 64
