@@ -4,7 +4,8 @@
 |---|---|
 | come up and go down | `daemon` (order of life), `opening`, `datadir`, `endpoint`, `farewell` |
 | find or found a swarm | `gate` (judges joins), `joining` (rules), `first_state` |
-| run the learner | `training`, `supervisor`, `learner_link`, `workplace` (regime, posts), `stage_port` |
+| run the learner | `training`, `supervisor`, `learner_link`, `workplace` (regime, posts), `hanging` |
+| have it hold a stage | `stage_port` |
 | be seen by strategies | `swarm_side`, `learner_port` |
 | run several on one vector | `crew`, `helper` |
 | run torch.distributed beside it | `group_process`, `group_link` |

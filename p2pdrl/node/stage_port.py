@@ -49,6 +49,7 @@ class StagePort:
     def __init__(self, learner: Callable[[], Told | None]) -> None:
         self._learner = learner
         self._order: StageOrder | None = None
+        self._unanswered_since_s: float | None = None
         self._pipes: tuple[Pipe, ...] = ()
         self._news: asyncio.Queue[StageNews] = asyncio.Queue()
         self._measuring = asyncio.Lock()
@@ -60,6 +61,12 @@ class StagePort:
     def order(self) -> StageOrder | None:
         """What the learner works at; None when that is over, or there was nothing."""
         return self._order
+
+    @property
+    def unanswered_s(self) -> float:
+        """Seconds that the learner has left its order without a word; 0 when it answered, or has none."""
+        since_s = self._unanswered_since_s
+        return 0.0 if since_s is None else asyncio.get_running_loop().time() - since_s
 
     async def measure(self, microbatches: int, *, deadline_s: float) -> tuple[Sequence[Layer], str]:
         """Return what each block costs here with one of so many microbatches, and the device.
@@ -118,6 +125,7 @@ class StagePort:
         """Have the learner be a stage; whatever it did before ends, and so do the pipes of that."""
         self._end()
         self._order, self._pipes = order, tuple(pipes.values())
+        self._unanswered_since_s = asyncio.get_running_loop().time()
         learner = self._learner()
         if learner is None:
             self.died("the learner is down")
@@ -151,6 +159,7 @@ class StagePort:
     def _hear(self, news: StageNews) -> None:
         if self._order is None or news.generation != self._order.generation:
             return
+        self._unanswered_since_s = None
         if news.what in ("over", "broken"):
             self._end()
         self._news.put_nowait(news)
@@ -180,6 +189,7 @@ class StagePort:
 
     def _end(self) -> None:
         pipes, self._pipes, self._order = self._pipes, (), None
+        self._unanswered_since_s = None
         for pipe in pipes:
             pipe.close()
 

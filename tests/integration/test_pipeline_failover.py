@@ -13,6 +13,7 @@ from .pipelines import STREAM, Watch, holder, ranks, whole
 
 AGAIN_S = 5.0
 """From the moment that somebody knows of the loss until updates go on."""
+RANKS = [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
 STATE_EVERY = 3
 OPTIONS = {
     "task.env.num_envs": 4,
@@ -56,17 +57,38 @@ def lose(nodes, victim, how, what, stages, *, slack_s=0.0):
     return survivors
 
 
+TORCH = {"task.strategy.backend": "torch", "task.strategy.deadline_s": 10.0, "node.trusted_network": "true"}
+GPIPE = {"task.strategy.schedule": "gpipe"}
+INTERLEAVED = {
+    "task.strategy.schedule": "interleaved",
+    "task.strategy.chunks": 2,
+    "task.network.hidden": "[32, 32, 32, 32, 32]",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("stages", "rank"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
-def test_any_rank_is_frozen_leaves_and_is_killed(swarm, wait_until, no_orphans, stages, rank):
-    nodes = swarm.start_team(stages + 1, OPTIONS | PIPELINE | {"task.strategy.stages": stages})
-    wait_until(lambda: whole(nodes, stages), 60, f"a pipeline of {stages}")
+@pytest.mark.parametrize(
+    ("stages", "rank", "more"),
+    [
+        *((stages, rank, {}) for stages, rank in RANKS),
+        *(pytest.param(2, rank, GPIPE, id=f"2-{rank}-gpipe") for rank in (0, 1)),
+        *(pytest.param(2, rank, INTERLEAVED, id=f"2-{rank}-interleaved") for rank in (0, 1)),
+        *(pytest.param(stages, rank, TORCH, id=f"{stages}-{rank}-torch") for stages, rank in RANKS),
+    ],
+)
+def test_any_rank_is_frozen_leaves_and_is_killed(swarm, wait_until, no_orphans, stages, rank, more):
+    """Over torch.distributed nobody notices that another is frozen before the group's timeout."""
+    options = OPTIONS | PIPELINE | {"task.strategy.stages": stages} | more
+    slack_s = options["task.strategy.deadline_s"] if more is TORCH else 0.0
+    nodes = swarm.start_team(stages + 1, options)
+    Watch(nodes).goes_on(60, lambda: whole(nodes, stages))
     time.sleep(1)
 
     frozen = holder(nodes, rank)
     learner = frozen.learner_pid()
-    lose(nodes, frozen, lambda: stop(frozen, learner), f"rank {rank} of {stages} frozen", stages)
+    how = f"rank {rank} of {stages} frozen"
+    lose(nodes, frozen, lambda: stop(frozen, learner), how, stages, slack_s=slack_s)
     thaw(frozen, learner)
     wait_until(
         lambda: len(frozen.view()) == len(nodes) and whole(nodes, stages), 40, "the frozen one is back"

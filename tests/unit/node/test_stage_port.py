@@ -200,6 +200,23 @@ async def test_what_a_stage_did_is_told_in_the_machines_time(port, learner):
         await three
 
 
+@pytest.mark.looptime
+async def test_how_long_an_order_has_been_unanswered(port):
+    assert port.unanswered_s == 0.0
+    port.work(order(1), {})
+    await asyncio.sleep(3)
+    assert port.unanswered_s == pytest.approx(3.0)
+    port.work(order(2), {})
+    await asyncio.sleep(1)
+    assert port.unanswered_s == pytest.approx(1.0)
+    port.heard(News(StageNews(2, "meeting", port=4711)))
+    assert port.unanswered_s == 0.0
+    port.work(order(3), {})
+    port.close()
+    await asyncio.sleep(1)
+    assert port.unanswered_s == 0.0
+
+
 async def nothing(port) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(port.news(), 0)

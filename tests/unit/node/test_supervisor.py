@@ -17,10 +17,12 @@ import pytest
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import ConfigError, WorkerError
+from p2pdrl.node import hanging
 from p2pdrl.node import process_link as link_module
 from p2pdrl.node import supervisor as supervisor_module
 from p2pdrl.node.learner_link import LearnerLink
 from p2pdrl.node.supervisor import LearnerSupervisor
+from p2pdrl.pipeline.order import StageOrder
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.layout import Entry, Layout
 from p2pdrl.workers.protocol import Pace, Progress, Report, Start
@@ -363,3 +365,33 @@ async def test_out_of_order_calls_are_told(make):
     with pytest.raises(WorkerError, match="isn't built yet"):
         await make().one.begin(restore=False)
     await make().one.watch()
+
+
+async def test_one_that_hangs_instead_of_becoming_a_stage_is_replaced(plan, make, until, monkeypatch):
+    """A frozen process stands for one that waits in a library without end."""
+    monkeypatch.setattr(hanging, "HANGS_S", 0.4)
+    plan("train")
+    it = make()
+    await it.begin()
+    await until(lambda: it.one.totals.updates >= 1)
+    os.kill(it.one.pid, signal.SIGSTOP)
+    await asyncio.sleep(0.6)
+    assert it.told("learner-hangs") == 0  # nobody waits for it
+    it.one.stages.work(
+        StageOrder(
+            generation=7,
+            rank=0,
+            blocks=1,
+            cuts=(),
+            schedule="1f1b",
+            microbatches=1,
+            ranks=1,
+            timeout_s=1.0,
+            idle_timeout_s=1.0,
+            state_every=1,
+        ),
+        {},
+    )
+    await until(lambda: it.one.restarts == 1)
+    assert it.told("learner-hangs") == 1
+    assert (await it.one.stages.news()).what == "broken"
