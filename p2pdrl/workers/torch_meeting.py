@@ -189,7 +189,7 @@ def _use_interface_towards(peer: str) -> None:
 
 def _cut_off(port: int) -> None:
     for connection in psutil.Process().net_connections("tcp"):
-        if connection.raddr and connection.raddr.port == port and connection.fd >= 0:
+        if getattr(connection.raddr, "port", None) == port and connection.fd >= 0:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as sock:
                 sock.shutdown(socket.SHUT_RDWR)
 
