@@ -15,10 +15,10 @@ all alike. Ratios are medians of those of the same round.
 ``x plain`` is the time over plain torch's; ``speed-up`` is over one process with the whole batch; ``ideal``
 is S·M/(M+S-1), where only the bubble costs; ``effic.`` is the part of it that is reached once what cutting
 costs in one process is taken out: speed-up x (one process with M / whole) / ideal. ``bubble`` is the share of
-time that our ranks waited, their mean. ``collect`` is not part of a step: it is what the first rank needs to
-fetch the parameters once per update, however many steps that has. Plain torch's 1F1B wants as many
-microbatches as stages. The learning rate is 0, so that all must find the same gradient each time; its norm is
-compared.
+a step in which our ranks neither compute nor step, their mean. ``collect`` is not part of a step: it is what
+the first rank needs to fetch the parameters once per update, however many steps that has. Plain torch's 1F1B
+wants as many microbatches as stages. The learning rate is 0, so that all must find the same gradient each
+time; its norm is compared.
 
     python scripts/bench_pipeline.py --key --plot pipeline.png
     python scripts/bench_pipeline.py --network transformer --schedules 1f1b gpipe interleaved

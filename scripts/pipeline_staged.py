@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +65,7 @@ class Staged:
         self._rank(trial)
 
     def run(self, trial: Trial, watch: Stopwatch) -> dict[str, Any]:
-        """See `Contender`; adds what it costs to collect the parameters once, and waiting."""
+        """See `Contender`; adds what it costs to collect the parameters once, and computing."""
         rank = self._rank(trial)
         self._share.stepped = watch.stepped
         watch.begin()
@@ -87,7 +88,12 @@ class Staged:
             collect_s = after.end_s - after.begin_s
         else:
             rank.serve()
-        return {"collect_s": collect_s, "bubble": rank.metrics()["bubble"]}
+        busy_s = sum(
+            span.end_s - span.start_s
+            for span in rank.recorder.spans(watch.begin_s)
+            if span.what in {"forward", "backward", "step"}
+        )
+        return {"collect_s": collect_s, "busy_s": busy_s}
 
     def close(self) -> None:
         """See `Contender`."""
@@ -100,7 +106,9 @@ class Staged:
         if kind not in self._ranks:
             links, runner = self.links(trial)
             if share.rank == 0:
-                self._ranks[kind] = Pipelined(share, links, generation=1, timeout_s=TIMEOUT_S, runner=runner)
+                self._ranks[kind] = Pipelined(
+                    share, links, generation=1, timeout_s=TIMEOUT_S, runner=runner, clock=time.monotonic
+                )
             else:
                 self._ranks[kind] = StageServer(
                     share,
@@ -108,6 +116,7 @@ class Staged:
                     generation=1,
                     timeout_s=TIMEOUT_S,
                     idle_timeout_s=TIMEOUT_S,
+                    clock=time.monotonic,
                     runner=runner,
                 )
         return self._ranks[kind]

@@ -32,7 +32,7 @@ class Outcome:
         wall_s: of one step: from the first rank's beginning to the end of the last rank's step.
         cpu_s: of one step, all ranks together.
         collect_s: what it took the first rank to fetch the parameters once, after the steps.
-        bubble: share of their time that the ranks waited, their mean; None where it isn't measured.
+        bubble: share of a step that a rank neither computes nor steps, their mean; None where nobody says.
         norm: of the gradient.
         peak_bytes: most memory of each rank; where that was looked at.
         kept_bytes: most that autograd kept of each rank.
@@ -161,13 +161,14 @@ class Held:
         first = self._team.workers[0]
         first.say()
         ranks = [worker.hear() for worker in self._team.workers]
-        bubbles = [rank["bubble"] for rank in ranks if "bubble" in rank]
+        busy_s = [rank["busy_s"] for rank in ranks if "busy_s" in rank]
         steps = trial["steps"]
+        wall_s = max(rank["end_s"] for rank in ranks) - ranks[0]["begin_s"]
         return Outcome(
-            wall_s=(max(rank["end_s"] for rank in ranks) - ranks[0]["begin_s"]) / steps,
+            wall_s=wall_s / steps,
             cpu_s=sum(rank["cpu_s"] for rank in ranks) / steps,
             collect_s=ranks[0].get("collect_s", 0.0),
-            bubble=sum(bubbles) / len(bubbles) if bubbles else None,
+            bubble=1.0 - sum(busy_s) / len(busy_s) / wall_s if busy_s else None,
             norm=ranks[0]["norms"][-1],
             peak_bytes=tuple(rank["peak_bytes"] for rank in ranks if look),
             kept_bytes=tuple(rank["kept_bytes"] for rank in ranks if look),
