@@ -23,7 +23,7 @@ _WIDTH = 100
 
 @click.group()
 def pipeline() -> None:
-    """Plan how one model is trained over several devices, and look at how it is."""
+    """Plan how one model is trained over several devices."""
 
 
 @pipeline.command()
