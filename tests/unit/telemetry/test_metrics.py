@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
+from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.telemetry.metrics import CONTENT_TYPE, Registry
 
 NAMES = {
@@ -48,7 +49,7 @@ def test_every_metric_has_a_meaning(registry: Registry) -> None:
 def test_build_info(registry: Registry) -> None:
     [labels] = series(registry)["p2pdrl_build_info"]
     assert labels["version"] == "1.2.3"
-    assert labels["protocol"] == "1"
+    assert labels["protocol"] == str(PROTOCOL_VERSION)
 
 
 def test_two_nodes_in_one_process_count_apart(registry: Registry) -> None:
