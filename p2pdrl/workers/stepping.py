@@ -28,7 +28,7 @@ from torch import Tensor
 
 from p2pdrl.config.regime import Regime
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.optimizers import Optimizer, clip_gradients
+from p2pdrl.rl.optimizers import Optimizer, clip_gradients, gradient_norm
 from p2pdrl.tensors.gradient_ring import GradientRing
 from p2pdrl.workers.posts import Posts
 from p2pdrl.workers.protocol import Answer
@@ -81,7 +81,7 @@ class PostingStepper:
         """
         gradients_D = flat.gradients_D
         before = self._regime.clip == "before"
-        norm = clip_gradients(gradients_D, max_grad_norm) if before else _norm(gradients_D)
+        norm = clip_gradients(gradients_D, max_grad_norm) if before else gradient_norm(gradients_D)
         finite = math.isfinite(norm)
         if not finite:
             gradients_D.zero_()
@@ -89,7 +89,7 @@ class PostingStepper:
         awaited = None if self._posts.over else self._post(gradients_D, samples if finite else 0, left)
         merged, told_rate = self._merge(gradients_D, awaited)
         if merged:
-            norm = _norm(gradients_D)
+            norm = gradient_norm(gradients_D)
         alone = self._posts.over and not merged
         if self._may_step(alone=alone) and (finite or merged) and math.isfinite(norm):
             if alone or not before:
@@ -172,7 +172,3 @@ class PostingStepper:
             return
         content, self._set_due = self._set_due, None
         self._posts.take_set(self._replica, content)
-
-
-def _norm(gradients_D: Tensor) -> float:
-    return float(torch.linalg.vector_norm(gradients_D))

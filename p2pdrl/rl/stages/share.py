@@ -23,7 +23,7 @@ from p2pdrl.pipeline.plan import Plan
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.objectives.objective import Outputs
-from p2pdrl.rl.optimizers import Optimizer
+from p2pdrl.rl.optimizers import Optimizer, sum_of_squares
 from p2pdrl.rl.sequential import Block, chain
 from p2pdrl.rl.stages.parts import Parts
 
@@ -31,9 +31,6 @@ __all__ = ["Share"]
 
 Vector = npt.NDArray[np.float32]
 Arrays = dict[str, npt.NDArray[Any]]
-
-_NORM_SPAN = 1 << 20
-"""Entries whose squares are added up in float32; the sums are added up in float64."""
 
 
 class Share(Generic[Outputs]):
@@ -133,8 +130,7 @@ class Share(Generic[Outputs]):
 
     def squares(self) -> float:
         """Return the sum of the squares of all gradients."""
-        norms = [torch.linalg.vector_norm(piece) for piece in torch.split(self._flat.gradients_D, _NORM_SPAN)]
-        return float(torch.stack(norms).double().square().sum())
+        return sum_of_squares(self._flat.gradients_D)
 
     def step(self, squares: float, learning_rate: float, max_grad_norm: float) -> float:
         """Clip as the whole model's gradient is to be clipped, and step, unless that isn't finite.

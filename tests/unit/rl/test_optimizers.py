@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from p2pdrl.errors import LayoutMismatchError
-from p2pdrl.rl.optimizers import SGD, Adagrad, Adam, Momentum, RMSProp, clip_gradients
+from p2pdrl.rl import optimizers
+from p2pdrl.rl.optimizers import (
+    SGD,
+    Adagrad,
+    Adam,
+    Momentum,
+    RMSProp,
+    clip_gradients,
+    gradient_norm,
+    sum_of_squares,
+)
 
 D = 50
 
@@ -74,6 +86,40 @@ def test_optimizers_of_pieces_do_what_the_whole_ones_does(name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
+def test_steps_in_pieces_are_those_of_one_piece_to_the_bit(name, monkeypatch):
+    """Longer than a piece, and no multiple of it: 16 elements a thread."""
+    size = 16 * torch.get_num_threads()
+    found = []
+    for piece in (optimizers._PIECE, 16):
+        monkeypatch.setattr(optimizers, "_PIECE", piece)
+        generator = torch.Generator().manual_seed(3)
+        parameters = torch.randn(3 * size + 5, generator=generator)
+        gradients = torch.zeros_like(parameters)
+        optimizer = PAIRS[name][0](parameters, gradients)
+        for _ in range(4):
+            gradients.copy_(torch.randn(len(gradients), generator=generator))
+            optimizer.step(0.01)
+        found.append((parameters, *optimizer._vectors.values()))
+        assert optimizer._scratch.numel() in (0, min(piece * torch.get_num_threads(), len(parameters)))
+    for whole, in_pieces in zip(*found, strict=True):
+        assert torch.equal(whole, in_pieces)
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_a_step_takes_no_memory_but_one_piece(name, monkeypatch):
+    monkeypatch.setattr(optimizers, "_PIECE", 16)
+    parameters = torch.ones(1000)
+    gradients = torch.ones(1000)
+    optimizer = PAIRS[name][0](parameters, gradients)
+    optimizer.step(0.01)
+    scratch = optimizer._scratch
+    with torch.profiler.profile(profile_memory=True) as profile:
+        optimizer.step(0.01)
+    assert optimizer._scratch is scratch
+    assert not any(event.self_cpu_memory_usage > 64 for event in profile.events())
+
+
+@pytest.mark.parametrize("name", PAIRS)
 def test_state_carries_over(name):
     mine, gradients, optimizer, _, _ = ours_and_torchs(name)
     gradients.fill_(0.5)
@@ -109,6 +155,33 @@ def test_clipping_keeps_small_gradients_and_scales_large_ones():
     assert clip_gradients(large, 1.0) == pytest.approx(50.0)
     torch.testing.assert_close(small, torch.tensor([0.3, 0.4]))
     torch.testing.assert_close(large, torch.tensor([0.6, 0.8]))
+
+
+def test_norms_of_many_gradients_are_exact():
+    """NumPy's sum in float64 is the reference; on one thread torch's norm is 3.6e-4 too small here."""
+    gradients_D = 5e-4 * torch.randn(10_000_000, generator=torch.Generator().manual_seed(0))
+    expected = math.sqrt(np.square(gradients_D.numpy(), dtype=np.float64).sum())
+    assert gradient_norm(gradients_D) == pytest.approx(expected, rel=3e-5)
+    pieces = torch.split(gradients_D, 3_300_000)
+    assert math.sqrt(sum(map(sum_of_squares, pieces))) == pytest.approx(expected, rel=3e-5)
+    assert clip_gradients(gradients_D, expected / 2) == pytest.approx(expected, rel=3e-5)
+    after = math.sqrt(np.square(gradients_D.numpy(), dtype=np.float64).sum())
+    assert after == pytest.approx(expected / 2, rel=3e-5)
+
+
+@pytest.mark.parametrize("size", [1000, (1 << 20) + 1])
+def test_norms_of_one_span_are_torchs_and_what_is_not_finite_is_left(size):
+    gradients_D = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    exact = float(torch.linalg.vector_norm(gradients_D, dtype=torch.float64))
+    assert gradient_norm(gradients_D) == pytest.approx(exact, rel=3e-5)
+    if size == 1000:
+        assert gradient_norm(gradients_D) == float(torch.linalg.vector_norm(gradients_D))
+    for odd in (math.nan, math.inf):
+        gradients_D[-1] = odd
+        before = gradients_D.clone()
+        assert clip_gradients(gradients_D, 1.0) == pytest.approx(odd, nan_ok=True)
+        assert torch.equal(gradients_D.nan_to_num(), before.nan_to_num())
+    assert gradient_norm(torch.zeros(0)) == 0.0
 
 
 @pytest.mark.parametrize("name", SQUARES)
