@@ -64,6 +64,14 @@ class AnyTrainer(Protocol):
         """The D parameters: a view on the CPU, a copy from any other device."""
         ...
 
+    @property
+    def place(self) -> int:
+        """How far it is in data that go on in order; 0 where there is no order."""
+        ...
+
+    @place.setter
+    def place(self, updates: int) -> None: ...
+
     def step(self) -> StepStats:
         """Improve the parameters by one update."""
         ...

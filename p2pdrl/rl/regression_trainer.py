@@ -186,6 +186,15 @@ class RegressionTrainer:
         """The D parameters: a view on the CPU (changed by ``step``), a copy from any other device."""
         return self._flat.numpy()
 
+    @property
+    def place(self) -> int:
+        """Updates made, which is the place in the sequence."""
+        return self._updates
+
+    @place.setter
+    def place(self, updates: int) -> None:
+        self._updates = min(max(updates, 0), MAX_COUNT)
+
     def parts(self) -> Parts[Tensor]:
         """Return what a pipeline over several devices is made of; see ``Trainer.parts``."""
         config = self._config
@@ -233,7 +242,7 @@ class RegressionTrainer:
         if updates is None or updates.shape != ():
             raise LayoutMismatchError(f"{UPDATES} should be one number")
         self._optimizer.load(sidecar)
-        self._updates = min(max(int(updates), 0), MAX_COUNT)
+        self.place = int(updates)
 
     def sidecar(self) -> Arrays:
         """Return the arrays of ``sidecar_layout`` by name; some are views that ``step`` changes."""

@@ -175,6 +175,15 @@ class Trainer:
     def stepper(self, stepper: Stepper) -> None:
         self._algorithm.stepper = stepper
 
+    @property
+    def place(self) -> int:
+        """0: experience has no order that others could go on with."""
+        return 0
+
+    @place.setter
+    def place(self, updates: int) -> None:
+        """Do nothing."""
+
     def parts(self) -> Parts[PolicyOutputs]:
         """Return what a pipeline over several devices is made of: this trainer's model as it is now."""
         config, recurrent = self._algorithm_config, self.policy.core is not None

@@ -70,9 +70,17 @@ class Replica:
         self._changed = True
         return True
 
-    def become(self, vector_D: Vector, state: Mapping[str, Array], version: int) -> None:
-        """Take over what a pipeline computed: parameters, and those arrays of the sidecar that it knows."""
+    def become(self, vector_D: Vector, state: Mapping[str, Array], version: int, place: int) -> None:
+        """Take over what a pipeline computed.
+
+        Args:
+            vector_D: parameters.
+            state: those arrays of the sidecar that it knows.
+            version: of the policy.
+            place: in the data.
+        """
         self.trainer.set_state(vector_D, {**self.trainer.sidecar(), **state})
+        self.trainer.place = place
         self.version = version
         self._changed = True
 

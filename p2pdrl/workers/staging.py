@@ -256,7 +256,7 @@ class Staging:
         if whole is None:
             return
         assert whole.optimizer is not None  # noqa: S101 - spread with the optimizer's state only
-        self._replica.become(whole.vector_D, whole.optimizer, whole.version)
+        self._replica.become(whole.vector_D, whole.optimizer, whole.version, whole.place)
         self._replica.publish()
         if whole.last:
             self._over(seat)
@@ -268,7 +268,7 @@ class Staging:
         assert seat.head is not None  # noqa: S101 - whoever calls has looked
         whole = seat.head.fetch(state=True, spread=True, last=True)
         assert whole.optimizer is not None  # noqa: S101 - fetched
-        self._replica.become(whole.vector_D, whole.optimizer, self._replica.version)
+        self._replica.become(whole.vector_D, whole.optimizer, self._replica.version, self._trainer.place)
         self._copy(seat, whole)
         self._over(seat)
 
@@ -276,7 +276,7 @@ class Staging:
         """Take what peers have posted, let all ranks have what has become of it, and publish."""
         assert seat.head is not None  # noqa: S101 - whoever calls has looked
         changed = self._replica.take()
-        whole = replace(whole, version=self._replica.version)
+        whole = replace(whole, version=self._replica.version, place=self._trainer.place)
         if changed:
             whole = replace(whole, vector_D=self._trainer.flat.copy(), optimizer=self._optimizer(seat.head))
         seat.head.give(whole, changed=changed)
@@ -286,8 +286,8 @@ class Staging:
         """Have all ranks begin with this one's state: versions may be equal where states aren't."""
         from p2pdrl.rl.stages.rank import Assembled
 
-        state = Assembled(0, self._trainer.flat.copy(), self._optimizer(head), self._replica.version)
-        head.give(state, changed=True)
+        vector_D, version, place = self._trainer.flat.copy(), self._replica.version, self._trainer.place
+        head.give(Assembled(0, vector_D, self._optimizer(head), version, place), changed=True)
 
     def _optimizer(self, head: Pipelined[Any]) -> dict[str, Any]:
         """Return copies of the optimizer's arrays, as they are in the trainer."""

@@ -28,11 +28,13 @@ class A2CObjective(Summed):
 
     Attributes:
         target_names: their names.
+        terms: how many it returns.
         value_coef: weight of the value loss.
         entropy_coef: weight of the entropy bonus.
     """
 
     target_names: ClassVar[tuple[str, ...]] = ("actions", "advantages", "returns")
+    terms: ClassVar[int] = 3
 
     value_coef: float
     entropy_coef: float

@@ -37,6 +37,11 @@ class Objective(Protocol[_Outputs_contra]):
         """The targets that every row must have; a mask may be among them beside these."""
         ...
 
+    @property
+    def terms(self) -> int:
+        """How many there are in the vector that it returns."""
+        ...
+
     def __call__(self, outputs: _Outputs_contra, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the sum of the loss over the rows, and what it is made of.
 

@@ -29,6 +29,7 @@ class PPOObjective(Summed):
 
     Attributes:
         target_names: their names.
+        terms: how many it returns.
         clip: ε: how far the probability ratio may move before its gradient is cut.
         value_clip: bound on the value's move; None leaves it free.
         value_coef: weight of the value loss.
@@ -36,6 +37,7 @@ class PPOObjective(Summed):
     """
 
     target_names: ClassVar[tuple[str, ...]] = ("actions", "log_probs", "values", "advantages", "returns")
+    terms: ClassVar[int] = 5
 
     clip: float
     value_clip: float | None

@@ -25,6 +25,7 @@ class LeastSquares(Summed):
     """Half the squared error of a model with one output per row."""
 
     target_names: ClassVar[tuple[str, ...]] = (TARGETS,)
+    terms: ClassVar[int] = 1
 
     def __call__(self, outputs: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the loss over outputs N x 1 and float targets N, summed, and it again as the term."""
@@ -37,6 +38,7 @@ class CrossEntropy(Summed):
     """Minus the log-probability of the right class under softmax."""
 
     target_names: ClassVar[tuple[str, ...]] = (TARGETS,)
+    terms: ClassVar[int] = 1
 
     def __call__(self, outputs: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the loss over logits NC and classes N (int64), summed, and it again as the term."""

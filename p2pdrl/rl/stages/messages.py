@@ -134,6 +134,8 @@ class Whole(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="whole"
     optimizer_steps: Count
     version: Count = 0
     """Policy version that the first rank gives it."""
+    place: Count = 0
+    """Of the first rank in its data, where that goes on in order: whoever is first next goes on there."""
     changed: bool = False
     """Whether it isn't what the slices say: every rank goes on with its part of this."""
 

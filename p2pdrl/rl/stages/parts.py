@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from p2pdrl.config.gradients import Precision
-from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.errors import LayoutMismatchError, WireError
 from p2pdrl.rl.block_map import BlockMap
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.gradients import Batch
@@ -26,9 +27,14 @@ from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.sequential import Block, Heads, Rows, block_map, blocks, map_blocks
+from p2pdrl.rl.stages.frames import decode
+from p2pdrl.rl.stages.messages import Opening
 from p2pdrl.rl.stages.rows import RowSpec
 
 __all__ = ["Parts", "module_parts", "policy_parts"]
+
+_MOST = 1e30
+"""Larger numbers may not fit in float32."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,19 @@ class Parts(Generic[Outputs]):
         whole = vectors * self.block_map.layout.size * self.dtype.itemsize
         riding = sum(spec.nbytes(self.most_rows) for _, spec in self.extras)
         return max(whole, riding + max(spec.nbytes(self.most_rows) for spec in self.outputs))
+
+    def objective_of(self, opening: Opening) -> Objective[Outputs]:
+        """Return the objective that a minibatch brings, its sums divided by the minibatch's rows.
+
+        Raises:
+            WireError: there is none like that.
+        """
+        objective = decode(opening.objective, type(self.objective))
+        given = msgspec.to_builtins(objective).items()
+        wrong = [name for name, x in given if isinstance(x, float) and not abs(x) <= _MOST]
+        if wrong:
+            raise WireError(f"{', '.join(wrong)} of the objective can't be reckoned with")
+        return objective.over(opening.rows)
 
     def check(self, batch: Batch) -> None:
         """Check that a batch is what was promised.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -41,6 +41,9 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 _Kind = TypeVar("_Kind", bound=Message)
 
+_MOST_RATE = 1e30
+"""Optimizers multiply learning rates by numbers that must fit in float32."""
+
 
 @dataclass(frozen=True)
 class Assembled:
@@ -51,6 +54,7 @@ class Assembled:
         vector_D: the parameters.
         optimizer: the optimizer's arrays, as ``Optimizer.state`` names them; None where nobody asked.
         version: policy version that the first rank gave it, where it was spread.
+        place: likewise its trainer's in the data, as ``RegressionTrainer.place`` counts.
         last: the pipeline ends with this.
     """
 
@@ -58,6 +62,7 @@ class Assembled:
     vector_D: Vector
     optimizer: Arrays | None
     version: int = 0
+    place: int = 0
     last: bool = False
 
 
@@ -178,7 +183,7 @@ class Rank(Generic[Outputs]):
             squares = self.share.squares()
             if terms is not None:
                 return Sums(self.share.steps, squares, tuple(terms.tolist()))
-            below = self.receive("up", Sums, self.bare)
+            below = self.receive("up", Sums, self._sums)
             return Sums(self.share.steps, squares + below.squares, below.terms)
 
     def step(self, step: Step) -> float:
@@ -197,9 +202,17 @@ class Rank(Generic[Outputs]):
             raise WireError(f"{message} came at step {self.share.steps}")
         if isinstance(message, (Sums, Step)) and message.squares < 0.0:
             raise WireError(f"{message}: no squares add up to that")
-        if isinstance(message, Step) and not math.isfinite(message.learning_rate + message.max_grad_norm):
+        if isinstance(message, Step) and not (
+            0.0 <= message.learning_rate <= _MOST_RATE and 0.0 < message.max_grad_norm < math.inf
+        ):
             raise WireError(f"{message} isn't a step that can be taken")
         return []
+
+    def _sums(self, sums: Sums) -> list[Slot]:
+        """Do what ``bare`` does; the algorithm counts on as many terms as its objective has."""
+        if len(sums.terms) != self.share.parts.objective.terms:
+            raise WireError(f"{sums} should have {self.share.parts.objective.terms} terms")
+        return self.bare(sums)
 
     def slices(self, *, state: bool) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield the vectors of each rank from this one on, with its number."""
@@ -218,7 +231,7 @@ class Rank(Generic[Outputs]):
         optimizer = assembled.optimizer or {}
         vectors = [assembled.vector_D, *(optimizer[name] for name in self.share.vector_names)]
         steps = int(optimizer["optimizer.steps"])
-        whole = Whole(self.share.steps, steps, assembled.version, changed)
+        whole = Whole(self.share.steps, steps, assembled.version, assembled.place, changed)
         self.send("down", whole, [torch.from_numpy(vector) for vector in vectors])
 
     def receive_whole(self) -> Assembled:
@@ -253,28 +266,29 @@ class Rank(Generic[Outputs]):
         share = self.share
         _check_finite(tensors, whole)
         self.send("down", whole, tensors)
-        assembled = self.assembled(tensors, state=True, steps=whole.optimizer_steps, version=whole.version)
+        assembled = replace(
+            self.assembled(tensors, state=True, steps=whole.optimizer_steps),
+            version=whole.version,
+            place=whole.place,
+        )
         if whole.changed:
             share.load(assembled.vector_D, assembled.optimizer or {})
         return assembled
 
-    def assembled(
-        self, vectors: list[Tensor], *, state: bool, steps: int | None = None, version: int = 0
-    ) -> Assembled:
+    def assembled(self, vectors: list[Tensor], *, state: bool, steps: int | None = None) -> Assembled:
         """Return whole vectors under their names.
 
         Args:
             vectors: parameters, and the optimizer's.
             state: whether there are any of the optimizer's.
             steps: of the optimizer; None for this share's.
-            version: of the policy.
         """
         share = self.share
         vector_D, *others = (tensor.numpy() for tensor in vectors)
         optimizer: Arrays = dict(zip(share.vector_names, others, strict=True)) if state else {}
         done = share.optimizer.steps if steps is None else steps
         optimizer["optimizer.steps"] = np.array(done, dtype=np.int64)
-        return Assembled(share.steps, vector_D, optimizer if state else None, version)
+        return Assembled(share.steps, vector_D, optimizer if state else None)
 
     def _vectors(self, way: Way, wanted: Slice, size: int, *, state: bool) -> list[Tensor]:
         """Receive vectors of the same length.
@@ -305,7 +319,7 @@ class Rank(Generic[Outputs]):
         if theirs != ours:
             raise WireError(f"generation, step and precision are {ours} here, a minibatch has {theirs}")
         length, parts = opening.length, opening.parts
-        if length > share.parts.most_rows or parts != share.plan.parts(length, most=parts):
+        if not 0 < length <= share.parts.most_rows or parts != share.plan.parts(length, most=parts):
             raise WireError(f"a minibatch of {length} rows in {parts} parts isn't one of this task")
 
 

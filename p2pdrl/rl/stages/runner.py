@@ -18,7 +18,6 @@ from p2pdrl.pipeline.trace import Span
 from p2pdrl.rl.gradients import Batch
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.objectives.objective import Objective, Outputs
-from p2pdrl.rl.stages.frames import decode
 from p2pdrl.rl.stages.links import Links, Way, receive
 from p2pdrl.rl.stages.messages import Activation, Gradient, Message, Opening
 from p2pdrl.rl.stages.recorder import Recorder
@@ -90,8 +89,7 @@ class Runner(Generic[Outputs]):
         self._stored = peak_activations(self._actions)
         self._objective: Objective[Outputs] | None = None
         if share.rank == self._plan.ranks - 1:
-            objective: Objective[Outputs] = decode(opening.objective, type(share.parts.objective))
-            self._objective = objective.over(opening.rows)
+            self._objective = share.parts.objective_of(opening)
         for microbatch, batch in enumerate(batches):
             self._inputs[0, microbatch] = batch.inputs.to(share.device)
             self._extras[microbatch] = {

@@ -35,7 +35,6 @@ from p2pdrl.pipeline.trace import Span
 from p2pdrl.rl.gradients import Batch
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.objectives.objective import Objective, Outputs
-from p2pdrl.rl.stages.frames import decode
 from p2pdrl.rl.stages.links import Links
 from p2pdrl.rl.stages.messages import Activation, Opening
 from p2pdrl.rl.stages.recorder import Recorder
@@ -98,8 +97,7 @@ class TorchRunner(Generic[Outputs]):
         now: _Minibatch[Outputs] = _Minibatch(opening)
         self._now = now
         if share.rank == self._plan.ranks - 1:
-            objective: Objective[Outputs] = decode(opening.objective, type(share.parts.objective))
-            now.objective = objective.over(opening.rows)
+            now.objective = share.parts.objective_of(opening)
         if batches:
             now.inputs = now.equally_long([batch.inputs for batch in batches])
             given = [{**batch.targets, **batch.context._asdict()} for batch in batches]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -164,6 +165,25 @@ def test_who_serves_takes_nothing_until_it_has_another_order(team):
     second.news("over")
     second.wait(lambda: second.board.absorbed)
     assert_close(second.now()[0], first.now()[0] + 1.0)
+
+
+def test_another_head_goes_on_with_the_data_where_the_one_before_was(team):
+    sequence = msgspec.structs.replace(
+        CLASSIFIER, algorithm=msgspec.structs.replace(CLASSIFIER.algorithm, sample="sequence")
+    )
+    expected = alone(sequence, 7)
+    team = team(sequence, 2)
+    team.finish_after(4)
+    team.form()
+    for member in team.members:
+        assert member.news("over", "broken").what == "over"
+        assert int(member.board.sidecar()["regression.updates"]) == 4
+    team.members.reverse()
+    team.finish_after(3, generation=2)
+    team.form(generation=2)
+    for member in team.members:
+        assert member.news("over", "broken").what == "over"
+        assert_close(member.now()[0], expected.flat)
 
 
 def test_figures_and_counts(team):

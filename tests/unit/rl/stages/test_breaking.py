@@ -187,35 +187,53 @@ def change(**fields):
     return Activation(1, 0, msgspec.structs.replace(GOOD, **fields))
 
 
+def tensors_of(parts, plan, rows):
+    """What comes to the second rank with a microbatch."""
+    specs = parts.outputs[plan.cuts[0] - 1], *(spec for _, spec in parts.extras)
+    return [torch.zeros(rows, *spec.shape, dtype=spec.dtype) for spec in specs]
+
+
 @pytest.mark.parametrize(
-    "message",
+    ("message", "words"),
     [
-        change(generation=2),
-        change(generation=4),
-        change(step=1),
-        change(precision="bf16"),
-        change(length=12),
-        change(length=1),
-        change(parts=3),
-        change(objective=b""),
-        change(objective=b"\xc1"),
-        change(objective=msgspec.msgpack.encode({"clip": "much"})),
-        Activation(1, 0),
-        Activation(0, 0, GOOD),
-        Activation(1, 1, GOOD),
-        Over(1, state=False, spread=False),
-        Step(0, 1.0, 1.0, 1.0),
-        Gradient(1, 0),
+        (change(generation=2), r"\(3, 0, 'float32'\) here, a minibatch has \(2,"),
+        (change(generation=4), r"a minibatch has \(4,"),
+        (change(step=1), r"a minibatch has \(3, 1,"),
+        (change(precision="bf16"), "'bf16'"),
+        (change(length=12), "12 rows in 2 parts isn't one"),
+        (change(length=1), "1 rows in 2 parts isn't one"),
+        (change(length=0, parts=1), "0 rows in 1 parts isn't one"),
+        (change(parts=3), "4 rows in 3 parts isn't one"),
+        (change(objective=b""), "can't be read"),
+        (change(objective=b"\xc1"), "can't be read"),
+        (change(objective=msgspec.msgpack.encode({"clip": "much"})), "can't be read"),
+        (change(objective=msgspec.msgpack.encode(dataclasses.replace(PPO, clip=1e38))), "clip of the"),
+        (
+            change(objective=msgspec.msgpack.encode(dataclasses.replace(PPO, value_coef=math.inf))),
+            "value_coef",
+        ),
+        (
+            change(objective=msgspec.msgpack.encode(dataclasses.replace(PPO, entropy_coef=math.nan))),
+            "entropy",
+        ),
+        (Activation(1, 0), "came instead"),
+        (Activation(0, 0, GOOD), "came instead"),
+        (Activation(1, 1, GOOD), "came instead"),
+        (Over(1, state=False, spread=False), "came at step 0"),
+        (Step(0, 1.0, 1.0, 1.0), "came instead"),
+        (Gradient(1, 0), "came instead"),
     ],
 )
-def test_a_minibatch_that_is_not_the_next_one_is_refused(message):
+def test_a_minibatch_that_is_not_the_next_one_is_refused(message, words):
     _, parts = make_case("mlp", torch.float32)
     plan, links = make_plan(parts, 2, 2), ring(2)
     server = StageServer(
         Share(parts, plan, 1, CPU), links[1], generation=3, timeout_s=TIMEOUT_S, idle_timeout_s=TIMEOUT_S
     )
-    links[0].send("down", message, [torch.zeros(2, 7)])
-    with pytest.raises(WireError, match="waiting for the next minibatch"):
+    opening = getattr(message, "opening", None)
+    rows = opening.sizes[0] if opening is not None else 2
+    links[0].send("down", message, tensors_of(parts, plan, rows))
+    with pytest.raises(WireError, match=f"waiting for the next minibatch: .*{words}"):
         server.serve()
     with pytest.raises(PeerUnreachableError):
         links[0].receive("up", lambda _: [], 0.0)
@@ -227,7 +245,9 @@ def test_a_minibatch_that_is_not_the_next_one_is_refused(message):
         (0, Gradient(1, 0), r"Gradient\(stage=0, microbatch=0\)"),
         (0, Sums(0, 1.0, ()), r"Gradient\(stage=0, microbatch=0\)"),
         (1, Sums(1, 1.0, ()), "waiting for Sums"),
-        (1, Sums(0, -1.0, ()), "no squares"),
+        (1, Sums(0, -1.0, (0.0,) * 5), "no squares"),
+        (1, Sums(0, 1.0, (0.0,) * 4), "5 terms"),
+        (1, Sums(0, 1.0, ()), "5 terms"),
         (1, Gradient(0, 0), "waiting for Sums"),
     ],
 )
@@ -251,6 +271,9 @@ def test_answers_that_do_not_fit_are_refused(way, answer, words):
         Step(0, -1.0, 1.0, 1.0),
         Step(0, 1.0, math.nan, 1.0),
         Step(0, 1.0, 1.0, math.inf),
+        Step(0, 1.0, 1e38, 1.0),
+        Step(0, 1.0, -1.0, 1.0),
+        Step(0, 0.0, 1.0, -1.0),
     ],
 )
 def test_steps_that_cannot_be_taken_are_refused(step):
@@ -259,8 +282,7 @@ def test_steps_that_cannot_be_taken_are_refused(step):
     share = Share(parts, plan, 1, CPU)
     server = StageServer(share, links[1], generation=3, timeout_s=TIMEOUT_S, idle_timeout_s=TIMEOUT_S)
     before = share.parameters_P.clone()
-    activation, *extras = parts.outputs[plan.cuts[0] - 1], *(spec for _, spec in parts.extras)
-    tensors = [torch.zeros(2, *spec.shape, dtype=spec.dtype) for spec in (activation, *extras)]
+    tensors = tensors_of(parts, plan, 2)
     links[0].send("down", change(), tensors)
     links[0].send("down", Activation(1, 1), tensors)
     links[0].send("down", step)
