@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchStages"]
 
+STRANGER_S = 1.0
+"""How long whoever connects may take to say its word: others may be waiting behind it."""
+
 _TOKEN_BYTES = 16
 _TICKET = PipeTicket(keys=None, leftover=b"")
 
@@ -186,26 +189,45 @@ def _connect(where: str, until_s: float) -> socket.socket:
     """Connect to the rank before, and say its word."""
     address, port, token = where.split()
     sock = socket.create_connection((address, int(port)), timeout=_left_s(until_s))
-    sock.sendall(bytes.fromhex(token))
+    try:
+        sock.sendall(bytes.fromhex(token))
+    except BaseException:
+        sock.close()
+        raise
     return sock
 
 
 def _accept(listener: socket.socket, token: bytes, until_s: float) -> socket.socket:
-    """Return the connection of the rank behind; whoever else comes is sent away."""
+    """Return the connection of the rank behind; whoever else comes is sent away.
+
+    Raises:
+        TimeoutError: it didn't come in time.
+    """
     while True:
         listener.settimeout(_left_s(until_s))
         sock, _ = listener.accept()
         try:
-            sock.settimeout(_left_s(until_s))
-            said = b""
-            while len(said) < len(token) and (data := sock.recv(len(token) - len(said))):
-                said += data
+            known = secrets.compare_digest(_word(sock, len(token), until_s), token)
         except BaseException:
             sock.close()
             raise
-        if secrets.compare_digest(said, token):
+        if known:
             return sock
         sock.close()
+
+
+def _word(sock: socket.socket, nbytes: int, until_s: float) -> bytes:
+    """Return what whoever connected says first, as far as it says it in time."""
+    until_s = min(until_s, time.monotonic() + STRANGER_S)
+    said = b""
+    with contextlib.suppress(OSError):  # it broke off, or took too long
+        while len(said) < nbytes and time.monotonic() < until_s:
+            sock.settimeout(_left_s(until_s))
+            data = sock.recv(nbytes - len(said))
+            if not data:
+                break
+            said += data
+    return said
 
 
 def _detached(sock: socket.socket) -> int:

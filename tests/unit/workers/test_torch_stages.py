@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 
@@ -103,6 +104,26 @@ def test_only_who_knows_the_word_becomes_a_neighbour():
         with neighbour, found[0], stranger:
             assert neighbour.getpeername() == found[0].getsockname()
             assert stranger.recv(1) == b""
+
+
+def test_strangers_who_say_nothing_or_break_off_do_not_keep_a_neighbour_away(monkeypatch):
+    monkeypatch.setattr(torch_stages, "STRANGER_S", 0.05)
+    token = bytes(range(16))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        rude = socket.create_connection(address)
+        rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        rude.close()  # by a reset
+        silent, neighbour = socket.create_connection(address), socket.create_connection(address)
+        neighbour.sendall(token)
+        with silent, neighbour, torch_stages._accept(listener, token, time.monotonic() + 5.0) as found:
+            assert found.getpeername() == neighbour.getsockname()
+
+
+def test_strangers_alone_are_not_waited_for_longer():
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()), pytest.raises(TimeoutError):
+        torch_stages._accept(listener, bytes(16), time.monotonic() + 0.1)
 
 
 def test_without_a_group_there_is_nothing_to_break_off_or_leave():
