@@ -159,7 +159,9 @@ class StagePort:
     def _hear(self, news: StageNews) -> None:
         if self._order is None or news.generation != self._order.generation:
             return
-        self._unanswered_since_s = None
+        # who has opened the store has yet to meet the others
+        meets = news.what == "meeting"
+        self._unanswered_since_s = asyncio.get_running_loop().time() if meets else None
         if news.what in ("over", "broken"):
             self._end()
         self._news.put_nowait(news)

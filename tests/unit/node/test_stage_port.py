@@ -210,6 +210,10 @@ async def test_how_long_an_order_has_been_unanswered(port):
     await asyncio.sleep(1)
     assert port.unanswered_s == pytest.approx(1.0)
     port.heard(News(StageNews(2, "meeting", port=4711)))
+    await asyncio.sleep(2)
+    assert port.unanswered_s == pytest.approx(2.0)  # the others may never come
+    port.heard(News(StageNews(2, "ready")))
+    await asyncio.sleep(1)
     assert port.unanswered_s == 0.0
     port.work(order(3), {})
     port.close()
