@@ -95,8 +95,7 @@ class PipeCarrier:
             for side, (fd, ticket) in pipes.items():
                 sock = socket.socket(fileno=fd)
                 del waiting[side]
-                pool = self._pools[side]
-                self._ends[side] = PipeEnd(sock, ticket.keys, ticket.leftover, into=pool.take, bounds=bounds)
+                self._ends[side] = self._made(sock, ticket, self._pools[side], bounds)
         except BaseException:
             for fd in waiting.values():
                 os.close(fd)
@@ -181,6 +180,14 @@ class PipeCarrier:
         """See ``Carrier.close``; calling it again does nothing."""
         for end in self._ends.values():
             end.close()
+
+    @staticmethod
+    def _made(sock: socket.socket, ticket: PipeTicket, pool: _Pool, bounds: PipeBounds) -> PipeEnd:
+        try:
+            return PipeEnd(sock, ticket.keys, ticket.leftover, into=pool.take, bounds=bounds)
+        except BaseException:
+            sock.close()
+            raise
 
     def _end(self, side: StageSide) -> PipeEnd:
         end = self._ends.get(side)

@@ -17,11 +17,12 @@ from p2pdrl.rl.stages.memory_links import ring
 from p2pdrl.transport.pieces import batches
 from p2pdrl.transport.pipe import PipeTicket
 from p2pdrl.transport.pipe_frames import pack_head
+from p2pdrl.workers import pipe_carrier
 from p2pdrl.workers.pipe_carrier import PipeCarrier, _Pool
 
 from ..rl.stages.pipelines import Pipeline, make_case, make_plan, step_with
 from ..transport.pipes import KEYS, tcp_pair
-from .pipes import joined
+from .pipes import close_all, joined
 
 LONGEST = 1 << 20
 
@@ -211,6 +212,21 @@ def test_a_pool_keeps_so_much():
     for view in [pool.take(0, b"", 100 + number) for number in range(40)]:
         pool.give(view)
     assert [one.nbytes for one in pool._free] == list(range(108, 140))
+
+
+def test_a_socket_that_no_pipe_can_be_made_of_is_closed(monkeypatch):
+    ours, theirs = joined(2)
+
+    def fails(*_, **__):
+        raise OSError("no")
+
+    monkeypatch.setattr(pipe_carrier, "PipeEnd", fails)
+    with pytest.raises(OSError, match="no") as caught:  # which holds the frames, and so all in them
+        PipeCarrier(ours, LONGEST)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(ours["next"][0])
+    assert caught
+    close_all([theirs])
 
 
 def test_descriptors_that_are_no_sockets_are_all_closed():
