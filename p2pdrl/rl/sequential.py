@@ -17,7 +17,7 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from p2pdrl.rl.block_map import BlockMap, check_length
 from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.rl.networks.layers import initialise
 from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, Context
-from p2pdrl.rl.networks.trunk import Trunk, in_pairs
+from p2pdrl.rl.networks.trunk import Trunk
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.tensors.layout import Entry, Layout
@@ -88,16 +88,22 @@ class Rows(Block):
 class Towers(Block):
     """The same layer of policy and value function, side by side.
 
+    What the dense layers give is put together before the non-linearity, which keeps its output for the
+    backward pass: the next block then reads the same memory. The other way around each layer would keep its
+    output twice.
+
     Args:
         actor: of the policy: reads the first half of the features.
         critic: of the value function: reads the second half.
+        activation: behind both, element by element.
         first: both read the whole observation, flattened.
     """
 
-    def __init__(self, actor: nn.Module, critic: nn.Module, *, first: bool) -> None:
+    def __init__(self, actor: nn.Module, critic: nn.Module, activation: nn.Module, *, first: bool) -> None:
         super().__init__()
         self.actor = actor
         self.critic = critic
+        self.activation = activation
         self._first = first
 
     def forward(self, x: Tensor, context: Context = NO_CONTEXT) -> Tensor:
@@ -105,7 +111,8 @@ class Towers(Block):
         del context
         x = x.flatten(1)
         for_actor, for_critic = (x, x) if self._first else x.chunk(2, -1)
-        return torch.cat((self.actor(for_actor), self.critic(for_critic)), -1)
+        output: Tensor = self.activation(torch.cat((self.actor(for_actor), self.critic(for_critic)), -1))
+        return output
 
 
 class Memory(Block):
@@ -164,8 +171,7 @@ def blocks(policy: ActorCritic) -> list[Block]:
     elif towers:
         assert isinstance(policy.actor, nn.Sequential)  # noqa: S101 - they are built alike
         assert isinstance(policy.critic, nn.Sequential)  # noqa: S101
-        pairs = zip(in_pairs(policy.actor), in_pairs(policy.critic), strict=True)
-        made.extend(Towers(*pair, first=index == 0) for index, pair in enumerate(pairs))
+        made.extend(_towers(policy.actor, policy.critic))
     else:
         made.append(Rows(trunk, time=time))
     if policy.core is not None:
@@ -236,6 +242,12 @@ def draw_blocks(
     policy = ActorCritic(spec, network, None)
     initialise(policy, torch.Generator().manual_seed(seed), _owners(policy, numbers))
     return _chosen(policy, numbers).to(device)
+
+
+def _towers(actor: nn.Sequential, critic: nn.Sequential) -> Iterator[Towers]:
+    """Yield a block per layer of two networks in which each layer has a non-linearity behind it."""
+    for at in range(0, len(actor), 2):
+        yield Towers(actor[at], critic[at], actor[at + 1], first=at == 0)
 
 
 def _chosen(policy: ActorCritic, numbers: Sequence[int]) -> nn.ModuleList:

@@ -56,6 +56,48 @@ def test_the_chain_gives_the_policys_outputs_and_gradients(name):
         torch.testing.assert_close(ours[parameter], gradient, rtol=1e-12, atol=1e-12, msg=parameter)
 
 
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_layers_side_by_side_give_what_each_gives_alone_to_the_bit(activation):
+    """Of widths that fill no register of the processor evenly."""
+    policy = ActorCritic(POLICIES["mlp"][0], NetworkConfig(hidden=(33, 7, 129), activation=activation), 0)
+    x = torch.randn(13, 5, generator=torch.Generator().manual_seed(1))
+    for at, block in enumerate(blocks(policy)[:-1]):
+        halves = (x, x) if at == 0 else x.chunk(2, -1)
+        layers = slice(2 * at, 2 * at + 2)
+        alone = torch.cat((policy.actor[layers](halves[0]), policy.critic[layers](halves[1])), -1)
+        x = block(x)
+        assert torch.equal(x, alone)
+
+
+def kept_bytes(policy, compute):
+    """Return the bytes that autograd keeps for the backward pass, parameters apart."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        compute()
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_the_chain_keeps_no_more_for_the_backward_pass_than_the_policy(activation):
+    hidden = (64, 64, 64, 64)
+    policy = ActorCritic(POLICIES["mlp"][0], NetworkConfig(hidden=hidden, activation=activation), 0)
+    obs = torch.randn(100, 5, generator=torch.Generator().manual_seed(1))
+    made = blocks(policy)
+    whole = kept_bytes(policy, lambda: policy.outputs(obs))
+    assert kept_bytes(policy, lambda: chain(made, obs)) == whole == obs.nbytes + 4 * 100 * 2 * sum(hidden)
+    x = obs
+    for block in made[:-1]:
+        each = x
+        x = block(each).detach().requires_grad_()
+        assert kept_bytes(policy, lambda block=block, each=each: block(each)) == each.nbytes + x.nbytes
+
+
 @every_policy
 def test_at_any_cut_one_tensor_passes_whose_shape_depends_on_the_rows_alone(name):
     """And how it lies in memory doesn't matter: what was received lies row by row."""
