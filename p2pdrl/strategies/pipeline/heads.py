@@ -93,7 +93,11 @@ class Heads:
         """End the exchange in flight, at most ``timeout_s`` long; nothing is posted afterwards."""
         gossip, self._gossip = self._gossip, None
         if gossip is not None:
-            await gossip.stop(timeout_s)
+            try:
+                await gossip.stop(timeout_s)
+            except asyncio.CancelledError:
+                await gossip.stop(0.0)
+                raise
             self._past.update(gossip.outcomes)
             self._distance = gossip.consensus_distance or self._distance
 

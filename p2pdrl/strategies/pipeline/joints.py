@@ -26,6 +26,7 @@ TRIES = 3
 """In a row that nobody answers, after which the next rank is given up."""
 PAUSE_S = (0.02, 0.25)
 """First and longest pause before the next try."""
+TAKEN = 410
 
 
 class Joints:
@@ -65,10 +66,14 @@ class Joints:
         """Take the previous rank's pipe.
 
         Raises:
-            Refusal: 409, it isn't for this pipeline, or the sender isn't our previous rank.
+            Refusal: 409, it isn't for this pipeline, or the sender isn't our previous rank; 410, the pipe
+                that we were given first is in use, though its sender doesn't know it: nothing comes of this.
         """
         fits = (head.key, head.generation, head.rank) == (self.key, self.generation, self._before)
-        if self._closed or not fits or sender != self.previous:
+        fits = fits and sender == self.previous
+        if fits and self._closed and self._given is not None:
+            raise Refusal(TAKEN, f"the pipe of generation {head.generation} from there was taken before")
+        if self._closed or not fits:
             raise Refusal(409, f"no pipe of generation {head.generation} is expected from there")
         return PipeReply(msgspec.msgpack.encode(head), self._take)
 
@@ -132,6 +137,8 @@ class Joints:
             try:
                 return await self._pipes.open_pipe(address(peer), peer, PIPE_ROUTE, meta, deadline_s=OPEN_S)
             except PeerRefusedError as error:
+                if error.status == TAKEN:
+                    raise PeerUnreachableError(f"the answer to our first pipe was lost: {error}") from error
                 if error.status not in (409, 423, 503):
                     raise WireError(f"{peer} takes no pipe: {error}") from error
                 silent = 0

@@ -119,3 +119,17 @@ async def test_the_last_of_several_pipes_counts():
     joints.accept("a", PipeHead(KEY, 5, 0)).take(None)
     await joints.close()
     assert pipes[1].closed
+
+
+async def test_who_doesnt_know_that_its_pipe_was_taken_gives_up_at_once():
+    """The answer to the first was lost, and the next rank has begun with it."""
+    world = World()
+    b = asyncio.create_task(world.complete("b"))
+    lost = FakePipe(world.network, "b", "a")
+    world.joints["b"].accept("a", PipeHead(KEY, 5, 0)).take(lost)
+    await asyncio.gather(b, world.complete("c"))
+    with pytest.raises(PeerUnreachableError, match="lost"):
+        await world.complete("a")
+    with pytest.raises(Refusal) as refused:
+        world.joints["b"].accept("c", PipeHead(KEY, 5, 0))
+    assert refused.value.status == 409
