@@ -135,7 +135,7 @@ class Lead:
         """Begin with the newest state of all ranks."""
         donor = newest(self._me, offers)
         theirs, mine = offers[donor], offers[self._me]
-        if donor == self._me or theirs.digest == mine.digest:
+        if donor == self._me or (theirs.digest, theirs.lineage) == (mine.digest, mine.lineage):
             return
         why = f"{self._name(donor)} has the newest state of this pipeline: version {theirs.policy_version}"
         for _ in range(ADOPT_TRIES):
@@ -183,13 +183,19 @@ class Lead:
         circle = closes_circle(self._config, len(members))
         term = term_of(self._config, form, 0)
         joints = self._joints = Joints(self._pipes, form.key, form.generation, members, 0, circle=circle)
+        pipes: dict[StageSide, Pipe] = {}
+        begun = False
         try:
-            pipes, *_ = await _together([self._complete(joints), *self._places(form)])
+            await _together([self._complete(joints, pipes), *self._places(form)])
             await still_holds(self._context, form.digest, pipes)
             self._side.begin(term, pipes)
+            begun = True
             await term.until_ready(READY_S)
         finally:
             await joints.close()
+            if not begun:
+                for pipe in pipes.values():
+                    pipe.close()
         term.formed = True
         return term
 
@@ -208,9 +214,10 @@ class Lead:
             self._peers.call(peer, form, Done, "readiness", deadline_s=FORM_S) for peer in form.members[1:]
         ]
 
-    async def _complete(self, joints: Joints) -> dict[StageSide, Pipe]:
+    async def _complete(self, joints: Joints, pipes: dict[StageSide, Pipe]) -> None:
+        """Put our pipes into ``pipes`` as soon as there are all: somebody else's failure may follow."""
         try:
-            return await joints.complete(self._peers.address, FORM_S)
+            pipes.update(await joints.complete(self._peers.address, FORM_S))
         except PeerUnreachableError as error:
             raise Unformed(str(error), joints.next or "") from error
 

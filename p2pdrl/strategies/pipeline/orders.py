@@ -58,4 +58,12 @@ def term_of(config: PipelineConfig, form: Form, rank: int, host: str = "") -> Te
         checkpoint_activations=config.checkpoint_activations,
     )
     _ = order.plan  # raises
-    return Term(order, form.members, rank, alone=form.alone, step_s=form.step_s, bubble=form.bubble)
+    return Term(
+        order,
+        form.members,
+        rank,
+        alone=form.alone,
+        step_s=form.step_s,
+        bubble=form.bubble,
+        lineage=form.lineage,
+    )

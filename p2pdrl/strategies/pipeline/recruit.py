@@ -10,6 +10,7 @@ import msgspec
 from p2pdrl.config.pipeline import PipelineConfig
 from p2pdrl.errors import ConfigError, TensorError, TransportError, WorkerError
 from p2pdrl.pipeline.order import StageSide
+from p2pdrl.strategies.group.view import ViewKey
 from p2pdrl.strategies.pipeline.calls import BLAMELESS, Peers
 from p2pdrl.strategies.pipeline.joints import Joints
 from p2pdrl.strategies.pipeline.layout import Place
@@ -111,6 +112,7 @@ class Recruit:
         pipes: opens pipes.
         side: our learner.
         peers: the other members.
+        key: of the view; what comes from others' is for another one.
         place: the pipeline as everybody computes it.
         doubt: told who is to blame, and why.
 
@@ -127,12 +129,13 @@ class Recruit:
         pipes: Pipes,
         side: LearnerSide,
         peers: Peers,
+        key: ViewKey,
         place: Place,
         doubt: Callable[[str, str], None],
     ) -> None:
         self._context, self._config, self._pipes = context, config, pipes
         self._side, self._peers, self._doubt = side, peers, doubt
-        self.place = place
+        self.key, self.place = key, place
         self.settled = asyncio.Event()
         self.lost = ""
         self._me = context.swarm.node_id
@@ -222,12 +225,17 @@ class Recruit:
     async def _take_state(self, form: Form) -> None:
         """Hold exactly what the head holds."""
         for _ in range(TRIES):
-            if (await own_state(self._context)).digest == form.digest:
+            if await self._holds(form):
                 return
             why = "a pipeline begins with its head's state"
             await self._context.swarm.adopted(form.members[0], form.lineage, why)
-        if (await own_state(self._context)).digest != form.digest:
+        if not await self._holds(form):
             raise Refusal(503, "the state that was taken isn't the head's")
+
+    async def _holds(self, form: Form) -> bool:
+        """Whether we have the head's parameters, and count as being of its lineage."""
+        state, summary = await own_state(self._context), self._context.swarm.summary()
+        return state.digest == form.digest and summary is not None and summary.lineage == form.lineage
 
     def accept(self, sender: str, head: PipeHead) -> PipeReply:
         """Take the previous rank's pipe.

@@ -40,7 +40,14 @@ from p2pdrl.strategies.pipeline.probe import ProbeDesk
 from p2pdrl.strategies.pipeline.recruit import offered
 from p2pdrl.strategies.pipeline.telling import Telling
 from p2pdrl.strategies.pipeline.term import LearnerSide, Term
-from p2pdrl.strategies.pipeline.view_work import GOSSIP_END_S, LearnerLostError, Tools, ViewWork, finish_s
+from p2pdrl.strategies.pipeline.view_work import (
+    GOSSIP_END_S,
+    LearnerLostError,
+    Tools,
+    ViewWork,
+    finish_s,
+    left_behind,
+)
 from p2pdrl.strategies.protocol import Context
 from p2pdrl.strategies.runner import Runner
 from p2pdrl.transport.codec import decode
@@ -241,6 +248,8 @@ class PipelineStrategy:
         if news.what == "copied":
             self._tools.failures = 0
             self._telling.copied(term)
+            if term.leads and term.order.ranks > 1 and left_behind(self._context, term):
+                self._side.finish()  # and the ranks come along when the next one is formed
 
     # What others hear and ask
 
@@ -284,7 +293,7 @@ class PipelineStrategy:
             self._left(sender, message)
             return Reply(msgspec.msgpack.encode(Done(message.generation)))
         recruit = None if self._work is None else self._work.recruit
-        if recruit is None or recruit.place.head != sender:
+        if recruit is None or recruit.key != message.key or recruit.place.head != sender:
             raise Refusal(409, "this node isn't ready for a pipeline of yours")
         if isinstance(message, Offer):
             return Reply(msgspec.msgpack.encode(await offered(self._context, self._side)))

@@ -24,6 +24,7 @@ class Term:
         alone: whether they compute by themselves.
         step_s: predicted for one minibatch.
         bubble: predicted.
+        lineage: of the state with which all ranks began.
 
     Attributes:
         formed: whether it counts: all that was to be done before the work is done, as far as we know.
@@ -40,9 +41,10 @@ class Term:
         alone: bool,
         step_s: float,
         bubble: float,
+        lineage: str = "",
     ) -> None:
         self.order, self.members, self.rank, self.alone = order, members, rank, alone
-        self.step_s, self.bubble = step_s, bubble
+        self.step_s, self.bubble, self.lineage = step_s, bubble, lineage
         self.formed = False
         self.copies = 0
         loop = asyncio.get_running_loop()
@@ -168,7 +170,12 @@ class LearnerSide:
             self._stages.finish(self.running.generation)
 
     def drop(self) -> None:
-        """Have nothing to do with the present generation any more."""
+        """Have nothing to do with the present generation any more.
+
+        A learner that leads it ends it after its update at the latest: nobody would look after it any more.
+        """
+        if self.term is not None and self.term.leads:
+            self.finish()
         self.term = None
 
     async def listen(self) -> None:

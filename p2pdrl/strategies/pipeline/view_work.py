@@ -24,7 +24,7 @@ from p2pdrl.strategies.pipeline.telling import Telling
 from p2pdrl.strategies.pipeline.term import LearnerSide, Term, blamed
 from p2pdrl.strategies.protocol import Context
 
-__all__ = ["GOSSIP_END_S", "LearnerLostError", "Tools", "ViewWork", "finish_s"]
+__all__ = ["GOSSIP_END_S", "LearnerLostError", "Tools", "ViewWork", "finish_s", "left_behind"]
 
 ANSWER_S = 2.0
 """The longest that a learner may take to say that it is there, once a pipeline broke."""
@@ -44,6 +44,12 @@ GOSSIP_END_S = 0.5
 
 class LearnerLostError(WorkerError):
     """Our own learner doesn't answer."""
+
+
+def left_behind(context: Context, term: Term) -> bool:
+    """Whether this node has adopted another lineage's state since a generation began."""
+    summary = context.swarm.summary()
+    return summary is not None and summary.lineage != term.lineage
 
 
 def finish_s(config: PipelineConfig) -> float:
@@ -124,7 +130,7 @@ class ViewWork:
         self._ended(term, news)
         if news.what == "broken":
             await self._still_there()
-        else:
+        elif not left_behind(self._tools.context, term):
             await asyncio.sleep(RENEW_S)  # who had it finished is about to go
         await self._anew(term.members, news.why or "it is over")
 
@@ -139,13 +145,15 @@ class ViewWork:
         """End it: finished where it works at all its members, else soon or as it is."""
         await self._tools.heads.end(GOSSIP_END_S)
         term = self._side.running
-        if term is not None and term.formed:
+        if term is not None and (term.formed or term.leads):
             if term.leads:
                 self._side.finish()
-            works = all(_is_in(self._notes.get(member), term) for member in term.members)
+            lone = term.order.ranks == 1
+            works = term.formed and (lone or all(_is_in(self._notes.get(one), term) for one in term.members))
             patience_s = finish_s(self._tools.config) if works else LONE_S
             await asyncio.wait({term.ended}, timeout=patience_s)
-            if term.running and not works and set(term.members) <= set(self._view.members):
+            gone = not set(term.members) <= set(self._view.members)
+            if term.running and term.formed and not works and not gone:
                 await self._still_there()  # it ended at others, so that it should have here, too
         term = self._side.term
         self._side.drop()
@@ -190,6 +198,7 @@ class ViewWork:
             pipes=tools.pipes,
             side=self._side,
             peers=self._peers,
+            key=self._view.key,
             place=place,
             doubt=self._group.doubt,
         )

@@ -78,6 +78,29 @@ async def test_the_lineage_with_most_steps_wins_over_versions():
         assert all(np.array_equal(node.stages.began[0].vector, want) for node in swarm.nodes)
 
 
+async def test_when_a_head_meets_a_greater_lineage_its_ranks_follow_it():
+    """Its exchange with another head adopted that lineage's state, which a state copy brings to all ranks."""
+    async with swarm_of(2) as swarm:
+        await swarm.working("01")
+        head, rank = swarm.nodes
+        take = rank.swarm.take
+
+        async def taken(donor: str) -> bool:
+            rank.swarm.says = msgspec.structs.replace(rank.swarm.says, lineage="bb")
+            return await take(donor)
+
+        rank.swarm.take = taken
+        theirs = np.full_like(head.learner.x, 7.0)
+        head.learner.board.post_set(theirs, None, head.learner.version + 40)
+        head.swarm.says = msgspec.structs.replace(head.swarm.says, lineage="bb", lineage_steps=5000)
+        await swarm.until(lambda: rank.swarm.says.lineage == "bb", what="the rank stays behind")
+        await swarm.working("01")
+        assert len(rank.stages.began) == 2
+        assert all(node.stages.began[-1].policy_version >= 50 for node in swarm.nodes)
+        assert not [r for node in swarm.nodes for r in node.swarm.rounds if r.outcome != "ok"]
+        swarm.begun_alike()
+
+
 async def test_a_slow_pipeline_is_refused_with_numbers_and_all_compute_by_themselves():
     slow = msgspec.structs.replace(CONFIG, backend="auto")
     async with swarm_of(2, slow, start=False) as swarm:
