@@ -57,6 +57,8 @@ class PipeCarrier:
     Args:
         pipes: descriptors, which are owned from now on, and what goes with them.
         longest_nbytes: of the tensors of one message.
+        kept_nbytes: of memory that each pipe keeps for further messages. A few times the longest activation
+            is enough for what comes at each minibatch; slices of the model, much longer, come seldom.
         listen: hears the daemon, without waiting; called at least every 50 ms while a neighbour is waited
             for, and about as often while messages come all the time.
         interrupted: whether the pipeline is to end because the daemon said so; asked after each ``listen``.
@@ -75,6 +77,7 @@ class PipeCarrier:
         pipes: Mapping[StageSide, tuple[int, PipeTicket]],
         longest_nbytes: int,
         *,
+        kept_nbytes: int = _UNBOUNDED_BYTES,
         listen: Callable[[], None] = lambda: None,
         interrupted: Callable[[], bool] = lambda: False,
         allocate: Allocate = lambda nbytes: np.empty(nbytes, np.uint8),
@@ -88,7 +91,7 @@ class PipeCarrier:
         self._read: tuple[_Pool, memoryview] | None = None
         self._early: dict[Way, Message] = {}
         self._ends: dict[StageSide, PipeEnd] = {}
-        self._pools: dict[StageSide, _Pool] = {side: _Pool(allocate) for side in pipes}
+        self._pools: dict[StageSide, _Pool] = {side: _Pool(allocate, kept_nbytes) for side in pipes}
         bounds = PipeBounds(queued_bytes=_UNBOUNDED_BYTES, vector_bytes=max(longest_nbytes, 1))
         waiting = {side: fd for side, (fd, _) in pipes.items()}
         try:
@@ -241,10 +244,12 @@ class _Pool:
 
     Args:
         allocate: see `PipeCarrier`.
+        kept_nbytes: of all buffers that nobody reads.
     """
 
-    def __init__(self, allocate: Allocate) -> None:
+    def __init__(self, allocate: Allocate, kept_nbytes: int) -> None:
         self._allocate = allocate
+        self._kept_nbytes = kept_nbytes
         self._lock = threading.Lock()
         self._free: list[Memory] = []
 
@@ -259,8 +264,14 @@ class _Pool:
         return memory.data[:nbytes]
 
     def give(self, view: memoryview) -> None:
-        """Take a buffer back, which nobody reads any more; the oldest goes when there are too many."""
+        """Take a buffer back, which nobody reads any more.
+
+        The oldest goes when there are too many, and the longest go while they are too long together.
+        """
         memory = view.obj
         assert isinstance(memory, np.ndarray)  # noqa: S101 - from `take`
         with self._lock:
             self._free = [*self._free[1 - _KEPT_BUFFERS :], memory]
+            while sum(one.nbytes for one in self._free) > self._kept_nbytes:
+                longest = max(self._free, key=lambda one: one.nbytes)
+                self._free = [one for one in self._free if one is not longest]

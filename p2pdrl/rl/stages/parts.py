@@ -96,9 +96,13 @@ class Parts(Generic[Outputs]):
     def longest_nbytes(self) -> int:
         """Bytes of the most that one message brings: all slices with the optimizer, or an activation."""
         vectors = 1 + sum(1 for item in self.optimizer.items() if item.shape)
-        whole = vectors * self.block_map.layout.size * self.dtype.itemsize
+        return max(vectors * self.block_map.layout.size * self.dtype.itemsize, self.activation_nbytes)
+
+    @cached_property
+    def activation_nbytes(self) -> int:
+        """Bytes of the longest activation of a whole batch, with what rides along."""
         riding = sum(spec.nbytes(self.most_rows) for _, spec in self.extras)
-        return max(whole, riding + max(spec.nbytes(self.most_rows) for spec in self.outputs))
+        return riding + max(spec.nbytes(self.most_rows) for spec in self.outputs)
 
     def objective_of(self, opening: Opening) -> Objective[Outputs]:
         """Return the objective that a minibatch brings, its sums divided by the minibatch's rows.

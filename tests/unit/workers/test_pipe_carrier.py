@@ -208,7 +208,7 @@ def test_memory_is_used_again(carriers):
 
 
 def test_a_pool_keeps_so_much():
-    pool = _Pool(lambda nbytes: np.empty(nbytes, np.uint8))
+    pool = _Pool(lambda nbytes: np.empty(nbytes, np.uint8), 1 << 20)
     for view in [pool.take(0, b"", 100 + number) for number in range(40)]:
         pool.give(view)
     assert [one.nbytes for one in pool._free] == list(range(108, 140))
@@ -227,6 +227,38 @@ def test_a_socket_that_no_pipe_can_be_made_of_is_closed(monkeypatch):
         os.fstat(ours["next"][0])
     assert caught
     close_all([theirs])
+
+
+def test_the_longest_go_while_a_pool_keeps_too_much():
+    pool = _Pool(lambda nbytes: np.empty(nbytes, np.uint8), 1000)
+    for view in [pool.take(0, b"", nbytes) for nbytes in (400, 300, 400, 5000, 100, 900)]:
+        pool.give(view)
+    assert [one.nbytes for one in pool._free] == [300, 400, 100]
+    again = pool.take(0, b"", 400)
+    assert [one.nbytes for one in pool._free] == [300, 100]
+    pool.give(again)
+    assert [one.nbytes for one in pool._free] == [300, 100, 400]
+
+
+def test_seldom_messages_leave_the_memory_of_frequent_ones(carriers):
+    """A slice of the model comes after each few activations, and is ten times as long as two of them."""
+    sizes = []
+
+    def allocate(nbytes):
+        sizes.append(nbytes)
+        return np.empty(nbytes, np.uint8)
+
+    first, second = carriers(2, allocate=allocate, kept_nbytes=160_000)
+    for turn in range(5):
+        for nbytes in (40_000, 40_000, 40_000, 800_000):
+            first.send("down", b"x", [memoryview(bytes([turn]) * nbytes)])
+            assert second.receive("down", 5.0)[1] == bytes([turn]) * nbytes
+    second.waiting("down", 0.0)
+    assert sizes.count(800_000) == 5
+    assert sizes.count(40_000) <= 3  # of 15
+    kept = [one.nbytes for one in second._pools["previous"]._free]
+    assert kept
+    assert set(kept) == {40_000}
 
 
 def test_descriptors_that_are_no_sockets_are_all_closed():
