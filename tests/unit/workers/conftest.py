@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from p2pdrl.config.regime import Regime
 from p2pdrl.workers.mailbox import Mailbox
@@ -18,6 +19,12 @@ from p2pdrl.workers.protocol import (
 )
 
 from .rigs import Rig, Script
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _single_thread() -> None:
+    """Networks here are tiny: a second thread costs five times as much as it brings."""
+    torch.set_num_threads(1)
 
 
 class Daemon:

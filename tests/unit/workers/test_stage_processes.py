@@ -13,7 +13,7 @@ from p2pdrl.pipeline.order import Meeting
 from p2pdrl.workers.stage_protocol import Finish
 
 from .pipes import joined
-from .stage_learners import CLASSIFIER, Spawned, build, orders
+from .stage_learners import CLASSIFIER, Hosted, Spawned, build, orders
 
 BLOCKS = 4
 
@@ -22,15 +22,18 @@ BLOCKS = 4
 def team():
     made = []
 
-    def make(ranks, task=CLASSIFIER):
-        made.extend(Spawned(task, 1 + rank) for rank in range(ranks))
-        for one in made:
-            one.begin()
+    def make(ranks, task=CLASSIFIER, hosted=()):
+        made.extend(
+            Hosted(build(task, seed=1 + rank)) if rank in hosted else Spawned(task, 1 + rank)
+            for rank in range(ranks)
+        )
+        for rank, one in enumerate(made):
+            one.start() if rank in hosted else one.begin()
         return made
 
     yield make
     for one in made:
-        if one.process.poll() is None:
+        if isinstance(one, Spawned) and one.process.poll() is None:
             one.process.send_signal(signal.SIGCONT)
         one.close()
 
@@ -51,8 +54,10 @@ def at_once(member, what, within_s):
     return news
 
 
-def test_processes_learn_die_and_go_on(team):
-    first, second = team = team(2)
+@pytest.mark.parametrize("hosted", [(0,), pytest.param((), marks=pytest.mark.slow)])
+def test_processes_learn_die_and_go_on(team, hosted):
+    """The first one is a thread of this process by default: to start another takes longer than the rest."""
+    first, second = team = team(2, hosted=hosted)
     form(team)
     second.news("copied")
     first.say(Finish(1))
