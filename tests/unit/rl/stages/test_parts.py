@@ -87,7 +87,9 @@ def test_the_longest_message_is_known(name):
     with Pipeline(parts, make_plan(parts, 3, 1), lambda ranks: framed_ring(ranks, Watching)) as pipeline:
         pipeline.head.gradients(case.batch, case.objective)
         step_with(pipeline)
+        activation = max(longest)
         pipeline.head.collect(state=True, spread=True)
+    assert activation <= parts.activation_nbytes < 4 * activation
     assert max(longest) <= parts.longest_nbytes
     assert parts.longest_nbytes < 4 * max(longest)
 
