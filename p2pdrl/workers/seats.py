@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Connected", "Ears", "Neighbours", "Pipes", "Seat", "take_seat"]
 
+_KEPT_ACTIVATIONS = 4
+"""Each pipe keeps memory for so many of a whole batch: in microbatches, more than wait to be read at once."""
+
 Pipes = Mapping[StageSide, tuple[int, PipeTicket]]
 """Descriptors, and what goes with them."""
 
@@ -226,6 +229,7 @@ def take_seat(order: StageOrder, pipes: Pipes, trainer: AnyTrainer, ears: Ears) 
         carrier = PipeCarrier(
             pipes,
             parts.longest_nbytes,
+            kept_nbytes=_KEPT_ACTIVATIONS * parts.activation_nbytes,
             listen=ears.listen,
             interrupted=ears.interrupted,
             allocate=_pinned if device.type == "cuda" else _plain,
