@@ -28,6 +28,7 @@ from p2pdrl.transport.protocol import Address
 Json = Any
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let one worker run all of these: real nodes on two cores don't bear each other's company."""
     for item in items:
