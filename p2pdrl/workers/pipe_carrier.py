@@ -170,14 +170,10 @@ class PipeCarrier:
         """Wait until all that was sent has left.
 
         Raises:
-            TransportError: a pipe broke, or that took too long.
+            TransportError: a pipe broke, or that took too long; or the daemon's words ended the wait.
         """
-        for side, end in self._ends.items():
-            try:
-                end.flush(deadline_s=timeout_s)
-            except TransportError:
-                self.side = side
-                raise
+        for side in self._ends:
+            self._flush(side, timeout_s)
 
     def close(self) -> None:
         """See ``Carrier.close``; calling it again does nothing."""
@@ -213,6 +209,24 @@ class PipeCarrier:
             except TransportError:
                 self.side = side
                 raise
+
+    def _flush(self, side: StageSide, timeout_s: float) -> None:
+        end = self._end(side)
+        until_s = self._clock() + timeout_s - self._moved_s()
+        while True:
+            left_s = until_s + self._moved_s() - self._clock()
+            try:
+                end.flush(deadline_s=max(min(left_s, SLICE_S), 0.0))
+            except PeerTimeoutError:
+                if left_s <= 0.0:
+                    self.side = side
+                    raise
+                self._hear()
+            except TransportError:
+                self.side = side
+                raise
+            else:
+                return
 
     def _moved_s(self) -> float:
         """Return how long all that moved so far may have taken."""

@@ -157,6 +157,30 @@ def test_the_daemon_is_heard_in_a_long_wait_and_may_end_it(carriers):
     assert max(later - before for before, later in itertools.pairwise(heard)) < 2.0
 
 
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_the_daemon_is_heard_while_what_was_sent_waits_to_leave(interrupted):
+    heard = []
+    pipes = joined(2)
+    carrier = PipeCarrier(
+        pipes[0], LONGEST, listen=lambda: heard.append(1), interrupted=lambda: interrupted and len(heard) > 2
+    )
+    try:
+        carrier.send("down", b"x", [memoryview(bytes(64 << 20))])  # nobody reads it
+        if interrupted:
+            with pytest.raises(PeerUnreachableError, match="another order"):
+                carrier.flush(60.0)
+            assert carrier.side is None
+        else:
+            carrier._moved_s = lambda: 0.0
+            with pytest.raises(PeerTimeoutError):
+                carrier.flush(0.2)
+            assert carrier.side == "next"
+            assert len(heard) >= 3
+    finally:
+        carrier.close()
+        close_all(pipes[1:])
+
+
 def test_the_daemon_is_heard_while_messages_come_all_the_time(carriers):
     now_s, heard = [0.0], []
     first, second = carriers(2, listen=lambda: heard.append(now_s[0]), clock=lambda: now_s[0])
