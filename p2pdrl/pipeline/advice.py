@@ -25,7 +25,7 @@ from p2pdrl.pipeline.timeline import Timeline, predict
 from p2pdrl.pipeline.traffic import Traffic, busiest, fetch_s, spread_s, step_s
 from p2pdrl.pipeline.wording import in_bytes, in_seconds
 
-__all__ = ["Advice", "Alone", "Pipeline", "Wishes", "Work", "advise"]
+__all__ = ["Advice", "Alone", "Pipeline", "Wishes", "Work", "advise", "bytes_alone", "too_large"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def advise(work: Work, peers: Sequence[Peer], links: Links = FREE, wishes: Wishe
                 raise
             trouble = str(error)
     if alone is None and pipeline is None:
-        raise ConfigError(_too_large(work, peers, wishes.microbatches))
+        raise ConfigError(too_large(work, peers, wishes.microbatches))
     take = pipeline is not None and (alone is None or pipeline.update_s <= alone.update_s)
     if pipeline is None:
         assert alone is not None  # noqa: S101 - checked above
@@ -191,8 +191,8 @@ def advise(work: Work, peers: Sequence[Peer], links: Links = FREE, wishes: Wishe
             f"{peers[alone.peer].name} alone takes {in_seconds(alone.step_s)} a step: no pipeline, {trouble}"
         )
     elif alone is None:
-        too_large = _too_large(work, peers, wishes.microbatches)
-        why = f"{_over(peers, pipeline)} takes {in_seconds(pipeline.step_s)} a step: {too_large}"
+        trouble = too_large(work, peers, wishes.microbatches)
+        why = f"{_over(peers, pipeline)} takes {in_seconds(pipeline.step_s)} a step: {trouble}"
     else:
         why = _compared(peers, pipeline, alone, take)
     return Advice(take, why, pipeline, alone)
@@ -204,7 +204,7 @@ def _best_alone(work: Work, peers: Sequence[Peer], numbers: Sequence[int]) -> Al
     for microbatches in numbers:
         layers = work.layers(microbatches)
         seconds = sum(layer.forward_s + layer.backward_s for layer in layers)
-        needs = _memory(work, microbatches)
+        needs = bytes_alone(work, microbatches)
         for index, peer in enumerate(peers):
             peer.check()
             each_s = microbatches * seconds / peer.speed
@@ -213,16 +213,17 @@ def _best_alone(work: Work, peers: Sequence[Peer], numbers: Sequence[int]) -> Al
     return best
 
 
-def _memory(work: Work, microbatches: int) -> float:
-    """What one peer alone needs."""
+def bytes_alone(work: Work, microbatches: int) -> float:
+    """Return what one peer alone needs."""
     (stage,) = partition_at(
         work.layers(microbatches), [Peer("alone")], (), demands=work.demands(microbatches)
     ).stages
     return stage.memory_bytes
 
 
-def _too_large(work: Work, peers: Sequence[Peer], numbers: Sequence[int]) -> str:
-    needs = min(_memory(work, microbatches) for microbatches in numbers)
+def too_large(work: Work, peers: Sequence[Peer], numbers: Sequence[int]) -> str:
+    """Say what one peer alone needs, and what the largest of some has."""
+    needs = min(bytes_alone(work, microbatches) for microbatches in numbers)
     largest = max(peers, key=lambda peer: peer.memory_bytes)
     return (
         f"the model doesn't fit one peer alone, for it needs {in_bytes(needs)}, "

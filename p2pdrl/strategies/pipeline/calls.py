@@ -32,11 +32,12 @@ class Unformed(P2PDRLError):  # noqa: N818 - an event, not a bug
 
     Attributes:
         suspect: node id of the one to blame; empty for nobody.
+        for_s: seconds for which another try is of no use, as far as is known.
     """
 
-    def __init__(self, why: str, suspect: str = "") -> None:
+    def __init__(self, why: str, suspect: str = "", for_s: float = 0.0) -> None:
         super().__init__(why)
-        self.suspect = suspect
+        self.suspect, self.for_s = suspect, for_s
 
 
 class Peers:

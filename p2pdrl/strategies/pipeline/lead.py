@@ -8,7 +8,9 @@ Whoever fails is named, and the caller asks for a view without it.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from p2pdrl.config.pipeline import PipelineConfig
 from p2pdrl.errors import ConfigError, PeerUnreachableError, TransportError, WorkerError
 from p2pdrl.pipeline.layers import FREE, Links
 from p2pdrl.pipeline.order import StageSide
+from p2pdrl.pipeline.ordering import MOST_PEERS
 from p2pdrl.strategies.group.view import ViewKey
 from p2pdrl.strategies.pipeline.calls import Peers, Unformed
 from p2pdrl.strategies.pipeline.joints import Joints
@@ -38,6 +41,10 @@ __all__ = ["Lead"]
 ADOPT_TRIES = 2
 OWN_STATE_S = 10.0
 PAUSE_S = 0.1
+INLINE_CUTS = 50_000
+"""Planning that looks at more of them goes to a thread: so many take some milliseconds."""
+UNFIT_S = 30.0
+"""A model that fits nowhere is tried again after this: memory may have become free."""
 
 
 class Lead:
@@ -82,7 +89,7 @@ class Lead:
         """Do it all.
 
         Raises:
-            Unformed: somebody is gone, or something isn't ready in time.
+            Unformed: somebody is gone, something isn't ready in time, or the model fits nowhere.
         """
         offers = await self._ask()
         await self._take_newest(offers)
@@ -148,9 +155,22 @@ class Lead:
         links: Links = FREE
         if self._config.backend == "auto" and len(members) > 1:
             links = await self._links.between(self._peers, members)
-        ranks = [Rank(peer, self._name(peer), offers[peer].seconds) for peer in members]
+        ranks = [
+            Rank(peer, self._name(peer), offers[peer].seconds, offers[peer].memory_bytes or math.inf)
+            for peer in members
+        ]
         minibatches = self._context.minibatches
-        return design(self._config, self._side.layers, ranks, links, minibatches=minibatches)
+        work = partial(design, self._config, self._side.layers, ranks, links, minibatches=minibatches)
+        try:
+            # Cancelling leaves the thread to itself: nobody hears what it finds, and no more comes of it.
+            return await asyncio.to_thread(work) if self._is_long(len(ranks)) else work()
+        except ConfigError as error:
+            raise Unformed(str(error), for_s=UNFIT_S) from error
+
+    def _is_long(self, ranks: int) -> bool:
+        """Whether the plan takes so long that others would wait: there are many orders, or many cuts."""
+        orders = math.factorial(min(ranks, MOST_PEERS) - 1)
+        return orders * (len(self._side.layers) + 1) ** 2 > INLINE_CUTS
 
     async def _order(self, offers: dict[str, Offered], planned: Design) -> Term:
         """Give everybody their place.

@@ -92,6 +92,8 @@ class Offered(msgspec.Struct, frozen=True):
     device: Short
     trusted: bool
     """Whether it may use torch.distributed."""
+    memory_bytes: Natural = 0
+    """That its stage may take; 0 where nobody knows."""
 
 
 class Form(msgspec.Struct, frozen=True, tag="form"):

@@ -6,12 +6,13 @@ there. Cuts made by hand are taken as given, where there are as many peers as th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2pdrl.config.pipeline import PipelineConfig, ScheduleName
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.advice import Advice, Pipeline, Wishes, Work, advise
+from p2pdrl.pipeline.advice import Advice, Pipeline, Wishes, Work, advise, bytes_alone, too_large
 from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer
 from p2pdrl.pipeline.plan import Plan
 
@@ -30,11 +31,13 @@ class Rank:
         peer: node id.
         name: for people.
         seconds: that all blocks take there, forwards and backwards, for one microbatch.
+        memory_bytes: that its stage may take; without a limit by default.
     """
 
     peer: str
     name: str
     seconds: float
+    memory_bytes: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,34 +87,46 @@ def design(
         ranks: the head first.
         links: between them, by index.
         minibatches: of one update.
+
+    Raises:
+        ConfigError: the model is too large for all of them together, and for each of them alone.
     """
     blocks, most = len(layers), measured_with(config)
     mine_s = max(ranks[0].seconds, LEAST_S)
     single = Plan(blocks, (), schedule_of(config, 1), most, 1)
     alone = Design((ranks[0].peer,), single, False, "it is alone", mine_s * most, 0.0)
-    if len(ranks) == 1:
-        return alone
-    peers = [Peer(one.name, mine_s / max(one.seconds, LEAST_S)) for one in ranks]
-    work = Work(
+    peers = [Peer(one.name, mine_s / max(one.seconds, LEAST_S), one.memory_bytes) for one in ranks]
+    work = Work(  # no bytes of the input: the first rank has the batch in any case, and cuts it into views
         {most: layers},
         minibatches=minibatches,
         checkpoint=config.checkpoint_activations,
         state_every=config.state_every,
     )
+    fits = [bytes_alone(work, most) <= peer.memory_bytes for peer in peers]
+    if not any(fits) and len(ranks) == 1:
+        raise ConfigError(too_large(work, peers, (most,)))
+    if len(ranks) == 1:
+        return alone
     members = tuple(one.peer for one in ranks)
     try:
         advice = advise(work, peers, links, _wishes(config, len(ranks)))
         pipeline = _trainable(layers, advice)
     except ConfigError as error:
+        if not any(fits):
+            raise ConfigError(f"{too_large(work, peers, (most,))}; no pipeline: {error}") from error
         return Design(members, single, True, f"no pipeline: {error}", alone.step_s, 0.0)
+    why = advice.why
     if config.backend == "auto" and not advice.take_pipeline:
-        return Design(members, single, True, advice.why, alone.step_s, 0.0)
+        if all(fits):
+            return Design(members, single, True, why, alone.step_s, 0.0)
+        without = [peer for peer, enough in zip(peers, fits, strict=True) if not enough]
+        why = f"{why}; but {too_large(work, without, (most,))}"
     plan = pipeline.plan
     if config.microbatches == "auto":
         plan = _most(plan)
     bubbles = pipeline.timeline.bubbles
     order = tuple(members[index] for index in pipeline.order)
-    return Design(order, plan, False, advice.why, pipeline.step_s, sum(bubbles) / len(bubbles))
+    return Design(order, plan, False, why, pipeline.step_s, sum(bubbles) / len(bubbles))
 
 
 def _wishes(config: PipelineConfig, ranks: int) -> Wishes:

@@ -219,6 +219,7 @@ class ViewWork:
             self._group.doubt(error.suspect, str(error))
         else:
             await self._still_there()
+        await asyncio.sleep(error.for_s)
         await self._anew(place.members, str(error))
 
     # Working

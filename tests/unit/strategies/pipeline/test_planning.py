@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -118,3 +120,36 @@ async def test_torch_has_its_own_bounds(deadline_s, timeout_s):
 def test_orders_that_make_no_sense_are_no_orders(changes):
     with pytest.raises(ConfigError):
         term_of(PipelineConfig(), msgspec.structs.replace(FORM, **changes), 1)
+
+
+# A block has 1,000 bytes of parameters, of which 4 copies are kept, and 1,000 of activations, a microbatch
+# each: 6 blocks on one peer alone need 30,000, and the last 2 of 6 with their input 11,000.
+def test_a_model_too_large_for_one_peer_is_cut_to_fit():
+    slow = {(0, 1): Link(0.5, 1e5), (1, 0): Link(0.5, 1e5)}
+    config = PipelineConfig(backend="auto")
+    small = [Rank("id0", "n0", 0.06, 29_999.0), Rank("id1", "n1", 0.06, 29_999.0)]
+    found = design(config, BLOCKS, small, slow)
+    assert (found.alone, found.plan.ranks) == (False, 2)
+    assert "doesn't fit one peer alone" in found.why
+    assert design(config, BLOCKS, [replace(one, memory_bytes=30_000.0) for one in small], slow).alone
+
+
+def test_one_that_fits_some_peers_only_is_still_cut():
+    slow = {(0, 1): Link(0.5, 1e5), (1, 0): Link(0.5, 1e5)}
+    mixed = [Rank("id0", "n0", 0.06, 1e9), Rank("id1", "n1", 0.06, 20_000.0)]
+    found = design(PipelineConfig(backend="auto"), BLOCKS, mixed, slow)
+    assert not found.alone
+    assert "it needs 30.0 kB, and n1 has 20.0 kB" in found.why
+
+
+def test_the_peer_with_less_memory_holds_less():
+    less = [Rank("id0", "n0", 0.06), Rank("id1", "n1", 0.06, 11_000.0)]
+    found = design(PipelineConfig(backend="stream"), BLOCKS, less)
+    assert found.plan.cuts == (4,)
+
+
+@pytest.mark.parametrize("peers", [1, 2])
+def test_a_model_that_fits_nowhere_is_refused_with_numbers(peers):
+    tiny = [Rank(f"id{one}", f"n{one}", 0.06, 5_000.0) for one in range(peers)]
+    with pytest.raises(ConfigError, match=r"fit one peer alone, for it needs .*, and n0 has"):
+        design(PipelineConfig(backend="stream"), BLOCKS, tiny)
