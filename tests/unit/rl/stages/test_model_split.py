@@ -55,9 +55,9 @@ def train(task, updates, layout=None, checkpoint=False):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_seed_gives_the_same_curve_with_and_without_the_pipeline(name):
-    whole, curve = train(TASKS[name], 5)
+    whole, curve = train(TASKS[name], 3)
     for layout in LAYOUTS:
-        split, other_curve = train(TASKS[name], 5, layout, checkpoint=layout[0] == "gpipe")
+        split, other_curve = train(TASKS[name], 3, layout, checkpoint=layout[0] == "gpipe")
         np.testing.assert_allclose(split.flat, whole.flat, rtol=1e-4, atol=1e-5)
         for key, array in whole.sidecar().items():
             np.testing.assert_allclose(split.sidecar()[key], array, rtol=1e-3, atol=1e-5, err_msg=key)
