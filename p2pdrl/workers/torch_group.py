@@ -22,6 +22,9 @@ from p2pdrl.workers.torch_meeting import find_store, join, leave, open_store
 
 __all__ = ["TorchGroup"]
 
+_NORM_SPAN = 1 << 18
+"""Entries that are added up at once: in float64 a vector beyond the cache takes torch ten times as long."""
+
 
 class TorchGroup:
     """This process' place in a group, and the next one's, one after another.
@@ -96,7 +99,7 @@ class TorchGroup:
         least, most = torch.aminmax(result)
         return Reduced(
             rows=tuple(Row(row[1], int(row[2]), row[5], row[3], int(row[6])) for row in rows),
-            norm=float(torch.linalg.vector_norm(result, dtype=torch.float64)),
+            norm=_norm(result),
             sound=-bound <= float(least) and float(most) <= bound,
         )
 
@@ -110,7 +113,7 @@ class TorchGroup:
         """Everybody's round, weight, policy version, squared norm, bound, learning rate and ``left``."""
         square = 0.0
         if order.spread and order.weight:
-            square = float(torch.linalg.vector_norm(self._own, dtype=torch.float64)) ** 2
+            square = _norm(self._own) ** 2
         mine = [
             float(order.number),
             order.weight,
@@ -133,3 +136,9 @@ class TorchGroup:
         travelling = self._result.to(device=device, dtype=dtype)
         dist.all_reduce(travelling)
         self._result.copy_(travelling)
+
+
+def _norm(vector: Tensor) -> float:
+    """‖vector‖, added up in float64."""
+    spans = torch.split(vector, _NORM_SPAN)
+    return float(torch.stack([torch.linalg.vector_norm(span, dtype=torch.float64) for span in spans]).norm())
