@@ -23,7 +23,7 @@ from p2pdrl.config.strategy import (
 from p2pdrl.config.strategy_checks import strategy_problems
 from p2pdrl.config.task import A2CConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
 
-__all__ = ["Problem", "problems", "task_problems", "trust_problems"]
+__all__ = ["Problem", "minibatch_rows", "problems", "task_problems", "trust_problems"]
 
 MAX_DATA_NUMBERS = 1 << 28
 """What a regression's made-up rows may come to: every node of the swarm holds them in memory."""
@@ -130,7 +130,7 @@ def _pipeline_problems(task: TaskConfig) -> Iterator[Problem]:
             "strategy, or algorithm.name = ppo or a2c",
         )
         return
-    most, what = _rows(task)
+    most, what = minibatch_rows(task)
     if strategy.microbatches != "auto" and strategy.microbatches > most:
         yield Problem(
             "task.strategy.microbatches",
@@ -143,7 +143,7 @@ def _parts_problems(task: TaskConfig, learner: LearnerConfig) -> Iterator[Proble
     """More parts than rows; a node that was given no task may join any swarm, and cuts as far as it can."""
     if task == TaskConfig() or learner.microbatches == "auto":
         return
-    most, what = _rows(task)
+    most, what = minibatch_rows(task)
     if learner.microbatches > most:
         yield Problem(
             "node.learner.microbatches",
@@ -184,8 +184,8 @@ def _split_problems(strategy: StrategyConfig, learner: LearnerConfig) -> Iterato
         yield Problem("node.learner.split_devices", f"{why}; leave it empty, or take another strategy")
 
 
-def _rows(task: TaskConfig) -> tuple[int, str]:
-    """What each gradient's batch is made of: how many, and what they are."""
+def minibatch_rows(task: TaskConfig) -> tuple[int, str]:
+    """Return what each gradient's batch is made of: how many, and what they are."""
     algorithm = task.algorithm
     if isinstance(algorithm, RegressionConfig):
         return algorithm.batch_size, "rows"

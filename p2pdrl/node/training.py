@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from p2pdrl.clock import Clock
+from p2pdrl.config.checks import minibatch_rows
 from p2pdrl.config.node import NodeConfig
 from p2pdrl.config.task import AlgorithmConfig, PPOConfig, TaskConfig
 from p2pdrl.config.task_hash import task_hash
@@ -312,6 +313,8 @@ class Training:
             stages=self.supervisor.stages,
             pipes=self._pipes,
             minibatches=_minibatches(self.task.algorithm),
+            batches=_batches(self.task.algorithm),
+            rows=minibatch_rows(self.task)[0],
         )
 
     def _request(self) -> StateRequest:
@@ -338,4 +341,9 @@ class Training:
 
 def _minibatches(algorithm: AlgorithmConfig) -> int:
     """Gradients of one update."""
-    return algorithm.epochs * algorithm.minibatches if isinstance(algorithm, PPOConfig) else 1
+    return algorithm.epochs * _batches(algorithm) if isinstance(algorithm, PPOConfig) else 1
+
+
+def _batches(algorithm: AlgorithmConfig) -> int:
+    """Minibatches that an unroll is cut into."""
+    return algorithm.minibatches if isinstance(algorithm, PPOConfig) else 1

@@ -211,6 +211,9 @@ class Context:
         stages: the learner as a rank of a pipeline; None where the node has none to offer.
         pipes: opens pipes between stages; None likewise.
         minibatches: of one update of the algorithm, which a pipeline's predictions take into account.
+        batches: how many of them the longest batch is cut into; the others are further passes over it.
+        rows: of one minibatch, which can't be cut into more; environments where the policy remembers. 0 where
+            nobody knows.
     """
 
     swarm: Swarm
@@ -228,6 +231,8 @@ class Context:
     stages: Stages | None = None
     pipes: Pipes | None = None
     minibatches: int = 1
+    batches: int = 1
+    rows: int = 0
 
 
 class Strategy(Protocol):

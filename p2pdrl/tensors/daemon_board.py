@@ -69,7 +69,7 @@ class DaemonBoard:
     """
 
     def __init__(self, region: SharedRegion, spec: BoardSpec) -> None:
-        self._memory = BoardMemory(region, spec)
+        self._memory, self.spec = BoardMemory(region, spec), spec
         self._lock = threading.Lock()
         self._sets = 0
         self._content_id = self._memory.slot().id

@@ -11,5 +11,6 @@
 | have several pipelines agree | `heads` |
 | know how fast links are | `probe`, `links` |
 | see what is said between nodes, and what is asked of the node | `messages`, `port` |
+| know what stages may take, and what state copies move | `memory`, `copies` |
 | see what people are told | `telling`, `figures` |
 """

@@ -159,8 +159,16 @@ class Lead:
             Rank(peer, self._name(peer), offers[peer].seconds, offers[peer].memory_bytes or math.inf)
             for peer in members
         ]
-        minibatches = self._context.minibatches
-        work = partial(design, self._config, self._side.layers, ranks, links, minibatches=minibatches)
+        context = self._context
+        work = partial(
+            design,
+            self._config,
+            self._side.layers,
+            ranks,
+            links,
+            minibatches=context.minibatches,
+            rows=context.rows,
+        )
         try:
             # Cancelling leaves the thread to itself: nobody hears what it finds, and no more comes of it.
             return await asyncio.to_thread(work) if self._is_long(len(ranks)) else work()

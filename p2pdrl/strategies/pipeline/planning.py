@@ -66,9 +66,15 @@ def schedule_of(config: PipelineConfig, ranks: int) -> ScheduleName:
     return "1f1b" if ranks == 1 and config.schedule == "interleaved" else config.schedule
 
 
-def measured_with(config: PipelineConfig) -> int:
-    """Return into how many microbatches a minibatch is cut when blocks are measured."""
-    return AUTO[-1] if config.microbatches == "auto" else config.microbatches
+def measured_with(config: PipelineConfig, rows: int = 0) -> int:
+    """Return into how many microbatches a minibatch is cut when blocks are measured.
+
+    Args:
+        config: the strategy's options.
+        rows: of a minibatch, which isn't cut into more; 0 is no bound.
+    """
+    wanted = AUTO[-1] if config.microbatches == "auto" else config.microbatches
+    return min(wanted, rows) if rows else wanted
 
 
 def design(
@@ -78,6 +84,7 @@ def design(
     links: Links = FREE,
     *,
     minibatches: int = 1,
+    rows: int = 0,
 ) -> Design:
     """Choose.
 
@@ -87,11 +94,12 @@ def design(
         ranks: the head first.
         links: between them, by index.
         minibatches: of one update.
+        rows: as of `measured_with`.
 
     Raises:
         ConfigError: the model is too large for all of them together, and for each of them alone.
     """
-    blocks, most = len(layers), measured_with(config)
+    blocks, most = len(layers), measured_with(config, rows)
     mine_s = max(ranks[0].seconds, LEAST_S)
     single = Plan(blocks, (), schedule_of(config, 1), most, 1)
     alone = Design((ranks[0].peer,), single, False, "it is alone", mine_s * most, 0.0)
@@ -109,7 +117,7 @@ def design(
         return alone
     members = tuple(one.peer for one in ranks)
     try:
-        advice = advise(work, peers, links, _wishes(config, len(ranks)))
+        advice = advise(work, peers, links, _wishes(config, len(ranks), most))
         pipeline = _trainable(layers, advice)
     except ConfigError as error:
         if not any(fits):
@@ -129,12 +137,11 @@ def design(
     return Design(order, plan, False, why, pipeline.step_s, sum(bubbles) / len(bubbles))
 
 
-def _wishes(config: PipelineConfig, ranks: int) -> Wishes:
-    numbers: tuple[int, ...] = AUTO
+def _wishes(config: PipelineConfig, ranks: int, most: int) -> Wishes:
+    numbers = tuple(number for number in AUTO if number <= most)
     if (
         config.microbatches != "auto"
     ):  # fewer where an interleaved schedule of so many ranks doesn't allow them
-        most = config.microbatches
         numbers = (_allowed(most, ranks, config.chunks) if config.schedule == "interleaved" else most,)
     cuts = config.cuts if ranks == config.stages else ()
     return Wishes(schedule_of(config, ranks), numbers, config.chunks, cuts)

@@ -14,6 +14,7 @@ from p2pdrl.strategies.group.view import ViewKey
 from p2pdrl.strategies.pipeline.calls import BLAMELESS, Peers
 from p2pdrl.strategies.pipeline.joints import Joints
 from p2pdrl.strategies.pipeline.layout import Place
+from p2pdrl.strategies.pipeline.memory import usable_bytes
 from p2pdrl.strategies.pipeline.messages import Form, Offered, PipeHead
 from p2pdrl.strategies.pipeline.orders import closes_circle, term_of
 from p2pdrl.strategies.pipeline.port import Pipes
@@ -100,6 +101,7 @@ async def offered(context: Context, side: LearnerSide) -> Offered:
         len(side.layers),
         side.device[:64],
         context.trusted_network,
+        usable_bytes(side.device),
     )
 
 

@@ -28,13 +28,13 @@ from p2pdrl.pipeline.order import StageNews
 from p2pdrl.strategies.group.service import ROUTE as GROUP_ROUTE
 from p2pdrl.strategies.group.service import ActiveView, Group
 from p2pdrl.strategies.pipeline.calls import Peers, Unformed
+from p2pdrl.strategies.pipeline.copies import state_vectors
 from p2pdrl.strategies.pipeline.figures import Figures
 from p2pdrl.strategies.pipeline.heads import ROUTE as HEADS_ROUTE
 from p2pdrl.strategies.pipeline.heads import Heads
 from p2pdrl.strategies.pipeline.layout import Layout, lay_out, width
 from p2pdrl.strategies.pipeline.links import LinkBook
 from p2pdrl.strategies.pipeline.messages import Done, Form, Leave, Note, Offer, PipeHead, Request, read_note
-from p2pdrl.strategies.pipeline.planning import measured_with
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.pipeline.probe import ProbeDesk
 from p2pdrl.strategies.pipeline.recruit import offered
@@ -47,6 +47,7 @@ from p2pdrl.strategies.pipeline.view_work import (
     ViewWork,
     finish_s,
     left_behind,
+    parts_of,
 )
 from p2pdrl.strategies.protocol import Context
 from p2pdrl.strategies.runner import Runner
@@ -87,7 +88,11 @@ class PipelineStrategy:
             )
         self._config, self._context = config, context
         self._me, self._swarm, self._clock = context.swarm.node_id, context.swarm, context.clock
-        self._side = LearnerSide(context.stages, self._heard)
+        self._side = LearnerSide(
+            context.stages,
+            self._heard,
+            vectors=lambda: state_vectors(context.learner.board.spec),
+        )
         self._heads = Heads(config, context)
         self._desk = ProbeDesk()
         self._telling = Telling(context)
@@ -175,7 +180,7 @@ class PipelineStrategy:
                 await asyncio.sleep(POLL_S)
                 continue
             try:
-                await self._side.measure(measured_with(self._config), MEASURE_S)
+                await self._side.measure(parts_of(self._config, self._context), MEASURE_S)
                 return
             except WorkerError:
                 await asyncio.sleep(POLL_S)

@@ -90,6 +90,8 @@ class Telling:
                 "ok",
                 tuple(Merged(peer, weight) for peer in merged),
                 seconds=now_s - since_s if since_s else 0.0,
+                bytes_out=term.moves.bytes_out,
+                bytes_in=term.moves.bytes_in,
             )
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from p2pdrl.errors import WorkerError
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.strategies.pipeline.copies import Moved, copy_bytes
 from p2pdrl.strategies.pipeline.port import Stages
 from p2pdrl.transport.pipe import Pipe
 
@@ -29,6 +30,7 @@ class Term:
     Attributes:
         formed: whether it counts: all that was to be done before the work is done, as far as we know.
         copies: state copies so far.
+        moves: bytes that each of them moves here.
         ended: with the last news of it, ``over`` or ``broken``.
     """
 
@@ -47,6 +49,7 @@ class Term:
         self.step_s, self.bubble, self.lineage = step_s, bubble, lineage
         self.formed = False
         self.copies = 0
+        self.moves = Moved()
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[StageNews] = loop.create_future()
         self._ready: asyncio.Future[None] = loop.create_future()
@@ -123,6 +126,7 @@ class LearnerSide:
     Args:
         stages: the learner.
         heard: told of each news of the present generation, after the generation itself.
+        vectors: says how many vectors the whole state has, the optimizer's too.
 
     Attributes:
         layers: what its blocks cost; empty before `measure`.
@@ -131,8 +135,15 @@ class LearnerSide:
         last: the greatest generation so far.
     """
 
-    def __init__(self, stages: Stages, heard: Callable[[Term, StageNews], None]) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        heard: Callable[[Term, StageNews], None],
+        *,
+        vectors: Callable[[], int] = lambda: 1,
+    ) -> None:
         self._stages, self._heard = stages, heard
+        self._vectors = vectors
         self.layers: tuple[Layer, ...] = ()
         self.device = ""
         self.term: Term | None = None
@@ -152,6 +163,10 @@ class LearnerSide:
     async def measure(self, microbatches: int, deadline_s: float) -> None:
         """Learn what blocks cost, and whether the learner answers.
 
+        Args:
+            microbatches: into which the longest batch is cut; one of them is measured.
+            deadline_s: seconds.
+
         Raises:
             WorkerError: it doesn't.
             ConfigError: the policy can't be cut.
@@ -162,6 +177,7 @@ class LearnerSide:
     def begin(self, term: Term, pipes: Mapping[StageSide, Pipe]) -> None:
         """Give the learner its order; whatever it did before ends."""
         self.term, self.last = term, max(self.last, term.generation)
+        term.moves = copy_bytes(term.order, self.layers, self._vectors())
         self._stages.work(term.order, pipes)
 
     def finish(self) -> None:

@@ -24,7 +24,7 @@ from p2pdrl.strategies.pipeline.telling import Telling
 from p2pdrl.strategies.pipeline.term import LearnerSide, Term, blamed
 from p2pdrl.strategies.protocol import Context
 
-__all__ = ["GOSSIP_END_S", "LearnerLostError", "Tools", "ViewWork", "finish_s", "left_behind"]
+__all__ = ["GOSSIP_END_S", "LearnerLostError", "Tools", "ViewWork", "finish_s", "left_behind", "parts_of"]
 
 ANSWER_S = 2.0
 """The longest that a learner may take to say that it is there, once a pipeline broke."""
@@ -44,6 +44,11 @@ GOSSIP_END_S = 0.5
 
 class LearnerLostError(WorkerError):
     """Our own learner doesn't answer."""
+
+
+def parts_of(config: PipelineConfig, context: Context) -> int:
+    """Return into how many parts the learner's longest batch is cut for one microbatch of a minibatch."""
+    return context.batches * measured_with(config, context.rows)
 
 
 def left_behind(context: Context, term: Term) -> bool:
@@ -259,7 +264,7 @@ class ViewWork:
             LearnerLostError: it isn't.
         """
         try:
-            await self._side.measure(measured_with(self._tools.config), ANSWER_S)
+            await self._side.measure(parts_of(self._tools.config, self._tools.context), ANSWER_S)
         except WorkerError as error:
             raise LearnerLostError(str(error)) from error
 

@@ -236,6 +236,24 @@ async def test_from_gossip_to_a_pipeline_and_back():
         )
 
 
+@pytest.mark.parametrize(("rows", "batches", "parts"), [(0, 1, 4), (64, 8, 32), (2, 8, 16)])
+async def test_what_is_measured_is_a_microbatch_of_a_minibatch(rows: int, batches: int, parts: int):
+    """The learner cuts its longest batch, of which a minibatch is a part."""
+    async with swarm_of(1, start=False) as swarm:
+        node = swarm.nodes[0]
+        asked, measure = [], node.stages.measure
+
+        async def noted(microbatches: int, **more):
+            asked.append(microbatches)
+            return await measure(microbatches, **more)
+
+        node.stages.measure = noted
+        node.strategy = build(CONFIG, replace(node.context(), rows=rows, batches=batches))
+        await swarm.start()
+        await swarm.working("0")
+        assert set(asked) == {parts}
+
+
 async def test_a_policy_that_cannot_be_cut_is_told():
     async with swarm_of(1, start=False) as swarm:
         swarm.nodes[0].stages.layers = ()

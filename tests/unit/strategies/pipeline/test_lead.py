@@ -22,7 +22,7 @@ from .swarms import CONFIG
 def head(ranks: int, blocks: int) -> lead.Lead:
     swarm = SimpleNamespace(node_id="0", name_of=str)
     return lead.Lead(
-        SimpleNamespace(swarm=swarm, minibatches=1),
+        SimpleNamespace(swarm=swarm, minibatches=1, rows=0),
         CONFIG,
         pipes=None,
         side=SimpleNamespace(layers=blocks_of(blocks)),

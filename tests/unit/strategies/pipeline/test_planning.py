@@ -85,6 +85,20 @@ def test_auto_plans_the_most_that_will_be_tried():
     assert design(config, BLOCKS, ranks(0.06, 0.06)).plan.microbatches == 8
 
 
+def test_a_minibatch_of_few_rows_is_planned_as_it_runs():
+    config = PipelineConfig(backend="stream", microbatches=4)
+    assert [measured_with(config, rows) for rows in (0, 1, 3, 4, 9)] == [4, 1, 3, 4, 4]
+    found = design(config, BLOCKS, ranks(0.06, 0.06), rows=2)
+    assert found.plan.microbatches == found.plan.parts(2) == 2
+    assert found.bubble == pytest.approx(1 / 3)  # 1F1B: (S - 1) / (M + S - 1)
+    assert found.step_s == pytest.approx(3 * 0.03)
+    one = design(msgspec.structs.replace(config, microbatches="auto"), BLOCKS, ranks(0.06, 0.06), rows=1)
+    assert one.bubble == pytest.approx(1 / 2)
+    interleaved = PipelineConfig(backend="stream", schedule="interleaved", chunks=2, microbatches=4)
+    plan = design(interleaved, BLOCKS, ranks(1, 1), rows=3).plan
+    assert plan.microbatches == plan.parts(3) == 3
+
+
 def test_a_rank_without_parameters_is_none():
     blocks = [*BLOCKS[:3], *(layer._replace(parameter_bytes=0.0) for layer in BLOCKS[3:])]
     found = design(PipelineConfig(backend="stream"), blocks, ranks(1, 1))
