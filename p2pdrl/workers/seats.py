@@ -146,6 +146,7 @@ class Seat:
                 generation=order.generation,
                 timeout_s=order.timeout_s,
                 idle_timeout_s=order.idle_timeout_s,
+                within_s=order.timeout_s,
                 runner=runner,
                 recorder=self.recorder,
             )

@@ -33,7 +33,9 @@ class StageServer(Generic[Outputs]):
         links: to the neighbours.
         generation: of the pipeline, the same on all ranks.
         timeout_s: bound on each wait within a minibatch.
-        idle_timeout_s: bound on the wait for the next minibatch: the first rank makes experience meanwhile.
+        idle_timeout_s: bound on the wait for the next update: the first rank makes experience meanwhile.
+        within_s: bound on the wait for another minibatch of the same update; None for the same, where nobody
+            says which is an update's last.
         clock: seconds, monotonic; for figures only.
         runner: computes this rank's gradients; None for one that does so over the links.
         recorder: of what this rank does; None for one of its own.
@@ -47,12 +49,14 @@ class StageServer(Generic[Outputs]):
         generation: int,
         timeout_s: float,
         idle_timeout_s: float,
+        within_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
         runner: Running | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._rank = Rank(share, links, generation, timeout_s, clock, runner=runner, recorder=recorder)
         self._idle_timeout_s = idle_timeout_s
+        self._within_s = idle_timeout_s if within_s is None else within_s
 
     @property
     def share(self) -> Share[Outputs]:
@@ -73,9 +77,11 @@ class StageServer(Generic[Outputs]):
         rank = self._rank
         with rank.whole_or_broken():
             tensors: list[Tensor] = []
-            while isinstance(over := self._next(tensors), Activation):
+            over = self._next(tensors, self._idle_timeout_s)
+            while isinstance(over, Activation):
                 rank.send("up", rank.gather(rank.runner.run()))
                 rank.step(rank.receive("down", Step, rank.bare))
+                over = self._next(tensors, self._within_s)
             if isinstance(over, Whole):
                 return rank.take_whole(over, tensors)
             rank.send("down", over)
@@ -96,7 +102,7 @@ class StageServer(Generic[Outputs]):
         """End this rank's part; from any thread."""
         self._rank.close()
 
-    def _next(self, tensors: list[Tensor]) -> Activation | Over | Whole:
+    def _next(self, tensors: list[Tensor], timeout_s: float) -> Activation | Over | Whole:
         """Wait for the next minibatch and begin it, or learn that there is none.
 
         Before the first one a whole may come, which goes into ``tensors``.
@@ -116,6 +122,6 @@ class StageServer(Generic[Outputs]):
             self._rank.runner.begin(opening)
             return self._rank.runner.room(own, 0)
 
-        message = self._rank.receive_any("down", room, self._idle_timeout_s, "the next minibatch")
+        message = self._rank.receive_any("down", room, timeout_s, "the next minibatch")
         assert isinstance(message, Activation | Over | Whole)  # noqa: S101 - checked above
         return message

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import threading
 
 import msgspec
 import numpy as np
 import pytest
 
 from p2pdrl.config.regime import FREE
+from p2pdrl.rl.stages.pipelined import Pipelined
 from p2pdrl.rl.stepping import OwnStepper
 from p2pdrl.workers.protocol import Pace, Stop, Work
 from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, Trace, Traced
@@ -315,6 +317,25 @@ def test_a_pause_holds_the_head_and_nobody_times_out(team):
     broken = second.news("broken")
     assert (broken.side, "no update for 0.3 s" in broken.why) == ("previous", True)
     assert first.news("broken").side == "next"  # though it is paused
+
+
+def test_a_head_that_freezes_between_two_minibatches_is_late_like_any_neighbour(team, monkeypatch):
+    team, thawed, stepped = team(CARTPOLE, 2), threading.Event(), []
+    step = Pipelined.step
+
+    def freezing(self, *arguments, **options):
+        norm = step(self, *arguments, **options)
+        stepped.append(options["left"])
+        if len(stepped) == 6:  # the second one of the second update
+            thawed.wait(20.0)
+        return norm
+
+    monkeypatch.setattr(Pipelined, "step", freezing)
+    team.form(timeout_s=0.3, idle_timeout_s=60.0)
+    broken = team.members[1].news("broken", timeout_s=10.0)
+    assert (broken.side, stepped[-1]) == ("previous", 2)
+    thawed.set()
+    assert team.head.news("broken").side == "next"
 
 
 def test_the_pace_is_kept(team):
