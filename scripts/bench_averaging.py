@@ -9,8 +9,8 @@ every worker.
     python scripts/bench_averaging.py
     python scripts/bench_averaging.py --sizes 100000 --rounds 200 --no-key
 
-With ``--hivemind-python``, four peers of hivemind (`hivemind_worker.py`) take turns too. The interpreter is
-one of an environment of its own, which p2pdrl does not share:
+With ``--hivemind-python``, four peers of hivemind (`support/hivemind_worker.py`) take turns too. The
+interpreter is one of an environment of its own, which p2pdrl does not share:
 
     python3 -m venv /tmp/hivemind_env
     /tmp/hivemind_env/bin/pip install hivemind==1.1.12 torch==2.13.0
@@ -41,11 +41,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hivemind_team
-from hivemind_team import HivemindTeam
-from worker_team import Team, Worker, WorkerLostError
+from support.hivemind_team import ROWS, HivemindTeam
+from support.worker_team import Team, Worker, WorkerLostError
 
-WORKER = Path(__file__).with_name("averaging_worker.py")
+WORKER = Path(__file__).parent / "support" / "averaging_worker.py"
 SIZES = (10_000_000, 1_700_000, 100_000)
 METHODS = ("gloo", "exact/none", "exact/bf16", "gossip/none", "gossip/bf16")
 WARM_UPS = 2
@@ -103,7 +102,7 @@ def measure(
             )
         names = [*methods]
         if hivemind is not None:
-            names += hivemind_team.ROWS
+            names += ROWS
             times |= hivemind.turn()
         for name in names if turn >= WARM_UPS else []:
             if name in times:

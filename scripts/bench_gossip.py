@@ -19,7 +19,7 @@ import json
 import statistics
 import time
 
-from local_swarm import LocalSwarm
+from support.local_swarm import LocalSwarm
 
 NETWORKS = {"64x64": "[64, 64]", "10M": "[2230, 2230]"}
 LAG_WINDOW_S = 62.0

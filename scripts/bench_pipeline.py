@@ -30,8 +30,8 @@ process it is all there is; what the fetching of parameters left in buffers is),
 between forward and backward.
 
 ``--wan`` measures a smaller policy through fault proxies: 100 Mbit/s, 40 ms each way, and both. They stand
-in every connection of ours and of torch's alike (`pipeline_redirected` says how), work within this process,
-and hold up to 1 MiB each way, as a router does.
+in every connection of ours and of torch's alike (`pipeline_bench.redirected` says how), work within this
+process, and hold up to 1 MiB each way, as a router does.
 
 Where there is a GPU, all stages share it and compute in bf16; plain torch is left out then, because gloo
 moves no tensors between GPUs and NCCL wants one for each rank.
@@ -48,14 +48,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline_figures import ALONE, PLAIN, Case, Figures, Tally, draw, show, show_memory
-from pipeline_model import CHUNKS, NETWORKS, SIZES, cuts_of
-from pipeline_teams import Held, Network, Outcome
-from plots import check_path
-from worker_team import WorkerLostError
-
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.layers import Layer
+from pipeline_bench.figures import ALONE, PLAIN, Case, Figures, Tally, draw, show, show_memory
+from pipeline_bench.model import CHUNKS, NETWORKS, SIZES, cuts_of
+from pipeline_bench.teams import Held, Network, Outcome
+from support.plots import check_path
+from support.worker_team import WorkerLostError
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 CONTENDERS = {"stream": "stream", "torch": "torch", PLAIN: "gloo"}

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 
-from local_swarm import LocalSwarm, Node
+from support.local_swarm import LocalSwarm, Node
 
 STRATEGIES = {
     "gossip": ["name=adpsgd"],

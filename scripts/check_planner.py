@@ -46,8 +46,6 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 import msgspec
-from gathering_nodes import gather, started
-from live_swarm import LiveSwarm, Measured
 from rich.console import Console
 from rich.table import Table
 
@@ -58,6 +56,8 @@ from p2pdrl.planner.description import LOOPBACK, Costs, Machine, SwarmDescriptio
 from p2pdrl.planner.forecast import Forecast
 from p2pdrl.planner.simulate import predict
 from p2pdrl.planner.texts import strategy_of
+from support.gathering_nodes import gather, started
+from support.live_swarm import LiveSwarm, Measured
 
 STRATEGIES = (
     *("adpsgd", "sgp", "gala", "dsgd", "strom:tau=2e-6"),

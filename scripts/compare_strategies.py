@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from local_swarm import LocalSwarm
-from proxies import Proxies
 
 from p2pdrl.transport.protocol import Address
+from support.local_swarm import LocalSwarm
+from support.proxies import Proxies
 
 PPO = {"task.algorithm.name": "ppo", "task.env.num_envs": "8"}
 STRATEGIES: dict[str, dict[str, str]] = {

@@ -19,7 +19,6 @@ import tomllib
 from pathlib import Path
 
 import msgspec
-from plots import bars, check_path, lines, pyplot, save
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +29,7 @@ from p2pdrl.planner.description import Churn, SwarmDescription
 from p2pdrl.planner.forecast import Forecast
 from p2pdrl.planner.simulate import predict
 from p2pdrl.planner.texts import ALL_STRATEGIES, link_of, machines_of, strategy_of, swarm_of
+from support.plots import bars, check_path, lines, pyplot, save
 
 BITS = ("updates/s", "fresh/s", "sent MB/s", "waiting", "agreed after", "rounds/s", "lost", "staleness")
 

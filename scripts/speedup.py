@@ -21,12 +21,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from check_planner import options as node_options
-from live_swarm import LiveSwarm, Measured
-from plots import COLOURS, check_path, pyplot, save
 from rich.console import Console
 from rich.table import Table
 
+from check_planner import options as node_options
 from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.strategy import LocalConfig
 from p2pdrl.errors import P2PDRLError
@@ -34,6 +32,8 @@ from p2pdrl.planner.description import Costs, Machine, SwarmDescription
 from p2pdrl.planner.forecast import Forecast
 from p2pdrl.planner.simulate import predict
 from p2pdrl.planner.texts import link_of, strategy_of
+from support.live_swarm import LiveSwarm, Measured
+from support.plots import COLOURS, check_path, pyplot, save
 
 STRATEGIES = ("grad_average", "param_average", "adpsgd", "server_async")
 SETTLE_S = 2.5

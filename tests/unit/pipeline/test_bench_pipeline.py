@@ -17,20 +17,20 @@ from p2pdrl.pipeline.schedule import make_schedule
 from p2pdrl.pipeline.timeline import Costs, predict
 
 SCRIPTS = str(Path(__file__).parents[3] / "scripts")
-OURS = {path.stem for path in Path(SCRIPTS).glob("*.py")}
+OURS = {"bench_pipeline", "pipeline_bench", "support"}
 
 
 @pytest.fixture
 def script(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     yield importlib.import_module
-    for name in OURS & sys.modules.keys():
+    for name in [one for one in sys.modules if one.partition(".")[0] in OURS]:
         sys.modules.pop(name)
 
 
 @pytest.fixture
 def figures(script):
-    return script("pipeline_figures")
+    return script("pipeline_bench.figures")
 
 
 def outcome(figures, wall_s, **more):
@@ -126,7 +126,7 @@ def test_gradients_must_be_the_same(script, figures, measured):
 
 
 def test_free_low_ports_are_smaller_for_gloo_than_any_of_the_systems(script):
-    ports = script("pipeline_ports")
+    ports = script("pipeline_bench.ports")
     assert ports.gloo_order(0x1234) == 0x3412
     first = ports.low_port()
     with socket.create_server(("127.0.0.1", first)):
@@ -137,7 +137,7 @@ def test_free_low_ports_are_smaller_for_gloo_than_any_of_the_systems(script):
 
 @pytest.mark.parametrize("kind", ["mlp", "transformer", "impala_resnet"])
 def test_models_have_about_the_parameters_that_were_asked_for(script, kind):
-    model = script("pipeline_model")
+    model = script("pipeline_bench.model")
     made = model.make_model(kind, 200_000, 8, torch.device("cpu"), "float32")
     assert made.flat.layout.size == pytest.approx(200_000, rel=0.15)
     again = model.make_model(kind, 200_000, 8, torch.device("cpu"), "float32")
@@ -147,13 +147,13 @@ def test_models_have_about_the_parameters_that_were_asked_for(script, kind):
 
 
 def test_the_default_policy_has_33_million_parameters(script):
-    model = script("pipeline_model")
+    model = script("pipeline_bench.model")
     _, network = model.network_of("mlp", model.SIZES["mlp"][0])
     assert network.hidden == (2048,) * 5
 
 
 def test_chains_are_cut_where_ranks_have_equal_work(script):
-    model = script("pipeline_model")
+    model = script("pipeline_bench.model")
     layers = [Layer(str(i), 1.0, 2.0, 0.0, 0.0) for i in range(8)]
     assert model.cuts_of(layers, 2) == (4,)
     assert model.cuts_of(layers, 4) == (2, 4, 6)
@@ -166,7 +166,7 @@ def test_chains_are_cut_where_ranks_have_equal_work(script):
 def test_what_autograd_keeps_is_counted_once_and_let_go(script):
     layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     x = torch.ones(16, 4)
-    with script("pipeline_memory").Kept(layers.parameters()) as kept:
+    with script("pipeline_bench.memory").Kept(layers.parameters()) as kept:
         for _ in range(2):
             layers(x).sum().backward()
     # the input, and tanh's output, which both tanh and the second layer keep; float32
@@ -174,7 +174,7 @@ def test_what_autograd_keeps_is_counted_once_and_let_go(script):
 
 
 def test_memory_is_what_was_taken_since_it_was_made(script):
-    memory = script("pipeline_memory").Memory(torch.device("cpu"))
+    memory = script("pipeline_bench.memory").Memory(torch.device("cpu"))
     taken = torch.ones(8 << 20)
     memory.begin()
     assert 32 << 20 <= memory.peak_bytes() < 48 << 20

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline_model import OBJECTIVE, Model
-from pipeline_talk import LEARNING_RATE, MAX_GRAD_NORM, Stopwatch, Trial
-
 from p2pdrl.rl.forward import policy_forward
 from p2pdrl.rl.gradients import accumulate
 from p2pdrl.rl.stepping import OwnStepper
+from pipeline_bench.model import OBJECTIVE, Model
+from pipeline_bench.talk import LEARNING_RATE, MAX_GRAD_NORM, Stopwatch, Trial
 
 __all__ = ["Alone"]
 

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline_model import Model
-from pipeline_redirected import Redirected
-from pipeline_staged import TIMEOUT_S, Staged, WatchedShare
-from pipeline_talk import Trial, say
-
 from p2pdrl.pipeline.order import Meeting, StageOrder
 from p2pdrl.rl.stages.framed_links import FramedLinks
 from p2pdrl.rl.stages.links import Links
@@ -16,6 +11,10 @@ from p2pdrl.rl.stages.running import Running
 from p2pdrl.workers import torch_stages
 from p2pdrl.workers.pipe_carrier import PipeCarrier
 from p2pdrl.workers.torch_meeting import find_store, open_store
+from pipeline_bench.model import Model
+from pipeline_bench.redirected import Redirected
+from pipeline_bench.staged import TIMEOUT_S, Staged, WatchedShare
+from pipeline_bench.talk import Trial, say
 
 __all__ = ["OverTorch"]
 

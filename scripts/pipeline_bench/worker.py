@@ -1,6 +1,6 @@
 """One process of `bench_pipeline.py`; started by it, told what to do in lines of JSON.
 
-Usage: python pipeline_worker.py CONTENDER RANK
+Usage: python -m pipeline_bench.worker CONTENDER RANK, where `scripts` is on Python's path
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pipeline_alone import Alone
-from pipeline_gloo import Gloo
-from pipeline_memory import Kept, Memory
-from pipeline_model import Model, make_model, plan_of
-from pipeline_staged import WatchedShare
-from pipeline_stream import Stream
-from pipeline_talk import Contender, Stopwatch, Trial, hear, say
-from pipeline_torch import OverTorch
 
 from p2pdrl.config.gradients import Precision
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.schedule import ScheduleName
 from p2pdrl.rl.block_costs import measure_blocks
+from pipeline_bench.alone import Alone
+from pipeline_bench.gloo import Gloo
+from pipeline_bench.memory import Kept, Memory
+from pipeline_bench.model import Model, make_model, plan_of
+from pipeline_bench.over_torch import OverTorch
+from pipeline_bench.staged import WatchedShare
+from pipeline_bench.stream import Stream
+from pipeline_bench.talk import Contender, Stopwatch, Trial, hear, say
 
 REPEATS = 8
 """Of the measurement of blocks; the quickest counts, so that what else the machine does moves no cut."""

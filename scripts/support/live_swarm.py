@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import psutil
-from local_swarm import LocalSwarm, Node
 
 from p2pdrl.config.mode import changed_options, protocol_of
 from p2pdrl.config.strategy import StrategyConfig, mode_of
 from p2pdrl.planner.books import STALENESS_BOUNDS
 from p2pdrl.tensors.checkpoint import from_bytes
+from support.local_swarm import LocalSwarm, Node
 
 
 @dataclass

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline_teams import Outcome
-from plots import COLOURS, pyplot, save
+from pipeline_bench.teams import Outcome
+from support.plots import COLOURS, pyplot, save
 
 __all__ = ["ALONE", "PLAIN", "Case", "Figures", "Tally", "draw", "ideal_speedup", "show", "show_memory"]
 

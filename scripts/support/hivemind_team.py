@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from worker_team import Team, Worker, WorkerLostError
+from support.worker_team import Team, Worker, WorkerLostError
 
 __all__ = ["ROWS", "HivemindTeam"]
 

@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline_model import OBJECTIVE, Model
-from pipeline_redirected import Redirected
-from pipeline_talk import LEARNING_RATE, MAX_GRAD_NORM, Stopwatch, Trial
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -24,6 +21,9 @@ from p2pdrl.pipeline.plan import Plan
 from p2pdrl.rl.networks.lstm import NO_CONTEXT
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.stages.share import Share
+from pipeline_bench.model import OBJECTIVE, Model
+from pipeline_bench.redirected import Redirected
+from pipeline_bench.talk import LEARNING_RATE, MAX_GRAD_NORM, Stopwatch, Trial
 
 __all__ = ["Gloo"]
 

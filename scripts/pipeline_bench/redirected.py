@@ -3,8 +3,8 @@
 Its processes find each other by a store, in which each leaves the address where it listens for gloo; our
 backend over torch leaves that of its own connections there too. `Redirected` is a store that names other
 ports to those who connect. Who does is known beforehand: of two of gloo's processes the one whose port gloo
-takes for the greater one (`pipeline_ports`; a proxy's must not change that, so it is a small one), and of two
-neighbours the rank behind.
+takes for the greater one (`pipeline_bench.ports`; a proxy's must not change that, so it is a small one), and
+of two neighbours the rank behind.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from pipeline_talk import hear, say
 from torch._C._distributed_c10d import Store
+
+from pipeline_bench.talk import hear, say
 
 __all__ = ["Redirected"]
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import psutil
-from live_swarm import LiveSwarm
 
 from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.planner.replicas import AGREED
+from support.live_swarm import LiveSwarm
 
 __all__ = ["crossing", "gather", "started"]
 

@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 from aiohttp import web
-from pipeline_model import CHUNKS, Model
-from pipeline_staged import Staged, WatchedShare
-from pipeline_talk import Trial, hear, say
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.pipeline.order import StageSide
@@ -28,6 +25,9 @@ from p2pdrl.transport.listener import Listener
 from p2pdrl.transport.pipe import Pipe, PipeReply, PipeTicket
 from p2pdrl.transport.protocol import Address, Incoming
 from p2pdrl.workers.pipe_carrier import PipeCarrier
+from pipeline_bench.model import CHUNKS, Model
+from pipeline_bench.staged import Staged, WatchedShare
+from pipeline_bench.talk import Trial, hear, say
 
 __all__ = ["Stream"]
 

@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pipeline_model import OBJECTIVE, Model
-from pipeline_talk import LEARNING_RATE, MAX_GRAD_NORM, Stopwatch, Trial
-
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.stages.links import Links
 from p2pdrl.rl.stages.pipelined import Pipelined
 from p2pdrl.rl.stages.running import Running
 from p2pdrl.rl.stages.server import StageServer
 from p2pdrl.rl.stages.share import Share
+from pipeline_bench.model import OBJECTIVE, Model
+from pipeline_bench.talk import LEARNING_RATE, MAX_GRAD_NORM, Stopwatch, Trial
 
 __all__ = ["TIMEOUT_S", "Staged", "WatchedShare"]
 

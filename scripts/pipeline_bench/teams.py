@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -11,17 +12,17 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from pipeline_ports import gloo_order, low_port
-from proxies import Proxies
-from worker_team import Team, Worker
-
 from p2pdrl.errors import ConfigError
 from p2pdrl.transport.fault_proxy import FaultProxy
 from p2pdrl.transport.protocol import Address
+from pipeline_bench.ports import gloo_order, low_port
+from support.proxies import Proxies
+from support.worker_team import Team, Worker
 
 __all__ = ["Held", "Network", "Outcome"]
 
-WORKER = Path(__file__).with_name("pipeline_worker.py")
+SCRIPTS = Path(__file__).parents[1]
+WORKER = "pipeline_bench.worker"
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,24 @@ class Network:
         self._stack.close()
 
 
+def finding_us() -> dict[str, str]:
+    """Return our environment, with the scripts' folder where Python looks for packages."""
+    paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 class Held:
     """The processes of one contender.
 
     Args:
-        kind: of contender: ``alone``, or one of `pipeline_worker`'s pipelines.
+        kind: of contender: ``alone``, or one of `pipeline_bench.worker`'s pipelines.
         ranks: one process each.
     """
 
     def __init__(self, kind: str, ranks: int) -> None:
         self.kind = kind
-        self._team = Team([Worker([sys.executable, str(WORKER), kind, str(rank)]) for rank in range(ranks)])
+        command, environment = [sys.executable, "-P", "-m", WORKER, kind], finding_us()
+        self._team = Team([Worker([*command, str(rank)], environment) for rank in range(ranks)])
 
     def make(self, model: dict[str, Any]) -> dict[str, Any]:
         """Let each process make the model; return what one says of it."""
@@ -132,7 +140,7 @@ class Held:
             worker.hear()
 
     def _redirect(self, network: Network) -> None:
-        """Put proxies where ranks listen, and tell those who connect: see `pipeline_redirected`."""
+        """Put proxies where ranks listen, and tell those who connect: see `pipeline_bench.redirected`."""
         heard = [worker.hear() for worker in self._team.workers]
         gloo: list[dict[int, int]] = [{} for _ in heard]
         links: list[dict[int, int]] = [{} for _ in heard]

@@ -1,0 +1,1 @@
+"""What scripts are made of and nobody runs by hand: swarms, workers, proxies and plots."""
