@@ -9,7 +9,7 @@ import pytest
 
 from p2pdrl.config.node import DebugConfig, LearnerConfig, NodeConfig
 from p2pdrl.config.strategy import HogwildConfig, LocalConfig
-from p2pdrl.config.task import PPOConfig, TaskConfig
+from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.errors import PeerRefusedError, WorkerError
 from p2pdrl.node import state_transfer
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
@@ -183,6 +183,21 @@ async def test_the_learning_rate_follows_the_progress(pair):
     learner = one._context(1).learner
     one.progress(0.25)
     assert learner.learning_rate == 0.375
+
+
+@pytest.mark.parametrize(
+    ("core", "algorithm", "expected"),
+    [
+        ("none", PPOConfig(epochs=3, minibatches=4, unroll_steps=10), (12, 4, 20)),
+        ("lstm", PPOConfig(epochs=3, minibatches=4, unroll_steps=10), (12, 4, 2)),
+        ("none", A2CConfig(unroll_steps=5), (1, 1, 40)),
+    ],
+)
+async def test_the_strategy_is_told_what_an_update_is_made_of(pair, core, algorithm, expected):
+    one = pair[0].training
+    one.task = TaskConfig(env=EnvConfig(num_envs=8), network=NetworkConfig(core=core), algorithm=algorithm)
+    context = one._context(1)
+    assert (context.minibatches, context.batches, context.rows) == expected
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
