@@ -144,6 +144,8 @@ class Recruit:
         self._form: Form | None = None
         self._task: asyncio.Task[Term] | None = None
         self._joints: Joints | None = None
+        self._turn = asyncio.Lock()
+        self._closed = False
 
     async def take_place(self, sender: str, form: Form) -> Term:
         """Do what the head ordered; the same order again is the same.
@@ -152,28 +154,35 @@ class Recruit:
             Refusal: it isn't for us (409), makes no sense (400), or can't be done now (503).
         """
         asked = msgspec.structs.replace(form, call=0)
-        if self._task is None or asked != self._form:
-            term = self._check(sender, asked)
-            await self._give_up()
-            self._form = asked
-            self._side.drop()
-            circle = closes_circle(self._config, len(form.members))
-            self._joints = Joints(
-                self._pipes,
-                form.key,
-                form.generation,
-                (self._me,) if form.alone or form.port else form.members,
-                0 if form.alone or form.port else term.rank,
-                circle=circle,
-            )
-            self._task = asyncio.create_task(self._take(term, asked, self._joints), name="take-place")
-        task = self._task
+        async with self._turn:
+            task = self._task
+            if task is None or asked != self._form:
+                term = self._check(sender, asked)
+                await self._give_up()
+                task = self._begin(term, asked)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError as error:
             if task.cancelled():
                 raise Refusal(409, "the group's view has ended") from error
             raise
+
+    def _begin(self, term: Term, form: Form) -> asyncio.Task[Term]:
+        if self._closed:
+            raise Refusal(409, "the group's view has ended")
+        self._form = form
+        self._side.drop()
+        circle = closes_circle(self._config, len(form.members))
+        self._joints = Joints(
+            self._pipes,
+            form.key,
+            form.generation,
+            (self._me,) if form.alone or form.port else form.members,
+            0 if form.alone or form.port else term.rank,
+            circle=circle,
+        )
+        self._task = asyncio.create_task(self._take(term, form, self._joints), name="take-place")
+        return self._task
 
     def _check(self, sender: str, form: Form) -> Term:
         """The generation that a head's order is about.
@@ -251,6 +260,7 @@ class Recruit:
 
     async def close(self) -> None:
         """The view ended: give up what isn't done."""
+        self._closed = True
         await self._give_up()
 
     async def _give_up(self) -> None:

@@ -1,0 +1,95 @@
+"""A rank takes one place at a time, and none once its view has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from p2pdrl.clock import LoopClock
+from p2pdrl.strategies.group.view import ViewKey
+from p2pdrl.strategies.pipeline.layout import Place
+from p2pdrl.strategies.pipeline.messages import Form
+from p2pdrl.strategies.pipeline.recruit import Recruit
+from p2pdrl.strategies.protocol import Context
+from p2pdrl.strategies.testing.swarm import FakeSwarm
+from p2pdrl.transport.protocol import Refusal
+
+from .swarms import CONFIG
+
+pytestmark = pytest.mark.looptime
+
+KEY = ViewKey(1, 2, "h")
+FORM = Form(
+    key=KEY,
+    generation=9,
+    members=("h", "a"),
+    blocks=6,
+    cuts=(3,),
+    microbatches=4,
+    lineage="aa",
+    policy_version=0,
+    digest=b"",
+)
+
+
+class Slow(Recruit):
+    """It takes a while to take its place, and to give it up."""
+
+    began: list[int]
+
+    async def _take(self, term, form, joints):
+        self.began.append(form.generation)
+        try:
+            await asyncio.sleep(1.0)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.2)  # a thread that has to end first
+            raise
+        self.began.append(-form.generation)
+        return term
+
+
+def recruit() -> Slow:
+    context = Context(FakeSwarm("a"), None, None, LoopClock(), random.Random(0), 1, 4, 1e6)
+    side = SimpleNamespace(last=0, layers=[None] * 6, drop=lambda: None)
+    made = Slow(
+        context,
+        CONFIG,
+        pipes=None,
+        side=side,
+        peers=None,
+        key=KEY,
+        place=Place(0, ("h", "a")),
+        doubt=lambda *_: None,
+    )
+    made.began = []
+    return made
+
+
+async def test_of_two_orders_at_once_one_counts():
+    one = recruit()
+    first = asyncio.create_task(one.take_place("h", FORM))
+    await asyncio.sleep(0.1)
+    newer = msgspec.structs.replace(FORM, generation=10)
+    twice = [asyncio.create_task(one.take_place("h", newer)) for _ in range(2)]
+    terms = await asyncio.gather(*twice)
+    assert terms[0] is terms[1]
+    with pytest.raises(Refusal):
+        await first
+    assert one.began == [9, 10, -10]
+    await one.close()
+
+
+async def test_an_order_that_waits_while_the_view_ends_comes_too_late():
+    one = recruit()
+    first = asyncio.create_task(one.take_place("h", FORM))
+    await asyncio.sleep(0.1)
+    late = asyncio.create_task(one.take_place("h", msgspec.structs.replace(FORM, generation=10)))
+    await asyncio.sleep(0.1)
+    await one.close()
+    outcomes = await asyncio.gather(first, late, return_exceptions=True)
+    assert [(type(one), one.status) for one in outcomes] == [(Refusal, 409)] * 2
+    assert one.began == [9]
