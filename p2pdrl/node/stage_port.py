@@ -68,7 +68,9 @@ class StagePort:
         since_s = self._unanswered_since_s
         return 0.0 if since_s is None else asyncio.get_running_loop().time() - since_s
 
-    async def measure(self, microbatches: int, *, deadline_s: float) -> tuple[Sequence[Layer], str]:
+    async def measure(
+        self, microbatches: int, *, deadline_s: float, over_torch: bool = False
+    ) -> tuple[Sequence[Layer], str]:
         """Return what each block costs here with one of so many microbatches, and the device.
 
         Raises:
@@ -77,21 +79,21 @@ class StagePort:
         """
         try:
             async with asyncio.timeout(deadline_s), self._measuring:
-                blocks = await self._measured(microbatches)
+                blocks = await self._measured(Measure(microbatches, over_torch))
         except TimeoutError as error:
             raise WorkerError(f"the learner didn't measure its blocks within {deadline_s:g} s") from error
         if blocks.error:
             raise ConfigError(blocks.error)
         return blocks.layers, blocks.device
 
-    async def _measured(self, microbatches: int) -> Blocks:
+    async def _measured(self, asked: Measure) -> Blocks:
         learner = self._learner()
         if learner is None:
             raise WorkerError("the learner is down")
         answer: asyncio.Future[Blocks] = asyncio.get_running_loop().create_future()
-        self._asked = (microbatches, answer)
+        self._asked = (asked.microbatches, answer)
         try:
-            learner.tell(Measure(microbatches))
+            learner.tell(asked)
             return await answer
         finally:
             self._asked = None

@@ -29,6 +29,8 @@ class Meeting(msgspec.Struct, frozen=True):
     """Where the store is; for rank 0, which opens it, where any other rank is."""
     port: int
     """0 for rank 0."""
+    come_s: float = 30.0
+    """The longest that all may take to come: one whose learner is new imports torch.distributed before."""
 
 
 class StageOrder(msgspec.Struct, frozen=True):
@@ -45,7 +47,8 @@ class StageOrder(msgspec.Struct, frozen=True):
     ranks: int
     """These five are `plan.Plan`'s."""
     timeout_s: float
-    """Bound on each wait for a neighbour within an update."""
+    """Bound on each wait for a neighbour within an update; with ``torch`` also on how long those who have all
+    come take to connect."""
     idle_timeout_s: float
     """Bound on the wait for the next update, but for rank 0."""
     state_every: int

@@ -12,7 +12,7 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.rl.block_costs import measure_blocks
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.stages.rows import RowSpec
-from p2pdrl.workers.stage_protocol import Blocks
+from p2pdrl.workers.stage_protocol import Blocks, Measure
 
 if TYPE_CHECKING:
     from p2pdrl.rl.registry import AnyTrainer
@@ -20,15 +20,26 @@ if TYPE_CHECKING:
 __all__ = ["measured"]
 
 
-def measured(trainer: AnyTrainer, microbatches: int) -> Blocks:
-    """Measure the blocks with one microbatch of the longest batch that the task has.
+def measured(trainer: AnyTrainer, asked: Measure, known: dict[int, Blocks]) -> Blocks:
+    """Do what was asked: measure the blocks with one microbatch of the longest batch that the task has.
 
     Parameters, gradients and random numbers of the trainer stay as they are.
 
     Args:
         trainer: of the model.
-        microbatches: into how many that batch is cut.
+        asked: by the daemon.
+        known: by number of microbatches what was measured before, and is not again; this is added.
     """
+    if asked.over_torch:
+        from p2pdrl.workers.torch_stages import import_schedules
+
+        import_schedules()
+    if asked.microbatches not in known:
+        known[asked.microbatches] = _measured(trainer, asked.microbatches)
+    return known[asked.microbatches]
+
+
+def _measured(trainer: AnyTrainer, microbatches: int) -> Blocks:
     try:
         parts = trainer.parts()
     except ConfigError as error:

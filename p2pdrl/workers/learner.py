@@ -88,6 +88,7 @@ class Learner:
             say=self._say,
             listen=lambda: self._listen(0.0),
             paused=lambda: self._paused,
+            ahead=mailbox.ahead,
         )
         self._updates = 0
         self._env_steps = 0

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import socket
+import threading
 from collections import deque
 
 from p2pdrl.errors import WorkerError
@@ -22,6 +23,8 @@ from p2pdrl.workers.protocol import (
 __all__ = ["Mailbox"]
 
 READ_BYTES = 1 << 16
+PEEK_BYTES = 1 << 20
+"""More than a socket holds."""
 
 
 class Mailbox:
@@ -35,6 +38,7 @@ class Mailbox:
         sock.setblocking(False)
         self._sock = sock
         self._frames = FrameBuffer()
+        self._reading = threading.Lock()
         self._unsent = bytearray()
         self._fds: deque[int] = deque()
         self._early: list[ToLearner] = []
@@ -51,16 +55,36 @@ class Mailbox:
         readable, _, _ = select.select([self._sock], [], [], timeout_s)
         if not readable:
             return []
-        try:
-            data, fds, _, _ = socket.recv_fds(self._sock, READ_BYTES, 4)
-        except BlockingIOError:
-            return []
-        except OSError as error:
-            raise WorkerError(f"the daemon's socket broke: {error}") from error
+        with self._reading:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._sock, READ_BYTES, 4)
+            except BlockingIOError:
+                return []
+            except OSError as error:
+                raise WorkerError(f"the daemon's socket broke: {error}") from error
+            if not data:
+                raise WorkerError("the daemon is gone")
+            self._fds += fds
+            bodies = self._frames.feed(data)
+        return [decode_to_learner(body) for body in bodies]
+
+    def ahead(self) -> list[ToLearner]:
+        """Return what has arrived and is to be received yet, which it still is afterwards. From any thread.
+
+        Raises:
+            WorkerError: if the daemon is gone.
+        """
+        with self._reading:
+            try:
+                data = self._sock.recv(PEEK_BYTES, socket.MSG_PEEK)
+            except BlockingIOError:
+                return []
+            except OSError as error:
+                raise WorkerError(f"the daemon's socket broke: {error}") from error
+            bodies = self._frames.with_more(data)
         if not data:
             raise WorkerError("the daemon is gone")
-        self._fds += fds
-        return [decode_to_learner(body) for body in self._frames.feed(data)]
+        return [decode_to_learner(body) for body in bodies]
 
     def attach(self) -> tuple[Attach | Join, int]:
         """Wait for the memory to work on; return its message and its file descriptor.

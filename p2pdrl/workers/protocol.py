@@ -279,3 +279,12 @@ class FrameBuffer:
             bodies.append(bytes(self._data[_LENGTH.size : end]))
             del self._data[:end]
         return bodies
+
+    def with_more(self, data: bytes) -> list[bytes]:
+        """Return what `feed` would, and add nothing.
+
+        Raises:
+            WireError: see `feed`.
+        """
+        other = FrameBuffer()
+        return other.feed(bytes(self._data) + data)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ from p2pdrl.rl.stages.server import StageServer
 from p2pdrl.rl.stages.share import Share
 from p2pdrl.transport.pipe import PipeTicket
 from p2pdrl.workers.pipe_carrier import PipeCarrier
+from p2pdrl.workers.protocol import ToLearner
 
 if TYPE_CHECKING:
     from p2pdrl.rl.registry import AnyTrainer
@@ -87,11 +88,13 @@ class Ears(NamedTuple):
         listen: hears, without waiting.
         interrupted: whether what was heard ends the wait.
         tell: sends news.
+        ahead: what the daemon has said and wasn't heard yet; from any thread.
     """
 
     listen: Callable[[], None]
     interrupted: Callable[[], bool]
     tell: Callable[[StageNews], None]
+    ahead: Callable[[], Sequence[ToLearner]] = list
 
 
 class Seat:
@@ -256,7 +259,10 @@ def _meet(order: StageOrder, device: torch.device, ears: Ears) -> tuple[TorchSta
     from p2pdrl.workers.torch_stages import TorchStages
 
     stages = TorchStages(
-        order, device, lambda port: ears.tell(StageNews(order.generation, "meeting", port=port))
+        order,
+        device,
+        lambda port: ears.tell(StageNews(order.generation, "meeting", port=port)),
+        ahead=ears.ahead,
     )
     return stages, stages.pipes
 

@@ -56,11 +56,13 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     """Say what each block costs here; answered with `Blocks`.
 
     Done between two updates, or between two of those that a rank serves; so by one in a pipeline it may take
-    as long as an update takes.
+    as long as an update takes. It ends a meeting of a torch.distributed group: whoever asks has given it up.
     """
 
     microbatches: int
     """Into which the task's longest batch is cut; one of them is measured."""
+    over_torch: bool = False
+    """Whether stages will run over torch.distributed: what that needs is imported now, for seconds."""
 
 
 class Blocks(msgspec.Struct, frozen=True, tag="blocks"):

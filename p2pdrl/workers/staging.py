@@ -18,7 +18,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ import numpy as np
 
 from p2pdrl.errors import ConfigError, PeerTimeoutError, TransportError
 from p2pdrl.pipeline.order import StageNews, StageOrder
+from p2pdrl.workers.protocol import ToLearner
 from p2pdrl.workers.replica import Replica
 from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
 
@@ -53,6 +54,7 @@ class Staging:
         say: sends a message to the daemon.
         listen: hears the daemon's messages, without waiting, obeys them, and reports when that is due.
         paused: whether the learner is held.
+        ahead: what the daemon has said and wasn't heard yet; called in other threads.
         clock: seconds, monotonic.
     """
 
@@ -64,6 +66,7 @@ class Staging:
         say: Callable[[Blocks | News | Traced], None],
         listen: Callable[[], None],
         paused: Callable[[], bool],
+        ahead: Callable[[], Sequence[ToLearner]] = list,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._trainer = trainer
@@ -71,6 +74,7 @@ class Staging:
         self._say = say
         self._listen = listen
         self._paused = paused
+        self._ahead = ahead
         self._clock = clock
         self._seat: Seat | None = None
         self._recorder: Recorder | None = None
@@ -79,7 +83,7 @@ class Staging:
         self._stages = self._stages_next = False
         self._ended = False
         self._finish: int | None = None
-        self._asked: list[int] = []
+        self._asked: list[Measure] = []
         self._costs: dict[int, Blocks] = {}
         self._figures: dict[str, float] = {}
         self._idle_since_s = 0.0
@@ -125,8 +129,8 @@ class Staging:
                 self._say(self._trace(message))
             case Finish(generation=generation):
                 self._finish = generation
-            case Measure(microbatches=microbatches):
-                self._asked.append(microbatches)
+            case Measure():
+                self._asked.append(message)
             case Stage(order=order):
                 pipes = {side: (take_fd(), ticket) for side, ticket in message.tickets}
                 self._forget_order()
@@ -167,7 +171,8 @@ class Staging:
 
         self._replica.take()
         self._replica.publish()
-        ears = Ears(self._listen, self._interrupted, lambda news: self._say(News(news)))
+        ears = Ears(self._listen, self._interrupted, lambda news: self._say(News(news)), self._ahead)
+        self._answer()
         try:
             seat = take_seat(order, pipes, self._trainer, ears)
         except (TransportError, ConfigError, OSError) as error:
@@ -216,8 +221,7 @@ class Staging:
 
     def work(self) -> None:
         """Do what is to be done between two updates, and on all ranks but the first serve one."""
-        while self._asked:
-            self._measure(self._asked.pop())
+        self._answer()
         seat = self._seat
         if seat is None:
             return
@@ -327,12 +331,12 @@ class Staging:
             for fd, _ in pipes.values():
                 os.close(fd)
 
-    def _measure(self, microbatches: int) -> None:
-        if microbatches not in self._costs:
+    def _answer(self) -> None:
+        """Say what blocks cost, if that was asked."""
+        while self._asked:
             from p2pdrl.workers.block_measuring import measured
 
-            self._costs[microbatches] = measured(self._trainer, microbatches)
-        self._say(self._costs[microbatches])
+            self._say(measured(self._trainer, self._asked.pop(), self._costs))
 
     def _trace(self, asked: Trace) -> Traced:
         """Return what was done lately, in this generation or the last one."""

@@ -13,7 +13,8 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import psutil
@@ -24,7 +25,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # it lists 
 __all__ = [
     "bounded",
     "break_off",
+    "come",
     "cuda_device",
+    "cut_off",
     "find_store",
     "join",
     "leave",
@@ -36,6 +39,7 @@ _INTERFACES = tuple(name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Set by us; what a person has set stays."""
 _ANY = "0.0.0.0"  # noqa: S104 - only where members reach us at several addresses; see `_bind_address`
 _NO_DEVICE = "cpu"
+POLL_S = 0.02
 _UNUSED_TAG = 4711
 
 
@@ -83,13 +87,48 @@ def bounded(port: int, timeout_s: float) -> Iterator[None]:
         port: of the store, in another process.
         timeout_s: after which the connections to it are cut off.
     """
-    timer = threading.Timer(timeout_s, _cut_off, [port])
+    timer = threading.Timer(timeout_s, cut_off, [port])
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
         timer.join()
+
+
+def come(
+    store: TCPStore,
+    rank: int,
+    size: int,
+    *,
+    within_s: float,
+    bound: Callable[[], contextlib.AbstractContextManager[None]],
+    wanted: Callable[[], bool],
+) -> bool:
+    """Wait until all have come to the store; return whether they have.
+
+    Args:
+        store: where all meet.
+        rank: of this process.
+        size: how many they are.
+        within_s: how long they may take.
+        bound: see `bounded`: on each question to the store, whose host is to answer at once.
+        wanted: whether this process is wanted elsewhere, which ends the wait.
+
+    Raises:
+        RuntimeError: the store is gone.
+    """
+    until_s = time.monotonic() + within_s
+    everybody = [f"here/{other}" for other in range(size)]
+    with bound():
+        store.set(everybody[rank], "")
+    while True:
+        with bound():
+            if store.check(everybody):
+                return True
+        if wanted() or time.monotonic() >= until_s:
+            return False
+        time.sleep(POLL_S)
 
 
 def join(
@@ -127,14 +166,19 @@ def join(
     return nccl
 
 
-def break_off() -> None:
+def break_off() -> bool:
     """Break the group, if there is one: all its waits end at once, here and at the others. From any thread.
 
     NCCL can be told to. gloo can't, but closes all connections when a wait takes too long.
+
+    Returns:
+        Whether there is one. It stays broken.
     """
     world = dist.group.WORLD
-    if world is None or dist.get_world_size() == 1:
-        return
+    if world is None:
+        return False
+    if dist.get_world_size() == 1:
+        return True
     with contextlib.suppress(RuntimeError):
         world.abort()
     other = (dist.get_rank() + 1) % dist.get_world_size()
@@ -142,6 +186,7 @@ def break_off() -> None:
         never = dist.irecv(torch.zeros(1), other, tag=_UNUSED_TAG)
         if never is not None:
             never.wait(timedelta(milliseconds=1))
+    return True
 
 
 def leave() -> None:
@@ -187,7 +232,12 @@ def _use_interface_towards(peer: str) -> None:
             return
 
 
-def _cut_off(port: int) -> None:
+def cut_off(port: int) -> None:
+    """End this process' connections to a store, and so all waits for it. From any thread.
+
+    Args:
+        port: of the store, here or in another process.
+    """
     for connection in psutil.Process().net_connections("tcp"):
         if getattr(connection.raddr, "port", None) == port and connection.fd >= 0:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as sock:

@@ -8,8 +8,8 @@
 Activations and gradients go through torch (``rl.stages.torch_runner``). All else that ranks say goes through
 plain TCP connections between neighbours, which are told of each other in the group's store: so a rank may
 wait for the next minibatch for as long as it likes and hears its daemon meanwhile, and it learns at once when
-a neighbour dies. A wait inside torch hears nothing; it ends when a process dies, when `break_off` is called
-in another thread, or after ``timeout_s`` (10 to 30 s are sensible).
+a neighbour dies. A wait inside torch hears nothing; it ends when a process dies, after ``timeout_s`` (10 to
+30 s are sensible), or when the daemon wants something else, which a thread looks for.
 
 Neither has keys or encryption: for networks that are trusted.
 """
@@ -17,6 +17,7 @@ Neither has keys or encryption: for networks that are trusted.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -30,12 +31,15 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError, TransportError
-from p2pdrl.pipeline.order import StageOrder, StageSide
+from p2pdrl.pipeline.order import Meeting, StageOrder, StageSide
 from p2pdrl.rl.stages.torch_errors import peer_error
 from p2pdrl.transport.pipe import PipeTicket
+from p2pdrl.workers.order_watch import OrderWatch
 from p2pdrl.workers.torch_meeting import (
     bounded,
     break_off,
+    come,
+    cut_off,
     find_store,
     join,
     leave,
@@ -44,7 +48,7 @@ from p2pdrl.workers.torch_meeting import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # it lists no exports
 
@@ -53,9 +57,11 @@ if TYPE_CHECKING:
     from p2pdrl.rl.stages.share import Share
     from p2pdrl.rl.stages.torch_runner import TorchRunner
     from p2pdrl.workers.pipe_carrier import PipeCarrier
+    from p2pdrl.workers.protocol import ToLearner
 
-__all__ = ["TorchStages"]
+__all__ = ["TorchStages", "import_schedules"]
 
+POLL_S = 0.05
 STRANGER_S = 1.0
 """How long whoever connects may take to say its word: others may be waiting behind it."""
 
@@ -70,9 +76,11 @@ class TorchStages:
     time: the one before must have been closed.
 
     Args:
-        order: with ``meeting``, and at least 2 ranks. Its ``timeout_s`` bounds the meeting and each wait.
+        order: with ``meeting``, and at least 2 ranks. Its ``timeout_s`` bounds each wait, and how long
+            those who have all come take to connect.
         device: of the stage.
         say_port: told the store's port, where this is rank 0.
+        ahead: what the daemon has said and wasn't heard yet, called in a thread: some of it ends all waits.
 
     Attributes:
         pipes: connections to the neighbours, as `PipeCarrier` takes them: it owns the descriptors. Whoever
@@ -85,20 +93,31 @@ class TorchStages:
         ConfigError: it isn't an order for this.
     """
 
-    def __init__(self, order: StageOrder, device: torch.device, say_port: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        order: StageOrder,
+        device: torch.device,
+        say_port: Callable[[int], None],
+        *,
+        ahead: Callable[[], Sequence[ToLearner]] = list,
+    ) -> None:
         if order.meeting is None or order.ranks < 2:
             raise ConfigError("an order for the torch backend has a meeting, and at least 2 ranks")
         self.pipes: dict[StageSide, tuple[int, PipeTicket]] = {}
         self.nccl = False
         self._device = device
         self._store: TCPStore | None = None
+        self._store_port = 0
+        self._broken = False
         # A wait that takes too long is to raise an error in whoever waits, as it does with gloo.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         # On errors it prints whole schedules; neighbours that die are an event here.
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+        self._watch = OrderWatch(ahead, self.break_off)
         try:
             with _peers_errors():
-                self._meet(order, order.meeting.host, order.meeting.port, say_port)
+                self._meet(order, order.meeting, say_port)
+            self._watch.meeting = False
         except BaseException:
             for fd, _ in self.pipes.values():
                 os.close(fd)
@@ -136,44 +155,69 @@ class TorchStages:
         return TorchRunner(share, links, travelling=travelling, leave=self.close, blame=blame)
 
     def break_off(self) -> None:
-        """End all waits for the group at once, here and at the others; from any thread."""
-        break_off()
+        """End all waits at once, here and at the others; from any thread, but not after `close`."""
+        if self._watch.meeting and self._store_port:
+            cut_off(self._store_port)
+        self._broken = self._broken or break_off()
 
     def close(self) -> None:
         """Leave the group; calling it again does nothing."""
-        break_off()
+        self._watch.close()
+        if not self._broken:
+            break_off()
         leave()
         self._store = None
 
-    def _meet(self, order: StageOrder, host: str, port: int, say_port: Callable[[int], None]) -> None:
-        timeout_s, rank = order.timeout_s, order.rank
-        until_s = time.monotonic() + timeout_s
-        if rank == 0:
-            self._store, port = open_store([host], timeout_s)
-            say_port(port)
+    def _found(self, order: StageOrder, meeting: Meeting, say_port: Callable[[int], None]) -> TCPStore:
+        """Open the store, or connect to it."""
+        if order.rank == 0:
+            store, self._store_port = open_store([meeting.host], order.timeout_s)
+            say_port(self._store_port)
+            return store
+        self._store_port = meeting.port
+        with self._bounded(order):
+            return find_store(meeting.host, meeting.port, order.timeout_s)
+
+    def _bounded(self, order: StageOrder) -> contextlib.AbstractContextManager[None]:
+        """Bound waits for the store of another process; rank 0 has its own."""
+        return bounded(self._store_port, order.timeout_s) if order.rank > 0 else contextlib.nullcontext()
+
+    def _wanted(self) -> bool:
+        return self._watch.wanted
+
+    def _check(self) -> None:
+        """Go no further once the daemon wants something else."""
+        if self._wanted():
+            raise PeerUnreachableError("another order ended the meeting")
+
+    def _meet(self, order: StageOrder, meeting: Meeting, say_port: Callable[[int], None]) -> None:
+        rank, host, timeout_s = order.rank, meeting.host, order.timeout_s
         with contextlib.ExitStack() as stack:
-            if rank > 0:
-                stack.enter_context(bounded(port, timeout_s))
-                self._store = find_store(host, port, timeout_s)
-            store = self._store
-            assert store is not None  # noqa: S101 - opened or found
-            _import_schedules()  # all ranks at the same time
+            store = self._store = self._found(order, meeting, say_port)
+            import_schedules()  # all ranks at the same time
             listener = None
             token = secrets.token_bytes(_TOKEN_BYTES)
-            if rank < order.ranks - 1:  # before the group: whoever has joined it finds this
+            if rank < order.ranks - 1:  # before it comes: whoever finds all there finds this
                 listener = stack.enter_context(_listener(local_address(host)))
                 address, own_port = listener.getsockname()[:2]
-                store.set(f"link/{rank}", f"{address} {own_port} {token.hex()}")
+                with self._bounded(order):
+                    store.set(f"link/{rank}", f"{address} {own_port} {token.hex()}")
+            bound, here_s = functools.partial(self._bounded, order), meeting.come_s
+            if not come(store, rank, order.ranks, within_s=here_s, bound=bound, wanted=self._wanted):
+                raise PeerTimeoutError(f"not all ranks came within {here_s:g} s, or before another order")
+            until_s = time.monotonic() + timeout_s
+            with self._bounded(order):
+                where = store.get(f"link/{rank - 1}").decode() if rank > 0 else ""
             device = self._device if self._device.type == "cuda" else None
-            self.nccl = join(store, rank, order.ranks, host=host, timeout_s=timeout_s, device=device)
+            with self._bounded(order):
+                self.nccl = join(store, rank, order.ranks, host=host, timeout_s=timeout_s, device=device)
             if rank > 0:
-                where = store.get(f"link/{rank - 1}").decode()
                 self.pipes["previous"] = _detached(_connect(where, until_s)), _TICKET
             if listener is not None:
-                self.pipes["next"] = _detached(_accept(listener, token, until_s)), _TICKET
+                self.pipes["next"] = _detached(_accept(listener, token, until_s, self._check)), _TICKET
 
 
-def _import_schedules() -> None:
+def import_schedules() -> None:
     """Import what `TorchStages.runner` makes."""
     # PyTorch's compiler is imported with it, and would make a folder for what it compiles: nothing, here.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
@@ -197,15 +241,29 @@ def _connect(where: str, until_s: float) -> socket.socket:
     return sock
 
 
-def _accept(listener: socket.socket, token: bytes, until_s: float) -> socket.socket:
+def _accept(
+    listener: socket.socket, token: bytes, until_s: float, check: Callable[[], None] = lambda: None
+) -> socket.socket:
     """Return the connection of the rank behind; whoever else comes is sent away.
+
+    Args:
+        listener: where it connects.
+        token: its word.
+        until_s: by ``time.monotonic``.
+        check: called often; its errors end the wait.
 
     Raises:
         TimeoutError: it didn't come in time.
     """
     while True:
-        listener.settimeout(_left_s(until_s))
-        sock, _ = listener.accept()
+        check()
+        listener.settimeout(min(_left_s(until_s), POLL_S))
+        try:
+            sock, _ = listener.accept()
+        except TimeoutError:
+            if time.monotonic() >= until_s:
+                raise
+            continue
         try:
             known = secrets.compare_digest(_word(sock, len(token), until_s), token)
         except BaseException:

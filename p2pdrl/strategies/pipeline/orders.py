@@ -9,10 +9,12 @@ from p2pdrl.strategies.pipeline.messages import Form
 from p2pdrl.strategies.pipeline.planning import schedule_of
 from p2pdrl.strategies.pipeline.term import Term
 
-__all__ = ["IDLE_S", "TORCH_S", "closes_circle", "term_of"]
+__all__ = ["COME_S", "IDLE_S", "TORCH_S", "closes_circle", "term_of"]
 
 TORCH_S = (10.0, 30.0)
 """Least and longest wait for a neighbour with torch.distributed."""
+COME_S = 30.0
+"""Longest wait until all ranks have come to where they meet: some may be importing torch.distributed."""
 IDLE_S = 600.0
 """Longest wait for the next minibatch, while the head makes experience; that it lives is seen elsewhere."""
 
@@ -54,7 +56,7 @@ def term_of(config: PipelineConfig, form: Form, rank: int, host: str = "") -> Te
         state_every=config.state_every,
         tune=config.microbatches == "auto",
         backend="torch" if over_torch else "stream",
-        meeting=Meeting(host, form.port) if over_torch else None,
+        meeting=Meeting(host, form.port, COME_S) if over_torch else None,
         checkpoint_activations=config.checkpoint_activations,
     )
     _ = order.plan  # raises

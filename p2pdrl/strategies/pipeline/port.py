@@ -36,10 +36,13 @@ class Stages(Protocol):
     that it was in.
     """
 
-    async def measure(self, microbatches: int, *, deadline_s: float) -> tuple[Sequence[Layer], str]:
+    async def measure(
+        self, microbatches: int, *, deadline_s: float, over_torch: bool = False
+    ) -> tuple[Sequence[Layer], str]:
         """Return what each block costs here with one of so many microbatches, and the device.
 
-        The learner measures once for each number and answers at once afterwards.
+        The learner measures once for each number and answers at once afterwards. With ``over_torch`` it also
+        imports what pipelines over torch.distributed need, so that it is quick to take its place in one.
 
         Raises:
             WorkerError: it didn't answer in time, or is gone.

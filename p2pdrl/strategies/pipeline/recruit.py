@@ -16,7 +16,7 @@ from p2pdrl.strategies.pipeline.joints import Joints
 from p2pdrl.strategies.pipeline.layout import Place
 from p2pdrl.strategies.pipeline.memory import usable_bytes
 from p2pdrl.strategies.pipeline.messages import Form, Offered, PipeHead
-from p2pdrl.strategies.pipeline.orders import closes_circle, term_of
+from p2pdrl.strategies.pipeline.orders import COME_S, TORCH_S, closes_circle, term_of
 from p2pdrl.strategies.pipeline.port import Pipes
 from p2pdrl.strategies.pipeline.state import State, read_state
 from p2pdrl.strategies.pipeline.term import LearnerSide, Term
@@ -30,8 +30,8 @@ FORM_S = 120.0
 """The longest that a rank may take for its place: most of it is for the whole state of a large model."""
 READY_S = 10.0
 """The longest that a learner may take for it."""
-MEET_S = 30.0
-"""The same with torch.distributed, where it has to meet all others."""
+MEET_S = COME_S + TORCH_S[0]
+"""The same with torch.distributed, where it has to meet all others, and tells if that comes to nothing."""
 ABSORB_S = 2.0
 """The longest that the learner, which stands still, may take for what was posted to it."""
 POLL_S = 0.02

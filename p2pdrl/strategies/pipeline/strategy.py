@@ -91,6 +91,7 @@ class PipelineStrategy:
         self._side = LearnerSide(
             context.stages,
             self._heard,
+            over_torch=config.backend == "torch",
             vectors=lambda: state_vectors(context.learner.board.spec),
         )
         self._heads = Heads(config, context)

@@ -126,6 +126,7 @@ class LearnerSide:
     Args:
         stages: the learner.
         heard: told of each news of the present generation, after the generation itself.
+        over_torch: whether pipelines may run over torch.distributed.
         vectors: says how many vectors the whole state has, the optimizer's too.
 
     Attributes:
@@ -140,9 +141,10 @@ class LearnerSide:
         stages: Stages,
         heard: Callable[[Term, StageNews], None],
         *,
+        over_torch: bool = False,
         vectors: Callable[[], int] = lambda: 1,
     ) -> None:
-        self._stages, self._heard = stages, heard
+        self._stages, self._heard, self._over_torch = stages, heard, over_torch
         self._vectors = vectors
         self.layers: tuple[Layer, ...] = ()
         self.device = ""
@@ -171,7 +173,9 @@ class LearnerSide:
             WorkerError: it doesn't.
             ConfigError: the policy can't be cut.
         """
-        layers, self.device = await self._stages.measure(microbatches, deadline_s=deadline_s)
+        layers, self.device = await self._stages.measure(
+            microbatches, deadline_s=deadline_s, over_torch=self._over_torch
+        )
         self.layers = tuple(layers)
 
     def begin(self, term: Term, pipes: Mapping[StageSide, Pipe]) -> None:

@@ -77,9 +77,11 @@ class FakeStages:
         """The order that it carries out."""
         return None if self._task is None or self._task.done() else self._order
 
-    async def measure(self, microbatches: int, *, deadline_s: float) -> tuple[Sequence[Layer], str]:
+    async def measure(
+        self, microbatches: int, *, deadline_s: float, over_torch: bool = False
+    ) -> tuple[Sequence[Layer], str]:
         """Return what was scripted."""
-        del microbatches
+        del microbatches, over_torch
         if self.gone:
             await asyncio.sleep(min(deadline_s, 0.1))
             raise WorkerError("the learner is gone")

@@ -32,6 +32,40 @@ def test_half_a_frame_waits_for_the_other_half(ends):
     assert mailbox.receive(1.0) == [Progress(0.75)]
 
 
+def test_what_is_ahead_is_seen_and_still_arrives(ends):
+    mailbox, daemon = ends
+    assert mailbox.ahead() == []
+    whole = frame(Progress(0.75))
+    daemon.sock.sendall(whole[:5])
+    assert mailbox.ahead() == []
+    assert mailbox.receive(1.0) == []
+    daemon.sock.sendall(whole[5:] + frame(Stop())[:3])
+    assert mailbox.ahead() == mailbox.ahead() == [Progress(0.75)]
+    assert mailbox.receive(1.0) == [Progress(0.75)]
+    daemon.sock.sendall(frame(Stop())[3:])
+    assert mailbox.ahead() == [Stop()]
+    assert mailbox.receive(1.0) == [Stop()]
+    daemon.sock.close()
+    with pytest.raises(WorkerError, match="the daemon is gone"):
+        mailbox.ahead()
+
+
+def test_descriptors_of_what_is_ahead_are_still_there(ends):
+    mailbox, daemon = ends
+    read_fd, write_fd = os.pipe()
+    order = Attach(8, restore=False)
+    socket.send_fds(daemon.sock, [frame(order)], [write_fd])
+    os.close(write_fd)
+    assert mailbox.ahead() == mailbox.ahead() == [order]
+    assert mailbox.receive(1.0) == [order]
+    taken = mailbox.take_fd()
+    os.write(taken, b"x")
+    os.close(taken)
+    assert os.read(read_fd, 2) == b"x"
+    assert os.read(read_fd, 1) == b""
+    os.close(read_fd)
+
+
 def test_waiting_ends_in_time(ends):
     mailbox, _ = ends
     began_s = time.monotonic()

@@ -394,6 +394,20 @@ def test_an_order_under_another_regime_is_refused(team):
 # --- costs ---------------------------------------------------------------------------------------
 
 
+def test_who_will_work_over_torch_imports_what_that_needs(team, monkeypatch):
+    from p2pdrl.workers import torch_stages
+
+    imported = []
+    monkeypatch.setattr(torch_stages, "import_schedules", lambda: imported.append(1))
+    member = team(CLASSIFIER, 1).head
+    member.say(Measure(4))
+    assert member.hear().microbatches == 4
+    assert not imported
+    member.say(Measure(4, over_torch=True))
+    assert member.hear().microbatches == 4
+    assert imported
+
+
 @pytest.mark.parametrize("task", [CARTPOLE, RECURRENT, CLASSIFIER])
 def test_costs_of_blocks_are_measured_once_for_each_number(team, task):
     member = team(task, 1).head

@@ -14,8 +14,11 @@ import torch
 from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError
 from p2pdrl.pipeline.order import Meeting, StageOrder
 from p2pdrl.workers import torch_stages
+from p2pdrl.workers.stage_protocol import Blocks, Measure
 from p2pdrl.workers.torch_meeting import break_off, leave, open_store
 from p2pdrl.workers.torch_stages import TorchStages
+
+from .stage_learners import CLASSIFIER, Team, orders
 
 CPU = torch.device("cpu")
 ORDER = StageOrder(
@@ -30,14 +33,14 @@ ORDER = StageOrder(
     idle_timeout_s=1.0,
     state_every=1,
     backend="torch",
-    meeting=Meeting("127.0.0.1", 0),
+    meeting=Meeting("127.0.0.1", 0, 0.3),
 )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _first_time():
     """Importing takes a while, and the first store of a process opens a pipe that stays."""
-    torch_stages._import_schedules()
+    torch_stages.import_schedules()
     open_store(["127.0.0.1"], 1.0)
 
 
@@ -69,7 +72,7 @@ def test_who_meets_nobody_gives_up_in_time():
 
 def test_where_no_store_is_nobody_waits_for_long():
     with pytest.raises((PeerTimeoutError, PeerUnreachableError)):
-        TorchStages(change(rank=1, meeting=Meeting("127.0.0.1", free_port())), CPU, lambda _: None)
+        TorchStages(change(rank=1, meeting=Meeting("127.0.0.1", free_port(), 0.3)), CPU, lambda _: None)
 
 
 def test_a_host_that_is_frozen_is_not_waited_for_forever():
@@ -77,13 +80,13 @@ def test_a_host_that_is_frozen_is_not_waited_for_forever():
         port = listener.getsockname()[1]
         begin_s = time.monotonic()
         with pytest.raises((PeerTimeoutError, PeerUnreachableError)):
-            TorchStages(change(rank=1, meeting=Meeting("127.0.0.1", port)), CPU, lambda _: None)
+            TorchStages(change(rank=1, meeting=Meeting("127.0.0.1", port, 0.3)), CPU, lambda _: None)
         assert time.monotonic() - begin_s < 5.0
 
 
 def test_addresses_that_do_not_exist_are_told():
     with pytest.raises(PeerUnreachableError, match="can't be connected"):
-        TorchStages(change(meeting=Meeting("no such host", 0)), CPU, lambda _: None)
+        TorchStages(change(meeting=Meeting("no such host", 0, 0.3)), CPU, lambda _: None)
 
 
 def test_only_who_knows_the_word_becomes_a_neighbour():
@@ -124,6 +127,27 @@ def test_strangers_alone_are_not_waited_for_longer():
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, socket.create_connection(listener.getsockname()), pytest.raises(TimeoutError):
         torch_stages._accept(listener, bytes(16), time.monotonic() + 0.1)
+
+
+def test_an_order_ends_a_meeting_and_so_does_a_question():
+    """The second rank never comes."""
+    team = Team(CLASSIFIER, 1)
+    member, blocks = team.head, team.blocks
+    for generation, message in ((1, Measure(4)), (2, None)):
+        first = orders(blocks, 2, generation=generation, backend="torch", timeout_s=30.0)[0]
+        member.order(msgspec.structs.replace(first, meeting=Meeting("127.0.0.1", 0)), {})
+        assert member.news("meeting", "broken").what == "meeting"
+        began_s = time.monotonic()
+        if message is None:
+            member.order(orders(blocks, 1, generation=3)[0], {})
+            assert member.news("ready").generation == 3
+        else:
+            member.say(message)
+            assert member.news("broken", "ready").what == "broken"
+            while not isinstance(member.hear(), Blocks):
+                pass
+        assert time.monotonic() - began_s < 5.0
+    team.close()
 
 
 def test_without_a_group_there_is_nothing_to_break_off_or_leave():

@@ -120,6 +120,21 @@ def test_failures_of_other_ranks_under_other_schedules(schedule, frozen):
     check_failures(by_rank)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted_s", [None, 0.1])
+@pytest.mark.parametrize("phase", ["opened", "come", "joined", "met"])
+def test_a_frozen_host_of_the_store_keeps_nobody_longer_than_its_timeout(phase, wanted_s):
+    """However far the meeting was; and not that long where the daemon wants something else."""
+    timeout_s = GROUP_TIMEOUT_S if wanted_s is None else 20.0
+    by_rank, _ = torch_world.run(
+        torch_world.frozen_host, 3, (0,), phase=phase, timeout_s=timeout_s, wanted_s=wanted_s
+    )
+    for how, seconds in (by_rank[rank][0] for rank in (1, 2)):
+        print(phase, wanted_s, how, round(seconds, 2))
+        assert phase in {"joined", "met"} or how != "met"
+        assert seconds < (timeout_s if wanted_s is None else wanted_s) + 2.0
+
+
 @pytest.mark.parametrize(
     ("text", "meant"),
     [

@@ -48,7 +48,7 @@ class World:
         self._ports = ports
         self.clock = clock
 
-    def meet(self, ranks, timeout_s=TIMEOUT_S, rank=None):
+    def meet(self, ranks, timeout_s=TIMEOUT_S, rank=None, ahead=list):
         import torch
 
         from p2pdrl.pipeline.order import Meeting, StageOrder
@@ -68,14 +68,14 @@ class World:
             idle_timeout_s=timeout_s,
             state_every=1,
             backend="torch",
-            meeting=Meeting("127.0.0.1", port),
+            meeting=Meeting("127.0.0.1", port, timeout_s),
         )
 
         def say(port):
             for _ in range(ranks - 1):
                 self._ports.put(port)
 
-        return TorchStages(order, torch.device("cpu"), say)
+        return TorchStages(order, torch.device("cpu"), say, ahead=ahead)
 
 
 class Member:
@@ -251,6 +251,64 @@ def failures(world, schedule, timeout_s, frozen_rank=1):
         rank -= rank > frozen_rank
 
 
+def frozen_host(world, phase, timeout_s, wanted_s=None):
+    """The first of 3 ranks, who has the store, freezes while they meet.
+
+    Args:
+        phase: ``opened``: the store is there; ``come``: all are; ``joined``: the group is; ``met``: all else.
+        timeout_s: of the group.
+        wanted_s: after so long the survivors' daemons want something else; None for never.
+
+    Yields:
+        How the meeting ended for the others, and how many seconds after the freeze they have left.
+    """
+    from p2pdrl.errors import TransportError
+    from p2pdrl.workers import torch_stages
+    from p2pdrl.workers.protocol import Stop
+
+    def freeze():
+        world.clock.value = time.monotonic()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if world.rank == 0:
+        come, join = torch_stages.come, torch_stages.join
+
+        def coming(*args, **options):
+            if phase == "opened":
+                time.sleep(0.2)  # the others connect
+                freeze()
+            came = come(*args, **options)
+            if phase == "come":
+                freeze()
+            return came
+
+        def joining(*args, **options):
+            nccl = join(*args, **options)
+            if phase == "joined":
+                freeze()
+            return nccl
+
+        torch_stages.come, torch_stages.join = coming, joining
+
+    def ahead():
+        frozen_s = world.clock.value
+        wanted = wanted_s is not None and 0.0 < frozen_s < time.monotonic() - wanted_s
+        return [Stop()] if wanted else []
+
+    how = "met"
+    try:
+        with world.meet(3, timeout_s, ahead=ahead) as stages:
+            if world.rank == 0:
+                freeze()
+            while not world.clock.value:
+                time.sleep(0.01)
+            for fd, _ in stages.pipes.values():
+                os.close(fd)
+    except TransportError as error:
+        how = type(error).__name__
+    yield how, time.monotonic() - world.clock.value
+
+
 def both(world, rounds, **failing):
     yield from agreement(world, rounds)
     yield from failures(world, **failing)
@@ -288,7 +346,7 @@ def main():
     # before the fork, so that it is done once
     from p2pdrl.workers import pipe_carrier, torch_stages  # noqa: F401
 
-    torch_stages._import_schedules()
+    torch_stages.import_schedules()
 
     from . import pipelines  # noqa: F401
 

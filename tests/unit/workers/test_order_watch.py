@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from p2pdrl.config.regime import FREE
+from p2pdrl.errors import WorkerError
+from p2pdrl.workers.order_watch import OrderWatch
+from p2pdrl.workers.protocol import Pace, Progress, Stop, Work
+from p2pdrl.workers.stage_protocol import Finish, Measure, Stage
+
+from .stage_learners import orders
+
+NEWS = (Pace(paused=False, max_updates_per_s=0.0), Progress(0.5), Finish(1))
+
+
+@pytest.fixture
+def watch():
+    made = []
+
+    def make(ahead, meeting):
+        ended = threading.Event()
+        made.append(OrderWatch(ahead, ended.set, every_s=0.002))
+        made[-1].meeting = meeting
+        return made[-1], ended
+
+    yield make
+    for each in made:
+        each.close()
+        each.close()
+
+
+@pytest.mark.parametrize("order", [Stage(orders(2, 1)[0]), Work(FREE, 1), Stop()])
+@pytest.mark.parametrize("meeting", [False, True])
+def test_orders_end_waits(watch, order, meeting):
+    said = list(NEWS)
+    each, ended = watch(lambda: said, meeting)
+    assert not each.wanted
+    said.append(order)
+    assert ended.wait(10.0)
+
+
+def test_who_is_asked_for_costs_while_others_are_awaited_is_wanted(watch):
+    each, _ = watch(lambda: [*NEWS, Measure(4)], False)
+    assert not each.wanted
+    each.meeting = True
+    assert each.wanted
+
+
+def test_a_daemon_that_is_gone_ends_waits(watch):
+    def ahead():
+        raise WorkerError("the daemon is gone")
+
+    assert watch(ahead, False)[1].wait(10.0)
+
+
+def test_nothing_is_ended_after_the_end(watch):
+    said = []
+    each, ended = watch(lambda: said, False)
+    each.close()
+    said.append(Stop())
+    assert not ended.wait(0.02)
