@@ -124,6 +124,20 @@ async def test_a_slow_pipeline_is_refused_with_numbers_and_all_compute_by_themse
         assert all(len(node.stages.began) == 1 for node in swarm.nodes[:2]), "they go on"
 
 
+async def test_where_all_pipelines_are_refused_all_nodes_agree():
+    """Directly or by way of others: those of another pipeline know its head only, until the next view."""
+    slow = msgspec.structs.replace(CONFIG, backend="auto")
+    async with swarm_of(4, slow, start=False) as swarm:
+        swarm.network.delay_s = (0.04, 0.04)
+        for node in swarm.nodes:
+            node.stages.layers = blocks_of(6, seconds=0.0001)
+        await swarm.start()
+        await swarm.until(lambda: all(strategy(node).figures.alone for node in swarm.nodes))
+        await asyncio.sleep(20.0)
+        everybody = np.array([node.learner.now() for node in swarm.nodes])
+        assert np.linalg.norm(everybody - everybody.mean(axis=0), axis=1).max() < 1.0
+
+
 async def test_a_fast_pipeline_is_taken():
     fast = msgspec.structs.replace(CONFIG, backend="auto", microbatches="auto")
     async with swarm_of(2, fast) as swarm:
