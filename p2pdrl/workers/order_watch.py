@@ -12,6 +12,8 @@ from p2pdrl.workers.stage_protocol import Measure, Stage
 __all__ = ["OrderWatch"]
 
 EVERY_S = 0.05
+CLOSE_S = 2.0
+"""To end waits takes milliseconds, but it asks the same library that may hang."""
 _ENDS = (Stage, Work, Stop)
 """What ends a stage."""
 
@@ -24,7 +26,7 @@ class OrderWatch:
         end: ends the waits; called again until `close`, for another wait may have begun meanwhile.
         every_s: seconds between two looks.
 
-    Both are called in the thread, and never after `close`.
+    Both are called in the thread, and not any more after `close`.
 
     Attributes:
         meeting: whether the wait is for others to come. The daemon asks what blocks cost only when it has
@@ -44,10 +46,18 @@ class OrderWatch:
         self._thread = threading.Thread(target=self._look, name="order-watch", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Look no more; calling it again does nothing."""
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Look no more; calling it again does nothing.
+
+        Args:
+            timeout_s: the longest that is waited for ``end`` to return.
+
+        Returns:
+            Whether it has.
+        """
         self._closed.set()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _look(self) -> None:
         while not self._closed.wait(self._every_s):

@@ -162,8 +162,7 @@ class TorchStages:
 
     def close(self) -> None:
         """Leave the group; calling it again does nothing."""
-        self._watch.close()
-        if not self._broken:
+        if self._watch.close() and not self._broken:
             break_off()
         leave()
         self._store = None

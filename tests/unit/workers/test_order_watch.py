@@ -55,6 +55,20 @@ def test_a_daemon_that_is_gone_ends_waits(watch):
     assert watch(ahead, False)[1].wait(10.0)
 
 
+def test_who_never_gets_to_an_end_is_not_waited_for():
+    going, stuck = threading.Event(), threading.Event()
+
+    def end():
+        stuck.set()
+        going.wait(10.0)
+
+    each = OrderWatch(lambda: [Stop()], end, every_s=0.002)
+    assert stuck.wait(10.0)
+    assert not each.close(0.01)
+    going.set()
+    assert each.close()
+
+
 def test_nothing_is_ended_after_the_end(watch):
     said = []
     each, ended = watch(lambda: said, False)
