@@ -227,7 +227,6 @@ def no_orphans(swarm: RealSwarm) -> Iterator[None]:
     wait_until(lambda: not _processes(swarm), 5, f"all processes ended, but there is {_processes(swarm)}")
     left = [path for path in set(Path("/dev/shm").iterdir()) - segments if "p2pdrl" in path.name]
     left += [*swarm.temporary.rglob("*"), *swarm.folder.rglob("*.tmp"), *swarm.folder.rglob(".*.tmp*")]
-    left = [path for path in left if "torchinductor" not in str(path)]  # torch's own cache
     assert not left, f"left behind: {left}"
 
 
