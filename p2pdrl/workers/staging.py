@@ -135,6 +135,7 @@ class Staging:
                 pipes = {side: (take_fd(), ticket) for side, ticket in message.tickets}
                 self._forget_order()
                 self._order = order, pipes
+                self._finish = None  # of a generation before, which may have had the same number
                 if not self._stages_next:
                     self._forget_order()
                     self._tell(order, "broken", why="the learner works by a regime without stages")
