@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import secrets
 import socket
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 __all__ = ["TorchStages", "import_schedules"]
 
 POLL_S = 0.05
+AGAIN_S = 1.0
+"""Seconds after which a group is broken off again: a wait that begins at that moment may be missed."""
 STRANGER_S = 1.0
 """How long whoever connects may take to say its word: others may be waiting behind it."""
 
@@ -108,7 +111,7 @@ class TorchStages:
         self._device = device
         self._store: TCPStore | None = None
         self._store_port = 0
-        self._broken = False
+        self._broken, self._again_s = False, -math.inf
         # A wait that takes too long is to raise an error in whoever waits, as it does with gloo.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         # On errors it prints whole schedules; neighbours that die are an event here.
@@ -158,7 +161,9 @@ class TorchStages:
         """End all waits at once, here and at the others; from any thread, but not after `close`."""
         if self._watch.meeting and self._store_port:
             cut_off(self._store_port)
-        self._broken = self._broken or break_off()
+        now_s = time.monotonic()
+        if now_s >= self._again_s and break_off():
+            self._broken, self._again_s = True, now_s + AGAIN_S
 
     def close(self) -> None:
         """Leave the group; calling it again does nothing."""

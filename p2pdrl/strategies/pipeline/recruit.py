@@ -30,7 +30,7 @@ FORM_S = 120.0
 """The longest that a rank may take for its place: most of it is for the whole state of a large model."""
 READY_S = 10.0
 """The longest that a learner may take for it."""
-MEET_S = COME_S + TORCH_S[0]
+MEET_S = COME_S + TORCH_S[1]
 """The same with torch.distributed, where it has to meet all others, and tells if that comes to nothing."""
 ABSORB_S = 2.0
 """The longest that the learner, which stands still, may take for what was posted to it."""

@@ -135,3 +135,24 @@ def test_over_torch_distributed(team, killed):
         expected.step()
     for member in team:
         np.testing.assert_allclose(member.now()[0], expected.flat, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_order_ends_a_wait_inside_torch(team, rank):
+    """A neighbour is frozen, and the group would wait for it for long."""
+    team = team(2)
+    torch_orders = orders(BLOCKS, 2, backend="torch", timeout_s=30.0)
+    port = 0
+    for member, order in zip(team, torch_orders, strict=True):
+        member.order(msgspec.structs.replace(order, meeting=Meeting("127.0.0.1", port)), {})
+        port = port or member.news("meeting", "broken").port
+    assert team[1].news("copied", "broken").what == "copied"
+    team[1 - rank].process.send_signal(signal.SIGSTOP)
+    time.sleep(0.3)  # it is in the midst of an update
+    form([team[rank]], generation=2)
+    begin_s = time.monotonic()
+    while team[rank].news("ready", "broken").generation == 1:
+        pass
+    assert time.monotonic() - begin_s < 3.0
+    team[1 - rank].process.kill()
