@@ -16,7 +16,7 @@ from p2pdrl.node.events import EventLog
 
 __all__ = ["HANGS_S", "kill_if_it_hangs"]
 
-HANGS_S = 60.0
+HANGS_S = 75.0
 """After so long. To import torch and to meet takes far less; a first unroll of a slow environment may not."""
 
 
