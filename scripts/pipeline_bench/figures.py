@@ -209,7 +209,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         axis.set_xticks(list(alone), [str(m) for m in alone])
         axis.set_ylim(bottom=0)
     labels = times.get_legend_handles_labels()
-    figure.legend(*labels, fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.1))
+    figure.legend(*labels, fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.18))
     figure.suptitle(title)
     save(figure, path)
 
