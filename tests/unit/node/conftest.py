@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.clock import ManualClock
+from p2pdrl.config.node import LearnerConfig
 from p2pdrl.config.regime import FREE
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import (
@@ -43,6 +44,7 @@ from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address
 
 from .conducts import FakeFigures
+from .supervised import QUICK, Supervised
 from .training_peers import Peer
 
 SPEC = BoardSpec(
@@ -300,6 +302,21 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
         written.write_text(" ".join(words))
 
     return write
+
+
+@pytest.fixture
+async def supervise(events: EventLog) -> AsyncIterator[Callable[..., Supervised]]:
+    """Makes supervisors, and ends them."""
+    made: list[Supervised] = []
+
+    def make(config: LearnerConfig = QUICK) -> Supervised:
+        made.append(Supervised(events, config))
+        return made[-1]
+
+    yield make
+    for each in made:
+        await each.one.stop()
+        each.one.close()
 
 
 @pytest.fixture

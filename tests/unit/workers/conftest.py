@@ -1,9 +1,10 @@
-"""A socket pair with a mailbox at one end."""
+"""A socket pair with a mailbox at one end, and learners that are told what to do."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from p2pdrl.workers.protocol import (
 )
 
 from .rigs import Rig, Script
+from .stage_learners import Team
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -70,3 +72,16 @@ def rig() -> Iterator[Callable[[Regime, Script], Rig]]:
     for each in made:
         for region in each.regions:
             region.close()
+
+
+@pytest.fixture
+def team() -> Iterator[Callable[..., Team]]:
+    made: list[Team] = []
+
+    def make(*arguments: Any, **options: Any) -> Team:
+        made.append(Team(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

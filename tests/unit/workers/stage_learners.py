@@ -66,6 +66,17 @@ def build(task, seed=1, microbatches=1):
     return build_trainer(task, seed, "cpu", engine=EngineOptions(microbatches=microbatches))
 
 
+def alone(task, updates, microbatches=4):
+    trainer = build(task, seed=1, microbatches=microbatches)
+    for _ in range(updates):
+        trainer.step()
+    return trainer
+
+
+def assert_close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
 def orders(blocks, ranks, *, schedule="1f1b", stages=None, generation=1, **options):
     """One for each rank."""
     stages = stages or ranks

@@ -36,6 +36,8 @@ ROWS = 11
 STEPS = 5
 TIMEOUT_S = 30.0
 """No test waits for it."""
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
+"""How far a pipeline may be from the model in one piece; see `relative`."""
 
 PPO = PPOObjective(clip=0.2, value_clip=0.3, value_coef=0.7, entropy_coef=0.01)
 A2C = A2CObjective(value_coef=0.5, entropy_coef=0.01)
@@ -227,3 +229,8 @@ def step_with(pipeline, learning_rate=1e-2, max_grad_norm=0.5):
     return pipeline.head.step(
         None, None, learning_rate=learning_rate, max_grad_norm=max_grad_norm, samples=0, left=0
     )
+
+
+def relative(found, expected):
+    """The largest difference, in the scale of the largest number."""
+    return float((found - expected).abs().max() / expected.abs().max())

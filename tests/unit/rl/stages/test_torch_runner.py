@@ -9,7 +9,7 @@ import pytest
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError
 from p2pdrl.rl.stages.torch_errors import peer_error
 
-from . import torch_world
+from . import torch_processes, torch_world
 from .pipelines import MODELS, ROWS, make_case
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5}
@@ -59,7 +59,7 @@ QUICK = by_ranks(
 @pytest.fixture(scope="module")
 def world():
     """What three processes find that do it all one after another: they take longest to begin."""
-    return torch_world.run(
+    return torch_processes.run(
         torch_world.both, 3, frozen=(1,), rounds=QUICK, schedule="1f1b", timeout_s=GROUP_TIMEOUT_S
     )
 
@@ -88,7 +88,7 @@ def test_gradients_are_the_full_batchs_everywhere(name):
             if stages <= len(make_case(name)[1].blocks) and not (kind == "steps" and dtype == "float32")
         ]
     )
-    by_rank, said = torch_world.run(torch_world.agreement, 4, rounds=rounds)
+    by_rank, said = torch_processes.run(torch_world.agreement, 4, rounds=rounds)
     assert not said
     check_agreement({rank: yielded[0] for rank, yielded in by_rank.items()}, rounds)
 
@@ -114,7 +114,7 @@ def test_who_freezes_or_dies_in_mid_step_is_noticed_and_the_others_go_on(world):
 @pytest.mark.parametrize("frozen", [0, 1])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_failures_of_other_ranks_under_other_schedules(schedule, frozen):
-    by_rank, _ = torch_world.run(
+    by_rank, _ = torch_processes.run(
         torch_world.failures, 3, (frozen,), schedule=schedule, timeout_s=GROUP_TIMEOUT_S, frozen_rank=frozen
     )
     check_failures(by_rank)
@@ -126,7 +126,7 @@ def test_failures_of_other_ranks_under_other_schedules(schedule, frozen):
 def test_a_frozen_host_of_the_store_keeps_nobody_longer_than_its_timeout(phase, wanted_s):
     """However far the meeting was; and not that long where the daemon wants something else."""
     timeout_s = GROUP_TIMEOUT_S if wanted_s is None else 20.0
-    by_rank, _ = torch_world.run(
+    by_rank, _ = torch_processes.run(
         torch_world.frozen_host, 3, (0,), phase=phase, timeout_s=timeout_s, wanted_s=wanted_s
     )
     for how, seconds in (by_rank[rank][0] for rank in (1, 2)):
