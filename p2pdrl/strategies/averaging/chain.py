@@ -21,21 +21,20 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from p2pdrl.errors import WireError
 from p2pdrl.strategies.averaging.messages import Digest
+from p2pdrl.strategies.group.note import GroupNote
 from p2pdrl.strategies.group.rendezvous import ranked
 from p2pdrl.strategies.group.view import ViewKey
 from p2pdrl.strategies.judgement import Natural, Short
-from p2pdrl.transport import codec
 
-__all__ = ["Chain", "Note", "Plan", "Standing", "make_plan", "read_note"]
+__all__ = ["Chain", "Note", "Plan", "Standing", "make_plan"]
 
 DIGEST_BYTES = 12
 
 Standing = Literal["same", "behind", "other"]
 
 
-class Note(msgspec.Struct, frozen=True, array_like=True):
+class Note(GroupNote, frozen=True, array_like=True):
     """What a member says of itself when it acknowledges a view; under 256 bytes."""
 
     number: Natural = 0
@@ -47,19 +46,6 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     lineage: Short = ""
     steps: Natural = 0
     policy_version: Natural = 0
-
-    def encode(self) -> bytes:
-        """As bytes for the group."""
-        return msgspec.msgpack.encode(self)
-
-
-def read_note(data: bytes | None) -> Note:
-    """Read a member's note; an empty one when it can't be read."""
-    try:
-        note: Note = codec.decode(data or b"", Note)
-    except WireError:
-        return Note()
-    return note
 
 
 @dataclass(slots=True)

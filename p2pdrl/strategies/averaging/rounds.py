@@ -27,7 +27,7 @@ from p2pdrl.errors import PoisonedVectorError
 from p2pdrl.strategies.averaging.averager import Average, Averager, Part
 from p2pdrl.strategies.averaging.backends import backend_of
 from p2pdrl.strategies.averaging.catching_up import CatchingUp
-from p2pdrl.strategies.averaging.chain import Chain, Note, Plan, make_plan, read_note
+from p2pdrl.strategies.averaging.chain import Chain, Note, Plan, make_plan
 from p2pdrl.strategies.averaging.messages import ROUTE, Ask, Reduced
 from p2pdrl.strategies.averaging.piece_owner import AverageMemory
 from p2pdrl.strategies.averaging.post_desk import PostDesk
@@ -166,7 +166,7 @@ class GroupRounds:
     async def _in_view(self, active: ActiveView) -> None:
         """Do rounds until the view ends."""
         view = active.view
-        notes = {member: read_note(active.notes.get(member)) for member in view.members}
+        notes = {member: Note.read(active.notes.get(member)) for member in view.members}
         plan = make_plan(view.key, view.members, notes, led=self._work.led)
         seeds = plan.fresh and self._work.seeded and len(view.members) > 1
         averager = self._backend.averager(

@@ -12,11 +12,10 @@ import msgspec
 from msgspec import Meta
 
 from p2pdrl.config.pipeline import MAX_CHUNKS, MAX_STAGES
-from p2pdrl.errors import WireError
+from p2pdrl.strategies.group.note import GroupNote
 from p2pdrl.strategies.group.view import ViewKey
 from p2pdrl.strategies.judgement import Natural, Short
 from p2pdrl.strategies.pipeline.probe import Probe
-from p2pdrl.transport import codec
 
 __all__ = [
     "MAX_GENERATION",
@@ -28,7 +27,6 @@ __all__ = [
     "Offered",
     "PipeHead",
     "Request",
-    "read_note",
 ]
 
 MAX_GENERATION = 2**62
@@ -41,7 +39,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 Cut = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
 
 
-class Note(msgspec.Struct, frozen=True, array_like=True):
+class Note(GroupNote, frozen=True, array_like=True):
     """What a member says of itself when it acknowledges a view; under 256 bytes."""
 
     blocks: Natural = 0
@@ -54,19 +52,6 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     ranks: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
     alone: bool = False
     """Whether all these ranks compute by themselves, because a pipeline would be slower."""
-
-    def encode(self) -> bytes:
-        """As bytes for the group."""
-        return msgspec.msgpack.encode(self)
-
-
-def read_note(data: bytes | None) -> Note:
-    """Read a member's note; an empty one when it can't be read."""
-    try:
-        note: Note = codec.decode(data or b"", Note)
-    except WireError:
-        return Note()
-    return note
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):

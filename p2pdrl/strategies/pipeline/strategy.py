@@ -34,7 +34,7 @@ from p2pdrl.strategies.pipeline.heads import ROUTE as HEADS_ROUTE
 from p2pdrl.strategies.pipeline.heads import Heads
 from p2pdrl.strategies.pipeline.layout import Layout, lay_out, width
 from p2pdrl.strategies.pipeline.links import LinkBook
-from p2pdrl.strategies.pipeline.messages import Done, Form, Leave, Note, Offer, PipeHead, Request, read_note
+from p2pdrl.strategies.pipeline.messages import Done, Form, Leave, Note, Offer, PipeHead, Request
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.pipeline.probe import ProbeDesk
 from p2pdrl.strategies.pipeline.recruit import offered
@@ -207,7 +207,7 @@ class PipelineStrategy:
     async def _in_view(self, group: Group, active: ActiveView) -> None:
         """Work until the view ends."""
         view = active.view
-        notes = {member: read_note(active.notes.get(member)) for member in view.members}
+        notes = {member: Note.read(active.notes.get(member)) for member in view.members}
         most = width(notes, self._config.stages, self._config.chunks)
         layout = self._layout = lay_out(view.members, notes, most)
         self._heads.with_whom(layout.heads)

@@ -24,10 +24,9 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.errors import WireError
+from p2pdrl.strategies.group.note import GroupNote
 from p2pdrl.strategies.group.rendezvous import ranked
 from p2pdrl.strategies.judgement import Natural, Short
-from p2pdrl.transport import codec
 
 __all__ = ["Claim", "Holder", "Note", "Piece", "Plan", "Span", "cut", "make_plan", "pieces", "read_note"]
 
@@ -77,7 +76,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
         return Span(self.start, self.stop)
 
 
-class Note(msgspec.Struct, frozen=True, array_like=True):
+class Note(GroupNote, frozen=True, array_like=True):
     """What a member says of itself when it agrees to a view."""
 
     lineage: Short = ""
@@ -169,10 +168,7 @@ class Plan(NamedTuple):
 
 def read_note(data: bytes | None, size: int) -> Note:
     """Read a member's note; an empty one when it can't be read or claims what can't be."""
-    try:
-        note: Note = codec.decode(data or b"", Note)
-    except WireError:
-        return Note()
+    note = Note.read(data)
     good = tuple(claim for claim in note.claims if claim.start < claim.stop <= size)
     return msgspec.structs.replace(note, claims=good)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from p2pdrl.strategies.averaging.chain import Chain, Note, make_plan, read_note
+from p2pdrl.strategies.averaging.chain import Chain, Note, make_plan
 from p2pdrl.strategies.group.view import MAX_NOTE_BYTES, ViewKey
 
 KEY = ViewKey(1, 7, "a" * 32)
@@ -36,9 +36,9 @@ def test_equal_histories_have_equal_marks_and_others_dont():
 def test_a_note_is_short_and_survives_rubbish():
     note = Note(2**52, b"x" * 12, b"y" * 12, "l" * 64, 2**52, 2**52)
     assert len(note.encode()) <= MAX_NOTE_BYTES
-    assert read_note(note.encode()) == note
+    assert Note.read(note.encode()) == note
     for bad in (b"", b"\xc1", b"x" * 300, msgspec.msgpack.encode([-1]), None):
-        assert read_note(bad) == Note()
+        assert Note.read(bad) == Note()
 
 
 def test_without_histories_the_one_with_most_steps_leads():

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from p2pdrl.strategies.pipeline.layout import lay_out, width
-from p2pdrl.strategies.pipeline.messages import Note, read_note
+from p2pdrl.strategies.pipeline.messages import Note
 
 
 def members(count: int) -> tuple[str, ...]:
@@ -101,5 +101,5 @@ def test_no_more_ranks_than_there_are_blocks():
 def test_notes_are_short_and_what_cannot_be_read_says_nothing():
     longest = Note(2**52, 2**61, "f" * 64, 63, 64, True)
     assert len(longest.encode()) <= 256
-    assert read_note(longest.encode()) == longest
-    assert read_note(b"\xc1") == read_note(None) == Note()
+    assert Note.read(longest.encode()) == longest
+    assert Note.read(b"\xc1") == Note.read(None) == Note()
