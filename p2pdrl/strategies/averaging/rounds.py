@@ -194,7 +194,8 @@ class GroupRounds:
     async def _rounds(self, plan: Plan, averager: Averager) -> None:
         await self._begin(plan, averager)
         number = plan.number
-        while not self._runner.stopping and not self._enough:
+        # Where a view has ended an owner's round does so again at once: only by returning do we see the end.
+        while averager.in_force and not self._runner.stopping and not self._enough:
             if await self._round(plan, averager, number):
                 number += 1
 
@@ -241,7 +242,6 @@ class GroupRounds:
                 self._tally.ended(RoundReport("regrouped", seconds=seconds, error="the group changed"))
             raise
         if not averager.in_force:
-            await self._group.ended(averager.view.key)
             return False
         if part.vector is not None:
             self._memory.writer.counted()

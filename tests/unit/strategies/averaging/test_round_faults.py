@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 
 import msgspec
 import numpy as np
 import pytest
 
 from p2pdrl.errors import PeerRefusedError, PeerUnreachableError
+from p2pdrl.strategies.averaging import allreduce
 from p2pdrl.strategies.averaging.messages import ROUTE, Ask
 
 from .bowls import Bowls, mark, now, shared, stall_s, together, until
@@ -266,3 +268,29 @@ async def test_a_learner_whose_gradient_is_nan_spoils_nobodys():
         assert all(np.isfinite(node.learner.x).all() for node in bowls.nodes)
         assert "poisoned" in dict(bad.swarm.told)
         assert not any(node.swarm.strikes for node in bowls.nodes)
+
+
+@BOTH
+async def test_a_view_that_ends_as_its_round_does_ends_for_the_owner_too(config, monkeypatch):
+    """The result counts no longer; the owner has all parts of it, and must not look again for ever."""
+    monkeypatch.setattr(allreduce, "LEAST_PIECE", 1 << 16)  # one owner
+    average, tries = allreduce.ViewAverager.average, Counter()
+
+    async def averaging(averager, number, part):
+        result = await average(averager, number, part)
+        proposes = averager._group.proposer == averager._me and len(averager.view.members) == 2
+        if number % 5 == 0 and proposes and averager._owner is not None:
+            tries[number] += 1
+            assert tries[number] < 100, "it averages without end"
+        if number % 5 == 0 and proposes and number not in renewed:
+            renewed.add(number)
+            averager._group.renew(averager.view.key, "for the test")
+        return result
+
+    renewed = set()
+    monkeypatch.setattr(allreduce.ViewAverager, "average", averaging)
+    async with Bowls(config, nodes=2, period_s=CALM_S) as bowls:
+        await bowls.start()
+        await until(lambda: len(tries) >= 4)
+        assert max(tries.values()) <= 2
+        await until(lambda: together(bowls.nodes))
