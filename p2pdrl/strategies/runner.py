@@ -83,7 +83,8 @@ class Runner:
         tasks.extend(self._beside)
         await asyncio.gather(*tasks, return_exceptions=True)
         while self._short:
-            await asyncio.gather(*self._short, return_exceptions=True)
+            # Not gathered: from Python 3.12 on that returns at once where all are done, and their ends unnoted.
+            await asyncio.wait(self._short)
         self._ended.set()
 
     async def watch(self) -> None:
