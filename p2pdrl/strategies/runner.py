@@ -83,7 +83,7 @@ class Runner:
         tasks.extend(self._beside)
         await asyncio.gather(*tasks, return_exceptions=True)
         while self._short:
-            # Not gathered: from Python 3.12 on that returns at once where all are done, and their ends unnoted.
+            # From Python 3.12 on to gather those that are done lets nobody run who would note their ends.
             await asyncio.wait(self._short)
         self._ended.set()
 

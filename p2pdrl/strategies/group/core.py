@@ -162,7 +162,7 @@ class GroupCore:
         return self._step()
 
     def failed(self, number: int, why: str, now_s: float) -> list[Call]:
-        """A call of ours failed: it was ``refused``, the peer is ``unreachable``, or ``timeout``."""
+        """A call of ours failed; ``why`` is one of the words that `Roster.failed` knows."""
         self._now_s = now_s
         call, _ = self._calls.pop(number)
         message = call.message

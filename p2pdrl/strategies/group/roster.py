@@ -103,7 +103,8 @@ class Roster:
             peer: whom.
             why: ``refused``: it is out at once; ``elsewhere``: so it is, for it is in another mode (still, if
                 it never answered); ``unreachable``: out when it happens twice in a row, because
-                a kept connection may break between two calls; ``timeout``: out after `silence_s` of them.
+                a kept connection may break between two calls; ``timeout``: out after `silence_s` of them;
+                ``hindered``: likewise, for it refuses for a reason that may pass, too much to do say.
             now_s: monotonic time.
         """
         standing = self._standings.get(peer)

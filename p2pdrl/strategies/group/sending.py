@@ -58,7 +58,7 @@ class Sender:
         except PeerRefusedError as refusal:
             if refusal.status == ELSEWHERE:
                 return "elsewhere"
-            return "refused" if refusal.status in GONE else "timeout"
+            return "refused" if refusal.status in GONE else "hindered"
         except TransportError:
             return "unreachable"
         return response

@@ -9,8 +9,9 @@ import pytest
 
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.strategies.group.service import ROUTE
-from p2pdrl.strategies.group.view import Activate, Ping, ViewKey
-from p2pdrl.transport.protocol import Refusal
+from p2pdrl.strategies.group.view import Activate, Invite, Ping, Request, ViewKey
+from p2pdrl.transport.codec import decode
+from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
 from .worlds import WAIT_S, Node, now_s, world
 
@@ -196,3 +197,26 @@ async def test_a_bug_in_a_note_is_told_by_watch_and_ends_the_group():
                 await watching
             with pytest.raises(Refusal):
                 await newer
+
+
+@pytest.mark.parametrize("status", [400, 429, 500])
+@pytest.mark.parametrize("kind", [Ping, Invite, Activate])
+async def test_who_refuses_for_the_moment_is_asked_again_after_a_pause(kind, status):
+    """As often as the network allows would keep busy who is too busy to answer."""
+    async with world(3) as swarm:
+        await swarm.agree()
+        proposer, asked = swarm.proposer, 0
+        node = swarm.others(proposer)[0]
+        answer = node.group.answer
+
+        async def refuse(incoming: Incoming) -> Reply:
+            nonlocal asked
+            if isinstance(decode(incoming.meta, Request, "group message"), kind):
+                asked += 1
+                raise Refusal(status, "not now")
+            return await answer(incoming)
+
+        node.group.answer = refuse
+        proposer.group.renew(proposer.group.view.key, "for the test")
+        await asyncio.sleep(10.0)
+        assert 1 <= asked <= 110
