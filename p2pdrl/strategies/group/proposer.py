@@ -32,8 +32,8 @@ __all__ = ["Proposer"]
 
 FOREVER = float("inf")
 AGAIN_S = 0.1
-"""A message that was refused or not delivered at all is sent again after this: who has too much to do isn't helped
-by being asked as often as the network allows."""
+"""A message that was refused or not delivered at all is sent again after this, and not as soon as the network
+allows: that helps nobody who has too much to do."""
 
 
 @dataclass(slots=True)
