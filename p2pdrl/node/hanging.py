@@ -1,7 +1,13 @@
 """Ends a learner that hangs, so that `supervisor` starts another from the board.
 
-Learners bound their waits; libraries don't all: torch.distributed waits without end for a process that froze
-while a group met. Only a learner that was ordered to be a stage, and hasn't said a word since, is judged.
+Learners bound their waits; libraries and environments don't all: torch.distributed waits without end for a
+process that froze while a group met. Two are judged, by how long they have said nothing:
+
+    ordered to be a stage, no answer yet   75 s more than it was ever silent before: it may be in an update
+    rank 0, answered, has made updates     75 s, or 10 times as long as it was ever silent if that is more
+
+Nobody else is: other ranks bound their waits, and how long a first update takes nobody knows.
+Silence is counted in looks, so that time in which this process was frozen itself doesn't count.
 """
 
 from __future__ import annotations
@@ -11,27 +17,120 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from typing import Protocol, TypeVar
 
+from p2pdrl.clock import Clock
 from p2pdrl.node.events import EventLog
+from p2pdrl.pipeline.order import StageOrder
+from p2pdrl.workers.protocol import FromLearner, Report
 
-__all__ = ["HANGS_S", "kill_if_it_hangs"]
+__all__ = ["HANGS_S", "HangWatch", "Ordered", "kill_if_it_hangs"]
 
 HANGS_S = 75.0
 """After so long. To import torch and to meet takes far less; a first unroll of a slow environment may not."""
+LOOKS = 4
+"""In that time."""
+TIMES = 10.0
+"""The longest silence of a learner at work, before it counts as hanging."""
+
+Message = TypeVar("Message", bound=FromLearner)
 
 
-async def kill_if_it_hangs(pid: int, silent_s: Callable[[], float], events: EventLog) -> None:
-    """Watch a learner until it hangs, and kill it then; cancelled when it ends before.
+class Ordered(Protocol):
+    """What a learner was told to be: `stage_port.StagePort`."""
+
+    @property
+    def order(self) -> StageOrder | None:
+        """The order in force; None without one."""
+        ...
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether it is in force, and the learner has yet to take its seat."""
+        ...
+
+
+class HangWatch:
+    """Judges one process of a learner, from its first message to its last.
+
+    Args:
+        ordered: what it is to be.
+        clock: time.
+    """
+
+    def __init__(self, ordered: Ordered, clock: Clock) -> None:
+        self._ordered = ordered
+        self._clock = clock
+        self._counted_s = self._looked_s = clock.monotonic()
+        self._silent_s = 0.0
+        self._longest_s = 0.0
+        self._order: StageOrder | None = None
+        self._ordered_s = 0.0
+        self._updates = 0
+
+    def heard(self, message: FromLearner) -> None:
+        """Note a message, before anything is done about it."""
+        self._count()
+        if not self._ordered.unanswered:
+            self._longest_s = max(self._longest_s, self._silent_s)
+        self._silent_s = 0.0
+        if isinstance(message, Report):
+            self._updates = message.updates
+
+    def noting(self, handle: Callable[[Message], None]) -> Callable[[Message], None]:
+        """Return what notes a message, and passes it on."""
+
+        def note(message: Message) -> None:
+            self.heard(message)
+            handle(message)
+
+        return note
+
+    def look(self) -> float:
+        """Return for how many seconds the learner has hung; 0 when it isn't known to hang.
+
+        To be called `LOOKS` times in `HANGS_S`. Whoever looks much later was frozen, and may have yet to read
+        what the learner said: it is judged at the next look.
+        """
+        self._count()
+        now_s = self._clock.monotonic()
+        late = now_s - self._looked_s > 1.5 * HANGS_S / LOOKS
+        self._looked_s = now_s
+        silent_s = min(self._silent_s, self._ordered_s)
+        return silent_s if not late and silent_s >= self._bound_s() else 0.0
+
+    def _bound_s(self) -> float:
+        """Return for how long it may say nothing, as things are."""
+        if self._order is None:
+            return float("inf")
+        if self._ordered.unanswered:
+            return HANGS_S + self._longest_s
+        if self._order.rank == 0 and self._updates > 0:
+            return max(HANGS_S, TIMES * self._longest_s)
+        return float("inf")
+
+    def _count(self) -> None:
+        """Count the time since this was last done, but not more than there is between two looks."""
+        now_s = self._clock.monotonic()
+        passed_s = min(now_s - self._counted_s, HANGS_S / LOOKS)
+        self._counted_s = now_s
+        self._silent_s += passed_s
+        self._ordered_s += passed_s
+        if self._ordered.order is not self._order:
+            self._order, self._ordered_s = self._ordered.order, 0.0
+
+
+async def kill_if_it_hangs(pid: int, watch: HangWatch, events: EventLog) -> None:
+    """Look at a learner until it hangs, and kill it then; cancelled when it ends before.
 
     Args:
         pid: of the process.
-        silent_s: seconds since it was given an order that it hasn't answered, or since it said anything after
-            that; 0 without such an order.
+        watch: judges it.
         events: where it is told.
     """
-    while (silent := silent_s()) < HANGS_S:  # noqa: ASYNC110 - nothing tells of silence
-        await asyncio.sleep(HANGS_S / 4)
-    text = f"the learner was to be a stage and has said nothing for {silent:.0f} s; it is killed"
+    while not (silent_s := watch.look()):  # noqa: ASYNC110 - nothing tells of silence
+        await asyncio.sleep(HANGS_S / LOOKS)
+    text = f"the learner is to be a stage and has said nothing for {silent_s:.0f} s; it is killed"
     events.emit("learner-hangs", text, level="warning")
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

@@ -49,7 +49,7 @@ class StagePort:
     def __init__(self, learner: Callable[[], Told | None]) -> None:
         self._learner = learner
         self._order: StageOrder | None = None
-        self._unanswered_since_s: float | None = None
+        self._answered = False
         self._pipes: tuple[Pipe, ...] = ()
         self._news: asyncio.Queue[StageNews] = asyncio.Queue()
         self._measuring = asyncio.Lock()
@@ -63,10 +63,9 @@ class StagePort:
         return self._order
 
     @property
-    def unanswered_s(self) -> float:
-        """Seconds that the learner has left its order without a word; 0 when it answered, or has none."""
-        since_s = self._unanswered_since_s
-        return 0.0 if since_s is None else asyncio.get_running_loop().time() - since_s
+    def unanswered(self) -> bool:
+        """Whether the learner has an order, and has neither taken its seat nor said that it can't."""
+        return self._order is not None and not self._answered
 
     async def measure(
         self, microbatches: int, *, deadline_s: float, over_torch: bool = False
@@ -127,7 +126,7 @@ class StagePort:
         """Have the learner be a stage; whatever it did before ends, and so do the pipes of that."""
         self._end()
         self._order, self._pipes = order, tuple(pipes.values())
-        self._unanswered_since_s = asyncio.get_running_loop().time()
+        self._answered = False
         learner = self._learner()
         if learner is None:
             self.died("the learner is down")
@@ -162,8 +161,7 @@ class StagePort:
         if self._order is None or news.generation != self._order.generation:
             return
         # who has opened the store has yet to meet the others
-        meets = news.what == "meeting"
-        self._unanswered_since_s = asyncio.get_running_loop().time() if meets else None
+        self._answered = news.what != "meeting"
         if news.what in ("over", "broken"):
             self._end()
         self._news.put_nowait(news)
@@ -193,7 +191,6 @@ class StagePort:
 
     def _end(self) -> None:
         pipes, self._pipes, self._order = self._pipes, (), None
-        self._unanswered_since_s = None
         for pipe in pipes:
             pipe.close()
 

@@ -17,7 +17,7 @@ from p2pdrl.config.node import LearnerConfig
 from p2pdrl.config.regime import Regime
 from p2pdrl.errors import ConfigError, LayoutMismatchError, P2PDRLError, TensorError, WorkerError
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.hanging import kill_if_it_hangs
+from p2pdrl.node.hanging import HangWatch, kill_if_it_hangs
 from p2pdrl.node.learner_link import LearnerLink
 from p2pdrl.node.stage_port import StagePort
 from p2pdrl.node.workplace import Workplace
@@ -257,10 +257,14 @@ class LearnerSupervisor:
             link = self._link
             if link is not None:
                 began_s = self._clock.monotonic()
-                watch = kill_if_it_hangs(link.pid, self._silent_s, self._events)
-                hangs = asyncio.create_task(watch, name="learner-hangs")
+                watch = HangWatch(self.stages, self._clock)
+                killing = kill_if_it_hangs(link.pid, watch, self._events)
+                hangs = asyncio.create_task(killing, name="learner-hangs")
                 try:
-                    await link.converse(self._report, self.workplace.posted, self.stages.heard)
+                    noting = watch.noting
+                    await link.converse(
+                        noting(self._report), noting(self.workplace.posted), noting(self.stages.heard)
+                    )
                 finally:
                     hangs.cancel()
                     await asyncio.wait([hangs])
@@ -283,11 +287,6 @@ class LearnerSupervisor:
                     f"learner couldn't be restarted: {error}; next try in {self._rest_s():g} s",
                     level="warning",
                 )
-
-    def _silent_s(self) -> float:
-        """Seconds that the learner has neither become the stage that it was to be, nor said anything."""
-        heard_s = float("-inf") if self.reported_s is None else self.reported_s
-        return min(self.stages.unanswered_s, self._clock.monotonic() - heard_s)
 
     def _died(self, code: int, lived_s: float) -> None:
         self.failures = 0 if lived_s >= LONG_LIFE_S else self.failures + 1

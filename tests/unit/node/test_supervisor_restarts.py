@@ -18,12 +18,26 @@ from p2pdrl.node import hanging
 from p2pdrl.node import process_link as link_module
 from p2pdrl.node import supervisor as supervisor_module
 from p2pdrl.node.learner_link import LearnerLink
-from p2pdrl.pipeline.order import StageOrder
+from p2pdrl.pipeline.order import StageNews, StageOrder
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.layout import Entry, Layout
 from p2pdrl.workers.protocol import Pace, Progress
+from p2pdrl.workers.stage_protocol import News
 
 from .supervised import START
+
+ORDER = StageOrder(
+    generation=7,
+    rank=0,
+    blocks=1,
+    cuts=(),
+    schedule="1f1b",
+    microbatches=1,
+    ranks=1,
+    timeout_s=1.0,
+    idle_timeout_s=1.0,
+    state_every=1,
+)
 
 
 async def test_one_that_dies_is_replaced_from_the_board(plan, supervise, until):
@@ -175,21 +189,22 @@ async def test_one_that_hangs_instead_of_becoming_a_stage_is_replaced(plan, supe
     os.kill(it.one.pid, signal.SIGSTOP)
     await asyncio.sleep(0.6)
     assert it.told("learner-hangs") == 0  # nobody waits for it
-    it.one.stages.work(
-        StageOrder(
-            generation=7,
-            rank=0,
-            blocks=1,
-            cuts=(),
-            schedule="1f1b",
-            microbatches=1,
-            ranks=1,
-            timeout_s=1.0,
-            idle_timeout_s=1.0,
-            state_every=1,
-        ),
-        {},
-    )
+    it.one.stages.work(ORDER, {})
     await until(lambda: it.one.restarts == 1)
     assert it.told("learner-hangs") == 1
     assert (await it.one.stages.news()).what == "broken"
+
+
+async def test_a_head_that_freezes_at_work_is_replaced(plan, supervise, until, monkeypatch):
+    monkeypatch.setattr(hanging, "HANGS_S", 0.4)
+    plan("train")
+    it = supervise()
+    await it.begin()
+    await until(lambda: it.one.totals.updates >= 1)
+    os.kill(it.one.pid, signal.SIGSTOP)
+    it.one.stages.work(ORDER, {})
+    it.one.stages.heard(News(StageNews(7, "ready")))  # as if it had said so before
+    await until(lambda: it.one.restarts == 1)
+    assert it.told("learner-hangs") == 1
+    assert [(await it.one.stages.news()).what for _ in range(2)] == ["ready", "broken"]
+    await until(lambda: it.one.metrics.get("life") == 1.0)
