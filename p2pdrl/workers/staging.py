@@ -166,7 +166,6 @@ class Staging:
         self._stages, self._ended = stages, False
         if self._order is None:
             return
-        (order, pipes), self._order = self._order, None
         # Not above: torch is slow to import, and a learner that is no stage has no need of it here.
         from p2pdrl.workers.seats import Ears, take_seat
 
@@ -174,6 +173,8 @@ class Staging:
         self._replica.publish()
         ears = Ears(self._listen, self._interrupted, lambda news: self._say(News(news)), self._ahead)
         self._answer()
+        # Not before: until a seat has them, the descriptors are closed with the order.
+        (order, pipes), self._order = self._order, None
         try:
             seat = take_seat(order, pipes, self._trainer, ears)
         except (TransportError, ConfigError, OSError) as error:

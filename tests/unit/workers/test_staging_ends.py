@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +13,10 @@ import pytest
 from p2pdrl.config.regime import FREE
 from p2pdrl.rl.stages.pipelined import Pipelined
 from p2pdrl.rl.stepping import OwnStepper
+from p2pdrl.workers import block_measuring
 from p2pdrl.workers.protocol import Pace, Stop, Work
-from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure
+from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, Stage, Trace, Traced
+from p2pdrl.workers.staging import Staging
 
 from ..transport.pipes import KEYS
 from .pipes import close_all, joined
@@ -97,6 +101,23 @@ def test_finish_of_another_generation_is_passed_over(team):
     while not isinstance(team.head.hear(), Blocks):
         pass
     assert team.head.steps == steps
+
+
+def test_finish_is_passed_over_by_all_but_the_head(team):
+    team = team(CLASSIFIER, 2)
+    second = team.members[1]
+    team.form(state_every=1)
+    second.news("copied")
+    second.say(Finish(1), Trace(1, 1.0))
+    while not isinstance(second.hear(), Traced):
+        pass
+    for _ in range(3):
+        assert second.news("copied", "over", "broken").what == "copied"
+    team.head.say(Finish(1))
+    for member in team.members:
+        assert member.news("over", "broken").what == "over"
+    team.form(generation=2)
+    assert second.news("ready", "broken").what == "ready"
 
 
 def test_a_pause_holds_the_head_and_nobody_times_out(team):
@@ -195,4 +216,24 @@ def test_an_order_under_another_regime_is_refused(team):
     team.head.say(Work(STAGES, 2))
     team.form(generation=2)
     assert team.head.news("ready", "broken").what == "ready"
+    close_all([other])
+
+
+def test_pipes_of_an_order_are_closed_when_blocks_cant_be_measured(monkeypatch):
+    def measured(*_arguments):
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(block_measuring, "measured", measured)
+    one, other = joined(2)
+    (fd, ticket) = one["next"]
+    replica = SimpleNamespace(take=lambda: None, publish=lambda: None)
+    staging = Staging(None, replica, say=print, listen=lambda: None, paused=lambda: False)
+    staging.end(stages=True)
+    staging.hear(Measure(4), lambda: -1)
+    staging.hear(Stage(orders(4, 2)[0], (("next", ticket),)), lambda: fd)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        staging.turn(stages=True)
+    staging.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
     close_all([other])
