@@ -101,7 +101,20 @@ class RealNode:
     def set_mode(self, mode: str, *options: str) -> Json:
         """Propose another mode through this node; return the record's epoch and proposer."""
         query = urlencode([("mode", mode), *(("set", option) for option in options)])
-        return NodeClient(Address("127.0.0.1", self.port), data_dir=self.data).post(f"/v1/mode?{query}")
+        return self.post(f"/v1/mode?{query}")
+
+    def post(self, path: str) -> Json:
+        """Do what a command would; raises `P2PDRLError` where the node doesn't."""
+        return NodeClient(Address("127.0.0.1", self.port), data_dir=self.data).post(path)
+
+    def summary(self) -> Json:
+        """The account of its run that a node left as it ended."""
+        return json.loads((self.data / "summary.json").read_bytes())
+
+    def told(self) -> list[Json]:
+        """Events in its log, which outlives it."""
+        lines = (line for line in self.text().splitlines() if line.startswith("{"))
+        return [event for event in map(json.loads, lines) if "kind" in event]
 
     def rounds_in(self, protocol: str) -> int:
         """Rounds of a strategy that went well here, over this boot."""

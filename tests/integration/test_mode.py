@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -49,7 +48,7 @@ def test_a_live_swarm_changes_its_mode_and_a_founder_that_was_away_follows(swarm
     for node in (back, b):
         node.signal(signal.SIGTERM)
     assert [node.wait(20) for node in (back, b)] == [0, 0]
-    summary = json.loads((b.data / "summary.json").read_bytes())
+    summary = b.summary()
     assert [step["protocol"] for step in summary["modes"]] == ["adpsgd", "adpsgd", "local"]
     assert summary["accounting"]["adpsgd"]["rounds"]["ok"] > 0
     assert summary["reason"] == "signal SIGTERM"

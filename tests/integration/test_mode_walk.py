@@ -6,7 +6,6 @@ stepped under the new strategy.
 
 from __future__ import annotations
 
-import json
 import time
 
 import msgspec
@@ -102,7 +101,7 @@ def test_a_live_swarm_walks_through_the_modes_and_solves_its_task(swarm, wait_un
         assert max(took.values()) <= STEPS_S
     ends = [node.wait(300) for node in nodes]
     assert ends == [0] * 5, nodes[0].text()[-3000:]
-    summaries = [json.loads((node.data / "summary.json").read_bytes()) for node in nodes]
+    summaries = [node.summary() for node in nodes]
     for summary in summaries:
         assert [step["protocol"] for step in summary["modes"]][1:] == [protocol for _, protocol, _ in WALK]
         assert "return" in summary["reason"]

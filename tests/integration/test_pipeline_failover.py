@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import time
@@ -142,4 +141,4 @@ def test_four_nodes_go_through_two_pipelines_with_a_loss_and_end_solved(swarm, w
     assert back_s <= AGAIN_S
     assert [node.wait(400) for node in nodes] == [0] * 3, nodes[0].text()[-3000:]
     for node in nodes:
-        assert "return" in json.loads((node.data / "summary.json").read_bytes())["reason"]
+        assert "return" in node.summary()["reason"]
