@@ -7,12 +7,12 @@ The runs of a seed begin with the same weights and the same environments.
 Mean returns of the last 100 episodes, by seed, one node → two nodes in a pipeline:
 
 - CartPole-v1, 150,000 steps, seeds 1-3: 500.0 → 500.0 each, twice. One node alone has always solved it by
-  108,000 steps (``tests/learning/test_single_node.py``). The margin of the mean over the seeds, 10, is less than
-  the 25 from "solved" to the best that there is: one seed may wobble for a moment, but not all of them.
-- LunarLander-v3, 500,000 steps, seed 3: 113 → 143; where nodes were alone for the first tenth or fifth, seeds 1
-  and 2: 142 → 257, 246 → 139. These six have the mean 173 and a deviation of 61, which is luck: who doesn't
-  learn falls at about -180. So for two seeds the difference of the means deviates by 61, and the margin is
-  150, 2.5 of them; a single run has to reach 0, 2.8 of them below the mean.
+  108,000 steps (``tests/learning/test_single_node.py``). The margin of the mean over the seeds, 10, is less
+  than the 25 from "solved" to the best that there is: one seed may wobble for a moment, but not all of them.
+- LunarLander-v3, 500,000 steps, seed 3: 113 → 143; where nodes were alone for the first tenth or fifth,
+  seeds 1 and 2: 142 → 257, 246 → 139. These six have the mean 173 and a deviation of 61, which is luck: who
+  doesn't learn stays at about -180. So for two seeds the difference of the means deviates by 61, and the
+  margin is 150, 2.5 of them; a single run has to reach 0, 2.8 of them below the mean.
 """
 
 from __future__ import annotations
