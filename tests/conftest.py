@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from .spinning import SpinGuard
+
 _FDS = Path("/proc/self/fd")
+BUSY_S = 5.0
+AT_ONCE = 100_000
 _CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children")
 
 
@@ -68,3 +72,13 @@ def no_leaks() -> Iterator[None]:
     }
     left_threads = {thread for thread in left_threads if not thread.name.startswith("asyncio_")}
     assert not left_threads, f"threads left behind: {left_threads}"
+
+
+@pytest.fixture(autouse=True)
+def no_spinning(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test on virtual time whose loop doesn't go on, rather than wait for it."""
+    if request.node.get_closest_marker("looptime") is None:
+        yield
+        return
+    with SpinGuard(BUSY_S, AT_ONCE):
+        yield
