@@ -20,6 +20,8 @@ n_k samples each are one worker with the gradient over Σ n_k (``reduce = "mean"
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Literal
 
 from p2pdrl.config.strategy import Mode, ServerSyncConfig
@@ -77,6 +79,9 @@ class ServerSyncStrategy(ServedStrategy):
         if self._post is not None and self._version != before:
             self._done(self._post, "regrouped")
         while not self._stopped.is_set():
+            if 0 < self._context.max_exchanges <= self._tally.count("ok"):
+                await self._stand_aside(courier)
+                continue
             if self._post is None:
                 await self._next_post(courier)
             if self._post is not None:
@@ -88,18 +93,33 @@ class ServerSyncStrategy(ServedStrategy):
         limit_s = self._posts_patience.deadline_s if self._posted_once else FIRST_POST_S
         self._post = await self._posts.next(min(limit_s, self._config.deadline_s))
         if self._post is None and not self._stopped.is_set():
-            following = asyncio.create_task(self._follow(courier), name="follow")
-            try:
+            async with self._following(courier) as following:
                 while self._post is None and not following.done() and not self._stopped.is_set():
                     self._post = await self._posts.next(LEAST_POST_S)
-            finally:
-                following.cancel()
-                await asyncio.wait([following])
-            if not following.cancelled():
-                following.result()
         if self._post is not None:
             self._posted_once = True
             self._posts_patience.observe(self._clock.monotonic() - began_s)
+
+    async def _stand_aside(self, courier: Courier) -> None:
+        """We had rounds enough: let our learner go on, and hold up nobody who hasn't."""
+        async with self._following(courier) as following:
+            while not following.done() and not self._stopped.is_set():
+                post, self._post = self._post, None
+                if post is not None:
+                    self._learner.answer(post, "none")
+                self._post = await self._posts.next(LEAST_POST_S)
+
+    @asynccontextmanager
+    async def _following(self, courier: Courier) -> AsyncIterator[asyncio.Task[None]]:
+        """Follow the rounds of the others meanwhile; see `_follow`."""
+        following = asyncio.create_task(self._follow(courier), name="follow")
+        try:
+            yield following
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
+        if not following.cancelled():
+            following.result()
 
     async def _follow(self, courier: Courier) -> None:
         """Tell the servers that we have no gradient, and take what they give, round by round."""
@@ -113,10 +133,6 @@ class ServerSyncStrategy(ServedStrategy):
         """Give the post's gradient to a round, and answer it."""
         began_s = self._clock.monotonic()
         board = self._learner.board
-        if 0 < self._context.max_exchanges <= self._tally.count("ok"):
-            self._post = None
-            self._learner.answer(post, "none")
-            return
         if not board.absorbed:
             # Computed before the learner took what we put on the board last.
             self._done(post, "stale")
