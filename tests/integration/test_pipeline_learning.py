@@ -9,10 +9,11 @@ Mean returns of the last 100 episodes, by seed, one node → two nodes in a pipe
 - CartPole-v1, 150,000 steps, seeds 1-3: 500.0 → 500.0 each, twice. One node alone has always solved it by
   108,000 steps (``tests/learning/test_single_node.py``). The margin of the mean over the seeds, 10, is less
   than the 25 from "solved" to the best that there is: one seed may wobble for a moment, but not all of them.
-- LunarLander-v3, 500,000 steps, seed 3: 113 → 143; where nodes were alone for the first tenth or fifth,
-  seeds 1 and 2: 142 → 257, 246 → 139. These six have the mean 173 and a deviation of 61, which is luck: who
-  doesn't learn stays at about -180. So for two seeds the difference of the means deviates by 61, and the
-  margin is 150, 2.5 of them; a single run has to reach 0, 2.8 of them below the mean.
+- LunarLander-v3, 500,000 steps, seeds 1-4: 110 → 267, 124 → 114, 113 → 143, 273 → 272. Some runs come to 245
+  to 273; others end half as many episodes and come to 110 to 143. Which of them is luck: one node that was
+  given other environments came to 142 and 246. The groups are about 140 apart, so luck hardly makes the means
+  over seeds differ by more than that, and the margin is 150. No run was below 110; acting at random gets
+  -190, and one node has about 30 after 100,000 steps. The bound is 50.
 """
 
 from __future__ import annotations
@@ -118,6 +119,6 @@ def test_two_nodes_in_a_pipeline_learn_cartpole_as_one_node_does(swarm, wait_unt
 def test_two_nodes_in_a_pipeline_learn_to_land_as_one_node_does(swarm, wait_until, no_orphans):
     pytest.importorskip("Box2D", reason="LunarLander-v3 wants Box2D: pip install 'p2pdrl[box2d]'")
     alone_S, pipelined_S = compare(swarm, wait_until, (1, 2), LUNAR_LANDER)
-    assert min(alone_S) >= 0
-    assert min(pipelined_S) >= 0
+    assert min(alone_S) >= 50
+    assert min(pipelined_S) >= 50
     assert pipelined_S.mean() >= alone_S.mean() - 150
