@@ -17,10 +17,10 @@ from p2pdrl.config.strategy_checks import strategy_problems
 from p2pdrl.errors import ConfigError, StorageError
 from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.node import settings, stop
-from p2pdrl.node.figures import Figures
 from p2pdrl.node.parts import Parts
-from p2pdrl.node.saved_mode import SavedMode
 from p2pdrl.node.settings import HaltSetting, ModeSetting, PauseSetting, StopSetting
+from p2pdrl.node.showing.figures import Figures
+from p2pdrl.node.states.saved_mode import SavedMode
 from p2pdrl.node.training import Training
 
 __all__ = ["Conduct"]

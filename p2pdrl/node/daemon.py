@@ -28,21 +28,23 @@ from p2pdrl.errors import P2PDRLError, UsageError
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.records import SwarmRecord
-from p2pdrl.node import rumours, state_transfer, timelines
-from p2pdrl.node.checkpoints import Checkpoint, CheckpointStore
 from p2pdrl.node.conduct import Conduct
+from p2pdrl.node.counting import rumours
+from p2pdrl.node.counting.rumours import Rumours
+from p2pdrl.node.entry.first_state import first_state, founded_at, take_up
+from p2pdrl.node.entry.gate import Gate
+from p2pdrl.node.entry.opening import open_node
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.farewell import WITHIN_S, farewell
-from p2pdrl.node.figures import Figures
-from p2pdrl.node.first_state import first_state, founded_at, take_up
-from p2pdrl.node.gate import Gate
-from p2pdrl.node.giving import Giving
 from p2pdrl.node.looplag import LoopLagMonitor
-from p2pdrl.node.meters import Meters
-from p2pdrl.node.opening import open_node
-from p2pdrl.node.rumours import Rumours
-from p2pdrl.node.saved_mode import SavedMode, recall
-from p2pdrl.node.saving import Saving
+from p2pdrl.node.showing import timelines
+from p2pdrl.node.showing.figures import Figures
+from p2pdrl.node.showing.meters import Meters
+from p2pdrl.node.states import state_transfer
+from p2pdrl.node.states.checkpoints import Checkpoint, CheckpointStore
+from p2pdrl.node.states.giving import Giving
+from p2pdrl.node.states.saved_mode import SavedMode, recall
+from p2pdrl.node.states.saving import Saving
 from p2pdrl.node.training import Training
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.protocol import ROUTES

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable
 
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.figures import Figures
 from p2pdrl.node.parts import Parts
-from p2pdrl.node.summary import write_summary
+from p2pdrl.node.showing.figures import Figures
+from p2pdrl.node.showing.summary import write_summary
 
 __all__ = ["WITHIN_S", "farewell"]
 

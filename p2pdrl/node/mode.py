@@ -14,7 +14,7 @@ from p2pdrl.config.regime import Regime, regime_of
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.node import settings
-from p2pdrl.node.accounting import Accounting
+from p2pdrl.node.counting.accounting import Accounting
 from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.strategies.protocol import Context, Strategy
 from p2pdrl.strategies.registry import build

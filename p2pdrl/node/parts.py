@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from p2pdrl.clock import Clock
 from p2pdrl.config.root import Config
 from p2pdrl.membership.service import MembershipService
+from p2pdrl.node.counting.ledger import Ledger
+from p2pdrl.node.counting.rumours import Rumours
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.looplag import LoopLagMonitor
-from p2pdrl.node.rumours import Rumours
-from p2pdrl.node.saving import Saving
+from p2pdrl.node.states.saving import Saving
 from p2pdrl.node.training import Training
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.protocol import Address

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import LimitsConfig
 from p2pdrl.ids import short
-from p2pdrl.node.adoption import Adoptions
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.quarantine import Quarantine
+from p2pdrl.node.states.adoption import Adoptions
+from p2pdrl.node.states.quarantine import Quarantine
 from p2pdrl.strategies.judgement import Summary
 from p2pdrl.strategies.protocol import RoundReport
 from p2pdrl.transport.protocol import Address

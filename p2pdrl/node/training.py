@@ -21,19 +21,19 @@ from p2pdrl.config.task import AlgorithmConfig, PPOConfig, TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import WireError, WorkerError
 from p2pdrl.ids import short
-from p2pdrl.node.accounting import Accounting
-from p2pdrl.node.adoption import Adoptions, Donors, Download, without_moments
-from p2pdrl.node.counters import Counts
-from p2pdrl.node.crew import Crew
+from p2pdrl.node.children.crew import Crew
+from p2pdrl.node.children.group_process import GroupProcesses
+from p2pdrl.node.children.learner_port import LearnerPort
+from p2pdrl.node.children.supervisor import LearnerSupervisor
+from p2pdrl.node.counting.accounting import Accounting
+from p2pdrl.node.counting.counters import Counts
+from p2pdrl.node.counting.ledger import Ledger
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.group_process import GroupProcesses
-from p2pdrl.node.learner_port import LearnerPort
-from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.mode import ModeInForce
-from p2pdrl.node.state_transfer import State, StateRequest
-from p2pdrl.node.supervisor import LearnerSupervisor
+from p2pdrl.node.showing.timelines import Timelines
+from p2pdrl.node.states.adoption import Adoptions, Donors, Download, without_moments
+from p2pdrl.node.states.state_transfer import State, StateRequest
 from p2pdrl.node.swarm_side import SwarmSide
-from p2pdrl.node.timelines import Timelines
 from p2pdrl.strategies.judgement import Summary
 from p2pdrl.strategies.pipeline.port import Pipes
 from p2pdrl.strategies.protocol import Context, RoundReport

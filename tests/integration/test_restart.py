@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 
-from p2pdrl.node.checkpoints import load
+from p2pdrl.node.states.checkpoints import load
 
 PACE = ["--set", "node.learner.max_updates_per_s=5", "--set", "task.algorithm.unroll_steps=32"]
 

@@ -28,12 +28,12 @@ from p2pdrl.membership.events import MemberView
 from p2pdrl.membership.identity import Identity, verify
 from p2pdrl.membership.records import Incarnation, Verifier
 from p2pdrl.membership.swarm_records import SwarmRecords
-from p2pdrl.node.accounting import Accounting
 from p2pdrl.node.conduct import Conduct
+from p2pdrl.node.counting.accounting import Accounting
+from p2pdrl.node.counting.ledger import Ledger
+from p2pdrl.node.counting.rumours import Rumours
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.ledger import Ledger
 from p2pdrl.node.parts import Parts
-from p2pdrl.node.rumours import Rumours
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.layout import Entry, Layout

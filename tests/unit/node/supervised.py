@@ -6,7 +6,7 @@ import numpy as np
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.node import LearnerConfig
-from p2pdrl.node.supervisor import LearnerSupervisor
+from p2pdrl.node.children.supervisor import LearnerSupervisor
 from p2pdrl.workers.protocol import Report, Start
 
 START = Start(b"{}", 0, "cpu", 1, False)

@@ -12,7 +12,7 @@ from p2pdrl.config.strategy import (
 )
 from p2pdrl.config.task import StopConfig
 from p2pdrl.node import settings
-from p2pdrl.node.counters import Counts
+from p2pdrl.node.counting.counters import Counts
 from p2pdrl.node.settings import HaltSetting, ModeSetting, StopSetting
 
 from .conducts import at, stop_setting

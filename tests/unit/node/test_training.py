@@ -11,7 +11,7 @@ from p2pdrl.config.node import DebugConfig, LearnerConfig, NodeConfig
 from p2pdrl.config.strategy import HogwildConfig, LocalConfig
 from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.errors import PeerRefusedError, WorkerError
-from p2pdrl.node import state_transfer
+from p2pdrl.node.states import state_transfer
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.workers.protocol import Report

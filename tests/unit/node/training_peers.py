@@ -10,9 +10,9 @@ from p2pdrl.clock import SystemClock
 from p2pdrl.config.node import LearnerConfig, LimitsConfig, NodeConfig
 from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.config.task import StopConfig, TaskConfig
-from p2pdrl.node import state_transfer
-from p2pdrl.node.giving import Giving
-from p2pdrl.node.ledger import Ledger
+from p2pdrl.node.counting.ledger import Ledger
+from p2pdrl.node.states import state_transfer
+from p2pdrl.node.states.giving import Giving
 from p2pdrl.node.training import Training
 from p2pdrl.strategies.pairwise import gossip
 from p2pdrl.transport.protocol import Address

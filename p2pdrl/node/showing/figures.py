@@ -1,0 +1,342 @@
+"""What a node says of itself and of its peers: its report, ``status``, ``peers``, health.
+
+Reads the parts, changes nothing. The API and the rumours call it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+import p2pdrl
+from p2pdrl.config.mode import protocol_of
+from p2pdrl.config.strategy import mode_of
+from p2pdrl.ids import short
+from p2pdrl.membership.events import MemberView
+from p2pdrl.node import settings
+from p2pdrl.node.counting.digest import PeerReport
+from p2pdrl.node.parts import Parts
+from p2pdrl.node.showing import health
+from p2pdrl.node.showing.mode_figures import describe, facts_of, mode_document
+from p2pdrl.node.showing.pipeline_figures import pipeline_bubble, pipeline_document, stage_words, trains
+
+__all__ = ["Figures"]
+
+REPORT_FIELDS = (
+    "policy_version",
+    "env_steps",
+    "steps_per_s",
+    "mean_return",
+    "episodes_in_window",
+    "bytes_in",
+    "bytes_out",
+    "consensus_distance",
+    "loop_lag_s",
+    "rss_bytes",
+    "device",
+    "learner_restarts",
+    "strategy",
+    "role",
+    "stage",
+    "bubble",
+)
+
+
+class Figures:
+    """Figures of one node.
+
+    Args:
+        parts: the node.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._seq = 0
+
+    # --- of this node ---------------------------------------------------------------------------
+
+    @property
+    def mean_return(self) -> float | None:
+        """Mean return of the last sampled training episodes; None before the first, or if not finite."""
+        training = self._parts.training
+        if training is None or not training.supervisor.returns:
+            return None
+        returns = training.supervisor.returns
+        mean = sum(returns) / len(returns)
+        return mean if math.isfinite(mean) else None
+
+    @property
+    def rss_bytes(self) -> int:
+        """Memory of the daemon and its learner; what can't be read (no descriptor left) counts nothing."""
+        training = self._parts.training
+        learner = None if training is None else training.supervisor.pid
+        return _rss_bytes(os.getpid()) + (0 if learner is None else _rss_bytes(learner))
+
+    def health(self) -> tuple[bool, list[str]]:
+        """Whether this node is well, and why not."""
+        parts = self._parts
+        now_s = parts.clock.monotonic()
+        training = parts.training
+        inputs: dict[str, Any] = {}
+        if training is not None:
+            learner = training.supervisor
+            reported_s = learner.reported_s
+            wanted = parts.state == "training"
+            due = wanted and trains(training)
+            inputs |= {
+                "learner_down_s": learner.down_s if wanted else None,
+                "learner_restarts_in_a_row": learner.failures,
+                "progress_age_s": None if not due or reported_s is None else now_s - reported_s,
+                "quarantined": tuple(self.namer()(peer) for peer in training.swarm.quarantine.held(now_s)),
+                "adopting_s": training.adoptions.seconds,
+                "mode_error": parts.mode_error,
+            }
+        me = parts.membership.members()[0]
+        return health.judge(
+            health.HealthInputs(
+                loop_lag_s=parts.lag.p99_s,
+                storage_error=None if parts.saving is None else parts.saving.error,
+                seeds_given=bool(parts.config.node.peers),
+                alone_s=0.0 if parts.alone_since_s is None else now_s - parts.alone_since_s,
+                join_refused=parts.join_refused,
+                suspected_by=len(me.suspected_by),
+                **inputs,
+            )
+        )
+
+    def ready(self) -> tuple[bool, list[str]]:
+        """Whether this node trains, and why not."""
+        state = self._parts.state
+        return state == "training", [] if state == "training" else [f"this node is {state}"]
+
+    def report(self) -> PeerReport:
+        """Our own report, to be spread."""
+        parts = self._parts
+        training = parts.training
+        healthy, reasons = self.health()
+        counts = parts.ledger.of_node(parts.node_id)
+        self._seq += 1
+        mean, window = self.mean_return, 0
+        fields: dict[str, Any] = {}
+        if training is not None:
+            window = len(training.supervisor.returns)
+            fields = {
+                "lineage": training.lineage,
+                "policy_version": training.policy_version,
+                "consensus_distance": training.mode.strategy.consensus_distance,
+                "device": training.supervisor.device,
+                "steps_per_s": training.supervisor.speed.rate(parts.clock.monotonic()),
+                "learner_restarts": training.supervisor.restarts,
+                "mode_epoch": training.mode.epoch,
+                "strategy": protocol_of(training.mode.config),
+                "role": str(facts_of(training.mode.strategy).get("role", ""))[:64],
+                "trains": trains(training),
+                "stage": stage_words(training),
+                "bubble": pipeline_bubble(training),
+            }
+        return PeerReport(
+            id=parts.node_id,
+            boot=parts.boot,
+            seq=self._seq,
+            name=parts.name,
+            state=parts.state,
+            env_steps=counts.env_steps,
+            updates=counts.updates,
+            episodes=counts.episodes,
+            episodes_in_window=window,
+            mean_return=mean,
+            loop_lag_s=parts.lag.p99_s,
+            rss_bytes=self.rss_bytes,
+            bytes_in=parts.transport.counters.bytes_in,
+            bytes_out=parts.transport.counters.bytes_out,
+            healthy=healthy,
+            reasons=tuple(reasons[:5]),
+            **fields,
+        )
+
+    def status(self) -> dict[str, object]:
+        """The document of ``/v1/status``."""
+        parts = self._parts
+        report = self.report()
+        training, saving = parts.training, parts.saving
+        alive = [report, *self._reports(parts.alive())]
+        return {
+            "name": parts.name,
+            "id": parts.node_id,
+            "swarm_id": parts.swarm_id,
+            "address": str(parts.address),
+            "pid": os.getpid(),
+            "version": p2pdrl.__version__,
+            "mode": "none" if training is None else mode_of(training.mode.config),
+            "mode_epoch": settings.epoch_of(report.mode_epoch),
+            "mode_error": parts.mode_error,
+            "strategy": None if training is None else describe(training.mode.config),
+            "lineage": report.lineage,
+            "state": parts.state,
+            "members": parts.member_counts(),
+            "policy_version": report.policy_version,
+            "env_steps": report.env_steps,
+            "swarm_env_steps": parts.ledger.total().env_steps,
+            "steps_per_s": report.steps_per_s,
+            "swarm_steps_per_s": sum(one.steps_per_s for one in alive),
+            "mean_return": report.mean_return,
+            "episodes": report.episodes,
+            "episodes_in_window": report.episodes_in_window,
+            "updates": report.updates,
+            "consensus_distance": report.consensus_distance,
+            "loop_lag_s": report.loop_lag_s,
+            "rss_bytes": report.rss_bytes,
+            "bytes_in": report.bytes_in,
+            "bytes_out": report.bytes_out,
+            "exchanges": {} if training is None else training.outcomes,
+            "accounting": self.accounting(),
+            "pipeline": None if training is None else pipeline_document(training),
+            "learner": None if training is None else self._learner(),
+            "stop": {"reached": parts.halted is not None, "reason": parts.halted} | self._stop_config(),
+            "healthy": report.healthy,
+            "reasons": list(report.reasons),
+            "uptime_s": parts.clock.monotonic() - parts.began_s,
+            "data_dir": parts.data_dir,
+            "last_checkpoint": {
+                "path": None if saving is None else saving.path,
+                "age_s": None if saving is None else saving.age_s,
+                "error": None if saving is None else saving.error,
+            },
+        }
+
+    def accounting(self) -> dict[str, object]:
+        """What each strategy cost and brought, by its name."""
+        training = self._parts.training
+        if training is None:
+            return {}
+        training.accounting.saw_distance(training.mode.strategy.consensus_distance)
+        return training.accounting.document(self.namer())
+
+    def rounds(self) -> list[dict[str, object]]:
+        """The document of ``/v1/rounds``: the last rounds, oldest first."""
+        training = self._parts.training
+        return [] if training is None else training.accounting.rounds(self.namer())
+
+    # --- of everybody ---------------------------------------------------------------------------
+
+    def peers(self) -> list[dict[str, object]]:
+        """The document of ``/v1/peers``: every known member, ourselves first, then by name."""
+        rows = [self._row(member) for member in self._parts.membership.members()]
+        return sorted(rows, key=lambda row: (not row["self"], str(row["name"]), str(row["id"])))
+
+    def donors(self) -> list[str]:
+        """Ids of the living members, those that train and are well and ahead first."""
+        alive = self._parts.alive()
+        return sorted(alive, key=self._donor_rank)
+
+    def living_reports(self) -> list[PeerReport] | None:
+        """Our own report and those of all living members; None while one is unheard of."""
+        alive = self._parts.alive()
+        reports = self._reports(alive)
+        return [self.report(), *reports] if len(reports) == len(alive) else None
+
+    def mode(self) -> dict[str, object]:
+        """The document of ``/v1/mode``."""
+        alive = {
+            m.id: m.name for m in self._parts.membership.members() if m.state == "alive" and not m.is_self
+        }
+        heard = {report.id: report for report in self._reports(alive)}
+        others = [
+            (name, heard.get(node)) for node, name in sorted(alive.items(), key=lambda item: item[::-1])
+        ]
+        return mode_document(self._parts, [(self._parts.name, self.report()), *others])
+
+    def newest_mode(self) -> tuple[int, str]:
+        """The greatest stamp of a mode that a living member follows, and who that is; (0, "") for none."""
+        reports = self._reports(self._parts.alive())
+        return max(((report.mode_epoch, report.id) for report in reports), default=(0, ""))
+
+    def _row(self, member: MemberView) -> dict[str, object]:
+        now_s = self._parts.clock.monotonic()
+        if member.is_self:
+            found: tuple[PeerReport, float] | None = (self.report(), 0.0)
+        else:
+            rumours = self._parts.rumours
+            found = None if rumours is None else rumours.table.get(member.id, now_s)
+        row: dict[str, object] = {
+            "name": member.name,
+            "id": member.id,
+            "address": member.address,
+            "state": member.state,
+            "state_reason": member.state_reason,
+            "incarnation": list(member.incarnation),
+            "rtt_s": member.rtt_s,
+            "last_seen_s": member.last_seen_s,
+            "self": member.is_self,
+        }
+        report, age_s = found if found is not None else (None, None)
+        row |= {name: getattr(report, name, None) for name in REPORT_FIELDS}
+        row["report_age_s"] = age_s
+        row["healthy"] = member.state == "alive" and (report is None or report.healthy)
+        row["reasons"] = self._reasons(member, report)
+        row["training_state"] = None if report is None else report.state
+        row["mode_epoch"] = None if report is None else settings.epoch_of(report.mode_epoch)
+        training = self._parts.training
+        behind = training.policy_version - report.policy_version if report and training else None
+        row["staleness"] = None if behind is None else max(behind, 0)
+        return row
+
+    def _reasons(self, member: MemberView, report: PeerReport | None) -> list[str]:
+        reasons = [] if member.state == "alive" else [f"{member.state}: {member.state_reason}"]
+        return reasons + (list(report.reasons) if report is not None and member.state == "alive" else [])
+
+    def _reports(self, ids: dict[str, Any]) -> list[PeerReport]:
+        rumours = self._parts.rumours
+        if rumours is None:
+            return []
+        now_s = self._parts.clock.monotonic()
+        found = (rumours.table.get(node, now_s) for node in ids)
+        return [entry[0] for entry in found if entry is not None]
+
+    def _donor_rank(self, node: str) -> tuple[bool, bool, int, str]:
+        reports = self._reports({node: None})
+        if not reports:
+            return (True, True, 0, node)
+        report = reports[0]
+        return (report.state not in ("training", "paused"), not report.healthy, -report.policy_version, node)
+
+    def _learner(self) -> dict[str, object]:
+        training = self._parts.training
+        if training is None:
+            return {}
+        learner = training.supervisor
+        return {
+            "pid": learner.pid,
+            "state": "paused" if training.paused else ("running" if learner.pid else "down"),
+            "restarts": learner.restarts,
+            "device": learner.device,
+            "metrics": learner.metrics,
+        }
+
+    def _stop_config(self) -> dict[str, object]:
+        training = self._parts.training
+        if training is None:
+            return {}
+        config = training.stop_config
+        return {
+            "env_steps": config.env_steps,
+            "time_s": config.time_s,
+            "mean_return": config.mean_return,
+            "window": config.window,
+        }
+
+    def namer(self) -> Callable[[str], str]:
+        """From a node id to the name that people gave it, or to its first digits."""
+        names = {member.id: member.name for member in self._parts.membership.members()}
+        return lambda node: names.get(node) or short(node)
+
+
+def _rss_bytes(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except (psutil.Error, OSError):
+        return 0

@@ -1,0 +1,242 @@
+"""Several learner processes of one node on one vector."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import msgspec
+import numpy as np
+import pytest
+
+from p2pdrl.clock import SystemClock
+from p2pdrl.config.node import LearnerConfig
+from p2pdrl.config.regime import FREE, Regime
+from p2pdrl.config.task import RegressionConfig, TaskConfig
+from p2pdrl.errors import WorkerError
+from p2pdrl.node.children.crew import Crew, pooled
+from p2pdrl.node.children.supervisor import LearnerSupervisor
+from p2pdrl.rl.regression_trainer import RegressionTrainer
+from p2pdrl.tensors.moments import Moments
+from p2pdrl.workers.protocol import Pace, Progress, Report, Start
+
+START = Start(b"{}", 0, "cpu", 1, False)
+QUICK = LearnerConfig(restart_min_s=0.01, restart_max_s=0.05)
+GO = Pace(paused=False, max_updates_per_s=0.0)
+
+
+def packed(count: float, value: float) -> bytes:
+    return msgspec.msgpack.encode(Moments(count, np.full(2, value), np.zeros(2)).to_wire())
+
+
+def count_of(moments: dict[str, bytes]) -> float:
+    return Moments.from_wire(msgspec.msgpack.decode(moments["obs"])).count if moments else 0.0
+
+
+class Node:
+    """A first learner and its crew."""
+
+    def __init__(self, events, start: Start = START) -> None:
+        self.events = events
+        self.new = 0
+        options = {"start": start, "config": QUICK, "clock": SystemClock(), "events": events}
+        self.first = LearnerSupervisor(**options, window=1000, on_report=self.heard)
+        self.crew = Crew(supervisor=self.first, **options, on_report=self.heard)
+
+    def heard(self, report: Report, new: int) -> None:
+        self.new += new
+
+    async def begin(self, pace: Pace = GO) -> None:
+        await self.first.build()
+        self.crew.tell(pace)
+        await self.first.begin(restore=False)
+
+    def told(self, kind: str) -> int:
+        return [event["kind"] for event in self.events.since(0)].count(kind)
+
+    def now(self) -> np.ndarray:
+        out = np.empty(self.first.spec.layout.size, np.float32)
+        self.first.board.now(out)
+        return out
+
+    @property
+    def helped(self) -> int:
+        return self.crew.totals.updates - self.first.totals.updates
+
+
+@pytest.fixture
+async def make(events):
+    made: list[Node] = []
+
+    def node(start: Start = START) -> Node:
+        made.append(Node(events, start))
+        return made[-1]
+
+    yield node
+    for each in made:
+        await each.crew.stop()
+        await each.first.stop()
+        each.first.close()
+
+
+async def test_helpers_come_and_go_while_the_first_learner_runs(plan, make, until):
+    plan("train")
+    it = make()
+    await it.begin()
+    pid = it.first.pid
+    await it.crew.change(Regime(learners=3), 1)
+    it.crew.tell(Progress(0.5))
+    await until(lambda: len(it.crew.pids) == 2 and it.helped >= 20)
+    # They step one vector: what is published holds the helpers' steps too.
+    await until(lambda: it.now()[0] > it.first.totals.updates + 5)
+    await it.crew.change(FREE, 2)
+    assert it.crew.pids == ()
+    helped, before = it.helped, it.first.totals.updates
+    await until(lambda: it.first.totals.updates > before + 10)
+    assert it.helped == helped
+    assert (it.first.pid, it.first.restarts, it.told("helper-died")) == (pid, 0, 0)
+    # Each process' work is counted once, for this node.
+    totals = it.crew.totals
+    assert (totals.env_steps, totals.episodes) == (10 * totals.updates, totals.updates)
+    assert it.new == totals.updates
+    assert count_of(it.crew.moments) == totals.updates
+    assert len(it.first.returns) == min(1000, totals.updates)
+    # Alone again, one step is one.
+    value, version = it.now()[0], it.first.board.policy_version
+    await until(lambda: it.first.board.policy_version > version + 3)
+    assert it.now()[0] - value == pytest.approx(it.first.board.policy_version - version, abs=2)
+
+
+async def test_a_helper_that_dies_is_replaced_and_stays_counted(plan, make, until):
+    plan("train")
+    it = make()
+    await it.begin()
+    await it.crew.change(Regime(learners=2), 1)
+    await until(lambda: it.helped >= 5)
+    helped, (pid,) = it.helped, it.crew.pids
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: it.told("helper-died") == 1)
+    await until(lambda: it.helped > helped + 5)
+    assert it.crew.pids not in ((), (pid,))
+    assert count_of(it.crew.moments) == it.crew.totals.updates
+    assert it.first.restarts == 0
+
+
+async def test_the_first_learner_dies_and_its_helpers_work_on(plan, make, until):
+    plan("train")
+    it = make()
+    await it.begin()
+    await it.crew.change(Regime(learners=2), 1)
+    await until(lambda: it.helped >= 5)
+    pids = it.crew.pids
+    os.kill(it.first.pid, signal.SIGKILL)
+    await until(lambda: it.first.restarts == 1)
+    before = it.first.totals.updates
+    await until(lambda: it.now()[0] > it.crew.totals.updates - it.helped + 5)
+    await until(lambda: it.first.totals.updates > before + 5)
+    assert it.crew.pids == pids
+
+
+async def test_each_is_told_what_all_others_counted(plan, make, until):
+    plan("train")
+    it = make()
+    await it.begin()
+    it.crew.share({})
+    it.crew.share({"obs": packed(1000, 2.0)})
+    await until(lambda: it.first.metrics.get("others") == 1000)
+    await it.crew.change(Regime(learners=2), 1)
+    await until(lambda: it.helped >= 5)
+    it.crew.tell(Pace(paused=True, max_updates_per_s=0.0))
+    (helper,) = it.crew._helpers
+    heard: list[int] = []
+    await until(lambda: heard.append(it.helped) or (len(heard) > 50 and heard[-50] == heard[-1]))
+    it.crew.share({"obs": packed(1000, 2.0)})
+    told = {type(message).__name__: message for message in helper._sticky.values()}
+    assert count_of(told["Others"].moments) == 1000 + count_of(it.first.moments)
+    told = {type(message).__name__: message for message in it.first._sticky.values()}
+    assert count_of(told["Others"].moments) == 1000 + helper.last.updates
+
+
+async def test_they_share_the_nodes_pace(plan, make, until):
+    plan("train")
+    it = make()
+    await it.begin(Pace(paused=False, max_updates_per_s=90.0))
+    await it.crew.change(Regime(learners=3), 1)
+    for process in (it.first, *it.crew._helpers):
+        assert process._sticky[Pace] == Pace(paused=False, max_updates_per_s=30.0)
+    await it.crew.change(FREE, 2)
+    assert it.first._sticky[Pace].max_updates_per_s == 90.0
+
+
+async def test_a_gpu_works_alone(plan, make):
+    plan("train")
+    it = make()
+    await it.begin()
+    it.first.device = "cuda:0"
+    await it.crew.change(Regime(learners=4), 1)
+    assert (it.crew.pids, it.told("one-learner"), it.first.workplace.regime) == ((), 1, FREE)
+
+
+async def test_leaving_while_helpers_are_built(plan, make, until):
+    plan("train", "mute")
+    it = make()
+    await it.begin()
+    await it.crew.change(Regime(learners=2), 1)
+    await until(lambda: it.crew.pids)
+    async with asyncio.timeout(2.0):
+        await it.crew.stop()
+    assert it.crew.pids == ()
+
+
+async def test_a_bug_in_what_hears_them_is_raised(plan, make, monkeypatch):
+    plan("train")
+    it = make()
+    await it.begin()
+    watch = asyncio.create_task(it.crew.watch())
+    monkeypatch.setattr(it.crew, "_on_report", lambda *_: 1 / 0)
+    await it.crew.change(Regime(learners=2), 1)
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(watch, 20)
+
+
+async def test_without_a_first_learner_there_is_no_crew(make):
+    with pytest.raises(WorkerError, match="isn't built"):
+        await make().crew.change(Regime(learners=2), 1)
+
+
+def test_moments_pool_by_stream():
+    merged = pooled([{}, {"obs": packed(3, 1.0)}, {"obs": packed(1, 5.0), "returns": packed(2, 0.0)}])
+    obs = Moments.from_wire(msgspec.msgpack.decode(merged["obs"]))
+    assert (obs.count, obs.mean.tolist()) == (4.0, [2.0, 2.0])
+    assert merged["returns"] == packed(2, 0.0)
+    assert pooled([]) == {}
+
+
+SPARSE = TaskConfig(
+    algorithm=RegressionConfig(
+        features=500, density=0.01, rows=2000, noise=0.0, batch_size=1, learning_rate=0.05, evaluate_every=50
+    )
+)
+
+
+def test_one_process_on_shared_memory_is_serial_sgd_to_the_bit():
+    alone, shared = (RegressionTrainer(SPARSE, seed=3, device="cpu") for _ in range(2))
+    buffer = np.zeros(alone.layout.size, np.float32)
+    shared.rebind(buffer, write=True)
+    for _ in range(300):
+        alone.step()
+        shared.step()
+    assert buffer.any()
+    np.testing.assert_array_equal(alone.flat, buffer)
+
+
+async def test_four_processes_solve_sparse_least_squares(make, until):
+    it = make(Start(msgspec.json.encode(SPARSE), 1, "cpu", 1, False))
+    await it.begin(Pace(paused=True, max_updates_per_s=0.0))
+    await it.crew.change(Regime(learners=4), 1)
+    await until(lambda: all(helper.last for helper in it.crew._helpers), 60.0)
+    it.crew.tell(GO)
+    await until(lambda: it.first.returns and it.first.returns[-1] > -1e-3, 60.0)
+    assert all(helper.last.updates > 100 for helper in it.crew._helpers)
+    assert it.told("helper-died") == 0

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from p2pdrl.config.task import A2CConfig, EnvConfig, TaskConfig
+from p2pdrl.config.task_hash import task_hash
+from p2pdrl.errors import UsageError, WireError
+from p2pdrl.node.entry.joining import (
+    FOUNDING_PATIENCE_S,
+    JoinInfo,
+    advertised,
+    decode_info,
+    patience_s,
+    refuse_task,
+)
+from p2pdrl.transport.protocol import Address
+
+TASK = TaskConfig()
+HASH = task_hash(TASK)
+INFO = JoinInfo(TASK, HASH, "ab" * 8, 420, 42, 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "own", "remembers", "expected"),
+    [
+        ((), "127.0.0.1:7700", False, 0.0),
+        ((), "127.0.0.1:7700", True, FOUNDING_PATIENCE_S),
+        (("10.0.0.1:7700",), "10.0.0.2:7700", False, None),
+        (("10.0.0.1:7700",), "10.0.0.2:7700", True, None),
+        (("10.0.0.1:7700", "10.0.0.2:7700"), "10.0.0.2:7700", False, FOUNDING_PATIENCE_S),
+        (("10.0.0.2",), "10.0.0.2:7700", False, FOUNDING_PATIENCE_S),
+        # A seed without a port means the default port, not the one that this node fell back to.
+        (("127.0.0.1",), "127.0.0.1:7701", False, None),
+        (("[::1]:7700",), "[::1]:7700", False, FOUNDING_PATIENCE_S),
+    ],
+)
+def test_patience(seeds, own, remembers, expected):
+    assert patience_s(seeds, Address.parse(own), remembers=remembers) == expected
+
+
+def test_the_swarms_task_arrives():
+    assert decode_info(msgspec.msgpack.encode(INFO)) == INFO
+
+
+def without_hash(info: JoinInfo) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(info, task_hash="0" * 32))
+
+
+def of_a_newer_release() -> bytes:
+    plain = msgspec.to_builtins(INFO)
+    plain["task"]["env"]["gravity"] = 9.81
+    return msgspec.msgpack.encode(plain)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "another release"),
+        (b"\xc1", "another release"),
+        (of_a_newer_release(), "another release"),
+        (without_hash(INFO), "doesn't have the hash"),
+    ],
+)
+def test_a_task_that_cant_be_trusted(data, words):
+    with pytest.raises(WireError, match=words):
+        decode_info(data)
+
+
+def test_who_is_let_in():
+    other = TaskConfig(env=EnvConfig(id="Acrobot-v1"), algorithm=A2CConfig())
+    assert refuse_task("", TASK, HASH) is None
+    assert refuse_task(HASH, TASK, HASH) is None
+    why = refuse_task(HASH, other, task_hash(other))
+    assert why is not None
+    assert "Acrobot-v1 with a2c" in why
+    assert HASH[:8] in why
+
+
+@pytest.mark.parametrize(
+    ("given", "bound", "seeds", "expected"),
+    [
+        (None, "127.0.0.1:7701", (), "127.0.0.1:7701"),
+        (None, "10.0.0.5:7701", ("10.0.0.1:1",), "10.0.0.5:7701"),
+        ("node5.example", "0.0.0.0:7701", (), "node5.example:7701"),
+        ("node5.example:80", "0.0.0.0:7701", (), "node5.example:80"),
+        (None, "0.0.0.0:7701", ("127.0.0.1:7700",), "127.0.0.1:7701"),
+        (None, "0.0.0.0:7701", ("[::1]:7700",), "127.0.0.1:7701"),
+    ],
+)
+def test_the_address_that_others_are_told(given, bound, seeds, expected):
+    assert str(advertised(given, Address.parse(bound), seeds)) == expected
+
+
+def test_a_wildcard_without_seeds_becomes_some_address():
+    told = advertised(None, Address("0.0.0.0", 7701), ())
+    assert told.port == 7701
+    assert told.host != "0.0.0.0"
+
+
+def test_a_bad_advertised_address_is_told():
+    with pytest.raises(UsageError, match="isn't an address"):
+        advertised("not an address", Address("0.0.0.0", 7701), ())
