@@ -28,12 +28,15 @@ from p2pdrl.transport.protocol import Address
 Json = Any
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Let one worker run all of these: real nodes on two cores don't bear each other's company."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("real processes"))
+    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in ours:
+        item.add_marker(pytest.mark.xdist_group("real processes"))
+    yield
+    if getattr(config.option, "loadgroup", False) and not all("@" in item.nodeid for item in ours):
+        raise pytest.UsageError("this pytest-xdist doesn't group the tests of this pytest: see constraints.txt")
 
 
 def free_port() -> int:
