@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group("real processes"))
     yield
     if getattr(config.option, "loadgroup", False) and not all("@" in item.nodeid for item in ours):
-        raise pytest.UsageError("this pytest-xdist doesn't group the tests of this pytest: see constraints.txt")
+        raise pytest.UsageError("pytest-xdist doesn't group this pytest's tests: see constraints.txt")
 
 
 def free_port() -> int:

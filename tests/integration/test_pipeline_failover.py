@@ -116,6 +116,7 @@ def test_four_nodes_go_through_two_pipelines_with_a_loss_and_end_solved(swarm, w
         "task.algorithm.unroll_steps": 64,
         "task.stop.mean_return": 475,
         "task.stop.window": 50,
+        "node.learner.max_updates_per_s": 4,  # it takes more than 100 updates: the walk ends before
     }
     nodes = swarm.start_team(4, options)
     wait_until(lambda: all(node.rounds_in("adpsgd") > 0 for node in nodes), 30, "they gossip")
