@@ -56,30 +56,34 @@ def lose(nodes, victim, how, what, stages, *, slack_s=0.0):
     return survivors
 
 
-TORCH = {"task.strategy.backend": "torch", "task.strategy.deadline_s": 10.0, "node.trusted_network": "true"}
-GPIPE = {"task.strategy.schedule": "gpipe"}
-INTERLEAVED = {
-    "task.strategy.schedule": "interleaved",
-    "task.strategy.chunks": 2,
-    "task.network.hidden": "[32, 32, 32, 32, 32]",
+BACKENDS = {
+    "stream": {},
+    "torch": {
+        "task.strategy.backend": "torch",
+        "task.strategy.deadline_s": 10.0,
+        "node.trusted_network": "true",
+    },
+}
+SCHEDULES = {
+    "1f1b": {},
+    "gpipe": {"task.strategy.schedule": "gpipe"},
+    "interleaved": {
+        "task.strategy.schedule": "interleaved",
+        "task.strategy.chunks": 2,
+        "task.network.hidden": "[32, 32, 32, 32, 32]",
+    },
 }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("stages", "rank", "more"),
-    [
-        *((stages, rank, {}) for stages, rank in RANKS),
-        *(pytest.param(2, rank, GPIPE, id=f"2-{rank}-gpipe") for rank in (0, 1)),
-        *(pytest.param(2, rank, INTERLEAVED, id=f"2-{rank}-interleaved") for rank in (0, 1)),
-        *(pytest.param(stages, rank, TORCH, id=f"{stages}-{rank}-torch") for stages, rank in RANKS),
-    ],
-)
-def test_any_rank_is_frozen_leaves_and_is_killed(swarm, no_orphans, stages, rank, more):
+@pytest.mark.parametrize(("stages", "rank"), RANKS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_rank_is_frozen_leaves_and_is_killed(swarm, no_orphans, stages, rank, schedule, backend):
     """Over torch.distributed nobody notices that another is frozen before the group's timeout."""
-    options = OPTIONS | PIPELINE | {"task.strategy.stages": stages} | more
-    slack_s = options["task.strategy.deadline_s"] if more is TORCH else 0.0
+    options = OPTIONS | PIPELINE | {"task.strategy.stages": stages} | SCHEDULES[schedule] | BACKENDS[backend]
+    slack_s = options["task.strategy.deadline_s"] if backend == "torch" else 0.0
     nodes = swarm.start_team(stages + 1, options)
     Watch(nodes).goes_on(120, lambda: whole(nodes, stages))
     time.sleep(1)
