@@ -16,20 +16,11 @@ from p2pdrl.pipeline.order import StageNews, StageOrder
 from p2pdrl.workers.protocol import Report
 from p2pdrl.workers.stage_protocol import News
 
+from .orders import stage_order
+
 LOOK_S = HANGS_S / LOOKS
-HEAD = StageOrder(
-    generation=1,
-    rank=0,
-    blocks=2,
-    cuts=(1,),
-    schedule="1f1b",
-    microbatches=4,
-    ranks=2,
-    timeout_s=10.0,
-    idle_timeout_s=600.0,
-    state_every=10,
-)
-SECOND = msgspec.structs.replace(HEAD, rank=1)
+HEAD = stage_order()
+SECOND = stage_order(rank=1)
 DAY_S = 86400.0
 
 
@@ -125,7 +116,7 @@ def test_silence_before_the_order_doesnt_count(learner):
     assert learner.silence(DAY_S) is None
     learner.order(HEAD)
     assert learner.silence(HANGS_S - LOOK_S) is None
-    learner.order(msgspec.structs.replace(HEAD, generation=2))
+    learner.order(stage_order(2))
     assert HANGS_S <= learner.silence(DAY_S) <= HANGS_S + 2 * LOOK_S
 
 
@@ -151,7 +142,7 @@ def test_a_long_first_update_isnt_judged(learner):
 
 def test_a_head_that_made_updates_under_an_earlier_order_is_judged(head):
     head.told.order = None
-    head.order(msgspec.structs.replace(HEAD, generation=2), answered_after_s=20.0)
+    head.order(stage_order(2), answered_after_s=20.0)
     assert HANGS_S <= head.silence(DAY_S) <= HANGS_S + LOOK_S
 
 

@@ -12,28 +12,15 @@ from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.node.children.learner_link import LearnerLink
 from p2pdrl.node.children.stage_port import StagePort
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.pipeline.order import StageNews, StageOrder
+from p2pdrl.pipeline.order import StageNews
 from p2pdrl.pipeline.trace import Span
 from p2pdrl.transport.pipe import Pipe, PipeTicket
 from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
 
+from .orders import stage_order
+
 TICKET = PipeTicket(None, b"early")
 LAYERS = (Layer("body.0", 0.001, 0.002, 64, 128),)
-
-
-def order(generation: int = 1) -> StageOrder:
-    return StageOrder(
-        generation=generation,
-        rank=0,
-        blocks=2,
-        cuts=(1,),
-        schedule="1f1b",
-        microbatches=4,
-        ranks=2,
-        timeout_s=10.0,
-        idle_timeout_s=60.0,
-        state_every=10,
-    )
 
 
 class Learner:
@@ -89,8 +76,8 @@ def port(learner) -> StagePort:
 async def test_an_order_goes_with_its_pipes_which_are_the_learners_then(port, learner, pipes):
     up, down = pipes(), pipes()
     fds = [down.fd, up.fd]
-    port.work(order(), {"next": down, "previous": up})
-    assert learner.told == [Stage(order(), (("next", TICKET), ("previous", TICKET)))]
+    port.work(stage_order(), {"next": down, "previous": up})
+    assert learner.told == [Stage(stage_order(), (("next", TICKET), ("previous", TICKET)))]
     assert learner.fds == [fds]
     assert (up.fd, down.fd) == (fds[1], fds[0])  # until they were sent
     learner.sent()
@@ -107,8 +94,8 @@ async def test_another_order_closes_the_pipes_of_the_one_before_even_if_that_was
     port, learner, pipes
 ):
     first, second = pipes(), pipes()
-    port.work(order(1), {"next": first})
-    port.work(order(2), {"next": second})
+    port.work(stage_order(1), {"next": first})
+    port.work(stage_order(2), {"next": second})
     assert (first.fd, first.closed, second.closed) == (-1, 1, 0)
     port.heard(News(StageNews(1, "broken")))  # was on its way
     port.heard(News(StageNews(2, "ready")))
@@ -123,7 +110,7 @@ async def test_another_order_closes_the_pipes_of_the_one_before_even_if_that_was
 
 async def test_a_learner_that_dies_breaks_its_generation_once(port, learner, pipes):
     pipe = pipes()
-    port.work(order(3), {"next": pipe})
+    port.work(stage_order(3), {"next": pipe})
     port.died("its learner died")
     assert await port.news() == StageNews(3, "broken", why="its learner died")
     assert pipe.closed == 1
@@ -133,7 +120,7 @@ async def test_a_learner_that_dies_breaks_its_generation_once(port, learner, pip
 
 async def test_an_order_for_a_learner_that_is_down_is_broken_at_once(pipes):
     port, pipe = StagePort(lambda: None), pipes()
-    port.work(order(4), {"previous": pipe})
+    port.work(stage_order(4), {"previous": pipe})
     assert (await port.news()).what == "broken"
     assert (pipe.fd, pipe.closed) == (-1, 1)
     port.finish(4)
@@ -143,7 +130,7 @@ async def test_an_order_for_a_learner_that_is_down_is_broken_at_once(pipes):
 
 async def test_another_regime_drops_orders_and_news(port, learner, pipes):
     pipe = pipes()
-    port.work(order(5), {"next": pipe})
+    port.work(stage_order(5), {"next": pipe})
     port.finish(5)
     assert learner.told[-1] == Finish(5)
     port.heard(News(StageNews(5, "ready")))
@@ -202,18 +189,18 @@ async def test_what_a_stage_did_is_told_in_the_machines_time(port, learner):
 
 async def test_whether_an_order_is_unanswered(port):
     assert not port.unanswered
-    port.work(order(1), {})
+    port.work(stage_order(1), {})
     assert port.unanswered
     port.heard(News(StageNews(1, "ready")))
     assert not port.unanswered
-    port.work(order(2), {})
+    port.work(stage_order(2), {})
     port.heard(News(StageNews(1, "copied")))  # of the one before
     assert port.unanswered
     port.heard(News(StageNews(2, "meeting", port=4711)))
     assert port.unanswered  # the others may never come
     port.heard(News(StageNews(2, "broken")))
     assert not port.unanswered
-    port.work(order(3), {})
+    port.work(stage_order(3), {})
     port.close()
     assert not port.unanswered
 
@@ -246,7 +233,7 @@ async def test_a_pipe_that_was_handed_over_ends_with_the_learner(tmp_path, pipes
     talking = asyncio.create_task(link.converse(lambda _: None))
     try:
         port, down, up = StagePort(lambda: link), pipes(), pipes()
-        port.work(order(), {"next": down, "previous": up})
+        port.work(stage_order(), {"next": down, "previous": up})
         await until(lambda: down.fd == up.fd == -1)
         for pipe in (down, up):
             assert await asyncio.to_thread(pipe.far.recv, 4) == b"mine"
@@ -260,10 +247,10 @@ async def test_a_later_order_goes_after_what_was_said_meanwhile(tmp_path, pipes)
     (tmp_path / "holds.py").write_text(HOLDS)
     link = LearnerLink(*await LearnerLink._start("holds", {}, os.environ | {"PYTHONPATH": str(tmp_path)}))
     try:
-        link.tell(Stage(order(1)))
+        link.tell(Stage(stage_order(1)))
         link.tell(Finish(1))
-        link.tell(Stage(order(2)))
-        assert [news.message for news in link._news.values()] == [Finish(1), Stage(order(2))]
+        link.tell(Stage(stage_order(2)))
+        assert [news.message for news in link._news.values()] == [Finish(1), Stage(stage_order(2))]
         link.withdraw(Stage)
         link.withdraw(Measure)
         assert list(link._news) == [Finish]

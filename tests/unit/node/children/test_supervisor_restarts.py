@@ -18,26 +18,16 @@ from p2pdrl.node.children import hanging
 from p2pdrl.node.children import process_link as link_module
 from p2pdrl.node.children import supervisor as supervisor_module
 from p2pdrl.node.children.learner_link import LearnerLink
-from p2pdrl.pipeline.order import StageNews, StageOrder
+from p2pdrl.pipeline.order import StageNews
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.layout import Entry, Layout
 from p2pdrl.workers.protocol import Pace, Progress
 from p2pdrl.workers.stage_protocol import News
 
 from ..supervised import START
+from .orders import stage_order
 
-ORDER = StageOrder(
-    generation=7,
-    rank=0,
-    blocks=1,
-    cuts=(),
-    schedule="1f1b",
-    microbatches=1,
-    ranks=1,
-    timeout_s=1.0,
-    idle_timeout_s=1.0,
-    state_every=1,
-)
+ORDER = stage_order(7)
 
 
 async def test_one_that_dies_is_replaced_from_the_board(plan, supervise, until):
