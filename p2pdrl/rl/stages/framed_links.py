@@ -7,7 +7,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from p2pdrl.rl.stages.frames import decode, encode, fill
+from p2pdrl.rl.stages.frames import decode, encode, fill, on_host
 from p2pdrl.rl.stages.links import Room, Way
 from p2pdrl.rl.stages.messages import Message
 
@@ -54,7 +54,7 @@ class FramedLinks:
 
     def send(self, way: Way, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         """See ``Links.send``."""
-        frame = encode(message, [tensor.cpu() for tensor in tensors])
+        frame = encode(message, [on_host(tensor) for tensor in tensors])
         self._carrier.send(way, frame.message, frame.tensors)
 
     def receive(self, way: Way, room: Room, timeout_s: float) -> Message:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from p2pdrl.errors import WireError
 from p2pdrl.rl.stages.messages import Message
 from p2pdrl.rl.stages.rows import Slot
 
-__all__ = ["Frame", "bytes_of", "decode", "encode", "fill"]
+__all__ = ["Frame", "bytes_of", "decode", "encode", "fill", "on_host"]
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def fill(slots: Sequence[Slot], data: memoryview) -> None:
     """Copy the bytes of tensors to where they belong.
 
     Args:
-        slots: on any device; what isn't on the CPU goes through the host's memory.
+        slots: on any device; to another than the CPU tensors are copied from the memory that they came in.
         data: all tensors.
 
     Raises:
@@ -76,11 +76,21 @@ def fill(slots: Sequence[Slot], data: memoryview) -> None:
         raise WireError(f"a message with {data.nbytes} bytes of tensors should have {ends[-1]}")
     source: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8)
     for slot, (begin, end) in zip(slots, pairwise(ends), strict=True):
-        hosted = _on_host(slot.tensor)
-        np.copyto(_array(hosted), source[begin:end])
-        _check(hosted, slot.below)
-        if hosted is not slot.tensor:
-            slot.tensor.copy_(hosted)
+        if slot.tensor.device.type == "cpu":
+            np.copyto(_array(slot.tensor), source[begin:end])
+            _check(slot.tensor, slot.below)
+        else:
+            came = _as_came(source[begin:end], slot.tensor)
+            _check(came, slot.below)
+            slot.tensor.copy_(came)  # waits: the memory that it came in is used again afterwards
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, or a copy in host memory, which a GPU writes fastest where it is pinned."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -93,12 +103,13 @@ def _array(tensor: Tensor) -> npt.NDArray[np.uint8]:
     return array
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, or memory from which it can be copied to its device quickly."""
-    if tensor.device.type == "cpu":
-        return tensor
-    how: dict[str, Any] = {"pin_memory": True} if tensor.is_cuda else {}
-    return torch.empty(tensor.shape, dtype=tensor.dtype, **how)
+def _as_came(piece: npt.NDArray[np.uint8], like: Tensor) -> Tensor:
+    """Return a tensor in the memory that its bytes came in, or a copy where they aren't aligned in it."""
+    if not len(piece):  # torch can't see numbers of another length in it
+        return torch.empty(like.shape, dtype=like.dtype)
+    if not piece.flags.writeable or piece.ctypes.data % like.dtype.itemsize:
+        piece = piece.copy()
+    return torch.from_numpy(piece).view(like.dtype).view(like.shape)
 
 
 def _check(tensor: Tensor, below: int | None) -> None:

@@ -171,3 +171,25 @@ def test_closing_reaches_the_carrier():
     with pytest.raises(PeerUnreachableError):
         second.receive("down", lambda _: [], 1.0)
     assert isinstance(first, FramedLinks)
+
+
+def _frame(*tensors):
+    return memoryview(b"".join(bytes(view) for view in encode(Gradient(0, 0), tensors).tensors))
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+@pytest.mark.parametrize("writable", [True, False])
+def test_other_devices_get_what_came_where_it_lies(device, writable):
+    """Also where a tensor doesn't begin at a multiple of its numbers' length. `meta` has no memory to look at."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    sent = [torch.tensor([True]), torch.tensor([[1.5, -2.0]]), torch.tensor([7, 2]), torch.zeros(0, 3)]
+    data = _frame(*sent)
+    if writable:
+        data = memoryview(bytearray(data))
+    got = [torch.empty_like(tensor, device=device) for tensor in sent]
+    fill([Slot(tensor, below=8 if tensor.dtype == torch.int64 else None) for tensor in got], data)
+    if device != "meta":
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(got, sent, strict=True))
+    with pytest.raises(WireError, match="isn't in 0 … 6"):
+        fill([Slot(tensor, below=7 if tensor.dtype == torch.int64 else None) for tensor in got], data)
