@@ -48,9 +48,9 @@ class FlatModule:
         for _, parameter in named:
             piece = slice(begin, begin + parameter.numel())
             self.parameters_D[piece] = parameter.detach().reshape(-1)
-            parameter.grad = self.gradients_D[piece].view(parameter.shape)
             begin = piece.stop
         self._bind()
+        self._bind_gradients()
 
     @property
     def device(self) -> torch.device:
@@ -109,6 +109,25 @@ class FlatModule:
             shared_D.copy_(self.parameters_D)
         self.parameters_D.data = shared_D
         self._bind()
+
+    def drop_gradients(self) -> None:
+        """Give the gradients' memory back: nobody computes any here until `make_gradients`."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self.gradients_D.data = self.gradients_D.new_empty(0)
+
+    def make_gradients(self) -> None:
+        """Have memory for gradients again, all zero; ``gradients_D`` is still the same tensor object."""
+        self.gradients_D.data = torch.zeros_like(self.parameters_D)
+        self._bind_gradients()
+
+    def _bind_gradients(self) -> None:
+        """Make each parameter's gradient a view of its piece of the vector."""
+        begin = 0
+        for parameter in self.module.parameters():
+            piece_D = self.gradients_D[begin : begin + parameter.numel()]
+            parameter.grad = piece_D.view(parameter.shape)
+            begin += parameter.numel()
 
     def _bind(self) -> None:
         """Make each parameter a view of its piece of the vector."""

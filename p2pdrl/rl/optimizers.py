@@ -127,6 +127,15 @@ class Optimizer(ABC):
         Optimizer.__init__(other, parameters_D, gradients_D, tuple(self._vectors))
         return other
 
+    def set_aside(self, *, aside: bool) -> None:
+        """Keep the state in the host's memory while others step, or have it where the parameters are again.
+
+        It can be read and replaced as ever meanwhile, but not stepped with.
+        """
+        where = torch.device("cpu") if aside else self._parameters_D.device
+        self._vectors = {name: vector_D.to(where) for name, vector_D in self._vectors.items()}
+        self._scratch = self._parameters_D.new_empty(0)
+
     def items(self) -> tuple[SidecarItem, ...]:
         """Return how the state is laid out in the sidecar."""
         size = self._parameters_D.numel()

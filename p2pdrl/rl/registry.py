@@ -80,6 +80,10 @@ class AnyTrainer(Protocol):
         """Return what a pipeline is made of."""
         ...
 
+    def set_aside(self, *, aside: bool) -> None:
+        """Give up memory while a pipeline's share computes gradients and steps instead, or take it again."""
+        ...
+
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:
         """Let the parameters live in ``buffer_D`` from now on."""
         ...

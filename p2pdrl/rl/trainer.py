@@ -197,6 +197,18 @@ class Trainer:
             precision=self._precision,
         )
 
+    def set_aside(self, *, aside: bool) -> None:
+        """Give up memory while a pipeline's share computes gradients and steps instead, or take it again.
+
+        Gradients go, and the optimizer's state lies in the host's memory. Parameters stay: who acts needs
+        them, and who goes on alone does.
+        """
+        if aside:
+            self._flat.drop_gradients()
+        else:
+            self._flat.make_gradients()
+        self._algorithm.optimizer.set_aside(aside=aside)
+
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:
         """Let the parameters live in ``buffer_D`` from now on; see ``FlatModule.rebind``."""
         self._flat.rebind(buffer_D, write=write)

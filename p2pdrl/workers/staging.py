@@ -1,7 +1,7 @@
 """A learner as a stage of a pipeline: which order is in force, and what becomes of it.
 
     ordered ──► ready ──► (rank 0) update after update; at every K-th all ranks get a copy of the whole state
-                          (others) one update after another served
+                   │      (others) one update after another served
                    └──► over: told to finish │ broken: a neighbour failed │ ended by another order or regime
 
 Without an order the learner stands still. Rank 0 trains as any learner does, but that its gradients come from
@@ -80,8 +80,7 @@ class Staging:
         self._recorder: Recorder | None = None
         self._order: tuple[StageOrder, Pipes] | None = None
         self._own: tuple[Any, Any] | None = None
-        self._stages = self._stages_next = False
-        self._ended = False
+        self._stages = self._stages_next = self._ended = False
         self._finish: int | None = None
         self._asked: list[Measure] = []
         self._costs: dict[int, Blocks] = {}
@@ -166,7 +165,7 @@ class Staging:
         self._stages, self._ended = stages, False
         if self._order is None:
             return
-        # Not above: torch is slow to import, and a learner that is no stage has no need of it here.
+        # Not above: torch is slow to import, and who is no stage has no need of it here.
         from p2pdrl.workers.seats import Ears, take_seat
 
         self._replica.take()
@@ -175,9 +174,11 @@ class Staging:
         self._answer()
         # Not before: until a seat has them, the descriptors are closed with the order.
         (order, pipes), self._order = self._order, None
+        self._trainer.set_aside(aside=True)  # a share of the model has its own gradients and optimizer
         try:
             seat = take_seat(order, pipes, self._trainer, ears)
         except (TransportError, ConfigError, OSError) as error:
+            self._trainer.set_aside(aside=False)
             if not self._interrupted():
                 self._tell(order, "broken", why=str(error))
             return
@@ -312,18 +313,17 @@ class Staging:
         self._rise()
         if self._interrupted():
             return
-        side = seat.neighbours.side
         print(f"learner: generation {seat.order.generation} of the pipeline broke: {error}", file=sys.stderr)
         self._replica.publish()
-        self._tell(seat.order, "broken", side=side, why=str(error))
+        self._tell(seat.order, "broken", side=seat.neighbours.side, why=str(error))
 
     def _rise(self) -> None:
         """Leave the seat; the trainer works by itself again."""
-        seat, self._seat = self._seat, None
+        seat, self._seat, self._figures = self._seat, None, {}
         if seat is None:
             return
-        self._figures = {}
         seat.close()
+        self._trainer.set_aside(aside=False)
         if self._own is not None:
             (self._trainer.engine, self._trainer.stepper), self._own = self._own, None
 
@@ -343,7 +343,7 @@ class Staging:
     def _trace(self, asked: Trace) -> Traced:
         """Return what was done lately, in this generation or the last one."""
         clock_s = time.perf_counter()
-        spans = self._recorder.spans(clock_s - asked.seconds) if self._recorder is not None else []
+        spans = [] if self._recorder is None else self._recorder.spans(clock_s - asked.seconds)
         return Traced(asked.number, clock_s, time.monotonic(), tuple(spans))
 
     def _tell(self, order: StageOrder, what: Any, **more: Any) -> None:

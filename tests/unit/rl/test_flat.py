@@ -147,3 +147,23 @@ def test_memory_is_shared_on_the_cpu_only():
     flat = FlatModule(make(), torch.device("meta"))
     with pytest.raises(ConfigError, match="meta"):
         flat.rebind(np.zeros(flat.layout.size, np.float32), write=True)
+
+
+def test_gradients_memory_can_be_given_back_and_had_again():
+    module, twin = make(), make()
+    flat, other = FlatModule(module, CPU), FlatModule(twin, CPU)
+    ours, theirs = (Adam(one.parameters_D, one.gradients_D) for one in (flat, other))
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        for one, optimizer in ((flat, ours), (other, theirs)):
+            one.gradients_D.zero_()
+            one.module(x).square().sum().backward()
+            optimizer.step(1e-2)
+        flat.drop_gradients()
+        ours.set_aside(aside=True)
+        assert flat.gradients_D.untyped_storage().nbytes() == 0
+        assert all(parameter.grad is None for parameter in module.parameters())
+        flat.make_gradients()
+        ours.set_aside(aside=False)
+        assert not flat.gradients_D.any()
+    torch.testing.assert_close(flat.parameters_D, other.parameters_D, rtol=0, atol=0)

@@ -5,8 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
+from p2pdrl.config.task import (
+    A2CConfig,
+    EnvConfig,
+    NetworkConfig,
+    PPOConfig,
+    RegressionConfig,
+    TaskConfig,
+)
 from p2pdrl.errors import ConfigError, LayoutMismatchError
+from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.trainer import Trainer
 from p2pdrl.tensors.moments import Moments
 
@@ -129,6 +137,26 @@ def test_a_delta_is_added():
     before = trainer.flat.copy()
     trainer.add_delta(np.full_like(before, 0.5))
     np.testing.assert_allclose(trainer.flat, before + 0.5)
+
+
+@pytest.mark.parametrize("algorithm", [PPO, A2CConfig(), RegressionConfig(optimizer="adam")])
+def test_set_aside_it_can_be_read_and_replaced_and_then_goes_on_as_before(algorithm):
+    task = TaskConfig(env=ENV, network=SMALL, algorithm=algorithm)
+    trainer, twin = build_trainer(task, 1, "cpu"), build_trainer(task, 1, "cpu")
+    for _ in range(2):
+        trainer.step()
+        twin.step()
+        trainer.set_aside(aside=True)
+        with pytest.raises(RuntimeError):
+            trainer.step()
+        state = trainer.flat.copy(), copied(trainer.sidecar())
+        trainer.set_state(np.zeros_like(state[0]), {name: np.zeros_like(x) for name, x in state[1].items()})
+        trainer.set_state(*state, own=True)
+        trainer.set_aside(aside=False)
+        trainer.set_state(twin.flat.copy(), copied(twin.sidecar()), own=True)
+        np.testing.assert_array_equal(trainer.flat, twin.flat)
+    for name, array in twin.sidecar().items():
+        np.testing.assert_array_equal(trainer.sidecar()[name], array)
 
 
 def test_foreign_vectors_are_refused():

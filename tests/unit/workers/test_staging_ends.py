@@ -49,6 +49,26 @@ def test_a_learner_that_ends_breaks_the_pipeline_for_the_others_and_they_form_an
     np.testing.assert_array_equal(rest[0].now()[0], rest[1].now()[0])
 
 
+def test_in_a_seat_the_trainer_gives_its_own_gradients_up_and_has_them_again_after(team):
+    team = team(CARTPOLE, 2)
+    own = [member.trainer.engine for member in team.members]
+    aside = [[], []]
+    for member, told in zip(team.members, aside, strict=True):
+        plain = member.trainer.set_aside
+        member.trainer.set_aside = lambda *, aside, plain=plain, told=told: (
+            told.append(aside),
+            plain(aside=aside),
+        )
+    team.finish_after(3)
+    team.form()
+    for member in team.members:
+        member.news("over")
+    assert aside == [[True, False], [True, False]]
+    team.head.say(Work(FREE, 2))
+    team.head.wait(lambda: team.head.steps >= 5)
+    assert team.head.trainer.engine is own[0]
+
+
 def test_the_update_that_broke_isnt_counted(team):
     team = team(CARTPOLE, 2)
     team.form(state_every=1000)

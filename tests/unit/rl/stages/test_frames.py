@@ -180,7 +180,7 @@ def _frame(*tensors):
 @pytest.mark.parametrize("device", ["meta", "cuda"])
 @pytest.mark.parametrize("writable", [True, False])
 def test_other_devices_get_what_came_where_it_lies(device, writable):
-    """Also where a tensor doesn't begin at a multiple of its numbers' length. `meta` has no memory to look at."""
+    """Also where one doesn't begin at a multiple of its numbers' length. `meta` has no memory to look at."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     sent = [torch.tensor([True]), torch.tensor([[1.5, -2.0]]), torch.tensor([7, 2]), torch.zeros(0, 3)]
