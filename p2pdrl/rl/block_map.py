@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError
-from p2pdrl.tensors.layout import Entry, Layout
+from p2pdrl.tensors.layout import Layout
 
 __all__ = ["BlockMap", "Span", "check_length"]
 
@@ -71,15 +71,6 @@ class BlockMap:
             else:
                 merged.append((start, stop))
         return tuple(merged)
-
-    def part(self, numbers: Sequence[int]) -> Layout:
-        """Return the layout of some blocks' own vector; names are those of the whole.
-
-        Raises:
-            LayoutMismatchError: they have no parameters at all.
-        """
-        entries: dict[str, Entry] = {entry.name: entry for entry in self.layout.entries}
-        return Layout(tuple(entries[name] for name in self.chosen(numbers)))
 
     def take(self, vector_D: Vector, numbers: Sequence[int]) -> Vector:
         """Return a copy of some blocks' numbers.
