@@ -39,7 +39,7 @@ class PipelineConfig(
     efficient parts. ``auto`` measures 1, 2, 4 and 8 in the first updates and stays with the fastest."""
     cuts: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     """Number of the first block of each stage but the first; empty has the stages balanced by measured times,
-    bytes and speeds of the peers. ``p2pdrl pipeline plan --config NAME`` numbers the blocks. Where fewer peers
+    bytes and speeds of the peers. ``p2pdrl pipeline plan --config NAME`` numbers the blocks. With fewer peers
     than ``stages`` are alive these cuts fit no pipeline, and stages are balanced."""
     backend: Literal["auto", "stream", "torch"] = "auto"
     """``stream`` runs over the swarm's own connections; ``torch`` over torch.distributed, which needs

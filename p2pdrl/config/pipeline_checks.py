@@ -14,9 +14,10 @@ from p2pdrl.config.problem import Problem
 from p2pdrl.config.strategy import PipelineConfig, StrategyConfig
 from p2pdrl.config.task import PPOConfig, RegressionConfig, TaskConfig
 
-__all__ = ["idle_keys", "minibatch_rows", "pipeline_problems", "too_few_blocks"]
+__all__ = ["LIST_BLOCKS", "idle_keys", "minibatch_rows", "pipeline_problems", "too_few_blocks"]
 
 LIST_BLOCKS = "`p2pdrl pipeline plan --config …` lists them"
+"""Where to find the numbers of a model's blocks."""
 
 
 def pipeline_problems(task: TaskConfig) -> Iterator[Problem]:

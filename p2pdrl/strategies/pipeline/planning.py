@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2pdrl.config.pipeline import PipelineConfig, ScheduleName
+from p2pdrl.config.pipeline_checks import LIST_BLOCKS
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.advice import Advice, Pipeline, Wishes, Work, advise, bytes_alone, too_large
 from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer
@@ -21,6 +22,8 @@ __all__ = ["AUTO", "Design", "Rank", "design", "measured_with", "schedule_of"]
 AUTO = (1, 2, 4, 8)
 """Numbers of microbatches that ``auto`` chooses from."""
 LEAST_S = 1e-9
+OTHERWISE = "set other task.strategy.cuts, or lower task.strategy.stages"
+ONE = "no other rank is in its pipeline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ def design(
     blocks, most = len(layers), measured_with(config, rows)
     mine_s = max(ranks[0].seconds, LEAST_S)
     single = Plan(blocks, (), schedule_of(config, 1), most, 1)
-    alone = Design((ranks[0].peer,), single, False, "it is alone", mine_s * most, 0.0)
+    alone = Design((ranks[0].peer,), single, False, ONE, mine_s * most, 0.0)
     peers = [Peer(one.name, mine_s / max(one.seconds, LEAST_S), one.memory_bytes) for one in ranks]
     work = Work(  # no bytes of the input: the first rank has the batch in any case, and cuts it into views
         {most: layers},
@@ -117,7 +120,7 @@ def design(
         return alone
     members = tuple(one.peer for one in ranks)
     try:
-        advice = advise(work, peers, links, _wishes(config, len(ranks), most))
+        advice = advise(work, peers, links, _wishes(config, len(ranks), most, blocks))
         pipeline = _trainable(layers, advice)
     except ConfigError as error:
         if not any(fits):
@@ -137,13 +140,18 @@ def design(
     return Design(order, plan, False, why, pipeline.step_s, sum(bubbles) / len(bubbles))
 
 
-def _wishes(config: PipelineConfig, ranks: int, most: int) -> Wishes:
+def _wishes(config: PipelineConfig, ranks: int, most: int, blocks: int) -> Wishes:
     numbers = tuple(number for number in AUTO if number <= most)
     if (
         config.microbatches != "auto"
     ):  # fewer where an interleaved schedule of so many ranks doesn't allow them
         numbers = (_allowed(most, ranks, config.chunks) if config.schedule == "interleaved" else most,)
     cuts = config.cuts if ranks == config.stages else ()
+    if cuts and cuts[-1] >= blocks:
+        raise ConfigError(
+            f"task.strategy.cuts = {list(cuts)} must rise from 1 to at most {blocks - 1}, the number of the "
+            f"last block; {LIST_BLOCKS}"
+        )
     return Wishes(schedule_of(config, ranks), numbers, config.chunks, cuts)
 
 
@@ -179,5 +187,5 @@ def _trainable(layers: Sequence[Layer], advice: Advice) -> Pipeline:
         raise ConfigError(advice.why)
     for rank in range(pipeline.plan.ranks):
         if not any(layers[number].parameter_bytes for number in pipeline.plan.numbers(rank)):
-            raise ConfigError(f"rank {rank} would have no parameters to train: cut the model elsewhere")
+            raise ConfigError(f"rank {rank} would have no parameters to train: {OTHERWISE}")
     return pipeline
