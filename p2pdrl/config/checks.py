@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from p2pdrl.config.batches import minibatch_rows
 from p2pdrl.config.node import LearnerConfig, NodeConfig
-from p2pdrl.config.pipeline_checks import idle_keys, minibatch_rows, pipeline_problems
+from p2pdrl.config.pipeline_checks import idle_keys, pipeline_problems
 from p2pdrl.config.problem import Problem
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import (
@@ -23,7 +24,7 @@ from p2pdrl.config.strategy import (
 from p2pdrl.config.strategy_checks import strategy_problems
 from p2pdrl.config.task import A2CConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
 
-__all__ = ["Problem", "minibatch_rows", "mode_problems", "problems", "task_problems", "trust_problems"]
+__all__ = ["Problem", "mode_problems", "problems", "task_problems", "trust_problems"]
 
 MAX_DATA_NUMBERS = 1 << 28
 """What a regression's made-up rows may come to: every node of the swarm holds them in memory."""

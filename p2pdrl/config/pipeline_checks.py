@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
+from p2pdrl.config.batches import minibatch_rows
 from p2pdrl.config.block_count import block_count
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.config.problem import Problem
 from p2pdrl.config.strategy import PipelineConfig, StrategyConfig
-from p2pdrl.config.task import PPOConfig, RegressionConfig, TaskConfig
+from p2pdrl.config.task import TaskConfig
 
-__all__ = ["LIST_BLOCKS", "idle_keys", "minibatch_rows", "pipeline_problems", "too_few_blocks"]
+__all__ = ["LIST_BLOCKS", "idle_keys", "pipeline_problems", "too_few_blocks"]
 
 LIST_BLOCKS = "`p2pdrl pipeline plan --config …` lists them"
 """Where to find the numbers of a model's blocks."""
@@ -93,14 +93,3 @@ def idle_keys(strategy: StrategyConfig, learner: LearnerConfig) -> Iterator[Prob
             f"{why}; leave it 0: stages are cut to fit the peers' memory, and task.strategy.microbatches and "
             "task.strategy.checkpoint_activations make them need less",
         )
-
-
-def minibatch_rows(task: TaskConfig) -> tuple[int, str]:
-    """Return what each gradient's batch is made of: how many, and what they are."""
-    algorithm = task.algorithm
-    if isinstance(algorithm, RegressionConfig):
-        return algorithm.batch_size, "rows"
-    remembers = task.network.core != "none"
-    rows = task.env.num_envs * (1 if remembers else algorithm.unroll_steps)
-    minibatches = algorithm.minibatches if isinstance(algorithm, PPOConfig) else 1
-    return math.ceil(rows / minibatches), "environments" if remembers else "steps"
