@@ -6,13 +6,20 @@ pipeline of more stages than blocks is refused before anything runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Literal
+
+from msgspec.structs import replace
+
 from p2pdrl.config.task import NetworkConfig, RegressionConfig, TaskConfig
 
-__all__ = ["block_count"]
+__all__ = ["as_built", "block_count"]
 
 IMPALA_RESIDUALS = 2
 """Residual blocks of each section of the ResNet (Espeholt 2018)."""
 NATURE_CONVOLUTIONS = 3
+CONVOLUTIONS = "trunk.convolutions."
+"""Parameters that the Nature CNN has, and no network of vectors."""
 
 
 def block_count(task: TaskConfig) -> tuple[int, int]:
@@ -27,6 +34,16 @@ def block_count(task: TaskConfig) -> tuple[int, int]:
     kinds = ("mlp", "nature_cnn") if network.kind == "auto" else (network.kind,)
     counts = [_trunk(kind, network) + (network.core != "none") + 1 for kind in kinds]
     return min(counts), max(counts)
+
+
+def as_built(task: TaskConfig, parameter_names: Iterable[str]) -> TaskConfig:
+    """Return the task with the network's kind that ``auto`` has become, by the names of its parameters."""
+    network = task.network
+    if network.kind != "auto" or isinstance(task.algorithm, RegressionConfig):
+        return task
+    pictures = any(name.startswith(CONVOLUTIONS) for name in parameter_names)
+    kind: Literal["nature_cnn", "mlp"] = "nature_cnn" if pictures else "mlp"
+    return replace(task, network=replace(network, kind=kind))
 
 
 def _trunk(kind: str, network: NetworkConfig) -> int:

@@ -12,6 +12,7 @@ import asyncio
 
 import msgspec
 
+from p2pdrl.config.block_count import as_built
 from p2pdrl.config.checks import mode_problems
 from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.pipeline_checks import idle_keys
@@ -81,7 +82,7 @@ class Conduct:
         """
         if self.halted.is_set():
             raise ConfigError("the swarm is done; its mode counts for nothing any more")
-        why = self._impossible(strategy)
+        why = self._impossible(strategy, exact=True)
         if why is not None:
             raise ConfigError(why)
         try:
@@ -210,10 +211,18 @@ class Conduct:
             self._caught_up_s = now_s
             self._parts.membership.catch_up(peer)
 
-    def _impossible(self, strategy: StrategyConfig) -> str | None:
-        """Why a strategy can't run here, as far as options and task tell: a peer may propose anything."""
+    def _impossible(self, strategy: StrategyConfig, *, exact: bool = False) -> str | None:
+        """Why a strategy can't run here, as far as options and task tell: a peer may propose anything.
+
+        Args:
+            strategy: its options.
+            exact: count blocks of the network as our learner has built it. What only this finds a person is
+                told; a swarm that is in such a mode makes the best of it.
+        """
         parts = self._parts
         task = parts.config.task if parts.training is None else parts.training.task
+        if exact and parts.training is not None:
+            task = as_built(task, (entry.name for entry in parts.training.spec.layout.entries))
         asked = msgspec.structs.replace(task, strategy=strategy)
         problem = next(mode_problems(asked, parts.config.node), None)
         return None if problem is None else f"{problem.key}: {problem.message}"

@@ -17,12 +17,13 @@ from p2pdrl.pipeline.advice import Advice, Pipeline, Wishes, Work, advise, bytes
 from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer
 from p2pdrl.pipeline.plan import Plan
 
-__all__ = ["AUTO", "Design", "Rank", "design", "measured_with", "schedule_of"]
+__all__ = ["AUTO", "NO_PIPELINE", "Design", "Rank", "design", "measured_with", "schedule_of"]
 
 AUTO = (1, 2, 4, 8)
 """Numbers of microbatches that ``auto`` chooses from."""
 LEAST_S = 1e-9
 OTHERWISE = "set other task.strategy.cuts, or lower task.strategy.stages"
+NO_PIPELINE = "no pipeline: "
 ONE = "no other rank is in its pipeline"
 
 
@@ -125,7 +126,7 @@ def design(
     except ConfigError as error:
         if not any(fits):
             raise ConfigError(f"{too_large(work, peers, (most,))}; no pipeline: {error}") from error
-        return Design(members, single, True, f"no pipeline: {error}", alone.step_s, 0.0)
+        return Design(members, single, True, f"{NO_PIPELINE}{error}", alone.step_s, 0.0)
     why = advice.why
     if config.backend == "auto" and not advice.take_pipeline:
         if all(fits):

@@ -9,6 +9,7 @@ from p2pdrl.pipeline.order import StageNews
 from p2pdrl.pipeline.wording import in_seconds
 from p2pdrl.strategies.pipeline.figures import Figures
 from p2pdrl.strategies.pipeline.layout import Layout, Place
+from p2pdrl.strategies.pipeline.planning import NO_PIPELINE
 from p2pdrl.strategies.pipeline.term import Term, blamed
 from p2pdrl.strategies.protocol import Context, Merged, RoundReport
 from p2pdrl.strategies.tally import Tally
@@ -61,7 +62,7 @@ class Telling:
         self._since_s = self._clock.monotonic()
         if term.alone:
             names = ", ".join(self._names(term.members))
-            text = f"no pipeline of {names}: each computes by itself. {term.why}"
+            text = f"no pipeline of {names}: each computes by itself. {term.why.removeprefix(NO_PIPELINE)}"
             self._swarm.tell("pipeline-refused", text, warning=True)
             return
         plan = term.order.plan
@@ -148,11 +149,11 @@ class Telling:
             return Figures()
         place = layout.place_of(me)
         if place is None:
-            return Figures(standby=True, pipelines=len(layout.pipelines), why=self._limit)
+            return Figures(standby=True, pipelines=len(layout.pipelines), limit=self._limit)
         if term is None or not term.formed:
             ranks = tuple(self._names(place.members))
             return Figures(
-                pipeline=place.number, pipelines=len(layout.pipelines), ranks=ranks, why=self._limit
+                pipeline=place.number, pipelines=len(layout.pipelines), ranks=ranks, limit=self._limit
             )
         order = term.order
         plan = order.plan
@@ -168,7 +169,8 @@ class Telling:
             generation=order.generation,
             backend=order.backend if order.ranks > 1 else "none",
             alone=term.alone,
-            why="; ".join(filter(None, (self._limit, term.why))),
+            why=term.why,
+            limit=self._limit,
             step_s=term.step_s,
             bubble=term.bubble,
             copies=term.copies,
@@ -177,14 +179,16 @@ class Telling:
     def facts(self, figures: Figures) -> dict[str, float | str]:
         """The same for people."""
         facts: dict[str, float | str] = {"role": figures.role, "pipelines": figures.pipelines}
-        if figures.why:
-            facts["why"] = figures.why
+        if figures.limit:
+            facts["limited"] = figures.limit
         if figures.rank is None:
             return facts
         facts |= {"ranks": ", ".join(figures.ranks), "blocks": _ranges(figures.blocks)}
         facts |= {"schedule": figures.schedule, "microbatches": figures.microbatches}
         facts |= {"generation": figures.generation, "backend": figures.backend}
         facts |= {"predicted_step_s": figures.step_s, "predicted_bubble": figures.bubble}
+        if figures.why:
+            facts["why"] = figures.why
         return facts
 
 

@@ -129,6 +129,16 @@ async def test_a_mode_that_the_task_has_no_room_for_is_neither_proposed_nor_foll
     assert kinds() == ["mode-failed", "mode"]
 
 
+async def test_stages_beyond_the_blocks_that_were_built_are_not_proposed(conduct, membership, training):
+    """A network of kind auto may have had more; a swarm that was told so makes the best of it."""
+    strategy = PipelineConfig(stages=4)
+    with pytest.raises(ConfigError, match=r"task\.strategy\.stages: .* this model has 3;"):
+        conduct.propose_mode(strategy)
+    membership.propose(settings.MODE, ModeSetting.of(strategy))
+    await conduct.follow(training)
+    assert training.used[-1][0] == strategy
+
+
 async def test_own_keys_that_a_mode_leaves_without_effect_are_told(
     conduct, membership, training, parts, events
 ):

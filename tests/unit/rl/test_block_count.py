@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdrl.config.block_count import block_count
+from p2pdrl.config.block_count import as_built, block_count
 from p2pdrl.config.task import NetworkConfig, RegressionConfig, TaskConfig
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.policy import ActorCritic
@@ -39,11 +39,16 @@ def test_policies(spec, network, core):
 
 @pytest.mark.parametrize("spec", [VECTOR, IMAGE])
 @pytest.mark.parametrize("hidden", [(64, 64), (), (8, 8, 8)])
-def test_auto_is_within_bounds(spec, hidden):
-    config = NetworkConfig(hidden=hidden)
+@pytest.mark.parametrize("core", ["none", "lstm"])
+def test_auto_is_within_bounds_and_known_once_it_is_built(spec, hidden, core):
+    config = NetworkConfig(hidden=hidden, core=core)
     least, most = block_count(TaskConfig(network=config))
     assert least < most
-    assert len(blocks(ActorCritic(spec, config, None))) in (least, most)
+    policy = ActorCritic(spec, config, None)
+    count = len(blocks(policy))
+    assert count in (least, most)
+    built = as_built(TaskConfig(network=config), [name for name, _ in policy.named_parameters()])
+    assert block_count(built) == (count, count)
 
 
 @pytest.mark.parametrize("fields", [{}, {"kind": "classifier"}, {"kind": "classifier", "hidden": (4, 4)}])

@@ -285,7 +285,9 @@ async def test_pipelines_of_one_where_more_were_asked_for_are_told_to_all():
             node.stages.layers = blocks_of(3)
         await swarm.start()
         await swarm.until(lambda: all(node.stages.order is not None for node in swarm.nodes))
-        await swarm.until(lambda: all("task.strategy.chunks" in strategy(n).figures.why for n in swarm.nodes))
+        await swarm.until(
+            lambda: all("task.strategy.chunks" in strategy(n).figures.limit for n in swarm.nodes)
+        )
         assert [node.stages.order.ranks for node in swarm.nodes] == [1, 1]
         for node in swarm.nodes:
             told = dict(node.swarm.told)["pipeline-refused"]

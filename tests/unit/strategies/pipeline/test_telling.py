@@ -64,6 +64,9 @@ async def test_all_ranks_say_why_each_computes_by_itself(rank):
     told, swarm = telling()
     alone = term(rank, alone=True, cuts=(), why="a pipeline would take 9 ms a step")
     told.formed(alone)
+    twice = term(rank, alone=True, cuts=(), why="no pipeline: a link is gone")
+    told.formed(twice)
+    assert swarm.told.pop()[1] == "no pipeline of ann, bob: each computes by itself. a link is gone"
     assert swarm.told == [
         ("pipeline-refused", f"no pipeline of ann, bob: each computes by itself. {alone.why}")
     ]
@@ -82,11 +85,16 @@ async def test_what_was_asked_for_in_vain_is_told_once_and_shown_in_every_place(
     layout = lay_out(("a", "b", "c"), {}, 2)
     standby, forming = (told.figures(layout, one, None) for one in "ca")
     at_work = told.figures(layout, "b", term(1, why="it pays"))
-    assert standby.why == forming.why == "task.strategy.stages: 4 stages need as many blocks"
-    assert at_work.why == f"{standby.why}; it pays"
-    assert told.facts(standby)["why"] == standby.why
+    assert (
+        standby.limit
+        == forming.limit
+        == at_work.limit
+        == "task.strategy.stages: 4 stages need as many blocks"
+    )
+    assert (standby.why, at_work.why) == ("", "it pays")
+    assert told.facts(standby)["limited"] == told.facts(at_work)["limited"] == standby.limit
     told.limited([])
-    assert told.figures(layout, "c", None).why == ""
+    assert told.figures(layout, "c", None).limit == ""
     assert len(swarm.told) == 1
 
 
