@@ -78,6 +78,7 @@ def plan_task(files: Sequence[str], sets: Sequence[str], link: Link = FREE) -> T
         ConfigError: the configuration is wrong beyond its strategy, or the model can't be cut at all.
         SystemExit: the child failed, and has told why.
     """
+    link.check()
     config, refused = _resolve(files, sets)
     strategy = config.task.strategy
     wanted = strategy if isinstance(strategy, PipelineConfig) else None

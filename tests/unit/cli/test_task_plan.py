@@ -140,6 +140,15 @@ def test_a_configuration_that_is_wrong_elsewhere_is_refused_at_once(p2pdrl, chil
     assert not calls
 
 
+@pytest.mark.parametrize("link", [("--bandwidth", "0"), ("--latency-s", "-1")])
+def test_a_link_that_cannot_be_is_refused_before_anything_is_measured(p2pdrl, child, link):
+    calls, _ = child
+    result = p2pdrl(*PLAN, *link)
+    assert result.exit_code == 2
+    assert "of a link" in result.stderr
+    assert not calls
+
+
 def test_what_the_child_says_ends_the_command(p2pdrl, child):
     _, answer = child
     answer["error"] = "it has no blocks"
