@@ -45,7 +45,7 @@ class TaskPlan:
         parts: into how many microbatches a minibatch was cut for that.
         rows: of a whole minibatch, and what they are.
         plan: who would hold what; None where there is no pipeline to plan.
-        timeline: of one minibatch.
+        timeline: of one minibatch; with microbatches = auto, in the number predicted to be the fastest.
         why: the pipeline pays or doesn't, where the strategy leaves that open; empty otherwise.
         refused: why no pipeline could be planned though one is asked for; empty otherwise.
     """
@@ -142,7 +142,7 @@ def _planned(config: Config, strategy: PipelineConfig, found: TaskPlan, link: Li
         why = _design(config, strategy, found, link).why if open_ else ""
     except ConfigError as error:
         return replace(found, refused=str(error))
-    timeline = _timeline(strategy, forced.plan, found, link)
+    timeline = forced.timeline or _one_rank(forced.plan, found)
     return replace(found, plan=forced.plan, timeline=timeline, why=why)
 
 
@@ -160,19 +160,10 @@ def _design(config: Config, strategy: PipelineConfig, found: TaskPlan, link: Lin
     )
 
 
-def _timeline(strategy: PipelineConfig, plan: Plan, found: TaskPlan, link: Link) -> Timeline:
-    """Predict one minibatch."""
+def _one_rank(plan: Plan, found: TaskPlan) -> Timeline:
+    """Predict one minibatch of a rank that holds all blocks."""
     microbatches = plan.parts(found.rows[0])
     part = found.parts / microbatches  # of what was measured
-    stages = [[found.layers[number] for number in plan.blocks_of(stage)] for stage in range(plan.stages)]
-    forwards = [sum(layer.forward_s for layer in stage) * part for stage in stages]
-    backwards = [sum(layer.backward_s for layer in stage) * part for stage in stages]
-    if strategy.checkpoint_activations:  # forwards are computed once more on the way back
-        backwards = [sum(both) for both in zip(forwards, backwards, strict=True)]
-    costs = Costs(
-        tuple(forwards),
-        tuple(backwards),
-        tuple(stage[-1].activation_bytes * part for stage in stages[:-1]),
-        link,
-    )
-    return predict(make_schedule(plan.schedule, plan.stages, microbatches, ranks=plan.ranks), costs)
+    forward_s = sum(layer.forward_s for layer in found.layers) * part
+    backward_s = sum(layer.backward_s for layer in found.layers) * part
+    return predict(make_schedule(plan.schedule, 1, microbatches), Costs((forward_s,), (backward_s,)))

@@ -16,6 +16,7 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.advice import Advice, Pipeline, Wishes, Work, advise, bytes_alone, too_large
 from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer
 from p2pdrl.pipeline.plan import Plan
+from p2pdrl.pipeline.timeline import Timeline
 
 __all__ = ["AUTO", "NO_PIPELINE", "Design", "Rank", "design", "measured_with", "schedule_of"]
 
@@ -55,6 +56,8 @@ class Design:
         why: in a sentence, with numbers.
         step_s: predicted for one minibatch.
         bubble: predicted part of the time in which ranks idle, their mean.
+        timeline: predicted for one minibatch, in the number of microbatches that ``auto`` would take; None
+            without a pipeline.
     """
 
     members: tuple[str, ...]
@@ -63,6 +66,7 @@ class Design:
     why: str
     step_s: float
     bubble: float
+    timeline: Timeline | None = None
 
 
 def schedule_of(config: PipelineConfig, ranks: int) -> ScheduleName:
@@ -138,7 +142,7 @@ def design(
         plan = _most(plan)
     bubbles = pipeline.timeline.bubbles
     order = tuple(members[index] for index in pipeline.order)
-    return Design(order, plan, False, why, pipeline.step_s, sum(bubbles) / len(bubbles))
+    return Design(order, plan, False, why, pipeline.step_s, sum(bubbles) / len(bubbles), pipeline.timeline)
 
 
 def _wishes(config: PipelineConfig, ranks: int, most: int, blocks: int) -> Wishes:

@@ -99,9 +99,9 @@ def test_links_cost_and_auto_says_whether_it_pays(p2pdrl, child):
     assert quick["why"].startswith("a pipeline over rank 0, rank 1, rank 2 takes")
 
 
-def test_checkpointing_computes_forwards_once_more(p2pdrl, child):
-    options = [*strategy(stages=3, microbatches=1, checkpoint_activations="true"), "--json"]
-    assert json.loads(p2pdrl(*PLAN, *options).stdout)["plan"]["step_s"] == pytest.approx(3 * 0.04)
+def test_one_stage_holds_all(p2pdrl, child):
+    plan = json.loads(p2pdrl(*PLAN, *strategy(stages=1, microbatches=2), "--json").stdout)["plan"]
+    assert (plan["cuts"], plan["step_s"], plan["bubble"]) == ([], pytest.approx(2 * 3 * 0.03), 0.0)
 
 
 @pytest.mark.parametrize(
