@@ -53,14 +53,15 @@ def measure_blocks(
         parameters = list(block.parameters())
         known = [inputs, *parameters, *(tensor for tensor in context if tensor is not None)]
         output, inner_bytes = saved_bytes(forward, known)
+        output_bytes = output.numel() * (2 if precision == "bf16" else output.element_size())
         costs.append(
             Layer(
                 name=titles[index] if titles else str(index),
                 forward_s=statistics.median(forward_s for forward_s, _ in seconds),
                 backward_s=statistics.median(backward_s for _, backward_s in seconds),
                 parameter_bytes=sum(parameter.nbytes for parameter in parameters),
-                output_bytes=output.numel() * (2 if precision == "bf16" else output.element_size()),
-                inner_bytes=inner_bytes,
+                output_bytes=output_bytes,
+                inner_bytes=inner_bytes + output.nbytes - output_bytes,  # it may be rounded on its way only
             )
         )
         # from here on, a gradient is wanted of what passes if it leads to parameters

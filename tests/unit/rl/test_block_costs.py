@@ -117,6 +117,9 @@ def test_blocks_run_in_the_precision_that_is_asked_for():
     assert set(double.precisions) == {torch.bfloat16}
     assert [cost.output_bytes for cost in costs] == [2 * 3 * 5] * 4  # as they travel
     assert costs[0].inner_bytes == 2 * 3 * 4  # the input, rounded
+    assert (
+        costs[2].inner_bytes == 2 * 3 * 5 + 2 * 4 * 3
+    )  # the same output in float32, 2 statistics of each row
     assert costs[-1].inner_bytes == 2 * (3 * 5 + 5 * 5)  # and for the input's gradient the weights, rounded
     measure_blocks(rows_of(double), torch.randn(3, 5), repeats=1)
     assert double.precisions[-1] is None
