@@ -66,11 +66,11 @@ def _held(numbers: tuple[int, ...], rank: int) -> str:
 def _blocks(found: TaskPlan) -> list[str]:
     titles = [clean(layer.name, 60) for layer in found.layers]
     wide = max(len("what it is"), *map(len, titles))
-    lines = [f"block  {'what it is':<{wide}}  parameters     output    forward   backward"]
+    lines = [f"block  {'what it is':<{wide}}  parameters     output       kept    forward   backward"]
     for number, (title, layer) in enumerate(zip(titles, found.layers, strict=True)):
         lines.append(
             f"{number:>5}  {title:<{wide}}  {in_bytes(layer.parameter_bytes):>10} "
-            f"{in_bytes(layer.activation_bytes):>10} {in_seconds(layer.forward_s):>10} "
-            f"{in_seconds(layer.backward_s):>10}"
+            f"{in_bytes(layer.output_bytes):>10} {in_bytes(layer.kept_bytes):>10} "
+            f"{in_seconds(layer.forward_s):>10} {in_seconds(layer.backward_s):>10}"
         )
     return lines

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from p2pdrl.config.pipeline import PipelineConfig, ScheduleName
 from p2pdrl.config.pipeline_checks import LIST_BLOCKS
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.advice import Advice, Pipeline, Wishes, Work, advise, bytes_alone, too_large
+from p2pdrl.pipeline.advice import Advice, Pipeline, Wishes, advise, bytes_alone, too_large
 from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer
 from p2pdrl.pipeline.plan import Plan
 from p2pdrl.pipeline.timeline import Timeline
+from p2pdrl.pipeline.work import Work
 
 __all__ = ["AUTO", "NO_PIPELINE", "Design", "Rank", "design", "measured_with", "schedule_of"]
 
@@ -70,8 +71,8 @@ class Design:
 
 
 def schedule_of(config: PipelineConfig, ranks: int) -> ScheduleName:
-    """Return the schedule of so many ranks: a single one has no turns to take."""
-    return "1f1b" if ranks == 1 and config.schedule == "interleaved" else config.schedule
+    """Return the schedule of so many ranks: a single one has no turns to take, and stores one at a time."""
+    return "1f1b" if ranks == 1 else config.schedule
 
 
 def measured_with(config: PipelineConfig, rows: int = 0) -> int:

@@ -81,7 +81,7 @@ def test_json_has_blocks_and_every_action(p2pdrl, child):
     result = p2pdrl(*PLAN, *strategy(stages=3, cuts=[1, 2], microbatches=2), "--json")
     document = json.loads(result.stdout)
     assert [block["number"] for block in document["blocks"]] == [0, 1, 2]
-    assert document["blocks"][1]["activation_bytes"] == 1e5
+    assert document["blocks"][1]["output_bytes"] == 1e5
     plan = document["plan"]
     assert (plan["cuts"], plan["blocks_per_rank"], plan["microbatches"]) == ([1, 2], [[0], [1], [2]], 2)
     # 1F1B of equal stages: (M + S - 1)(f + b) seconds, and each idles (S - 1)/(M + S - 1) of them
