@@ -6,6 +6,6 @@ In the order in which an observation passes through: ``envs`` (a batch of gymnas
 ``stepping`` to ``optimizers`` over ``flat`` (the policy as one vector). ``trainer`` puts them together for
 the learner process; ``regression_trainer`` with ``regression_data`` stands in its place without
 environments; ``registry`` builds whichever the task asks for. ``sequential``, with ``block_map`` and
-``block_costs``, cuts a policy into blocks, which ``stages`` trains over several devices. ``evaluate`` plays
-episodes with a fixed policy.
+``block_costs`` (with ``saved``, what autograd keeps), cuts a policy into blocks, which ``stages`` trains over
+several devices. ``evaluate`` plays episodes with a fixed policy.
 """

@@ -9,6 +9,7 @@
 | `links`, `memory_links`, `framed_links` | neighbours connected: a protocol; queues; any carrier of bytes |
 | `running` | what computes one rank's part of a minibatch: a protocol |
 | `runner`, `torch_runner` | one rank's actions for one minibatch, over links; by torch.distributed |
+| `keeping` | what a rank keeps of a microbatch until its backward |
 | `torch_errors` | what torch.distributed means by its errors |
 | `rank` | sums, steps and slices: what ranks do together |
 | `pipelined` | the first rank: a gradient engine and stepper |
