@@ -46,8 +46,14 @@ class Telling:
         heads = ", ".join(self._names(layout.heads))
         self._once("standby", f"stands by, for there is no full pipeline left: those of {heads} work")
 
-    def formed(self, term: Term, design: Design) -> None:
-        """We formed a pipeline, or the peers of one compute by themselves."""
+    def formed(self, term: Term, design: Design, carried: str = "") -> None:
+        """We formed a pipeline, or the peers of one compute by themselves.
+
+        Args:
+            term: its generation.
+            design: what was planned.
+            carried: why activations travel as they do; empty where nobody chose.
+        """
         self._since_s = self._clock.monotonic()
         self._why = design.why
         if term.alone:
@@ -67,6 +73,8 @@ class Telling:
                 f"pipeline formed: {', '.join(held)}; {plan.schedule}, {plan.microbatches} microbatches, "
                 f"{in_seconds(term.step_s)} a step and bubbles of {term.bubble:.0%} predicted"
             )
+            if carried:
+                text, self._why = f"{text}; {carried}", f"{design.why}; {carried}"
         self._swarm.tell("pipeline", f"{text} (generation {term.generation})")
         self._told = ""
 

@@ -25,7 +25,7 @@ def test_a_part_of_the_hosts_memory_and_nothing_known_of_other_devices(monkeypat
 
 # Blocks as in test_planning: 6 on one peer alone need 30,000 bytes.
 async def test_a_pipeline_is_formed_where_one_peer_alone_has_too_little(monkeypatch):
-    monkeypatch.setattr(recruit, "usable_bytes", lambda _: 20_000)
+    monkeypatch.setattr(recruit, "usable_bytes", lambda *_: 20_000)
     async with swarm_of(2, msgspec.structs.replace(CONFIG, backend="auto"), start=False) as swarm:
         swarm.network.delay_s = (0.04, 0.04)  # slower than one alone
         await swarm.start()
@@ -35,7 +35,7 @@ async def test_a_pipeline_is_formed_where_one_peer_alone_has_too_little(monkeypa
 
 @pytest.mark.parametrize("nodes", [1, 2])
 async def test_where_it_fits_nowhere_people_are_told_and_it_is_tried_again(monkeypatch, nodes: int):
-    monkeypatch.setattr(recruit, "usable_bytes", lambda _: 5_000)
+    monkeypatch.setattr(recruit, "usable_bytes", lambda *_: 5_000)
     async with swarm_of(nodes) as swarm:
         head = swarm.nodes[0]
         await swarm.until(lambda: any(kind == "pipeline-failed" for kind, _ in head.swarm.told))
@@ -44,5 +44,5 @@ async def test_where_it_fits_nowhere_people_are_told_and_it_is_tried_again(monke
         assert "30.0 kB" in told[0]
         assert "5.00 kB" in told[0]
         assert all(node.stages.order is None for node in swarm.nodes)
-        monkeypatch.setattr(recruit, "usable_bytes", lambda _: 0)
+        monkeypatch.setattr(recruit, "usable_bytes", lambda *_: 0)
         await swarm.working("01" if nodes == 2 else "0", within_s=60.0)
