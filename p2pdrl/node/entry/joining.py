@@ -142,9 +142,10 @@ def direct(given: str | None) -> bool:
         ip = ipaddress.ip_address(host)
     except ValueError:
         return False
-    with socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((host, 0))  # only what is ours can be bound
-        except OSError:
-            return False
+    except OSError:
+        return False
     return not ip.is_unspecified

@@ -90,7 +90,7 @@ class Swarm:
         )
 
     async def working(self, *pipelines: str, within_s: float = 20.0) -> float:
-        """Wait until just these pipelines work, and each has made an update; links order those behind a head."""
+        """Wait until just these pipelines work, and each has made an update; any order behind the head."""
         want = sorted((one[0], *sorted(one[1:])) for one in pipelines)
 
         def there() -> bool:

@@ -64,6 +64,19 @@ async def test_who_holds_what_and_what_is_predicted():
     assert "ann blocks 0-1, bob blocks 2-5; 1f1b, 4 microbatches, 0.20 s a step and bubbles of 25%" in text
 
 
+async def test_why_it_runs_over_what_it_does_is_told_and_shown_unless_nobody_runs_over_anything():
+    told, swarm = telling()
+    layout = lay_out(("a", "b"), {}, 2)
+    told.formed(term(), planned(), "it runs over torch, for that is quick")
+    assert "it runs over torch, for that is quick (generation 9)" in swarm.told[0][1]
+    why = told.figures(layout, "a", term()).why
+    assert why == f"{planned().why}; it runs over torch, for that is quick"
+    told.formed(term(alone=True, cuts=()), planned(), "it runs over torch, for that is quick")
+    assert "torch" not in swarm.told[1][1] + told.figures(layout, "a", term()).why
+    told.formed(term(), planned())
+    assert told.figures(layout, "a", term()).why == planned().why
+
+
 async def test_a_state_copy_is_a_round_and_so_is_the_end():
     told, swarm = telling()
     copied = term()
