@@ -68,6 +68,9 @@ async def test_stream_where_one_of_them_has_not(rank: int, change, why: str):
         await swarm.working("01")
         await formed(swarm, "stream")
         assert why in strategy(swarm.nodes[0]).figures.why
+        imported = [node.stages.imported for node in swarm.nodes]
+        alone_could = [bool(n.trusted and n.direct and n.stages.gpu) for n in swarm.nodes]
+        assert imported == alone_could, "torch is slow to import"
 
 
 async def test_a_rank_that_doesnt_reach_another_one_has_it_run_over_stream(monkeypatch):
