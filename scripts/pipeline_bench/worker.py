@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from p2pdrl.config.gradients import Precision
@@ -79,11 +80,26 @@ class Worker:
         return {"layers": quickest}
 
     def hold(self, cuts: list[int], schedule: ScheduleName, most: int) -> dict[str, Any]:
-        """Take this rank's share; the learner's own copy of the model doesn't count as its memory."""
-        self._memory = Memory(self._device)
+        """Take this rank's share.
+
+        As memory of ours counts what a learner keeps beside it: the policy to act with. Plain torch keeps no
+        more than its stage.
+        """
+        parts = self._model.parts
+        if self._kind == "gloo":
+            self._memory = Memory(self._device)
+        else:
+            self._model.flat.drop_gradients()
+            parts.optimizer.set_aside(aside=True)
+            parts.optimizer.refer(
+                {
+                    item.name: np.broadcast_to(np.zeros((), item.dtype), item.shape)
+                    for item in parts.optimizer.items()
+                }
+            )
         try:
-            plan = plan_of(len(self._model.parts.blocks), cuts, schedule, most)
-            share = WatchedShare(self._model.parts, plan, self._rank, self._device)
+            plan = plan_of(len(parts.blocks), cuts, schedule, most)
+            share = WatchedShare(parts, plan, self._rank, self._device)
         except ConfigError as error:
             return {"error": str(error)}
         self._parameters = [share.parameters_P]
