@@ -42,8 +42,9 @@ def measured(trainer: AnyTrainer, asked: Measure, known: dict[int, Blocks]) -> B
     blocks = known[asked.microbatches]
     if blocks.error:
         return blocks
-    device = torch.device(blocks.device)
-    return msgspec.structs.replace(blocks, usable_bytes=usable_bytes(device), gpu=nccl_identity(device))
+    device, parameters = torch.device(blocks.device), sum(layer.parameter_bytes for layer in blocks.layers)
+    usable = usable_bytes(device, parameters)
+    return msgspec.structs.replace(blocks, usable_bytes=usable, gpu=nccl_identity(device))
 
 
 def _measured(trainer: AnyTrainer, microbatches: int) -> Blocks:

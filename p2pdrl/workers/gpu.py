@@ -7,19 +7,20 @@ import torch
 __all__ = ["identity", "nccl_identity", "usable_bytes"]
 
 
-def usable_bytes(device: torch.device) -> int:
-    """Return the bytes of a device that this process may come to hold: free ones, and those it has already.
+def usable_bytes(device: torch.device, kept: float = 0.0) -> int:
+    """Return the bytes of a device that a stage of this process may take.
 
-    The latter are the parameters, what the optimizer keeps, and what torch keeps to give out again: a stage
-    that trains these parameters takes no others for them.
+    Those are the free ones, and what the process holds itself but for its copy of the parameters: torch keeps
+    some to give out again, and in a pipeline's seat gradients and the optimizer's state are given up.
 
     Args:
         device: any; of others than CUDA devices nothing is known, which is 0.
+        kept: bytes that stay what they are.
     """
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
-    return int(free) + int(torch.cuda.memory_reserved(device))
+    return max(1, int(free + torch.cuda.memory_reserved(device) - kept))
 
 
 def identity(device: torch.device) -> str:

@@ -74,7 +74,7 @@ class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
     error: str = ""
     """Why the policy can't be cut, where it can't; ``layers`` is empty then."""
     usable_bytes: int = 0
-    """Of a GPU's memory: what nobody holds now, and what this learner holds; 0 where it computes on none."""
+    """Of a GPU's memory, that a stage of this learner may take now; 0 where it computes on none."""
     gpu: str = ""
     """What tells its GPU from all others, where NCCL can reach it; empty elsewhere."""
 

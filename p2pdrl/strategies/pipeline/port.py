@@ -34,7 +34,7 @@ class Measured(NamedTuple):
     Args:
         layers: what each block costs there.
         device: where it computes, as torch writes it.
-        usable_bytes: of a GPU's memory, free or its own now; 0 where nobody knows.
+        usable_bytes: of a GPU's memory, that its stage may take now; 0 where nobody knows.
         gpu: what tells its GPU from all others, on whichever machine; empty where NCCL can't reach one.
     """
 

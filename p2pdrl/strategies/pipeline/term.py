@@ -144,7 +144,7 @@ class LearnerSide:
     Attributes:
         layers: what its blocks cost; empty before `measure`.
         device: where it computes.
-        gpu_bytes: of its GPU that it may come to hold, when it was asked last; 0 where nobody knows.
+        gpu_bytes: of its GPU's memory, that its stage may take, when it was asked last; 0 where nobody knows.
         gpu: what tells its GPU from all others; empty where NCCL can't reach one.
         term: the last generation; None before the first, and after `drop`.
         last: the greatest generation so far.

@@ -43,10 +43,12 @@ def cuda(monkeypatch) -> Cuda:
     return Cuda(monkeypatch)
 
 
-def test_a_learner_may_hold_what_is_free_and_what_it_holds(cuda):
+def test_a_stage_may_take_what_is_free_and_what_its_learner_gives_up(cuda):
     assert usable_bytes(GPU) == 900
+    assert usable_bytes(GPU, kept=75.0) == 825
     cuda.free = 50  # another process came
-    assert usable_bytes(GPU) == 350
+    assert usable_bytes(GPU, kept=75.0) == 275
+    assert usable_bytes(GPU, kept=400.0) == 1, "0 would be no limit"
 
 
 def test_nothing_is_said_of_other_devices():
@@ -73,10 +75,10 @@ def test_blocks_are_measured_once_and_memory_each_time(cuda, monkeypatch):
     monkeypatch.setattr(block_measuring, "_measured", measure)
     known: dict[int, Blocks] = {}
     first = block_measuring.measured(None, Measure(4), known)
-    assert (first.usable_bytes, first.gpu) == (900, "uuid of 1")
+    assert (first.usable_bytes, first.gpu) == (892, "uuid of 1")
     cuda.free = 100
     again = block_measuring.measured(None, Measure(4), known)
-    assert again == msgspec.structs.replace(first, usable_bytes=400)
+    assert again == msgspec.structs.replace(first, usable_bytes=392)
     assert measured == [4]
 
 
