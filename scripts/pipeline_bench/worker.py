@@ -69,7 +69,8 @@ class Worker:
     def costs(self, rows: int) -> dict[str, Any]:
         """Measure the blocks."""
         blocks, inputs = self._model.parts.blocks, self._model.batch.inputs[:rows]
-        every = [measure_blocks(blocks, inputs, repeats=1) for _ in range(REPEATS)]
+        precision = self._model.parts.precision
+        every = [measure_blocks(blocks, inputs, precision=precision, repeats=1) for _ in range(REPEATS)]
         quickest = [
             one[0]._replace(
                 forward_s=min(layer.forward_s for layer in one),

@@ -195,8 +195,7 @@ class ViewWork:
             trial=tools.trial,
         )
         term = await self.lead.form()
-        if self.lead.design is not None:
-            self._telling.formed(term, self.lead.design, self.lead.choice.why)
+        self._telling.formed(term, self.lead.choice.why)
         return term
 
     async def _recruited(self, place: Place) -> Term:
@@ -219,6 +218,7 @@ class ViewWork:
         term = self._side.term
         if recruit.lost or term is None:
             raise Unformed(recruit.lost)
+        self._telling.formed(term)
         return term
 
     async def _came_to_nothing(self, place: Place, error: Unformed) -> None:
