@@ -95,6 +95,8 @@ def _pipeline(s: _Shown) -> str:
     if s.get("pipeline.alone"):
         why = s.get("pipeline.why")
         return f"computes by itself{f': {formats.clean(why, 300)}' if why else ''}"
+    if s.get("pipeline.ranks") == 1:
+        return f"pipeline of one: computes alone; generation {s.number('pipeline.generation')}"
     held = s.get("pipeline.stage")
     numbers = " and ".join(map(formats.grouped, held)) if isinstance(held, list) else formats.NONE
     parts = [

@@ -152,9 +152,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     allow_import: bool = False
     """Let environment ids import modules (``module:Name-v0``), which runs their code."""
     trusted_network: bool = False
-    """Let strategies use torch.distributed (``backend = "torch"``). Its store and its connections listen on
-    further ports without authentication or encryption: anyone who reaches them can read and change what is
-    averaged. Only where every machine on the network may be trusted."""
+    """Let strategies use torch.distributed (``backend = "torch"``, or a pipeline's ``auto``). Its store and
+    connections listen on further ports without authentication or encryption: anyone who reaches them can read
+    and change what is averaged or computed. Only where every machine on the network may be trusted."""
     open_metrics: bool = False
     """Answer ``/metrics`` without authentication even when a swarm key is set."""
     membership: MembershipProfile = "lan"

@@ -43,8 +43,10 @@ class PipelineConfig(
     than ``stages`` are alive these cuts fit no pipeline, and stages are balanced."""
     backend: Literal["auto", "stream", "torch"] = "auto"
     """``stream`` runs over the swarm's own connections; ``torch`` over torch.distributed, which needs
-    ``node.trusted_network``, for it listens without authentication. ``auto`` takes ``stream``, and none of
-    both where this would be slower than one peer alone: then each peer accumulates microbatches by itself."""
+    ``node.trusted_network``, for it listens without authentication. ``auto`` takes ``torch`` where each peer
+    has a GPU of its own that NCCL reaches, trusts its network and reaches all others directly, until that
+    fails before a first update; else ``stream``; and none of both where a pipeline would be slower than one
+    peer alone: then each peer accumulates microbatches by itself."""
     state_every: Annotated[int, Meta(ge=1, le=1_000_000)] = 10
     """Updates until all peers of a pipeline get a copy of the whole parameters and of the optimizer's state:
     what is lost at most when peers die."""

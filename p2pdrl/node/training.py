@@ -1,7 +1,6 @@
 """The training side of a node: learner, board, mode, lineage, adoption.
 
-The daemon builds it once the task is known, gives it a
-first state (none when founding), and asks it for figures.
+The daemon builds it once the task is known, gives it a first state (none when founding), asks for figures.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from p2pdrl.node.children.supervisor import LearnerSupervisor
 from p2pdrl.node.counting.accounting import Accounting
 from p2pdrl.node.counting.counters import Counts
 from p2pdrl.node.counting.ledger import Ledger
+from p2pdrl.node.entry.joining import direct
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.mode import ModeInForce
 from p2pdrl.node.showing.timelines import Timelines
@@ -307,6 +307,7 @@ class Training:
             size=self.spec.layout.size,
             max_abs=config.limits.max_abs_parameter,
             trusted_network=config.trusted_network,
+            direct=direct(config.advertise),
             max_exchanges=config.debug.max_exchanges,
             start_at_members=config.debug.start_at_members,
             group_process=GroupProcesses(config.learner) if config.trusted_network else None,

@@ -205,6 +205,7 @@ class Context:
         size: D, float32 parameters.
         max_abs: largest entry accepted from a peer.
         trusted_network: whether torch.distributed may be used.
+        direct: whether peers reach any port of this machine, not only the one that this node listens on.
         max_exchanges: begin no more rounds than this (for experiments); 0 is no bound.
         start_at_members: begin none before this many members are alive, ourselves included.
         group_process: in which torch.distributed runs; None where the node has none to offer.
@@ -225,6 +226,7 @@ class Context:
     size: int
     max_abs: float
     trusted_network: bool = False
+    direct: bool = False
     max_exchanges: int = 0
     start_at_members: int = 0
     group_process: GroupProcess | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.rl.block_costs import measure_blocks
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.stages.rows import RowSpec
+from p2pdrl.workers.gpu import nccl_identity, usable_bytes
 from p2pdrl.workers.stage_protocol import Blocks, Measure
 
 if TYPE_CHECKING:
@@ -28,7 +30,8 @@ def measured(trainer: AnyTrainer, asked: Measure, known: dict[int, Blocks]) -> B
     Args:
         trainer: of the model.
         asked: by the daemon.
-        known: by number of microbatches what was measured before, and is not again; this is added.
+        known: by number of microbatches what was measured before, and is not again; this is added. What is
+            free changes, and is looked at each time.
     """
     if asked.over_torch:
         from p2pdrl.workers.torch_stages import import_schedules
@@ -36,7 +39,12 @@ def measured(trainer: AnyTrainer, asked: Measure, known: dict[int, Blocks]) -> B
         import_schedules()
     if asked.microbatches not in known:
         known[asked.microbatches] = _measured(trainer, asked.microbatches)
-    return known[asked.microbatches]
+    blocks = known[asked.microbatches]
+    if blocks.error:
+        return blocks
+    device, parameters = torch.device(blocks.device), sum(layer.parameter_bytes for layer in blocks.layers)
+    usable = usable_bytes(device, parameters)
+    return msgspec.structs.replace(blocks, usable_bytes=usable, gpu=nccl_identity(device))
 
 
 def _measured(trainer: AnyTrainer, microbatches: int) -> Blocks:

@@ -73,6 +73,10 @@ class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
     device: str
     error: str = ""
     """Why the policy can't be cut, where it can't; ``layers`` is empty then."""
+    usable_bytes: int = 0
+    """Of a GPU's memory, that a stage of this learner may take now; 0 where it computes on none."""
+    gpu: str = ""
+    """What tells its GPU from all others, where NCCL can reach it; empty elsewhere."""
 
 
 class Trace(msgspec.Struct, frozen=True, tag="trace"):

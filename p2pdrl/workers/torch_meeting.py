@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # it lists no exports
 
+from p2pdrl.workers.gpu import identity
+
 __all__ = [
     "bounded",
     "break_off",
@@ -152,7 +154,7 @@ def join(
         RuntimeError: they didn't come in time, or one is gone.
     """
     _use_interface_towards(host)
-    own = _NO_DEVICE if device is None or not dist.is_nccl_available() else _identity(device)
+    own = _NO_DEVICE if device is None or not dist.is_nccl_available() else identity(device)
     store.set(f"device/{rank}", own)
     devices = set(store.multi_get([f"device/{other}" for other in range(size)]))
     nccl = _NO_DEVICE.encode() not in devices and len(devices) == size
@@ -242,7 +244,3 @@ def cut_off(port: int) -> None:
         if getattr(connection.raddr, "port", None) == port and connection.fd >= 0:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as sock:
                 sock.shutdown(socket.SHUT_RDWR)
-
-
-def _identity(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.node.children.process_link import HasDescriptor
-from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
 from p2pdrl.pipeline.trace import Span
+from p2pdrl.strategies.pipeline.port import Measured
 from p2pdrl.transport.pipe import Pipe
 from p2pdrl.workers.protocol import ToLearner
 from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
@@ -67,10 +67,8 @@ class StagePort:
         """Whether the learner has an order, and has neither taken its seat nor said that it can't."""
         return self._order is not None and not self._answered
 
-    async def measure(
-        self, microbatches: int, *, deadline_s: float, over_torch: bool = False
-    ) -> tuple[Sequence[Layer], str]:
-        """Return what each block costs here with one of so many microbatches, and the device.
+    async def measure(self, microbatches: int, *, deadline_s: float, over_torch: bool = False) -> Measured:
+        """Return what each block costs here with one of so many microbatches, and what it computes on.
 
         Raises:
             WorkerError: it didn't answer in time, or is gone.
@@ -83,7 +81,7 @@ class StagePort:
             raise WorkerError(f"the learner didn't measure its blocks within {deadline_s:g} s") from error
         if blocks.error:
             raise ConfigError(blocks.error)
-        return blocks.layers, blocks.device
+        return Measured(blocks.layers, blocks.device, blocks.usable_bytes, blocks.gpu)
 
     async def _measured(self, asked: Measure) -> Blocks:
         learner = self._learner()

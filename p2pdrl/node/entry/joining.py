@@ -7,6 +7,7 @@ its data folder). Any other node keeps trying for ever, and says so.
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +27,7 @@ __all__ = [
     "Origin",
     "advertised",
     "decode_info",
+    "direct",
     "patience_s",
     "refuse_task",
 ]
@@ -119,3 +121,31 @@ def advertised(given: str | None, bound: Address, seeds: tuple[str, ...]) -> Add
             return Address(str(probe.getsockname()[0]), bound.port)
         except OSError:
             return Address("127.0.0.1", bound.port)
+
+
+def direct(given: str | None) -> bool:
+    """Tell whether others reach this machine itself where they reach its node, so at any port of it.
+
+    Not so behind a router or in a container that passes one port on. Names that aren't the machine's own are
+    looked up nowhere, and count as somebody else's.
+
+    Args:
+        given: the address that the person says others reach us at; without one it is an address of our own.
+    """
+    if given is None:
+        return True
+    host = Address.parse(given).host
+    own = socket.gethostname().lower()
+    if host.lower() in (own, own.partition(".")[0], "localhost"):
+        return True
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))  # only what is ours can be bound
+    except OSError:
+        return False
+    return not ip.is_unspecified

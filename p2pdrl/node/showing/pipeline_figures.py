@@ -69,7 +69,7 @@ def pipeline_document(training: Training) -> dict[str, Any] | None:
             "blocks": [[plan.blocks_of(stage)[0], plan.blocks_of(stage)[-1]] for stage in stages],
             "schedule": order.schedule,
             "microbatches": order.microbatches,
-            "backend": order.backend,
+            "backend": order.backend if order.ranks > 1 else "none",
             "state_every": order.state_every,
         }
         measured = _metrics(training)

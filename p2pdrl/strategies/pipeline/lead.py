@@ -21,6 +21,7 @@ from p2pdrl.pipeline.layers import FREE, Links
 from p2pdrl.pipeline.order import StageSide
 from p2pdrl.pipeline.ordering import MOST_PEERS
 from p2pdrl.strategies.group.view import ViewKey
+from p2pdrl.strategies.pipeline.backend import Choice, chosen
 from p2pdrl.strategies.pipeline.calls import Peers, Unformed
 from p2pdrl.strategies.pipeline.joints import Joints
 from p2pdrl.strategies.pipeline.layout import Place
@@ -40,6 +41,7 @@ from p2pdrl.strategies.pipeline.port import Pipes
 from p2pdrl.strategies.pipeline.recruit import FORM_S, MEET_S, READY_S, offered, still_holds
 from p2pdrl.strategies.pipeline.state import newest
 from p2pdrl.strategies.pipeline.term import LearnerSide, Term
+from p2pdrl.strategies.pipeline.trial import Trial
 from p2pdrl.strategies.protocol import Context
 from p2pdrl.transport.pipe import Pipe, PipeReply
 from p2pdrl.transport.protocol import Refusal
@@ -68,9 +70,11 @@ class Lead:
         key: of the view.
         place: the pipeline; we are its head.
         offer_s: the longest that a rank may take to end what it did before.
+        trial: of torch, where that is chosen.
 
     Attributes:
         design: what was planned; None before.
+        choice: what carries activations.
     """
 
     def __init__(
@@ -85,13 +89,16 @@ class Lead:
         key: ViewKey,
         place: Place,
         offer_s: float,
+        trial: Trial,
     ) -> None:
         self._context, self._config, self._side, self._peers = context, config, side, peers
         self._pipes = pipes
         self._links, self._key, self._place, self._offer_s = links, key, place, offer_s
+        self._trial = trial
         self._me = context.swarm.node_id
         self._joints: Joints | None = None
         self.design: Design | None = None
+        self.choice = Choice("stream")
 
     async def form(self) -> Term:
         """Do it all.
@@ -102,6 +109,8 @@ class Lead:
         offers = await self._ask()
         await self._take_newest(offers)
         self.design = await self._plan(offers)
+        standings = [(self._name(peer), offers[peer]) for peer in self.design.members]
+        self.choice = chosen(self._config.backend, standings, self._trial.failed)
         try:
             return await self._order(offers, self.design)
         except (WorkerError, TransportError, ConfigError, Refusal) as error:
@@ -161,7 +170,7 @@ class Lead:
     async def _plan(self, offers: dict[str, Offered]) -> Design:
         members = self._place.members
         links: Links = FREE
-        if self._config.backend == "auto" and len(members) > 1:
+        if len(members) > 1:
             links = await self._links.between(self._peers, members)
         ranks = [
             Rank(peer, self._name(peer), offers[peer].seconds, offers[peer].memory_bytes or math.inf)
@@ -209,12 +218,15 @@ class Lead:
             policy_version=state.policy_version,
             digest=state.digest,
             alone=planned.alone,
+            backend=self.choice.backend,
             step_s=min(planned.step_s, 1e6),
             bubble=planned.bubble,
-            why=as_reason(planned.why),
+            why=as_reason(
+                planned.why if planned.alone or not self.choice.why else f"{planned.why}; {self.choice.why}"
+            ),
         )
         self._side.last = form.generation  # though it may come to nothing: ranks may have heard of it
-        if self._config.backend == "torch" and len(planned.members) > 1 and not planned.alone:
+        if form.backend == "torch" and len(planned.members) > 1 and not planned.alone:
             return await self._meet(form)
         members = (self._me,) if form.alone else form.members
         circle = closes_circle(self._config, len(members))
@@ -241,8 +253,17 @@ class Lead:
         hosts = [self._peers.address(peer).host for peer in form.members[1:]]
         term = term_of(self._config, form, 0, hosts[0])
         self._side.begin(term, {})
-        port = await term.port(MEET_S)
-        await _together([term.until_ready(FORM_S), *self._places(msgspec.structs.replace(form, port=port))])
+        try:
+            port = await term.port(MEET_S)
+            places = self._places(msgspec.structs.replace(form, port=port))
+            await _together([term.until_ready(FORM_S), *places])
+        except (WorkerError, Unformed) as error:
+            self._trial.unmet(form.generation, str(error))
+            raise
+        except asyncio.CancelledError:  # a rank that failed may have asked for another view already
+            if term.ended.done():
+                self._trial.unmet(form.generation, term.ended.result().why)
+            raise
         term.formed = True
         return term
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+
 from p2pdrl.errors import TransportError
 from p2pdrl.pipeline.layers import FREE, Link
 from p2pdrl.strategies.pipeline.calls import Peers
@@ -18,6 +21,8 @@ MOST_S = 0.5
 DEADLINE_S = 2.0
 """For the short ones."""
 TRIES = 2
+ALL_S = 4.0
+"""For all links of one pipeline: forming it can't wait for more."""
 
 
 class LinkBook:
@@ -34,35 +39,44 @@ class LinkBook:
     async def between(self, peers: Peers, ranks: tuple[str, ...]) -> dict[tuple[int, int], Link]:
         """Return the links from the first rank to the others and back, measured one after another.
 
-        One that can't be measured is taken for free: whoever is gone is found out otherwise.
+        One that can't be measured, or for which no time is left, is as it was known before, else taken for
+        free: whoever is gone is found out otherwise.
 
         Args:
             peers: where they are.
             ranks: node ids, ours first.
         """
         links: dict[tuple[int, int], Link] = {}
+        until_s = self._clock.monotonic() + ALL_S
         for index, peer in enumerate(ranks[1:], start=1):
-            pair = await self._link(peers, peer)
+            pair = await self._link(peers, peer, until_s)
             links[0, index], links[index, 0] = pair
         return links
 
-    async def _link(self, peers: Peers, peer: str) -> LinkPair:
-        known, since_s = self._known.get(peer, (None, 0.0))
-        if known is not None and self._clock.monotonic() < since_s + GOOD_FOR_S:
+    async def _link(self, peers: Peers, peer: str, until_s: float) -> LinkPair:
+        known, since_s = self._known.get(peer, (LinkPair(FREE, FREE), -math.inf))
+        if self._clock.monotonic() < since_s + GOOD_FOR_S:
             return known
         for _ in range(TRIES):
+            left_s = until_s - self._clock.monotonic()
+            if left_s <= 0:
+                break
             try:
-                pair = await measure_link(
-                    self._transport,
-                    peers.address(peer),
-                    peer,
-                    PIPE_ROUTE,
-                    clock=self._clock.monotonic,
-                    deadline_s=DEADLINE_S,
-                    most_s=MOST_S,
-                )
-            except TransportError:
+                async with asyncio.timeout(left_s):
+                    pair = await self._measured(peers, peer)
+            except (TransportError, TimeoutError):
                 continue
             self._known[peer] = pair, self._clock.monotonic()
             return pair
-        return LinkPair(FREE, FREE)
+        return known
+
+    async def _measured(self, peers: Peers, peer: str) -> LinkPair:
+        return await measure_link(
+            self._transport,
+            peers.address(peer),
+            peer,
+            PIPE_ROUTE,
+            clock=self._clock.monotonic,
+            deadline_s=DEADLINE_S,
+            most_s=MOST_S,
+        )

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pdrl.config.pipeline import MAX_CHUNKS, MAX_STAGES
+from p2pdrl.pipeline.order import StageBackend
 from p2pdrl.strategies.group.note import GroupNote
 from p2pdrl.strategies.group.view import ViewKey
 from p2pdrl.strategies.judgement import Natural, Short
@@ -81,6 +82,10 @@ class Offered(msgspec.Struct, frozen=True):
     """Whether it may use torch.distributed."""
     memory_bytes: Natural = 0
     """That its stage may take; 0 where nobody knows."""
+    gpu: Short = ""
+    """What tells its GPU from all others, where NCCL can reach it; empty elsewhere."""
+    direct: bool = False
+    """Whether peers reach any port of its machine, and, of one that might use torch, it reaches them all."""
 
 
 class Form(msgspec.Struct, frozen=True, tag="form"):
@@ -99,8 +104,10 @@ class Form(msgspec.Struct, frozen=True, tag="form"):
     """Of the parameters with which all begin; the first rank has them."""
     alone: bool = False
     """No pipeline: compute by yourself, and agree with the others by gossip."""
+    backend: StageBackend = "stream"
+    """What carries the activations; what is configured, or what the head chose where that is ``auto``."""
     port: Annotated[int, Meta(ge=0, lt=65_536)] = 0
-    """Where the store of torch.distributed is, at the first rank; 0 when pipes carry the activations."""
+    """Where the store of torch.distributed is, at the first rank; 0 without that."""
     step_s: Seconds = 0.0
     """Predicted for one minibatch."""
     bubble: Annotated[float, Meta(ge=0, le=1)] = 0.0

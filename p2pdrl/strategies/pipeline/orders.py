@@ -39,7 +39,9 @@ def term_of(config: PipelineConfig, form: Form, rank: int, host: str = "") -> Te
     ranks = 1 if form.alone else len(form.members)
     if form.alone and form.cuts:
         raise ConfigError("peers that compute by themselves hold all blocks")
-    over_torch = config.backend == "torch" and ranks > 1
+    over_torch = form.backend == "torch" and ranks > 1
+    if ranks > 1 and config.backend not in ("auto", form.backend):
+        raise ConfigError(f"pipelines run over {config.backend} here, not over {form.backend}")
     timeout_s = config.deadline_s
     if over_torch:
         timeout_s = min(max(TORCH_S[0], timeout_s), TORCH_S[1])
@@ -55,7 +57,7 @@ def term_of(config: PipelineConfig, form: Form, rank: int, host: str = "") -> Te
         idle_timeout_s=IDLE_S,
         state_every=config.state_every,
         tune=config.microbatches == "auto",
-        backend="torch" if over_torch else "stream",
+        backend=form.backend if ranks > 1 else "stream",
         meeting=Meeting(host, form.port, COME_S) if over_torch else None,
         checkpoint_activations=config.checkpoint_activations,
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
 from p2pdrl.transport.pipe import Pipe
 from p2pdrl.transport.protocol import Address
 
-__all__ = ["PIPE_ROUTE", "Pipes", "Stages"]
+__all__ = ["PIPE_ROUTE", "Measured", "Pipes", "Stages"]
 
 PIPE_ROUTE = "stage"
 """Route of pipes between stages, and of calls. Like all `protocol.ROUTES` it is served once by the node (for
@@ -28,6 +28,22 @@ class Pipes(Protocol):
         ...
 
 
+class Measured(NamedTuple):
+    """What a learner says of itself.
+
+    Args:
+        layers: what each block costs there.
+        device: where it computes, as torch writes it.
+        usable_bytes: of a GPU's memory, that its stage may take now; 0 where nobody knows.
+        gpu: what tells its GPU from all others, on whichever machine; empty where NCCL can't reach one.
+    """
+
+    layers: Sequence[Layer]
+    device: str
+    usable_bytes: int = 0
+    gpu: str = ""
+
+
 class Stages(Protocol):
     """The learner of this node as a stage: what a strategy may ask of it, and what it hears of it.
 
@@ -36,10 +52,8 @@ class Stages(Protocol):
     that it was in.
     """
 
-    async def measure(
-        self, microbatches: int, *, deadline_s: float, over_torch: bool = False
-    ) -> tuple[Sequence[Layer], str]:
-        """Return what each block costs here with one of so many microbatches, and the device.
+    async def measure(self, microbatches: int, *, deadline_s: float, over_torch: bool = False) -> Measured:
+        """Return what each block costs here with one of so many microbatches, and what it computes on.
 
         The learner measures once for each number and answers at once afterwards. With ``over_torch`` it also
         imports what pipelines over torch.distributed need, so that it is quick to take its place in one.

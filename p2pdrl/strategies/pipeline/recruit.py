@@ -34,6 +34,8 @@ MEET_S = COME_S + TORCH_S[1]
 """The same with torch.distributed, where it has to meet all others, and tells if that comes to nothing."""
 ABSORB_S = 2.0
 """The longest that the learner, which stands still, may take for what was posted to it."""
+LOOK_S = 1.0
+"""The longest that it may take to say how much of its GPU is free."""
 POLL_S = 0.02
 TRIES = 3
 """To take over the head's state."""
@@ -88,6 +90,7 @@ async def offered(context: Context, side: LearnerSide) -> Offered:
         Refusal: 503, there is no state yet.
     """
     state = await own_state(context)
+    await side.look_again(LOOK_S)
     summary = context.swarm.summary()
     if summary is None:
         raise Refusal(503, "another state is being taken")
@@ -101,7 +104,9 @@ async def offered(context: Context, side: LearnerSide) -> Offered:
         len(side.layers),
         side.device[:64],
         context.trusted_network,
-        usable_bytes(side.device),
+        usable_bytes(side.device, side.gpu_bytes),
+        side.gpu[:64],
+        context.direct,
     )
 
 
@@ -146,6 +151,18 @@ class Recruit:
         self._joints: Joints | None = None
         self._turn = asyncio.Lock()
         self._closed = False
+
+    async def offer(self) -> Offered:
+        """Say how we stand, and, where torch might be chosen, whether we reach all others.
+
+        Raises:
+            Refusal: 503, there is no state yet.
+        """
+        mine = await offered(self._context, self._side)
+        if not (mine.trusted and mine.gpu and mine.direct):
+            return mine
+        others = tuple(member for member in self.place.members if member != self._me)
+        return msgspec.structs.replace(mine, direct=not await self._peers.silent(others))
 
     async def take_place(self, sender: str, form: Form) -> Term:
         """Do what the head ordered; the same order again is the same.
@@ -201,6 +218,8 @@ class Recruit:
             raise Refusal(409, f"this node's policy has {len(self._side.layers)} blocks, not {form.blocks}")
         if form.port and not self._context.trusted_network:
             raise Refusal(409, "torch.distributed isn't allowed on this node: node.trusted_network is false")
+        if bool(form.port) != (form.backend == "torch" and not form.alone):
+            raise Refusal(400, f"a pipeline over {form.backend} has no ranks that meet at port {form.port}")
         try:
             rank = form.members.index(self._me)
             host = self._peers.address(sender).host if form.port else ""

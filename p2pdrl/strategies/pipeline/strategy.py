@@ -38,9 +38,9 @@ from p2pdrl.strategies.pipeline.links import LinkBook
 from p2pdrl.strategies.pipeline.messages import Done, Form, Leave, Note, Offer, PipeHead, Request
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.pipeline.probe import ProbeDesk
-from p2pdrl.strategies.pipeline.recruit import offered
 from p2pdrl.strategies.pipeline.telling import Telling
 from p2pdrl.strategies.pipeline.term import LearnerSide, Term
+from p2pdrl.strategies.pipeline.trial import Trial
 from p2pdrl.strategies.pipeline.view_work import (
     GOSSIP_END_S,
     LearnerLostError,
@@ -93,13 +93,15 @@ class PipelineStrategy:
             context.stages,
             self._heard,
             over_torch=config.backend == "torch",
+            may_nccl=config.backend == "auto" and context.trusted_network and context.direct,
             vectors=lambda: state_vectors(context.learner.board.spec),
         )
         self._heads = Heads(config, context)
         self._desk = ProbeDesk()
         self._telling = Telling(context)
+        trial = Trial(context.swarm, counts=config.backend == "auto")
         self._tools = Tools(
-            config, context, context.pipes, self._side, self._heads, LinkBook(context), self._telling
+            config, context, context.pipes, self._side, self._heads, LinkBook(context), self._telling, trial
         )
         self._runner = Runner()
         self._group: Group | None = None
@@ -304,7 +306,7 @@ class PipelineStrategy:
         if recruit is None or recruit.key != message.key or recruit.place.head != sender:
             raise Refusal(409, "this node isn't ready for a pipeline of yours")
         if isinstance(message, Offer):
-            return Reply(msgspec.msgpack.encode(await offered(self._context, self._side)))
+            return Reply(msgspec.msgpack.encode(await recruit.offer()))
         await recruit.take_place(sender, message)
         return Reply(msgspec.msgpack.encode(Done(message.generation)))
 

@@ -57,8 +57,13 @@ class Telling:
             self._swarm.tell("pipeline-refused", text, warning=True)
         self._limit = limit
 
-    def formed(self, term: Term) -> None:
-        """We are in a pipeline that was formed, or compute by ourselves as all peers of one do."""
+    def formed(self, term: Term, carried: str = "") -> None:
+        """We are in a pipeline that was formed, or compute by ourselves as all peers of one do.
+
+        Args:
+            term: its generation.
+            carried: why activations travel as they do; empty where nobody chose.
+        """
         self._since_s = self._clock.monotonic()
         if term.alone:
             names = ", ".join(self._names(term.members))
@@ -77,6 +82,8 @@ class Telling:
                 f"pipeline formed: {', '.join(held)}; {plan.schedule}, {plan.microbatches} microbatches, "
                 f"{in_seconds(term.step_s)} a step and bubbles of {term.bubble:.0%} predicted"
             )
+            if carried:
+                text = f"{text}; {carried}"
         self._swarm.tell("pipeline", f"{text} (generation {term.generation})")
         self._told = ""
 

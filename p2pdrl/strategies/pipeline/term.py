@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
 
-from p2pdrl.errors import WorkerError
+from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
 from p2pdrl.strategies.pipeline.copies import Moved, copy_bytes
@@ -57,6 +59,7 @@ class Term:
         self.ended: asyncio.Future[StageNews] = loop.create_future()
         self._ready: asyncio.Future[None] = loop.create_future()
         self._port: asyncio.Future[int] = loop.create_future()
+        self._began_with: int | None = None
 
     @property
     def generation(self) -> int:
@@ -77,6 +80,13 @@ class Term:
     def running(self) -> bool:
         """Whether it has neither ended nor broken."""
         return not self.ended.done()
+
+    @property
+    def progressed(self) -> bool:
+        """Whether our learner has seen an update in it, as far as it could still say so."""
+        if self.copies or self._began_with is None:
+            return self.copies > 0
+        return self.ended.done() and self.ended.result().policy_version > self._began_with
 
     async def until_ready(self, deadline_s: float) -> None:
         """Wait for the learner to take its place.
@@ -106,6 +116,7 @@ class Term:
     def hear(self, news: StageNews) -> None:
         """Take in what the learner says of this generation."""
         if news.what == "ready" and not self._ready.done():
+            self._began_with = news.policy_version
             self._ready.set_result(None)
         elif news.what == "meeting" and not self._port.done():
             self._port.set_result(news.port)
@@ -129,12 +140,15 @@ class LearnerSide:
     Args:
         stages: the learner.
         heard: told of each news of the present generation, after the generation itself.
-        over_torch: whether pipelines may run over torch.distributed.
+        over_torch: whether pipelines run over torch.distributed.
+        may_nccl: whether they may where NCCL can reach the learner's GPU.
         vectors: says how many vectors the whole state has, the optimizer's too.
 
     Attributes:
         layers: what its blocks cost; empty before `measure`.
         device: where it computes.
+        gpu_bytes: of its GPU's memory, that its stage may take, when it was asked last; 0 where nobody knows.
+        gpu: what tells its GPU from all others; empty where NCCL can't reach one.
         term: the last generation; None before the first, and after `drop`.
         last: the greatest generation so far.
     """
@@ -145,12 +159,15 @@ class LearnerSide:
         heard: Callable[[Term, StageNews], None],
         *,
         over_torch: bool = False,
+        may_nccl: bool = False,
         vectors: Callable[[], int] = lambda: 1,
     ) -> None:
-        self._stages, self._heard, self._over_torch = stages, heard, over_torch
+        self._stages, self._heard = stages, heard
+        self._over_torch, self._may_nccl = over_torch, may_nccl
         self._vectors = vectors
         self.layers: tuple[Layer, ...] = ()
-        self.device = ""
+        self.device, self.gpu_bytes, self.gpu = "", 0, ""
+        self._microbatches = 1
         self.term: Term | None = None
         self.last = 0
 
@@ -170,22 +187,30 @@ class LearnerSide:
 
         Args:
             microbatches: into which the longest batch is cut; one of them is measured.
-            deadline_s: seconds.
+            deadline_s: seconds, for each of two answers.
 
         Raises:
             WorkerError: it doesn't.
             ConfigError: the policy can't be cut.
         """
-        layers, self.device = await self._stages.measure(
-            microbatches, deadline_s=deadline_s, over_torch=self._over_torch
-        )
-        self.layers = tuple(layers)
+        ask = partial(self._stages.measure, microbatches, deadline_s=deadline_s)
+        found = await ask(over_torch=self._over_torch)
+        if found.gpu and self._may_nccl and not self._over_torch:
+            await ask(over_torch=True)  # so that it is quick to meet the others, should it come to that
+        self.layers, self.device = tuple(found.layers), found.device
+        self.gpu_bytes, self.gpu, self._microbatches = found.usable_bytes, found.gpu, microbatches
 
     def begin(self, term: Term, pipes: Mapping[StageSide, Pipe]) -> None:
         """Give the learner its order; whatever it did before ends."""
         self.term, self.last = term, max(self.last, term.generation)
         term.moves = copy_bytes(term.order, self.layers, self._vectors())
         self._stages.work(term.order, pipes)
+
+    async def look_again(self, deadline_s: float) -> None:
+        """Learn how much of a GPU is free now; without an answer in time what was known stays so."""
+        if self.gpu_bytes:
+            with contextlib.suppress(WorkerError, ConfigError):
+                await self.measure(self._microbatches, deadline_s)
 
     def finish(self) -> None:
         """Have the present generation end after its update; for the first rank."""

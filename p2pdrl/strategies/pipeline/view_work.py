@@ -22,6 +22,7 @@ from p2pdrl.strategies.pipeline.port import Pipes
 from p2pdrl.strategies.pipeline.recruit import FORM_S, Recruit
 from p2pdrl.strategies.pipeline.telling import Telling
 from p2pdrl.strategies.pipeline.term import LearnerSide, Term, blamed
+from p2pdrl.strategies.pipeline.trial import Trial
 from p2pdrl.strategies.protocol import Context
 
 __all__ = ["GOSSIP_END_S", "LearnerLostError", "Tools", "ViewWork", "finish_s", "left_behind", "parts_of"]
@@ -74,6 +75,7 @@ class Tools:
         heads: gossip with other heads.
         links: what is known of them.
         telling: what people are told.
+        trial: of torch, where that is chosen.
         failures: in a row, since the last state copy.
     """
 
@@ -84,6 +86,7 @@ class Tools:
     heads: Heads
     links: LinkBook
     telling: Telling
+    trial: Trial
     failures: int = 0
 
 
@@ -189,9 +192,10 @@ class ViewWork:
             key=self._view.key,
             place=place,
             offer_s=finish_s(tools.config) + 5.0,
+            trial=tools.trial,
         )
         term = await self.lead.form()
-        self._telling.formed(term)
+        self._telling.formed(term, self.lead.choice.why)
         return term
 
     async def _recruited(self, place: Place) -> Term:
@@ -253,6 +257,7 @@ class ViewWork:
         if not self._telling.ended(term, news) or news.what != "broken":
             return
         self._tools.failures += 1
+        self._tools.trial.ended(term, news)
         peer = blamed(term, news)
         if peer and self._tools.failures >= BLAMED_AFTER * (1 if news.side == "next" else 2):
             self._group.doubt(peer, f"pipelines break with it time and again: {news.why}")

@@ -56,7 +56,7 @@ class SimNode:
         self.address = Address("10.0.0.1", 7000 + number)
         self.config = config
         self.epoch = epoch
-        self.trusted = trusted
+        self.trusted, self.direct = trusted, True
         self.transport = network.join(self.id, self.address)
         self.swarm = FakeSwarm(self.id, epoch)
         self.learner = FakeLearner(start, regime_of(config), **learner)  # type: ignore[arg-type]
@@ -79,6 +79,7 @@ class SimNode:
             size=self.learner.x.size,
             max_abs=1e6,
             trusted_network=self.trusted,
+            direct=self.direct,
             stages=self.stages,
             pipes=self.pipes,
         )

@@ -7,12 +7,13 @@ gone, frozen or cut off holds up all others, as it does in life.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 from p2pdrl.errors import ConfigError, PeerTimeoutError, TransportError, WorkerError
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.strategies.pipeline.port import Measured
 from p2pdrl.strategies.testing.learner import FakeLearner
 from p2pdrl.strategies.testing.pipes import FakePipe
 from p2pdrl.tensors.layout import Float32Array
@@ -64,6 +65,11 @@ class FakeStages:
         self.ready_s = 0.05
         self.fails = False
         """Whether every update that it takes part in with others breaks."""
+        self.torch_fails: Literal["", "meeting", "updates"] = ""
+        """Where torch.distributed gives up."""
+        self.device, self.usable_bytes, self.gpu = "cpu", 0, ""
+        self.imported = False
+        """Whether it was asked to import what torch needs."""
         self.stuck: asyncio.Event | None = None
         self._news: asyncio.Queue[StageNews] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
@@ -77,11 +83,10 @@ class FakeStages:
         """The order that it carries out."""
         return None if self._task is None or self._task.done() else self._order
 
-    async def measure(
-        self, microbatches: int, *, deadline_s: float, over_torch: bool = False
-    ) -> tuple[Sequence[Layer], str]:
+    async def measure(self, microbatches: int, *, deadline_s: float, over_torch: bool = False) -> Measured:
         """Return what was scripted."""
-        del microbatches, over_torch
+        self.imported = self.imported or over_torch
+        del microbatches
         if self.gone:
             await asyncio.sleep(min(deadline_s, 0.1))
             raise WorkerError("the learner is gone")
@@ -93,7 +98,7 @@ class FakeStages:
         if not self.layers:
             raise ConfigError("this policy has one block")
         await asyncio.sleep(0.01)
-        return self.layers, "cpu"
+        return Measured(self.layers, self.device, self.usable_bytes, self.gpu)
 
     def work(self, order: StageOrder, pipes: Mapping[StageSide, Pipe]) -> None:
         """Be a rank."""
@@ -154,6 +159,9 @@ class FakeStages:
         await asyncio.sleep(self.ready_s)
         if order.backend == "torch" and order.rank == 0:
             self._say(order, "meeting", port=4242)
+        if order.backend == "torch" and self.torch_fails == "meeting":
+            self._say(order, "broken", why="no NCCL here")
+            return
         await self._thawed()
         self._learner.absorb()
         before = pipes["previous"].peer if "previous" in pipes else ""
@@ -177,7 +185,7 @@ class FakeStages:
             await asyncio.sleep(learner.period_s)
             await self._thawed()
             if order.ranks > 1:
-                self._maybe_fail()
+                self._maybe_fail(order)
             await self._down(order, pipes, ("update",))
             learner.x = learner.step(learner.x, learner.gradient(learner.x).astype(learner.x.dtype))
             learner.version += 1
@@ -202,13 +210,15 @@ class FakeStages:
             await pipe.receive(order.timeout_s)
 
     async def _follow(self, order: StageOrder, pipes: Mapping[StageSide, Pipe]) -> None:
+        if order.backend == "torch":
+            await asyncio.Event().wait()  # what the head's learner says to it goes past this network
         pipe, learner = pipes["previous"], self._learner
         assert isinstance(pipe, FakePipe)  # noqa: S101 - a test's own
         what = ""
         while what != "over":
             what, *state = await pipe.receive(order.idle_timeout_s)
             await self._thawed()
-            self._maybe_fail()
+            self._maybe_fail(order)
             await self._down(order, pipes, (what, *state))
             if state:
                 learner.x, learner.version = state[0].copy(), state[1]
@@ -222,8 +232,8 @@ class FakeStages:
         if self.order is None and not self.gone:
             self._learner.absorb()
 
-    def _maybe_fail(self) -> None:
-        if self.fails:
+    def _maybe_fail(self, order: StageOrder) -> None:
+        if self.fails or (order.backend == "torch" and self.torch_fails):
             raise PeerTimeoutError("it was made to fail")
 
     async def _thawed(self) -> None:

@@ -90,6 +90,10 @@ PIPELINE = {
         ),
         ({"role": "stands by"}, "stands by"),
         (
+            PIPELINE | {"rank": 0, "ranks": 1, "stage": [1], "stages": 1, "backend": "none"},
+            "pipeline of one: computes alone; generation 3",
+        ),
+        (
             {"rank": 0, "alone": True, "why": "a pipeline would take 2 s"},
             "computes by itself: a pipeline would",
         ),

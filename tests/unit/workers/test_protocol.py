@@ -73,6 +73,7 @@ FROM = [
     Failed("no such environment", True),
     Blocks(4, (Layer("dense 0", 1e-3, 2e-3, 4096, 512, 2048), Layer("heads", 1e-3, 2e-3, 64, 8)), "cpu"),
     Blocks(4, (), "cpu", "one block can't be cut"),
+    Blocks(4, (), "cuda:0", usable_bytes=10**11, gpu="41ab-7"),
     News(StageNews(3, "broken", side="next", why="gone")),
     News(StageNews(3, "meeting", port=4711)),
     Traced(1, 4.0, 5.0, (Span("forward", 1.0, 2.0, 1, 3, 7), Span("step", 2.0, 2.5))),

@@ -14,6 +14,7 @@ from p2pdrl.node.children.stage_port import StagePort
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import StageNews
 from p2pdrl.pipeline.trace import Span
+from p2pdrl.strategies.pipeline.port import Measured
 from p2pdrl.transport.pipe import Pipe, PipeTicket
 from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
 
@@ -148,8 +149,8 @@ async def test_blocks_are_measured_one_number_after_the_other(port, learner):
     await asyncio.sleep(0)
     assert learner.told == [Measure(4)]
     port.heard(Blocks(2, LAYERS, "cpu"))  # of somebody who gave up
-    port.heard(Blocks(4, LAYERS, "cpu"))
-    assert await one == (LAYERS, "cpu")
+    port.heard(Blocks(4, LAYERS, "cuda:0", usable_bytes=1000, gpu="G1"))
+    assert await one == Measured(LAYERS, "cuda:0", 1000, "G1")
     await asyncio.sleep(0)
     assert learner.told == [Measure(4), Measure(8)]
     port.heard(Blocks(8, (), "cpu", "the policy has one block"))

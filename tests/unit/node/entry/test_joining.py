@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import socket
+
 import msgspec
 import pytest
 
@@ -11,6 +13,7 @@ from p2pdrl.node.entry.joining import (
     JoinInfo,
     advertised,
     decode_info,
+    direct,
     patience_s,
     refuse_task,
 )
@@ -101,3 +104,20 @@ def test_a_wildcard_without_seeds_becomes_some_address():
 def test_a_bad_advertised_address_is_told():
     with pytest.raises(UsageError, match="isn't an address"):
         advertised("not an address", Address("0.0.0.0", 7701), ())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, True),
+        ("127.0.0.1:7700", True),
+        ("localhost", True),
+        (f"{socket.gethostname().upper()}:9", True),
+        ("192.0.2.7:7700", False),
+        ("[2001:db8::7]:7700", False),
+        ("0.0.0.0:7700", False),
+        ("rig.example.org:7700", False),
+    ],
+)
+def test_a_machine_is_reached_itself_where_what_people_say_is_its_own(given, expected: bool):
+    assert direct(given) == expected

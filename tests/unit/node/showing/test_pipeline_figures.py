@@ -111,3 +111,9 @@ async def test_the_metrics_page(figures, training, enter, parts):
         assert f"p2pdrl_pipeline_{line}" in page
     enter(None)
     assert "p2pdrl_pipeline_rank NaN" in meters.render().decode()
+
+
+def test_a_pipeline_of_one_runs_over_nothing(training, enter):
+    enter(order(0, ranks=1, cuts=()))
+    document = pipeline_document(training)
+    assert (document["backend"], document["ranks"], document["stage"]) == ("none", 1, [1])

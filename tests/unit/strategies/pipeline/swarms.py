@@ -90,9 +90,13 @@ class Swarm:
         )
 
     async def working(self, *pipelines: str, within_s: float = 20.0) -> float:
-        """Wait until just these pipelines work, and each has made an update."""
-        want = sorted(tuple(one) for one in pipelines)
-        took_s = await self.until(lambda: self.pipelines() == want, within_s, f"no {want}")
+        """Wait until just these pipelines work, and each has made an update; any order behind the head."""
+        want = sorted((one[0], *sorted(one[1:])) for one in pipelines)
+
+        def there() -> bool:
+            return sorted((one[0], *sorted(one[1:])) for one in self.pipelines()) == want
+
+        took_s = await self.until(there, within_s, f"no {want}")
         return took_s + await self.progress(within_s)
 
     async def progress(self, within_s: float = 20.0) -> float:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from p2pdrl.errors import ConfigError
+from p2pdrl.pipeline.layers import FREE, Link
 from p2pdrl.strategies.group.view import ViewKey
 from p2pdrl.strategies.pipeline import lead
 from p2pdrl.strategies.pipeline.calls import Unformed
@@ -27,11 +28,17 @@ def head(ranks: int, blocks: int) -> lead.Lead:
         pipes=None,
         side=SimpleNamespace(layers=blocks_of(blocks)),
         peers=None,
-        links=None,
+        links=SimpleNamespace(between=free),
         key=ViewKey(1, 2, "0"),
         place=Place(0, tuple(str(number) for number in range(ranks))),
         offer_s=1.0,
+        trial=None,
     )
+
+
+async def free(_, members) -> dict[tuple[int, int], Link]:
+    others = range(1, len(members))
+    return {pair: FREE for other in others for pair in ((0, other), (other, 0))}
 
 
 def offers(ranks: int, memory_bytes: int = 0) -> dict[str, Offered]:

@@ -155,7 +155,7 @@ FORM = Form(
 @pytest.mark.parametrize(("deadline_s", "timeout_s"), [(1.0, 10.0), (20.0, 20.0), (90.0, 30.0)])
 async def test_torch_has_its_own_bounds(deadline_s, timeout_s):
     config = PipelineConfig(backend="torch", deadline_s=deadline_s)
-    order = term_of(config, msgspec.structs.replace(FORM, port=99), 1, "10.0.0.1").order
+    order = term_of(config, msgspec.structs.replace(FORM, backend="torch", port=99), 1, "10.0.0.1").order
     assert order.timeout_s == timeout_s
     assert (order.backend, order.meeting.host, order.meeting.port) == ("torch", "10.0.0.1", 99)
     assert term_of(PipelineConfig(deadline_s=deadline_s), FORM, 1).order.timeout_s == deadline_s

@@ -59,6 +59,14 @@ async def test_who_holds_what_and_what_is_predicted():
     assert "ann blocks 0-1, bob blocks 2-5; 1f1b, 4 microbatches, 0.20 s a step and bubbles of 25%" in text
 
 
+async def test_why_it_runs_over_what_it_does_is_told_unless_nobody_runs_over_anything():
+    told, swarm = telling()
+    told.formed(term(), "it runs over torch, for that is quick")
+    assert "it runs over torch, for that is quick (generation 9)" in swarm.told[0][1]
+    told.formed(term(alone=True, cuts=()), "it runs over torch, for that is quick")
+    assert "torch" not in swarm.told[1][1]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_all_ranks_say_why_each_computes_by_itself(rank):
     told, swarm = telling()

@@ -1,0 +1,67 @@
+"""What carries activations: as the configuration says, or by trust, devices and reachability. Pure.
+
+Both carry them equally fast from host to host. torch.distributed can do better where NCCL moves tensors from
+GPU to GPU; but it listens at further ports, of each rank, and authenticates nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from p2pdrl.pipeline.order import StageBackend
+from p2pdrl.strategies.pipeline.messages import Offered
+
+__all__ = ["Choice", "chosen"]
+
+
+class Choice(NamedTuple):
+    """What carries them.
+
+    Args:
+        backend: which.
+        why: in a sentence; empty where there was nothing to choose.
+    """
+
+    backend: StageBackend
+    why: str = ""
+
+
+def chosen(
+    wanted: Literal["auto", "stream", "torch"], ranks: Sequence[tuple[str, Offered]], failed: str = ""
+) -> Choice:
+    """Choose.
+
+    Args:
+        wanted: by the configuration.
+        ranks: name of each, and how it stands.
+        failed: how what had been chosen before came to nothing; empty where it didn't.
+    """
+    if wanted != "auto":
+        return Choice(wanted)
+    if len(ranks) < 2:
+        return Choice("stream")
+    against = _hindrance(ranks) or failed
+    if against:
+        return Choice("stream", f"it runs over stream, for {against}")
+    return Choice(
+        "torch", "it runs over torch, for all trust their network, reach each other, and have a GPU each"
+    )
+
+
+def _hindrance(ranks: Sequence[tuple[str, Offered]]) -> str:
+    """What speaks against torch; empty where nothing does."""
+    for name, offer in ranks:
+        if not offer.trusted:
+            return f"{name} doesn't trust its network (node.trusted_network)"
+    owners: dict[str, str] = {}
+    for name, offer in ranks:
+        if not offer.gpu:
+            return f"{name} computes on {offer.device or 'nothing'}, where NCCL doesn't reach"
+        if offer.gpu in owners:
+            return f"{owners[offer.gpu]} and {name} share a GPU"
+        owners[offer.gpu] = name
+    for name, offer in ranks:
+        if not offer.direct:
+            return f"{name} isn't reached at any port, or doesn't reach all others"
+    return ""

@@ -1,0 +1,70 @@
+"""What carries activations: every reason against torch counts, of every rank, and the first is told."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from p2pdrl.strategies.pipeline.backend import Choice, chosen
+from p2pdrl.strategies.pipeline.messages import Offered
+
+GOOD = Offered("aa", 0, 0, b"", 0, 0.1, 6, "cuda:0", True, gpu="G0", direct=True)
+
+
+def ranks(count: int = 3, **of_rank: dict[str, object]) -> list[tuple[str, Offered]]:
+    """Ranks n0, n1, … with all that torch needs, but for what is said of some."""
+    offers = {f"n{one}": msgspec.structs.replace(GOOD, gpu=f"G{one}") for one in range(count)}
+    for name, changes in of_rank.items():
+        offers[name] = msgspec.structs.replace(offers[name], **changes)
+    return list(offers.items())
+
+
+def test_torch_where_nothing_speaks_against_it():
+    backend, why = chosen("auto", ranks())
+    assert (backend, why.startswith("it runs over torch, for all trust")) == ("torch", True)
+
+
+@pytest.mark.parametrize("rank", ["n0", "n1", "n2"])
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"trusted": False}, "{} doesn't trust its network"),
+        ({"gpu": "", "device": "cpu"}, "{} computes on cpu, where NCCL doesn't reach"),
+        ({"gpu": ""}, "{} computes on cuda:0, where NCCL doesn't reach"),
+        ({"gpu": "", "device": ""}, "{} computes on nothing"),
+        ({"direct": False}, "{} isn't reached at any port"),
+    ],
+)
+def test_one_rank_is_enough_to_speak_against_it(rank: str, changes, why: str):
+    choice = chosen("auto", ranks(**{rank: changes}))
+    assert choice.backend == "stream"
+    assert choice.why.startswith(f"it runs over stream, for {why.format(rank)}")
+
+
+def test_two_on_one_gpu_cant_use_nccl():
+    choice = chosen("auto", ranks(n2={"gpu": "G0"}))
+    assert choice == Choice("stream", "it runs over stream, for n0 and n2 share a GPU")
+
+
+def test_what_failed_before_isnt_chosen_again():
+    choice = chosen("auto", ranks(), "generation 3 broke")
+    assert choice == Choice("stream", "it runs over stream, for generation 3 broke")
+    assert "trust" in chosen("auto", ranks(n1={"trusted": False}), "generation 3 broke").why, (
+        "what is true now"
+    )
+
+
+@pytest.mark.parametrize("wanted", ["stream", "torch"])
+@pytest.mark.parametrize("failed", ["", "generation 3 broke"])
+def test_what_is_configured_counts_whatever_speaks_against_it(wanted, failed: str):
+    assert chosen(wanted, ranks(n0={"trusted": False, "gpu": ""}), failed) == Choice(wanted)
+
+
+def test_one_alone_sends_nothing():
+    assert chosen("auto", ranks(1)) == Choice("stream")
+
+
+def test_who_says_nothing_of_gpus_has_none():
+    """Defaults of the message: a rank of another release."""
+    silent = Offered("aa", 0, 0, b"", 0, 0.1, 6, "cuda:0", True)
+    assert chosen("auto", [("n0", GOOD), ("n1", silent)]).backend == "stream"
