@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 
 from p2pdrl.config.checks import trust_problems
-from p2pdrl.config.mode import protocol_of
+from p2pdrl.config.mode import mode_words, protocol_of, told_options
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig, mode_of
 from p2pdrl.config.strategy_checks import strategy_problems
 from p2pdrl.errors import ConfigError, StorageError
@@ -181,9 +181,10 @@ class Conduct:
             return
         self._parts.events.emit(
             "mode",
-            f"mode is {name} by {self._parts.name_of(record.proposer)}",
+            f"mode is {mode_words(strategy)} by {self._parts.name_of(record.proposer)}",
             mode=mode_of(strategy),
             protocol=protocol_of(strategy),
+            options=told_options(strategy),
             epoch=record.epoch,
             proposer=record.proposer,
         )
