@@ -20,6 +20,7 @@ from p2pdrl.node import settings, stop
 from p2pdrl.node.parts import Parts
 from p2pdrl.node.settings import HaltSetting, ModeSetting, PauseSetting, StopSetting
 from p2pdrl.node.showing.figures import Figures
+from p2pdrl.node.showing.pipeline_figures import serves
 from p2pdrl.node.states.saved_mode import SavedMode
 from p2pdrl.node.training import Training
 
@@ -137,6 +138,8 @@ class Conduct:
         """Judge the stop condition from the newest reports, and pass figures on to the learner."""
         parts = self._parts
         training.share_moments()
+        if serves(training):
+            training.supervisor.returns.clear()  # should it train again: these are of an older policy
         self._catch_up()
         if self._stop is None or self.halted.is_set():
             return

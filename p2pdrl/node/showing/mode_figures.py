@@ -15,6 +15,7 @@ from p2pdrl.node import settings
 from p2pdrl.node.counting.digest import PeerReport
 from p2pdrl.node.parts import Parts
 from p2pdrl.node.settings import ModeSetting
+from p2pdrl.node.showing.pipeline_figures import measured_facts
 from p2pdrl.strategies.protocol import Strategy
 
 __all__ = ["describe", "facts_of", "mode_document"]
@@ -55,7 +56,8 @@ def mode_document(parts: Parts, reports: Sequence[tuple[str, PeerReport | None]]
         strategy = training.mode.config
         document |= {"mode": mode_of(strategy), "protocol": protocol_of(strategy)}
         document |= {"options": told_options(strategy), "epoch": settings.epoch_of(training.mode.epoch)}
-        document |= {"since": training.accounting.since_wall_s, "facts": facts_of(training.mode.strategy)}
+        facts = facts_of(training.mode.strategy) | measured_facts(training)
+        document |= {"since": training.accounting.since_wall_s, "facts": facts}
     wanted = 0
     if record is not None:
         wanted = settings.stamp(record.epoch, record.proposer)
