@@ -88,7 +88,8 @@ def _return(s: _Shown) -> str:
 
 def _training(s: _Shown) -> str:
     if _serves(s):
-        return f"{s.number('env_steps')} steps and {s.number('updates')} updates of its own before"
+        before = f"; {s.number('env_steps')} steps, {s.number('updates')} updates before"
+        return f"none of its own{before if s.get('env_steps') else ''}"
     rate = formats.count(s.get("steps_per_s"))
     return f"{rate} steps/s, {s.number('env_steps')} steps, {s.number('updates')} updates"
 

@@ -74,10 +74,11 @@ def members_table(members: Sequence[Member], columns: Sequence[str]) -> Table:
     Args:
         members: in the order of lines.
         columns: keys of the columns below; see `TRAINING` and `ADDRESSES`. Where one of the members is a
-            stage of a pipeline, that is shown too.
+            stage of a pipeline, that is shown in place of the version lag: ranks below the first are told
+            versions only now and then.
     """
     if any(_stage_of(member) for member in members):
-        columns = (*columns, *STAGES)
+        columns = (*(key for key in columns if key != "lag"), *STAGES)
     newest = max((v for m in members if (v := as_number(m.get("policy_version"))) is not None), default=None)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for key in columns:

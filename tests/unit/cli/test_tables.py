@@ -10,7 +10,16 @@ import pytest
 from p2pdrl.api.testing import FakeNode
 from p2pdrl.cli import formats
 from p2pdrl.cli.facts import status_view
-from p2pdrl.cli.tables import TRAINING, complaints, console, members_table, outcome, progress_line, swarm_view
+from p2pdrl.cli.tables import (
+    ADDRESSES,
+    TRAINING,
+    complaints,
+    console,
+    members_table,
+    outcome,
+    progress_line,
+    swarm_view,
+)
 from p2pdrl.cli.watch import watch
 from p2pdrl.errors import DaemonUnreachableError
 
@@ -72,6 +81,23 @@ def test_stages_have_columns_of_their_own_where_there_are_any():
     assert lines == [["node", "stage", "bubble"], ["a", "1/2", "12%"], ["b", "–", "–"]]
 
 
+def test_peers_of_a_pipeline_fit_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    members = [
+        {
+            "name": f"node-{n}", "address": f"127.0.0.1:793{n}", "state": "alive", "mean_return": 394.7,
+            "steps_per_s": 5650.0, "policy_version": 9, "rtt_s": 0.0069, "last_seen_s": 0.5, "stage": "1/2",
+            "bubble": 0.68, "consensus_distance": 0.00123, "env_steps": 10_000, "loop_lag_s": 0.02,
+        }
+        for n in range(3)
+    ]  # fmt: skip
+    members[2] |= {"stage": "", "role": "standby", "bubble": None}
+    for columns in (ADDRESSES, TRAINING):
+        lines = rendered(members_table(members, columns)).splitlines()
+        assert max(map(len, lines)) <= 80
+        assert "…" not in "".join(lines)
+
+
 def test_a_rank_that_serves_another_shows_no_return_and_no_speed():
     members = [
         {
@@ -108,7 +134,9 @@ def test_status_of_one_that_doesnt_train_says_so(more, shown):
     status = {**FakeNode().status(), "mean_return": None, "trains": False, "role": "", **more}
     text = " ".join(rendered(status_view(status)).split())
     assert f"return –, {shown}" in text or f"return – {shown}" in text
-    assert ("steps/s, " in text.partition("training ")[2].partition("learner")[0]) == ("over" in shown)
+    training = text.partition(" training ")[2].partition(" learner")[0]
+    own = "3k steps/s, 120,000 steps, 120 updates"
+    assert training == (own if "over" in shown else "none of its own; 120,000 steps, 120 updates before")
 
 
 def test_columns_may_be_told_where_there_is_no_terminal(monkeypatch):
