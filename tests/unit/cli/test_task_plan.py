@@ -13,7 +13,7 @@ from p2pdrl.pipeline.layers import Layer
 from p2pdrl.workers.stage_protocol import Blocks
 
 PLAN = ("pipeline", "plan", "--config", "amb_pp")
-LAYERS = tuple(Layer(f"layer {number}", 0.01, 0.02, 1e6, 1e5) for number in range(3))
+LAYERS = tuple(Layer(f"layer {number}", 0.01, 0.02, 1e6, 1e5, 5e4) for number in range(3))
 
 
 def strategy(**options) -> list[str]:
@@ -48,10 +48,10 @@ def test_blocks_are_numbered_and_the_plan_of_the_task_is_drawn(p2pdrl, child):
     assert result.stdout == (
         "CartPole-v1: 3 blocks, measured on cpu with 1/4 of a minibatch (256 steps)\n"
         "\n"
-        "block  what it is  parameters     output    forward   backward\n"
-        "    0  layer 0        1.00 MB     100 kB      10 ms      20 ms\n"
-        "    1  layer 1        1.00 MB     100 kB      10 ms      20 ms\n"
-        "    2  layer 2        1.00 MB     100 kB      10 ms      20 ms\n"
+        "block  what it is  parameters     output       kept    forward   backward\n"
+        "    0  layer 0        1.00 MB     100 kB     150 kB      10 ms      20 ms\n"
+        "    1  layer 1        1.00 MB     100 kB     150 kB      10 ms      20 ms\n"
+        "    2  layer 2        1.00 MB     100 kB     150 kB      10 ms      20 ms\n"
         "\n"
         "cuts      [1]: rank 0 holds 0; rank 1 holds 1, 2\n"
         "\n"

@@ -40,7 +40,7 @@ def test_a_policy(listed):
         "policy_head + value_head",
     ]
     assert [layer.parameter_bytes for layer in blocks.layers] == [4 * 80, 4 * 144, 4 * 27]
-    assert [layer.activation_bytes for layer in blocks.layers] == [4 * 4 * 16, 4 * 4 * 16, 4 * 4 * 3]
+    assert [layer.output_bytes for layer in blocks.layers] == [4 * 4 * 16, 4 * 4 * 16, 4 * 4 * 3]
     assert (blocks.device, blocks.microbatches) == ("cpu", 4)
 
 
