@@ -75,10 +75,10 @@ def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         (word, beside(facts.pop(f"measured_{key}", None), facts.pop(f"predicted_{key}", None), form))
         for word, key, form in (("step", "step_s", millis), ("bubble", "bubble", percent))
     ]
-    why = facts.pop("why", None)
+    long = [(key, clean(facts.pop(key), 600)) for key in ("limited", "why") if facts.get(key)]
     rows += [(clean(key, 20).replace("_", " "), _fact(value)) for key, value in facts.items()]
     rows += [row for row in told if row[1]]
-    return rows if why is None else [*rows, ("why", clean(why, 500))]
+    return [*rows, *long]
 
 
 def _fact(value: object) -> str:

@@ -38,14 +38,15 @@ def test_show_tells_what_is_coming_and_what_failed(p2pdrl, served):
 
 def test_show_has_the_measured_beside_the_predicted(p2pdrl, served):
     served.node.mode_state["facts"] = {
-        "why": "x" * 90 + " " + "y" * 390, "predicted_step_s": 0.00114, "predicted_bubble": 0.336,
-        "measured_step_s": 0.0021, "measured_bubble": 0.77, "generation": 3,
+        "why": "x" * 90 + " " + "y" * 390, "limited": "z" * 300, "generation": 3,
+        "predicted_step_s": 0.00114, "predicted_bubble": 0.336, "measured_step_s": 0.0021,
+        "measured_bubble": 0.77,
     }  # fmt: skip
     shown = p2pdrl("mode", "show", "--api", served.address).stdout
     rows = [line.split() for line in shown.splitlines()]
     assert ["step", "2.1", "ms", "measured", "here,", "1.1", "ms", "predicted"] in rows
     assert ["bubble", "77%", "measured", "here,", "34%", "predicted"] in rows
-    assert shown.count("y") > 385, "reasons are long, and told last"
+    assert (shown.count("y") > 385, shown.count("z")) == (True, 300), "reasons are long"
     served.node.mode_state["facts"] = {
         "predicted_step_s": 0.5,
         "measured_bubble": "x",
