@@ -32,6 +32,8 @@ from p2pdrl.node.showing.pipeline_figures import (
 
 __all__ = ["Figures"]
 
+PLACE_FIELDS = ("role", "trains", "stage", "bubble")
+"""What a node does in its group."""
 REPORT_FIELDS = (
     "policy_version",
     "env_steps",
@@ -46,10 +48,7 @@ REPORT_FIELDS = (
     "device",
     "learner_restarts",
     "strategy",
-    "role",
-    "trains",
-    "stage",
-    "bubble",
+    *PLACE_FIELDS,
 )
 
 
@@ -201,10 +200,7 @@ class Figures:
             "bytes_out": report.bytes_out,
             "exchanges": {} if training is None else training.outcomes,
             "accounting": self.accounting(),
-            "role": report.role,
-            "trains": report.trains,
-            "stage": report.stage,
-            "bubble": report.bubble,
+            **{name: getattr(report, name) for name in PLACE_FIELDS},
             "pipeline": None if training is None else pipeline_document(training),
             "learner": None if training is None else self._learner(),
             "stop": {"reached": parts.halted is not None, "reason": parts.halted} | self._stop_config(),
