@@ -8,6 +8,9 @@ under half busy and a slow node's idle processor is no gift to the others. Four 
     cuts   every second the connections to each node are reset with a chance of 5 %
     kills  a node is killed -9 after each minute's first third, and started again 10 s later
 
+In a pipeline every second node makes no steps of its own; whether the slow or killed one is such a node is
+chance, for their ids say who is first.
+
 Printed per strategy and weather: the mean return at the end, environment steps a second of the healthy
 nodes relative to fair weather, how long learners stood still, processor time and bytes; `--plot` draws the
 mean return against seconds, CPU seconds and bytes.
@@ -49,6 +52,7 @@ STRATEGIES: dict[str, dict[str, str]] = {
     "param_average": {"name": "param_average"},
     "federated": {"name": "federated", "participation": "1.0"},
     "hogwild": {"name": "hogwild"},
+    "pipeline": {"name": "pipeline", "backend": "stream"},  # auto would refuse so small a policy
 }
 WEATHERS = ("fair", "slow", "cuts", "kills")
 SLOW = 3

@@ -3,12 +3,13 @@
 
     python scripts/plan_swarm.py --nodes 4 --update-s 0.1 --size 10000 --link lan
     python scripts/plan_swarm.py --nodes 8 --link 20,40,0.001 --slow 1x10 --kills-per-minute 1 --plot plan.png
-    python scripts/plan_swarm.py --file swarm.toml --strategy adpsgd --strategy param_average:every_updates=32
+    python scripts/plan_swarm.py --file swarm.toml --strategy sgp --strategy param_average:every_updates=32
 
 A file has the keys of `p2pdrl.planner.description`: nodes, size, machines, links, pairs, churn, costs. All
 figures are per node: updates per second of healthy machines, those of them made with others' newest work,
 bytes sent per second with all overhead, the learner's share of time spent waiting, seconds until nodes that
-differ have agreed to 1 %, and rounds that come to nothing.
+differ have agreed to 1 %, and rounds that come to nothing. A pipeline isn't predicted here but by
+`p2pdrl pipeline plan`: it takes what the network's blocks cost, not only the swarm.
 """
 
 from __future__ import annotations
@@ -124,7 +125,13 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--kills-per-minute", type=float, default=0.0, help="in the whole swarm")
     parser.add_argument("--joins-per-minute", type=float, default=0.0, help="in the whole swarm")
     parser.add_argument("--trust", choices=TRUSTS, default="lan", help="whose machines they are")
-    parser.add_argument("--strategy", action="append", default=[], metavar="NAME[:KEY=VALUE,…]")
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        default=[],
+        metavar="NAME[:KEY=VALUE,…]",
+        help="a strategy or a preset, with options in place of its own; again for each; all by default",
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="of virtual time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, help="draw to this .png, .svg or .pdf")

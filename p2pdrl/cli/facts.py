@@ -72,12 +72,26 @@ def _mode(s: _Shown) -> str:
     return f"{words}, epoch {s.number('mode_epoch')}"
 
 
+def _serves(s: _Shown) -> str:
+    """What a learner does that makes no experience of its own; empty for all others."""
+    if s.get("trains") is not False or s.get("mean_return") is not None:
+        return ""
+    if s.get("role") == "standby":
+        return "stands by"
+    return "computes for the first rank of its pipeline" if s.get("stage") else ""
+
+
 def _return(s: _Shown) -> str:
+    if why := _serves(s):
+        return f"{formats.NONE}, it {why}"
     mean = formats.fixed(s.get("mean_return"))
     return f"{mean} over the last {s.number('episodes_in_window')} of {s.number('episodes')} episodes"
 
 
 def _training(s: _Shown) -> str:
+    if _serves(s):
+        before = f"; {s.number('env_steps')} steps, {s.number('updates')} updates before"
+        return f"none of its own{before if s.get('env_steps') else ''}"
     rate = formats.count(s.get("steps_per_s"))
     return f"{rate} steps/s, {s.number('env_steps')} steps, {s.number('updates')} updates"
 
@@ -104,8 +118,10 @@ def _pipeline(s: _Shown) -> str:
         f"{s.text('pipeline.schedule')} over {s.text('pipeline.backend')}",
         f"{s.number('pipeline.microbatches')} microbatches",
     ]
-    if s.get("pipeline.bubble") is not None:
-        parts.append(f"bubble {formats.percent(s.get('pipeline.bubble'))}")
+    for name, form in (("step_s", formats.millis), ("bubble", formats.percent)):
+        told = formats.beside(s.get(f"pipeline.{name}"), s.get(f"pipeline.predicted_{name}"), form)
+        if told:
+            parts.append(f"{name.removesuffix('_s')} {told}")
     if s.get("pipeline.activation_bytes") is not None:
         parts.append(f"{formats.byte_size(s.get('pipeline.activation_bytes'))} of activations")
     peers = s.get("pipeline.peers")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 __all__ = [
     "NONE",
     "age",
     "as_number",
+    "beside",
     "byte_size",
     "clean",
     "count",
@@ -109,6 +110,12 @@ def byte_size(value: object) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:.0f} B"
+
+
+def beside(measured: object, predicted: object, form: Callable[[object], str]) -> str:
+    """``77% measured here, 34% predicted``, as far as they are known; empty for neither."""
+    pairs = ((measured, "measured here"), (predicted, "predicted"))
+    return ", ".join(f"{form(value)} {word}" for value, word in pairs if as_number(value) is not None)
 
 
 def mode_words(mode: object, protocol: object = None, options: object = None) -> str:

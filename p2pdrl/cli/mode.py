@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from p2pdrl.cli.options import Target, api_options, json_option
+from p2pdrl.config.schedules import MAX_STAGES
 
 if TYPE_CHECKING:
     from p2pdrl.cli.client import NodeClient
@@ -49,7 +50,12 @@ def show(target: Target, as_json: bool) -> None:
     help="protocol=NAME picks the strategy; every other key is an option of it. Repeatable.",
 )
 @click.option("--servers", type=click.IntRange(min=1), metavar="N", help="The same as --set servers=N.")
-@click.option("--stages", type=click.IntRange(min=1), metavar="S", help="The same as --set stages=S.")
+@click.option(
+    "--stages",
+    type=click.IntRange(1, MAX_STAGES),
+    metavar="S",
+    help="Of a pipeline; the same as --set stages=S.",
+)
 @click.option(
     "--wait",
     "wait_s",
@@ -78,13 +84,13 @@ def set_mode(
     """  # fmt: skip
     from urllib.parse import urlencode
 
-    from p2pdrl.config.mode import protocol_of, strategy_from
+    from p2pdrl.config.mode import mode_words, strategy_from
     from p2pdrl.config.strategy import mode_of
 
     counts = {"servers": servers, "stages": stages}
     given = [*sets, *(f"{key}={count}" for key, count in counts.items() if count is not None)]
     strategy = strategy_from(name, given)
-    words = f"{mode_of(strategy)} ({protocol_of(strategy)})"
+    words = mode_words(strategy)
     client = target.client()
     query = urlencode([("mode", mode_of(strategy)), *(("set", one) for one in given)])
     record = client.post(f"/v1/mode?{query}")
@@ -134,12 +140,13 @@ class _Waiting:
         return late or ([] if members else ["nobody is heard of"])
 
     def _check(self, record: dict[str, Any]) -> None:
-        from p2pdrl.cli.formats import clean
+        from p2pdrl.cli.formats import clean, mode_words
         from p2pdrl.errors import P2PDRLError
 
         if (record.get("epoch"), record.get("proposer")) == self._record:
             return
-        who, what = clean(record.get("proposer_name", "?"), 64), clean(record.get("mode", "?"), 40)
+        who = clean(record.get("proposer_name", "?"), 64)
+        what = mode_words(record.get("mode") or "?", record.get("protocol"), record.get("options"))
         raise P2PDRLError(
             f"another mode was proposed at the same time and counts: {what} by {who} "
             f"(epoch {clean(record.get('epoch'), 20)}); look with `p2pdrl mode show`, then set yours again"

@@ -10,7 +10,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from p2pdrl.cli.formats import NONE, as_number, byte_size, clean, fixed, millis, mode_words, scientific
+from p2pdrl.cli.formats import (
+    NONE,
+    as_number,
+    beside,
+    byte_size,
+    clean,
+    fixed,
+    millis,
+    mode_words,
+    percent,
+    scientific,
+)
 
 __all__ = ["mode_view", "rounds_view"]
 
@@ -59,9 +70,15 @@ def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     if document.get("error"):
         rows.append(("error", clean(document["error"], 500)))
     facts = document.get("facts")
-    for key, value in facts.items() if isinstance(facts, Mapping) else ():
-        rows.append((clean(key, 20).replace("_", " "), _fact(value)))
-    return rows
+    facts = dict(facts) if isinstance(facts, Mapping) else {}
+    told = [
+        (word, beside(facts.pop(f"measured_{key}", None), facts.pop(f"predicted_{key}", None), form))
+        for word, key, form in (("step", "step_s", millis), ("bubble", "bubble", percent))
+    ]
+    long = [(key, clean(facts.pop(key), 600)) for key in ("limited", "why") if facts.get(key)]
+    rows += [(clean(key, 20).replace("_", " "), _fact(value)) for key, value in facts.items()]
+    rows += [row for row in told if row[1]]
+    return [*rows, *long]
 
 
 def _fact(value: object) -> str:

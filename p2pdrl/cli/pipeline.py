@@ -11,6 +11,7 @@ import click
 
 from p2pdrl.cli.formats import clean
 from p2pdrl.cli.options import Target, api_options, config_options, json_option
+from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES
 
 if TYPE_CHECKING:
     from p2pdrl.pipeline.timeline import Timeline
@@ -24,7 +25,12 @@ def pipeline() -> None:
 
 
 @pipeline.command()
-@click.option("--stages", type=click.IntRange(1, 128), metavar="S", help="Parts of the model.")
+@click.option(
+    "--stages",
+    type=click.IntRange(1, MAX_STAGES * MAX_CHUNKS),
+    metavar="S",
+    help=f"Parts of the model; at most {MAX_STAGES} unless interleaved.",
+)
 @click.option("--microbatches", type=click.IntRange(1, 1024), metavar="M", help="Parts of the batch.")
 @click.option(
     "--schedule",
@@ -35,7 +41,7 @@ def pipeline() -> None:
 )
 @click.option(
     "--ranks",
-    type=click.IntRange(1, 128),
+    type=click.IntRange(1, MAX_STAGES),
     metavar="R",
     help="Devices; S by default. Interleaved puts S/R stages on each.",
 )
@@ -112,6 +118,7 @@ def plan(
     from p2pdrl.pipeline.schedule import make_schedule
     from p2pdrl.pipeline.timeline import Costs, predict
 
+    _check_ranks(schedule, stages, ranks)
     actions = make_schedule(schedule, stages, microbatches, ranks=ranks)
     forwards = _numbers("--forward-s", forward_s, stages)
     backwards = (
@@ -226,6 +233,26 @@ def _write(option: str, path: Path, document: dict[str, Any]) -> None:
         path.write_text(json.dumps(document), "utf-8")
     except OSError as error:
         raise UsageError(f"{option} {path}: {error.strerror or error}") from error
+
+
+def _check_ranks(schedule: str, stages: int, ranks: int | None) -> None:
+    """Refuse what no pipeline of peers may be.
+
+    Raises:
+        UsageError: there are too many ranks, or stages on one, or interleaved isn't told how many.
+    """
+    from p2pdrl.errors import UsageError
+
+    if schedule == "interleaved" and ranks is None:
+        fits = [str(r) for r in range(2, min(stages // 2, MAX_STAGES) + 1) if stages % r == 0]
+        hint = f"{', '.join(fits) or 'no number of them'} can share {stages} stages"
+        raise UsageError(f"interleaved needs --ranks, each of which holds several stages; {hint}")
+    if ranks is None and stages > MAX_STAGES:
+        raise UsageError(
+            f"--stages {stages}: {schedule} has a rank for each, and there are at most {MAX_STAGES}"
+        )
+    if ranks is not None and stages > ranks * MAX_CHUNKS:
+        raise UsageError(f"--stages {stages}: on {ranks} ranks there are at most {ranks * MAX_CHUNKS}")
 
 
 def _numbers(option: str, text: str, count: int) -> tuple[float, ...]:

@@ -6,6 +6,7 @@ All text from elsewhere is shown as text: no markup, no control characters.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
@@ -61,11 +62,10 @@ _STATE_STYLE = {
 
 
 def console(stream: IO[str] | None = None) -> Console:
-    """A console: as wide as its terminal, or `WIDTH` columns where there is none."""
+    """A console: as wide as its terminal or ``COLUMNS`` say, or `WIDTH` columns where there is neither."""
     out = stream or sys.stdout
-    return Console(
-        file=out, width=None if out.isatty() else WIDTH, highlight=False, markup=False, emoji=False
-    )
+    width = None if out.isatty() or os.environ.get("COLUMNS", "").isdigit() else WIDTH
+    return Console(file=out, width=width, highlight=False, markup=False, emoji=False)
 
 
 def members_table(members: Sequence[Member], columns: Sequence[str]) -> Table:
@@ -74,10 +74,11 @@ def members_table(members: Sequence[Member], columns: Sequence[str]) -> Table:
     Args:
         members: in the order of lines.
         columns: keys of the columns below; see `TRAINING` and `ADDRESSES`. Where one of the members is a
-            stage of a pipeline, that is shown too.
+            stage of a pipeline, that is shown in place of the version lag: ranks below the first are told
+            versions only now and then.
     """
-    if any(member.get("stage") for member in members):
-        columns = (*columns, *STAGES)
+    if any(_stage_of(member) for member in members):
+        columns = (*(key for key in columns if key != "lag"), *STAGES)
     newest = max((v for m in members if (v := as_number(m.get("policy_version"))) is not None), default=None)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for key in columns:
@@ -186,6 +187,22 @@ def _lag(member: Member, newest: float | None) -> Text:
     return Text(NONE if version is None or newest is None else grouped(newest - version))
 
 
+def _of_trainer(key: str) -> Cell:
+    """A count that means nothing where the learner computes for another and has made none of its own."""
+
+    def cell(member: Member, _newest: float | None) -> Text:
+        served = member.get("trains") is False and member.get("mean_return") is None
+        return Text(NONE if served and not member.get(key) else count(member.get(key)))
+
+    return cell
+
+
+def _stage_of(member: Member) -> str:
+    """``2/3``, or ``standby`` for who has a pipeline's mode but no stage; empty for everybody else."""
+    stage = member.get("stage") or ("standby" if member.get("role") == "standby" else "")
+    return clean(stage, 12)
+
+
 def _shown(key: str, form: Callable[[object], str]) -> Cell:
     return lambda member, _newest: Text(form(member.get(key)))
 
@@ -195,15 +212,15 @@ _COLUMNS: dict[str, tuple[str, bool, Cell]] = {
     "state": ("state", True, _state),
     "address": ("address", True, _shown("address", lambda x: clean(x or NONE, 60))),
     "return": ("mean\nreturn", False, _shown("mean_return", fixed)),
-    "rate": ("steps/s", False, _shown("steps_per_s", count)),
-    "steps": ("steps", False, _shown("env_steps", count)),
+    "rate": ("steps/s", False, _of_trainer("steps_per_s")),
+    "steps": ("steps", False, _of_trainer("env_steps")),
     "lag": ("version\nlag", False, _lag),
     "distance": ("consensus\ndistance", False, _shown("consensus_distance", scientific)),
     "loop": ("loop\nlag", False, _shown("loop_lag_s", millis)),
     "episodes": ("episodes\nin window", False, _shown("episodes_in_window", grouped)),
     "rtt": ("round\ntrip", False, _shown("rtt_s", millis)),
     "seen": ("last\nseen", False, _shown("last_seen_s", age)),
-    "stage": ("stage", True, _shown("stage", lambda x: clean(x or NONE, 12))),
+    "stage": ("stage", True, lambda member, _newest: Text(_stage_of(member) or NONE)),
     "bubble": ("bubble", False, _shown("bubble", percent)),
     "exit": ("exit\ncode", False, _shown("exit_code", grouped)),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from p2pdrl.pipeline.drawing import draw
+from p2pdrl.pipeline.drawing import draw, legend
 
 if TYPE_CHECKING:
     from p2pdrl.pipeline.timeline import Timeline
@@ -53,6 +53,7 @@ def timeline_lines(schedule: str, timeline: Timeline) -> list[str]:
         f"{schedule}: {timeline.microbatches} microbatches through {timeline.stages} stages{several}",
         "",
         *draw(timeline, shutil.get_terminal_size((_WIDTH, 24)).columns),
+        legend(timeline),
         "",
         f"step      {timeline.total_s:.4g} s; one device takes {timeline.one_device_s:.4g} s",
         f"speed-up  {timeline.speedup:.2f} of {ranks}; {ideal}",

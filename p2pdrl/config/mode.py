@@ -21,7 +21,7 @@ from p2pdrl.config.strategy_checks import strategy_problems
 from p2pdrl.config.values import coerce_text, shown
 from p2pdrl.errors import ConfigError
 
-__all__ = ["PROTOCOLS", "changed_options", "protocol_of", "strategy_from"]
+__all__ = ["PROTOCOLS", "changed_options", "mode_words", "protocol_of", "strategy_from", "told_options"]
 
 PROTOCOLS: dict[Mode, tuple[str, ...]] = {
     "gossip": ("adpsgd", "dsgd", "sgp", "gala", "strom", "hogwild"),
@@ -36,6 +36,15 @@ ALIASES = {"ddp": "grad_average", "downpour": "server_async", "mapreduce_sync": 
 PROTOCOL = "protocol"
 """The key that names the strategy; every other key is one of its options."""
 
+_TOLD: dict[str, tuple[str, ...]] = {
+    "dsgd": ("topology",),
+    "hogwild": ("learners",),
+    "param_average": ("every_updates",),
+    "pipeline": ("stages", "schedule", "microbatches", "backend"),
+    "server_async": ("servers",),
+    "server_sync": ("servers",),
+}
+"""Options that say what a mode is, so that people are told them even where they are the defaults."""
 _STRUCTS = {str(struct.__struct_config__.tag): struct for struct in get_args(StrategyConfig)}
 
 
@@ -49,6 +58,27 @@ def changed_options(strategy: StrategyConfig) -> dict[str, Any]:
     options: dict[str, Any] = msgspec.to_builtins(strategy)
     defaults: dict[str, Any] = msgspec.to_builtins(type(strategy)())
     return {name: value for name, value in options.items() if value != defaults[name]}
+
+
+def told_options(strategy: StrategyConfig) -> dict[str, Any]:
+    """What people are told of a strategy, as JSON types: what says most first, then all that was changed."""
+    options: dict[str, Any] = msgspec.to_builtins(strategy)
+    first = {name: options[name] for name in _TOLD.get(protocol_of(strategy), ())}
+    return first | changed_options(strategy)
+
+
+def mode_words(strategy: StrategyConfig) -> str:
+    """A mode in a few words: ``gossip: adpsgd (weight=0.3)``, ``server-sync (servers=1)``.
+
+    Example:
+        >>> from p2pdrl.config.strategy import AdpsgdConfig
+        >>> mode_words(AdpsgdConfig(weight=0.3))
+        'gossip: adpsgd (weight=0.3)'
+    """
+    mode, protocol = mode_of(strategy), protocol_of(strategy)
+    words = mode if protocol.replace("_", "-") == mode else f"{mode}: {protocol}"
+    options = ", ".join(f"{name}={_value(value)}" for name, value in told_options(strategy).items())
+    return f"{words} ({options})" if options else words
 
 
 def strategy_from(mode: str, sets: Sequence[str] = ()) -> StrategyConfig:
@@ -113,12 +143,31 @@ def _split(text: str) -> tuple[str, str]:
 def _option(protocol: str, key: str, text: str) -> Any:
     fields: Mapping[str, schema.Field] = schema.fields(_STRUCTS[protocol])
     if key not in fields:
+        owners = [name for name, struct in _STRUCTS.items() if key in schema.fields(struct)]
+        if owners:
+            raise ConfigError(f"{protocol} has no option {shown(key)}: {_belongs(owners)}")
         known = [*fields, PROTOCOL]
         raise ConfigError(f"{protocol} has no option {shown(key)}; {_nearest(key, known, 'it has')}")
     try:
         return coerce_text(text, fields[key].annotation)
     except ValueError as error:
         raise ConfigError(f"{key} = {shown(text)}: {error}") from error
+
+
+def _belongs(owners: Sequence[str]) -> str:
+    """Whose an option is: ``it belongs to mode pipeline``."""
+    modes = [mode for mode, protocols in PROTOCOLS.items() if set(owners) <= set(protocols)]
+    if len(owners) > 1 or not modes:
+        return f"{', '.join(owners[:-1])} and {owners[-1]} have it"
+    protocol = "" if PROTOCOLS[modes[0]] == (owners[0],) else f"protocol {owners[0]} of "
+    return f"it belongs to {protocol}mode {modes[0]}"
+
+
+def _value(value: Any) -> str:
+    """An option's value as people type it."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _nearest(name: str, known: Sequence[str], has: str) -> str:

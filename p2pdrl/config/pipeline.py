@@ -8,12 +8,9 @@ from msgspec import Meta
 
 from p2pdrl.config.fields import PositiveSeconds, Travelling
 from p2pdrl.config.gradients import Microbatches
-from p2pdrl.config.schedules import ScheduleName
+from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES, ScheduleName
 
 __all__ = ["MAX_CHUNKS", "MAX_STAGES", "PipelineConfig", "ScheduleName"]
-
-MAX_STAGES = 64
-MAX_CHUNKS = 8
 
 
 class PipelineConfig(

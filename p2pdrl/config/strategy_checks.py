@@ -174,8 +174,9 @@ def _stages(strategy: PipelineConfig) -> Iterator[Problem]:
     if len(cuts) != wanted:
         yield _problem(
             "cuts",
-            f"{strategy.stages} peers with {strategy.chunks} stages each need {wanted} cuts, not {len(cuts)}"
-            "; set so many, or none to have the stages balanced",
+            f"{_count(strategy.stages, 'peer')} with {_count(strategy.chunks, 'stage')} each "
+            f"need{'s' if strategy.stages == 1 else ''} {_count(wanted, 'cut')}, not {len(cuts)}; "
+            "set that many, or none to have the stages balanced",
         )
     elif list(cuts) != sorted(set(cuts)):
         yield _problem(
@@ -183,6 +184,10 @@ def _stages(strategy: PipelineConfig) -> Iterator[Problem]:
             f"{', '.join(map(str, cuts))} don't rise: each is the number of a stage's first block, and no "
             "stage is empty; set rising numbers, or none to have the stages balanced",
         )
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _servers(strategy: ServerSyncConfig | ServerAsyncConfig) -> Iterator[Problem]:

@@ -211,14 +211,15 @@ AlgorithmConfig = PPOConfig | A2CConfig | RegressionConfig
 
 
 class StopConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When the swarm is done; the condition that is met first ends it, zero or none never does."""
+    """When the swarm is done; the condition that is met first ends it, what is off never does."""
 
     env_steps: Annotated[int, Meta(ge=0)] = 0
-    """Environment steps of the whole swarm, all nodes and boots together."""
+    """Environment steps of the whole swarm, all nodes and boots together; 0 switches it off."""
     time_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """Seconds since the swarm was founded."""
+    """Seconds since the swarm was founded; 0 switches it off."""
     mean_return: float | None = None
-    """Each living node's mean return over its last ``window`` sampled training episodes has reached this."""
+    """Each living node's mean return over its last ``window`` sampled training episodes has reached this.
+    Returns may be negative, so 0 is a goal here, unlike above; ``"none"`` switches it off."""
     window: Annotated[int, Meta(ge=1, le=1_000_000)] = 100
     """Episodes that a mean return is taken over."""
 

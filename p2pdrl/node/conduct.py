@@ -14,7 +14,7 @@ import msgspec
 
 from p2pdrl.config.block_count import as_built
 from p2pdrl.config.checks import mode_problems
-from p2pdrl.config.mode import protocol_of
+from p2pdrl.config.mode import mode_words, protocol_of, told_options
 from p2pdrl.config.pipeline_checks import idle_keys
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig, mode_of
 from p2pdrl.errors import ConfigError, StorageError
@@ -23,6 +23,7 @@ from p2pdrl.node import settings, stop
 from p2pdrl.node.parts import Parts
 from p2pdrl.node.settings import HaltSetting, ModeSetting, PauseSetting, StopSetting
 from p2pdrl.node.showing.figures import Figures
+from p2pdrl.node.showing.pipeline_figures import serves
 from p2pdrl.node.states.saved_mode import SavedMode
 from p2pdrl.node.training import Training
 
@@ -140,6 +141,8 @@ class Conduct:
         """Judge the stop condition from the newest reports, and pass figures on to the learner."""
         parts = self._parts
         training.share_moments()
+        if serves(training):
+            training.supervisor.returns.clear()  # should it train again: these are of an older policy
         self._catch_up()
         if self._stop is None or self.halted.is_set():
             return
@@ -184,9 +187,10 @@ class Conduct:
             return
         self._parts.events.emit(
             "mode",
-            f"mode is {name} by {self._parts.name_of(record.proposer)}",
+            f"mode is {mode_words(strategy)} by {self._parts.name_of(record.proposer)}",
             mode=mode_of(strategy),
             protocol=protocol_of(strategy),
+            options=told_options(strategy),
             epoch=record.epoch,
             proposer=record.proposer,
         )

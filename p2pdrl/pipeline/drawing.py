@@ -12,7 +12,7 @@ import math
 from p2pdrl.pipeline.schedule import Action
 from p2pdrl.pipeline.timeline import Timed, Timeline
 
-__all__ = ["draw"]
+__all__ = ["draw", "legend"]
 
 
 def draw(timeline: Timeline, width: int) -> list[str]:
@@ -29,6 +29,13 @@ def draw(timeline: Timeline, width: int) -> list[str]:
     end = f"{timeline.total_s:.4g} s"
     axis = "0" + end.rjust(max(columns - 1, len(end) + 1))
     return [*lines, " " * indent + axis]
+
+
+def legend(timeline: Timeline) -> str:
+    """Say in a line what the drawing's signs are."""
+    if timeline.stages > len(timeline.rows):
+        return "F1a--: forward of microbatch 1, stage a of the rank; B: backward; dots: waiting"
+    return "F1--: forward of microbatch 1, as long as it takes; B: backward; dots: waiting"
 
 
 def _columns(timeline: Timeline, room: int) -> int:

@@ -126,8 +126,8 @@ def _interleaved(stages: int, microbatches: int, ranks: int | None) -> list[list
         raise ConfigError("interleaved needs the number of ranks, of which each gets several stages")
     if stages % ranks or stages == ranks:
         raise ConfigError(
-            f"interleaved needs 2, 3 or more stages on each of the {ranks} ranks: {stages} stages aren't a "
-            f"multiple of {ranks} from {2 * ranks} on; take 1f1b for one stage per rank"
+            f"interleaved runs the same number of stages, 2 or more, on each rank, and {stages} don't fit "
+            f"{ranks} ranks so: take {2 * ranks} or {3 * ranks} stages, or 1f1b for one stage per rank"
         )
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:

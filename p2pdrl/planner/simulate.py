@@ -13,12 +13,14 @@ from p2pdrl.config.strategy import (
     GradAverageConfig,
     HogwildConfig,
     ParamAverageConfig,
+    PipelineConfig,
     ServerAsyncConfig,
     ServerSyncConfig,
     SgpConfig,
     StrategyConfig,
     StromConfig,
 )
+from p2pdrl.errors import UsageError
 from p2pdrl.planner.books import STALENESS_BOUNDS
 from p2pdrl.planner.churn import ChurnEvents, moments
 from p2pdrl.planner.description import TALKED, SwarmDescription
@@ -81,6 +83,9 @@ def predict(
 
     Raises:
         ValueError: ``seconds`` isn't above zero.
+        UsageError: the strategy is a pipeline. Its ranks hold one model between them, so there is nothing to
+            agree on; how fast they are depends on what the network's blocks cost and send, which a swarm's
+            description doesn't say.
 
     Example:
         >>> from p2pdrl.config.strategy import LocalConfig
@@ -89,6 +94,11 @@ def predict(
     """
     if not 0 < seconds < float("inf"):
         raise ValueError("seconds must be above zero")
+    if isinstance(strategy, PipelineConfig):
+        raise UsageError(
+            "a pipeline can't be predicted from a swarm's description: its speed depends on what the blocks "
+            "of the network cost and send; see `p2pdrl pipeline plan`, which takes that and predicts a step"
+        )
     rng, churn = random.Random(seed), swarm.churn
     kills_s = moments(churn.kills_per_minute, seconds, rng)
     joins_s = moments(churn.joins_per_minute, seconds, rng)

@@ -7,10 +7,15 @@ lan                       a link by name: loopback, lan, wan
 
 from __future__ import annotations
 
+import difflib
+import itertools
 from collections.abc import Sequence
 
 import msgspec
 
+from p2pdrl.config.loader import resolve
+from p2pdrl.config.mode import PROTOCOLS, strategy_from
+from p2pdrl.config.presets import preset_names
 from p2pdrl.config.strategy import (
     AdpsgdConfig,
     DsgdConfig,
@@ -26,7 +31,8 @@ from p2pdrl.config.strategy import (
     StrategyConfig,
     StromConfig,
 )
-from p2pdrl.errors import UsageError
+from p2pdrl.config.values import shown
+from p2pdrl.errors import ConfigError, UsageError
 from p2pdrl.planner.description import LAN, LOOPBACK, WAN, Link, Machine, SwarmDescription
 
 __all__ = ["ALL_STRATEGIES", "link_of", "machines_of", "strategy_of", "swarm_of"]
@@ -47,7 +53,7 @@ ALL_STRATEGIES: tuple[StrategyConfig, ...] = (
     HogwildConfig(),
     LocalConfig(),
 )
-"""Each strategy with the options it has when nobody sets any."""
+"""Each strategy that can be predicted, with the options it has when nobody sets any."""
 
 
 def link_of(text: str) -> Link:
@@ -126,22 +132,41 @@ def swarm_of(document: dict[str, object]) -> SwarmDescription:
 def strategy_of(text: str) -> StrategyConfig:
     """Read ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``.
 
+    The name is a strategy's, with the defaults of its options, or else a preset's, with the preset's.
+
     Raises:
         UsageError: there is no such strategy or option, or a value is bad.
 
     Example:
         >>> strategy_of("param_average:every_updates=4").every_updates
         4
+        >>> strategy_of("downpour").push_every
+        1
     """
     name, _, rest = text.partition(":")
-    document: dict[str, object] = {"name": name}
-    for pair in filter(None, rest.split(",")):
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise UsageError(f"{text}: {pair} isn't KEY=VALUE")
-        document[key.strip()] = value.strip()
+    pairs = [pair.strip() for pair in rest.split(",") if pair.strip()]
+    modes = [mode for mode, protocols in PROTOCOLS.items() if name in protocols]
     try:
-        strategy: StrategyConfig = msgspec.convert(document, StrategyConfig, strict=False)
-    except msgspec.ValidationError as error:
+        if modes:
+            return _of_modes(modes, name, pairs)
+        if name in preset_names():
+            sets = [f"task.strategy.{pair}" for pair in pairs]
+            return resolve(files=[name], sets=sets).config.task.strategy
+    except ConfigError as error:
         raise UsageError(f"{text}: {error}") from error
-    return strategy
+    known = dict.fromkeys([*itertools.chain(*PROTOCOLS.values()), *preset_names()])
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    raise UsageError(f"no strategy or preset is named {shown(name)}; {hint}")
+
+
+def _of_modes(modes: Sequence[str], protocol: str, pairs: Sequence[str]) -> StrategyConfig:
+    """Read a strategy's options; one that belongs to two modes may have those of either."""
+    first: ConfigError | None = None
+    for mode in modes:
+        try:
+            return strategy_from(mode, [f"protocol={protocol}", *pairs])
+        except ConfigError as error:
+            first = first or error
+    assert first is not None  # noqa: S101 - there are modes
+    raise first

@@ -22,10 +22,18 @@ from p2pdrl.node.counting.digest import PeerReport
 from p2pdrl.node.parts import Parts
 from p2pdrl.node.showing import health
 from p2pdrl.node.showing.mode_figures import describe, facts_of, mode_document
-from p2pdrl.node.showing.pipeline_figures import pipeline_bubble, pipeline_document, stage_words, trains
+from p2pdrl.node.showing.pipeline_figures import (
+    pipeline_bubble,
+    pipeline_document,
+    serves,
+    stage_words,
+    trains,
+)
 
 __all__ = ["Figures"]
 
+PLACE_FIELDS = ("role", "trains", "stage", "bubble")
+"""What a node does in its group."""
 REPORT_FIELDS = (
     "policy_version",
     "env_steps",
@@ -40,9 +48,7 @@ REPORT_FIELDS = (
     "device",
     "learner_restarts",
     "strategy",
-    "role",
-    "stage",
-    "bubble",
+    *PLACE_FIELDS,
 )
 
 
@@ -61,9 +67,9 @@ class Figures:
 
     @property
     def mean_return(self) -> float | None:
-        """Mean return of the last sampled training episodes; None before the first, or if not finite."""
+        """Mean return of the last sampled training episodes; None without any, or if not finite."""
         training = self._parts.training
-        if training is None or not training.supervisor.returns:
+        if training is None or serves(training) or not training.supervisor.returns:
             return None
         returns = training.supervisor.returns
         mean = sum(returns) / len(returns)
@@ -123,7 +129,7 @@ class Figures:
         mean, window = self.mean_return, 0
         fields: dict[str, Any] = {}
         if training is not None:
-            window = len(training.supervisor.returns)
+            window = 0 if serves(training) else len(training.supervisor.returns)
             fields = {
                 "lineage": training.lineage,
                 "policy_version": training.policy_version,
@@ -194,6 +200,7 @@ class Figures:
             "bytes_out": report.bytes_out,
             "exchanges": {} if training is None else training.outcomes,
             "accounting": self.accounting(),
+            **{name: getattr(report, name) for name in PLACE_FIELDS},
             "pipeline": None if training is None else pipeline_document(training),
             "learner": None if training is None else self._learner(),
             "stop": {"reached": parts.halted is not None, "reason": parts.halted} | self._stop_config(),

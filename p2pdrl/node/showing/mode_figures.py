@@ -8,21 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from p2pdrl.config.mode import changed_options, protocol_of
+from p2pdrl.config.mode import protocol_of, told_options
 from p2pdrl.config.strategy import StrategyConfig, mode_of
 from p2pdrl.ids import short
 from p2pdrl.node import settings
 from p2pdrl.node.counting.digest import PeerReport
 from p2pdrl.node.parts import Parts
 from p2pdrl.node.settings import ModeSetting
+from p2pdrl.node.showing.pipeline_figures import measured_facts
 from p2pdrl.strategies.protocol import Strategy
 
 __all__ = ["describe", "facts_of", "mode_document"]
 
 
 def describe(strategy: StrategyConfig) -> dict[str, object]:
-    """A strategy's name, and its options as far as they differ from the defaults."""
-    return {"name": protocol_of(strategy), "options": changed_options(strategy)}
+    """A strategy's name, and its options: those that say what it is, and those that aren't the defaults."""
+    return {"name": protocol_of(strategy), "options": told_options(strategy)}
 
 
 def facts_of(strategy: Strategy) -> dict[str, Any]:
@@ -54,8 +55,9 @@ def mode_document(parts: Parts, reports: Sequence[tuple[str, PeerReport | None]]
     if training is not None:
         strategy = training.mode.config
         document |= {"mode": mode_of(strategy), "protocol": protocol_of(strategy)}
-        document |= {"options": changed_options(strategy), "epoch": settings.epoch_of(training.mode.epoch)}
-        document |= {"since": training.accounting.since_wall_s, "facts": facts_of(training.mode.strategy)}
+        document |= {"options": told_options(strategy), "epoch": settings.epoch_of(training.mode.epoch)}
+        facts = facts_of(training.mode.strategy) | measured_facts(training)
+        document |= {"since": training.accounting.since_wall_s, "facts": facts}
     wanted = 0
     if record is not None:
         wanted = settings.stamp(record.epoch, record.proposer)
@@ -65,7 +67,7 @@ def mode_document(parts: Parts, reports: Sequence[tuple[str, PeerReport | None]]
             "proposer_name": _name(parts, record.proposer),
             "mode": None if setting is None else mode_of(setting.strategy),
             "protocol": None if setting is None else protocol_of(setting.strategy),
-            "options": {} if setting is None else changed_options(setting.strategy),
+            "options": {} if setting is None else told_options(setting.strategy),
         }
     protocol = None if setting is None else protocol_of(setting.strategy)
     document["members"] = [_member(name, report, wanted, protocol) for name, report in reports]

@@ -11,7 +11,7 @@ from typing import Any
 from p2pdrl.node.training import Training
 from p2pdrl.strategies.pipeline.figures import Figures
 
-__all__ = ["pipeline_bubble", "pipeline_document", "stage_words", "trains"]
+__all__ = ["measured_facts", "pipeline_bubble", "pipeline_document", "serves", "stage_words", "trains"]
 
 PREFIX = "pipeline_"
 """Of the learner's figures that are about its stage."""
@@ -32,6 +32,17 @@ def trains(training: Training) -> bool:
     return learner.stages.order is not None and learner.stages.order.rank == 0
 
 
+def serves(training: Training) -> bool:
+    """Whether the learner computes for another, or stands by: returns that it had before are out of date."""
+    learner = training.supervisor
+    if not learner.workplace.regime.stages:
+        return False
+    if learner.stages.order is not None:
+        return learner.stages.order.rank > 0
+    figures = getattr(training.mode.strategy, "figures", None)
+    return isinstance(figures, Figures) and figures.standby
+
+
 def stage_words(training: Training) -> str:
     """``2/3`` for the second of three stages, ``1+3/4`` for two of four; empty without a pipeline."""
     order = training.supervisor.stages.order
@@ -45,6 +56,12 @@ def stage_words(training: Training) -> str:
 def pipeline_bubble(training: Training) -> float | None:
     """Part of its time that the learner waited for its neighbours, 0 to 1; None without a pipeline."""
     return _metrics(training).get("bubble")
+
+
+def measured_facts(training: Training) -> dict[str, float]:
+    """What was measured here of that which the strategy's facts predict; empty without a pipeline."""
+    measured = _metrics(training)
+    return {f"measured_{name}": measured[name] for name in ("step_s", "bubble") if name in measured}
 
 
 def pipeline_document(training: Training) -> dict[str, Any] | None:

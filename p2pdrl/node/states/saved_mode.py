@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from p2pdrl.config.mode import protocol_of
+from p2pdrl.config.mode import mode_words
 from p2pdrl.config.strategy import StrategyConfig, mode_of
 from p2pdrl.errors import StorageError
 from p2pdrl.membership.records import BadRecordError, SwarmRecord
@@ -131,8 +131,8 @@ async def recall(parts: Parts, saved: SavedMode, origin: Origin, checkpoint: Che
             return
         membership.recall(record)
     except (StorageError, BadRecordError) as error:
-        name = f"{mode_of(wanted)} ({protocol_of(wanted)})"
-        text = f"{error}; unless others hold a mode, this node begins in that of its configuration, {name}"
+        begins = f"this node begins in that of its configuration, {mode_words(wanted)}"
+        text = f"{error}; unless others hold a mode, {begins}"
         events.emit("mode-unreadable", text, level="warning")
         return
     setting = settings.decode(record.value, ModeSetting)
@@ -141,7 +141,7 @@ async def recall(parts: Parts, saved: SavedMode, origin: Origin, checkpoint: Che
     if parts.config.node.mode_from_config:
         membership.propose(settings.MODE, ModeSetting.of(wanted))
         return
-    last, own = (f"{mode_of(one)} ({protocol_of(one)})" for one in (setting.strategy, wanted))
+    last, own = mode_words(setting.strategy), mode_words(wanted)
     text = (
         f"goes on in the swarm's last mode, {last}; --mode-from-config begins in the configuration's, {own}"
     )

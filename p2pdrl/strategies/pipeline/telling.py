@@ -46,8 +46,9 @@ class Telling:
 
     def standing_by(self, layout: Layout) -> None:
         """We are left over."""
-        heads = ", ".join(self._names(layout.heads))
-        self._once("standby", f"stands by, for there is no full pipeline left: those of {heads} work")
+        heads = self._names(layout.heads)
+        full = f"pipelines of {', '.join(heads)} have" if len(heads) > 1 else f"pipeline of {heads[0]} has"
+        self._once("standby", f"stands by: the {full} all peers; it takes part once peers come or go")
 
     def limited(self, problems: Iterable[Problem]) -> None:
         """Our pipeline won't be what the strategy's options ask for, until there are no such problems."""

@@ -36,6 +36,27 @@ def test_show_tells_what_is_coming_and_what_failed(p2pdrl, served):
     assert "not yet" in shown
 
 
+def test_show_has_the_measured_beside_the_predicted(p2pdrl, served):
+    served.node.mode_state["facts"] = {
+        "why": "x" * 90 + " " + "y" * 390, "limited": "z" * 300, "generation": 3,
+        "predicted_step_s": 0.00114, "predicted_bubble": 0.336, "measured_step_s": 0.0021,
+        "measured_bubble": 0.77,
+    }  # fmt: skip
+    shown = p2pdrl("mode", "show", "--api", served.address).stdout
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["step", "2.1", "ms", "measured", "here,", "1.1", "ms", "predicted"] in rows
+    assert ["bubble", "77%", "measured", "here,", "34%", "predicted"] in rows
+    assert (shown.count("y") > 385, shown.count("z")) == (True, 300), "reasons are long"
+    served.node.mode_state["facts"] = {
+        "predicted_step_s": 0.5,
+        "measured_bubble": "x",
+        "predicted_bubble": None,
+    }
+    shown = p2pdrl("mode", "show", "--api", served.address).stdout
+    assert "500 ms predicted" in shown
+    assert "bubble" not in shown
+
+
 @pytest.mark.parametrize("odd", [{}, {"members": 3, "facts": 3, "record": "x"}, {"members": [None, {}]}])
 def test_an_odd_mode_is_shown_as_far_as_it_goes(p2pdrl, served, odd):
     served.node.mode_state = odd
@@ -48,8 +69,8 @@ def test_set_waits_until_everybody_follows(p2pdrl, served):
     served.node.on_mode = follow
     result = p2pdrl("mode", "set", "gossip", "--set", "protocol=dsgd", "--api", served.address)
     assert result.exit_code == 0
-    assert result.stdout == "mode is gossip (dsgd), epoch 2\n"
-    assert "2 of 2 members are in mode gossip (dsgd)" in result.stderr
+    assert result.stdout == "mode is gossip: dsgd (topology=ring), epoch 2\n"
+    assert "2 of 2 members are in mode gossip: dsgd (topology=ring)" in result.stderr
     assert served.node.done == ["mode gossip protocol=dsgd"]
 
 
@@ -58,7 +79,7 @@ def test_set_tells_who_isnt_there_in_time(p2pdrl, served):
     result = p2pdrl("mode", "set", "gossip", "--wait", "0.3", "--api", served.address)
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].endswith(
-        "after 0.3 s not everybody is in mode gossip (adpsgd): node-2 is at epoch 1"
+        "after 0.3 s not everybody is in mode gossip: adpsgd: node-2 is at epoch 1"
     )
     assert "1 of 2 members" in result.stderr
 
@@ -76,25 +97,27 @@ def test_set_tells_who_cant_run_it_and_who_is_silent(p2pdrl, served):
 def test_set_tells_when_another_proposal_won(p2pdrl, served):
     def lose(node):
         follow(node)
-        node.mode_state["record"] |= {"proposer": "f" * 32, "proposer_name": "node-2", "mode": "local"}
+        node.mode_state["record"] |= {"proposer": "f" * 32, "proposer_name": "node-2", "options": {}}
+        node.mode_state["record"] |= {"mode": "pipeline", "protocol": "pipeline"}
 
     served.node.on_mode = lose
     result = p2pdrl("mode", "set", "gossip", "--api", served.address)
     assert result.exit_code == 1
-    assert "another mode was proposed at the same time and counts: local by node-2" in result.stderr
+    assert "another mode was proposed at the same time and counts: pipeline by node-2" in result.stderr
 
 
 def test_set_without_waiting(p2pdrl, served):
     result = p2pdrl("mode", "set", "server-sync", "--servers", "2", "--no-wait", "--api", served.address)
     assert result.exit_code == 0
-    assert result.stdout == "proposed mode server-sync (server_sync), epoch 2\n"
+    assert result.stdout == "proposed mode server-sync (servers=2), epoch 2\n"
     assert served.node.done == ["mode server-sync servers=2"]
 
 
 def test_set_takes_stages(p2pdrl, served):
     args = ["--stages", "3", "--set", "microbatches=8", "--no-wait"]
     result = p2pdrl("mode", "set", "pipeline", *args, "--api", served.address)
-    assert result.stdout == "proposed mode pipeline (pipeline), epoch 2\n"
+    words = "pipeline (stages=3, schedule=1f1b, microbatches=8, backend=auto)"
+    assert result.stdout == f"proposed mode {words}, epoch 2\n"
     assert served.node.done == ["mode pipeline microbatches=8 stages=3"]
 
 
@@ -105,9 +128,12 @@ def test_set_takes_stages(p2pdrl, served):
         (["gosip"], "did you mean gossip?"),
         (["gossip", "--set", "wieght=0.3"], "did you mean weight?"),
         (["gossip", "--set", "weight=2"], "≤ 0.5"),
-        (["gossip", "--servers", "2"], "no option"),
+        (["gossip", "--servers", "2"], "'servers': server_sync and server_async have it"),
+        (["gossip", "--stages", "2"], "adpsgd has no option 'stages': it belongs to mode pipeline"),
         (["gossip", "--set", "compression=int8"], "isn't an average"),
         (["server-sync", "--servers", "0"], "range"),
+        (["pipeline", "--stages", "65"], "1<=x<=64"),
+        (["pipeline", "--set", "cuts=1,2"], "2 peers with 1 stage each need 1 cut, not 2"),
     ],
 )
 def test_mistakes_are_exit_2_before_anything_is_asked(p2pdrl, free_address, args, says):

@@ -23,6 +23,7 @@ def test_a_plan_is_drawn_with_its_figures(p2pdrl):
         "rank 0  F1 F2 ......B1--- F3 B2--- F4 B3--- ...B4--- \n"
         "rank 1  ...F1 B1--- F2 B2--- F3 B3--- F4 B4--- ......\n"
         "        0                                       7.5 s\n"
+        "F1--: forward of microbatch 1, as long as it takes; B: backward; dots: waiting\n"
         "\n"
         "step      7.5 s; one device takes 12 s\n"
         "speed-up  1.60 of 2; with equal stages and free messages 1.60\n"
@@ -40,6 +41,12 @@ def test_it_is_as_wide_as_the_terminal(p2pdrl, monkeypatch):
         lines = p2pdrl(*PLAN, "--stages", "4", "--microbatches", "12").stdout.splitlines()
         widths.append(max(len(line) for line in lines if line.startswith("rank 0")))
     assert 50 < widths[0] <= 60 < 130 < widths[1] <= 160
+
+
+def test_signs_of_several_stages_a_rank_are_explained_too(p2pdrl):
+    args = ["--stages", "4", "--microbatches", "4", "--schedule", "interleaved", "--ranks", "2"]
+    lines = p2pdrl(*PLAN, *args).stdout.splitlines()
+    assert "F1a--: forward of microbatch 1, stage a of the rank; B: backward; dots: waiting" in lines
 
 
 def test_json_has_every_action(p2pdrl):
@@ -87,8 +94,14 @@ def test_one_stage_needs_no_messages(p2pdrl):
         (["--bandwidth", "nan"], "the bandwidth of a link must be positive"),
         (["--latency-s", "-1"], "the latency of a link in seconds must be"),
         (["--ranks", "2"], "1f1b runs one stage per rank, not 4 on 2: take interleaved for more"),
-        (["--schedule", "interleaved"], "interleaved needs the number of ranks"),
-        (["--schedule", "interleaved", "--ranks", "3"], "4 stages aren't a multiple of 3"),
+        (
+            ["--schedule", "interleaved"],
+            "interleaved needs --ranks, each of which holds several stages; 2 can",
+        ),
+        (["--schedule", "interleaved", "--ranks", "3"], "4 don't fit 3 ranks so: take 6 or 9 stages"),
+        (["--schedule", "interleaved", "--stages", "5"], "no number of them can share 5 stages"),
+        (["--stages", "65"], "--stages 65: 1f1b has a rank for each, and there are at most 64"),
+        (["--schedule", "interleaved", "--ranks", "2", "--stages", "18"], "on 2 ranks there are at most 16"),
         (["--schedule", "interleaved", "--ranks", "2", "--microbatches", "7"], "(6 or 8), or fewer than 4"),
     ],
 )
@@ -101,7 +114,13 @@ def test_what_doesnt_fit_is_told_in_one_line_and_ends_with_2(p2pdrl, args, why):
 
 
 @pytest.mark.parametrize(
-    "args", [["--stages", "2"], ["--stages", "0", "--microbatches", "1"], ["--schedule", "x"]]
+    "args",
+    [
+        ["--stages", "2"],
+        ["--stages", "0", "--microbatches", "1"],
+        ["--schedule", "x"],
+        ["--stages", "128", "--ranks", "65", "--microbatches", "1"],
+    ],
 )
 def test_a_bad_command_line_ends_with_2(p2pdrl, args):
     result = p2pdrl(*PLAN, *args)

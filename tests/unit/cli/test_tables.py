@@ -10,7 +10,16 @@ import pytest
 from p2pdrl.api.testing import FakeNode
 from p2pdrl.cli import formats
 from p2pdrl.cli.facts import status_view
-from p2pdrl.cli.tables import TRAINING, complaints, console, members_table, outcome, progress_line, swarm_view
+from p2pdrl.cli.tables import (
+    ADDRESSES,
+    TRAINING,
+    complaints,
+    console,
+    members_table,
+    outcome,
+    progress_line,
+    swarm_view,
+)
 from p2pdrl.cli.watch import watch
 from p2pdrl.errors import DaemonUnreachableError
 
@@ -72,6 +81,71 @@ def test_stages_have_columns_of_their_own_where_there_are_any():
     assert lines == [["node", "stage", "bubble"], ["a", "1/2", "12%"], ["b", "–", "–"]]
 
 
+def test_peers_of_a_pipeline_fit_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    members = [
+        {
+            "name": f"node-{n}", "address": f"127.0.0.1:793{n}", "state": "alive", "mean_return": 394.7,
+            "steps_per_s": 5650.0, "policy_version": 9, "rtt_s": 0.0069, "last_seen_s": 0.5, "stage": "1/2",
+            "bubble": 0.68, "consensus_distance": 0.00123, "env_steps": 10_000, "loop_lag_s": 0.02,
+        }
+        for n in range(3)
+    ]  # fmt: skip
+    members[2] |= {"stage": "", "role": "standby", "bubble": None}
+    for columns in (ADDRESSES, TRAINING):
+        lines = rendered(members_table(members, columns)).splitlines()
+        assert max(map(len, lines)) <= 80
+        assert "…" not in "".join(lines)
+
+
+def test_a_rank_that_serves_another_shows_no_return_and_no_speed():
+    members = [
+        {
+            "name": "a",
+            "stage": "1/2",
+            "trains": True,
+            "mean_return": 21.0,
+            "steps_per_s": 0.0,
+            "env_steps": 0,
+        },
+        {"name": "b", "stage": "2/2", "trains": False, "steps_per_s": 0.0, "env_steps": 0},
+        {"name": "c", "stage": "", "role": "standby", "trains": False, "steps_per_s": 0.0, "env_steps": 7},
+        # The end of a run: its head has no order any more, and did train.
+        {"name": "d", "stage": "", "trains": False, "mean_return": 9.0, "steps_per_s": 0.0, "env_steps": 8},
+    ]
+    table = rendered(members_table(members, ("name", "return", "rate", "steps")))
+    assert [line.split() for line in table.splitlines()[2:]] == [
+        ["a", "21.0", "0", "0", "1/2", "–"],
+        ["b", "–", "–", "–", "2/2", "–"],
+        ["c", "–", "–", "7", "standby", "–"],
+        ["d", "9.0", "0", "8", "–", "–"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "shown"),
+    [
+        ({"stage": "2/2"}, "it computes for the first rank of its pipeline"),
+        ({"stage": "", "role": "standby"}, "it stands by"),
+        ({"stage": "", "role": "forming"}, "over the last 100 of"),
+    ],
+)
+def test_status_of_one_that_doesnt_train_says_so(more, shown):
+    status = {**FakeNode().status(), "mean_return": None, "trains": False, "role": "", **more}
+    text = " ".join(rendered(status_view(status)).split())
+    assert f"return –, {shown}" in text or f"return – {shown}" in text
+    training = text.partition(" training ")[2].partition(" learner")[0]
+    own = "3k steps/s, 120,000 steps, 120 updates"
+    assert training == (own if "over" in shown else "none of its own; 120,000 steps, 120 updates before")
+
+
+def test_columns_may_be_told_where_there_is_no_terminal(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert console(io.StringIO()).width == 100
+    monkeypatch.setenv("COLUMNS", "72")
+    assert console(io.StringIO()).width == 72
+
+
 PIPELINE = {
     "rank": 1, "stage": [2, 4], "stages": 4, "schedule": "interleaved", "backend": "stream",
     "microbatches": 8.0, "bubble": 0.25, "activation_bytes": 1.5e6, "peers": ["n0", "n1"], "generation": 3,
@@ -84,8 +158,15 @@ PIPELINE = {
         (
             PIPELINE,
             (
-                "stage 2 and 4 of 4, interleaved over stream, 8 microbatches, bubble 25%, 1.5 MB of "
-                "activations, with n0, n1; generation 3"
+                "stage 2 and 4 of 4, interleaved over stream, 8 microbatches, bubble 25% measured here, "
+                "1.5 MB of activations, with n0, n1; generation 3"
+            ),
+        ),
+        (
+            {**PIPELINE, "predicted_bubble": 0.336, "step_s": 0.0021, "predicted_step_s": 0.00114},
+            (
+                "stage 2 and 4 of 4, interleaved over stream, 8 microbatches, step 2.1 ms measured here, "
+                "1.1 ms predicted, bubble 25% measured here, 34% predicted, 1.5 MB"
             ),
         ),
         ({"role": "stands by"}, "stands by"),

@@ -60,6 +60,7 @@ def test_blocks_are_numbered_and_the_plan_of_the_task_is_drawn(p2pdrl, child):
         "rank 0  F1 F2 ...............B1--- F3 .........B2--- F4 .........B3--- ............B4--- \n"
         "rank 1  ...F1--- B1--------- F2--- B2--------- F3--- B3--------- F4--- B4--------- ......\n"
         "        0                                                                          0.27 s\n"
+        "F1--: forward of microbatch 1, as long as it takes; B: backward; dots: waiting\n"
         "\n"
         "step      0.27 s; one device takes 0.36 s\n"
         "speed-up  1.33 of 2; with equal stages and free messages 1.60\n"

@@ -32,6 +32,15 @@ def test_every_key_and_section_has_a_meaning() -> None:
     assert all(section_doc(struct) for struct in (TaskConfig, NodeConfig, PPOConfig, A2CConfig, LocalConfig))
 
 
+def test_each_stop_condition_says_how_it_is_switched_off() -> None:
+    docs = field_docs(StopConfig)
+    assert all("; 0 switches it off" in docs[key] for key in ("env_steps", "time_s"))
+    assert "0 is a goal here" in docs["mean_return"]
+    assert '`"none"` switches it off' in docs["mean_return"]
+    off = resolve(sets=["task.stop.mean_return=3", 'task.stop.mean_return="none"'])
+    assert off.config.task.stop.mean_return is None
+
+
 def test_keys_cover_the_schema() -> None:
     keys = {doc.key for doc in all_keys()}
     assert {schema.dotted(path) for path, _ in schema.leaves(Config())} <= keys

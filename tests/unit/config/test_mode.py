@@ -6,7 +6,14 @@ from typing import get_args
 
 import pytest
 
-from p2pdrl.config.mode import PROTOCOLS, changed_options, protocol_of, strategy_from
+from p2pdrl.config.mode import (
+    PROTOCOLS,
+    changed_options,
+    mode_words,
+    protocol_of,
+    strategy_from,
+    told_options,
+)
 from p2pdrl.config.strategy import (
     AdpsgdConfig,
     DsgdConfig,
@@ -74,6 +81,9 @@ def test_what_is_typed(mode: str, sets: list[str], strategy: StrategyConfig) -> 
         ("gossip", ["protocol=grad_average"], "belongs to mode allreduce"),
         ("gossip", ["protocol=adspgd"], "did you mean adpsgd?"),
         ("gossip", ["name=dsgd"], "has no option"),
+        ("gossip", ["stages=2"], "adpsgd has no option 'stages': it belongs to mode pipeline"),
+        ("gossip", ["degree=2"], "it belongs to protocol dsgd of mode gossip"),
+        ("allreduce", ["servers=2"], "grad_average has no option 'servers': server_sync and server_async"),
         ("gossip", ["every_updates=0"], "no exchange ever begins"),
         ("gossip", ["compression=topk"], "isn't an average"),
         ("local", ["protocol=hogwild", "between_nodes=true"], "is mode gossip, not local"),
@@ -91,3 +101,28 @@ def test_changed_options_are_those_that_differ() -> None:
     assert changed_options(AdpsgdConfig()) == {}
     assert changed_options(ServerSyncConfig(pinned=("a",), eps=0.1)) == {"pinned": ("a",), "eps": 0.1}
     assert changed_options(FederatedConfig(participation=1.0)) == {"participation": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (AdpsgdConfig(), "gossip: adpsgd"),
+        (AdpsgdConfig(weight=0.3), "gossip: adpsgd (weight=0.3)"),
+        (ServerSyncConfig(), "server-sync (servers=1)"),
+        (HogwildConfig(between_nodes=False), "local: hogwild (learners=2, between_nodes=false)"),
+        (PipelineConfig(), "pipeline (stages=2, schedule=1f1b, microbatches=4, backend=auto)"),
+        (
+            PipelineConfig(stages=3, cuts=(2, 4), backend="stream"),
+            "pipeline (stages=3, schedule=1f1b, microbatches=4, backend=stream, cuts=[2, 4])",
+        ),
+    ],
+)
+def test_a_mode_is_told_with_what_matters_and_what_was_changed(strategy: StrategyConfig, words: str) -> None:
+    assert mode_words(strategy) == words
+
+
+def test_options_that_say_what_a_mode_is_are_told_even_as_defaults() -> None:
+    assert told_options(PipelineConfig(stages=2))["stages"] == 2
+    assert told_options(LocalConfig()) == {}
+    for struct in get_args(StrategyConfig):
+        told_options(struct())  # names only options that there are

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from p2pdrl.config.regime import Regime
 from p2pdrl.config.strategy import (
     AdpsgdConfig,
     LocalConfig,
@@ -58,6 +59,16 @@ async def test_two_founders_records_end_alike(conduct, membership, training, mak
     winner = max([membership, stranger], key=lambda one: one.identity.node_id)
     assert training.used[-1][0] == (mine if winner is membership else theirs).strategy
     assert training.stop_config.env_steps == (10 if winner is membership else 20)
+
+
+@pytest.mark.parametrize(("rank", "kept"), [(None, [9.0]), (0, [9.0]), (1, [])])
+async def test_returns_from_before_a_pipeline_are_dropped_where_another_trains(conduct, training, rank, kept):
+    training.supervisor.returns.append(9.0)
+    learner = training.supervisor
+    learner.workplace = SimpleNamespace(regime=Regime(stages=True))
+    learner.stages = SimpleNamespace(order=None if rank is None else SimpleNamespace(rank=rank))
+    conduct.look(training)
+    assert training.supervisor.returns == kept
 
 
 async def test_the_window_follows_the_record(conduct, membership, training):

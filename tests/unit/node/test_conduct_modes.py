@@ -87,7 +87,8 @@ async def test_a_proposed_mode_is_the_swarms(conduct, membership, training, even
     assert (record.epoch, record.proposer) == (1, membership.identity.node_id)
     assert training.used == [(ServerSyncConfig(servers=2), at(1, membership))]
     told = events.since(0)[-1]
-    assert told["text"] == "mode is server-sync (server_sync) by me"
+    assert told["text"] == "mode is server-sync (servers=2) by me"
+    assert told["options"] == {"servers": 2}
     assert (told["mode"], told["protocol"], told["epoch"]) == ("server-sync", "server_sync", 1)
 
 

@@ -166,9 +166,9 @@ def test_routes():
         ("1f1b", 4, 4, 2, "one stage per rank, not 4 on 2"),
         ("interleaved", 4, 4, None, "needs the number of ranks"),
         ("interleaved", 4, 4, 0, "needs the number of ranks"),
-        ("interleaved", 5, 4, 2, "5 stages aren't a multiple of 2 from 4 on"),
-        ("interleaved", 4, 4, 4, "take 1f1b"),
-        ("interleaved", 2, 4, 4, "from 8 on"),
+        ("interleaved", 5, 4, 2, "5 don't fit 2 ranks so: take 4 or 6 stages"),
+        ("interleaved", 4, 4, 4, "or 1f1b"),
+        ("interleaved", 2, 4, 4, "take 8 or 12 stages"),
         ("interleaved", 8, 9, 4, r"a multiple of 4 \(8 or 12\), or fewer than 8"),
     ],
 )

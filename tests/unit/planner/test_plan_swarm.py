@@ -53,7 +53,9 @@ def test_a_picture(tmp_path):
 def test_mistakes_are_told():
     for words, why in (
         (("--link", "moon"), "MBPS"),
-        (("--strategy", "adpsdg"), "adpsdg"),
+        (("--strategy", "adpsdg"), "did you mean adpsgd?"),
+        (("--strategy", "pipeline"), "see `p2pdrl pipeline plan`"),
+        (("--strategy", "adpsgd", "--strategy", "amb_pp"), "see `p2pdrl pipeline plan`"),
         (("--nodes", "0"), "nodes"),
         (("--nodes", "4", "--slow", "9x2"), "COUNTxFACTOR"),
         (("--file", "/nowhere.toml"), "nowhere"),

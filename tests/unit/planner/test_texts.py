@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from p2pdrl.config.loader import resolve
+from p2pdrl.config.mode import PROTOCOLS, protocol_of
+from p2pdrl.config.presets import preset_names
 from p2pdrl.errors import UsageError
 from p2pdrl.planner.description import LAN, WAN
 from p2pdrl.planner.texts import link_of, machines_of, strategy_of, swarm_of
+
+STRATEGIES = {name for names in PROTOCOLS.values() for name in names}
 
 
 def test_links():
@@ -59,6 +65,36 @@ def test_bad_files(document):
 
 def test_strategies():
     assert strategy_of("param_average:every_updates=4,outer_momentum=0.9").outer_momentum == 0.9
+    assert strategy_of("hogwild").between_nodes
+    assert not strategy_of("hogwild:between_nodes=false, learners=3").between_nodes
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_stands_for_its_strategy(name):
+    config = resolve(files=[name]).config.task.strategy
+    assert protocol_of(strategy_of(name)) == protocol_of(config)
+    if name not in STRATEGIES:
+        assert strategy_of(name) == config
+
+
+def test_a_presets_options_can_be_changed():
+    assert strategy_of("amb_pp:stages=3") == msgspec.structs.replace(strategy_of("amb_pp"), stages=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("pipelin", "no strategy or preset is named 'pipelin'; did you mean pipeline?"),
+        ("downpuor", "did you mean downpour?"),
+        ("zzz", "there are adpsgd, dsgd, .*amb_pp"),
+        ("adpsgd:wieght=1", "did you mean weight?"),
+        ("amb_pp:stags=1", "did you mean task.strategy.stages?"),
+        ("adpsgd:stages=2", "belongs to mode pipeline"),
+    ],
+)
+def test_what_is_wrong_with_a_strategy_is_told(text, why):
+    with pytest.raises(UsageError, match=why.replace("?", "[?]")):
+        strategy_of(text)
 
 
 @pytest.mark.parametrize("text", ["", "adpsdg", "adpsgd:every", "adpsgd:nope=1", "dsgd:degree=1"])

@@ -97,9 +97,34 @@ async def test_only_the_first_rank_owes_updates(figures, training, enter, clock,
     assert any("no update" in reason for reason in figures.health()[1]) == stalled
     report = figures.report()
     assert (report.trains, report.stage, report.bubble) == (stalled, f"{rank + 1}/2", 0.125)
+    status = figures.status()
+    assert (status["trains"], status["stage"], status["bubble"]) == (stalled, f"{rank + 1}/2", 0.125)
     assert figures.status()["pipeline"]["rank"] == rank
     row = figures.peers()[0]
     assert (row["stage"], row["bubble"]) == (f"{rank + 1}/2", 0.125)
+
+
+async def test_only_the_first_rank_has_returns(figures, training, enter):
+    training.supervisor.returns.extend([10.0, 20.0])
+    for at, mean in ((order(0), 15.0), (order(1), None), (None, None)):
+        enter(at)
+        report = figures.report()
+        assert (report.mean_return, report.episodes_in_window) == (mean, 2 if mean else 0)
+        assert figures.peers()[0]["mean_return"] == mean
+        assert figures.peers()[0]["trains"] == (mean is not None)
+    enter(order(1))
+    training.supervisor.stages.order = None
+    training.mode.strategy.figures = FIGURES  # it ends, or forms anew: nobody knows yet
+    assert figures.report().mean_return == 15.0
+
+
+async def test_what_was_measured_stands_beside_what_was_predicted(figures, training, enter):
+    enter(order(0), generation=3.0, bubble=0.77, step_s=0.0021, activation_bytes=9.0)
+    training.mode.strategy.facts = {"predicted_step_s": 0.00114, "predicted_bubble": 0.336}
+    assert figures.mode()["facts"] == {
+        "predicted_step_s": 0.00114, "predicted_bubble": 0.336, "measured_step_s": 0.0021,
+        "measured_bubble": 0.77,
+    }  # fmt: skip
 
 
 async def test_the_metrics_page(figures, training, enter, parts):

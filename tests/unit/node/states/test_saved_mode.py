@@ -124,8 +124,8 @@ async def test_a_founder_goes_on_in_the_last_mode_under_its_epoch(parts, members
     await recall(parts, kept, FOUNDED, None)
     assert membership.records.get(settings.MODE) == record
     assert events.since(0)[-1]["kind"] == "mode-recalled"
-    assert "server-sync (server_sync)" in last_text(events)
-    assert "gossip (adpsgd)" in last_text(events)
+    assert "server-sync (servers=2)" in last_text(events)
+    assert "gossip: adpsgd" in last_text(events)
 
 
 async def test_a_founder_whose_mode_is_the_configurations_says_nothing(parts, membership, kept, kinds):
@@ -174,7 +174,7 @@ async def test_a_damaged_file_leaves_the_configurations_mode_and_is_told(
     await recall(parts, kept, FOUNDED, CHECKPOINT)
     assert mode(membership) is None
     assert kinds() == ["mode-unreadable"]
-    assert "gossip (adpsgd)" in last_text(events)
+    assert "gossip: adpsgd" in last_text(events)
     assert events.since(0)[-1]["level"] == "warning"
 
 

@@ -136,7 +136,11 @@ async def test_standing_by_is_told_once():
     layout = lay_out(("a", "b", "c"), {}, 2)
     told.standing_by(layout)
     told.standing_by(layout)
-    assert [kind for kind, _ in swarm.told] == ["standby"]
+    assert swarm.told == [
+        ("standby", "stands by: the pipeline of ann has all peers; it takes part once peers come or go")
+    ]
+    told.standing_by(lay_out(("a", "b", "c", "d", "e"), {}, 2))
+    assert swarm.told[-1][1].startswith("stands by: the pipelines of ann, cid have all peers;")
 
 
 async def test_figures_of_every_place():
