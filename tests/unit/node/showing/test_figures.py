@@ -24,7 +24,7 @@ ROW = (
     "name id address state state_reason incarnation rtt_s last_seen_s policy_version env_steps steps_per_s "
     "mean_return episodes_in_window staleness bytes_in bytes_out consensus_distance loop_lag_s rss_bytes "
     "healthy reasons device learner_restarts report_age_s self training_state mode_epoch strategy role "
-    "stage bubble"
+    "stage bubble trains"
 )
 STATUS_KEYS, ROW_KEYS = set(STATUS.split()), set(ROW.split())
 B, C, D, E = ("b" * 32, "c" * 32, "d" * 32, "e" * 32)
@@ -108,6 +108,24 @@ async def test_rows_have_exactly_the_promised_keys(figures, full):
     assert (dave["policy_version"], dave["staleness"], dave["report_age_s"]) == (None, None, None)
     assert (dave["healthy"], dave["reasons"]) == (False, ["dead: connection refused"])
     msgspec.json.encode(rows)
+
+
+async def test_who_trains_is_told(figures, full, clock):
+    now_s = clock.monotonic()
+    assert [row["trains"] for row in figures.peers()] == [True, False, False, False, False]
+    for number, (fields, trains) in enumerate(
+        [
+            ({"updates": 1}, True),
+            ({"updates": 1, "state": "starting"}, False),
+            ({"updates": 1, "state": "paused"}, False),
+            ({"updates": 9, "trains": False}, False),  # stands by in a pipeline
+            ({"updates": 0, "trains": False, "stage": "2/2"}, True),
+        ]
+    ):
+        fields = {"state": "training"} | fields
+        made = msgspec.structs.replace(report(B, **fields), seq=number + 2)
+        full.rumours.table.merge([made], now_s)
+        assert figures.peers()[1]["trains"] is trains, fields
 
 
 async def test_the_age_of_a_report_is_told(figures, full, clock):
