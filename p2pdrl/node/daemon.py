@@ -123,6 +123,7 @@ class Node:
                 on_twin=self._on_twin,
             )
             parts = self._parts = opened.parts
+            self._data = opened.data
             self._figures = Figures(parts)
             self._conduct = Conduct(parts, self._figures)
             self._meters = Meters(parts, self._figures, self._open_writer(stack))
@@ -193,6 +194,8 @@ class Node:
             stack.callback(training.supervisor.close)
             stack.push_async_callback(training.stop)
             await training.build()
+            if origin.how == "founded":  # not told before: the learner may refuse the task
+                self._events.emit("founded", f"founds a swarm that trains {origin.task.subject}")
             store = CheckpointStore(self._folder(training), self._config.node.checkpoint.keep)
             checkpoint = await take_up(store, parts.ledger, self._events)
             parts.training = self._gate.training = training
@@ -206,6 +209,7 @@ class Node:
             parts.transport.serve(state_transfer.ROUTE, giving.answer)
             state, lineage = await first_state(parts, training, origin, checkpoint)
             await training.begin(state, lineage)
+            self._data.keep = True
             parts.saving = self._make_saving(store, training, checkpoint)
             parts.state = "paused" if training.paused else "training"
             self._conduct.saved_mode = SavedMode(parts.data_dir, training.task_hash, parts.swarm_id)

@@ -28,7 +28,11 @@ class FakeJoins:
     def __init__(self) -> None:
         self.joined = asyncio.Event()
         self.refused: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
         self.own_address_among_seeds = False
+
+    def troubles(self) -> dict[str, str]:
+        return self.failed
 
     def refusals(self) -> dict[str, str]:
         return self.refused
@@ -56,7 +60,7 @@ async def test_without_seeds_it_founds_at_once(events, clock, kinds):
     assert (origin.how, origin.info) == ("founded", None)
     assert origin.task == TaskConfig()
     assert now_s() == 0.0
-    assert kinds() == ["founded"]
+    assert kinds() == []  # the daemon tells of it, once the learner takes the task
 
 
 async def test_with_memories_it_waits_a_moment(events, clock):
@@ -81,6 +85,17 @@ async def test_it_takes_the_swarms_task(events, clock, kinds):
     assert now_s() == pytest.approx(25.0)
     # It said every ten seconds that it goes on trying.
     assert kinds() == ["joining", "still-trying", "still-trying", "joined"]
+
+
+async def test_why_a_seed_doesnt_answer_is_told(events, clock):
+    one, joins = gate(events, clock, "nonsense", SEED), FakeJoins()
+    joins.failed = {"nonsense:7700": "name or service not known"}
+    waiting = asyncio.create_task(later(15.0, joins.joined.set))
+    one.hooks.check_welcome(welcome())
+    await one.find_swarm(joins, OWN, remembers=False)
+    await waiting
+    (told,) = [event for event in events.since(0) if event["kind"] == "still-trying"]
+    assert f"no answer from nonsense, {SEED} yet (nonsense:7700: name or service not known)" in told["text"]
 
 
 async def test_its_own_address_among_the_seeds(events, clock):
