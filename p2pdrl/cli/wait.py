@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from p2pdrl.cli.formats import clean
 from p2pdrl.cli.options import Target, api_options, json_option
 
 if TYPE_CHECKING:
@@ -93,8 +94,24 @@ def _shortfall(members: Sequence[Mapping[str, Any]], wanted: Mapping[str, int]) 
         return ""
     from p2pdrl.cli.tables import complaints
 
-    why = complaints(members)[:5]
+    why = complaints(members)
+    if counts.get("training", 0) < wanted.get("training", 0):
+        why += _idle(members)
+    why = why[:5]
     return " and ".join(few) + (f" ({'; '.join(why)})" if why else "")
+
+
+def _idle(members: Sequence[Mapping[str, Any]]) -> list[str]:
+    """``node-3 is starting``, for each member that is alive and doesn't train."""
+    lines = []
+    for member in members:
+        if member.get("state") == "alive" and member.get("trains") is not True:
+            state = member.get("training_state")
+            words = (
+                "has made no update" if state == "training" else f"is {clean(state or 'not heard of', 20)}"
+            )
+            lines.append(f"{clean(member.get('name', '?'), 64)} {words}")
+    return lines
 
 
 def _count(members: Sequence[Mapping[str, Any]], word: str) -> int:

@@ -129,7 +129,7 @@ def test_wait_for_members_that_train(p2pdrl, served):
     assert p2pdrl("wait", "--healthy", "2", *api).exit_code == 0
     result = p2pdrl("wait", "--training", "2", "--healthy", "2", *api)
     assert result.exit_code == 4
-    assert "1 of 2 members train" in result.stderr
+    assert "1 of 2 members train (node-2 is starting)" in result.stderr
     assert "healthy" not in result.stderr
 
 
