@@ -109,6 +109,11 @@ class Gate:
         self._decided_hash = task_hash(self._config.task)
         return Origin("founded", self._config.task, None)
 
+    def founds(self, origin: Origin) -> None:
+        """Tell that this node founds a swarm, if so."""
+        if origin.how == "founded":
+            self._events.emit("founded", f"founds a swarm that trains {origin.task.subject}")
+
     async def _wait_for_news(self, membership: MembershipService) -> None:
         either = [
             asyncio.create_task(membership.joined.wait(), name="joined"),

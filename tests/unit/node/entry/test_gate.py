@@ -56,11 +56,14 @@ async def later(seconds: float, act) -> None:
 
 
 async def test_without_seeds_it_founds_at_once(events, clock, kinds):
-    origin = await gate(events, clock).find_swarm(FakeJoins(), OWN, remembers=False)
+    one = gate(events, clock)
+    origin = await one.find_swarm(FakeJoins(), OWN, remembers=False)
     assert (origin.how, origin.info) == ("founded", None)
     assert origin.task == TaskConfig()
     assert now_s() == 0.0
-    assert kinds() == []  # the daemon tells of it, once the learner takes the task
+    assert kinds() == []  # that is told once the learner has taken the task
+    one.founds(origin)
+    assert kinds() == ["founded"]
 
 
 async def test_with_memories_it_waits_a_moment(events, clock):
@@ -84,6 +87,7 @@ async def test_it_takes_the_swarms_task(events, clock, kinds):
     assert origin.info.lineage == "ab" * 8
     assert now_s() == pytest.approx(25.0)
     # It said every ten seconds that it goes on trying.
+    one.founds(origin)
     assert kinds() == ["joining", "still-trying", "still-trying", "joined"]
 
 
