@@ -24,10 +24,11 @@ time; its norm is compared.
     python scripts/bench_pipeline.py --network transformer --schedules 1f1b gpipe interleaved
     python scripts/bench_pipeline.py --wan
 
-Memory is looked at in a round of its own: what a process takes at most beyond what it took before it had its
-stages (a learner's own copy of the policy, with gradients and Adam's state, is not part of that; for one
-process it is all there is; what the fetching of parameters left in buffers is), and what autograd keeps of it
-between forward and backward.
+Memory is looked at in a round of its own: what a process takes at most beyond what it took before it had a
+model, and what autograd keeps of it between forward and backward. A rank of ours takes its stage (parameters,
+gradients, Adam's state, activations), the policy that its learner acts with, and what parameters are fetched
+into once an update. Plain torch has its stage and no more: what it learns isn't put together anywhere. Not
+counted is what learners publish, in memory that they share with their daemons, with and without a pipeline.
 
 ``--wan`` measures a smaller policy through fault proxies: 100 Mbit/s, 40 ms each way, and both. They stand
 in every connection of ours and of torch's alike (`pipeline_bench.redirected` says how), work within this

@@ -23,6 +23,8 @@ def status_view(status: Mapping[str, Any]) -> RenderableType:
     for word, fact in _FACTS.items():
         if word != "pipeline" or status.get("pipeline") is not None:
             table.add_row(word, Text(fact(_Shown(status))))
+    if limit := _Shown(status).get("pipeline.limit"):
+        table.add_row("limited", Text(formats.clean(limit, 600), style="yellow"))
     if why := outcome(status):
         table.add_row("stopped", Text(why))
     for reason in status.get("reasons") or []:

@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from p2pdrl.cli.formats import age, clean, grouped
-from p2pdrl.cli.options import Target, api_options, json_option
+from p2pdrl.cli.options import Target, api_options, config_options, json_option
 from p2pdrl.errors import P2PDRLError
 
 if TYPE_CHECKING:
     from p2pdrl.pipeline.timeline import Timeline
 
 __all__ = ["pipeline"]
-
-_WIDTH = 100
-"""Columns of output that doesn't go to a terminal."""
 
 
 @click.group()
@@ -28,10 +25,8 @@ def pipeline() -> None:
 
 
 @pipeline.command()
-@click.option("--stages", type=click.IntRange(1, 128), required=True, metavar="S", help="Parts of the model.")
-@click.option(
-    "--microbatches", type=click.IntRange(1, 1024), required=True, metavar="M", help="Parts of the batch."
-)
+@click.option("--stages", type=click.IntRange(1, 128), metavar="S", help="Parts of the model.")
+@click.option("--microbatches", type=click.IntRange(1, 1024), metavar="M", help="Parts of the batch.")
 @click.option(
     "--schedule",
     type=click.Choice(["gpipe", "1f1b", "interleaved"]),
@@ -79,11 +74,14 @@ def pipeline() -> None:
     metavar="FILE",
     help="Also write a trace for chrome://tracing or ui.perfetto.dev.",
 )
+@config_options
 @json_option
 def plan(
     *,
-    stages: int,
-    microbatches: int,
+    files: tuple[str, ...],
+    sets: tuple[str, ...],
+    stages: int | None,
+    microbatches: int | None,
     schedule: Any,
     ranks: int | None,
     forward_s: str,
@@ -96,9 +94,21 @@ def plan(
 ) -> None:
     """Draw a schedule, and predict how long one batch takes.
 
+    With --stages and --microbatches any schedule, of stages that take what the options say. With --config or
+    --set that of a task: its blocks are measured on this machine and listed by their numbers, as
+    task.strategy.cuts wants them, and cut for as many such machines as task.strategy.stages.
+
     F2 is the forward of the second microbatch, B2 its backward, F2b that of the device's second stage;
     dots are bubbles, in which a device waits.
     """
+    link = latency_s, bandwidth
+    if files or sets:
+        _refuse_given()
+        _plan_task(files, sets, link, trace, as_json=as_json)
+        return
+    if stages is None or microbatches is None:
+        raise click.UsageError(f"give {'--stages' if stages is None else '--microbatches'}, or --config")
+    from p2pdrl.cli.timelines import timeline_document, timeline_lines
     from p2pdrl.pipeline.layers import Link
     from p2pdrl.pipeline.schedule import make_schedule
     from p2pdrl.pipeline.timeline import Costs, predict
@@ -111,13 +121,13 @@ def plan(
         else _numbers("--backward-s", backward_s, stages)
     )
     sizes = _numbers("--activation-bytes", activation_bytes, stages - 1)
-    timeline = predict(actions, Costs(forwards, backwards, sizes, Link(latency_s, bandwidth)))
+    timeline = predict(actions, Costs(forwards, backwards, sizes, Link(*link)))
     if trace is not None:
         _write_trace(trace, schedule, timeline)
     if as_json:
-        click.echo(json.dumps({"schedule": schedule, **_document(timeline)}, indent=2))
+        click.echo(json.dumps({"schedule": schedule, **timeline_document(timeline)}, indent=2))
     else:
-        click.echo("\n".join(_lines(schedule, timeline)))
+        click.echo("\n".join(timeline_lines(schedule, timeline)))
 
 
 @pipeline.command()
@@ -178,6 +188,48 @@ def _covered(told: dict[str, Any]) -> str:
     return f"{grouped(told['boxes'])} boxes, from {began} to {ended} ago{more}"
 
 
+_OF_ONE_S_OWN = ("stages", "microbatches", "schedule", "ranks", "forward_s", "backward_s", "activation_bytes")
+"""Options of `plan` that a task's own values take the place of."""
+
+
+def _refuse_given() -> None:
+    """Raise a usage error for options that say nothing beside ``--config``."""
+    from click.core import ParameterSource
+
+    context = click.get_current_context()
+    for name in _OF_ONE_S_OWN:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            key = f", as in --set task.strategy.{name}=…" if name in _OF_ONE_S_OWN[:3] else ""
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{option} goes without --config and --set, which bring their own{key}")
+
+
+def _plan_task(
+    files: tuple[str, ...],
+    sets: tuple[str, ...],
+    link: tuple[float, float],
+    trace: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Measure a task's blocks and plan its pipeline.
+
+    Raises:
+        ConfigError: it can't be planned; blocks that could be measured are listed before.
+    """
+    from p2pdrl.cli.task_plan import plan_task
+    from p2pdrl.cli.task_plan_view import plan_document, plan_lines
+    from p2pdrl.errors import ConfigError
+    from p2pdrl.pipeline.layers import Link
+
+    found = plan_task(files, sets, Link(*link))
+    if trace is not None and found.timeline is not None:
+        _write_trace(trace, found.schedule, found.timeline)
+    click.echo(json.dumps(plan_document(found), indent=2) if as_json else "\n".join(plan_lines(found)))
+    if found.refused:
+        raise ConfigError(found.refused)
+
+
 def _write_trace(path: Path, schedule: str, timeline: Timeline) -> None:
     """Write what is predicted."""
     from p2pdrl.pipeline.trace import predicted_trace
@@ -218,54 +270,3 @@ def _numbers(option: str, text: str, count: int) -> tuple[float, ...]:
             f"{option} {text}: give one number{f', or {count} with commas' if count > 1 else ''}"
         )
     return numbers
-
-
-def _document(timeline: Timeline) -> dict[str, Any]:
-    ranks = range(len(timeline.rows))
-    return {
-        "stages": timeline.stages,
-        "ranks": len(ranks),
-        "microbatches": timeline.microbatches,
-        "step_s": timeline.total_s,
-        "one_device_s": timeline.one_device_s,
-        "speedup": timeline.speedup,
-        "ideal_speedup": timeline.ideal_speedup,
-        "per_rank": [
-            {
-                "rank": rank,
-                "stages": list(range(rank, timeline.stages, len(ranks))),
-                "busy_s": timeline.busy_s[rank],
-                "bubble": timeline.bubbles[rank],
-                "stored_activations": timeline.stored[rank],
-                "actions": [
-                    {**t.action._asdict(), "start_s": t.start_s, "end_s": t.end_s}
-                    for t in timeline.rows[rank]
-                ],
-            }
-            for rank in ranks
-        ],
-    }
-
-
-def _lines(schedule: str, timeline: Timeline) -> list[str]:
-    import shutil
-
-    from p2pdrl.pipeline.drawing import draw
-
-    ranks = len(timeline.rows)
-    several = f" on {ranks} ranks" if timeline.stages > ranks else ""
-    ideal = f"with equal stages and free messages {timeline.ideal_speedup:.2f}"
-    lines = [
-        f"{schedule}: {timeline.microbatches} microbatches through {timeline.stages} stages{several}",
-        "",
-        *draw(timeline, shutil.get_terminal_size((_WIDTH, 24)).columns),
-        "",
-        f"step      {timeline.total_s:.4g} s; one device takes {timeline.one_device_s:.4g} s",
-        f"speed-up  {timeline.speedup:.2f} of {ranks}; {ideal}",
-        "",
-        "rank   computes   bubble   stored activations",
-    ]
-    figures = zip(timeline.busy_s, timeline.bubbles, timeline.stored, strict=True)
-    for rank, (busy_s, bubble, stored) in enumerate(figures):
-        lines.append(f"{rank:>4}   {f'{busy_s:.4g} s':>8}   {bubble:>6.1%}   {stored:>18}")
-    return lines

@@ -7,10 +7,11 @@ receives from its swarm, before it starts anything.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
+from p2pdrl.config.batches import minibatch_rows
 from p2pdrl.config.node import LearnerConfig, NodeConfig
+from p2pdrl.config.pipeline_checks import idle_keys, pipeline_problems
 from p2pdrl.config.problem import Problem
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import (
@@ -23,7 +24,7 @@ from p2pdrl.config.strategy import (
 from p2pdrl.config.strategy_checks import strategy_problems
 from p2pdrl.config.task import A2CConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
 
-__all__ = ["Problem", "minibatch_rows", "problems", "task_problems", "trust_problems"]
+__all__ = ["Problem", "mode_problems", "problems", "task_problems", "trust_problems"]
 
 MAX_DATA_NUMBERS = 1 << 28
 """What a regression's made-up rows may come to: every node of the swarm holds them in memory."""
@@ -31,14 +32,41 @@ MAX_DATA_NUMBERS = 1 << 28
 
 def problems(config: Config) -> list[Problem]:
     """Every rule that ``config`` breaks."""
-    trust = trust_problems(config.task.strategy, trusted_network=config.node.trusted_network)
-    learner = config.node.learner
-    parts = [*_parts_problems(config.task, learner), *_split_problems(config.task.strategy, learner)]
-    return [*task_problems(config.task), *trust, *_node_problems(config.node), *parts]
+    task, learner = config.task, config.node.learner
+    idle = list(idle_keys(task.strategy, learner))
+    said = {problem.key for problem in idle}
+    gradients = [*_parts_problems(task, learner), *_split_problems(learner)]
+    return [
+        *_fixed_problems(task),
+        *mode_problems(task, config.node),
+        *_node_problems(config.node),
+        *(problem for problem in gradients if problem.key not in said),
+        *idle,
+    ]
+
+
+def mode_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
+    """Every rule that keeps the strategy of ``task`` from working for it, or on ``node``."""
+    yield from _strategy_problems(task)
+    yield from trust_problems(task.strategy, trusted_network=node.trusted_network)
+    if node.learner.split_devices:
+        yield from _no_split(task.strategy)
 
 
 def task_problems(task: TaskConfig) -> Iterator[Problem]:
     """Every rule that ``task`` breaks."""
+    yield from _fixed_problems(task)
+    yield from _strategy_problems(task)
+
+
+def _strategy_problems(task: TaskConfig) -> Iterator[Problem]:
+    """Its strategy's rules, alone and with the rest of the task."""
+    yield from strategy_problems(task.strategy)
+    yield from pipeline_problems(task)
+
+
+def _fixed_problems(task: TaskConfig) -> Iterator[Problem]:
+    """Rules among what a live swarm can't change."""
     if isinstance(task.algorithm, RegressionConfig):
         yield from _regression_problems(task.algorithm)
     else:
@@ -50,8 +78,6 @@ def task_problems(task: TaskConfig) -> Iterator[Problem]:
             "task.algorithm.anneal",
             "linear lowers the learning rate until task.stop.env_steps, so it must be set",
         )
-    yield from strategy_problems(task.strategy)
-    yield from _pipeline_problems(task)
 
 
 def _batch_problems(algorithm: PPOConfig | A2CConfig, num_envs: int) -> Iterator[Problem]:
@@ -118,27 +144,6 @@ def trust_problems(strategy: StrategyConfig, *, trusted_network: bool) -> Iterat
             )
 
 
-def _pipeline_problems(task: TaskConfig) -> Iterator[Problem]:
-    """A pipeline's task: a policy that can be cut, and as many rows as microbatches."""
-    strategy = task.strategy
-    if not isinstance(strategy, PipelineConfig):
-        return
-    if isinstance(task.algorithm, RegressionConfig):
-        yield Problem(
-            "task.strategy.name",
-            "a pipeline cuts a policy's network into stages, and a regression has none; take another "
-            "strategy, or algorithm.name = ppo or a2c",
-        )
-        return
-    most, what = minibatch_rows(task)
-    if strategy.microbatches != "auto" and strategy.microbatches > most:
-        yield Problem(
-            "task.strategy.microbatches",
-            f"{strategy.microbatches} microbatches can't be cut from the {most} {what} of a minibatch; "
-            f"take {most} at most, or auto",
-        )
-
-
 def _parts_problems(task: TaskConfig, learner: LearnerConfig) -> Iterator[Problem]:
     """More parts than rows; a node that was given no task may join any swarm, and cuts as far as it can."""
     if task == TaskConfig() or learner.microbatches == "auto":
@@ -152,7 +157,7 @@ def _parts_problems(task: TaskConfig, learner: LearnerConfig) -> Iterator[Proble
         )
 
 
-def _split_problems(strategy: StrategyConfig, learner: LearnerConfig) -> Iterator[Problem]:
+def _split_problems(learner: LearnerConfig) -> Iterator[Problem]:
     """A network over several devices of this node, and what doesn't go with it."""
     devices, cuts = learner.split_devices, learner.split_cuts
     if cuts and len(cuts) != len(devices) - 1:
@@ -175,6 +180,10 @@ def _split_problems(strategy: StrategyConfig, learner: LearnerConfig) -> Iterato
             "node.learner.device",
             f"the first of split_devices is {devices[0]}, and experience is collected there; leave this auto",
         )
+
+
+def _no_split(strategy: StrategyConfig) -> Iterator[Problem]:
+    """Why several devices don't go with a strategy."""
     if isinstance(strategy, HogwildConfig | PipelineConfig):
         why = (
             "under hogwild each learner of this machine has a device for itself"
@@ -182,17 +191,6 @@ def _split_problems(strategy: StrategyConfig, learner: LearnerConfig) -> Iterato
             else "under pipeline each peer has one part of the network, on one device"
         )
         yield Problem("node.learner.split_devices", f"{why}; leave it empty, or take another strategy")
-
-
-def minibatch_rows(task: TaskConfig) -> tuple[int, str]:
-    """Return what each gradient's batch is made of: how many, and what they are."""
-    algorithm = task.algorithm
-    if isinstance(algorithm, RegressionConfig):
-        return algorithm.batch_size, "rows"
-    remembers = task.network.core != "none"
-    rows = task.env.num_envs * (1 if remembers else algorithm.unroll_steps)
-    minibatches = algorithm.minibatches if isinstance(algorithm, PPOConfig) else 1
-    return math.ceil(rows / minibatches), "environments" if remembers else "steps"
 
 
 def _node_problems(node: NodeConfig) -> Iterator[Problem]:

@@ -46,7 +46,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     the gradient is that of the whole batch but for rounding, the memory for activations is that of one
     part. More pay off where the whole doesn't fit in memory (or in the cache), else they cost time. A
     batch of fewer rows is cut into its rows; a recurrent policy's into environments. ``auto`` measures 1,
-    2, 4 and 8 during the first updates and stays with the fastest that fits."""
+    2, 4 and 8 during the first updates and stays with the fastest that fits. Without effect in mode pipeline,
+    as are the next two keys: its peers follow ``task.strategy.microbatches``, ``checkpoint_activations``."""
     checkpoint_activations: bool = False
     """Keep only what passes between the blocks of the network and compute the rest anew on the way back (Chen
     2016, arXiv 1604.06174): less memory for about a third more time. Worth it for residual blocks and

@@ -26,7 +26,8 @@ class PipelineConfig(
     """
 
     stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)] = 2
-    """Peers of one pipeline. Where fewer are alive, they hold the whole model among them."""
+    """Peers of one pipeline. Where fewer are alive, they hold the whole model among them. No more than the
+    model has blocks, ``chunks`` of them for each."""
     schedule: ScheduleName = "1f1b"
     """``gpipe`` does all forwards, then all backwards; ``1f1b`` alternates, so a peer keeps no more
     microbatches than there are stages below it; ``interleaved`` alternates over ``chunks`` stages a peer."""
@@ -38,7 +39,8 @@ class PipelineConfig(
     efficient parts. ``auto`` measures 1, 2, 4 and 8 in the first updates and stays with the fastest."""
     cuts: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     """Number of the first block of each stage but the first; empty has the stages balanced by measured times,
-    bytes and speeds of the peers. ``p2pdrl pipeline plan`` numbers the blocks."""
+    bytes and speeds of the peers. ``p2pdrl pipeline plan --config NAME`` numbers the blocks. With fewer peers
+    than ``stages`` are alive these cuts fit no pipeline, and stages are balanced."""
     backend: Literal["auto", "stream", "torch"] = "auto"
     """``stream`` runs over the swarm's own connections; ``torch`` over torch.distributed, which needs
     ``node.trusted_network``, for it listens without authentication. ``auto`` takes ``stream``, and none of

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import asyncio
 
-from p2pdrl.config.checks import trust_problems
+import msgspec
+
+from p2pdrl.config.block_count import as_built
+from p2pdrl.config.checks import mode_problems
 from p2pdrl.config.mode import protocol_of
+from p2pdrl.config.pipeline_checks import idle_keys
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig, mode_of
-from p2pdrl.config.strategy_checks import strategy_problems
 from p2pdrl.errors import ConfigError, StorageError
 from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.node import settings, stop
@@ -79,7 +82,7 @@ class Conduct:
         """
         if self.halted.is_set():
             raise ConfigError("the swarm is done; its mode counts for nothing any more")
-        why = self._impossible(strategy)
+        why = self._impossible(strategy, exact=True)
         if why is not None:
             raise ConfigError(why)
         try:
@@ -187,6 +190,7 @@ class Conduct:
             epoch=record.epoch,
             proposer=record.proposer,
         )
+        self._tell_idle_keys(strategy)
 
     async def _keep(self, record: SwarmRecord, strategy: StrategyConfig) -> None:
         """Keep the mode for the next start; a disk that doesn't take it is told of, no more."""
@@ -207,11 +211,26 @@ class Conduct:
             self._caught_up_s = now_s
             self._parts.membership.catch_up(peer)
 
-    def _impossible(self, strategy: StrategyConfig) -> str | None:
-        """Why a strategy can't run here, as far as its options tell: a peer may propose anything."""
-        trusted = self._parts.config.node.trusted_network
-        problems = [*strategy_problems(strategy), *trust_problems(strategy, trusted_network=trusted)]
-        return f"{problems[0].key}: {problems[0].message}" if problems else None
+    def _impossible(self, strategy: StrategyConfig, *, exact: bool = False) -> str | None:
+        """Why a strategy can't run here, as far as options and task tell: a peer may propose anything.
+
+        Args:
+            strategy: its options.
+            exact: count blocks of the network as our learner has built it. What only this finds a person is
+                told; a swarm that is in such a mode makes the best of it.
+        """
+        parts = self._parts
+        task = parts.config.task if parts.training is None else parts.training.task
+        if exact and parts.training is not None:
+            task = as_built(task, (entry.name for entry in parts.training.spec.layout.entries))
+        asked = msgspec.structs.replace(task, strategy=strategy)
+        problem = next(mode_problems(asked, parts.config.node), None)
+        return None if problem is None else f"{problem.key}: {problem.message}"
+
+    def _tell_idle_keys(self, strategy: StrategyConfig) -> None:
+        """Tell what this node's own configuration asks for in vain; no reason to leave the mode."""
+        for problem in idle_keys(strategy, self._parts.config.node.learner):
+            self._parts.events.emit("keys-idle", f"{problem.key} {problem.message}", level="warning")
 
     def _follow_pause(self, training: Training) -> None:
         """Follow a new pause record; what a person did on this node alone since then stays."""

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 from p2pdrl.clock import Clock
-from p2pdrl.config.checks import minibatch_rows
+from p2pdrl.config.batches import batches_of, minibatch_rows, minibatches_of
 from p2pdrl.config.node import NodeConfig
-from p2pdrl.config.task import AlgorithmConfig, PPOConfig, TaskConfig
+from p2pdrl.config.task import TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import WireError, WorkerError
 from p2pdrl.ids import short
@@ -312,8 +312,8 @@ class Training:
             group_process=GroupProcesses(config.learner) if config.trusted_network else None,
             stages=self.supervisor.stages,
             pipes=self._pipes,
-            minibatches=_minibatches(self.task.algorithm),
-            batches=_batches(self.task.algorithm),
+            minibatches=minibatches_of(self.task.algorithm),
+            batches=batches_of(self.task.algorithm),
             rows=minibatch_rows(self.task)[0],
         )
 
@@ -337,13 +337,3 @@ class Training:
                 self._events.emit("moments-failed", str(error), level="warning")
         if new_updates > 0:
             self.mode.strategy.updated(new_updates)
-
-
-def _minibatches(algorithm: AlgorithmConfig) -> int:
-    """Gradients of one update."""
-    return algorithm.epochs * _batches(algorithm) if isinstance(algorithm, PPOConfig) else 1
-
-
-def _batches(algorithm: AlgorithmConfig) -> int:
-    """Minibatches that an unroll is cut into."""
-    return algorithm.minibatches if isinstance(algorithm, PPOConfig) else 1

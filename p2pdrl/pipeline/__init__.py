@@ -9,6 +9,7 @@
 | `partition` | the best cut of a chain of layers for peers in a given order, or a cut by hand |
 | `ordering` | the best order of the peers too |
 | `traffic` | what else travels: sums, slices, states |
+| `work` | what there is to compute in an update |
 | `advice` | whether a pipeline pays, or one peer alone is faster |
 | `wording` | seconds and bytes for people |
 | `trace` | timelines and what really happened, for a trace viewer |

@@ -24,60 +24,9 @@ from p2pdrl.pipeline.schedule import ScheduleName, make_schedule, peak_activatio
 from p2pdrl.pipeline.timeline import Timeline, predict
 from p2pdrl.pipeline.traffic import Traffic, busiest, fetch_s, spread_s, step_s
 from p2pdrl.pipeline.wording import in_bytes, in_seconds
+from p2pdrl.pipeline.work import Work
 
-__all__ = ["Advice", "Alone", "Pipeline", "Wishes", "Work", "advise", "bytes_alone", "too_large"]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What there is to compute.
-
-    Attributes:
-        blocks: what each block costs on the first peer for one microbatch, by the number of microbatches
-            that a minibatch is cut into. Numbers that aren't there are worked out of the nearest that is, as
-            though a microbatch's cost were proportional to its rows.
-        minibatches: of one update.
-        input_bytes: of a whole minibatch.
-        parameter_copies: as of `Demands`.
-        checkpoint: as of `Demands`.
-        state_every: updates until the optimizer's state is fetched and spread; 0 is never.
-        state_vectors: how many vectors as long as the parameters that state has; Adam has 2.
-    """
-
-    blocks: Mapping[int, Sequence[Layer]]
-    minibatches: int = 1
-    input_bytes: float = 0.0
-    parameter_copies: float = 4.0
-    checkpoint: bool = False
-    state_every: int = 0
-    state_vectors: int = 2
-
-    def check(self) -> None:
-        """Raise a `ConfigError` for a number that makes no sense, or when nothing is known."""
-        if not self.blocks or min(self.blocks) < 1 or not all(self.blocks.values()):
-            raise ConfigError("nothing was measured: there must be blocks for 1 microbatch or more")
-        if self.minibatches < 1 or self.state_every < 0 or self.state_vectors < 0:
-            raise ConfigError(
-                f"{self.minibatches} minibatches an update, state every {self.state_every} updates: "
-                "the one begins at 1, the other at 0"
-            )
-
-    def layers(self, microbatches: int) -> list[Layer]:
-        """Return what one of so many microbatches costs."""
-        nearest = min(self.blocks, key=lambda known: (abs(math.log(known / microbatches)), known))
-        part = nearest / microbatches
-        return [
-            layer._replace(
-                forward_s=layer.forward_s * part,
-                backward_s=layer.backward_s * part,
-                activation_bytes=layer.activation_bytes * part,
-            )
-            for layer in self.blocks[nearest]
-        ]
-
-    def demands(self, microbatches: int, stored: int | tuple[int, ...] = 1) -> Demands:
-        """Return what stages keep that store so many of the microbatches."""
-        return Demands(self.parameter_copies, stored, self.checkpoint, self.input_bytes / microbatches)
+__all__ = ["Advice", "Alone", "Pipeline", "Wishes", "advise", "bytes_alone", "too_large"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +202,8 @@ def _best_pipeline(work: Work, peers: Sequence[Peer], links: Links, wishes: Wish
 def _pipeline(work: Work, peers: Sequence[Peer], links: Links, wishes: Wishes, microbatches: int) -> Pipeline:
     ranks = len(peers)
     schedule = make_schedule(wishes.schedule, ranks * wishes.chunks, microbatches, ranks=ranks)
-    stored = tuple(math.ceil(peak_activations(actions) / wishes.chunks) for actions in schedule)
-    demands = work.demands(microbatches, stored * wishes.chunks)
+    peaks = tuple(peak_activations(actions) for actions in schedule)
+    demands = work.demands(microbatches, peaks, wishes.chunks)
     order, cut = _cut(work.layers(microbatches), peers, links, wishes, demands)
     between = in_order(links, order)
     timeline = predict(schedule, cut.costs(between))

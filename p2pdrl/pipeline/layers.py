@@ -54,14 +54,22 @@ class Layer(NamedTuple):
         forward_s: seconds of its forward.
         backward_s: seconds of its backward.
         parameter_bytes: of its parameters.
-        activation_bytes: of its output, which is what travels if the chain is cut behind it.
+        output_bytes: of its output as it travels if the chain is cut behind it.
+        inner_bytes: beside that, what is kept between its forward and its backward. Its input isn't, which
+            is the output of the layer before, nor are its parameters.
     """
 
     name: str
     forward_s: float
     backward_s: float
     parameter_bytes: float
-    activation_bytes: float
+    output_bytes: float
+    inner_bytes: float = 0.0
+
+    @property
+    def kept_bytes(self) -> float:
+        """All that is kept between its forward and its backward."""
+        return self.output_bytes + self.inner_bytes
 
     def check(self) -> None:
         """Raise a `ConfigError` for a number that is negative or not finite."""

@@ -9,7 +9,9 @@ the gradient back: 1F1B allows so few microbatches under way that it can't hide 
 that with the least sum over all stages is taken: filling and draining the pipeline takes about this sum.
 
 A stage needs memory for its parameters (several copies: gradients, the optimizer's state) and for the
-activations of each microbatch that its schedule stores: its input and every layer's output.
+activations of each microbatch that its schedule stores: its input and what every layer keeps. A stage that
+computes activations anew keeps its input and its output of each microbatch, and what is between them of one;
+its backward has another forward in it.
 
 Matrices are of shape (L+1, L+1) with L layers: [i, j] is of a stage of the layers i … j−1.
 """
@@ -41,19 +43,23 @@ class Demands:
         parameter_copies: bytes kept per byte of parameters; 4: parameters, gradients, Adam's two moments.
         stored: microbatches whose activations each stage keeps at once, as `peak_activations` tells of a
             schedule; or one number for all stages.
-        checkpoint: keep only the stage's input of each, and compute one microbatch's activations anew; that
-            its forward is done twice must be in the layers' backward times.
+        checkpoint: whether activations are computed anew; of each stage, or the same for all. That the
+            forward is done twice is reckoned here, and isn't in the layers' backward times.
         input_bytes: of the first stage's input, for one microbatch.
     """
 
     parameter_copies: float = 4.0
     stored: int | tuple[int, ...] = 1
-    checkpoint: bool = False
+    checkpoint: bool | tuple[bool, ...] = False
     input_bytes: float = 0.0
 
     def stored_at(self, stage: int) -> int:
         """Microbatches that a stage stores at once."""
         return self.stored[stage] if isinstance(self.stored, tuple) else self.stored
+
+    def computes_anew(self, stage: int) -> bool:
+        """Whether a stage does its forwards twice."""
+        return self.checkpoint[stage] if isinstance(self.checkpoint, tuple) else self.checkpoint
 
     def check(self, stages: int) -> None:
         """Raise a `ConfigError` for negative numbers, or for others than as many as there are stages."""
@@ -62,6 +68,8 @@ class Demands:
             raise ConfigError(
                 f"{stages} stages need as many numbers of stored microbatches, not {len(stored)}"
             )
+        if isinstance(self.checkpoint, tuple) and len(self.checkpoint) != stages:
+            raise ConfigError(f"{stages} stages compute activations anew or not, not {len(self.checkpoint)}")
         check_numbers(
             "stored microbatches, copies and bytes", (*stored, self.parameter_copies, self.input_bytes)
         )
@@ -79,7 +87,7 @@ class Stage:
         start: index of its first layer.
         stop: index after its last layer.
         forward_s: of one microbatch on this peer.
-        backward_s: of one microbatch on this peer.
+        backward_s: of one microbatch on this peer, with a forward where activations are computed anew.
         transfer_s: of its output to the next stage and of the gradient back; 0 of the last stage.
         parameter_bytes: of its layers, one copy.
         output_bytes: of its output for one microbatch.
@@ -221,17 +229,18 @@ class StageTables:
         self._forward_s = _spans([layer.forward_s for layer in layers])
         self._backward_s = _spans([layer.backward_s for layer in layers])
         self._parameters = _spans([layer.parameter_bytes for layer in layers])
-        self._outputs = _spans([layer.activation_bytes for layer in layers])
-        self._edges = np.array([demands.input_bytes, *(layer.activation_bytes for layer in layers)])
+        self._kept = _spans([layer.kept_bytes for layer in layers])
+        self._edges = np.array([demands.input_bytes, *(layer.output_bytes for layer in layers)])
         self._computing_s: dict[tuple[int, int], Matrix] = {}
-        self._possible = np.triu(np.ones_like(self._outputs, dtype=bool), 1)
+        self._possible = np.triu(np.ones_like(self._kept, dtype=bool), 1)
 
     def memory(self, place: int) -> Matrix:
         """Bytes that a stage at a place in the pipeline keeps."""
-        stored, inputs = self._demands.stored_at(place), self._edges[:, None]
-        one = self._outputs if self._demands.checkpoint else stored * self._outputs
-        needed: Matrix = self._demands.parameter_copies * self._parameters + stored * inputs + one
-        return needed
+        stored, inputs, outputs = self._demands.stored_at(place), self._edges[:, None], self._edges[None, :]
+        kept: Matrix = stored * (inputs + self._kept)
+        if self._demands.computes_anew(place):
+            kept = stored * (inputs + outputs) + (self._kept - outputs)
+        return self._demands.parameter_copies * self._parameters + kept
 
     def shortfall(self, place: int, peer: int | None = None) -> Matrix:
         """Bytes by which a stage at a place is too large for a peer; infinite where there is no stage."""
@@ -247,11 +256,15 @@ class StageTables:
             following: who holds the next stage; None at the last place.
         """
         if (place, peer) not in self._computing_s:
-            compute_s = (self._forward_s + self._backward_s) / self.peers[peer].speed
+            compute_s = (self._forward_s + self._back_s(place)) / self.peers[peer].speed
             self._computing_s[place, peer] = np.where(self.shortfall(place, peer) <= 0, compute_s, np.inf)
         if following is None:
             return self._computing_s[place, peer]
         return self._computing_s[place, peer] + self._transfer_s(peer, following)[None, :]
+
+    def _back_s(self, place: int) -> Matrix:
+        """Time from the gradient that comes to that which goes."""
+        return self._backward_s + (self._forward_s if self._demands.computes_anew(place) else 0.0)
 
     def _transfer_s(self, peer: int, following: int | None) -> Matrix:
         """Time of an activation on and its gradient back, by the end of the stage."""
@@ -274,7 +287,7 @@ class StageTables:
             start=start,
             stop=stop,
             forward_s=float(self._forward_s[start, stop]) / peer.speed,
-            backward_s=float(self._backward_s[start, stop]) / peer.speed,
+            backward_s=float(self._back_s(place)[start, stop]) / peer.speed,
             transfer_s=float(self._transfer_s(place, following)[stop]),
             parameter_bytes=float(self._parameters[start, stop]),
             output_bytes=float(self._edges[stop]),

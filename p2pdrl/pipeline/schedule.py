@@ -38,6 +38,7 @@ __all__ = [
     "Schedule",
     "ScheduleName",
     "check_schedule",
+    "computes_anew",
     "make_schedule",
     "peak_activations",
     "route",
@@ -208,6 +209,16 @@ def peak_activations(actions: Iterable[Action]) -> int:
         stored += (action.kind == "forward") - (action.kind == "backward")
         peak = max(peak, stored)
     return peak
+
+
+def computes_anew(checkpoint: bool, stored: int) -> bool:
+    """Whether a rank keeps only what comes into its stages and goes out, and computes the rest anew.
+
+    Args:
+        checkpoint: that is wanted.
+        stored: the rank's `peak_activations`. With one there is nothing to be saved.
+    """
+    return checkpoint and stored > 1
 
 
 def check_schedule(schedule: Sequence[Sequence[Action]], stages: int, microbatches: int) -> None:

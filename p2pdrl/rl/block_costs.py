@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from p2pdrl.config.gradients import Precision
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, Context
+from p2pdrl.rl.saved import saved_bytes
 from p2pdrl.rl.sequential import Block
 
 __all__ = ["measure_blocks"]
@@ -25,6 +27,7 @@ def measure_blocks(
     context: Context = NO_CONTEXT,
     *,
     titles: Sequence[str] = (),
+    precision: Precision = "float32",
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Layer]:
@@ -34,43 +37,56 @@ def measure_blocks(
     measured.
 
     Args:
-        run: blocks in a row, on one device.
-        inputs: what the first of them gets: a microbatch.
+        run: blocks in a row, on one device, the model's first among them.
+        inputs: what the first of them gets: a microbatch. No gradient of them is wanted.
         context: of the unroll, where the policy is recurrent.
         titles: of the blocks; by default their numbers.
+        precision: in which they run, and their outputs travel.
         repeats: measured, after one that isn't.
         clock: seconds, monotonic.
     """
     costs = []
+    inputs = inputs.detach()
     for index, block in enumerate(run):
-        seconds = [_run_once(block, inputs, context, clock) for _ in range(repeats + 1)][1:]
-        with torch.no_grad():
-            inputs = block(inputs, context)
+        forward = _forward(block, inputs, context, precision)
+        seconds = [_run_once(forward, inputs, block, clock) for _ in range(repeats + 1)][1:]
+        parameters = list(block.parameters())
+        known = [inputs, *parameters, *(tensor for tensor in context if tensor is not None)]
+        output, inner_bytes = saved_bytes(forward, known)
+        output_bytes = output.numel() * (2 if precision == "bf16" else output.element_size())
         costs.append(
             Layer(
                 name=titles[index] if titles else str(index),
                 forward_s=statistics.median(forward_s for forward_s, _ in seconds),
                 backward_s=statistics.median(backward_s for _, backward_s in seconds),
-                parameter_bytes=sum(p.numel() * p.element_size() for p in block.parameters()),
-                activation_bytes=inputs.numel() * inputs.element_size(),
+                parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+                output_bytes=output_bytes,
+                inner_bytes=inner_bytes + output.nbytes - output_bytes,  # it may be rounded on its way only
             )
         )
+        # from here on, a gradient is wanted of what passes if it leads to parameters
+        inputs = output.detach().requires_grad_(output.requires_grad)
     return costs
 
 
-def _run_once(
-    block: Block, inputs: Tensor, context: Context, clock: Callable[[], float]
-) -> tuple[float, float]:
-    """Return seconds of one forward and one backward.
+def _forward(block: Block, inputs: Tensor, context: Context, precision: Precision) -> Callable[[], Tensor]:
+    """Return what runs a block as a stage does."""
 
-    Observations need no gradient, outputs of other blocks do. What was observed first may be the output of a
-    block too, of another stage: a floating input counts as one.
-    """
-    inputs = inputs.detach()
-    inputs.requires_grad_(inputs.is_floating_point())
+    def forward() -> Tensor:
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            output: Tensor = block(inputs, context)
+            return output
+
+    return forward
+
+
+def _run_once(
+    forward: Callable[[], Tensor], inputs: Tensor, block: Block, clock: Callable[[], float]
+) -> tuple[float, float]:
+    """Return seconds of one forward and one backward."""
     wanted = [tensor for tensor in (inputs, *block.parameters()) if tensor.requires_grad]
     begin = _now(inputs, clock)
-    output = block(inputs, context)
+    output = forward()
     middle = _now(inputs, clock)
     if wanted:
         torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError
-from p2pdrl.tensors.layout import Entry, Layout
+from p2pdrl.tensors.layout import Layout
 
-__all__ = ["BlockMap", "Span", "check_length"]
+__all__ = ["BlockMap", "Span"]
 
 Vector = npt.NDArray[np.float32]
 Span = tuple[int, int]
@@ -72,22 +72,13 @@ class BlockMap:
                 merged.append((start, stop))
         return tuple(merged)
 
-    def part(self, numbers: Sequence[int]) -> Layout:
-        """Return the layout of some blocks' own vector; names are those of the whole.
-
-        Raises:
-            LayoutMismatchError: they have no parameters at all.
-        """
-        entries: dict[str, Entry] = {entry.name: entry for entry in self.layout.entries}
-        return Layout(tuple(entries[name] for name in self.chosen(numbers)))
-
     def take(self, vector_D: Vector, numbers: Sequence[int]) -> Vector:
         """Return a copy of some blocks' numbers.
 
         Raises:
             LayoutMismatchError: the vector isn't the whole policy's.
         """
-        check_length(vector_D, self.layout.size)
+        _check_length(vector_D, self.layout.size)
         return np.concatenate([vector_D[:0], *(vector_D[slice(*span)] for span in self.spans(numbers))])
 
     def put(self, vector_P: Vector, vector_D: Vector, numbers: Sequence[int]) -> None:
@@ -96,8 +87,8 @@ class BlockMap:
         Raises:
             LayoutMismatchError: one of the vectors has another length.
         """
-        check_length(vector_D, self.layout.size)
-        check_length(vector_P, self.size(numbers))
+        _check_length(vector_D, self.layout.size)
+        _check_length(vector_P, self.size(numbers))
         at = 0
         for start, stop in self.spans(numbers):
             vector_D[start:stop] = vector_P[at : at + stop - start]
@@ -115,7 +106,7 @@ class BlockMap:
         return {entry.name: (stop - entry.size, stop) for entry, stop in zip(entries, stops, strict=True)}
 
 
-def check_length(vector: npt.NDArray[Any], size: int) -> None:
+def _check_length(vector: npt.NDArray[Any], size: int) -> None:
     """Check that ``vector`` is flat and has ``size`` numbers.
 
     Raises:

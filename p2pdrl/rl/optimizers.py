@@ -84,6 +84,7 @@ class Optimizer(ABC):
         self._vectors = {name: torch.zeros_like(parameters_D) for name in names}
         self._steps = 0
         self._scratch = parameters_D.new_empty(0)
+        self._aside: Arrays | None = None
 
     @abstractmethod
     def step(self, learning_rate: float) -> None:
@@ -92,7 +93,7 @@ class Optimizer(ABC):
     @property
     def steps(self) -> int:
         """How many steps were taken."""
-        return self._steps
+        return self._steps if self._aside is None else int(self._aside["optimizer.steps"])
 
     def _pieces(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield pieces of the parameters, the gradients and each vector in order: together the whole.
@@ -128,13 +129,30 @@ class Optimizer(ABC):
         return other
 
     def set_aside(self, *, aside: bool) -> None:
-        """Keep the state in the host's memory while others step, or have it where the parameters are again.
+        """Give up the state's memory while others step, or have the state where the parameters are again.
 
-        It can be read and replaced as ever meanwhile, but not stepped with.
+        Set aside, it lies in arrays of others (`refer`), at first in copies on the host. It can be read and
+        replaced as ever, but not stepped with.
         """
-        where = torch.device("cpu") if aside else self._parameters_D.device
-        self._vectors = {name: vector_D.to(where) for name, vector_D in self._vectors.items()}
-        self._scratch = self._parameters_D.new_empty(0)
+        if aside and self._aside is None:
+            self._aside = self.state()
+            self._vectors = {name: self._parameters_D.new_empty(0) for name in self._vectors}
+            self._scratch = self._parameters_D.new_empty(0)
+        elif not aside and self._aside is not None:
+            arrays, self._aside = self._aside, None
+            self._vectors = {name: torch.empty_like(self._parameters_D) for name in self._vectors}
+            self.load(arrays)
+
+    def refer(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Set aside, let the state be what lies in these arrays, which nobody changes until there are others.
+
+        Raises:
+            LayoutMismatchError: an array is missing or has another shape.
+        """
+        if self._aside is None:
+            raise RuntimeError("an optimizer that steps has its state in memory of its own")
+        self._check(arrays)
+        self._aside = {item.name: arrays[item.name] for item in self.items()}
 
     def items(self) -> tuple[SidecarItem, ...]:
         """Return how the state is laid out in the sidecar."""
@@ -144,26 +162,34 @@ class Optimizer(ABC):
 
     def state(self) -> Arrays:
         """Return the state by name; vectors are views where the device is the CPU."""
+        if self._aside is not None:
+            return dict(self._aside)
         arrays: Arrays = {f"optimizer.{name}": v.cpu().numpy() for name, v in self._vectors.items()}
         arrays["optimizer.steps"] = np.array(self._steps, dtype=np.int64)
         return arrays
 
     def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Take over a state that ``state`` returned, here or on another node.
+        """Take over a state that ``state`` returned, here or on another node; set aside, without copying it.
 
         Raises:
             LayoutMismatchError: an array is missing or has another shape.
         """
-        for item in self.items():
-            found = arrays.get(item.name)
-            if found is None or found.shape != item.shape:
-                shape = None if found is None else found.shape
-                raise LayoutMismatchError(f"{item.name} should be of shape {item.shape}, is {shape}")
+        if self._aside is not None:
+            self.refer(arrays)
+            return
+        self._check(arrays)
         for name, vector_D in self._vectors.items():
             vector_D.copy_(torch.from_numpy(np.array(arrays[f"optimizer.{name}"], dtype=np.float32)))
             if name == "v":
                 vector_D.clamp_(min=0.0)  # squares: below zero, as a peer may send them, they give NaN
         self._steps = min(max(int(arrays["optimizer.steps"]), 0), MAX_COUNT)
+
+    def _check(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        for item in self.items():
+            found = arrays.get(item.name)
+            if found is None or found.shape != item.shape:
+                shape = None if found is None else found.shape
+                raise LayoutMismatchError(f"{item.name} should be of shape {item.shape}, is {shape}")
 
 
 class SGD(Optimizer):

@@ -84,6 +84,10 @@ class AnyTrainer(Protocol):
         """Give up memory while a pipeline's share computes gradients and steps instead, or take it again."""
         ...
 
+    def refer(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Set aside, let the optimizer's state be what lies in this sidecar."""
+        ...
+
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:
         """Let the parameters live in ``buffer_D`` from now on."""
         ...

@@ -3,31 +3,26 @@
 What runs a policy in stages cuts the chain between any two blocks and sends one tensor, of a shape that
 depends on the number of rows alone. Chained over observations, the blocks give what ``ActorCritic.outputs``
 gives. Their parameters are the policy's own tensors, each in exactly one block; ``block_map`` says where they
-lie in the flat vector. ``load_blocks`` and ``draw_blocks`` make some of the blocks without the others, for
-models that no device has room for as a whole.
+lie in the flat vector.
 
 The first dimension of every tensor is the batch's: rows, or environments where the policy is recurrent, whose
 tensors have the steps second (BTX, and so on). How a tensor lies in memory doesn't matter. Separate networks
 of policy and value function run side by side in the same blocks, their features put together along the last
 dimension.
 
-Shape suffixes: B rows, or environments; T steps; X the observation's own dimensions; P parameters of some
-blocks.
+Shape suffixes: B rows, or environments; T steps; X the observation's own dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from p2pdrl.config.task import NetworkConfig
-from p2pdrl.rl.block_map import BlockMap, check_length
-from p2pdrl.rl.envs import EnvSpec
-from p2pdrl.rl.networks.layers import initialise
+from p2pdrl.rl.block_map import BlockMap
 from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, Context
 from p2pdrl.rl.networks.trunk import Trunk
 from p2pdrl.rl.outputs import PolicyOutputs
@@ -41,8 +36,6 @@ __all__ = [
     "block_map",
     "blocks",
     "chain",
-    "draw_blocks",
-    "load_blocks",
     "map_blocks",
 ]
 
@@ -202,60 +195,7 @@ def map_blocks(model: nn.Module, row: Iterable[Block]) -> BlockMap:
     )
 
 
-def load_blocks(
-    spec: EnvSpec, network: NetworkConfig, numbers: Sequence[int], vector_P: Vector, device: torch.device
-) -> nn.ModuleList:
-    """Make some blocks from their parameters; the others never have memory.
-
-    Args:
-        spec: of the environment.
-        network: shape of the whole policy.
-        numbers: of the blocks: ``range(3, 5)`` are the fourth and the fifth.
-        vector_P: as ``BlockMap.take`` cut it.
-        device: where the blocks will be.
-
-    Raises:
-        LayoutMismatchError: there are no such blocks, or the vector doesn't fit.
-    """
-    policy = ActorCritic(spec, network, None)
-    check_length(vector_P, block_map(policy).size(numbers))
-    for owner in _owners(policy, numbers):
-        owner.to_empty(device=device, recurse=False)
-    made = _chosen(policy, numbers)
-    # what was received may be read-only, which torch can't wrap
-    source_P = torch.from_numpy(vector_P if vector_P.flags.writeable else vector_P.copy())
-    at = 0
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.copy_(source_P[at : at + parameter.numel()].view(parameter.shape))
-            at += parameter.numel()
-    return made
-
-
-def draw_blocks(
-    spec: EnvSpec, network: NetworkConfig, numbers: Sequence[int], seed: int, device: torch.device
-) -> nn.ModuleList:
-    """Make blocks as ``load_blocks`` does, with the initial weights that ``ActorCritic`` draws from ``seed``.
-
-    The weights of all other layers are drawn too, and dropped, one layer at a time.
-    """
-    policy = ActorCritic(spec, network, None)
-    initialise(policy, torch.Generator().manual_seed(seed), _owners(policy, numbers))
-    return _chosen(policy, numbers).to(device)
-
-
 def _towers(actor: nn.Sequential, critic: nn.Sequential) -> Iterator[Towers]:
     """Yield a block per layer of two networks in which each layer has a non-linearity behind it."""
     for at in range(0, len(actor), 2):
         yield Towers(actor[at], critic[at], actor[at + 1], first=at == 0)
-
-
-def _chosen(policy: ActorCritic, numbers: Sequence[int]) -> nn.ModuleList:
-    every = blocks(policy)
-    return nn.ModuleList(every[number] for number in numbers)
-
-
-def _owners(policy: ActorCritic, numbers: Sequence[int]) -> set[nn.Module]:
-    """Return the modules of ``policy`` that own the parameters of some blocks."""
-    names = block_map(policy).chosen(numbers)
-    return {policy.get_submodule(name.rpartition(".")[0]) for name in names}

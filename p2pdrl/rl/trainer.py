@@ -200,14 +200,18 @@ class Trainer:
     def set_aside(self, *, aside: bool) -> None:
         """Give up memory while a pipeline's share computes gradients and steps instead, or take it again.
 
-        Gradients go, and the optimizer's state lies in the host's memory. Parameters stay: who acts needs
-        them, and who goes on alone does.
+        Gradients go, and so does the optimizer's state, which lies with others then (`refer`). Parameters
+        stay: who acts needs them.
         """
         if aside:
             self._flat.drop_gradients()
         else:
             self._flat.make_gradients()
         self._algorithm.optimizer.set_aside(aside=aside)
+
+    def refer(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Set aside, let the optimizer's state be what lies in this sidecar; see ``Optimizer.refer``."""
+        self._algorithm.optimizer.refer(sidecar)
 
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:
         """Let the parameters live in ``buffer_D`` from now on; see ``FlatModule.rebind``."""

@@ -53,6 +53,7 @@ def _measured(trainer: AnyTrainer, microbatches: int) -> Blocks:
         _inputs(parts.inputs, rows, random).to(device),
         Context(**context),
         titles=parts.block_map.titles,
+        precision=parts.precision,
     )
     return Blocks(microbatches, tuple(layers), str(device))
 

@@ -37,6 +37,7 @@ class Replica:
         self.trainer = trainer
         self._board = board
         self._changed = True
+        self._aside = False
         self.version = 0
 
     @property
@@ -94,3 +95,19 @@ class Replica:
         if self._board is not None and (self._changed or always):
             self._board.publish(self.trainer.flat, self.trainer.sidecar(), self.version)
             self._changed = False
+            self._refer()
+
+    def set_aside(self, *, aside: bool) -> None:
+        """Have the trainer give its gradients and optimizer up for a share of a pipeline, or have them again.
+
+        Meanwhile the optimizer's state lies on the board and nowhere else: as it was published last, which
+        isn't written over before the next one is whole.
+        """
+        self._aside = aside
+        self.trainer.set_aside(aside=aside)
+        self._refer()
+
+    def _refer(self) -> None:
+        published = self._board.restore() if self._aside and self._board is not None else None
+        if published is not None and published.sidecar is not None:
+            self.trainer.refer(published.sidecar)

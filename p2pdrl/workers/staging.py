@@ -174,11 +174,11 @@ class Staging:
         self._answer()
         # Not before: until a seat has them, the descriptors are closed with the order.
         (order, pipes), self._order = self._order, None
-        self._trainer.set_aside(aside=True)  # a share of the model has its own gradients and optimizer
+        self._replica.set_aside(aside=True)  # a share of the model has its own gradients and optimizer
         try:
             seat = take_seat(order, pipes, self._trainer, ears)
         except (TransportError, ConfigError, OSError) as error:
-            self._trainer.set_aside(aside=False)
+            self._replica.set_aside(aside=False)
             if not self._interrupted():
                 self._tell(order, "broken", why=str(error))
             return
@@ -323,7 +323,7 @@ class Staging:
         if seat is None:
             return
         seat.close()
-        self._trainer.set_aside(aside=False)
+        self._replica.set_aside(aside=False)
         if self._own is not None:
             (self._trainer.engine, self._trainer.stepper), self._own = self._own, None
 

@@ -69,7 +69,8 @@ class Worker:
     def costs(self, rows: int) -> dict[str, Any]:
         """Measure the blocks."""
         blocks, inputs = self._model.parts.blocks, self._model.batch.inputs[:rows]
-        every = [measure_blocks(blocks, inputs, repeats=1) for _ in range(REPEATS)]
+        precision = self._model.parts.precision
+        every = [measure_blocks(blocks, inputs, precision=precision, repeats=1) for _ in range(REPEATS)]
         quickest = [
             one[0]._replace(
                 forward_s=min(layer.forward_s for layer in one),
@@ -82,16 +83,21 @@ class Worker:
     def hold(self, cuts: list[int], schedule: ScheduleName, most: int) -> dict[str, Any]:
         """Take this rank's share.
 
-        As memory of ours counts what a learner keeps beside it: the policy to act with, and the last copy of
-        the optimizer's state, on the host. Plain torch keeps no more than its stage.
+        As memory of ours counts what a learner keeps beside it: the policy to act with. Plain torch keeps no
+        more than its stage.
         """
         parts = self._model.parts
         if self._kind == "gloo":
             self._memory = Memory(self._device)
         else:
-            parts.optimizer.load({name: np.array(x) for name, x in parts.optimizer.state().items()})
             self._model.flat.drop_gradients()
             parts.optimizer.set_aside(aside=True)
+            parts.optimizer.refer(
+                {
+                    item.name: np.broadcast_to(np.zeros((), item.dtype), item.shape)
+                    for item in parts.optimizer.items()
+                }
+            )
         try:
             plan = plan_of(len(parts.blocks), cuts, schedule, most)
             share = WatchedShare(parts, plan, self._rank, self._device)

@@ -89,6 +89,7 @@ def _ordered(training: Training) -> dict[str, Any]:
         "peers": list(figures.ranks),
         "alone": figures.alone,
         "why": figures.why,
+        "limit": figures.limit,
         "copies": figures.copies,
         "predicted_step_s": figures.step_s,
         "predicted_bubble": figures.bubble,

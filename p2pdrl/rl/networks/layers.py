@@ -8,9 +8,8 @@ with the same ones.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol, cast
 
@@ -100,23 +99,18 @@ def mlp(widths: Sequence[int], activation: str) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def initialise(
-    module: nn.Module, generator: torch.Generator, wanted: Collection[nn.Module] | None = None
-) -> None:
+def initialise(module: nn.Module, generator: torch.Generator) -> None:
     """Give memory and initial weights to a network made on the meta device.
 
     Args:
         module: every module in it that has parameters of its own is ``Drawn``.
         generator: drawn from in the order of ``module.modules()``.
-        wanted: of those modules; the others stay on the meta device. Theirs are drawn and dropped, one
-            layer's memory at a time, so that a part begins as it would in the whole. None: all.
     """
     for layer in module.modules():
         if next(layer.parameters(recurse=False), None) is None:
             continue
-        drawn = layer if wanted is None or layer in wanted else copy.deepcopy(layer)
-        drawn.to_empty(device="cpu", recurse=False)
-        cast("Drawn", drawn).draw(generator)
+        layer.to_empty(device="cpu", recurse=False)
+        cast("Drawn", layer).draw(generator)
 
 
 def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float, generator: torch.Generator) -> None:

@@ -18,6 +18,7 @@ from p2pdrl.pipeline.trace import Span
 from p2pdrl.rl.gradients import Batch
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.objectives.objective import Objective, Outputs
+from p2pdrl.rl.stages.keeping import Keeping, Kept
 from p2pdrl.rl.stages.links import Links, Way, receive
 from p2pdrl.rl.stages.messages import Activation, Gradient, Message, Opening
 from p2pdrl.rl.stages.recorder import Recorder
@@ -61,6 +62,7 @@ class Runner(Generic[Outputs]):
         self._clock = clock
         self.recorder = recorder or Recorder()
         self._buffers = Buffers(share.device)
+        self._keeping = Keeping(share)
         self.waited_s = self.ran_s = 0.0
         self._do = {
             "recv_activation": self._recv_activation,
@@ -107,7 +109,7 @@ class Runner(Generic[Outputs]):
         self._extras: dict[int, dict[str, Tensor]] = {}
         self._lent: dict[Key, list[tuple[RowSpec, Tensor]]] = {}
         self._terms: Tensor | None = None
-        self._kept: dict[Key, int] = {}
+        self._kept: dict[Key, Kept] = {}
         self._kept_bytes = 0
 
     def run(self) -> Tensor | None:
@@ -153,8 +155,8 @@ class Runner(Generic[Outputs]):
         share, inputs = self._share, self._inputs[stage, microbatch]
         extras = self._extras.get(microbatch, {})
         context = Context(extras.get("starts_BT"), extras.get("state_BS"))
-        output = share.forward(stage, inputs, context, stored=self._stored)
-        self._keep((stage, microbatch), inputs, output)
+        output, kept = self._keeping.forward(stage, inputs, context, stored=self._stored)
+        self._keep((stage, microbatch), inputs, output, kept)
         if stage == self._plan.stages - 1:
             assert self._objective is not None  # noqa: S101 - this is the last rank
             targets = {name: extras[name] for name in share.parts.targets}
@@ -185,6 +187,8 @@ class Runner(Generic[Outputs]):
     def _backward(self, stage: int, microbatch: int) -> None:
         key = stage, microbatch
         root, leaf, given = self._roots.pop(key), self._inputs.pop(key), self._gradients.pop(key, None)
+        kept = self._kept.pop(key)
+        self.recorder.kept(self._kept_bytes + kept.anew_bytes)
         if root.requires_grad:
             torch.autograd.backward(root, given)
         if stage > 0:
@@ -194,7 +198,7 @@ class Runner(Generic[Outputs]):
             same = given is not None and _memory(found) == _memory(given)
             self._gradients[stage - 1, microbatch] = found.clone() if same else found
         self._give_back(key)
-        self._kept_bytes -= self._kept.pop(key)
+        self._kept_bytes -= kept.waiting_bytes
 
     def _send_gradient(self, stage: int, microbatch: int) -> None:
         gradient = self._gradients.pop((stage - 1, microbatch)).contiguous()
@@ -210,11 +214,11 @@ class Runner(Generic[Outputs]):
         receive(self._links, way, wanted, room, self._timeout_s)
         self.waited_s += self._clock() - begin
 
-    def _keep(self, key: Key, inputs: Tensor, output: Tensor) -> None:
-        """Count what is kept until the backward: what comes into the stage, and what comes out."""
+    def _keep(self, key: Key, inputs: Tensor, output: Tensor, inner: Kept) -> None:
+        """Count what is kept until the backward: what comes into the stage, what comes out, and between."""
         came = 0 if self._links is None and key[0] > 0 else inputs.nbytes  # else the stage before has it
-        self._kept[key] = came + output.nbytes
-        self._kept_bytes += self._kept[key]
+        self._kept[key] = kept = inner._replace(waiting_bytes=came + output.nbytes + inner.waiting_bytes)
+        self._kept_bytes += kept.waiting_bytes
         self.recorder.kept(self._kept_bytes)
 
     def _borrow(self, key: Key, spec: RowSpec, rows: int) -> Tensor:

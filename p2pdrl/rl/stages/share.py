@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.plan import Plan
+from p2pdrl.pipeline.schedule import computes_anew
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.objectives.objective import Outputs
@@ -108,20 +110,21 @@ class Share(Generic[Outputs]):
             stage: one of this rank's.
             x: its input.
             context: of the microbatch.
-            stored: most microbatches that this rank stores at once. With one there is nothing to be saved
-                by computing anew.
+            stored: most microbatches that this rank stores at once.
         """
         blocks = self._stages[stage]
         with self._precision():
-            if x.dtype == torch.bfloat16:  # rounded on its way; each operation knows what it wants
-                x = x.float()
-            if self._checkpoint and stored > 1:
+            if self.computes_anew(stored):
                 y: Tensor = checkpoint(
-                    chain, blocks, x, context, use_reentrant=False, preserve_rng_state=False
+                    _run, blocks, x, context, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                y = chain(blocks, x, context)
+                y = _run(blocks, x, context)
         return y if stage == self.plan.stages - 1 else y.to(self.parts.travelling).contiguous()
+
+    def computes_anew(self, stored: int) -> bool:
+        """Whether a stage's inside is computed anew for its backward, with so many microbatches stored."""
+        return computes_anew(self._checkpoint, stored)
 
     def outputs(self, y: Tensor) -> Outputs:
         """Return what the objective wants, from what the last stage's ``forward`` gave."""
@@ -182,3 +185,8 @@ class Share(Generic[Outputs]):
         if self.parts.precision == "bf16":
             return torch.autocast(self.device.type, torch.bfloat16)
         return nullcontext()
+
+
+def _run(blocks: Sequence[Block], x: Tensor, context: Context) -> Tensor:
+    # what was rounded on its way is float32 again: each operation knows what it wants
+    return chain(blocks, x.float() if x.dtype == torch.bfloat16 else x, context)

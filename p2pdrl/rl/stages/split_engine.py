@@ -176,5 +176,6 @@ def _measured(parts: Parts[Any], microbatches: int, options: EngineOptions) -> l
         zeros(parts.inputs),
         Context(**context),
         titles=parts.block_map.titles,
+        precision=parts.precision,
         clock=options.clock,
     )

@@ -35,6 +35,7 @@ from p2pdrl.pipeline.trace import Span
 from p2pdrl.rl.gradients import Batch
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.objectives.objective import Objective, Outputs
+from p2pdrl.rl.stages.keeping import Keeping, Kept
 from p2pdrl.rl.stages.links import Links
 from p2pdrl.rl.stages.messages import Activation, Opening
 from p2pdrl.rl.stages.recorder import Recorder
@@ -87,6 +88,7 @@ class TorchRunner(Generic[Outputs]):
         self._schedules: OrderedDict[tuple[int, int], _Schedule] = OrderedDict()
         self._computed_s = self._idle_since_s = 0.0
         self._kept_bytes = 0
+        self._keeping = Keeping(share)
         self.recorder = Recorder()
         self.waited_s = self.ran_s = 0.0
         self._now: _Minibatch[Outputs] | None = None
@@ -173,14 +175,15 @@ class TorchRunner(Generic[Outputs]):
         before = parts.outputs[numbers[0] - 1] if stage > 0 else parts.inputs
         behind = parts.outputs[numbers[-1]]
         return _Stage(
-            _Blocks(self._share, stage, stored, self._travelling),
+            _Blocks(self._share, self._keeping, stage, stored, self._travelling),
             stage,
             plan.stages,
             self._travelling,
             input_args=_example(before, rows, learns=stage > 0),
             output_args=_example(behind, rows, learns=True),
             noted=self._noted,
-            kept_bytes=before.nbytes(rows) + behind.nbytes(rows),
+            keeps=self._keeps,
+            passing_bytes=before.nbytes(rows) + behind.nbytes(rows),
         )
 
     def _loss(self, output: Tensor, microbatch: Tensor) -> Tensor:
@@ -202,8 +205,8 @@ class TorchRunner(Generic[Outputs]):
         self._computed_s += self._idle_since_s - begin_s
 
     @contextmanager
-    def _noted(self, what: str, stage: int, microbatch: int, kept_bytes: int) -> Iterator[None]:
-        """Record a computation, the wait before it, and what is kept after it."""
+    def _noted(self, what: str, stage: int, microbatch: int) -> Iterator[None]:
+        """Record a computation, and the wait before it."""
         about = stage, microbatch, self._minibatch.opening.step
         since_s = self._idle_since_s
         with self._computing() as begin_s:
@@ -213,8 +216,11 @@ class TorchRunner(Generic[Outputs]):
         if what == "backward" and stage < self._plan.stages - 1:
             self.recorder.add(Span("recv_gradient", since_s, begin_s, *about))
         self.recorder.add(Span(what, begin_s, self._idle_since_s, *about))
+
+    def _keeps(self, kept_bytes: int, passing_bytes: int = 0) -> None:
+        """Record what is kept, some of it for a moment only."""
         self._kept_bytes += kept_bytes
-        self.recorder.kept(self._kept_bytes)
+        self.recorder.kept(self._kept_bytes + passing_bytes)
 
     @contextmanager
     def _peers_errors(self) -> Iterator[None]:
@@ -259,12 +265,17 @@ class _Minibatch(Generic[Outputs]):
 class _Blocks(nn.Module):
     """A stage's blocks as PyTorch calls them. Parameters stay the share's: this module has none."""
 
-    def __init__(self, share: Share[Any], stage: int, stored: int, travelling: torch.device) -> None:
+    def __init__(
+        self, share: Share[Any], keeping: Keeping[Any], stage: int, stored: int, travelling: torch.device
+    ) -> None:
         super().__init__()
         self._share = share
+        self._keeping = keeping
         self._stage = stage
         self._stored = stored
         self._travelling = travelling
+        self.kept = Kept(0, 0)
+        """Of the last microbatch; all are equally long."""
 
     def forward(
         self,
@@ -274,7 +285,7 @@ class _Blocks(nn.Module):
     ) -> Tensor:
         """Return the stage's output, where it travels from."""
         share = self._share
-        output = share.forward(
+        output, self.kept = self._keeping.forward(
             self._stage, x.to(share.device), Context(starts_BT, state_BS), stored=self._stored
         )
         if self._stage == share.plan.stages - 1:
@@ -285,20 +296,34 @@ class _Blocks(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """Says when it computes what."""
+    """Says when it computes what, and what it keeps."""
 
-    def __init__(self, *args: Any, noted: Callable[..., Any], kept_bytes: int, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        blocks: _Blocks,
+        *args: Any,
+        noted: Callable[..., Any],
+        keeps: Callable[..., None],
+        passing_bytes: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(blocks, *args, **options)
+        self._blocks = blocks
         self._noted = noted
-        self._kept_bytes = kept_bytes
+        self._keeps = keeps
+        self._passing_bytes = passing_bytes
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
-        with self._noted("forward", self.stage_index, fwd_chunk_id, self._kept_bytes):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+        with self._noted("forward", self.stage_index, fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
+        self._keeps(self._passing_bytes + self._blocks.kept.waiting_bytes)
+        return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
-        with self._noted("backward", self.stage_index, bwd_chunk_id, -self._kept_bytes):
+        self._keeps(0, self._blocks.kept.anew_bytes)
+        with self._noted("backward", self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **options)
+        self._keeps(-self._passing_bytes - self._blocks.kept.waiting_bytes)
 
 
 def _example(spec: RowSpec, rows: int, *, learns: bool) -> Tensor:

@@ -33,7 +33,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     alone: bool = False
     """Whether all ranks compute by themselves, because a pipeline would be slower."""
     why: str = ""
-    """Why it is as it is, with numbers, as the head told people; empty at the other ranks."""
+    """Why it is as it is, with numbers, as the head told all ranks."""
+    limit: str = ""
+    """What can't be as the strategy's options ask, and which of them to change; empty when all can."""
     step_s: float = 0.0
     """Predicted for one minibatch."""
     bubble: float = 0.0

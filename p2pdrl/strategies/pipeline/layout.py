@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from p2pdrl.strategies.pipeline.messages import Note
 
-__all__ = ["Layout", "Place", "lay_out", "width"]
+__all__ = ["Layout", "Place", "blocks_of", "lay_out", "width"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,14 @@ class Layout:
         )
 
 
+def blocks_of(notes: Mapping[str, Note]) -> int:
+    """Return how many blocks the members' policies have; 0 where nobody says so."""
+    return min((note.blocks for note in notes.values() if note.blocks), default=0)
+
+
 def width(notes: Mapping[str, Note], stages: int, chunks: int) -> int:
     """Return how many ranks a pipeline has at most: S, or as many as there are blocks for."""
-    blocks = min((note.blocks for note in notes.values() if note.blocks), default=0)
+    blocks = blocks_of(notes)
     return max(1, min(stages, blocks // chunks)) if blocks else stages
 
 

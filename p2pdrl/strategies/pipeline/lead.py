@@ -25,7 +25,15 @@ from p2pdrl.strategies.pipeline.calls import Peers, Unformed
 from p2pdrl.strategies.pipeline.joints import Joints
 from p2pdrl.strategies.pipeline.layout import Place
 from p2pdrl.strategies.pipeline.links import LinkBook
-from p2pdrl.strategies.pipeline.messages import MAX_GENERATION, Done, Form, Offer, Offered, PipeHead
+from p2pdrl.strategies.pipeline.messages import (
+    MAX_GENERATION,
+    Done,
+    Form,
+    Offer,
+    Offered,
+    PipeHead,
+    as_reason,
+)
 from p2pdrl.strategies.pipeline.orders import closes_circle, term_of
 from p2pdrl.strategies.pipeline.planning import Design, Rank, design
 from p2pdrl.strategies.pipeline.port import Pipes
@@ -203,6 +211,7 @@ class Lead:
             alone=planned.alone,
             step_s=min(planned.step_s, 1e6),
             bubble=planned.bubble,
+            why=as_reason(planned.why),
         )
         self._side.last = form.generation  # though it may come to nothing: ranks may have heard of it
         if self._config.backend == "torch" and len(planned.members) > 1 and not planned.alone:

@@ -27,11 +27,13 @@ __all__ = [
     "Offered",
     "PipeHead",
     "Request",
+    "as_reason",
 ]
 
 MAX_GENERATION = 2**62
 """Learners get it as a signed number of 64 bits."""
 MAX_BLOCKS = 100_000
+MAX_WHY = 500
 
 Generation = Annotated[int, Meta(ge=0, lt=MAX_GENERATION)]
 Digest = Annotated[bytes, Meta(max_length=32)]
@@ -103,7 +105,18 @@ class Form(msgspec.Struct, frozen=True, tag="form"):
     """Predicted for one minibatch."""
     bubble: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Predicted part of the time in which ranks idle."""
+    why: Annotated[str, Meta(max_length=MAX_WHY)] = ""
+    """Why it is as it is, in a sentence for people."""
     call: Natural = 0
+
+    def __post_init__(self) -> None:
+        """Check what a peer wrote for people.
+
+        Raises:
+            ValueError: it would move a cursor; msgspec turns it into its own ValidationError.
+        """
+        if not self.why.isprintable():
+            raise ValueError("the reason must be printable")
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -130,3 +143,9 @@ class PipeHead(msgspec.Struct, frozen=True):
 
 
 Request = Offer | Form | Leave | Probe
+
+
+def as_reason(text: str) -> str:
+    """Return ``text`` as `Form.why` may be: printable, and no longer than that."""
+    clean = "".join(one if one.isprintable() else " " for one in text)
+    return clean if len(clean) <= MAX_WHY else f"{clean[: MAX_WHY - 1]}…"

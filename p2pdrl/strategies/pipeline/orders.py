@@ -65,6 +65,7 @@ def term_of(config: PipelineConfig, form: Form, rank: int, host: str = "") -> Te
         form.members,
         rank,
         alone=form.alone,
+        why=form.why,
         step_s=form.step_s,
         bubble=form.bubble,
         lineage=form.lineage,

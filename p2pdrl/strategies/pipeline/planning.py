@@ -11,16 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2pdrl.config.pipeline import PipelineConfig, ScheduleName
+from p2pdrl.config.pipeline_checks import LIST_BLOCKS
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.advice import Advice, Pipeline, Wishes, Work, advise, bytes_alone, too_large
+from p2pdrl.pipeline.advice import Advice, Pipeline, Wishes, advise, bytes_alone, too_large
 from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer
 from p2pdrl.pipeline.plan import Plan
+from p2pdrl.pipeline.timeline import Timeline
+from p2pdrl.pipeline.work import Work
 
-__all__ = ["AUTO", "Design", "Rank", "design", "measured_with", "schedule_of"]
+__all__ = ["AUTO", "NO_PIPELINE", "Design", "Rank", "design", "measured_with", "schedule_of"]
 
 AUTO = (1, 2, 4, 8)
 """Numbers of microbatches that ``auto`` chooses from."""
 LEAST_S = 1e-9
+OTHERWISE = "set other task.strategy.cuts, or lower task.strategy.stages"
+NO_PIPELINE = "no pipeline: "
+ONE = "no other rank is in its pipeline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,8 @@ class Design:
         why: in a sentence, with numbers.
         step_s: predicted for one minibatch.
         bubble: predicted part of the time in which ranks idle, their mean.
+        timeline: predicted for one minibatch, in the number of microbatches that ``auto`` would take; None
+            without a pipeline.
     """
 
     members: tuple[str, ...]
@@ -59,11 +67,12 @@ class Design:
     why: str
     step_s: float
     bubble: float
+    timeline: Timeline | None = None
 
 
 def schedule_of(config: PipelineConfig, ranks: int) -> ScheduleName:
-    """Return the schedule of so many ranks: a single one has no turns to take."""
-    return "1f1b" if ranks == 1 and config.schedule == "interleaved" else config.schedule
+    """Return the schedule of so many ranks: a single one has no turns to take, and stores one at a time."""
+    return "1f1b" if ranks == 1 else config.schedule
 
 
 def measured_with(config: PipelineConfig, rows: int = 0) -> int:
@@ -102,7 +111,7 @@ def design(
     blocks, most = len(layers), measured_with(config, rows)
     mine_s = max(ranks[0].seconds, LEAST_S)
     single = Plan(blocks, (), schedule_of(config, 1), most, 1)
-    alone = Design((ranks[0].peer,), single, False, "it is alone", mine_s * most, 0.0)
+    alone = Design((ranks[0].peer,), single, False, ONE, mine_s * most, 0.0)
     peers = [Peer(one.name, mine_s / max(one.seconds, LEAST_S), one.memory_bytes) for one in ranks]
     work = Work(  # no bytes of the input: the first rank has the batch in any case, and cuts it into views
         {most: layers},
@@ -117,12 +126,12 @@ def design(
         return alone
     members = tuple(one.peer for one in ranks)
     try:
-        advice = advise(work, peers, links, _wishes(config, len(ranks), most))
+        advice = advise(work, peers, links, _wishes(config, len(ranks), most, blocks))
         pipeline = _trainable(layers, advice)
     except ConfigError as error:
         if not any(fits):
             raise ConfigError(f"{too_large(work, peers, (most,))}; no pipeline: {error}") from error
-        return Design(members, single, True, f"no pipeline: {error}", alone.step_s, 0.0)
+        return Design(members, single, True, f"{NO_PIPELINE}{error}", alone.step_s, 0.0)
     why = advice.why
     if config.backend == "auto" and not advice.take_pipeline:
         if all(fits):
@@ -134,16 +143,21 @@ def design(
         plan = _most(plan)
     bubbles = pipeline.timeline.bubbles
     order = tuple(members[index] for index in pipeline.order)
-    return Design(order, plan, False, why, pipeline.step_s, sum(bubbles) / len(bubbles))
+    return Design(order, plan, False, why, pipeline.step_s, sum(bubbles) / len(bubbles), pipeline.timeline)
 
 
-def _wishes(config: PipelineConfig, ranks: int, most: int) -> Wishes:
+def _wishes(config: PipelineConfig, ranks: int, most: int, blocks: int) -> Wishes:
     numbers = tuple(number for number in AUTO if number <= most)
     if (
         config.microbatches != "auto"
     ):  # fewer where an interleaved schedule of so many ranks doesn't allow them
         numbers = (_allowed(most, ranks, config.chunks) if config.schedule == "interleaved" else most,)
     cuts = config.cuts if ranks == config.stages else ()
+    if cuts and cuts[-1] >= blocks:
+        raise ConfigError(
+            f"task.strategy.cuts = {list(cuts)} must rise from 1 to at most {blocks - 1}, the number of the "
+            f"last block; {LIST_BLOCKS}"
+        )
     return Wishes(schedule_of(config, ranks), numbers, config.chunks, cuts)
 
 
@@ -179,5 +193,5 @@ def _trainable(layers: Sequence[Layer], advice: Advice) -> Pipeline:
         raise ConfigError(advice.why)
     for rank in range(pipeline.plan.ranks):
         if not any(layers[number].parameter_bytes for number in pipeline.plan.numbers(rank)):
-            raise ConfigError(f"rank {rank} would have no parameters to train: cut the model elsewhere")
+            raise ConfigError(f"rank {rank} would have no parameters to train: {OTHERWISE}")
     return pipeline

@@ -33,6 +33,7 @@ from p2pdrl.strategies.pipeline.figures import Figures
 from p2pdrl.strategies.pipeline.heads import ROUTE as HEADS_ROUTE
 from p2pdrl.strategies.pipeline.heads import Heads
 from p2pdrl.strategies.pipeline.layout import Layout, lay_out, width
+from p2pdrl.strategies.pipeline.limits import limits
 from p2pdrl.strategies.pipeline.links import LinkBook
 from p2pdrl.strategies.pipeline.messages import Done, Form, Leave, Note, Offer, PipeHead, Request
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
@@ -210,6 +211,7 @@ class PipelineStrategy:
         notes = {member: Note.read(active.notes.get(member)) for member in view.members}
         most = width(notes, self._config.stages, self._config.chunks)
         layout = self._layout = lay_out(view.members, notes, most)
+        self._telling.limited(limits(self._config, notes, layout.place_of(self._me)))
         self._heads.with_whom(layout.heads)
         work = self._work = ViewWork(self._tools, group, view, notes, layout)
         running = asyncio.create_task(work.run(), name="pipeline")

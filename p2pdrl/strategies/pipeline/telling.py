@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from p2pdrl.config.problem import Problem
 from p2pdrl.pipeline.order import StageNews
 from p2pdrl.pipeline.wording import in_seconds
 from p2pdrl.strategies.pipeline.figures import Figures
 from p2pdrl.strategies.pipeline.layout import Layout, Place
-from p2pdrl.strategies.pipeline.planning import Design
+from p2pdrl.strategies.pipeline.planning import NO_PIPELINE
 from p2pdrl.strategies.pipeline.term import Term, blamed
 from p2pdrl.strategies.protocol import Context, Merged, RoundReport
 from p2pdrl.strategies.tally import Tally
@@ -27,7 +30,7 @@ class Telling:
         self._tally = Tally(context.swarm)
         self._since_s = 0.0
         self._told = ""
-        self._why = ""
+        self._limit = ""
         self._told_end = 0
 
     @property
@@ -46,13 +49,20 @@ class Telling:
         heads = ", ".join(self._names(layout.heads))
         self._once("standby", f"stands by, for there is no full pipeline left: those of {heads} work")
 
-    def formed(self, term: Term, design: Design) -> None:
-        """We formed a pipeline, or the peers of one compute by themselves."""
+    def limited(self, problems: Iterable[Problem]) -> None:
+        """Our pipeline won't be what the strategy's options ask for, until there are no such problems."""
+        limit = "; ".join(f"{problem.key}: {problem.message}" for problem in problems)
+        if limit and limit != self._limit:
+            text = f"a pipeline can't be as its options ask. {limit}"
+            self._swarm.tell("pipeline-refused", text, warning=True)
+        self._limit = limit
+
+    def formed(self, term: Term) -> None:
+        """We are in a pipeline that was formed, or compute by ourselves as all peers of one do."""
         self._since_s = self._clock.monotonic()
-        self._why = design.why
         if term.alone:
             names = ", ".join(self._names(term.members))
-            text = f"no pipeline of {names}: each computes by itself. {design.why}"
+            text = f"no pipeline of {names}: each computes by itself. {term.why.removeprefix(NO_PIPELINE)}"
             self._swarm.tell("pipeline-refused", text, warning=True)
             return
         plan = term.order.plan
@@ -139,10 +149,12 @@ class Telling:
             return Figures()
         place = layout.place_of(me)
         if place is None:
-            return Figures(standby=True, pipelines=len(layout.pipelines))
+            return Figures(standby=True, pipelines=len(layout.pipelines), limit=self._limit)
         if term is None or not term.formed:
             ranks = tuple(self._names(place.members))
-            return Figures(pipeline=place.number, pipelines=len(layout.pipelines), ranks=ranks)
+            return Figures(
+                pipeline=place.number, pipelines=len(layout.pipelines), ranks=ranks, limit=self._limit
+            )
         order = term.order
         plan = order.plan
         return Figures(
@@ -157,7 +169,8 @@ class Telling:
             generation=order.generation,
             backend=order.backend if order.ranks > 1 else "none",
             alone=term.alone,
-            why=self._why if term.leads else "",
+            why=term.why,
+            limit=self._limit,
             step_s=term.step_s,
             bubble=term.bubble,
             copies=term.copies,
@@ -166,6 +179,8 @@ class Telling:
     def facts(self, figures: Figures) -> dict[str, float | str]:
         """The same for people."""
         facts: dict[str, float | str] = {"role": figures.role, "pipelines": figures.pipelines}
+        if figures.limit:
+            facts["limited"] = figures.limit
         if figures.rank is None:
             return facts
         facts |= {"ranks": ", ".join(figures.ranks), "blocks": _ranges(figures.blocks)}

@@ -23,6 +23,7 @@ class Term:
         members: node ids by rank; of an order for one rank alone all who compute by themselves.
         rank: ours among them.
         alone: whether they compute by themselves.
+        why: it is as it is, as the head says.
         step_s: predicted for one minibatch.
         bubble: predicted.
         lineage: of the state with which all ranks began.
@@ -41,6 +42,7 @@ class Term:
         rank: int,
         *,
         alone: bool,
+        why: str = "",
         step_s: float,
         bubble: float,
         lineage: str = "",
@@ -50,6 +52,7 @@ class Term:
         self.formed = False
         self.copies = 0
         self.moves = Moved()
+        self.why = why
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[StageNews] = loop.create_future()
         self._ready: asyncio.Future[None] = loop.create_future()

@@ -191,8 +191,7 @@ class ViewWork:
             offer_s=finish_s(tools.config) + 5.0,
         )
         term = await self.lead.form()
-        if self.lead.design is not None:
-            self._telling.formed(term, self.lead.design)
+        self._telling.formed(term)
         return term
 
     async def _recruited(self, place: Place) -> Term:
@@ -215,6 +214,7 @@ class ViewWork:
         term = self._side.term
         if recruit.lost or term is None:
             raise Unformed(recruit.lost)
+        self._telling.formed(term)
         return term
 
     async def _came_to_nothing(self, place: Place, error: Unformed) -> None:

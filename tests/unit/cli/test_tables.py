@@ -102,6 +102,13 @@ def test_status_shows_the_pipeline(pipeline, shown):
     assert f"pipeline {shown}" in text
 
 
+def test_status_shows_what_a_pipeline_cannot_be():
+    pipeline = {"role": "standby", "limit": "task.strategy.stages: 4 stages need as many blocks"}
+    text = " ".join(rendered(status_view({**FakeNode().status(), "pipeline": pipeline})).split())
+    assert "limited task.strategy.stages: 4 stages need as many blocks" in text
+    assert "limited" not in rendered(status_view({**FakeNode().status(), "pipeline": PIPELINE}))
+
+
 def test_status_without_a_pipeline_has_no_such_line():
     assert "pipeline" not in rendered(status_view({**FakeNode().status(), "pipeline": None}))
 

@@ -15,6 +15,14 @@ def test_the_default_breaks_no_rule() -> None:
     assert problems(Config()) == []
 
 
+PIPELINE = ["task.strategy.name=pipeline"]
+CLASSIFIER = [
+    "task.algorithm.name=regression",
+    "task.algorithm.kind=classifier",
+    "task.algorithm.hidden=[8, 8]",
+]
+
+
 @pytest.mark.parametrize(
     ("sets", "key"),
     [
@@ -68,7 +76,20 @@ def test_the_default_breaks_no_rule() -> None:
             ["task.network.core=lstm", "node.learner.microbatches=3"],
             "node.learner.microbatches (in --set)",
         ),
-        (["task.strategy.name=pipeline", "task.algorithm.name=regression"], "task.strategy.name (in --set)"),
+        (
+            ["task.strategy.name=pipeline", "task.algorithm.name=regression"],
+            "task.strategy.stages (by default)",
+        ),
+        (
+            [*PIPELINE, *CLASSIFIER, "task.strategy.microbatches=33"],
+            "task.strategy.microbatches (in --set)",
+        ),
+        ([*PIPELINE, "node.learner.microbatches=4"], "node.learner.microbatches (in --set)"),
+        ([*PIPELINE, "node.learner.microbatches=100000"], "node.learner.microbatches"),
+        (
+            [*PIPELINE, "node.learner.checkpoint_activations=true"],
+            "node.learner.checkpoint_activations (in --set)",
+        ),
         (
             [
                 "task.strategy.name=pipeline",
@@ -107,6 +128,7 @@ def test_rules(sets: list[str], key: str) -> None:
         ["task.network.core=lstm", "node.learner.microbatches=2"],
         ["node.learner.microbatches=4096"],  # for whatever task its swarm will have
         ["task.gradients.precision=bf16"],
+        [*PIPELINE, *CLASSIFIER, "task.strategy.stages=3"],
     ],
 )
 def test_what_the_rules_let_pass(sets: list[str]) -> None:

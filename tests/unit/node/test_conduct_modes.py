@@ -6,14 +6,18 @@ import asyncio
 
 import pytest
 
+from p2pdrl.config.node import LearnerConfig, NodeConfig
+from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import (
     AdpsgdConfig,
     GalaConfig,
     GradAverageConfig,
     LocalConfig,
+    PipelineConfig,
     ServerSyncConfig,
     SgpConfig,
 )
+from p2pdrl.config.task import EnvConfig, TaskConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.node import settings
 from p2pdrl.node.settings import HaltSetting, ModeSetting, PauseSetting
@@ -107,6 +111,52 @@ async def test_what_cant_work_is_neither_proposed_nor_followed(
     [told] = events.since(0)
     assert told["kind"] == "mode-failed"
     assert says in told["text"]
+
+
+async def test_a_mode_that_the_task_has_no_room_for_is_neither_proposed_nor_followed(
+    conduct, membership, training, kinds
+):
+    strategy = PipelineConfig(microbatches=500)
+    with pytest.raises(ConfigError, match=r"task\.strategy\.microbatches: 500 .* 256 steps"):
+        conduct.propose_mode(strategy)
+    membership.propose(settings.MODE, ModeSetting.of(strategy))
+    await conduct.follow(training)
+    assert training.used == [(LocalConfig(), at(1, membership))]
+    training.task = TaskConfig(env=EnvConfig(num_envs=64))
+    conduct.propose_mode(strategy)
+    await conduct.follow(training)
+    assert training.used[-1][0] == strategy
+    assert kinds() == ["mode-failed", "mode"]
+
+
+async def test_stages_beyond_the_blocks_that_were_built_are_not_proposed(conduct, membership, training):
+    """A network of kind auto may have had more; a swarm that was told so makes the best of it."""
+    strategy = PipelineConfig(stages=4)
+    with pytest.raises(ConfigError, match=r"task\.strategy\.stages: .* this model has 3;"):
+        conduct.propose_mode(strategy)
+    membership.propose(settings.MODE, ModeSetting.of(strategy))
+    await conduct.follow(training)
+    assert training.used[-1][0] == strategy
+
+
+async def test_own_keys_that_a_mode_leaves_without_effect_are_told(
+    conduct, membership, training, parts, events
+):
+    learner = LearnerConfig(microbatches=4)
+    parts.config = Config(node=NodeConfig(learner=learner))
+    conduct.propose_mode(PipelineConfig())
+    await conduct.follow(training)
+    assert training.used[-1][0] == PipelineConfig()
+    told = events.since(0)[-1]
+    assert told["kind"] == "keys-idle"
+    assert told["text"].startswith("node.learner.microbatches has no effect under pipeline")
+
+
+async def test_a_node_that_is_cut_over_devices_is_no_stage(conduct, parts):
+    learner = LearnerConfig(split_devices=("cpu", "cpu"))
+    parts.config = Config(node=NodeConfig(learner=learner))
+    with pytest.raises(ConfigError, match="split_devices: under pipeline"):
+        conduct.propose_mode(PipelineConfig())
 
 
 async def test_a_strategy_that_this_node_cant_build_leaves_it_training_alone(

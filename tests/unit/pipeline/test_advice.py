@@ -7,8 +7,9 @@ import math
 import pytest
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.advice import Wishes, Work, advise
+from p2pdrl.pipeline.advice import Wishes, advise, bytes_alone
 from p2pdrl.pipeline.layers import FREE, Layer, Link, Peer
+from p2pdrl.pipeline.work import Work
 
 A, B, C = Peer("node a"), Peer("node b"), Peer("node c")
 SLOW = Link(0.04, 1e6)
@@ -123,11 +124,12 @@ def test_more_peers_than_blocks():
 
 
 def test_costs_that_are_not_known_follow_from_the_nearest():
-    work = Work({1: blocks(), 8: blocks(forward_s=0.02)})
+    work = Work({1: blocks(), 8: [one._replace(inner_bytes=1e3) for one in blocks(forward_s=0.02)]})
     assert work.layers(8)[0].forward_s == 0.02
     assert work.layers(4)[0].forward_s == pytest.approx(0.04)
     assert work.layers(2)[0].forward_s == pytest.approx(0.05)
-    assert work.layers(2)[0].activation_bytes == pytest.approx(10e3)
+    assert work.layers(2)[0].output_bytes == pytest.approx(10e3)
+    assert work.layers(4)[0].inner_bytes == pytest.approx(2e3)
     assert work.layers(2)[0].parameter_bytes == 250e3
 
 
@@ -148,6 +150,45 @@ def test_numbers_that_the_schedule_refuses_are_passed_over():
     advice = advise(work, [A, B], FREE, wishes(5, **options))
     assert advice.pipeline is None
     assert "can't run 5 microbatches" in advice.why
+
+
+def test_what_is_computed_anew_takes_another_forward():
+    """gpipe: each of 4 parts takes each of 2 stages 0.2 s, then 0.2 + 0.2 s. Alone nothing is done twice."""
+    advice = advise(Work({4: blocks()}, checkpoint=True), [A, B], FREE, wishes(4))
+    assert advice.pipeline.step_s == pytest.approx(5 * 0.6)
+    assert advice.alone.step_s == pytest.approx(4 * 0.8)
+    # with one part there is nothing to be saved
+    single = advise(Work({1: blocks()}, checkpoint=True), [A, B], FREE, wishes()).pipeline
+    assert single.step_s == pytest.approx(0.8)
+
+
+def test_a_rank_that_stores_one_microbatch_computes_nothing_anew():
+    """With 1F1B the last rank's backward follows its forward: its layers take 2/3 of the others' time."""
+    work = Work({4: blocks(5)}, checkpoint=True)
+    pipeline = advise(work, [A, B], FREE, wishes(4, schedule="1f1b")).pipeline
+    assert pipeline.plan.cuts == (2,)
+    # the first part's forward, 4 parts of the slower, the last part's backward
+    assert pipeline.step_s == pytest.approx(0.2 + 4 * 0.6 + 0.4)
+
+
+def test_an_interleaved_rank_stores_parts_in_one_stage_while_it_is_in_another():
+    """Each of 2 ranks stores the only part in each of 2 stages, and so computes it anew."""
+    work = Work({1: blocks()}, checkpoint=True)
+    links = {(0, 1): FREE, (1, 0): FREE}
+    pipeline = advise(work, [A, B], links, wishes(1, schedule="interleaved", chunks=2)).pipeline
+    assert pipeline.step_s == pytest.approx(4 * 0.3)
+
+
+def test_memory_is_what_is_kept_and_links_carry_what_goes_out():
+    layers = [layer._replace(inner_bytes=1e6) for layer in blocks(parameter_bytes=0.0)]
+    plain, anew = Work({4: layers}), Work({4: layers}, checkpoint=True)
+    pipeline = advise(plain, [A, B], Link(0.0, 1e6), wishes(4)).pipeline
+    assert pipeline.slowest.update_bytes == pytest.approx(4 * 2 * 20e3)  # of 4 parts, there and back
+    assert bytes_alone(plain, 4) == bytes_alone(anew, 4) == pytest.approx(4 * 1.02e6)  # one part at a time
+    small = [peer._replace(memory_bytes=4e6) for peer in (A, B)]
+    with pytest.raises(ConfigError, match=r"no cut fits .* needs 8,240,000 bytes"):
+        advise(plain, small, FREE, wishes(4))
+    assert advise(anew, small, FREE, wishes(4)).pipeline.plan.cuts == (2,)
 
 
 def test_interleaved_stages_go_round_the_peers():

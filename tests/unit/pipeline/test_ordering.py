@@ -21,14 +21,15 @@ links = st.builds(Link, amounts, st.sampled_from([0.5, 2.0, math.inf]))
 @st.composite
 def chains(draw):
     count = draw(st.integers(1, 4))
-    layer = st.builds(Layer, st.just("l"), amounts, amounts, amounts, amounts)
+    layer = st.builds(Layer, st.just("l"), amounts, amounts, amounts, amounts, amounts)
     layers = draw(st.lists(layer, min_size=count, max_size=6))
     memory = st.one_of(st.just(math.inf), st.integers(0, 200).map(float))
     peers = [Peer(f"p{n}", draw(st.sampled_from([0.5, 1.0, 2.0])), draw(memory)) for n in range(count)]
     pairs = itertools.permutations(range(count), 2)
     between = draw(links) if draw(st.booleans()) else {pair: draw(links) for pair in pairs}
     stored = tuple(range(count, 0, -1)) if draw(st.booleans()) else 2
-    return layers, peers, between, Demands(stored=stored)
+    anew = draw(st.one_of(st.booleans(), st.tuples(*[st.booleans()] * count)))
+    return layers, peers, between, Demands(stored=stored, checkpoint=anew)
 
 
 def slowest(layers, peers, between, demands, order):

@@ -17,23 +17,27 @@ from p2pdrl.pipeline.schedule import make_schedule, peak_activations
 from p2pdrl.pipeline.timeline import predict
 
 
-def plain(*times, parameter_bytes=0.0, activation_bytes=0.0):
-    return [Layer(f"l{i}", t / 4, 3 * t / 4, parameter_bytes, activation_bytes) for i, t in enumerate(times)]
+def plain(*times, parameter_bytes=0.0, output_bytes=0.0, inner_bytes=0.0):
+    return [
+        Layer(f"l{i}", t / 4, 3 * t / 4, parameter_bytes, output_bytes, inner_bytes)
+        for i, t in enumerate(times)
+    ]
 
 
 def stage_costs(layers, peers, edges, links, demands):
     """Seconds and memory of each stage, summed layer by layer."""
-    sizes = [demands.input_bytes, *(layer.activation_bytes for layer in layers)]
+    sizes = [demands.input_bytes, *(layer.output_bytes for layer in layers)]
     for k, (peer, start, stop) in enumerate(zip(peers, edges, edges[1:], strict=False)):
         inside = layers[start:stop]
-        total_s = sum(layer.forward_s + layer.backward_s for layer in inside) / peer.speed
+        anew = demands.checkpoint if isinstance(demands.checkpoint, bool) else demands.checkpoint[k]
+        total_s = sum((1 + anew) * layer.forward_s + layer.backward_s for layer in inside) / peer.speed
         if k + 1 < len(peers):
             for way in [(k, k + 1), (k + 1, k)]:
                 link = links if isinstance(links, Link) else links[way]
                 total_s += link.latency_s + sizes[stop] / link.bandwidth_bytes_s
         stored = demands.stored if isinstance(demands.stored, int) else demands.stored[k]
-        outputs = sum(layer.activation_bytes for layer in inside)
-        kept = sizes[start] * stored + (outputs if demands.checkpoint else outputs * stored)
+        between = sum(layer.output_bytes + layer.inner_bytes for layer in inside) - sizes[stop]
+        kept = (sizes[start] + sizes[stop]) * stored + between * (1 if anew else stored)
         yield total_s, demands.parameter_copies * sum(layer.parameter_bytes for layer in inside) + kept
 
 
@@ -55,14 +59,19 @@ links = st.builds(Link, quarters, st.sampled_from([2.0**18, 2.0**20, 2.0**24, ma
 def chains(draw, most_peers=4):
     count = draw(st.integers(1, most_peers))
     layers = draw(
-        st.lists(st.builds(Layer, st.just("l"), quarters, quarters, sizes, sizes), min_size=count, max_size=8)
+        st.lists(
+            st.builds(Layer, st.just("l"), quarters, quarters, sizes, sizes, sizes),
+            min_size=count,
+            max_size=8,
+        )
     )
     memory = st.one_of(st.just(math.inf), st.integers(0, 1500).map(lambda n: 2.0**20 * n))
     peers = [Peer(f"p{n}", draw(st.sampled_from([0.25, 0.5, 1.0, 2.0])), draw(memory)) for n in range(count)]
     pairs = itertools.permutations(range(count), 2)
     between = draw(links) if draw(st.booleans()) else {pair: draw(links) for pair in pairs}
     stored = st.one_of(st.integers(1, 4), st.tuples(*[st.integers(1, 4)] * count))
-    demands = Demands(draw(st.sampled_from([1.0, 4.0])), draw(stored), draw(st.booleans()), draw(sizes))
+    anew = st.one_of(st.booleans(), st.tuples(*[st.booleans()] * count))
+    demands = Demands(draw(st.sampled_from([1.0, 4.0])), draw(stored), draw(anew), draw(sizes))
     return layers, peers, between, demands
 
 
@@ -123,16 +132,34 @@ def test_memory_moves_the_cut():
 
 def test_1f1b_leaves_more_room_at_the_end():
     """The last stage of three stores one microbatch, the first three: it takes more layers then."""
-    layers = plain(*[1.0] * 7, activation_bytes=10.0)
+    layers = plain(*[1.0] * 7, output_bytes=10.0, inner_bytes=20.0)
     stored = tuple(peak_activations(actions) for actions in make_schedule("1f1b", 3, 8))
-    peers = [Peer(name, 1.0, 60.0) for name in "abc"]
+    peers = [Peer(name, 1.0, 140.0) for name in "abc"]
     found = partition(layers, peers, demands=Demands(stored=stored, input_bytes=10.0))
     assert found.cuts == (1, 3)
-    assert [stage.memory_bytes for stage in found.stages] == [60.0, 60.0, 50.0]
-    eased = Demands(stored=stored, input_bytes=10.0, checkpoint=True)
+    # 3·(10 + 30), 2·(10 + 2·30), 10 + 4·30
+    assert [stage.memory_bytes for stage in found.stages] == [120.0, 140.0, 130.0]
+    eased = Demands(stored=stored, input_bytes=10.0, checkpoint=(True, True, False))
     found = partition_at(layers, peers, (2, 4), demands=eased)
-    assert [stage.memory_bytes for stage in found.stages] == [50.0, 40.0, 40.0]
+    # 3·(10 + 10) + 20 + 30, 2·(10 + 10) + 20 + 30, 10 + 3·30
+    assert [stage.memory_bytes for stage in found.stages] == [110.0, 90.0, 100.0]
+    assert [(stage.forward_s, stage.backward_s) for stage in found.stages] == [
+        (0.5, 2),
+        (0.5, 2),
+        (0.75, 2.25),
+    ]
     assert partition(layers, peers, demands=eased).slowest_s == 3.0
+
+
+def test_what_is_computed_anew_moves_the_cut():
+    """Two thirds of a layer's time are in its forward: it takes 5/3 of it where that is done twice."""
+    layers = [Layer(str(i), 2.0, 1.0, 0.0, 1.0) for i in range(8)]
+    peers = [Peer("a"), Peer("b")]
+    assert partition(layers, peers).cuts == (4,)
+    found = partition(layers, peers, demands=Demands(checkpoint=(True, False)))
+    assert found.cuts == (3,)
+    assert [stage.total_s for stage in found.stages] == [15.0, 15.0]
+    assert found.costs().backward_s == (9.0, 5.0)
 
 
 def test_what_is_impossible_is_told_with_numbers():
@@ -164,6 +191,18 @@ def test_what_is_impossible_is_told_with_numbers():
         (plain(1.0), [Peer("a")], {"links": Link(0.0, -1.0)}, "bandwidth of a link must be positive"),
         (plain(1.0), [Peer("a")], {"demands": Demands(stored=(1, 1))}, "1 stages need as many numbers"),
         (plain(1.0), [Peer("a")], {"demands": Demands(stored=-1)}, "not negative, not -1"),
+        (
+            plain(1.0),
+            [Peer("a")],
+            {"demands": Demands(checkpoint=(True, True))},
+            "1 stages compute .*, not 2",
+        ),
+        (
+            plain(1.0, inner_bytes=-1.0),
+            [Peer("a")],
+            {},
+            "bytes of layer l0 must be .* not negative, not -1.0",
+        ),
     ],
 )
 def test_bad_numbers_are_told(layers, peers, more, why):

@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
 from p2pdrl.rl.block_costs import measure_blocks
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.sequential import block_map, blocks
+from p2pdrl.rl.sequential import Rows, block_map, blocks
 
 from .policies import make_inputs, make_policy
 
@@ -37,7 +38,8 @@ def test_bytes_and_names(name):
     x = inputs
     for block, cost in zip(made, costs, strict=True):
         x = block(x, context)
-        assert cost.activation_bytes == 4 * x.numel()
+        assert cost.output_bytes == 4 * x.numel()
+        assert cost.kept_bytes == cost.output_bytes + cost.inner_bytes
         assert cost.forward_s > 0
         assert cost.backward_s > 0
         cost.check()
@@ -53,3 +55,71 @@ def test_parameters_and_gradients_stay():
     assert torch.equal(flat.parameters_D, before)
     assert (flat.gradients_D == 2.0).all()
     assert not obs.requires_grad
+
+
+def rows_of(*layers):
+    return [Rows(layer, time=False) for layer in layers]
+
+
+def test_what_a_block_keeps_beside_its_output_is_told_apart():
+    dense, gelu = nn.Linear(5, 7), nn.Sequential(nn.Linear(7, 9), nn.GELU(), nn.Linear(9, 2))
+    costs = measure_blocks(rows_of(dense, gelu), torch.randn(3, 5), repeats=1)
+    assert [cost.output_bytes for cost in costs] == [4 * 3 * 7, 4 * 3 * 2]
+    assert [cost.inner_bytes for cost in costs] == [0, 4 * 3 * (9 + 9)]  # what comes into the GELU, and out
+
+
+@pytest.mark.parametrize(("name", "times"), [("mlp", 1.0), ("impala resnet", 2.0), ("transformer", 4.0)])
+def test_most_networks_keep_much_more_than_their_outputs(name, times):
+    obs, context = make_inputs(name)
+    made = make_policy(name)
+    costs = measure_blocks(blocks(made), obs.to(getattr(torch, made.spec.obs_dtype)), context, repeats=1)
+    kept, given = (sum(getattr(cost, what) for cost in costs) for what in ("kept_bytes", "output_bytes"))
+    assert kept == given if times == 1.0 else kept > times * given
+
+
+class Doubling(torch.autograd.Function):
+    wanted: list[bool]
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return 2.0 * x * weight
+
+    @staticmethod
+    def backward(ctx, given):
+        Doubling.wanted.append(ctx.needs_input_grad[0])
+        return given, given.sum(0)
+
+
+class Double(nn.Module):
+    def __init__(self, learns=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5), requires_grad=learns)
+        self.precisions = []
+
+    def forward(self, x):
+        self.precisions.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+        return Doubling.apply(x, self.weight)
+
+
+def test_nobody_wants_the_gradient_of_what_was_observed():
+    Doubling.wanted = []
+    measure_blocks(rows_of(Double(), Double()), torch.randn(3, 5), repeats=1)
+    assert Doubling.wanted == [False, False, True, True]
+    Doubling.wanted = []  # nor of what leads to no parameters
+    measure_blocks(rows_of(nn.Tanh(), Double(learns=False), Double(), Double()), torch.randn(3, 5), repeats=1)
+    assert Doubling.wanted == [False, False, True, True]
+
+
+def test_blocks_run_in_the_precision_that_is_asked_for():
+    double = Double()
+    made = rows_of(nn.Linear(4, 5), double, nn.LayerNorm(5), nn.Linear(5, 5))
+    costs = measure_blocks(made, torch.randn(3, 4), precision="bf16", repeats=1)
+    assert set(double.precisions) == {torch.bfloat16}
+    assert [cost.output_bytes for cost in costs] == [2 * 3 * 5] * 4  # as they travel
+    assert costs[0].inner_bytes == 2 * 3 * 4  # the input, rounded
+    assert (
+        costs[2].inner_bytes == 2 * 3 * 5 + 2 * 4 * 3
+    )  # the same output in float32, 2 statistics of each row
+    assert costs[-1].inner_bytes == 2 * (3 * 5 + 5 * 5)  # and for the input's gradient the weights, rounded
+    measure_blocks(rows_of(double), torch.randn(3, 5), repeats=1)
+    assert double.precisions[-1] is None

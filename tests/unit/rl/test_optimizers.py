@@ -141,6 +141,43 @@ def test_state_carries_over(name):
     torch.testing.assert_close(other._parameters_D, mine, rtol=0, atol=0)
 
 
+def _stepped(name):
+    _, gradients, optimizer, _, _ = ours_and_torchs(name)
+    gradients.fill_(0.5)
+    for _ in range(3):
+        optimizer.step(0.01)
+    return optimizer
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_set_aside_the_state_is_what_lies_elsewhere_and_then_goes_on_from_there(name):
+    optimizer, twin = _stepped(name), _stepped(name)
+    before = {key: np.array(x) for key, x in optimizer.state().items()}
+    optimizer.set_aside(aside=True)
+    assert {key: x.tolist() for key, x in optimizer.state().items()} == {
+        key: x.tolist() for key, x in before.items()
+    }
+    elsewhere = {key: np.array(x) for key, x in before.items()}
+    optimizer.refer(elsewhere)
+    assert all(np.shares_memory(x, elsewhere[key]) for key, x in optimizer.state().items())
+    assert optimizer.steps == twin.steps
+    other = {key: x + 1 for key, x in before.items()}
+    optimizer.load(other)
+    assert all(x is other[key] for key, x in optimizer.state().items())
+    with pytest.raises(LayoutMismatchError):
+        optimizer.refer({**other, "optimizer.steps": np.zeros(2, np.int64)})
+    optimizer.load(elsewhere)
+    optimizer.set_aside(aside=False)
+    for x in elsewhere.values():
+        x[...] = 0  # whoever had the memory has it for himself again
+    with pytest.raises(RuntimeError, match="its state in memory of its own"):
+        optimizer.refer(elsewhere)
+    optimizer.step(1e-2)
+    twin.step(1e-2)
+    for key, x in twin.state().items():
+        np.testing.assert_array_equal(optimizer.state()[key], x)
+
+
 def test_state_of_another_size_is_refused():
     _, _, optimizer, _, _ = ours_and_torchs("adam")
     state = optimizer.state()

@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from p2pdrl.config.task import NetworkConfig
 from p2pdrl.errors import LayoutMismatchError
-from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
-from p2pdrl.rl.sequential import Heads, block_map, blocks, chain, draw_blocks, load_blocks
+from p2pdrl.rl.sequential import Heads, block_map, blocks, chain
 
 from .policies import POLICIES, make_inputs, make_policy
 
@@ -192,87 +189,15 @@ def test_the_whole_can_be_cut_and_put_together(name, cuts):
     assert np.array_equal(vector_D, together_D)
 
 
-@every_policy
-def test_blocks_made_alone_are_those_of_the_whole(name):
-    spec, network = POLICIES[name]
-    policy = ActorCritic(spec, network, 3)
-    where = block_map(policy)
-    vector_D = torch.cat([parameter.detach().flatten() for parameter in policy.parameters()]).numpy()
-    last = len(where.names)
-    runs = [range(last - 1, last), range(last // 2), range(last // 2, last), range(0, last, 2)]
-    for numbers in runs:
-        part_P = where.take(vector_D, numbers)
-        part_P.flags.writeable = False
-        for made in (
-            load_blocks(spec, network, numbers, part_P, CPU),
-            draw_blocks(spec, network, numbers, 3, CPU),
-        ):
-            names = dict(zip(where.chosen(numbers), made.parameters(), strict=True))
-            for parameter, tensor in names.items():
-                assert torch.equal(tensor, policy.get_parameter(parameter))
-            if names:  # as whoever holds a stage lays them out
-                stage = FlatModule(made, CPU)
-                assert np.array_equal(stage.numpy(), part_P)
-                shapes = [entry.shape for entry in where.part(numbers).entries]
-                assert shapes == [entry.shape for entry in stage.layout.entries]
-
-
-def test_two_halves_made_alone_give_what_the_whole_gives():
-    name = "lstm on a resnet"
-    spec, network = POLICIES[name]
-    policy = ActorCritic(spec, network, 3).double()
-    obs, context = make_inputs(name)
-    last = len(blocks(policy))
-    x = obs
-    for numbers in (range(3), range(3, last)):
-        x = chain(draw_blocks(spec, network, numbers, 3, CPU).double(), x, context)
-    torch.testing.assert_close(x, chain(blocks(policy), obs, context), rtol=1e-12, atol=1e-12)
-
-
-class Largest(TorchDispatchMode):
-    """Notes the size of the largest tensor that an operation made in real memory, in elements."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                self.most = max(self.most, tensor.numel())
-        return made
-
-
-def test_a_part_of_a_model_too_large_for_this_machine():
-    spec = EnvSpec((7,), "float32", Discrete(3))
-    network = NetworkConfig(hidden=(10, 20, 1_000_000, 500_000))
-    with pytest.raises(LayoutMismatchError):  # one vector can't hold it, nor can a swarm exchange it
-        block_map(ActorCritic(spec, network, None))
-    # 600 million parameters: 2.4 GB
-    network = NetworkConfig(hidden=(10, 20, 10_000, 30_000))
-    part_P = np.arange(2 * (7 * 10 + 10) + 2 * (10 * 20 + 20), dtype=np.float32)
-    with Largest() as largest:
-        made = load_blocks(spec, network, range(2), part_P, CPU)
-    assert largest.most == len(part_P)
-    assert torch.equal(torch.cat([p.detach().flatten() for p in made.parameters()]), torch.from_numpy(part_P))
-    assert chain(made, torch.zeros(2, 7)).shape == (2, 40)
-
-
-def test_drawing_a_part_takes_one_layers_memory_at_a_time():
-    spec = EnvSpec((7,), "float32", Discrete(3))
-    with Largest() as largest:
-        draw_blocks(spec, NetworkConfig(hidden=(200, 300, 10)), range(2, 4), 0, CPU)
-    assert largest.most == 200 * 300
-
-
 def test_what_does_not_fit_is_refused():
     spec, network = POLICIES["mlp"]
     where = block_map(ActorCritic(spec, network, None))
     with pytest.raises(LayoutMismatchError, match="0 to 3"):
-        load_blocks(spec, network, range(3, 5), np.zeros(3, np.float32), CPU)
+        where.size(range(3, 5))
     with pytest.raises(LayoutMismatchError, match="once"):
         where.spans([1, 1])
     with pytest.raises(LayoutMismatchError, match="numbers is wanted"):
-        load_blocks(spec, network, range(1), np.zeros(3, np.float32), CPU)
+        where.put(np.zeros(3, np.float32), np.zeros(where.layout.size, np.float32), range(1))
     with pytest.raises(LayoutMismatchError):
         where.take(np.zeros(3, np.float32), [0])
     with pytest.raises(LayoutMismatchError):

@@ -71,7 +71,7 @@ FROM = [
     Report(3, 2, 100, 4, [1.0, -2.0], {"loss": float("inf")}, {"returns": b"x"}),
     Posted(7, 2**60, "gradients", 1, 1000, 128),
     Failed("no such environment", True),
-    Blocks(4, (Layer("dense 0", 1e-3, 2e-3, 4096, 512), Layer("heads", 1e-3, 2e-3, 64, 8)), "cpu"),
+    Blocks(4, (Layer("dense 0", 1e-3, 2e-3, 4096, 512, 2048), Layer("heads", 1e-3, 2e-3, 64, 8)), "cpu"),
     Blocks(4, (), "cpu", "one block can't be cut"),
     News(StageNews(3, "broken", side="next", why="gone")),
     News(StageNews(3, "meeting", port=4711)),

@@ -5,10 +5,14 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from p2pdrl.config.gradients import GradientsConfig
+from p2pdrl.workers.block_measuring import measured
 from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, Trace, Traced
 
-from .stage_learners import CARTPOLE, CLASSIFIER, RECURRENT, alone, assert_close
+from .stage_learners import CARTPOLE, CLASSIFIER, RECURRENT, alone, assert_close, build
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,32 @@ def test_stages_learn_what_one_learner_does(team, task, ranks, options):
         assert member.steps == (updates if rank == 0 else 0)
     for member in team.members[1:]:
         np.testing.assert_array_equal(member.now()[0], team.head.now()[0])
+
+
+def dense_of(trainer, block):
+    return next(one for one in trainer.parts().blocks[block].modules() if isinstance(one, nn.Linear))
+
+
+def test_a_seat_computes_activations_anew_if_it_is_ordered_to(team):
+    lengths = {}
+    for anew in (False, True):
+        pair = team(CLASSIFIER, 2)
+        second = pair.members[1]
+        seen = lengths[anew] = []
+
+        def note(_, given, seen=seen):
+            if torch.is_grad_enabled():
+                seen.append(len(given[0]))
+
+        dense = dense_of(second.trainer, 2)  # rank 1's first; its seat copies it with its hooks
+        dense.register_forward_pre_hook(note)
+        pair.finish_after(3)
+        pair.form(schedule="gpipe", checkpoint_activations=anew)
+        assert second.news("over", "broken").what == "over"
+    plain, twice = lengths[False], lengths[True]
+    assert len(plain) == 3 * 4
+    # each microbatch's twice, and one more of each length to see what it keeps
+    assert len(twice) == 2 * len(plain) + len(set(plain))
 
 
 def test_all_begin_with_the_heads_state_whatever_theirs_was(team):
@@ -230,8 +260,23 @@ def test_costs_of_blocks_are_measured_once_for_each_number(team, task):
         assert [layer.name for layer in blocks.layers] == list(parts.block_map.titles)
         rows = -(-parts.most_rows // microbatches)
         spec = parts.outputs[0]
-        assert blocks.layers[0].activation_bytes == spec.nbytes(rows)
+        assert blocks.layers[0].output_bytes == spec.nbytes(rows)
     np.testing.assert_array_equal(member.now()[0], before)
+
+
+def test_blocks_are_measured_as_they_run():
+    bf16 = msgspec.structs.replace(CLASSIFIER, gradients=GradientsConfig(precision="bf16"))
+    found = {}
+    for name, task in (("float32", CLASSIFIER), ("bf16", bf16)):
+        trainer, precisions = build(task), set()
+        dense = dense_of(trainer, 1)
+        dense.register_forward_pre_hook(
+            lambda *_, seen=precisions: seen.add(torch.is_autocast_enabled("cpu"))
+        )
+        blocks = measured(trainer, Measure(4), {})
+        assert precisions == {name == "bf16"}
+        found[name] = blocks.layers[1]
+    assert found["bf16"].output_bytes == found["float32"].output_bytes / 2
 
 
 def test_a_policy_that_cant_be_cut_says_so(team, monkeypatch):

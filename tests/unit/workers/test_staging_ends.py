@@ -49,24 +49,33 @@ def test_a_learner_that_ends_breaks_the_pipeline_for_the_others_and_they_form_an
     np.testing.assert_array_equal(rest[0].now()[0], rest[1].now()[0])
 
 
-def test_in_a_seat_the_trainer_gives_its_own_gradients_up_and_has_them_again_after(team):
+def test_in_a_seat_gradients_and_optimizer_are_the_shares_alone_and_the_trainers_again_after(team):
     team = team(CARTPOLE, 2)
-    own = [member.trainer.engine for member in team.members]
-    aside = [[], []]
-    for member, told in zip(team.members, aside, strict=True):
-        plain = member.trainer.set_aside
-        member.trainer.set_aside = lambda *, aside, plain=plain, told=told: (
-            told.append(aside),
-            plain(aside=aside),
-        )
+    own = team.head.trainer.engine
+    told = []
+    for member in team.members:
+        trainer, region = member.trainer, np.frombuffer(member.region.buf, np.uint8)
+
+        def refer(sidecar, *, trainer=trainer, region=region, plain=trainer.refer):
+            plain(sidecar)
+            gradients = [parameter.grad for parameter in trainer.policy.parameters()]
+            moments = [x for name, x in trainer.sidecar().items() if name in ("optimizer.m", "optimizer.v")]
+            told.append(
+                (gradients == [None] * len(gradients), *(np.shares_memory(x, region) for x in moments))
+            )
+
+        trainer.refer = refer
     team.finish_after(3)
-    team.form()
+    team.form(state_every=2)
     for member in team.members:
         member.news("over")
-    assert aside == [[True, False], [True, False]]
+    assert len(told) >= 6  # at the beginning, after a copy, and at the end
+    assert set(told) == {(True, True, True)}
     team.head.say(Work(FREE, 2))
     team.head.wait(lambda: team.head.steps >= 5)
-    assert team.head.trainer.engine is own[0]
+    assert team.head.trainer.engine is own
+    moments = team.head.trainer.sidecar()["optimizer.m"]
+    assert not np.shares_memory(moments, np.frombuffer(team.head.region.buf, np.uint8))
 
 
 def test_the_update_that_broke_isnt_counted(team):

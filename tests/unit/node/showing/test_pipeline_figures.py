@@ -57,7 +57,7 @@ def test_a_stage_tells_its_order_and_its_figures(training, enter):
     document = pipeline_document(training)
     assert document == {
         "role": "pipeline 1 rank 1", "pipeline": 1, "pipelines": 2, "peers": ["a", "b"], "alone": False,
-        "why": "it pays", "copies": 4, "predicted_step_s": 0.2, "predicted_bubble": 0.3,
+        "why": "it pays", "limit": "", "copies": 4, "predicted_step_s": 0.2, "predicted_bubble": 0.3,
         "generation": 3, "rank": 1, "ranks": 2, "stage": [2],
         "stages": 2, "blocks": [[2, 4]], "schedule": "1f1b", "microbatches": 2.0, "backend": "stream",
         "state_every": 10, "bubble": 0.25, "step_s": 0.1,

@@ -36,15 +36,6 @@ def test_nothing_is_drawn_from_the_global_stream():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_part_begins_as_in_the_whole_and_the_rest_has_no_memory():
-    whole, other = mlp((3, 4, 5, 6), "relu"), mlp((3, 4, 5, 6), "relu")
-    initialise(whole, generator())
-    initialise(other, generator(), wanted={other[2]})
-    assert torch.equal(whole[2].weight, other[2].weight)
-    assert other[0].weight.is_meta
-    assert other[4].bias.is_meta
-
-
 def test_mlps_alternate():
     net = mlp((3, 4, 5), "tanh")
     assert [type(layer) for layer in net] == [Dense, nn.Tanh, Dense, nn.Tanh]

@@ -50,6 +50,7 @@ QUICK = by_ranks(
         (3, ("gradients", "mlp", "float64", "1f1b", 3, 8, 2)),
         (3, ("gradients", "mlp", "bf16", "1f1b", 3, 4, ROWS)),
         (3, ("anew", "lstm", "float64", "gpipe", 3, 4, ROWS)),
+        (3, ("anew", "mlp", "float64", "1f1b", 3, 4, ROWS)),
         (3, ("steps", "lstm", "float64", "1f1b", 3, 4, ROWS)),
         (2, ("steps", "mlp", "float64", "interleaved", 4, 4, ROWS)),
     ]

@@ -112,6 +112,8 @@ async def test_a_slow_pipeline_is_refused_with_numbers_and_all_compute_by_themse
         kinds = dict(swarm.nodes[0].swarm.told)
         assert "would take" in kinds["pipeline-refused"]
         assert "ms" in kinds["pipeline-refused"]
+        assert dict(swarm.nodes[1].swarm.told)["pipeline-refused"] == kinds["pipeline-refused"]
+        assert "would take" in strategy(swarm.nodes[1]).figures.why
         orders = [node.stages.order for node in swarm.nodes]
         assert [(order.rank, order.ranks, order.cuts) for order in orders] == [(0, 1, ())] * 2
         await swarm.progress()
@@ -274,3 +276,21 @@ async def test_a_policy_that_cannot_be_cut_is_told():
         await swarm.start()
         await swarm.until(lambda: bool(swarm.nodes[0].swarm.told))
         assert "can't be cut" in dict(swarm.nodes[0].swarm.told)["pipeline-refused"]
+
+
+async def test_pipelines_of_one_where_more_were_asked_for_are_told_to_all():
+    config = msgspec.structs.replace(CONFIG, schedule="interleaved", chunks=2)
+    async with swarm_of(2, config, start=False) as swarm:
+        for node in swarm.nodes:
+            node.stages.layers = blocks_of(3)
+        await swarm.start()
+        await swarm.until(lambda: all(node.stages.order is not None for node in swarm.nodes))
+        await swarm.until(
+            lambda: all("task.strategy.chunks" in strategy(n).figures.limit for n in swarm.nodes)
+        )
+        assert [node.stages.order.ranks for node in swarm.nodes] == [1, 1]
+        for node in swarm.nodes:
+            told = dict(node.swarm.told)["pipeline-refused"]
+            assert (
+                "task.strategy.chunks: interleaved with chunks = 2 on stages = 2 peers needs 4 blocks" in told
+            )

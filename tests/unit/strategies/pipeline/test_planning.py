@@ -54,7 +54,10 @@ def test_cuts_by_hand_count_only_for_as_many_peers_as_they_were_made_for():
 def test_cuts_beyond_the_blocks_come_to_nothing_and_say_so():
     found = design(PipelineConfig(backend="stream", cuts=(6,)), BLOCKS, ranks(1, 1))
     assert found.alone
-    assert "cuts" in found.why
+    assert found.why.startswith(
+        "no pipeline: task.strategy.cuts = [6] must rise from 1 to at most 5, the number"
+    )
+    assert "pipeline plan --config" in found.why
 
 
 @pytest.mark.parametrize("backend", ["auto", "stream", "torch"])
@@ -99,6 +102,36 @@ def test_a_minibatch_of_few_rows_is_planned_as_it_runs():
     assert plan.microbatches == plan.parts(3) == 3
 
 
+def test_activations_computed_anew_take_time_and_save_memory():
+    """Rank 0 takes 0.01 s more for each backward; the first begins after 0.04 s, with two forwards to go.
+    Rank 1 stores one microbatch, and keeps it."""
+    plain = PipelineConfig(backend="stream", cuts=(3,))
+    anew = msgspec.structs.replace(plain, checkpoint_activations=True)
+    assert design(plain, BLOCKS, ranks(0.06, 0.06)).step_s == pytest.approx(5 * 0.03)
+    assert design(anew, BLOCKS, ranks(0.06, 0.06)).step_s == pytest.approx(0.04 + 4 * 0.03 + 2 * 0.01)
+    # 2 microbatches of 3 · 10,000 bytes, or what goes out of both, and what is between of one
+    large = [block._replace(inner_bytes=9_000.0, parameter_bytes=1.0) for block in BLOCKS]
+    tight = [Rank("id0", "n0", 0.06, 12.0 + 31_000.0), Rank("id1", "n1", 0.06)]
+    assert design(anew, large, tight).plan.cuts == (3,)
+    assert design(plain, large, tight).alone
+
+
+def test_auto_counts_the_forwards_that_are_done_twice():
+    """One that barely pays doesn't any more: alone, nothing is computed anew."""
+    link = Link(0.012)
+    plain = PipelineConfig(backend="auto", cuts=(3,))
+    anew = msgspec.structs.replace(plain, checkpoint_activations=True)
+    links = {(0, 1): link, (1, 0): link}
+    found = [design(config, BLOCKS, ranks(0.06, 0.06), links) for config in (plain, anew)]
+    assert [one.alone for one in found] == [False, True]
+
+
+async def test_alone_one_microbatch_is_stored_at_a_time():
+    assert design(PipelineConfig(schedule="gpipe"), BLOCKS, ranks(0.06)).plan.schedule == "1f1b"
+    one = msgspec.structs.replace(FORM, alone=True, cuts=())
+    assert term_of(PipelineConfig(schedule="gpipe"), one, 0).order.schedule == "1f1b"
+
+
 def test_a_rank_without_parameters_is_none():
     blocks = [*BLOCKS[:3], *(layer._replace(parameter_bytes=0.0) for layer in BLOCKS[3:])]
     found = design(PipelineConfig(backend="stream"), blocks, ranks(1, 1))
@@ -126,6 +159,12 @@ async def test_torch_has_its_own_bounds(deadline_s, timeout_s):
     assert order.timeout_s == timeout_s
     assert (order.backend, order.meeting.host, order.meeting.port) == ("torch", "10.0.0.1", 99)
     assert term_of(PipelineConfig(deadline_s=deadline_s), FORM, 1).order.timeout_s == deadline_s
+
+
+@pytest.mark.parametrize("anew", [False, True])
+async def test_ranks_are_told_to_compute_activations_anew(anew):
+    config = PipelineConfig(checkpoint_activations=anew)
+    assert [term_of(config, FORM, rank).order.checkpoint_activations for rank in (0, 1)] == [anew] * 2
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,15 @@ import pytest
 
 from p2pdrl.clock import LoopClock
 from p2pdrl.config.pipeline import PipelineConfig
+from p2pdrl.config.problem import Problem
 from p2pdrl.pipeline.order import StageNews
 from p2pdrl.strategies.group.view import ViewKey
 from p2pdrl.strategies.pipeline.figures import Figures
 from p2pdrl.strategies.pipeline.layout import lay_out
 from p2pdrl.strategies.pipeline.messages import Form
 from p2pdrl.strategies.pipeline.orders import term_of
-from p2pdrl.strategies.pipeline.planning import Rank, design
 from p2pdrl.strategies.pipeline.telling import Telling
 from p2pdrl.strategies.protocol import Context
-from p2pdrl.strategies.testing.stages import blocks_of
 from p2pdrl.strategies.testing.swarm import FakeSwarm
 
 pytestmark = pytest.mark.looptime
@@ -52,16 +51,51 @@ def term(rank: int = 0, **changes):
     return made
 
 
-def planned():
-    return design(CONFIG, blocks_of(6), [Rank("a", "ann", 1.0), Rank("b", "bob", 1.0)])
-
-
 async def test_who_holds_what_and_what_is_predicted():
     told, swarm = telling()
-    told.formed(term(), planned())
+    told.formed(term())
     ((kind, text),) = swarm.told
     assert kind == "pipeline"
     assert "ann blocks 0-1, bob blocks 2-5; 1f1b, 4 microbatches, 0.20 s a step and bubbles of 25%" in text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_all_ranks_say_why_each_computes_by_itself(rank):
+    told, swarm = telling()
+    alone = term(rank, alone=True, cuts=(), why="a pipeline would take 9 ms a step")
+    told.formed(alone)
+    twice = term(rank, alone=True, cuts=(), why="no pipeline: a link is gone")
+    told.formed(twice)
+    assert swarm.told.pop()[1] == "no pipeline of ann, bob: each computes by itself. a link is gone"
+    assert swarm.told == [
+        ("pipeline-refused", f"no pipeline of ann, bob: each computes by itself. {alone.why}")
+    ]
+    layout = lay_out(("a", "b"), {}, 2)
+    assert told.figures(layout, "ab"[rank], alone).why == "a pipeline would take 9 ms a step"
+
+
+async def test_what_was_asked_for_in_vain_is_told_once_and_shown_in_every_place():
+    told, swarm = telling()
+    few = Problem("task.strategy.stages", "4 stages need as many blocks")
+    told.limited([few])
+    told.limited([few])
+    ((kind, text),) = swarm.told
+    assert kind == "pipeline-refused"
+    assert text.endswith("task.strategy.stages: 4 stages need as many blocks")
+    layout = lay_out(("a", "b", "c"), {}, 2)
+    standby, forming = (told.figures(layout, one, None) for one in "ca")
+    at_work = told.figures(layout, "b", term(1, why="it pays"))
+    assert (
+        standby.limit
+        == forming.limit
+        == at_work.limit
+        == "task.strategy.stages: 4 stages need as many blocks"
+    )
+    assert (standby.why, at_work.why) == ("", "it pays")
+    assert told.facts(standby)["limited"] == told.facts(at_work)["limited"] == standby.limit
+    told.limited([])
+    assert told.figures(layout, "c", None).limit == ""
+    assert len(swarm.told) == 1
 
 
 async def test_a_state_copy_is_a_round_and_so_is_the_end():
