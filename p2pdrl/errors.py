@@ -17,6 +17,7 @@
     │   └── JoinRefusedError        exit 2   wrong key, protocol version or task
     ├── StorageError                exit 1
     │   ├── DataDirLockedError      exit 2   another node uses the data folder
+    │   ├── DataDirUnusableError    exit 2   there can be none, or we may not write there
     │   └── CheckpointError         exit 1   missing, truncated or of another layout
     └── WorkerError                 exit 1   a child process failed
 
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigError",
     "DaemonUnreachableError",
     "DataDirLockedError",
+    "DataDirUnusableError",
     "JoinRefusedError",
     "LayoutMismatchError",
     "MembershipError",
@@ -143,6 +145,12 @@ class StorageError(P2PDRLError):
 
 class DataDirLockedError(StorageError):
     """Another running node holds the data folder."""
+
+    exit_code = 2
+
+
+class DataDirUnusableError(StorageError):
+    """There can be no data folder at that place, or we may not write there."""
 
     exit_code = 2
 

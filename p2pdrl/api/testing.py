@@ -337,5 +337,6 @@ def _peer(name: str, number: int, is_self: bool) -> dict[str, object]:
         "reasons": [],
         "device": "cpu",
         "report_age_s": 0.5,
+        "trains": True,
         "self": is_self,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,12 +49,19 @@ def show(files: tuple[str, ...], sets: tuple[str, ...], origin: bool, as_json: b
 
 @config.command()
 @click.argument("file", metavar="FILE|PRESET")
-def validate(file: str) -> None:
+@json_option
+def validate(file: str, as_json: bool) -> None:
     """Check a file by itself, without flags and variables."""
     from p2pdrl.config.loader import resolve
+    from p2pdrl.errors import UsageError
 
-    resolve(files=[file])
-    click.echo(f"{file} is valid")
+    try:
+        resolve(files=[file])
+    except UsageError as error:
+        if as_json:
+            click.echo(json.dumps({"file": file, "valid": False, "error": str(error)}, indent=2))
+        raise
+    click.echo(json.dumps({"file": file, "valid": True}, indent=2) if as_json else f"{file} is valid")
 
 
 @config.command()
@@ -78,12 +86,17 @@ def init(file: Path | None) -> None:
 
 
 @config.command()
-def presets() -> None:
+@json_option
+def presets(as_json: bool) -> None:
     """List the presets, which --config takes by name."""
     from p2pdrl.config.presets import preset_names, preset_summary
 
-    for name in preset_names():
-        click.echo(f"{name:<12}  {preset_summary(name)}")
+    summaries = {name: preset_summary(name) for name in preset_names()}
+    if as_json:
+        click.echo(json.dumps(summaries, indent=2))
+        return
+    for name, summary in summaries.items():
+        click.echo(f"{name:<12}  {summary}")
 
 
 def _document(resolved: Resolved, origin: bool) -> dict[str, Any]:

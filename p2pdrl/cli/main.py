@@ -5,7 +5,7 @@
 | 0 | done |
 | 1 | it failed; one line on standard error says why |
 | 2 | the command line or the configuration is wrong |
-| 3 | no node answers at the API address |
+| 3 | no node answers at the API address, or none did while we waited |
 | 4 | the node or swarm answers, and is unwell; or waiting took too long |
 | 130 | interrupted by Ctrl-C |
 """
@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mode": ("p2pdrl.cli.mode:mode", "Show how the swarm agrees, or change it while it trains."),
     "rounds": ("p2pdrl.cli.rounds:rounds", "Show the last rounds of the node's strategy."),
     "events": ("p2pdrl.cli.events:events", "Show what happened on the node."),
-    "wait": ("p2pdrl.cli.wait:wait", "Wait until enough members are healthy."),
+    "wait": ("p2pdrl.cli.wait:wait", "Wait until enough members are healthy, or train."),
     "pause": ("p2pdrl.cli.actions:pause", "Stop training; membership goes on."),
     "resume": ("p2pdrl.cli.actions:resume", "Train again after a pause."),
     "checkpoint": ("p2pdrl.cli.actions:checkpoint", "Write a checkpoint now."),
@@ -90,8 +90,22 @@ def _show_version(ctx: click.Context, _option: click.Parameter, wanted: bool) ->
         ctx.exit()
 
 
+_HELP = """Peer-to-peer daemon for decentralized deep reinforcement learning.
+
+One line per machine makes them one swarm that trains one policy:
+
+\b
+  p2pdrl node                          on the first machine
+  p2pdrl node --peers HOST:7700        on every other
+
+Try it on this machine: p2pdrl swarm up 4 --config cartpole
+"""
+
+
 @click.group(
-    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+    cls=LazyGroup,
+    help=_HELP,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.option(
     "--version",
@@ -102,16 +116,7 @@ def _show_version(ctx: click.Context, _option: click.Parameter, wanted: bool) ->
     help="Show the version.",
 )
 def cli() -> None:
-    r"""Peer-to-peer daemon for decentralized deep reinforcement learning.
-
-    One line per machine makes them one swarm that trains one policy:
-
-    \b
-      p2pdrl node                          on the first machine
-      p2pdrl node --peers HOST:7700        on every other
-
-    Try it on this machine: p2pdrl swarm up 4 --config cartpole
-    """
+    """Choose a command; see `COMMANDS`."""
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from p2pdrl.cli.formats import clean
+from p2pdrl.cli.formats import age, clean, grouped
 from p2pdrl.cli.options import Target, api_options, config_options, json_option
 from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES
+from p2pdrl.errors import P2PDRLError
 
 if TYPE_CHECKING:
     from p2pdrl.pipeline.timeline import Timeline
@@ -142,11 +143,11 @@ def plan(
     "-o",
     "--output",
     "path",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    type=click.Path(dir_okay=False, writable=True, allow_dash=True, path_type=Path),
     default=Path("trace.json"),
     show_default=True,
     metavar="FILE",
-    help="Where to write.",
+    help="Where to write; - is standard output.",
 )
 @click.option(
     "--seconds",
@@ -154,22 +155,44 @@ def plan(
     default=2.0,
     show_default=True,
     metavar="SECONDS",
-    help="How far back.",
+    help="How far back, as far as each rank remembers.",
 )
 def trace(target: Target, *, path: Path, seconds: float) -> None:
     """Write what a node's pipeline did lately, a row for each of its ranks.
 
-    For chrome://tracing or ui.perfetto.dev. The node asks the others of its pipeline; their clocks are
+    For chrome://tracing or ui.perfetto.dev. Each rank remembers its last few thousand boxes; how far back
+    those go is told. The node asks the others of its pipeline; their clocks are
     aligned by round trips.
     """
     document = target.client().get(f"/v1/pipeline/trace?seconds={seconds:g}")
     document = document if isinstance(document, dict) else {}
-    _write("--output", path, document)
-    boxes = [one for one in document.get("traceEvents") or [] if one.get("ph") == "X"]
+    boxes = sum(one.get("ph") == "X" for one in document.get("traceEvents") or [])
     others = document.get("otherData") or {}
-    click.echo(f"{len(boxes)} boxes of the last {seconds:g} s are in {path}")
-    for name, why in (others.get("missing") or {}).items():
-        click.echo(f"without {clean(name, 80)}: {clean(why)}", err=True)
+    without = [
+        f"without {clean(name, 80)}: {clean(why)}" for name, why in (others.get("missing") or {}).items()
+    ]
+    if not boxes:
+        why = "; ".join(without) or "is training paused, or stopped? See `p2pdrl status`"
+        raise P2PDRLError(f"no rank of the pipeline did anything in the last {seconds:g} s: {why}")
+    piped = str(path) == "-"
+    if piped:
+        click.echo(json.dumps(document))
+    else:
+        _write("--output", path, document)
+    click.echo(f"{grouped(boxes)} boxes are in {'standard output' if piped else path}", err=piped)
+    for name, told in (others.get("told") or {}).items():
+        click.echo(f"  {clean(name, 80)}: {_covered(told)}", err=piped)
+    for line in without:
+        click.echo(line, err=True)
+
+
+def _covered(told: dict[str, Any]) -> str:
+    """``4,096 boxes, from 2.4 s to 0.0 s ago; it remembers no more``."""
+    if not told.get("boxes"):
+        return "no boxes"
+    began, ended = age(told.get("began_s_ago")), age(told.get("ended_s_ago"))
+    more = "; it remembers no more" if told.get("remembers_no_more") else ""
+    return f"{grouped(told['boxes'])} boxes, from {began} to {ended} ago{more}"
 
 
 _OF_ONE_S_OWN = ("stages", "microbatches", "schedule", "ranks", "forward_s", "backward_s", "activation_bytes")

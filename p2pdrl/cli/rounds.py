@@ -12,9 +12,13 @@ __all__ = ["rounds"]
 
 @click.command()
 @api_options
+@click.option(
+    "-n", "--last", type=click.IntRange(min=1), metavar="N",
+    help="Only the last N; by default all that the node remembers, 50 at most.",
+)  # fmt: skip
 @json_option
 @watchable
-def rounds(target: Target, as_json: bool, watch: bool, interval_s: float) -> None:
+def rounds(target: Target, last: int | None, as_json: bool, watch: bool, interval_s: float) -> None:
     """Show the last rounds of the node's strategy.
 
     Who was merged with which weight, who was missing, and what it cost.
@@ -25,6 +29,7 @@ def rounds(target: Target, as_json: bool, watch: bool, interval_s: float) -> Non
 
     def ask() -> list[object]:
         found = client.get("/v1/rounds")
-        return found if isinstance(found, list) else []
+        found = found if isinstance(found, list) else []
+        return found if last is None else found[-last:]
 
     show_again(ask, lambda: rounds_view(ask()), as_json, watch, interval_s)

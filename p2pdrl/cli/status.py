@@ -62,12 +62,20 @@ def peers(target: Target, as_json: bool, watch: bool, interval_s: float) -> None
     "--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
     metavar="SECONDS", help="Pause between pictures.",
 )  # fmt: skip
-def top(target: Target, interval_s: float) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print what it shows as JSON, once, and end.")
+def top(target: Target, interval_s: float, as_json: bool) -> None:
     """Watch the members live."""
     from p2pdrl.cli.tables import swarm_view
 
     client = target.client()
-    show_again(client.status, lambda: swarm_view(client.status(), client.peers()), False, True, interval_s)
+
+    def ask() -> dict[str, object]:
+        return {"status": client.status(), "peers": client.peers()}
+
+    def view() -> RenderableType:
+        return swarm_view(client.status(), client.peers())
+
+    show_again(ask, view, as_json, not as_json, interval_s)
 
 
 def show_again(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from p2pdrl.cli.options import Target, api_options
+from p2pdrl.cli.formats import clean
+from p2pdrl.cli.options import Target, api_options, json_option
 
 if TYPE_CHECKING:
     from p2pdrl.cli.client import NodeClient
@@ -20,44 +23,101 @@ _PAUSE_S = 0.5
 @click.command()
 @api_options
 @click.option(
-    "--healthy", type=click.IntRange(min=1), required=True, metavar="N", help="Members, this node included."
+    "--healthy",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Members that are alive and well, this node included; those that only start count too.",
 )
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=60.0, show_default=True,
-    metavar="SECONDS", help="Give up after this long, with exit code 4.",
-)  # fmt: skip
-def wait(target: Target, healthy: int, timeout_s: float) -> None:
-    """Wait until enough members are healthy.
+    "--training",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Members whose learners make updates, or compute a stage of a pipeline.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Give up after this long: exit code 3 if no node ever answered, else 4.",
+)
+@json_option
+def wait(target: Target, healthy: int | None, training: int | None, timeout_s: float, as_json: bool) -> None:
+    """Wait until enough members are healthy, or train.
 
-    That is alive and well, as one node sees it. The node needn't be up yet.
+    As one node sees them; it needn't be up yet. With both --healthy and --training both are waited for.
     """
-    from p2pdrl.errors import UnhealthyError
+    from p2pdrl.errors import DaemonUnreachableError, UnhealthyError
 
+    wanted = {word: n for word, n in (("healthy", healthy), ("training", training)) if n is not None}
+    if not wanted:
+        raise click.UsageError("Give --healthy N, --training N, or both.")
     client = target.client()
-    deadline = time.monotonic() + timeout_s
-    while (shortfall := _shortfall(client, healthy)) is not None:
-        if time.monotonic() + _PAUSE_S > deadline:
-            raise UnhealthyError(f"after {timeout_s:g} s: {shortfall}")
+    began_s = time.monotonic()
+    answered = False
+    while True:
+        found, error = _look(client)
+        answered = answered or error is None
+        missing = str(error) if error is not None else _shortfall(found, wanted)
+        waited_s = time.monotonic() - began_s
+        if not missing or waited_s + _PAUSE_S > timeout_s:
+            break
         time.sleep(_PAUSE_S)
-    click.echo(f"{healthy} members are healthy")
+    if as_json:
+        counts = {word: _count(found, word) for word in _TESTS} | {"members": len(found)}
+        document = {"ok": not missing, **counts, "wanted": wanted, "waited_s": waited_s, "missing": missing}
+        click.echo(json.dumps(document, indent=2))
+    if missing:
+        kind = UnhealthyError if answered else DaemonUnreachableError
+        raise kind(f"after {timeout_s:g} s: {missing}")
+    if not as_json:
+        click.echo(" and ".join(_WORDS[word].format(n) for word, n in wanted.items()))
 
 
-def _shortfall(client: NodeClient, wanted: int) -> str | None:
-    """What is missing, or None."""
+def _look(client: NodeClient) -> tuple[list[dict[str, Any]], Exception | None]:
+    """The members as the node sees them; none, and why, when it doesn't answer."""
     from p2pdrl.errors import DaemonUnreachableError
 
     try:
-        members = client.peers()
+        return client.peers(), None
     except DaemonUnreachableError as error:
-        return str(error)
-    well = sum(_is_well(member) for member in members)
-    if well >= wanted:
-        return None
+        return [], error
+
+
+def _shortfall(members: Sequence[Mapping[str, Any]], wanted: Mapping[str, int]) -> str:
+    """What is missing; empty when nothing is."""
+    counts = {word: _count(members, word) for word in wanted}
+    few = [f"{counts[word]} of {_WORDS[word].format(n)}" for word, n in wanted.items() if counts[word] < n]
+    if not few:
+        return ""
     from p2pdrl.cli.tables import complaints
 
-    why = f" ({'; '.join(complaints(members)[:5])})" if complaints(members) else ""
-    return f"{well} of {wanted} members are healthy{why}"
+    why = complaints(members)
+    if counts.get("training", 0) < wanted.get("training", 0):
+        why += _idle(members)
+    why = why[:5]
+    return " and ".join(few) + (f" ({'; '.join(why)})" if why else "")
 
 
-def _is_well(member: dict[str, Any]) -> bool:
-    return member.get("state") == "alive" and member.get("healthy") is True
+def _idle(members: Sequence[Mapping[str, Any]]) -> list[str]:
+    """``node-3 is starting``, for each member that is alive and doesn't train."""
+    lines = []
+    for member in members:
+        if member.get("state") == "alive" and member.get("trains") is not True:
+            state = member.get("training_state")
+            words = (
+                "has made no update" if state == "training" else f"is {clean(state or 'not heard of', 20)}"
+            )
+            lines.append(f"{clean(member.get('name', '?'), 64)} {words}")
+    return lines
+
+
+def _count(members: Sequence[Mapping[str, Any]], word: str) -> int:
+    return sum(member.get("state") == "alive" and member.get(_TESTS[word]) is True for member in members)
+
+
+_TESTS = {"healthy": "healthy", "training": "trains"}
+"""Keys of a member that say so."""
+_WORDS = {"healthy": "{} members are healthy", "training": "{} members train"}

@@ -24,6 +24,7 @@ from p2pdrl.transport.protocol import Address, Refusal, Transport
 __all__ = ["JoinHooks", "JoinPort", "Joiner", "Resolver", "judge_newcomer", "knows_no_address", "resolve"]
 
 JOIN_DEADLINE_S = 5.0
+LONGEST_TROUBLE = 200
 NOT_YET = frozenset({409, 429, 503})
 """Refusals that mean "try again soon", and aren't told as a refusal to take us in."""
 
@@ -174,6 +175,10 @@ class Joiner:
         """The last refusal of each seed that refuses us."""
         return {str(seed.address): seed.refusal for seed in self._book.all if seed.refusal is not None}
 
+    def troubles(self) -> dict[str, str]:
+        """Why the last try of each seed failed, for those where it did."""
+        return {str(seed.address): seed.trouble for seed in self._book.all if seed.trouble}
+
     async def _try(self, seed: Seed) -> None:
         """Ask every address behind ``seed`` that isn't at rest."""
         seed.next_at = float("inf")
@@ -200,7 +205,8 @@ class Joiner:
             return [seed.address]
         try:
             return [Address(ip, seed.address.port) for ip in await self._resolver(seed.address.host)]
-        except OSError:
+        except (OSError, UnicodeError) as error:  # the latter for labels that IDNA doesn't take
+            seed.trouble = (getattr(error, "strerror", None) or str(error)).lower()[:LONGEST_TROUBLE]
             return []
 
     async def _ask(self, seed: Seed, address: Address) -> bool:
@@ -212,10 +218,12 @@ class Joiner:
             )
             welcome = decode(answer.meta)
         except PeerRefusedError as error:
+            seed.trouble = error.reason[:LONGEST_TROUBLE]
             if error.status not in NOT_YET and error.status < 500:
                 self._refused(seed, address, error.reason)
             return False
-        except TransportError:
+        except TransportError as error:
+            seed.trouble = str(error)[:LONGEST_TROUBLE]
             return False
         if not isinstance(welcome, Welcome) or answer.sender is None:
             return False

@@ -32,6 +32,7 @@ class Seed:
         next_at: monotonic time of the next try.
         answered: who answered at each address, by node id.
         refusal: what the last refusal said.
+        trouble: why the last try failed, in a few words; empty when it didn't.
     """
 
     address: Address
@@ -40,6 +41,7 @@ class Seed:
     next_at: float = 0.0
     answered: dict[Address, str] = field(default_factory=dict)
     refusal: str | None = None
+    trouble: str = ""
 
     @property
     def is_name(self) -> bool:
@@ -111,6 +113,7 @@ class SeedBook:
         """Everything behind ``seed`` is a living member or ourselves."""
         seed.failures = 0
         seed.refusal = None
+        seed.trouble = ""
         seed.next_at = now + (RESOLVE_AGAIN_S if seed.is_name else RECHECK_S)
 
     def failed(self, seed: Seed, now: float) -> None:

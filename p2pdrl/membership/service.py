@@ -194,6 +194,10 @@ class MembershipService:
         """Seeds that refuse us now, and why."""
         return self._joiner.refusals()
 
+    def troubles(self) -> dict[str, str]:
+        """Seeds whose last try failed, and why: the name isn't known, nobody listens."""
+        return self._joiner.troubles()
+
     def members(self) -> list[MemberView]:
         """Everybody known, ourselves first, tombstones included."""
         return self._core.members(self._clock.monotonic())

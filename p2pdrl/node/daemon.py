@@ -33,7 +33,7 @@ from p2pdrl.node.counting import rumours
 from p2pdrl.node.counting.rumours import Rumours
 from p2pdrl.node.entry.first_state import first_state, founded_at, take_up
 from p2pdrl.node.entry.gate import Gate
-from p2pdrl.node.entry.opening import open_node
+from p2pdrl.node.entry.opening import Opened, open_node
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.farewell import WITHIN_S, farewell
 from p2pdrl.node.looplag import LoopLagMonitor
@@ -132,7 +132,7 @@ class Node:
             parts.membership.subscribe(self._on_member)
             await parts.membership.start()
             stack.push_async_callback(parts.membership.close)
-            await self._until_left(self._work(stack, remembers=opened.remembers))
+            await self._until_left(self._work(stack, opened))
             if self._fatal is not None:
                 raise self._fatal
             await farewell(parts, self._figures, self._leave_reason or "done")
@@ -179,7 +179,7 @@ class Node:
 
     # --- work -----------------------------------------------------------------------------------
 
-    async def _work(self, stack: AsyncExitStack, *, remembers: bool) -> None:
+    async def _work(self, stack: AsyncExitStack, opened: Opened) -> None:
         parts = self._parts
         async with asyncio.TaskGroup() as group:
             jobs = [
@@ -188,11 +188,12 @@ class Node:
             ]
             parts.rumours = self._make_rumours()
             jobs.append(group.create_task(parts.rumours.run(), name="rumours"))
-            origin = await self._gate.find_swarm(parts.membership, parts.address, remembers=remembers)
+            origin = await self._gate.find_swarm(parts.membership, parts.address, remembers=opened.remembers)
             training = self._make_training(origin.task)
             stack.callback(training.supervisor.close)
             stack.push_async_callback(training.stop)
             await training.build()
+            self._gate.founds(origin)  # not before: the learner may refuse the task
             store = CheckpointStore(self._folder(training), self._config.node.checkpoint.keep)
             checkpoint = await take_up(store, parts.ledger, self._events)
             parts.training = self._gate.training = training
@@ -202,10 +203,10 @@ class Node:
                 )
             parts.transport.serve_pipes(PIPE_ROUTE, training.mode.accept)
             parts.transport.serve(timelines.ROUTE, training.timelines.answer)
-            giving = Giving(training, parts.ledger, self._events)
-            parts.transport.serve(state_transfer.ROUTE, giving.answer)
+            parts.transport.serve(state_transfer.ROUTE, Giving(training, parts.ledger, self._events).answer)
             state, lineage = await first_state(parts, training, origin, checkpoint)
             await training.begin(state, lineage)
+            opened.data.keep = True
             parts.saving = self._make_saving(store, training, checkpoint)
             parts.state = "paused" if training.paused else "training"
             self._conduct.saved_mode = SavedMode(parts.data_dir, training.task_hash, parts.swarm_id)
@@ -303,11 +304,10 @@ class Node:
 
     def _on_round(self) -> None:
         parts = self._parts
-        now_s = self._clock.monotonic()
         if parts.alive():
             parts.alone_since_s = None
         elif parts.alone_since_s is None:
-            parts.alone_since_s = now_s
+            parts.alone_since_s = self._clock.monotonic()
         training = parts.training
         if training is None:
             return

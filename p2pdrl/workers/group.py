@@ -29,6 +29,7 @@ from p2pdrl.workers.group_protocol import (
     frame,
     memory_nbytes,
 )
+from p2pdrl.workers.output import print_patiently
 from p2pdrl.workers.parent import die_with_parent
 from p2pdrl.workers.protocol import FrameBuffer
 
@@ -87,6 +88,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
+    print_patiently()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 

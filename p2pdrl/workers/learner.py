@@ -33,6 +33,7 @@ from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.transport.codec import decode
 from p2pdrl.workers.mailbox import Mailbox
+from p2pdrl.workers.output import print_patiently
 from p2pdrl.workers.parent import die_with_parent
 from p2pdrl.workers.protocol import (
     Answer,
@@ -315,6 +316,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
+    print_patiently()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     mailbox = Mailbox(socket.socket(fileno=arguments.fd))
     try:

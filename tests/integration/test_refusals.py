@@ -112,12 +112,16 @@ def test_nobody_listening_is_told_and_tried_for_ever(swarm, wait_until, tmp_path
         (["--device", "cuda:7"], "cpu"),
         (["--listen", "0.0.0.0:0"], "keygen"),
         (["--swarm-key-file", "/nowhere/key"], "/nowhere/key"),
+        (["--peers", "a..b:7700"], "neither an IP address"),
+        (["--data-dir", "/proc/nope"], "/proc/nope"),
     ],
 )
 def test_bad_input(arguments, words, tmp_path):
     code, lines = p2pdrl("node", "--data-dir", tmp_path / "data", "--listen", "127.0.0.1:0", *arguments)
     assert code == USAGE
     assert words in last_line(lines)
+    assert not any("founds a swarm" in line for line in lines)
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_taken_port_and_a_locked_folder(swarm, wait_until, tmp_path):
@@ -126,6 +130,7 @@ def test_a_taken_port_and_a_locked_folder(swarm, wait_until, tmp_path):
     code, lines = p2pdrl("node", "--listen", node.api, "--data-dir", tmp_path / "other")
     assert code == USAGE
     assert "is taken" in last_line(lines)
+    assert not (tmp_path / "other").exists()
     code, lines = p2pdrl("node", "--listen", "127.0.0.1:0", "--data-dir", node.data)
     assert code == USAGE
     assert "in use by another node" in last_line(lines)

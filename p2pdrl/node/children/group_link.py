@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import WireError, WorkerError
+from p2pdrl.node.children.output import ChildOutput
 from p2pdrl.node.children.process_link import ProcessLink
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.workers.group_protocol import (
@@ -33,12 +34,13 @@ class GroupLink(ProcessLink):
     Args:
         process: the child.
         sock: our end of the socket pair, non-blocking.
+        output: what it prints.
     """
 
     NAME = "group process"
 
-    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket) -> None:
-        super().__init__(process, sock)
+    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, output: ChildOutput) -> None:
+        super().__init__(process, sock, output)
         self._busy = False
 
     @classmethod

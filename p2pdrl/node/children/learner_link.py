@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from p2pdrl.errors import ConfigError, WorkerError
+from p2pdrl.node.children.output import ChildOutput
 from p2pdrl.node.children.process_link import HasDescriptor, ProcessLink
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.workers.protocol import (
@@ -59,12 +60,13 @@ class LearnerLink(ProcessLink):
     Args:
         process: the child.
         sock: our end of the socket pair, non-blocking.
+        output: what it prints.
     """
 
     NAME = "learner"
 
-    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket) -> None:
-        super().__init__(process, sock)
+    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, output: ChildOutput) -> None:
+        super().__init__(process, sock, output)
         self._news: dict[type[ToLearner], _InLine] = {}
         self._answers: deque[bytes] = deque()
         self._filled = asyncio.Event()

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from p2pdrl.errors import WorkerError
+from p2pdrl.node.children.output import ChildOutput
 from p2pdrl.workers.protocol import FrameBuffer
 
 __all__ = ["HasDescriptor", "ProcessLink"]
@@ -37,14 +38,16 @@ class ProcessLink:
     Args:
         process: the child.
         sock: our end of the socket pair, non-blocking.
+        output: what it prints.
     """
 
     NAME: ClassVar[str]
-    """As errors call the process."""
+    """As errors and log lines call the process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, output: ChildOutput) -> None:
         self._process = process
         self._sock = sock
+        self._output = output
         self._frames = FrameBuffer()
 
     @classmethod
@@ -54,8 +57,8 @@ class ProcessLink:
         options: Mapping[str, object],
         environment: Mapping[str, str],
         fds: Sequence[int] = (),
-    ) -> tuple[asyncio.subprocess.Process, socket.socket]:
-        """Start a process; return it and our end of the socket pair, as the constructor takes them.
+    ) -> tuple[asyncio.subprocess.Process, socket.socket, ChildOutput]:
+        """Start a process; return it, our end of the socket pair and what it prints, for the constructor.
 
         Args:
             module: run by Python; it is told its end of the socket pair as ``--fd`` and us as ``--parent``.
@@ -71,26 +74,31 @@ class ProcessLink:
         except OSError as error:
             raise WorkerError(f"can't start the {cls.NAME}: {error}") from error
         ours.setblocking(False)
+        output = None
         arguments = {**options, "--fd": theirs.fileno(), "--parent": os.getpid()}
         try:
+            output = ChildOutput(cls.NAME)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", module),
                 *(str(part) for pair in arguments.items() for part in pair),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.stderr,
+                stdout=output.writer,
+                stderr=output.writer,
                 pass_fds=[theirs.fileno(), *fds],
                 env=environment,
             )
-        except OSError as error:
+        except BaseException as error:
             ours.close()
-            raise WorkerError(f"can't start the {cls.NAME}: {error}") from error
-        except BaseException:
-            ours.close()
+            if output is not None:
+                output.close()
+            if isinstance(error, OSError):
+                raise WorkerError(f"can't start the {cls.NAME}: {error}") from error
             raise
         finally:
             theirs.close()
-        return process, ours
+        output.follow(process.pid)
+        return process, ours, output
 
     @property
     def pid(self) -> int:
@@ -115,6 +123,7 @@ class ProcessLink:
 
     def _close(self) -> int:
         self._sock.close()
+        self._output.close()
         return self._process.returncode if self._process.returncode is not None else -1
 
     async def _receive(self) -> list[bytes]:

@@ -95,6 +95,11 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
     age_s: NonNegative = 0.0
     """How old the report was when this copy of it was sent; zero at its origin."""
 
+    @property
+    def at_work(self) -> bool:
+        """Whether its learner makes updates, or computes for one that does, as a stage of a pipeline."""
+        return self.state == "training" and (bool(self.stage) or (self.trains and self.updates > 0))
+
 
 @dataclass(slots=True)
 class _Held:

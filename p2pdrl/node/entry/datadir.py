@@ -18,7 +18,7 @@ from types import TracebackType
 
 import platformdirs
 
-from p2pdrl.errors import DataDirLockedError, StorageError
+from p2pdrl.errors import DataDirLockedError, DataDirUnusableError, StorageError
 from p2pdrl.node.states.atomic import storage_error, write_atomic
 
 __all__ = ["DataDir"]
@@ -26,6 +26,10 @@ __all__ = ["DataDir"]
 _MOST_NODES = 1000
 _TOKEN = re.compile(rb"[0-9a-f]{64}")
 _LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
+"""Not the fault of whoever named the folder."""
+_FROM_THE_START = ("members.json", "token", "identity.key", "lock")
+"""Files that are there before a node trains."""
 
 
 class DataDir:
@@ -34,14 +38,16 @@ class DataDir:
     Attributes:
         path: the folder.
         picked_other: True when no folder was named and the first one was in use by another node.
+        keep: set it once the node trains; a folder that wasn't there before a start that fails goes again.
 
     Example:
         ``with DataDir.acquire(None, None) as data: print(data.path, data.token())``
     """
 
-    def __init__(self, path: Path, lock: int, *, picked_other: bool) -> None:
+    def __init__(self, path: Path, lock: int, *, picked_other: bool, existed: bool = True) -> None:
         self.path = path
         self.picked_other = picked_other
+        self.keep = existed
         self._lock: int | None = lock
 
     @classmethod
@@ -61,23 +67,26 @@ class DataDir:
 
         Raises:
             DataDirLockedError: if ``path`` is in use by another node.
-            StorageError: if the folder can't be made or written.
+            DataDirUnusableError: if there can be none, or we may not write there.
+            StorageError: if the disk is full or fails.
         """
         if path is not None:
             folder = Path(path).expanduser()
+            existed = folder.exists()
             lock = _lock(folder)
             if lock is None:
                 raise DataDirLockedError(
                     f"{folder} is in use by another node{_holder(folder)}: stop that one with "
                     "`p2pdrl leave`, or name another folder with --data-dir"
                 )
-            return cls(folder, lock, picked_other=False)
+            return cls(folder, lock, picked_other=False, existed=existed)
         parent = _root(root, os.environ if environ is None else environ)
         for number in range(1, _MOST_NODES + 1):
             folder = parent / f"node-{number}"
+            existed = folder.exists()
             lock = _lock(folder)
             if lock is not None:
-                return cls(folder, lock, picked_other=number > 1)
+                return cls(folder, lock, picked_other=number > 1, existed=existed)
         raise DataDirLockedError(
             f"all of {parent}/node-1 … node-{_MOST_NODES} are in use: name a folder with --data-dir"
         )
@@ -113,7 +122,19 @@ class DataDir:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not self.keep:
+            self._remove()
         self.release()
+
+    def _remove(self) -> None:
+        """Remove the folder, unless something is in it that we haven't put there; the lock goes last."""
+        try:
+            if {entry.name for entry in self.path.iterdir()} <= set(_FROM_THE_START):
+                for name in _FROM_THE_START:
+                    (self.path / name).unlink(missing_ok=True)
+                self.path.rmdir()
+        except OSError:
+            pass  # a folder too many does no harm
 
 
 def _root(root: str | Path | None, environ: Mapping[str, str]) -> Path:
@@ -135,7 +156,8 @@ def _lock(folder: Path) -> int | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise storage_error("use the data folder", folder, error) from error
+        told = storage_error("use the data folder", folder, error)
+        raise (told if error.errno in _DISK else DataDirUnusableError(str(told))) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -87,7 +87,7 @@ class Gate:
         if patience != 0:
             where = ", ".join(seeds) or "members of the last run"
             self._events.emit("joining", f"looks for a swarm at {where}")
-        grumbling = asyncio.create_task(self._grumble(), name="grumbling")
+        grumbling = asyncio.create_task(self._grumble(membership), name="grumbling")
         try:
             async with asyncio.timeout(patience) as limit:
                 while not membership.joined.is_set():
@@ -107,8 +107,12 @@ class Gate:
             self._tell_overruled(info)
             return Origin("joined", info.task, info)
         self._decided_hash = task_hash(self._config.task)
-        self._events.emit("founded", f"founds a swarm that trains {self._config.task.subject}")
         return Origin("founded", self._config.task, None)
+
+    def founds(self, origin: Origin) -> None:
+        """Tell that this node founds a swarm, if so."""
+        if origin.how == "founded":
+            self._events.emit("founded", f"founds a swarm that trains {origin.task.subject}")
 
     async def _wait_for_news(self, membership: MembershipService) -> None:
         either = [
@@ -143,15 +147,18 @@ class Gate:
             text = f"the swarm's own {' and '.join(overruled)} count here, not this node's"
             self._events.emit("overruled", text, level="warning")
 
-    async def _grumble(self) -> None:
+    async def _grumble(self, membership: MembershipService) -> None:
         while True:
             await asyncio.sleep(STILL_TRYING_S)
             where = ", ".join(self._config.node.peers) or "the members of the last run"
+            troubles = membership.troubles()
+            why = "; ".join(f"{address}: {trouble}" for address, trouble in troubles.items())
             self._events.emit(
                 "still-trying",
-                f"no answer from {where} yet; goes on trying. Is a node running there, is the address right, "
-                "is the port open?",
+                f"no answer from {where} yet{f' ({why})' if why else ''}; goes on trying. Is a node running "
+                "there, is the address right, is the port open?",
                 level="warning",
+                troubles=troubles,
             )
 
     def _on_refused(self, address: str, reason: str) -> None:

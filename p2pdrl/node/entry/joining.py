@@ -8,6 +8,7 @@ its data folder). Any other node keeps trying for ever, and says so.
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +17,7 @@ import msgspec
 
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.config.task_hash import task_hash
-from p2pdrl.errors import WireError
+from p2pdrl.errors import UsageError, WireError
 from p2pdrl.strategies.judgement import Natural, Short
 from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Address
@@ -30,9 +31,11 @@ __all__ = [
     "direct",
     "patience_s",
     "refuse_task",
+    "seed_address",
 ]
 
 FOUNDING_PATIENCE_S = 3.0
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 
 class JoinInfo(msgspec.Struct, frozen=True):
@@ -55,6 +58,38 @@ class Origin:
     task: TaskConfig
     info: JoinInfo | None
     """What the member through which we joined told; None when founding."""
+
+
+def seed_address(text: str) -> Address:
+    """Read the address of a peer that a person has given.
+
+    A name that isn't known now is fine: it may be known later.
+
+    Raises:
+        UsageError: it can't be the address of anything.
+    """
+    address = Address.parse(text)
+    if address.port == 0:
+        raise UsageError(f"--peers {text[:80]!r}: nobody listens on port 0: write HOST:PORT")
+    if not _can_be_host(address.host):
+        raise UsageError(
+            f"--peers {text[:80]!r}: {address.host[:80]!r} is neither an IP address nor a machine's name: "
+            "write HOST:PORT, or [IPV6]:PORT"
+        )
+    return address
+
+
+def _can_be_host(host: str) -> bool:
+    """Whether it is an IP address, or could be a name; no name ends with a label of digits alone."""
+    labels = host.removesuffix(".").split(".")
+    try:
+        if ":" in host:
+            ipaddress.IPv6Address(host)
+        elif labels[-1].isdigit():
+            ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return ":" in host or all(map(_LABEL.fullmatch, labels))
 
 
 def patience_s(seeds: tuple[str, ...], own: Address, *, remembers: bool) -> float | None:

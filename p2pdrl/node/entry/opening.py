@@ -23,11 +23,10 @@ from p2pdrl.membership.service import MembershipService
 from p2pdrl.node.counting.ledger import Ledger
 from p2pdrl.node.entry.datadir import DataDir
 from p2pdrl.node.entry.endpoint import Endpoint
-from p2pdrl.node.entry.joining import advertised
+from p2pdrl.node.entry.joining import advertised, seed_address
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.parts import Parts
 from p2pdrl.node.showing.view import View
-from p2pdrl.transport.protocol import Address
 
 __all__ = ["Opened", "open_node"]
 
@@ -36,6 +35,7 @@ __all__ = ["Opened", "open_node"]
 class Opened:
     """A node that listens and knows who it is."""
 
+    data: DataDir
     parts: Parts
     view: View
     remembers: bool
@@ -66,10 +66,11 @@ async def open_node(
         on_twin: told the address of another node that runs with our identity.
 
     Raises:
-        UsageError: bad key file, taken port, open address without a key.
-        StorageError: the data folder can't be used.
+        UsageError: bad key file, malformed peer, taken port, open address without a key.
+        StorageError: the data folder can't be used. One that is made here goes again when the start fails.
     """
     node = config.node
+    seeds = [seed_address(peer) for peer in node.peers]
     key = None if node.swarm_key_file is None else read_swarm_key(node.swarm_key_file)
     swarm_id = swarm_id_from_name(node.swarm) if key is None else swarm_id_from_key(key)
     data = stack.enter_context(DataDir.acquire(node.data_dir))
@@ -106,7 +107,7 @@ async def open_node(
         core,
         endpoint.transport,
         clock,
-        [Address.parse(peer) for peer in node.peers],
+        seeds,
         hooks=hooks,
         known=known,
         rng=random.Random(boot),
@@ -129,7 +130,7 @@ async def open_node(
         began_s=clock.monotonic(),
     )
     _tell(parts, events, keyed=key is not None, moved=node.listen is None and bound.port != 7700)
-    return Opened(parts, view, bool(known.members))
+    return Opened(data, parts, view, bool(known.members))
 
 
 def _tell(parts: Parts, events: EventLog, *, keyed: bool, moved: bool) -> None:

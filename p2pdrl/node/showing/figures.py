@@ -286,6 +286,7 @@ class Figures:
         row["healthy"] = member.state == "alive" and (report is None or report.healthy)
         row["reasons"] = self._reasons(member, report)
         row["training_state"] = None if report is None else report.state
+        row["trains"] = member.state == "alive" and report is not None and report.at_work
         row["mode_epoch"] = None if report is None else settings.epoch_of(report.mode_epoch)
         training = self._parts.training
         behind = training.policy_version - report.policy_version if report and training else None

@@ -26,7 +26,7 @@ from p2pdrl.errors import (
 )
 from p2pdrl.node.children.stage_port import StagePort
 from p2pdrl.pipeline.order import StageOrder
-from p2pdrl.pipeline.trace import RankSpans, Span, trace
+from p2pdrl.pipeline.trace import MOST_SPANS, RankSpans, Span, trace
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
@@ -134,7 +134,8 @@ class Timelines:
     async def collect(self, seconds: float) -> dict[str, Any]:
         """Return the trace of the last seconds of our pipeline, in Chrome's format.
 
-        Ranks that don't answer have an empty row; ``otherData`` says why.
+        Ranks that don't answer have an empty row; ``otherData`` says why, and of the others how many boxes
+        they told, how long ago those begin and end, and whether they remember no more than that.
 
         Raises:
             ConfigError: this node is in no pipeline.
@@ -154,7 +155,13 @@ class Timelines:
             else:
                 rows.append(spans._replace(name=name))
         document = trace({f"pipeline, generation {order.generation}, {order.schedule}": rows})
-        document["otherData"] = {"generation": order.generation, "backend": order.backend, "missing": missing}
+        now_s = self._clock.monotonic()
+        document["otherData"] = {
+            "generation": order.generation,
+            "backend": order.backend,
+            "missing": missing,
+            "told": {row.name: _told(row, now_s) for row in rows if row.name not in missing},
+        }
         return document
 
     async def _of(self, peer: str, order: StageOrder, seconds: float) -> RankSpans | P2PDRLError:
@@ -199,3 +206,14 @@ class Timelines:
         if not all(map(math.isfinite, times)):
             raise WireError("a timeline holds times that aren't finite")
         return told, came_s
+
+
+def _told(rank: RankSpans, now_s: float) -> dict[str, Any]:
+    """What part of the time asked for a rank's spans are of: it remembers `MOST_SPANS` and no more."""
+    times = [time_s + rank.offset_s for span in rank.spans for time_s in (span.start_s, span.end_s)]
+    return {
+        "boxes": len(rank.spans),
+        "began_s_ago": max(0.0, round(now_s - min(times), 3)) if times else None,
+        "ended_s_ago": max(0.0, round(now_s - max(times), 3)) if times else None,
+        "remembers_no_more": len(rank.spans) >= MOST_SPANS,
+    }

@@ -5,12 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from p2pdrl.pipeline.trace import Span
+from p2pdrl.pipeline.trace import MOST_SPANS, Span
 
-__all__ = ["MOST_SPANS", "Recorder"]
-
-MOST_SPANS = 4096
-"""Of a rank with 4 microbatches about 200 minibatches; less than a megabyte."""
+__all__ = ["Recorder"]
 
 
 class Recorder:

@@ -42,7 +42,7 @@ def test_the_address_may_come_from_the_environment(p2pdrl, served, monkeypatch):
     assert p2pdrl("status").exit_code == 0
 
 
-@pytest.mark.parametrize("command", ["status", "peers", "events"])
+@pytest.mark.parametrize("command", ["status", "peers", "top", "events"])
 def test_json_is_one_document(p2pdrl, served, command):
     result = p2pdrl(command, "--json", "--api", served.address)
     assert result.exit_code == 0
@@ -122,8 +122,51 @@ def test_wait(p2pdrl, served):
     assert "node-2: the learner is down" in result.stderr
 
 
-def test_wait_for_a_node_that_never_comes_is_4(p2pdrl, free_address):
-    assert p2pdrl("wait", "--healthy", "1", "--timeout", "0", "--api", free_address).exit_code == 4
+def test_wait_for_members_that_train(p2pdrl, served):
+    api = ["--timeout", "0", "--api", served.address]
+    assert p2pdrl("wait", "--training", "2", *api).stdout == "2 members train\n"
+    served.node.members[1].update(trains=False, training_state="starting")
+    assert p2pdrl("wait", "--healthy", "2", *api).exit_code == 0
+    result = p2pdrl("wait", "--training", "2", "--healthy", "2", *api)
+    assert result.exit_code == 4
+    assert "1 of 2 members train (node-2 is starting)" in result.stderr
+    assert "healthy" not in result.stderr
+
+
+def test_wait_tells_scripts_what_it_saw(p2pdrl, served):
+    api = ["--json", "--timeout", "0", "--api", served.address]
+    found = json.loads(p2pdrl("wait", "--healthy", "2", *api).stdout)
+    found.pop("waited_s")
+    counts = {"healthy": 2, "training": 2, "members": 2}
+    assert found == {"ok": True, **counts, "wanted": {"healthy": 2}, "missing": ""}
+    result = p2pdrl("wait", "--training", "3", *api)
+    assert result.exit_code == 4
+    found = json.loads(result.stdout)
+    assert (found["ok"], found["missing"]) == (False, "2 of 3 members train")
+
+
+def test_wait_for_a_node_that_never_comes_is_3(p2pdrl, free_address):
+    result = p2pdrl("wait", "--healthy", "1", "--timeout", "0", "--api", free_address)
+    assert result.exit_code == 3
+    assert free_address in result.stderr
+
+
+def test_wait_for_a_node_that_goes_again_is_4(p2pdrl, monkeypatch):
+    from p2pdrl.cli.client import NodeClient
+    from p2pdrl.errors import DaemonUnreachableError
+
+    answers = [[{"name": "one", "state": "alive", "healthy": True}]]
+
+    def peers(_self):
+        if not answers:
+            raise DaemonUnreachableError("no node answers")
+        return answers.pop()
+
+    monkeypatch.setattr(NodeClient, "peers", peers)
+    monkeypatch.setattr("p2pdrl.cli.wait._PAUSE_S", 0.001)
+    result = p2pdrl("wait", "--healthy", "2", "--timeout", "0.005")
+    assert result.exit_code == 4
+    assert "no node answers" in result.stderr
 
 
 def test_events_since(p2pdrl, served):

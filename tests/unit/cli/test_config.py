@@ -34,6 +34,11 @@ def test_validate(p2pdrl, tmp_path):
     result = p2pdrl("config", "validate", str(bad))
     assert result.exit_code == 2
     assert "task.env.idd" in result.stderr
+    assert json.loads(p2pdrl("config", "validate", "--json", str(good)).stdout)["valid"] is True
+    result = p2pdrl("config", "validate", "--json", str(bad))
+    assert result.exit_code == 2
+    document = json.loads(result.stdout)
+    assert (document["valid"], "task.env.idd" in document["error"]) == (False, True)
 
 
 def test_init_writes_a_valid_file_once(p2pdrl, tmp_path):
@@ -47,6 +52,7 @@ def test_init_writes_a_valid_file_once(p2pdrl, tmp_path):
 
 def test_presets_are_listed(p2pdrl):
     assert "cartpole" in p2pdrl("config", "presets").stdout
+    assert "CartPole" in json.loads(p2pdrl("config", "presets", "--json").stdout)["cartpole"]
 
 
 @pytest.fixture

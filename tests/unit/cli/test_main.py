@@ -34,6 +34,12 @@ def test_help_imports_nothing_heavy():
     assert "Commands:" in done.stdout
 
 
+def test_the_first_help_keeps_its_columns(p2pdrl):
+    lines = p2pdrl("--help").stdout.splitlines()
+    assert "    p2pdrl node --peers HOST:7700        on every other" in lines
+    assert not any("\\b" in line for line in lines)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_within_100_columns(p2pdrl, name):
     result = p2pdrl(name, "--help")

@@ -173,6 +173,8 @@ def test_rounds(p2pdrl, served):
     for part in ["ok", "timeout", "×0.50", "40.0 kB", "12 ms", "0.25"]:
         assert part in whole
     assert len(json.loads(p2pdrl("rounds", "--json", "--api", served.address).stdout)) == 2
+    last = json.loads(p2pdrl("rounds", "-n", "1", "--json", "--api", served.address).stdout)
+    assert [one["number"] for one in last] == [2]
 
 
 def test_no_rounds_yet(p2pdrl, served):

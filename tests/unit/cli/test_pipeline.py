@@ -168,10 +168,42 @@ def test_what_a_live_pipeline_did_is_written(p2pdrl, served, tmp_path):
     served.node.timeline["otherData"] = {"missing": {"rank 1: n\x1b1": "it isn't known to be alive"}}
     result = p2pdrl("pipeline", "trace", "-o", str(path), "--seconds", "3", "--api", served.address)
     assert result.exit_code == 0, result.stderr
-    assert result.stdout == f"1 boxes of the last 3 s are in {path}\n"
+    assert result.stdout == f"1 boxes are in {path}\n"
     assert result.stderr == "without rank 1: n?1: it isn't known to be alive\n"
     written = json.loads(path.read_text("utf-8"))
     assert (written["seconds"], len(written["traceEvents"])) == (3.0, 1)
+
+
+def test_what_each_rank_covers_is_told(p2pdrl, served, tmp_path):
+    full = {"boxes": 4096, "began_s_ago": 2.41, "ended_s_ago": 0.02, "remembers_no_more": True}
+    served.node.timeline["otherData"] = {"told": {"rank 0: n0": full, "rank 1: n1": {"boxes": 0}}}
+    path = tmp_path / "out.json"
+    result = p2pdrl("pipeline", "trace", "-o", str(path), "--seconds", "5", "--api", served.address)
+    assert result.stdout.splitlines()[1:] == [
+        "  rank 0: n0: 4,096 boxes, from 2.4 s to 0.0 s ago; it remembers no more",
+        "  rank 1: n1: no boxes",
+    ]
+
+
+def test_a_trace_may_go_to_standard_output(p2pdrl, served, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = p2pdrl("pipeline", "trace", "-o", "-", "--api", served.address)
+    assert result.exit_code == 0
+    assert len(json.loads(result.stdout)["traceEvents"]) == 1
+    assert result.stderr == "1 boxes are in standard output\n"
+    assert not list(tmp_path.glob("-"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "why"), [({}, "is training paused"), ({"rank 1: n1": "it is gone"}, "rank 1: n1: it is gone")]
+)
+def test_a_trace_without_boxes_is_a_failure(p2pdrl, served, tmp_path, missing, why):
+    served.node.timeline = {"traceEvents": [], "otherData": {"missing": missing}}
+    result = p2pdrl("pipeline", "trace", "-o", str(tmp_path / "g.json"), "--api", served.address)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "did anything in the last 2 s" in result.stderr
+    assert why in result.stderr
+    assert not (tmp_path / "g.json").exists()
 
 
 def test_without_a_live_pipeline_there_is_no_trace(p2pdrl, served, tmp_path):

@@ -129,6 +129,7 @@ async def test_leaving_alone_takes_no_time(start: Start) -> None:
 async def test_seeds_are_tried_for_ever(start: Start) -> None:
     two = await start(2, ["10.0.0.1:7600"])
     assert not await two.service.try_join_once()
+    assert two.service.troubles().keys() == {"10.0.0.1:7600"}
     await asyncio.sleep(120)
     assert not two.service.joined.is_set()
     one = await start(1, [])
@@ -186,14 +187,23 @@ async def test_a_name_that_isnt_known_is_tried_again(start: Start) -> None:
 
     async def resolver(host: str) -> list[str]:
         if not known:
-            raise OSError(host)
+            raise OSError(-2, "Name or service not known")
         return known
 
     await start(1, [])
     two = await start(2, ["swarm.example:7600"], resolver=resolver)
     await asyncio.sleep(5)
+    assert two.service.troubles() == {"swarm.example:7600": "name or service not known"}
     known.append("10.0.0.1")
     await asyncio.wait_for(two.service.joined.wait(), 31)
+    await asyncio.sleep(1)
+    assert two.service.troubles() == {}
+
+
+async def test_a_name_that_no_resolver_takes_is_no_bug(start: Start) -> None:
+    two = await start(2, ["a..b:7600"])  # Python's own resolver can't encode it
+    assert not await two.service.try_join_once()
+    assert "label" in two.service.troubles()["a..b:7600"]
 
 
 async def test_another_task_is_refused_in_plain_words_on_both_sides(start: Start) -> None:

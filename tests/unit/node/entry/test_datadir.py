@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from p2pdrl.errors import DataDirLockedError, StorageError
+from p2pdrl.errors import DataDirLockedError, DataDirUnusableError, StorageError, UsageError
 from p2pdrl.node.entry import datadir
 from p2pdrl.node.entry.datadir import DataDir
 from p2pdrl.node.states import atomic
@@ -125,6 +125,55 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path, monkeypatc
         patched.setattr(atomic.os, "fsync", refuse)
         with pytest.raises(StorageError, match=words):
             data.token()
+
+
+def test_a_place_where_no_folder_can_be_is_the_callers_fault(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "below", "/proc/nope"):
+        with pytest.raises(DataDirUnusableError) as caught:
+            DataDir.acquire(place)
+        assert caught.value.exit_code == 2
+
+    def full(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, "refused")
+
+    monkeypatch.setattr(datadir.os, "open", full)
+    with pytest.raises(StorageError) as caught:
+        DataDir.acquire(tmp_path)
+    assert caught.value.exit_code == 1
+
+
+def start(folder, *, fails: bool, keep: bool = False, leaves: str = "") -> None:
+    with DataDir.acquire(folder) as data:
+        data.token()
+        (folder / "identity.key").touch()
+        if leaves:
+            (folder / leaves).touch()
+        data.keep = data.keep or keep
+        if fails:
+            raise UsageError("the port is taken")
+
+
+def test_a_refused_start_leaves_no_folder_behind(tmp_path):
+    folder = tmp_path / "data"
+    with pytest.raises(UsageError):
+        start(folder, fails=True)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("case", ["was there", "trained", "holds more", "went well"])
+def test_any_other_folder_stays(tmp_path, case):
+    folder = tmp_path / "data"
+    if case == "was there":
+        folder.mkdir()
+    if case == "went well":
+        start(folder, fails=False)
+    else:
+        with pytest.raises(UsageError):
+            start(folder, fails=True, keep=case == "trained", leaves="notes" if case == "holds more" else "")
+    assert (folder / "identity.key").exists()
+    assert (folder / "token").exists()
+    DataDir.acquire(folder).release()
 
 
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):

@@ -28,7 +28,11 @@ class FakeJoins:
     def __init__(self) -> None:
         self.joined = asyncio.Event()
         self.refused: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
         self.own_address_among_seeds = False
+
+    def troubles(self) -> dict[str, str]:
+        return self.failed
 
     def refusals(self) -> dict[str, str]:
         return self.refused
@@ -52,10 +56,13 @@ async def later(seconds: float, act) -> None:
 
 
 async def test_without_seeds_it_founds_at_once(events, clock, kinds):
-    origin = await gate(events, clock).find_swarm(FakeJoins(), OWN, remembers=False)
+    one = gate(events, clock)
+    origin = await one.find_swarm(FakeJoins(), OWN, remembers=False)
     assert (origin.how, origin.info) == ("founded", None)
     assert origin.task == TaskConfig()
     assert now_s() == 0.0
+    assert kinds() == []  # that is told once the learner has taken the task
+    one.founds(origin)
     assert kinds() == ["founded"]
 
 
@@ -80,7 +87,19 @@ async def test_it_takes_the_swarms_task(events, clock, kinds):
     assert origin.info.lineage == "ab" * 8
     assert now_s() == pytest.approx(25.0)
     # It said every ten seconds that it goes on trying.
+    one.founds(origin)
     assert kinds() == ["joining", "still-trying", "still-trying", "joined"]
+
+
+async def test_why_a_seed_doesnt_answer_is_told(events, clock):
+    one, joins = gate(events, clock, "nonsense", SEED), FakeJoins()
+    joins.failed = {"nonsense:7700": "name or service not known"}
+    waiting = asyncio.create_task(later(15.0, joins.joined.set))
+    one.hooks.check_welcome(welcome())
+    await one.find_swarm(joins, OWN, remembers=False)
+    await waiting
+    (told,) = [event for event in events.since(0) if event["kind"] == "still-trying"]
+    assert f"no answer from nonsense, {SEED} yet (nonsense:7700: name or service not known)" in told["text"]
 
 
 async def test_its_own_address_among_the_seeds(events, clock):

@@ -16,6 +16,7 @@ from p2pdrl.node.entry.joining import (
     direct,
     patience_s,
     refuse_task,
+    seed_address,
 )
 from p2pdrl.transport.protocol import Address
 
@@ -121,3 +122,37 @@ def test_a_bad_advertised_address_is_told():
 )
 def test_a_machine_is_reached_itself_where_what_people_say_is_its_own(given, expected: bool):
     assert direct(given) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("nonsense", "nohost.invalid:7700", "swarm_1.default.svc.", "3com.example:1", "x" * 63),
+        *("10.0.0.1", "10.0.0.1:7700", "[::1]:7700", "[fe80::1%eth0]:7700"),
+    ],
+)
+def test_what_may_be_a_peer(text):
+    assert seed_address(text) == Address.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("7700", "neither an IP address"),
+        ("300.1.1.1:7700", "neither an IP address"),
+        ("10.0.0:7700", "neither an IP address"),
+        ("a..b:7700", "neither an IP address"),
+        (".", "neither an IP address"),
+        ("-rf:7700", "neither an IP address"),
+        ("x" * 64, "neither an IP address"),
+        ("eth0%1:7700", "neither an IP address"),
+        ("[12345::]:7700", "neither an IP address"),
+        ("host:0", "port 0"),
+        ("host:http", "no good port"),
+        ("http://host:7700", "isn't an address"),
+        ("two words", "isn't an address"),
+    ],
+)
+def test_what_cant_be_a_peer(text, why):
+    with pytest.raises(UsageError, match=why):
+        seed_address(text)

@@ -110,6 +110,24 @@ async def test_rows_have_exactly_the_promised_keys(figures, full):
     msgspec.json.encode(rows)
 
 
+async def test_who_trains_is_told(figures, full, clock):
+    now_s = clock.monotonic()
+    assert [row["trains"] for row in figures.peers()] == [True, False, False, False, False]
+    for number, (fields, trains) in enumerate(
+        [
+            ({"updates": 1}, True),
+            ({"updates": 1, "state": "starting"}, False),
+            ({"updates": 1, "state": "paused"}, False),
+            ({"updates": 9, "trains": False}, False),  # stands by in a pipeline
+            ({"updates": 0, "trains": False, "stage": "2/2"}, True),
+        ]
+    ):
+        fields = {"state": "training"} | fields
+        made = msgspec.structs.replace(report(B, **fields), seq=number + 2)
+        full.rumours.table.merge([made], now_s)
+        assert figures.peers()[1]["trains"] is trains, fields
+
+
 async def test_the_age_of_a_report_is_told(figures, full, clock):
     clock.advance(4.0)
     assert figures.peers()[1]["report_age_s"] == pytest.approx(4.0)

@@ -11,7 +11,7 @@ import pytest
 
 from p2pdrl.errors import ConfigError, PeerRefusedError, WorkerError
 from p2pdrl.node.showing.timelines import ROUTE, Ask, Timelines, Told
-from p2pdrl.pipeline.trace import Span
+from p2pdrl.pipeline.trace import MOST_SPANS, Span
 from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address, Reply
 
@@ -86,9 +86,31 @@ async def test_all_ranks_are_in_one_trace_on_one_clock(ranks):
     document = await ranks[1].timelines.collect(2.0)
     assert rows(document) == ["rank 0: n0", "rank 1: n1", "rank 2: n2"]
     assert boxes(document) == [(0, 0.0, 100.0), (1, 100.0, 100.0), (2, 200.0, 100.0)]
-    assert document["otherData"] == {"generation": 5, "backend": "stream", "missing": {}}
+    others = document["otherData"]
+    told = others.pop("told")
+    assert others == {"generation": 5, "backend": "stream", "missing": {}}
+    assert [(one["boxes"], one["remembers_no_more"]) for one in told.values()] == [(1, False)] * 3
+    assert [one["began_s_ago"] for one in told.values()] == pytest.approx([1.0, 0.9, 0.8], abs=0.01)
     assert [rank.asked for rank in ranks] == [[2.0]] * 3
     msgspec.json.encode(document)
+
+
+async def test_what_a_rank_has_forgotten_is_told(ranks):
+    now_s = ranks[1].now_s()
+    ranks[1].spans = [Span("forward", now_s - 2.4, now_s - 1.4)] * MOST_SPANS
+    told = (await ranks[0].timelines.collect(5.0))["otherData"]["told"]
+    assert told["rank 1: n1"] == {
+        "boxes": MOST_SPANS,
+        "began_s_ago": 2.4,
+        "ended_s_ago": 1.4,
+        "remembers_no_more": True,
+    }
+    assert told["rank 0: n0"] == {
+        "boxes": 0,
+        "began_s_ago": None,
+        "ended_s_ago": None,
+        "remembers_no_more": False,
+    }
 
 
 async def test_who_doesnt_tell_has_an_empty_row(ranks):
