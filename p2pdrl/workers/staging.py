@@ -315,7 +315,7 @@ class Staging:
         side = seat.neighbours.side
         print(f"learner: generation {seat.order.generation} of the pipeline broke: {error}", file=sys.stderr)
         self._replica.publish()
-        self._tell(seat.order, "broken", side=side, why=str(error))
+        self._tell(seat.order, "broken", side=side, why=str(error), behind=seat.behind)
 
     def _rise(self) -> None:
         """Leave the seat; the trainer works by itself again."""

@@ -90,6 +90,7 @@ def _ordered(training: Training) -> dict[str, Any]:
         "alone": figures.alone,
         "why": figures.why,
         "copies": figures.copies,
+        "from_version": figures.from_version,
         "predicted_step_s": figures.step_s,
         "predicted_bubble": figures.bubble,
     }

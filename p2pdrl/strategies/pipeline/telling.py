@@ -29,6 +29,8 @@ class Telling:
         self._told = ""
         self._why = ""
         self._told_end = 0
+        self._reached = ("", 0)
+        """Lineage and version that our last generation had come to when it ended, as far as we know."""
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -53,7 +55,7 @@ class Telling:
         if term.alone:
             names = ", ".join(self._names(term.members))
             text = f"no pipeline of {names}: each computes by itself. {design.why}"
-            self._swarm.tell("pipeline-refused", text, warning=True)
+            self._swarm.tell("pipeline-refused", text, warning=True, facts=self._begun(term))
             return
         plan = term.order.plan
         if plan.ranks == 1:
@@ -67,8 +69,21 @@ class Telling:
                 f"pipeline formed: {', '.join(held)}; {plan.schedule}, {plan.microbatches} microbatches, "
                 f"{in_seconds(term.step_s)} a step and bubbles of {term.bubble:.0%} predicted"
             )
-        self._swarm.tell("pipeline", f"{text} (generation {term.generation})")
+        begun = self._begun(term)
+        back = begun["updates_back"]
+        where = f"from version {term.policy_version}" + (f", {back} updates back" if back else "")
+        self._swarm.tell("pipeline", f"{text} (generation {term.generation}, {where})", facts=begun)
         self._told = ""
+
+    def _begun(self, term: Term) -> dict[str, int]:
+        """With what a generation begins, and how many updates that is behind the end of our last one."""
+        lineage, version = self._reached
+        back = max(0, version - term.policy_version) if lineage == term.lineage else 0
+        return {
+            "generation": term.generation,
+            "policy_version": term.policy_version,
+            "updates_back": back,
+        }
 
     def unformed(self, place: Place, why: str, suspect: str) -> None:
         """A pipeline couldn't be formed."""
@@ -100,6 +115,7 @@ class Telling:
         if term.generation == self._told_end:
             return False
         self._told_end = term.generation
+        self._reached = (term.lineage, news.policy_version + news.behind)
         if news.what == "over":
             self.copied(term)
             return True
@@ -155,6 +171,7 @@ class Telling:
             schedule=order.schedule,
             microbatches=order.microbatches,
             generation=order.generation,
+            from_version=term.policy_version,
             backend=order.backend if order.ranks > 1 else "none",
             alone=term.alone,
             why=self._why if term.leads else "",

@@ -17,7 +17,7 @@ from p2pdrl.strategies.pipeline.figures import Figures
 STAGES = Regime(stages=True)
 FIGURES = Figures(
     pipeline=1, pipelines=2, rank=1, ranks=("a", "b"), stages=(1,), why="it pays", step_s=0.2, bubble=0.3,
-    copies=4,
+    copies=4, from_version=70,
 )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_a_stage_tells_its_order_and_its_figures(training, enter):
     document = pipeline_document(training)
     assert document == {
         "role": "pipeline 1 rank 1", "pipeline": 1, "pipelines": 2, "peers": ["a", "b"], "alone": False,
-        "why": "it pays", "copies": 4, "predicted_step_s": 0.2, "predicted_bubble": 0.3,
+        "why": "it pays", "copies": 4, "from_version": 70, "predicted_step_s": 0.2, "predicted_bubble": 0.3,
         "generation": 3, "rank": 1, "ranks": 2, "stage": [2],
         "stages": 2, "blocks": [[2, 4]], "schedule": "1f1b", "microbatches": 2.0, "backend": "stream",
         "state_every": 10, "bubble": 0.25, "step_s": 0.1,

@@ -64,6 +64,23 @@ async def test_who_holds_what_and_what_is_predicted():
     assert "ann blocks 0-1, bob blocks 2-5; 1f1b, 4 microbatches, 0.20 s a step and bubbles of 25%" in text
 
 
+@pytest.mark.parametrize(
+    ("copied", "behind", "lineage", "begins", "back"),
+    [(36, 4, "aa", 37, 3), (36, 4, "aa", 40, 0), (30, 0, "aa", 37, 0), (36, 4, "bb", 37, 0)],
+)
+async def test_with_which_version_it_begins_and_how_far_back_that_is(copied, behind, lineage, begins, back):
+    told, swarm = telling()
+    before = term(1, generation=8, lineage=lineage)
+    told.ended(before, StageNews(8, "broken", "previous", "gone", policy_version=copied, behind=behind))
+    again = term(policy_version=begins)
+    told.formed(again, planned())
+    kind, text = swarm.told[-1]
+    assert kind == "pipeline"
+    assert swarm.facts[-1] == {"generation": 9, "policy_version": begins, "updates_back": back}
+    assert text.endswith(f"(generation 9, from version {begins}{f', {back} updates back' if back else ''})")
+    assert told.figures(lay_out(("a", "b"), {}, 2), "a", again).from_version == begins
+
+
 async def test_a_state_copy_is_a_round_and_so_is_the_end():
     told, swarm = telling()
     copied = term()
