@@ -101,13 +101,19 @@ class Watch:
 
     def begun_with(self) -> int:
         """The lowest version with which a generation began since; the newest one where none began."""
-        begun = [
-            event["policy_version"]
+        return min((event["policy_version"] for event in self._begun()), default=self._version())
+
+    def told_back(self) -> int:
+        """How many updates people were told that a generation went back since."""
+        return max((event["updates_back"] for event in self._begun()), default=0)
+
+    def _begun(self) -> list[Json]:
+        return [
+            event
             for node in self.nodes
             for event in node.events()
             if event["time"] > self.at_s and event["kind"] in ("pipeline", "pipeline-refused")
         ]
-        return min(begun, default=self._version())
 
     def nobody_began_anew(self) -> None:
         """Neither a node nor a learner was started again."""

@@ -106,7 +106,8 @@ def lose(nodes, victim, how, what, stages, *, most, slack_s=0.0):
     took_s = watch.goes_on(40, lambda: whole(survivors, stages, len(survivors) // stages))
     known_s = watch.known_s() or 0.0
     lost = max(0, watch.version - watch.begun_with())
-    print(f"{what}: known after {known_s:.2f} s, updates again after {took_s} s, {lost} lost", flush=True)
+    figures = f"known after {known_s:.2f} s, updates again after {took_s} s"
+    print(f"{what}: {figures}, {lost} lost, {watch.told_back()} told", flush=True)
     watch.nobody_began_anew()
     assert lost <= most
     assert took_s - known_s <= AGAIN_S + slack_s
