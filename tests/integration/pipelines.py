@@ -112,7 +112,7 @@ class Watch:
             event
             for node in self.nodes
             for event in node.events()
-            if event["time"] > self.at_s and event["kind"] in ("pipeline", "pipeline-refused")
+            if event["time"] > self.at_s and "updates_back" in event
         ]
 
     def nobody_began_anew(self) -> None:
