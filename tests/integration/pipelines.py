@@ -103,16 +103,18 @@ class Watch:
         """The lowest version with which a generation began since; the newest one where none began."""
         return min((event["policy_version"] for event in self._begun()), default=self._version())
 
-    def told_back(self) -> int:
-        """How many updates people were told that a generation went back since."""
-        return max((event["updates_back"] for event in self._begun()), default=0)
+    def told_back(self) -> int | None:
+        """How many updates people were told that a generation went back since; None where nobody knew."""
+        return max(
+            (event["updates_back"] for event in self._begun() if "updates_back" in event), default=None
+        )
 
     def _begun(self) -> list[Json]:
         return [
             event
             for node in self.nodes
             for event in node.events()
-            if event["time"] > self.at_s and "updates_back" in event
+            if event["time"] > self.at_s and "generation" in event
         ]
 
     def nobody_began_anew(self) -> None:

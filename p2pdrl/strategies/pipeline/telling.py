@@ -29,8 +29,8 @@ class Telling:
         self._told = ""
         self._why = ""
         self._told_end = 0
-        self._reached = ("", 0)
-        """Lineage and version that our last generation had come to when it ended, as far as we know."""
+        self._reached: tuple[str, int] | None = None
+        """Lineage and version that our last generation had come to; None while we don't know."""
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -70,20 +70,21 @@ class Telling:
                 f"{in_seconds(term.step_s)} a step and bubbles of {term.bubble:.0%} predicted"
             )
         begun = self._begun(term)
-        back = begun["updates_back"]
+        back = begun.get("updates_back")
         where = f"from version {term.policy_version}" + (f", {back} updates back" if back else "")
         self._swarm.tell("pipeline", f"{text} (generation {term.generation}, {where})", facts=begun)
         self._told = ""
 
     def _begun(self, term: Term) -> dict[str, int]:
-        """With what a generation begins, and how many updates that is behind the end of our last one."""
-        lineage, version = self._reached
-        back = max(0, version - term.policy_version) if lineage == term.lineage else 0
-        return {
-            "generation": term.generation,
-            "policy_version": term.policy_version,
-            "updates_back": back,
-        }
+        """With what a generation begins, and if we know, how many updates that is behind our last one's end.
+
+        We don't where that one neither ended nor broke here before this one's order came.
+        """
+        begun = {"generation": term.generation, "policy_version": term.policy_version}
+        reached, self._reached = self._reached, None
+        if reached is not None and reached[0] == term.lineage:
+            begun["updates_back"] = max(0, reached[1] - term.policy_version)
+        return begun
 
     def unformed(self, place: Place, why: str, suspect: str) -> None:
         """A pipeline couldn't be formed."""

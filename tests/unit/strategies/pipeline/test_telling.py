@@ -66,7 +66,7 @@ async def test_who_holds_what_and_what_is_predicted():
 
 @pytest.mark.parametrize(
     ("copied", "behind", "lineage", "begins", "back"),
-    [(36, 4, "aa", 37, 3), (36, 4, "aa", 40, 0), (30, 0, "aa", 37, 0), (36, 4, "bb", 37, 0)],
+    [(36, 4, "aa", 37, 3), (36, 4, "aa", 40, 0), (30, 0, "aa", 37, 0), (36, 4, "bb", 37, None)],
 )
 async def test_with_which_version_it_begins_and_how_far_back_that_is(copied, behind, lineage, begins, back):
     told, swarm = telling()
@@ -76,9 +76,12 @@ async def test_with_which_version_it_begins_and_how_far_back_that_is(copied, beh
     told.formed(again, planned())
     kind, text = swarm.told[-1]
     assert kind == "pipeline"
-    assert swarm.facts[-1] == {"generation": 9, "policy_version": begins, "updates_back": back}
+    begun = {"generation": 9, "policy_version": begins}
+    assert swarm.facts[-1] == begun | ({} if back is None else {"updates_back": back})
     assert text.endswith(f"(generation 9, from version {begins}{f', {back} updates back' if back else ''})")
     assert told.figures(lay_out(("a", "b"), {}, 2), "a", again).from_version == begins
+    told.formed(term(generation=10, policy_version=begins - 1), planned())
+    assert "updates_back" not in swarm.facts[-1], "nobody told how generation 9 ended"
 
 
 async def test_a_state_copy_is_a_round_and_so_is_the_end():
