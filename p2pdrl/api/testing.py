@@ -338,5 +338,6 @@ def _peer(name: str, number: int, is_self: bool) -> dict[str, object]:
         "device": "cpu",
         "report_age_s": 0.5,
         "trains": True,
+        "collects": True,
         "self": is_self,
     }

@@ -74,7 +74,7 @@ def _mode(s: _Shown) -> str:
 
 def _serves(s: _Shown) -> str:
     """What a learner does that makes no experience of its own; empty for all others."""
-    if s.get("trains") is not False or s.get("mean_return") is not None:
+    if s.get("collects") is not False or s.get("mean_return") is not None:
         return ""
     if s.get("role") == "standby":
         return "stands by"

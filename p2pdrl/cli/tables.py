@@ -191,7 +191,7 @@ def _of_trainer(key: str) -> Cell:
     """A count that means nothing where the learner computes for another and has made none of its own."""
 
     def cell(member: Member, _newest: float | None) -> Text:
-        served = member.get("trains") is False and member.get("mean_return") is None
+        served = member.get("collects") is False and member.get("mean_return") is None
         return Text(NONE if served and not member.get(key) else count(member.get(key)))
 
     return cell

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import LimitsConfig
@@ -112,9 +112,11 @@ class SwarmSide:
         for told in self._rounds:
             told(report)
 
-    def tell(self, kind: str, message: str, *, warning: bool = False) -> None:
-        """Tell people something."""
-        self._events.emit(kind, message, level="warning" if warning else "info")
+    def tell(
+        self, kind: str, message: str, *, warning: bool = False, facts: Mapping[str, int] | None = None
+    ) -> None:
+        """Tell people something; ``facts`` of it are for programs."""
+        self._events.emit(kind, message, level="warning" if warning else "info", **(facts or {}))
 
     def name_of(self, peer: str) -> str:
         """The name that people gave a member; its id when it is unknown."""

@@ -84,3 +84,5 @@ class StageNews(msgspec.Struct, frozen=True):
     port: int = 0
     policy_version: int = 0
     """Of what is on the board."""
+    behind: int = 0
+    """With ``broken``: updates that this rank took part in since; only rank 0 has what has become of them."""

@@ -6,6 +6,7 @@ The node hands each strategy one `Context`; the strategy owns no membership, lea
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -139,8 +140,10 @@ class Swarm(Protocol):
         """Note how a round has ended."""
         ...
 
-    def tell(self, kind: str, message: str, *, warning: bool = False) -> None:
-        """Tell people something: a new group, a new server."""
+    def tell(
+        self, kind: str, message: str, *, warning: bool = False, facts: Mapping[str, int] | None = None
+    ) -> None:
+        """Tell people something: a new group, a new server; ``facts`` of it are for programs."""
         ...
 
 

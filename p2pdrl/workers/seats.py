@@ -154,6 +154,11 @@ class Seat:
                 recorder=self.recorder,
             )
 
+    @property
+    def behind(self) -> int:
+        """Updates that it took part in and that the trainer's own state doesn't have: none at the head."""
+        return 0 if self.server is None else self.server.behind
+
     def figures(self, measured: Mapping[str, float]) -> dict[str, float]:
         """Return what the daemon is told of this seat.
 

@@ -165,8 +165,7 @@ class Staging:
         self._stages, self._ended = stages, False
         if self._order is None:
             return
-        # Not above: torch is slow to import, and who is no stage has no need of it here.
-        from p2pdrl.workers.seats import Ears, take_seat
+        from p2pdrl.workers.seats import Ears, take_seat  # torch is slow to import, and few are stages
 
         self._replica.take()
         self._replica.publish()
@@ -298,8 +297,8 @@ class Staging:
 
     def _optimizer(self, head: Pipelined[Any]) -> dict[str, Any]:
         """Return copies of the optimizer's arrays, as they are in the trainer."""
-        state = self._trainer.sidecar()
-        return {item.name: np.array(state[item.name]) for item in head.share.optimizer.items()}
+        arrays = self._trainer.sidecar()
+        return {item.name: np.array(arrays[item.name]) for item in head.share.optimizer.items()}
 
     def _over(self, seat: Seat) -> None:
         """Leave in good order: the ranks behind get what is on its way to them."""
@@ -313,9 +312,10 @@ class Staging:
         self._rise()
         if self._interrupted():
             return
-        print(f"learner: generation {seat.order.generation} of the pipeline broke: {error}", file=sys.stderr)
+        side, why = seat.neighbours.side, str(error)
+        print(f"learner: generation {seat.order.generation} of the pipeline broke: {why}", file=sys.stderr)
         self._replica.publish()
-        self._tell(seat.order, "broken", side=seat.neighbours.side, why=str(error))
+        self._tell(seat.order, "broken", side=side, why=why, behind=seat.behind)
 
     def _rise(self) -> None:
         """Leave the seat; the trainer works by itself again."""

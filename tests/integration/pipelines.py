@@ -99,12 +99,34 @@ class Watch:
             )
             time.sleep(0.03)
 
-    def nothing_lost(self, most: int) -> None:
-        """Nobody was started anew, and the newest state is at most so many updates older than before."""
+    def begun_with(self) -> int:
+        """The lowest version with which a generation began since; the newest one where none began."""
+        return min((event["policy_version"] for event in self._begun()), default=self._version())
+
+    def told_back(self) -> int | None:
+        """How many updates people were told that a generation went back since; None where nobody knew."""
+        return max(
+            (event["updates_back"] for event in self._begun() if "updates_back" in event), default=None
+        )
+
+    def _begun(self) -> list[Json]:
+        return [
+            event
+            for node in self.nodes
+            for event in node.events()
+            if event["time"] > self.at_s and "generation" in event
+        ]
+
+    def nobody_began_anew(self) -> None:
+        """Neither a node nor a learner was started again."""
         for node in self.nodes:
             status = node.status()
             assert (node.process.pid, status["learner"]["pid"]) == self.pids[node.name], node.text()[-2000:]
             assert status["learner"]["restarts"] == 0
+
+    def nothing_lost(self, most: int) -> None:
+        """Nobody was started anew, and the newest state is at most so many updates older than before."""
+        self.nobody_began_anew()
         assert self._version() >= self.version - most
 
     def _version(self) -> int:

@@ -32,7 +32,7 @@ from p2pdrl.node.showing.pipeline_figures import (
 
 __all__ = ["Figures"]
 
-PLACE_FIELDS = ("role", "trains", "stage", "bubble")
+PLACE_FIELDS = ("role", "stage", "bubble")
 """What a node does in its group."""
 REPORT_FIELDS = (
     "policy_version",
@@ -200,6 +200,8 @@ class Figures:
             "bytes_out": report.bytes_out,
             "exchanges": {} if training is None else training.outcomes,
             "accounting": self.accounting(),
+            "trains": report.at_work,
+            "collects": report.trains,
             **{name: getattr(report, name) for name in PLACE_FIELDS},
             "pipeline": None if training is None else pipeline_document(training),
             "learner": None if training is None else self._learner(),
@@ -287,6 +289,7 @@ class Figures:
         row["reasons"] = self._reasons(member, report)
         row["training_state"] = None if report is None else report.state
         row["trains"] = member.state == "alive" and report is not None and report.at_work
+        row["collects"] = None if report is None else report.trains
         row["mode_epoch"] = None if report is None else settings.epoch_of(report.mode_epoch)
         training = self._parts.training
         behind = training.policy_version - report.policy_version if report and training else None

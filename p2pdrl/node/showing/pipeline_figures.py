@@ -108,6 +108,7 @@ def _ordered(training: Training) -> dict[str, Any]:
         "why": figures.why,
         "limit": figures.limit,
         "copies": figures.copies,
+        "from_version": figures.from_version,
         "predicted_step_s": figures.step_s,
         "predicted_bubble": figures.bubble,
     }

@@ -39,6 +39,9 @@ class StageServer(Generic[Outputs]):
         clock: seconds, monotonic; for figures only.
         runner: computes this rank's gradients; None for one that does so over the links.
         recorder: of what this rank does; None for one of its own.
+
+    Attributes:
+        behind: updates since the whole was spread last.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class StageServer(Generic[Outputs]):
         self._rank = Rank(share, links, generation, timeout_s, clock, runner=runner, recorder=recorder)
         self._idle_timeout_s = idle_timeout_s
         self._within_s = idle_timeout_s if within_s is None else within_s
+        self.behind = 0
 
     @property
     def share(self) -> Share[Outputs]:
@@ -87,7 +91,12 @@ class StageServer(Generic[Outputs]):
             rank.send("down", over)
             for number, vectors in rank.slices(state=over.state):
                 rank.send("up", rank.slice(number), vectors)
-            return replace(rank.receive_whole(), last=over.last) if over.spread else None
+            self.behind += not over.last
+            if not over.spread:
+                return None
+            whole = replace(rank.receive_whole(), last=over.last)
+            self.behind = 0
+            return whole
 
     @property
     def recorder(self) -> Recorder:

@@ -28,6 +28,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     microbatches: int = 0
     """At most, where the head measures which number is fastest."""
     generation: int = 0
+    from_version: int = 0
+    """Policy version with which the generation began."""
     backend: str = ""
     """``stream`` or ``torch``; ``none`` where a node computes by itself."""
     alone: bool = False

@@ -71,4 +71,5 @@ def term_of(config: PipelineConfig, form: Form, rank: int, host: str = "") -> Te
         step_s=form.step_s,
         bubble=form.bubble,
         lineage=form.lineage,
+        policy_version=form.policy_version,
     )

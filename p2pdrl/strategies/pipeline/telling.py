@@ -32,6 +32,8 @@ class Telling:
         self._told = ""
         self._limit = ""
         self._told_end = 0
+        self._reached: tuple[str, int] | None = None
+        """Lineage and version that our last generation had come to; None while we don't know."""
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -69,7 +71,7 @@ class Telling:
         if term.alone:
             names = ", ".join(self._names(term.members))
             text = f"no pipeline of {names}: each computes by itself. {term.why.removeprefix(NO_PIPELINE)}"
-            self._swarm.tell("pipeline-refused", text, warning=True)
+            self._swarm.tell("pipeline-refused", text, warning=True, facts=self._begun(term))
             return
         plan = term.order.plan
         if plan.ranks == 1:
@@ -85,8 +87,22 @@ class Telling:
             )
             if carried:
                 text = f"{text}; {carried}"
-        self._swarm.tell("pipeline", f"{text} (generation {term.generation})")
+        begun = self._begun(term)
+        back = begun.get("updates_back")
+        where = f"from version {term.policy_version}" + (f", {back} updates back" if back else "")
+        self._swarm.tell("pipeline", f"{text} (generation {term.generation}, {where})", facts=begun)
         self._told = ""
+
+    def _begun(self, term: Term) -> dict[str, int]:
+        """With what a generation begins, and if we know, how many updates that is behind our last one's end.
+
+        We don't where that one neither ended nor broke here before this one's order came.
+        """
+        begun = {"generation": term.generation, "policy_version": term.policy_version}
+        reached, self._reached = self._reached, None
+        if reached is not None and reached[0] == term.lineage:
+            begun["updates_back"] = max(0, reached[1] - term.policy_version)
+        return begun
 
     def unformed(self, place: Place, why: str, suspect: str) -> None:
         """A pipeline couldn't be formed."""
@@ -118,6 +134,7 @@ class Telling:
         if term.generation == self._told_end:
             return False
         self._told_end = term.generation
+        self._reached = (term.lineage, news.policy_version + news.behind)
         if news.what == "over":
             self.copied(term)
             return True
@@ -175,6 +192,7 @@ class Telling:
             schedule=order.schedule,
             microbatches=order.microbatches,
             generation=order.generation,
+            from_version=term.policy_version,
             backend=order.backend if order.ranks > 1 else "none",
             alone=term.alone,
             why=term.why,

@@ -29,6 +29,7 @@ class Term:
         step_s: predicted for one minibatch.
         bubble: predicted.
         lineage: of the state with which all ranks began.
+        policy_version: likewise.
 
     Attributes:
         formed: whether it counts: all that was to be done before the work is done, as far as we know.
@@ -48,9 +49,11 @@ class Term:
         step_s: float,
         bubble: float,
         lineage: str = "",
+        policy_version: int = 0,
     ) -> None:
         self.order, self.members, self.rank, self.alone = order, members, rank, alone
-        self.step_s, self.bubble, self.lineage = step_s, bubble, lineage
+        self.step_s, self.bubble = step_s, bubble
+        self.lineage, self.policy_version = lineage, policy_version
         self.formed = False
         self.copies = 0
         self.moves = Moved()

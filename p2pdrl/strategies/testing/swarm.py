@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from p2pdrl.strategies.judgement import Summary
 from p2pdrl.strategies.protocol import RoundReport
@@ -30,6 +30,8 @@ class FakeSwarm:
         self.seen: list[tuple[str, float]] = []
         self.rounds: list[RoundReport] = []
         self.told: list[tuple[str, str]] = []
+        self.facts: list[Mapping[str, int]] = []
+        """One for each that was told."""
         self.take: Callable[[str], Awaitable[bool]] | None = None
         """What an adoption does; `SimSwarm` copies the donor's vector."""
         self.steps = 0
@@ -85,6 +87,9 @@ class FakeSwarm:
         """Note it."""
         self.rounds.append(report)
 
-    def tell(self, kind: str, message: str, *, warning: bool = False) -> None:
+    def tell(
+        self, kind: str, message: str, *, warning: bool = False, facts: Mapping[str, int] | None = None
+    ) -> None:
         """Note it."""
         self.told.append((kind, message))
+        self.facts.append(facts or {})

@@ -103,15 +103,15 @@ def test_a_rank_that_serves_another_shows_no_return_and_no_speed():
         {
             "name": "a",
             "stage": "1/2",
-            "trains": True,
+            "collects": True,
             "mean_return": 21.0,
             "steps_per_s": 0.0,
             "env_steps": 0,
         },
-        {"name": "b", "stage": "2/2", "trains": False, "steps_per_s": 0.0, "env_steps": 0},
-        {"name": "c", "stage": "", "role": "standby", "trains": False, "steps_per_s": 0.0, "env_steps": 7},
+        {"name": "b", "stage": "2/2", "collects": False, "steps_per_s": 0.0, "env_steps": 0},
+        {"name": "c", "stage": "", "role": "standby", "collects": False, "steps_per_s": 0.0, "env_steps": 7},
         # The end of a run: its head has no order any more, and did train.
-        {"name": "d", "stage": "", "trains": False, "mean_return": 9.0, "steps_per_s": 0.0, "env_steps": 8},
+        {"name": "d", "stage": "", "collects": False, "mean_return": 9.0, "steps_per_s": 0.0, "env_steps": 8},
     ]
     table = rendered(members_table(members, ("name", "return", "rate", "steps")))
     assert [line.split() for line in table.splitlines()[2:]] == [
@@ -131,7 +131,7 @@ def test_a_rank_that_serves_another_shows_no_return_and_no_speed():
     ],
 )
 def test_status_of_one_that_doesnt_train_says_so(more, shown):
-    status = {**FakeNode().status(), "mean_return": None, "trains": False, "role": "", **more}
+    status = {**FakeNode().status(), "mean_return": None, "collects": False, "role": "", **more}
     text = " ".join(rendered(status_view(status)).split())
     assert f"return –, {shown}" in text or f"return – {shown}" in text
     training = text.partition(" training ")[2].partition(" learner")[0]

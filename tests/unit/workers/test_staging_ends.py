@@ -90,6 +90,15 @@ def test_the_update_that_broke_isnt_counted(team):
     assert_close(vector, alone(CARTPOLE, version).flat)
 
 
+def test_ranks_know_of_how_many_updates_they_have_no_copy(team):
+    team = team(CLASSIFIER, 3)
+    team.head.at_step = lambda number: team.head.say(Stop()) if number == 8 else None
+    team.form(state_every=3)
+    for member in team.members[1:]:
+        broken = member.news("broken")
+        assert (broken.policy_version, broken.behind) == (6, 2)
+
+
 def test_another_regime_ends_a_stage_and_the_learner_goes_on_by_itself(team):
     team = team(CLASSIFIER, 2)
     first, second = team.members

@@ -17,7 +17,7 @@ from p2pdrl.strategies.pipeline.figures import Figures
 STAGES = Regime(stages=True)
 FIGURES = Figures(
     pipeline=1, pipelines=2, rank=1, ranks=("a", "b"), stages=(1,), why="it pays", step_s=0.2, bubble=0.3,
-    copies=4,
+    copies=4, from_version=70,
 )  # fmt: skip
 
 
@@ -57,7 +57,8 @@ def test_a_stage_tells_its_order_and_its_figures(training, enter):
     document = pipeline_document(training)
     assert document == {
         "role": "pipeline 1 rank 1", "pipeline": 1, "pipelines": 2, "peers": ["a", "b"], "alone": False,
-        "why": "it pays", "limit": "", "copies": 4, "predicted_step_s": 0.2, "predicted_bubble": 0.3,
+        "why": "it pays", "limit": "", "copies": 4, "from_version": 70, "predicted_step_s": 0.2,
+        "predicted_bubble": 0.3,
         "generation": 3, "rank": 1, "ranks": 2, "stage": [2],
         "stages": 2, "blocks": [[2, 4]], "schedule": "1f1b", "microbatches": 2.0, "backend": "stream",
         "state_every": 10, "bubble": 0.25, "step_s": 0.1,
@@ -98,7 +99,7 @@ async def test_only_the_first_rank_owes_updates(figures, training, enter, clock,
     report = figures.report()
     assert (report.trains, report.stage, report.bubble) == (stalled, f"{rank + 1}/2", 0.125)
     status = figures.status()
-    assert (status["trains"], status["stage"], status["bubble"]) == (stalled, f"{rank + 1}/2", 0.125)
+    assert (status["collects"], status["stage"], status["bubble"]) == (stalled, f"{rank + 1}/2", 0.125)
     assert figures.status()["pipeline"]["rank"] == rank
     row = figures.peers()[0]
     assert (row["stage"], row["bubble"]) == (f"{rank + 1}/2", 0.125)
@@ -111,7 +112,7 @@ async def test_only_the_first_rank_has_returns(figures, training, enter):
         report = figures.report()
         assert (report.mean_return, report.episodes_in_window) == (mean, 2 if mean else 0)
         assert figures.peers()[0]["mean_return"] == mean
-        assert figures.peers()[0]["trains"] == (mean is not None)
+        assert figures.peers()[0]["collects"] == (mean is not None)
     enter(order(1))
     training.supervisor.stages.order = None
     training.mode.strategy.figures = FIGURES  # it ends, or forms anew: nobody knows yet

@@ -62,7 +62,7 @@ async def test_who_holds_what_and_what_is_predicted():
 async def test_why_it_runs_over_what_it_does_is_told_unless_nobody_runs_over_anything():
     told, swarm = telling()
     told.formed(term(), "it runs over torch, for that is quick")
-    assert "it runs over torch, for that is quick (generation 9)" in swarm.told[0][1]
+    assert "it runs over torch, for that is quick (generation 9, from version 0)" in swarm.told[0][1]
     told.formed(term(alone=True, cuts=()), "it runs over torch, for that is quick")
     assert "torch" not in swarm.told[1][1]
 
@@ -104,6 +104,26 @@ async def test_what_was_asked_for_in_vain_is_told_once_and_shown_in_every_place(
     told.limited([])
     assert told.figures(layout, "c", None).limit == ""
     assert len(swarm.told) == 1
+
+
+@pytest.mark.parametrize(
+    ("copied", "behind", "lineage", "begins", "back"),
+    [(36, 4, "aa", 37, 3), (36, 4, "aa", 40, 0), (30, 0, "aa", 37, 0), (36, 4, "bb", 37, None)],
+)
+async def test_with_which_version_it_begins_and_how_far_back_that_is(copied, behind, lineage, begins, back):
+    told, swarm = telling()
+    before = term(1, generation=8, lineage=lineage)
+    told.ended(before, StageNews(8, "broken", "previous", "gone", policy_version=copied, behind=behind))
+    again = term(policy_version=begins)
+    told.formed(again)
+    kind, text = swarm.told[-1]
+    assert kind == "pipeline"
+    begun = {"generation": 9, "policy_version": begins}
+    assert swarm.facts[-1] == begun | ({} if back is None else {"updates_back": back})
+    assert text.endswith(f"(generation 9, from version {begins}{f', {back} updates back' if back else ''})")
+    assert told.figures(lay_out(("a", "b"), {}, 2), "a", again).from_version == begins
+    told.formed(term(generation=10, policy_version=begins - 1))
+    assert "updates_back" not in swarm.facts[-1], "nobody told how generation 9 ended"
 
 
 async def test_a_state_copy_is_a_round_and_so_is_the_end():
