@@ -20,15 +20,8 @@ from p2pdrl.membership.events import MemberView
 from p2pdrl.node import settings
 from p2pdrl.node.counting.digest import PeerReport
 from p2pdrl.node.parts import Parts
-from p2pdrl.node.showing import health
+from p2pdrl.node.showing import health, pipeline_figures
 from p2pdrl.node.showing.mode_figures import describe, facts_of, mode_document
-from p2pdrl.node.showing.pipeline_figures import (
-    pipeline_bubble,
-    pipeline_document,
-    serves,
-    stage_words,
-    trains,
-)
 
 __all__ = ["Figures"]
 
@@ -69,7 +62,7 @@ class Figures:
     def mean_return(self) -> float | None:
         """Mean return of the last sampled training episodes; None without any, or if not finite."""
         training = self._parts.training
-        if training is None or serves(training) or not training.supervisor.returns:
+        if training is None or pipeline_figures.serves(training) or not training.supervisor.returns:
             return None
         returns = training.supervisor.returns
         mean = sum(returns) / len(returns)
@@ -92,7 +85,7 @@ class Figures:
             learner = training.supervisor
             reported_s = learner.reported_s
             wanted = parts.state == "training"
-            due = wanted and trains(training)
+            due = wanted and pipeline_figures.trains(training)
             inputs |= {
                 "learner_down_s": learner.down_s if wanted else None,
                 "learner_restarts_in_a_row": learner.failures,
@@ -129,7 +122,7 @@ class Figures:
         mean, window = self.mean_return, 0
         fields: dict[str, Any] = {}
         if training is not None:
-            window = 0 if serves(training) else len(training.supervisor.returns)
+            window = 0 if pipeline_figures.serves(training) else len(training.supervisor.returns)
             fields = {
                 "lineage": training.lineage,
                 "policy_version": training.policy_version,
@@ -140,9 +133,9 @@ class Figures:
                 "mode_epoch": training.mode.epoch,
                 "strategy": protocol_of(training.mode.config),
                 "role": str(facts_of(training.mode.strategy).get("role", ""))[:64],
-                "trains": trains(training),
-                "stage": stage_words(training),
-                "bubble": pipeline_bubble(training),
+                "trains": pipeline_figures.trains(training),
+                "stage": pipeline_figures.stage_words(training),
+                "bubble": pipeline_figures.pipeline_bubble(training),
             }
         return PeerReport(
             id=parts.node_id,
@@ -203,7 +196,7 @@ class Figures:
             "trains": report.at_work,
             "collects": report.trains,
             **{name: getattr(report, name) for name in PLACE_FIELDS},
-            "pipeline": None if training is None else pipeline_document(training),
+            "pipeline": None if training is None else pipeline_figures.pipeline_document(training),
             "learner": None if training is None else self._learner(),
             "stop": {"reached": parts.halted is not None, "reason": parts.halted} | self._stop_config(),
             "healthy": report.healthy,

@@ -317,8 +317,7 @@ async def test_a_node_frozen_for_20_s_comes_back(start: Start, network: MemoryNe
 
 
 async def test_malformed_requests_are_refused(start: Start) -> None:
-    one = await start(1, [])
-    two = await start(2, [])
+    one, two = await start(1, []), await start(2, [])
     for route, meta, status in [
         ("swim/ping", b"\xc1", 400),
         ("swim/ping", encode(Nack("no")), 400),
@@ -331,12 +330,10 @@ async def test_malformed_requests_are_refused(start: Start) -> None:
 
 
 async def test_a_bug_in_a_subscriber_is_told_loudly(start: Start) -> None:
-    one = await start(1, [])
-
     def broken(event: MemberEvent) -> None:
         raise RuntimeError("a bug")
 
-    two = await start(2, ["10.0.0.1:7600"])
+    one, two = await start(1, []), await start(2, ["10.0.0.1:7600"])
     two.service.subscribe(broken)
     with pytest.raises(RuntimeError, match="a bug"):
         await asyncio.wait_for(two.service.watch(), 5)
