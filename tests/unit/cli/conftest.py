@@ -11,7 +11,7 @@ from p2pdrl.cli import main as cli_main
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
-    for name in ["P2PDRL_API", "P2PDRL_TOKEN", "P2PDRL_SWARM_KEY_FILE"]:
+    for name in ["P2PDRL_API", "P2PDRL_TOKEN", "P2PDRL_SWARM_KEY_FILE", "COLUMNS"]:
         monkeypatch.delenv(name, raising=False)
 
 
