@@ -105,6 +105,8 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="step"):
     """Of the whole gradient."""
     learning_rate: float
     max_grad_norm: float
+    took_s: float = 0.0
+    """Seconds from the minibatch's beginning at the first rank until this, which no other rank knows."""
 
 
 class Over(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="over"):

@@ -85,6 +85,7 @@ class Pipelined(Generic[Outputs]):
         self._hold = hold
         self.held: Assembled | None = None
         self._updates = 0
+        self._began_s = 0.0
         self._say = say
 
     @property
@@ -107,6 +108,7 @@ class Pipelined(Generic[Outputs]):
             raise RuntimeError("a pipeline's gradient is to be stepped with by the pipeline itself")
         share.parts.check(batch)
         begin, tuner = self._clock(), self._tuner
+        self._began_s = begin
         most = share.plan.microbatches if tuner is None else tuner.microbatches
         batches = cut(batch, share.plan.parts(len(batch.inputs), most=most))
         self._microbatches = len(batches)
@@ -153,8 +155,9 @@ class Pipelined(Generic[Outputs]):
         sums, self._sums = self._sums, None
         if sums is None:
             raise RuntimeError("there is no gradient of this pipeline to step with")
+        took_s = self._clock() - self._began_s
         with self._rank.whole_or_broken():
-            norm = self._rank.step(Step(sums.step, sums.squares, learning_rate, max_grad_norm))
+            norm = self._rank.step(Step(sums.step, sums.squares, learning_rate, max_grad_norm, took_s))
         if left == 0 and self._state_every is not None:
             self._updates += 1
             state = self._updates % self._state_every == 0

@@ -106,6 +106,7 @@ class Rank(Generic[Outputs]):
         self._timeout_s = timeout_s
         self._broken = False
         self._told_steps = share.steps
+        self._squares_s = self._busy_s = self._whole_s = 0.0
 
     @property
     def last(self) -> bool:
@@ -142,19 +143,19 @@ class Rank(Generic[Outputs]):
             self._links.close()
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of stages, and since the last call: the share of time waited, the most kept.
+        """Return the number of stages, and since the last call: the idle part of the steps, the most kept.
 
-        ``step_s`` are the seconds that a minibatch took, waiting included. ``activation_bytes`` is missing
-        where nobody counts them.
+        ``step_s`` are the seconds of a step on a minibatch, from its beginning at the first rank to its end
+        here; ``bubble`` is the part of them in which this rank neither computed nor stepped.
+        ``activation_bytes`` is missing where nobody counts them.
         """
-        runner, recorder = self.runner, self.recorder
-        idle = runner.waited_s / runner.ran_s if runner.ran_s else 0.0
-        step_s = runner.ran_s / max(self.share.steps - self._told_steps, 1)
+        bubble = max(1.0 - self._busy_s / self._whole_s, 0.0) if self._whole_s else 0.0
+        step_s = self._whole_s / max(self.share.steps - self._told_steps, 1)
         self._told_steps = self.share.steps
-        runner.waited_s = runner.ran_s = 0.0
-        most, recorder.activation_bytes = recorder.activation_bytes, 0
+        self._busy_s = self._whole_s = 0.0
+        most, self.recorder.activation_bytes = self.recorder.activation_bytes, 0
         kept = {"activation_bytes": float(most)} if most else {}
-        return {"stages": float(self.share.plan.stages), "bubble": idle, "step_s": step_s, **kept}
+        return {"stages": float(self.share.plan.stages), "bubble": bubble, "step_s": step_s, **kept}
 
     def send(self, way: Way, message: Message, tensors: list[Tensor] | None = None) -> None:
         """Send to a neighbour, if there is one that way: not from the last rank down to the first."""
@@ -180,7 +181,9 @@ class Rank(Generic[Outputs]):
     def gather(self, terms: Tensor | None) -> Sums:
         """Return the sums of this rank and all below, once they are there."""
         with self.noted("sums"):
+            begin_s = self._clock()
             squares = self.share.squares()
+            self._squares_s = self._clock() - begin_s
             if terms is not None:
                 return Sums(self.share.steps, squares, tuple(terms.tolist()))
             below = self.receive("up", Sums, self._sums)
@@ -188,9 +191,15 @@ class Rank(Generic[Outputs]):
 
     def step(self, step: Step) -> float:
         """Pass a step on, and step; return the gradient's norm."""
+        begin_s = self._clock()
         with self.noted("step"):
             self.send("down", step)
-            return self.share.step(step.squares, step.learning_rate, step.max_grad_norm)
+            norm = self.share.step(step.squares, step.learning_rate, step.max_grad_norm)
+        step_s, runner = self._clock() - begin_s, self.runner
+        self._busy_s += runner.ran_s - runner.waited_s + self._squares_s + step_s
+        self._whole_s += step.took_s + step_s
+        runner.ran_s = runner.waited_s = 0.0
+        return norm
 
     def bare(self, message: Sums | Step | Over) -> list[Slot]:
         """Return room for a message without tensors.
@@ -203,7 +212,9 @@ class Rank(Generic[Outputs]):
         if isinstance(message, (Sums, Step)) and message.squares < 0.0:
             raise WireError(f"{message}: no squares add up to that")
         if isinstance(message, Step) and not (
-            0.0 <= message.learning_rate <= _MOST_RATE and 0.0 < message.max_grad_norm < math.inf
+            0.0 <= message.learning_rate <= _MOST_RATE
+            and 0.0 < message.max_grad_norm < math.inf
+            and 0.0 <= message.took_s < math.inf
         ):
             raise WireError(f"{message} isn't a step that can be taken")
         return []

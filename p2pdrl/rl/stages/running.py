@@ -22,8 +22,8 @@ class Running(Protocol):
     """Computes the gradients of one share, minibatch by minibatch.
 
     Attributes:
-        waited_s: seconds spent waiting for neighbours, all minibatches together.
-        ran_s: seconds that all minibatches took, waiting included.
+        waited_s: seconds spent waiting for neighbours, since its rank set it to 0.
+        ran_s: seconds that minibatches took, waiting included, since then.
         recorder: told of each action, with what it keeps. Its rank sets it.
     """
 

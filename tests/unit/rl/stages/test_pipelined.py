@@ -14,6 +14,7 @@ from p2pdrl.rl.gradients import Accumulated, WholeBatch
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.optimizers import SGD, Adagrad, Adam, Momentum, RMSProp
 from p2pdrl.rl.stages.pipelined import Pipelined
+from p2pdrl.rl.stages.share import Share
 from p2pdrl.rl.stepping import OwnStepper
 
 from ..gradient_cases import reference
@@ -255,3 +256,30 @@ def test_metrics_tell_of_stages_and_waiting():
         assert metrics == {"microbatches": 4.0, "stages": 2.0}
         assert pipeline.head.metrics()["bubble"] == 0.0
     assert pipeline.servers[0].metrics()["bubble"] >= 0.0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_with_one_microbatch_every_rank_idles_while_each_of_the_others_computes(ranks, monkeypatch):
+    """On a clock that only forwards move, by a second each. The last rank idles before its part alone."""
+    now_s = 0.0
+
+    def forward(*args, plain=Share.forward, **options):
+        nonlocal now_s
+        now_s += 1.0
+        return plain(*args, **options)
+
+    monkeypatch.setattr(Share, "forward", forward)
+    case, parts = make_case("mlp")
+    with Pipeline(parts, make_plan(parts, ranks, 1)) as pipeline:
+        pipeline.head._clock = lambda: now_s
+        for member in (pipeline.head, *pipeline.servers):
+            member._rank._clock = member._rank.runner._clock = lambda: now_s
+        for _ in range(3):
+            pipeline.head.gradients(case.batch, case.objective)
+            step_with(pipeline)
+            pipeline.head.collect(state=False)  # all have stepped
+        for member in (pipeline.head, *pipeline.servers):
+            metrics = member.metrics()
+            assert metrics["bubble"] == pytest.approx(1.0 - 1.0 / ranks)
+            assert metrics["step_s"] == pytest.approx(ranks)
+            assert member.metrics()["bubble"] == 0.0  # nothing since
