@@ -52,6 +52,7 @@ from typing import Any, NamedTuple
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.layers import Layer
 from pipeline_bench.figures import ALONE, PLAIN, Case, Figures, Tally, draw, show, show_memory
+from pipeline_bench.markdown import markdown
 from pipeline_bench.model import CHUNKS, NETWORKS, SIZES, cuts_of
 from pipeline_bench.teams import Held, Network, Outcome
 from support.plots import check_path
@@ -195,6 +196,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--key", action="store_true", help="also with a swarm key")
     parser.add_argument("--wan", action="store_true", help="through slow links; a smaller policy")
     parser.add_argument("--json", action="store_true", help="print figures for machines")
+    parser.add_argument("--markdown", action="store_true", help="print the table that README has")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the times")
     arguments = parser.parse_args()
     parameters, rows = SIZES[arguments.network]
@@ -202,6 +204,8 @@ def parse() -> argparse.Namespace:
     arguments.rounds = arguments.rounds or (3 if arguments.wan else 5)
     arguments.microbatches = arguments.microbatches or ([1, 4] if arguments.wan else [1, 2, 4, 8])
     arguments.parameters = arguments.parameters or (WAN_PARAMETERS if arguments.wan else parameters)
+    if arguments.markdown and (arguments.wan or len(arguments.schedules) > 1):
+        parser.error("--markdown is for one schedule on loopback: --schedules 1f1b, without --wan")
     if any(arguments.rows % microbatches for microbatches in arguments.microbatches):
         parser.error("plain torch wants microbatches of one size: --rows must be a multiple of each number")
     if arguments.plot is not None:
@@ -228,6 +232,9 @@ def main() -> None:
         draw([row for row in rows if row["link"] == rows[-1]["link"]], arguments.plot, title)
     if arguments.json:
         print(json.dumps(rows))
+        return
+    if arguments.markdown:
+        print(markdown(rows))
         return
     print(f"{title}, {'float32' if cpu else 'bf16'} on {said['device']}")
     show(rows)

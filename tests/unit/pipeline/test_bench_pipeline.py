@@ -76,6 +76,18 @@ def test_ratios_are_of_the_same_round(figures, measured):
     assert found.efficiency(stream) == pytest.approx(1.2 / 0.8 / 1.6)
 
 
+def test_the_table_of_the_readme(figures, script, measured):
+    stream, tallies = measured
+    tallies[stream.accumulated()].memory = outcome(figures, 9.0, peak_bytes=(5 << 20,), kept_bytes=(0,))
+    table = script("pipeline_bench.markdown").markdown(figures.Figures(tallies).rows())
+    heads, rule, line = table.splitlines()
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert len(cells) == heads.strip("|").count("|") + 1 == rule.count("---")
+    # 1.2 s / 1.6 is the ideal; 1.0 / 0.8 the speed-up; (1.2 / 0.8) / 1.6 the part of the ideal
+    assert cells[:5] == ["2", "4", "1,200 ms", "750 ms", "800 ms"]
+    assert cells[5:] == ["–", "900 ms", "1.25", "0.94", "3, 2; unsplit 5"]
+
+
 def test_what_was_not_measured_has_no_ratio(figures, measured):
     stream, tallies = measured
     del tallies[stream.plain()], tallies[stream.accumulated()]
