@@ -17,7 +17,7 @@ ROUNDED = {"bf16": 0.1}
 MICROBATCHES = (1, 2, 4, 8)
 GROUP_TIMEOUT_S = 2.0
 TORCH_BARRIER_S = 10.0
-"""So long waits torch's barrier, which ends a meeting, before it looks at its timeout; ours are no shorter."""
+"""torch's barrier, which ends a meeting, waits so long before it looks at its timeout; ours are no less."""
 LAYOUTS = [
     *[("gpipe", ranks, ranks) for ranks in (2, 3, 4)],
     *[("1f1b", ranks, ranks) for ranks in (2, 3, 4)],
