@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -262,23 +263,38 @@ def test_metrics_tell_of_stages_and_waiting():
 def test_with_one_microbatch_every_rank_idles_while_each_of_the_others_computes(ranks, monkeypatch):
     """On a clock that only forwards move, by a second each. The last rank idles before its part alone."""
     now_s = 0.0
+    waiting = [threading.Event() for _ in range(ranks)]
 
-    def forward(*args, plain=Share.forward, **options):
+    def forward(share, *args, plain=Share.forward, **options):
         nonlocal now_s
+        waiting[share.rank].clear()
+        if share.rank > 0:  # the clock doesn't move while the rank before is about to read it
+            assert waiting[share.rank - 1].wait(TIMEOUT_S)
         now_s += 1.0
-        return plain(*args, **options)
+        return plain(share, *args, **options)
+
+    def watched(links, rank):
+        def receive(way, *args, plain=links.receive):
+            if way == "up":
+                waiting[rank].set()
+            return plain(way, *args)
+
+        links.receive = receive
 
     monkeypatch.setattr(Share, "forward", forward)
     case, parts = make_case("mlp")
     with Pipeline(parts, make_plan(parts, ranks, 1)) as pipeline:
+        members = [pipeline.head, *pipeline.servers]
         pipeline.head._clock = lambda: now_s
-        for member in (pipeline.head, *pipeline.servers):
+        for rank, member in enumerate(members):
             member._rank._clock = member._rank.runner._clock = lambda: now_s
+            if ranks > 1:
+                watched(member._rank._links, rank)
         for _ in range(3):
             pipeline.head.gradients(case.batch, case.objective)
             step_with(pipeline)
             pipeline.head.collect(state=False)  # all have stepped
-        for member in (pipeline.head, *pipeline.servers):
+        for member in members:
             metrics = member.metrics()
             assert metrics["bubble"] == pytest.approx(1.0 - 1.0 / ranks)
             assert metrics["step_s"] == pytest.approx(ranks)
