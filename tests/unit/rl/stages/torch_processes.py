@@ -59,7 +59,7 @@ def main():
 
     job, ranks, frozen, arguments = pickle.load(sys.stdin.buffer)
     context = multiprocessing.get_context("fork")
-    ports, clock = context.SimpleQueue(), context.Value("d", 0.0)
+    ports, clock = [context.SimpleQueue() for _ in range(ranks)], context.Value("d", 0.0)
     receivers, processes = [], []
     for rank in range(ranks):
         receiver, sender = context.Pipe(duplex=False)

@@ -8,6 +8,8 @@ import signal
 import time
 
 TIMEOUT_S = 60.0
+COME_S = 20.0
+"""How long all may take to come to a meeting: on a busy machine longer than the group may take for a step."""
 
 
 class World:
@@ -15,17 +17,17 @@ class World:
 
     def __init__(self, rank, ports, clock):
         self.rank = rank
-        self._ports = ports
+        self._ports = ports  # by process: who sits out a meeting must not take another's place
         self.clock = clock
 
-    def meet(self, ranks, timeout_s=TIMEOUT_S, rank=None, ahead=list):
+    def meet(self, ranks, timeout_s=TIMEOUT_S, rank=None, ahead=list, others=None):
         import torch
 
         from p2pdrl.pipeline.order import Meeting, StageOrder
         from p2pdrl.workers.torch_stages import TorchStages
 
         rank = self.rank if rank is None else rank
-        port = 0 if rank == 0 else self._ports.get()
+        port = 0 if rank == 0 else self._ports[self.rank].get()
         order = StageOrder(
             generation=1,
             rank=rank,
@@ -38,12 +40,12 @@ class World:
             idle_timeout_s=timeout_s,
             state_every=1,
             backend="torch",
-            meeting=Meeting("127.0.0.1", port, timeout_s),
+            meeting=Meeting("127.0.0.1", port, COME_S),
         )
 
         def say(port):
-            for _ in range(ranks - 1):
-                self._ports.put(port)
+            for other in range(1, ranks) if others is None else others:
+                self._ports[other].put(port)
 
         return TorchStages(order, torch.device("cpu"), say, ahead=ahead)
 
@@ -223,7 +225,9 @@ def failures(world, schedule, timeout_s, frozen_rank=1):
     for generation, (ranks, victim, fault) in enumerate(
         [(3, frozen_rank, signal.SIGSTOP), (2, 1, signal.SIGKILL)]
     ):
-        with world.meet(ranks, timeout_s if generation == 0 else TIMEOUT_S, rank) as stages:
+        bound_s = timeout_s if generation == 0 else TIMEOUT_S
+        left = [other for other in range(3) if generation == 0 or other != frozen_rank]
+        with world.meet(ranks, bound_s, rank, others=left[1:]) as stages:
             carrier, links = links_of(stages)
             plan = make_plan(parts, ranks * chunks, 4, schedule, ranks)
             share = Share(parts, plan, rank, CPU)
