@@ -40,7 +40,7 @@ class World:
             idle_timeout_s=timeout_s,
             state_every=1,
             backend="torch",
-            meeting=Meeting("127.0.0.1", port, COME_S),
+            meeting=Meeting("127.0.0.1", port, max(timeout_s, COME_S)),
         )
 
         def say(port):
