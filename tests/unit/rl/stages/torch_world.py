@@ -111,7 +111,7 @@ def agreement(world, rounds):
                     assert kept_bytes == expected_bytes(share, plan.parts(rows), rows), key
             with contextlib.suppress(
                 TransportError
-            ):  # who has got all may be gone; else the first rank tells
+            ):  # who has got all may be gone
                 carrier.flush(TIMEOUT_S)  # the last slice
             links.close()
     yield found
