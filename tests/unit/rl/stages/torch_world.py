@@ -109,9 +109,7 @@ def agreement(world, rounds):
                 kept_bytes = check_spans(member)
                 if (name, dtype) == ("mlp", "float64") and schedule != "interleaved":
                     assert kept_bytes == expected_bytes(share, plan.parts(rows), rows), key
-            with contextlib.suppress(
-                TransportError
-            ):  # who has got all may be gone
+            with contextlib.suppress(TransportError):  # who has got all may be gone
                 carrier.flush(TIMEOUT_S)  # the last slice
             links.close()
     yield found
