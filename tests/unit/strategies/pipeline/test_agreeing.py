@@ -13,11 +13,12 @@ from p2pdrl.config.pipeline import PipelineConfig
 from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.errors import ConfigError, PeerRefusedError
 from p2pdrl.strategies.group.view import ViewKey
-from p2pdrl.strategies.pipeline.messages import Form, Leave, Offer, PipeHead
+from p2pdrl.strategies.pipeline.messages import Leave, Offer, PipeHead
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.registry import build
 from p2pdrl.strategies.testing.stages import blocks_of
 
+from .forms import make_form
 from .swarms import CONFIG, strategy, swarm_of
 
 pytestmark = pytest.mark.looptime
@@ -196,17 +197,7 @@ async def test_what_is_stale_or_not_for_us_is_refused():
         head, rank, other = swarm.nodes
         key = strategy(rank)._group.view.key
         generation = rank.stages.order.generation
-        form = Form(
-            key=key,
-            generation=generation + 5,
-            members=(head.id, rank.id),
-            blocks=6,
-            cuts=(3,),
-            microbatches=4,
-            lineage="aa",
-            policy_version=0,
-            digest=b"",
-        )
+        form = make_form(key=key, generation=generation + 5, members=(head.id, rank.id))
         old = ViewKey(key.epoch, key.generation - 1, key.proposer)
         another = ViewKey(key.epoch + 1, key.generation, key.proposer)
         cases = [

@@ -7,9 +7,9 @@ import pytest
 
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.strategies.pipeline.calls import Peers
-from p2pdrl.strategies.pipeline.messages import Form
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 
+from .forms import make_form
 from .swarms import CONFIG, Swarm, strategy, swarm_of
 
 pytestmark = pytest.mark.looptime
@@ -128,17 +128,7 @@ async def test_an_order_that_contradicts_itself_or_the_configuration_is_refused(
         await swarm.working("01")
         head, rank = swarm.nodes
         key = strategy(rank)._group.view.key
-        form = Form(
-            key=key,
-            generation=rank.stages.order.generation + 5,
-            members=(head.id, rank.id),
-            blocks=6,
-            cuts=(3,),
-            microbatches=4,
-            lineage="aa",
-            policy_version=0,
-            digest=b"",
-        )
+        form = make_form(key=key, generation=rank.stages.order.generation + 5, members=(head.id, rank.id))
         for changes in ({"port": 99}, {"backend": "torch"}, {"backend": "torch", "port": 99}):
             meta = msgspec.msgpack.encode(msgspec.structs.replace(form, **changes))
             with pytest.raises(PeerRefusedError) as refused:

@@ -11,10 +11,11 @@ from p2pdrl.config.pipeline import PipelineConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.layers import Link
 from p2pdrl.strategies.group.view import ViewKey
-from p2pdrl.strategies.pipeline.messages import Form
 from p2pdrl.strategies.pipeline.orders import term_of
 from p2pdrl.strategies.pipeline.planning import Rank, design, measured_with, schedule_of
 from p2pdrl.strategies.testing.stages import blocks_of
+
+from .forms import make_form
 
 BLOCKS = blocks_of(6, seconds=0.01)
 
@@ -139,17 +140,7 @@ def test_a_rank_without_parameters_is_none():
     assert "no parameters" in found.why
 
 
-FORM = Form(
-    key=ViewKey(1, 2, "p"),
-    generation=9,
-    members=("a", "b"),
-    blocks=6,
-    cuts=(3,),
-    microbatches=4,
-    lineage="aa",
-    policy_version=0,
-    digest=b"",
-)
+FORM = make_form(key=ViewKey(1, 2, "p"))
 
 
 @pytest.mark.parametrize(("deadline_s", "timeout_s"), [(1.0, 10.0), (20.0, 20.0), (90.0, 30.0)])

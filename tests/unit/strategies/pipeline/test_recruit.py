@@ -12,28 +12,18 @@ import pytest
 from p2pdrl.clock import LoopClock
 from p2pdrl.strategies.group.view import ViewKey
 from p2pdrl.strategies.pipeline.layout import Place
-from p2pdrl.strategies.pipeline.messages import Form
 from p2pdrl.strategies.pipeline.recruit import Recruit
 from p2pdrl.strategies.protocol import Context
 from p2pdrl.strategies.testing.swarm import FakeSwarm
 from p2pdrl.transport.protocol import Refusal
 
+from .forms import make_form
 from .swarms import CONFIG
 
 pytestmark = pytest.mark.looptime
 
 KEY = ViewKey(1, 2, "h")
-FORM = Form(
-    key=KEY,
-    generation=9,
-    members=("h", "a"),
-    blocks=6,
-    cuts=(3,),
-    microbatches=4,
-    lineage="aa",
-    policy_version=0,
-    digest=b"",
-)
+FORM = make_form(key=KEY, members=("h", "a"))
 
 
 class Slow(Recruit):

@@ -11,14 +11,14 @@ from p2pdrl.clock import LoopClock
 from p2pdrl.config.pipeline import PipelineConfig
 from p2pdrl.config.problem import Problem
 from p2pdrl.pipeline.order import StageNews
-from p2pdrl.strategies.group.view import ViewKey
 from p2pdrl.strategies.pipeline.figures import Figures
 from p2pdrl.strategies.pipeline.layout import lay_out
-from p2pdrl.strategies.pipeline.messages import Form
 from p2pdrl.strategies.pipeline.orders import term_of
 from p2pdrl.strategies.pipeline.telling import Telling
 from p2pdrl.strategies.protocol import Context
 from p2pdrl.strategies.testing.swarm import FakeSwarm
+
+from .forms import make_form
 
 pytestmark = pytest.mark.looptime
 
@@ -33,19 +33,7 @@ def telling() -> tuple[Telling, FakeSwarm]:
 
 
 def term(rank: int = 0, **changes):
-    form = Form(
-        key=ViewKey(1, 2, "a"),
-        generation=9,
-        members=("a", "b"),
-        blocks=6,
-        cuts=(2,),
-        microbatches=4,
-        lineage="aa",
-        policy_version=0,
-        digest=b"",
-        step_s=0.2,
-        bubble=0.25,
-    )
+    form = make_form(cuts=(2,), step_s=0.2, bubble=0.25)
     made = term_of(CONFIG, msgspec.structs.replace(form, **changes), rank)
     made.formed = True
     return made

@@ -7,25 +7,14 @@ import pytest
 
 from p2pdrl.config.pipeline import PipelineConfig
 from p2pdrl.pipeline.order import StageNews
-from p2pdrl.strategies.group.view import ViewKey
-from p2pdrl.strategies.pipeline.messages import Form
 from p2pdrl.strategies.pipeline.orders import term_of
 from p2pdrl.strategies.pipeline.term import Term
 from p2pdrl.strategies.pipeline.trial import LONGEST, Trial
 from p2pdrl.strategies.testing.swarm import FakeSwarm
 
-FORM = Form(
-    key=ViewKey(1, 2, "a"),
-    generation=9,
-    members=("a", "b"),
-    blocks=6,
-    cuts=(3,),
-    microbatches=4,
-    lineage="aa",
-    policy_version=0,
-    digest=b"",
-    backend="torch",
-)
+from .forms import make_form
+
+FORM = make_form(backend="torch")
 
 
 def ended(*said: StageNews, rank: int = 0, **changes: object) -> tuple[Term, StageNews]:
