@@ -1,4 +1,4 @@
-"""A task's blocks and its plan, as text and as JSON."""
+"""A task's blocks and its plan, as text and as JSON: what ``p2pdrl pipeline plan --config`` shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What an update computes gradients of: how many batches, and how long they are."""
+"""What an update computes gradients of: how many batches, and how long they are.
+
+Checks of the configuration ask, the planning of pipelines, and the node's strategies.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to compute in an update, as measured: what `advice` weighs."""
+"""What there is to compute in an update, as measured in seconds and bytes: what `advice` weighs."""
 
 from __future__ import annotations
 

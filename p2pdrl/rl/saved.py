@@ -1,4 +1,7 @@
-"""How much memory autograd keeps between a forward and its backward."""
+"""How much memory autograd keeps between a forward and its backward, in bytes.
+
+`block_costs` measures a block by it, for plans; `stages.keeping` a stage at work, for figures.
+"""
 
 from __future__ import annotations
 

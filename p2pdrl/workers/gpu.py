@@ -1,4 +1,4 @@
-"""What a learner says of the GPU that it computes on. Imports torch."""
+"""What a learner says of the GPU that it computes on, for `block_measuring`. Imports torch."""
 
 from __future__ import annotations
 

@@ -9,12 +9,13 @@
 | `links`, `memory_links`, `framed_links` | neighbours connected: a protocol; queues; any carrier of bytes |
 | `running` | what computes one rank's part of a minibatch: a protocol |
 | `runner`, `torch_runner` | one rank's actions for one minibatch, over links; by torch.distributed |
+| `recorder` | when it did what |
 | `keeping` | what a rank keeps of a microbatch until its backward |
 | `torch_errors` | what torch.distributed means by its errors |
 | `rank` | sums, steps and slices: what ranks do together |
 | `pipelined` | the first rank: a gradient engine and stepper |
 | `server` | any other rank |
-| `model_split` | all ranks in one process, one device each |
+| `model_split`, `split_engine` | all ranks in one process, one device each; as a trainer's gradient engine |
 
 `pipeline` says who holds what and who does what when (`plan`, `schedule`). Modules are imported by their own
 names: this package exports nothing.

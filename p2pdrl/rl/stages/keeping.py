@@ -1,4 +1,7 @@
-"""What a rank keeps of each microbatch until its backward: measured once, and known from then on."""
+"""What a rank keeps of each microbatch until its backward, in bytes: measured once, and known from then on.
+
+Both runners use it.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@
 |---|---|
 | follow a node from view to view | `strategy`, and `view_work` within one view |
 | see who is in which pipeline | `layout` (pure) |
+| see what of the options can't be had | `limits` (pure) |
 | see who holds which blocks, and whether a pipeline pays | `planning` (pure) |
 | see what carries activations, and what becomes of that | `backend` (pure), `trial` |
 | form one | `lead` (the head), `recruit` (every other rank), `calls`, `joints` (their pipes), `orders` |

@@ -1,4 +1,7 @@
-"""What of a pipeline's options can't be had in a view of the group, and which key is to be changed. Pure."""
+"""What of a pipeline's options can't be had in a view of the group, and which key is to be changed. Pure.
+
+`strategy` asks at each view; `telling` says it.
+"""
 
 from __future__ import annotations
 
