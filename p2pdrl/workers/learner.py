@@ -57,7 +57,7 @@ from p2pdrl.workers.stage_protocol import Finish, Measure, Stage, Trace
 from p2pdrl.workers.staging import Staging
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.registry import AnyTrainer
+    from p2pdrl.rl.trainer import Trainer
 
 __all__ = ["Learner", "main"]
 
@@ -76,7 +76,7 @@ class Learner:
         mailbox: messages to and from the daemon.
     """
 
-    def __init__(self, trainer: AnyTrainer, board: LearnerBoard | None, mailbox: Mailbox) -> None:
+    def __init__(self, trainer: Trainer, board: LearnerBoard | None, mailbox: Mailbox) -> None:
         self._trainer = trainer
         self._mailbox = mailbox
         self._replica = Replica(trainer, board)
@@ -255,7 +255,7 @@ class Learner:
         self._returns = []
 
 
-def _build(start: Start) -> tuple[AnyTrainer, str]:
+def _build(start: Start) -> tuple[Trainer, str]:
     import torch
 
     torch.set_num_threads(start.threads)
