@@ -1,0 +1,53 @@
+"""Learners compute what they computed when `loss_traces.json` was recorded.
+
+A change that is meant to alter numbers records them anew, and says so:
+
+    python scripts/loss_traces.py --updates 20 --golden tests/unit/rl/loss_traces.json
+
+Processors differ in the last bits, so numbers are compared to 1e-5 of the largest in their row, and a policy
+loss, whose terms are of size 1 and nearly cancel, to 1e-5. `scripts/compare_traces.py` compares two commits
+on one machine to the bit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+SCRIPTS = str(Path(__file__).parents[3] / "scripts")
+GOLDEN = json.loads(Path(__file__).with_suffix("").with_name("loss_traces.json").read_text())
+UPDATES = 20
+TOLERANCE = {"float32": 1e-5, "bf16": 1e-2}  # bfloat16 has 8 bits of mantissa
+
+
+@pytest.fixture(scope="module")
+def script():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        module = importlib.import_module("loss_traces")
+        before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        module.be_deterministic()
+        yield module
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1])
+        sys.modules.pop("loss_traces")
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_numbers_are_those_recorded(script, case):
+    found = script.golden(script.trace(case, UPDATES))
+    assert found.keys() == GOLDEN[case].keys()
+    tolerance = TOLERANCE["bf16" if case.endswith("bf16") else "float32"]
+    for name, expected in GOLDEN[case].items():
+        largest = 1.0 if name == "policy_loss" else np.abs(expected).max()
+        np.testing.assert_allclose(found[name], expected, rtol=0, atol=tolerance * largest, err_msg=name)
+
+
+def test_every_case_is_recorded(script):
+    assert list(script.CASES) == list(GOLDEN)
