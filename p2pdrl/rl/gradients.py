@@ -29,7 +29,7 @@ from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, Context
 from p2pdrl.rl.objectives.objective import Objective, Outputs
 
-__all__ = ["Accumulated", "Minibatch", "Forward", "GradientEngine", "WholeBatch", "accumulate", "cut"]
+__all__ = ["Accumulated", "Forward", "GradientEngine", "Minibatch", "WholeBatch", "accumulate", "cut"]
 
 _Outputs_co = TypeVar("_Outputs_co", covariant=True)
 

@@ -63,6 +63,20 @@ class Acting:
 SourceMaker = Callable[[Acting], Source[Unroll]]
 
 
+@dataclass(frozen=True)
+class _Options:
+    """What this machine chose; see ``build_trainer``."""
+
+    seed: int
+    device: torch.device
+    allow_import: bool
+    step_delay_s: float
+    engine: EngineOptions
+    source: SourceMaker | None
+    clock: Callable[[], float]
+    sleep: Callable[[float], None]
+
+
 def build_trainer(
     task: TaskConfig,
     seed: int,
@@ -92,33 +106,24 @@ def build_trainer(
     Raises:
         ConfigError: the task can't be run here as configured.
     """
-    torch_device = resolve_device(device)
+    options = _Options(seed, resolve_device(device), allow_import, step_delay_s, engine, source, clock, sleep)
     if isinstance(task.algorithm, RegressionConfig):
-        trainer = _regression(task, seed, torch_device, step_delay_s, engine, clock, sleep)
+        trainer = _regression_trainer(task, task.algorithm, options)
     else:
-        trainer = _policy(task, seed, torch_device, allow_import, step_delay_s, engine, source, clock, sleep)
+        trainer = _policy_trainer(task, task.algorithm, options)
     if engine.split_devices:
         trainer.split(engine)
     return trainer
 
 
-def _regression(
-    task: TaskConfig,
-    seed: int,
-    device: torch.device,
-    step_delay_s: float,
-    options: EngineOptions,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> Trainer:
-    config = task.algorithm
-    assert isinstance(config, RegressionConfig)  # noqa: S101 - whoever calls has looked
+def _regression_trainer(task: TaskConfig, config: RegressionConfig, options: _Options) -> Trainer:
+    device = options.device
     train, evaluation = make_rows(config, task.seed)
     flat = FlatModule(regression_model(config, task.seed), device)
     layers = regression_layers(flat.module)
     precision = task.gradients.precision
-    forward = module_forward(layers, precision, checkpoint_activations=options.checkpoint_activations)
-    source = RowSource(config, seed, train, device)
+    forward = module_forward(layers, precision, checkpoint_activations=options.engine.checkpoint_activations)
+    source = RowSource(config, options.seed, train, device)
 
     def parts(loss: Loss[Any]) -> Parts[Any]:
         classes = config.classes if config.kind == "classifier" else None
@@ -133,42 +138,38 @@ def _regression(
             precision=precision,
         )
 
-    engine = make_engine(options, flat, forward)
-    algorithm = Regression(config, flat, engine, delay_s=step_delay_s, clock=clock, sleep=sleep)
+    engine = make_engine(options.engine, flat, forward)
+    algorithm = Regression(
+        config, flat, engine, delay_s=options.step_delay_s, clock=options.clock, sleep=options.sleep
+    )
     judge = RegressionEvaluation(config, flat.module, evaluation, device)
-    return Trainer(flat, algorithm, source, parts=parts, evaluation=judge, clock=clock)
+    return Trainer(flat, algorithm, source, parts=parts, evaluation=judge, clock=options.clock)
 
 
-def _policy(
-    task: TaskConfig,
-    seed: int,
-    device: torch.device,
-    allow_import: bool,
-    step_delay_s: float,
-    options: EngineOptions,
-    make_source: SourceMaker | None,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> Trainer:
-    config: Any = task.algorithm
+def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer:
+    device = options.device
     entry = entry_of(config)
-    env_seed, action_seed = (int(word) for word in np.random.SeedSequence(seed).generate_state(2))
+    env_seed, action_seed = (int(word) for word in np.random.SeedSequence(options.seed).generate_state(2))
     generator = torch.Generator(device).manual_seed(action_seed)
     env = make_vector_env(
-        task.env, env_seed, allow_import=allow_import, step_delay_s=step_delay_s, sleep=sleep
+        task.env,
+        env_seed,
+        allow_import=options.allow_import,
+        step_delay_s=options.step_delay_s,
+        sleep=options.sleep,
     )
     spec, num_envs = env.spec, task.env.num_envs
     policy = entry.network(spec, task.network, task.seed)
     flat = FlatModule(policy, device)
-    precision, anew = task.gradients.precision, options.checkpoint_activations
+    precision, anew = task.gradients.precision, options.engine.checkpoint_activations
     forward = policy_forward(policy, precision, checkpoint_activations=anew)
     algorithm = entry.build(
         Materials(
             config=config,
             policy=policy,
             flat=flat,
-            engine=make_engine(options, flat, forward),
-            engine_for=lambda run: make_engine(options, flat, run),
+            engine=make_engine(options.engine, flat, forward),
+            engine_for=lambda run: make_engine(options.engine, flat, run),
             generator=generator,
         )
     )
@@ -184,12 +185,12 @@ def _policy(
         statistics["returns"] = reward_scaler.statistics
     scaler = UnrollScaler(device, normalizer=normalizer, reward_scaler=reward_scaler)
     source: Source[Unroll]
-    if make_source is None:
+    if options.source is None:
         collector = Collector(env, policy, config.unroll_steps, generator, normalizer=normalizer)
         source = InlineSource(collector, scaler)
     else:
         env.close()
-        source = make_source(Acting(task, spec, policy, flat, scaler, normalizer))
+        source = options.source(Acting(task, spec, policy, flat, scaler, normalizer))
 
     def parts(loss: Loss[Any]) -> Parts[Any]:
         recurrent = policy.core is not None
@@ -203,5 +204,5 @@ def _policy(
         )
 
     return Trainer(
-        flat, algorithm, source, statistics=statistics, policy=policy, parts=parts, clock=clock
+        flat, algorithm, source, statistics=statistics, policy=policy, parts=parts, clock=options.clock
     )

@@ -1,7 +1,7 @@
 """Numbers that change as training goes on: learning rates, exploration.
 
-``algorithms`` read them before each update. Annealing follows the swarm's way towards its last environment step;
-exploration follows the absolute number of steps that the swarm has made.
+``algorithms`` read them before each update. Annealing follows the swarm's way towards its last environment
+step; exploration follows the absolute number of steps that the swarm has made.
 """
 
 from __future__ import annotations

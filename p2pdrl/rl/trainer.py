@@ -1,7 +1,7 @@
 """One learner in one object: a source of batches, an algorithm, and the parameters that it improves.
 
-The learner process builds one (`rl.registry.build_trainer`) and calls ``step`` for ever; between steps it lets the
-swarm in: deltas of the parameters, whole states, other nodes' normaliser counters, the swarm's progress.
+The learner process builds one (`rl.registry.build_trainer`) and calls ``step`` for ever; between steps it
+lets the swarm in: deltas of the parameters, whole states, other nodes' normaliser counters, the swarm's progress.
 
 Shape suffix: D parameters.
 """
@@ -192,6 +192,8 @@ class Trainer:
         start = self._clock()
         algorithm = self.algorithm
         algorithm.policy_version = self.policy_version
+        if self._policy is not None:
+            self._policy.exploration = algorithm.exploration
         batch = self.source.next()
         metrics = algorithm.update(batch)
         self.source.commit()
@@ -248,8 +250,8 @@ class Trainer:
         if len(losses) != 1:
             names = ", ".join(loss.name for loss in losses)
             raise ConfigError(
-                f"gradients of several losses ({names}) can't travel, nor can their model be cut into stages; "
-                "take a strategy that exchanges parameters"
+                f"gradients of several losses ({names}) can't travel, nor can their model be cut into "
+                "stages; take a strategy that exchanges parameters"
             )
         return losses[0]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from p2pdrl.rl.activations import ActivationLimitError, limited
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import Minibatch, Forward, accumulate
+from p2pdrl.rl.gradients import Forward, Minibatch, accumulate
 from p2pdrl.rl.objectives.objective import Objective, Outputs
 from p2pdrl.rl.tuner import Tuner
 

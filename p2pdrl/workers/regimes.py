@@ -21,8 +21,8 @@ from p2pdrl.workers.protocol import Answer, Posted, Work
 from p2pdrl.workers.replica import Replica
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.trainer import Trainer
     from p2pdrl.rl.stepping import Stepper
+    from p2pdrl.rl.trainer import Trainer
 
 __all__ = ["Regimes"]
 

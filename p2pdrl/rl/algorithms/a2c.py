@@ -43,9 +43,7 @@ class A2C(Algorithm[Unroll]):
         if config.optimizer == "adam":
             optimizer = Adam(flat.parameters_D, flat.gradients_D, config.rmsprop_eps)
         else:
-            optimizer = RMSProp(
-                flat.parameters_D, flat.gradients_D, config.rmsprop_alpha, config.rmsprop_eps
-            )
+            optimizer = RMSProp(flat.parameters_D, flat.gradients_D, config.rmsprop_alpha, config.rmsprop_eps)
         self._loss = Loss(objective, optimizer, flat, engine, max_grad_norm=config.max_grad_norm)
         self.losses = (self._loss,)
 

@@ -1,7 +1,7 @@
 """What an algorithm is: a list of losses, target copies, and one update that reads from top to bottom.
 
-``trainer`` holds one and hands it a batch at a time. Each loss has an objective, an optimizer, and a span of the
-flat vector that it steps; PPO, A2C and the regression are the case of one loss over the whole vector.
+``trainer`` holds one and hands it a batch at a time. Each loss has an objective, an optimizer, and a span of
+the flat vector that it steps; PPO, A2C and the regression are the case of one loss over the whole vector.
 
 Shape suffix: D parameters.
 """

@@ -1,7 +1,7 @@
 """From an algorithm's configuration to the algorithm.
 
-`rl.registry.build_trainer` builds through it. A new algorithm is one file beside this one, its configuration, and
-one line in `ALGORITHMS`; code outside of this package calls `register`.
+`rl.registry.build_trainer` builds through it. A new algorithm is one file beside this one, its
+configuration, and one line in `ALGORITHMS`; code outside of this package calls `register`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AlgorithmEntry:
 
     Attributes:
         build: makes it.
-        network: makes what acts and learns, from spaces, shape and seed. Actor processes make theirs by it, too.
+        network: makes what acts and learns, from spaces, shape and seed; actor processes make theirs by it.
     """
 
     build: Callable[[Materials], Algorithm[Any]]

@@ -92,9 +92,7 @@ class RegressionEvaluation:
         device: of the model.
     """
 
-    def __init__(
-        self, config: RegressionConfig, model: nn.Module, rows: Rows, device: torch.device
-    ) -> None:
+    def __init__(self, config: RegressionConfig, model: nn.Module, rows: Rows, device: torch.device) -> None:
         self._config = config
         self._model = model
         self._objective: Objective[Tensor] = CrossEntropy() if config.kind == "classifier" else LeastSquares()

@@ -60,9 +60,7 @@ class TargetNetwork:
         module: the copy; nothing differentiates through its parameters.
     """
 
-    def __init__(
-        self, name: str, module: nn.Module, span: FlatSpan, rule: HardCopy | SoftCopy
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, span: FlatSpan, rule: HardCopy | SoftCopy) -> None:
         self._item = SidecarItem(f"target.{name}", (span.parameters_D.numel(),), "float32", "copy")
         self._span = span
         self._rule = rule

@@ -1,7 +1,7 @@
 """From a raw unroll to what algorithms learn from: observations normalised, rewards scaled, both counted.
 
-Actors ship raw observations and rewards; the learner scales them when it reads them, by what the whole swarm has
-counted so far, and counts them afterwards: within an unroll all rows are scaled alike.
+Actors ship raw observations and rewards; the learner scales them when it reads them, by what the whole
+swarm has counted so far, and counts them afterwards: within an unroll all rows are scaled alike.
 
 Shape suffixes: as in ``rollout``.
 """

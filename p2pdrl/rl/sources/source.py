@@ -1,8 +1,8 @@
 """What a source of batches is: one seam between the trainer and whoever makes experience.
 
-``trainer`` asks its source for a batch, hands that to the algorithm, and commits it once the update is done. So
-an update that breaks off (a neighbour of a pipeline is gone, the process is killed) has used nothing up: a source
-that can hands the same batch out again.
+``trainer`` asks its source for a batch, hands that to the algorithm, and commits it once the update is done.
+So an update that breaks off (a neighbour of a pipeline is gone, the process is killed) has used nothing up: a
+source that can hands the same batch out again.
 """
 
 from __future__ import annotations

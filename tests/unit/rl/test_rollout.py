@@ -124,7 +124,8 @@ def test_normalizers_count_valid_steps_only_and_statistics_stay_raw():
     assert first.rewards_TB.max() < 9
     mean, deviation = normalizer.own.mean.copy(), np.sqrt(normalizer.own.var)
     second = collect.next()
-    np.testing.assert_allclose(second.obs_T1BX[0], (collect._collector._raw_obs_T1BX[0] - mean) / deviation, rtol=1e-4)
+    raw = collect._collector._raw_obs_T1BX[0]
+    np.testing.assert_allclose(second.obs_T1BX[0], (raw - mean) / deviation, rtol=1e-4)
 
 
 def columns_by_hand(policy, unroll):

@@ -84,7 +84,9 @@ def test_annealing_follows_the_swarms_progress():
 
 def test_seconds_come_from_the_clock_given():
     ticks = iter((10.0, 12.5))
-    trainer = build_trainer(TaskConfig(env=ENV, network=SMALL, algorithm=PPO), 1, "cpu", clock=lambda: next(ticks))
+    trainer = build_trainer(
+        TaskConfig(env=ENV, network=SMALL, algorithm=PPO), 1, "cpu", clock=lambda: next(ticks)
+    )
     assert trainer.step().seconds == 2.5
 
 
