@@ -40,6 +40,7 @@ def problems(config: Config) -> list[Problem]:
         *_fixed_problems(task),
         *mode_problems(task, config.node),
         *_node_problems(config.node),
+        *_actor_problems(task, config.node),
         *(problem for problem in gradients if problem.key not in said),
         *idle,
     ]
@@ -191,6 +192,21 @@ def _no_split(strategy: StrategyConfig) -> Iterator[Problem]:
             else "under pipeline each peer has one part of the network, on one device"
         )
         yield Problem("node.learner.split_devices", f"{why}; leave it empty, or take another strategy")
+
+
+def _actor_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
+    """More actors than environments; a node given no task may join any swarm, and takes fewer then."""
+    count = node.actors.count
+    if task == TaskConfig() or count == "auto" or not count:
+        return
+    if isinstance(task.algorithm, RegressionConfig):
+        yield Problem("node.actors.count", "a regression has no environments to act in; leave it 0")
+    elif count > task.env.num_envs:
+        yield Problem(
+            "node.actors.count",
+            f"{count} actors can't share task.env.num_envs = {task.env.num_envs} environments; "
+            "lower it, or raise that",
+        )
 
 
 def _node_problems(node: NodeConfig) -> Iterator[Problem]:

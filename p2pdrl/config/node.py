@@ -14,6 +14,7 @@ from msgspec import Meta
 from p2pdrl.config.gradients import Microbatches
 
 __all__ = [
+    "ActorsConfig",
     "CheckpointConfig",
     "DebugConfig",
     "LearnerConfig",
@@ -68,6 +69,20 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Wait before a learner that died is started again; doubles with each death in a row …"""
     restart_max_s: PositiveSeconds = 30.0
     """… up to this; a learner that lived for a minute begins again at the minimum."""
+
+
+class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Processes of this node that act in environments for its learner."""
+
+    count: Annotated[int, Meta(ge=0, le=256)] | Literal["auto"] = 0
+    """How many. The task's ``num_envs`` environments are divided among them, so batches stay as large as they
+    are. 0 has all environments in the learner's own process, which is best where they are cheap; where a step
+    takes long, two actors make nearly twice the steps of one. ``auto`` takes one for each core, none on a
+    single one. More than there are environments is refused; a regression has none."""
+    ahead: Annotated[int, Meta(ge=0, le=16)] = 0
+    """Unrolls that each actor may make while the learner is still learning from older ones. With 0 all keep
+    step: each unroll is made by the newest policy, and results are repeatable. 1 lets actors act while the
+    learner learns, by a policy that is one update old."""
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -160,6 +175,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     membership: MembershipProfile = "lan"
     """``lan`` finds deaths within seconds; ``wan`` tolerates round trips of seconds."""
     learner: LearnerConfig = LearnerConfig()
+    actors: ActorsConfig = ActorsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()

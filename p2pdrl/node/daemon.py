@@ -190,7 +190,7 @@ class Node:
             jobs.append(group.create_task(parts.rumours.run(), name="rumours"))
             origin = await self._gate.find_swarm(parts.membership, parts.address, remembers=opened.remembers)
             training = self._make_training(origin.task)
-            stack.callback(training.supervisor.close)
+            stack.callback(training.close)
             stack.push_async_callback(training.stop)
             await training.build()
             self._gate.founds(origin)  # not before: the learner may refuse the task
@@ -218,6 +218,7 @@ class Node:
                 group.create_task(self._conduct.run(training), name="records"),
                 group.create_task(training.supervisor.watch(), name="learner"),
                 group.create_task(training.crew.watch(), name="helpers"),
+                group.create_task(training.watch_actors(), name="actors"),
                 group.create_task(training.adoptions.watch(), name="adoptions"),
                 group.create_task(training.mode.watch(), name="strategy"),
                 group.create_task(parts.saving.run(), name="checkpoints"),

@@ -63,6 +63,15 @@ class RunningNormalizer:
         self._others = moments
         self._refresh()
 
+    def use(self, mean: Array, scale: Array) -> None:
+        """Normalise by moments that a learner has merged; for those who act and don't count."""
+        self._mean, self._scale = mean, scale
+
+    @property
+    def in_use(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """What is subtracted, and what the rest is multiplied with."""
+        return self._mean, self._scale
+
     def normalize(self, x: Array) -> npt.NDArray[np.float32]:
         """Return (x − mean) / deviation, cut at ±10; ``x`` may have any leading dimensions."""
         return np.clip((x - self._mean) * self._scale, -CLIP, CLIP).astype(np.float32)

@@ -1,7 +1,7 @@
 """One learner in one object: a source of batches, an algorithm, and the parameters that it improves.
 
 The learner process builds one (`rl.registry.build_trainer`) and calls ``step`` for ever; between steps it
-lets the swarm in: deltas of the parameters, whole states, other nodes' normaliser counters, the swarm's progress.
+lets the swarm in: deltas of the parameters, whole states, other nodes' normaliser counters, its progress.
 
 Shape suffix: D parameters.
 """
@@ -192,8 +192,7 @@ class Trainer:
         start = self._clock()
         algorithm = self.algorithm
         algorithm.policy_version = self.policy_version
-        if self._policy is not None:
-            self._policy.exploration = algorithm.exploration
+        self._explore()
         batch = self.source.next()
         metrics = algorithm.update(batch)
         self.source.commit()
@@ -204,6 +203,20 @@ class Trainer:
         for loss in algorithm.losses:
             metrics |= loss.engine.metrics()
         return StepStats(batch.env_steps, episodes, metrics, self._clock() - start)
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``step`` has a batch to learn from, without waiting for those who act."""
+        return self.source.ready
+
+    def publish(self) -> None:
+        """Let those who act have the parameters as they are now."""
+        self._explore()
+        self.source.publish(self.policy_version)
+
+    def _explore(self) -> None:
+        if self._policy is not None:
+            self._policy.exploration = self.algorithm.exploration
 
     @property
     def policy(self) -> ActorCritic:
@@ -365,11 +378,6 @@ class Trainer:
         """
         self.algorithm.progress = min(max(fraction, 0.0), 1.0)
         self.algorithm.env_steps = env_steps
-
-    @property
-    def exploration(self) -> float:
-        """How far whoever acts is to stray from the policy; see ``Algorithm.exploration``."""
-        return self.algorithm.exploration
 
     def close(self) -> None:
         """Close the source, and end what other devices do."""

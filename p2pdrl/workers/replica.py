@@ -39,6 +39,8 @@ class Replica:
         self._changed = True
         self._aside = False
         self._version = 0
+        self.publications = 0
+        """How often something new was published."""
 
     @property
     def version(self) -> int:
@@ -104,6 +106,7 @@ class Replica:
         if self._board is not None and (self._changed or always):
             self._board.publish(self.trainer.flat, self.trainer.sidecar(), self.version)
             self._changed = False
+            self.publications += 1
             self._refer()
 
     def set_aside(self, *, aside: bool) -> None:

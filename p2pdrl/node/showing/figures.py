@@ -70,10 +70,13 @@ class Figures:
 
     @property
     def rss_bytes(self) -> int:
-        """Memory of the daemon and its learner; what can't be read (no descriptor left) counts nothing."""
+        """Memory of the daemon, its learner and its actors; what can't be read counts nothing."""
         training = self._parts.training
         learner = None if training is None else training.supervisor.pid
-        return _rss_bytes(os.getpid()) + (0 if learner is None else _rss_bytes(learner))
+        children: tuple[int, ...] = () if learner is None else (learner,)
+        if training is not None and training.actors is not None:
+            children += training.actors.pids
+        return sum(_rss_bytes(pid) for pid in (os.getpid(), *children))
 
     def health(self) -> tuple[bool, list[str]]:
         """Whether this node is well, and why not."""
@@ -198,6 +201,7 @@ class Figures:
             **{name: getattr(report, name) for name in PLACE_FIELDS},
             "pipeline": None if training is None else pipeline_figures.pipeline_document(training),
             "learner": None if training is None else self._learner(),
+            "actors": [] if training is None or training.actors is None else training.actors.figures(),
             "stop": {"reached": parts.halted is not None, "reason": parts.halted} | self._stop_config(),
             "healthy": report.healthy,
             "reasons": list(report.reasons),

@@ -167,7 +167,7 @@ class FakeTraining:
     def pause(self, *, paused: bool) -> None:
         self.paused = paused
 
-    def progress(self, fraction: float) -> None:
+    def progress(self, fraction: float, env_steps: int) -> None:
         self.fractions.append(fraction)
 
     def share_moments(self) -> None:

@@ -26,11 +26,17 @@ SPEC = BoardSpec(Layout((Entry("w", (3,)),)), SidecarLayout((SidecarItem("step",
 class FakeTrainer:
     """Adds one to each parameter with every step; a hook acts as the world around the learner."""
 
+    ready = True
+    policy_version = 0
+
     def __init__(self, at_step) -> None:
         self.flat = np.zeros(3, np.float32)
         self.steps = 0
         self.calls: list[tuple[str, object]] = []
         self._at_step = at_step
+
+    def publish(self) -> None:
+        """Nobody else acts."""
 
     def step(self):
         self.steps += 1
@@ -51,7 +57,7 @@ class FakeTrainer:
     def sidecar(self):
         return {"step": np.array(self.steps, np.int64)}
 
-    def set_progress(self, fraction) -> None:
+    def set_progress(self, fraction, env_steps=0) -> None:
         self.calls.append(("progress", fraction))
 
     def own_moments(self):
