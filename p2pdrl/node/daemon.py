@@ -192,6 +192,7 @@ class Node:
             training = self._make_training(origin.task)
             stack.callback(training.supervisor.close)
             stack.push_async_callback(training.stop)
+            parts.learner = training.supervisor
             await training.build()
             self._gate.founds(origin)  # not before: the learner may refuse the task
             store = CheckpointStore(self._folder(training), self._config.node.checkpoint.keep)
