@@ -101,10 +101,10 @@ def _learner(s: _Shown) -> str:
     after = f", {s.number('learner.restarts')} restarts" if restarts else ""
     if s.get("learner.last_death.how"):
         after += f"; the last one {formats.clean(s.get('learner.last_death.how'), 300)}"
-    if s.get("learner.starting_s") is not None:
-        return f"starting for {formats.duration(s.get('learner.starting_s'))}{after}"
     if s.get("learner.stopped_s"):
         return f"stopped for {formats.duration(s.get('learner.stopped_s'))}{after}"
+    if s.get("learner.starting_s") is not None:
+        return f"starting for {formats.duration(s.get('learner.starting_s'))}{after}"
     return f"{s.text('learner.state')} on {s.text('learner.device')}{after}"
 
 

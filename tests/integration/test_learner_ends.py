@@ -102,6 +102,9 @@ def test_an_environment_that_always_raises_ends_the_node_with_its_error(
     for death in deaths:
         assert "died of ValueError: the simulator fell over" in death["event"]
         assert death["error"]["traceback"].endswith("ValueError: the simulator fell over")
+    assert [event["kind"] for event in node.told()][-1] == "left"  # it said goodbye, and kept its state
+    assert node.summary()["reason"] == "its learner can't go on"
+    assert list(node.data.rglob("last.safetensors"))
     last = node.text().splitlines()[-1]
     assert "3 times in a row in the same way" in last
     assert "ValueError: the simulator fell over (at " in last

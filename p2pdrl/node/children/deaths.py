@@ -131,10 +131,8 @@ class Deaths:
         most = self._config.give_up_after
         if not most or self._alike < most or self.last is None:
             return None
-        times = (
-            f"{self._alike} times in a row in the same way, each within a minute" if self._alike > 1 else ""
-        )
-        return f"the learner died {times}: it {self.last.how}. {advice(self.last)}"
+        row = f"died {self._alike} times in a row in the same way, each within a minute: it "
+        return f"the learner {row if most > 1 else ''}{self.last.how}. {advice(self.last)}"
 
 
 def advice(death: Death) -> str:

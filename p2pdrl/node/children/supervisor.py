@@ -7,6 +7,7 @@ in: its successor takes parameters, optimizer state and untaken deltas off the b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -200,12 +201,15 @@ class LearnerSupervisor:
         self._events.emit("learner-stopped", text, level="warning", pid=pid)
 
     async def begin(self, *, restore: bool) -> None:
-        """Let the learner go; with ``restore`` it takes what is on the board.
+        """Let the learner go, or the next one, if it died; with ``restore`` it takes what is on the board.
 
         Raises:
-            WorkerError: it died meanwhile.
+            WorkerError: none was built.
         """
-        await self._attach(restore=restore)
+        if self._link is None or self.spec is None:
+            raise WorkerError("the learner isn't built yet")
+        with contextlib.suppress(WorkerError):
+            await self._attach(restore=restore)
         self._task = asyncio.create_task(self._supervise(), name="learner-supervisor")
 
     async def watch(self) -> None:
@@ -403,8 +407,8 @@ class LearnerSupervisor:
         try:
             await self._resume(await self._hello(link))
         except WorkerError:
-            self._link = None
             death = await link.ended()
+            self._link = None
             self.deaths.add(death, 0.0)
             self._tell_failed(f"it {death.how}", death.document)
             if (in_vain := self.deaths.in_vain) is not None:

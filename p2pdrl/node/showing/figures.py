@@ -324,10 +324,10 @@ class Figures:
         state = "running" if learner.pid else "down"
         if training is not None and training.paused:
             state = "paused"
-        elif learner.starting_s is not None:
-            state = "starting"
         elif learner.stopped_s > 0:
             state = "stopped"
+        elif learner.starting_s is not None:
+            state = "starting"
         last = learner.deaths.last
         return {
             "pid": learner.pid,

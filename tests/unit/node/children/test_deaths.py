@@ -87,6 +87,12 @@ def test_another_death_or_a_long_life_between_counts_anew(between: Death, lived_
         assert deaths.in_vain is None
 
 
+def test_one_death_may_be_enough():
+    deaths = Deaths(LearnerConfig(give_up_after=1))
+    deaths.add(BY_ERROR, 1.0)
+    assert deaths.in_vain.startswith("the learner died of ValueError: bad action (at ")
+
+
 def test_nought_never_gives_up():
     deaths = Deaths(LearnerConfig(give_up_after=0))
     for _ in range(100):

@@ -235,6 +235,17 @@ async def test_one_that_is_stopped_or_killed_while_it_is_first_built_is_replaced
     assert it.told("learner-died") == 1
 
 
+async def test_one_that_dies_between_being_built_and_let_go_is_replaced(plan, supervise, until):
+    plan("train")
+    it = supervise()
+    await it.one.build()
+    os.kill(it.one.pid, signal.SIGKILL)
+    await asyncio.sleep(0.1)
+    await it.one.begin(restore=False)
+    await until(lambda: it.one.totals.updates > 3)
+    assert it.one.restarts == 1
+
+
 async def test_a_slow_start_is_waited_for_and_told_at_growing_intervals(plan, supervise, until, monkeypatch):
     monkeypatch.setattr(supervisor_module, "STARTING_TOLD_S", 0.2)
     plan("late")
