@@ -99,6 +99,12 @@ def _training(s: _Shown) -> str:
 def _learner(s: _Shown) -> str:
     restarts = s.get("learner.restarts")
     after = f", {s.number('learner.restarts')} restarts" if restarts else ""
+    if s.get("learner.last_death.how"):
+        after += f"; the last one {formats.clean(s.get('learner.last_death.how'), 300)}"
+    if s.get("learner.stopped_s"):
+        return f"stopped for {formats.duration(s.get('learner.stopped_s'))}{after}"
+    if s.get("learner.starting_s") is not None:
+        return f"starting for {formats.duration(s.get('learner.starting_s'))}{after}"
     return f"{s.text('learner.state')} on {s.text('learner.device')}{after}"
 
 

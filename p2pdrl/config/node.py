@@ -69,6 +69,18 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Wait before a learner that died is started again; doubles with each death in a row …"""
     restart_max_s: PositiveSeconds = 30.0
     """… up to this; a learner that lived for a minute begins again at the minimum."""
+    give_up_after: Annotated[int, Meta(ge=0, le=1_000_000)] = 5
+    """The node ends (exit code 1) when its learner died so many times in a row in the same way, of the same
+    error or with the same exit code, without a minute of life between; 0 tries for ever. Learners that were
+    killed from outside (by a person, for want of memory) don't count."""
+    stopped_deadline_s: Seconds = 15.0
+    """A learner whose process was stopped for so long (SIGSTOP) is killed; another goes on from the board. 0
+    waits for ever. A debugger that holds it doesn't count as stopping it."""
+    hung_deadline_s: Seconds = 300.0
+    """The same for a learner whose process hangs: for so long it gave no sign of life (a thread of its own
+    sends one each second, however long a step takes), and neither it nor a process that it started used the
+    processor. Raise this, or set 0 (wait for ever), for an environment that waits that long inside a C
+    library without letting Python go on meanwhile."""
 
 
 class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -6,6 +6,7 @@
 | run the learner by a strategy | `training`, `swarm_side` (the node as strategies see it) |
 | follow and change the swarm's records | `conduct`, `mode` (the strategy in force), `settings`, `stop` |
 | tell what happens, and notice being slow | `events`, `looplag` |
+| run something as long as a block | `beside` |
 
 | package | what for |
 |---|---|

@@ -99,6 +99,7 @@ class Node:
         self._leaving = asyncio.Event()
         self._leave_reason = ""
         self._fatal: P2PDRLError | None = None
+        self._failed: P2PDRLError | None = None
         self.last_resort = threading.Timer(WITHIN_S, os._exit, (0,))
         """Ends the process when leaving hangs (a disk that doesn't answer, say)."""
         self.last_resort.daemon = True
@@ -136,6 +137,8 @@ class Node:
             if self._fatal is not None:
                 raise self._fatal
             await farewell(parts, self._figures, self._leave_reason or "done")
+            if self._failed is not None:
+                raise self._failed
         return 0
 
     def _open_writer(self, stack: AsyncExitStack) -> TensorBoardWriter | None:
@@ -192,6 +195,7 @@ class Node:
             training = self._make_training(origin.task)
             stack.callback(training.close)
             stack.push_async_callback(training.stop)
+            parts.learner = training.supervisor
             await training.build()
             self._gate.founds(origin)  # not before: the learner may refuse the task
             store = CheckpointStore(self._folder(training), self._config.node.checkpoint.keep)
@@ -216,9 +220,9 @@ class Node:
                 self._conduct.found(training, founded_at(checkpoint, self._clock.wall()))
             jobs += [
                 group.create_task(self._conduct.run(training), name="records"),
-                group.create_task(training.supervisor.watch(), name="learner"),
-                group.create_task(training.crew.watch(), name="helpers"),
-                group.create_task(training.watch_actors(), name="actors"),
+                group.create_task(self._watch(training.supervisor.watch()), name="learner"),
+                group.create_task(self._watch(training.crew.watch()), name="helpers"),
+                group.create_task(self._watch(training.watch_actors()), name="actors"),
                 group.create_task(training.adoptions.watch(), name="adoptions"),
                 group.create_task(training.mode.watch(), name="strategy"),
                 group.create_task(parts.saving.run(), name="checkpoints"),
@@ -232,6 +236,15 @@ class Node:
             for job in jobs:
                 job.cancel()
         self.leave("the swarm is done")
+
+    async def _watch(self, learners: Coroutine[Any, Any, None]) -> None:
+        """Leave in good order, and end with the error, when a learner can't go on: its state is kept."""
+        try:
+            await learners
+        except P2PDRLError as error:
+            self._failed = self._failed or error
+            self.last_resort.args = (error.exit_code,)
+            self.leave("its learner can't go on")
 
     def _make_training(self, task: TaskConfig) -> Training:
         config, parts = self._config.node, self._parts

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from p2pdrl.clock import Clock
 from p2pdrl.config.root import Config
 from p2pdrl.membership.service import MembershipService
+from p2pdrl.node.children.supervisor import LearnerSupervisor
 from p2pdrl.node.counting.ledger import Ledger
 from p2pdrl.node.counting.rumours import Rumours
 from p2pdrl.node.events import EventLog
@@ -39,6 +40,8 @@ class Parts:
     """Monotonic time of the start."""
     lag: LoopLagMonitor = field(default_factory=LoopLagMonitor)
     rumours: Rumours | None = None
+    learner: LearnerSupervisor | None = None
+    """The training's, from the moment on when it is being built."""
     training: Training | None = None
     saving: Saving | None = None
     state: str = "joining"

@@ -178,7 +178,7 @@ class Training:
 
         Raises:
             ConfigError: the task can't be run as configured.
-            WorkerError: the learner died while building.
+            WorkerError: the learner can't be started, or ended by itself while it was built.
         """
         await self.supervisor.build()
         self._ledger.open_streams(self.spec.sidecar)
@@ -187,7 +187,7 @@ class Training:
         """Begin to train, from ``state`` or (None) from the task's initial weights.
 
         Raises:
-            WorkerError: the learner died meanwhile.
+            WorkerError: no learner was built.
         """
         self._enter(lineage)
         if state is not None:

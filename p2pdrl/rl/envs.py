@@ -41,6 +41,9 @@ Array = npt.NDArray[Any]
 VETTED_VECTOR_ENVS = frozenset({"CartPole-v1"})
 """Ids whose ``vector_entry_point`` gives the same transitions and ends as the scalar one (see the tests)."""
 
+SMALLEST_PICTURE = 36
+"""Sides of a grey image in pixels, the least that ``nature_cnn`` takes; smaller grids of bytes are boards."""
+
 EXTRAS = {"Box2D": "box2d", "MuJoCo": "mujoco", "mujoco": "mujoco", "ale": "atari", "pygame": "video"}
 """Word in gymnasium's complaint about a missing package -> extra of this package that brings it."""
 
@@ -70,7 +73,7 @@ class EnvSpec:
 
     Attributes:
         obs_shape: shape of one observation.
-        obs_dtype: ``float32``, or ``uint8`` for images.
+        obs_dtype: ``float32``, or ``uint8`` for images; other bytes are scaled (`make_scalar_env`).
         action: how actions look to the policy.
     """
 
@@ -180,7 +183,7 @@ def make_vector_env(
 def make_scalar_env(
     config: EnvConfig, *, allow_import: bool = False, render_mode: str | None = None
 ) -> gym.Env[Any, Any]:
-    """Build one environment whose observations are flat boxes or images.
+    """Build one environment whose observations are flat boxes of floats, or images (HWC or CHW) of uint8.
 
     Raises:
         ConfigError: as in ``make_vector_env``.
@@ -204,7 +207,27 @@ def make_scalar_env(
     )
     if not isinstance(env.observation_space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
-    return env
+    return _with_usable_bytes(env)
+
+
+def _with_usable_bytes(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+    """Bring observations of uint8 that aren't stacked or coloured images to what networks take.
+
+    A grey image (two dimensions, both of `SMALLEST_PICTURE` or more) gets a channel of its own. Anything
+    else, Atari's 128 bytes of RAM for one, becomes float32, each entry divided by the greatest value that
+    it can take.
+    """
+    space = env.observation_space
+    if not isinstance(space, gym.spaces.Box) or space.dtype != np.uint8 or len(space.shape) == 3:
+        return env
+    if len(space.shape) == 2 and min(space.shape) >= SMALLEST_PICTURE:
+        grey = gym.spaces.Box(space.low[..., None], space.high[..., None], dtype=np.uint8)
+        return gym.wrappers.TransformObservation(env, lambda image: np.asarray(image)[..., None], grey)
+    most = np.maximum(space.high, 1).astype(np.float32)
+    scaled = gym.spaces.Box(space.low / most, space.high / most, dtype=np.float32)
+    return gym.wrappers.TransformObservation(
+        env, lambda entries: np.divide(entries, most, dtype=np.float32), scaled
+    )
 
 
 def describe(env: gym.vector.VectorEnv[Any, Any, Any]) -> EnvSpec:

@@ -5,7 +5,7 @@ with the daemon; everything else here runs in a child.
 
 | child | modules |
 |---|---|
-| `learner` | `mailbox` (its end of the socket), `replica`, `regimes`, `posts`, `stepping` |
+| `learner` | `mailbox` (its end of the socket), `replica`, `regimes`, `posts`, `stepping`, `crash` |
 | as a stage of a pipeline | `staging`, `seats`, `pipe_carrier`, `block_measuring`, `gpu` |
 | over torch.distributed | `torch_stages`, `order_watch` |
 | `group` | `torch_group`, `torch_meeting` |

@@ -18,9 +18,11 @@ it and has no board.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import socket
 import sys
+import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,7 @@ from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.transport.codec import decode
+from p2pdrl.workers.crash import crash_of
 from p2pdrl.workers.mailbox import Mailbox
 from p2pdrl.workers.output import print_patiently
 from p2pdrl.workers.parent import die_with_parent
@@ -66,6 +69,8 @@ __all__ = ["Learner", "main"]
 
 REPORT_INTERVAL_S = 0.02
 IDLE_POLL_S = 0.05
+BEAT_S = 1.0
+"""Between two signs of life."""
 FIRST_WORDS_S = 5.0
 """The longest wait for the daemon's first words; a daemon that is well sends them at once."""
 
@@ -356,6 +361,14 @@ def _live(mailbox: Mailbox) -> None:
     learner.run()
 
 
+def _beat(mailbox: Mailbox) -> None:
+    """Give signs of life until the daemon is gone or the mailbox closed."""
+    with contextlib.suppress(WorkerError, OSError, ValueError):
+        while True:
+            mailbox.beat()
+            time.sleep(BEAT_S)
+
+
 def main() -> int:
     """Entry point of the child process; returns its exit code."""
     parser = argparse.ArgumentParser(prog="p2pdrl.workers.learner")
@@ -366,6 +379,7 @@ def main() -> int:
     print_patiently()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     mailbox = Mailbox(socket.socket(fileno=arguments.fd))
+    threading.Thread(target=_beat, args=(mailbox,), name="signs of life", daemon=True).start()
     try:
         _live(mailbox)
     except WorkerError as error:
@@ -375,6 +389,10 @@ def main() -> int:
         mailbox.send(Failed(message=str(error), usage=isinstance(error, UsageError)))
         mailbox.drain(1.0)
         return error.exit_code
+    except Exception as error:  # noqa: BLE001 - an environment's, say: the daemon tells of it and decides
+        mailbox.send(crash_of(error))
+        mailbox.drain(1.0)
+        return 1
     finally:
         mailbox.close()
     return 0

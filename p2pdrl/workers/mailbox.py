@@ -11,6 +11,7 @@ from collections import deque
 
 from p2pdrl.errors import WorkerError
 from p2pdrl.workers.protocol import (
+    Alive,
     Attach,
     FrameBuffer,
     FromLearner,
@@ -40,6 +41,7 @@ class Mailbox:
         self._frames = FrameBuffer()
         self._reading = threading.Lock()
         self._unsent = bytearray()
+        self._sending = threading.RLock()
         self._fds: deque[int] = deque()
         self._early: list[ToLearner] = []
 
@@ -122,8 +124,20 @@ class Mailbox:
         Raises:
             WorkerError: if the daemon is gone.
         """
-        self._unsent += frame(message)
-        self.flush()
+        with self._sending:
+            self._unsent += frame(message)
+            self.flush()
+
+    def beat(self) -> None:
+        """Say that this process is alive, unless something still waits for room. From any thread.
+
+        Raises:
+            WorkerError: if the daemon is gone.
+        """
+        with self._sending:
+            if not self._unsent:
+                self._unsent += frame(Alive())
+            self.flush()
 
     def flush(self) -> None:
         """Write what is queued, as far as the socket takes it.
@@ -131,7 +145,7 @@ class Mailbox:
         Raises:
             WorkerError: if the daemon is gone.
         """
-        with contextlib.suppress(BlockingIOError):
+        with self._sending, contextlib.suppress(BlockingIOError):
             while self._unsent:
                 try:
                     sent = self._sock.send(self._unsent)

@@ -24,7 +24,8 @@ board, shared memory whose file descriptor is passed once.
       │  Answer                       │
       ├──────────────────────────────▶│  goes on
 
-A report's counts are cumulative over the learner's life, so a lost or doubled report does no
+Each second from its start the learner says that it is `Alive`; where an error ends it, it says which
+(`Crashed`). A report's counts are cumulative over the learner's life, so a lost or doubled report does no
 harm. Posts and answers name the epoch of their regime; what belongs to another is passed over.
 `stage_protocol` has what is said where a learner is a stage of a pipeline. A descriptor travels
 beside the first byte of its frame, so they are claimed in the order of the frames. Torch-free:
@@ -45,10 +46,12 @@ from p2pdrl.transport.codec import decode
 from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
 
 __all__ = [
+    "Alive",
     "Answer",
     "AnswerKind",
     "Attach",
     "Collect",
+    "Crashed",
     "Failed",
     "FrameBuffer",
     "FromLearner",
@@ -262,7 +265,26 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """True when the person can mend it (exit code 2)."""
 
 
-FromLearner = Hello | Report | Posted | Failed | Blocks | Traced | News
+class Crashed(msgspec.Struct, frozen=True, tag="crashed"):
+    """An error that nobody caught ends the learner; another one may do better.
+
+    All texts are bounded; see `workers.crash`.
+    """
+
+    kind: str
+    """Type of the exception."""
+    message: str
+    where: str
+    """``FILE:LINE in FUNCTION``, where it was raised."""
+    trace: str
+    """The last lines of the traceback."""
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """A sign of life, each second from the start, from a thread of the learner's that does nothing else."""
+
+
+FromLearner = Hello | Report | Posted | Failed | Crashed | Alive | Blocks | Traced | News
 
 _encoder = msgspec.msgpack.Encoder()
 

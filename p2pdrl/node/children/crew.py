@@ -69,7 +69,8 @@ class Crew:
         self._pace: Pace | None = None
         self._progress: Progress | None = None
         self._learners = 1
-        self._bug: asyncio.Future[None] | None = None
+        self._failed: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -144,9 +145,15 @@ class Crew:
             helper.tell(Others(pooled([others, self._gone, first, *rest])))
 
     async def watch(self) -> None:
-        """Wait for ever; raise what ended a helper's keeping: a bug of ours."""
-        self._bug = asyncio.get_running_loop().create_future()
-        await self._bug
+        """Wait for ever; raise what ended a helper's keeping, before or by now.
+
+        Raises:
+            WorkerError: it died of the same so often that another try is in vain; else it is a bug of ours.
+        """
+        if self._error is not None:
+            raise self._error
+        self._failed = asyncio.get_running_loop().create_future()
+        await self._failed
 
     async def stop(self) -> None:
         """End the helpers, once their last reports are read; calling it again does nothing."""
@@ -192,8 +199,11 @@ class Crew:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
-        if error is not None and self._bug is not None and not self._bug.done():
-            self._bug.set_exception(error)
+        if error is None or self._error is not None:
+            return
+        self._error = error
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
 
     def _heard(self, report: Report, before: Report | None) -> None:
         updates, env_steps, episodes = (

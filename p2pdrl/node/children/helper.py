@@ -14,6 +14,7 @@ import msgspec
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import ConfigError, LayoutMismatchError, WorkerError
+from p2pdrl.node.children.deaths import Death, Deaths
 from p2pdrl.node.children.learner_link import LearnerLink
 from p2pdrl.node.events import EventLog
 from p2pdrl.tensors.board import BoardSpec
@@ -21,8 +22,6 @@ from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.workers.protocol import Others, Pace, Progress, Report, Start, Stop
 
 __all__ = ["Helper"]
-
-LONG_LIFE_S = 60.0
 
 News = Pace | Progress | Others
 
@@ -64,6 +63,7 @@ class Helper:
         self._link: LearnerLink | None = None
         self._sticky: dict[type[News], News] = {}
         self._conversing = False
+        self._began_s = float("inf")
         self._stopping = False
         self.last: Report | None = None
         """The present process' last report."""
@@ -88,27 +88,43 @@ class Helper:
         return self._conversing
 
     async def run(self) -> None:
-        """Keep it running until it is stopped; raises only bugs of ours."""
-        failures = 0
+        """Keep it running until it is stopped.
+
+        Raises:
+            WorkerError: it died of the same so often that another try is in vain.
+        """
+        deaths = Deaths(self._config)
         while True:
-            began_s = self._clock.monotonic()
+            self._began_s = float("inf")
+            error = None
             try:
-                how = f"ended with code {await self._live()}"
-            except (WorkerError, ConfigError, LayoutMismatchError) as error:
-                how = f"can't work: {error}"
+                death = await self._live()
+            except (WorkerError, ConfigError, LayoutMismatchError) as problem:
+                deaths.failed()
+                how = f"can't work: {problem}"
+            else:
+                deaths.add(death, max(0.0, self._clock.monotonic() - self._began_s))
+                how, error = death.how, death.document
             if self._stopping:
                 return
-            failures = 1 if self._clock.monotonic() - began_s >= LONG_LIFE_S else failures + 1
-            rest_s = min(
-                self._config.restart_min_s * 2.0 ** min(failures - 1, 16), self._config.restart_max_s
-            )
+            in_vain = deaths.in_vain
+            then = f"; next try in {deaths.rest_s:g} s" if in_vain is None else ""
             self._events.emit(
-                "helper-died", f"helper of the learner {how}; next try in {rest_s:g} s", level="warning"
+                "helper-died", f"helper of the learner {how}{then}", level="warning", error=error
             )
-            await asyncio.sleep(rest_s)
+            if in_vain is not None:
+                raise WorkerError(f"a helper: {in_vain}")
+            await asyncio.sleep(deaths.rest_s)
 
-    async def _live(self) -> int:
-        link = self._link = await LearnerLink.spawn(self._start)
+    async def _live(self) -> Death:
+        """Live one life; return how it ended.
+
+        Raises:
+            WorkerError: it can't be started.
+            ConfigError: it can't run as configured.
+            LayoutMismatchError: it has another layout than the first learner.
+        """
+        link = self._link = await LearnerLink.spawn(self._start, self._config)
         try:
             hello = await link.hello()
             if BoardSpec.from_wire(msgspec.msgpack.decode(hello.spec)) != self._spec:
@@ -117,16 +133,21 @@ class Helper:
             for message in self._sticky.values():
                 link.tell(message)
             self._conversing = True
+            self._began_s = self._clock.monotonic()
             self.restarts += 1
             await link.converse(self._report)
+            if self._stopping:
+                await link.kill()
+            return await link.ended()
+        except WorkerError:
+            return await link.ended()
         finally:
             self._conversing = False
             self._link = None
-            code = await link.kill()
+            await link.kill()
             if self.last is not None:
                 self._on_end(self.last)
                 self.last = None
-        return code
 
     def _report(self, report: Report) -> None:
         before, self.last = self.last, report

@@ -8,19 +8,29 @@ out at once whenever the socket takes them, and none is ever replaced.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
+from p2pdrl.clock import LoopClock
+from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import ConfigError, WorkerError
+from p2pdrl.node.beside import beside
+from p2pdrl.node.children.deaths import Death, death_of
+from p2pdrl.node.children.hanging import Standstill, activity_of
 from p2pdrl.node.children.output import ChildOutput
 from p2pdrl.node.children.process_link import HasDescriptor, ProcessLink
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.workers.protocol import (
+    Alive,
     Answer,
     Attach,
+    Crashed,
     Failed,
     FromLearner,
     Hello,
@@ -34,10 +44,11 @@ from p2pdrl.workers.protocol import (
 )
 from p2pdrl.workers.stage_protocol import Blocks, News, Traced
 
-__all__ = ["LearnerLink"]
+__all__ = ["REAP_S", "LearnerLink"]
 
-BUILD_DEADLINE_S = 120.0
-
+REAP_S = 3.0
+"""A process that has hung up may take so long to end."""
+DEFAULT = LearnerConfig()
 
 FromStage = Blocks | Traced | News
 
@@ -61,12 +72,27 @@ class LearnerLink(ProcessLink):
         process: the child.
         sock: our end of the socket pair, non-blocking.
         output: what it prints.
+        config: how long the process may stand still.
+        stopped: told once when it is found stopped, with its id.
     """
 
     NAME = "learner"
 
-    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, output: ChildOutput) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        sock: socket.socket,
+        output: ChildOutput,
+        config: LearnerConfig = DEFAULT,
+        stopped: Callable[[int], None] = _unheard,
+    ) -> None:
         super().__init__(process, sock, output)
+        self._config = config
+        self._stopped = stopped
+        self._standstill: Standstill | None = None
+        self._stood_still: str | None = None
+        self._crash: Crashed | None = None
+        self._failed: str | None = None
         self._news: dict[type[ToLearner], _InLine] = {}
         self._answers: deque[bytes] = deque()
         self._filled = asyncio.Event()
@@ -74,38 +100,60 @@ class LearnerLink(ProcessLink):
         """Whether something else may be half sent; so it is until `converse`."""
 
     @classmethod
-    async def spawn(cls, start: Start) -> LearnerLink:
+    async def spawn(
+        cls, start: Start, config: LearnerConfig = DEFAULT, stopped: Callable[[int], None] = _unheard
+    ) -> LearnerLink:
         """Start a learner process and tell it what to train.
+
+        Args:
+            start: that.
+            config: how long it may stand still while somebody waits in `hello` or `converse`.
+            stopped: told once when it is found stopped, with its id.
 
         Raises:
             WorkerError: the process can't be started.
         """
         environment = os.environ | {"OMP_NUM_THREADS": str(start.threads)}
-        link = cls(*await cls._start("p2pdrl.workers.learner", {}, environment))
+        link = cls(*await cls._start("p2pdrl.workers.learner", {}, environment), config, stopped)
         try:
-            await link._send(frame(start))
+            with contextlib.suppress(WorkerError):  # it is gone, as `hello` is about to notice
+                await link._send(frame(start))
         except BaseException:
             await link.kill()
             raise
         return link
 
+    @property
+    def stopped_s(self) -> float:
+        """For how long the process is known to have been stopped."""
+        return 0.0 if self._standstill is None else self._standstill.stopped_s
+
     async def hello(self) -> Hello:
-        """Wait until the model is built.
+        """Wait until the model is built, however long that takes; a process that stands still is killed.
 
         Raises:
             ConfigError: the task can't be run as configured.
-            WorkerError: the learner died, or took longer than two minutes.
+            WorkerError: the learner died; `ended` tells how.
         """
+        async with self._watched():
+            while True:
+                for message in await self._messages():
+                    if isinstance(message, Hello):
+                        return message
+                    self._fail(message)
+
+    async def ended(self, timeout_s: float = REAP_S) -> Death:
+        """Wait until a process that has hung up ends, kill it when that takes long; return how it died."""
+        late = False
         try:
-            async with asyncio.timeout(BUILD_DEADLINE_S):
-                while True:
-                    for message in await self._messages():
-                        if isinstance(message, Hello):
-                            return message
-                        if isinstance(message, Failed):
-                            raise (ConfigError if message.usage else WorkerError)(message.message)
-        except TimeoutError as error:
-            raise WorkerError(f"the learner wasn't ready after {BUILD_DEADLINE_S:.0f} s") from error
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            late = True
+        code = await self.kill()
+        return death_of(
+            code, crash=self._crash, failed=self._failed, stood_still=self._stood_still, late=late
+        )
 
     async def attach(self, region: SharedRegion, nbytes: int, *, restore: bool) -> None:
         """Hand the board over.
@@ -170,8 +218,7 @@ class LearnerLink(ProcessLink):
             ConfigError: the learner says that it can't run as configured.
             WorkerError: the learner says that it failed for good.
         """
-        sender = asyncio.create_task(self._send_queued(), name="learner-sender")
-        try:
+        async with self._watched(), beside(self._send_queued(), "learner-sender"):
             while True:
                 try:
                     messages = await self._messages()
@@ -185,16 +232,39 @@ class LearnerLink(ProcessLink):
                             on_report(message)
                         case Blocks() | Traced() | News():
                             on_stage(message)
-                        case Failed():
-                            raise (ConfigError if message.usage else WorkerError)(message.message)
-        finally:
-            sender.cancel()
-            await asyncio.wait([sender])
-            if not sender.cancelled():
-                sender.result()
+                        case _:
+                            self._fail(message)
+
+    def _fail(self, message: FromLearner) -> None:
+        """Note the error that ends the learner; raise what shows that none like it could live."""
+        if isinstance(message, Crashed):
+            self._crash = message
+        elif isinstance(message, Failed):
+            self._failed = message.message
+            raise (ConfigError if message.usage else WorkerError)(message.message)
+
+    def _watched(self) -> AbstractAsyncContextManager[None]:
+        """Kill the process when it stands still; its signs of life must be read meanwhile."""
+        return beside(self._kill_if_it_stands_still(), "learner-standstill")
+
+    async def _kill_if_it_stands_still(self) -> None:
+        clock = LoopClock()
+        watch = self._standstill = Standstill(self._config, clock.monotonic())
+        told = False
+        while self._stood_still is None:
+            await asyncio.sleep(watch.look_s)
+            self._stood_still = watch.look(clock.monotonic(), lambda: activity_of(self.pid))
+            if watch.stopped_s > 0 and not told:
+                self._stopped(self.pid)
+            told = watch.stopped_s > 0
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
 
     async def _messages(self) -> list[FromLearner]:
-        return [decode_from_learner(body) for body in await self._receive()]
+        messages = [decode_from_learner(body) for body in await self._receive()]
+        if self._standstill is not None:
+            self._standstill.beat()  # any word is a sign of life
+        return [message for message in messages if not isinstance(message, Alive)]
 
     async def _send_queued(self) -> None:
         while True:

@@ -7,6 +7,7 @@ in: its successor takes parameters, optimizer state and untaken deltas off the b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -16,9 +17,11 @@ from p2pdrl.clock import Clock
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.config.regime import Regime
 from p2pdrl.errors import ConfigError, LayoutMismatchError, P2PDRLError, TensorError, WorkerError
+from p2pdrl.node.beside import beside
 from p2pdrl.node.children.actors import ActorPool
+from p2pdrl.node.children.deaths import Death, Deaths, advice
 from p2pdrl.node.children.hanging import HangWatch, kill_if_it_hangs
-from p2pdrl.node.children.learner_link import LearnerLink
+from p2pdrl.node.children.learner_link import REAP_S, LearnerLink
 from p2pdrl.node.children.stage_port import StagePort
 from p2pdrl.node.children.workplace import Workplace
 from p2pdrl.node.events import EventLog
@@ -30,11 +33,19 @@ from p2pdrl.workers.protocol import Hello, Others, Pace, Progress, Report, Start
 
 __all__ = ["LearnerSupervisor", "LearnerTotals"]
 
-LONG_LIFE_S = 60.0
 END_TIMEOUT_S = 3.0
-REAP_TIMEOUT_S = 1.0
+LEAVE_S = 1.0
+"""In which a process that was asked to end and has hung up is to be gone."""
+STARTING_TOLD_S = 15.0
+"""After so long it is told that a learner is still being built, and again after twice as long each time …"""
+STARTING_TOLD_MOST_S = 600.0
+"""… but at least so often."""
 INLINE_BYTES = 1 << 20
 """Longer vectors are copied in a thread."""
+
+
+class _CantStartError(P2PDRLError):
+    """The system starts no process now."""
 
 
 class LearnerTotals(msgspec.Struct):
@@ -86,8 +97,9 @@ class LearnerSupervisor:
         self._task: asyncio.Task[None] | None = None
         self._flushing: asyncio.Task[bool] | None = None
         self._stopping = asyncio.Event()
-        self.failures = 0
-        """Deaths of the learner without a minute of life between."""
+        self.deaths = Deaths(config)
+        """Of the first learner and those that replaced it."""
+        self._starting_since_s: float | None = None
         self._down_since_s: float | None = None
         self.spec: BoardSpec | None = None
         self.board: DaemonBoard | None = None
@@ -113,16 +125,33 @@ class LearnerSupervisor:
         since_s = self._down_since_s
         return None if since_s is None else self._clock.monotonic() - since_s
 
+    @property
+    def failures(self) -> int:
+        """Deaths of the learner without a minute of life between."""
+        return self.deaths.in_a_row
+
+    @property
+    def starting_s(self) -> float | None:
+        """Seconds since a learner was started that is still being built; None while there is none."""
+        since_s = self._starting_since_s
+        return None if since_s is None else self._clock.monotonic() - since_s
+
+    @property
+    def stopped_s(self) -> float:
+        """For how long the learner's process is known to have been stopped."""
+        return 0.0 if self._link is None else self._link.stopped_s
+
     async def build(self) -> DaemonBoard:
         """Start the first learner and wait until its model is built; return the board made for it.
 
+        That takes as long as it takes. A process that was killed meanwhile, or stood still, is replaced.
+
         Raises:
             ConfigError: the task can't be run as configured.
-            WorkerError: the learner died while building.
+            WorkerError: the learner can't be started, or ended by itself while it was built.
         """
-        self._link = await LearnerLink.spawn(self._start)
-        self._down_since_s = None
-        hello = await self._link.hello()
+        while (hello := await self._first_hello()) is None:  # noqa: ASYNC110
+            await asyncio.sleep(self.deaths.rest_s)
         spec = _spec(hello)
         self.device = hello.device
         self.spec = spec
@@ -132,13 +161,61 @@ class LearnerSupervisor:
             self._actors.open(hello, spec.layout.size)
         return self.board
 
+    async def _first_hello(self) -> Hello | None:
+        link = self._link = await self._spawn()
+        try:
+            return await self._hello(link)
+        except WorkerError as error:
+            death = await link.ended()
+            self._link = None
+            self._died(death, 0.0)
+            if death.cause is not None:
+                raise WorkerError(f"the learner {death.how}, while it was built. {advice(death)}") from error
+        return None
+
+    async def _spawn(self) -> LearnerLink:
+        return await LearnerLink.spawn(self._start, self._config, self._found_stopped)
+
+    async def _hello(self, link: LearnerLink) -> Hello:
+        """Wait until a learner is built, and tell now and then that it isn't yet."""
+        self._starting_since_s = self._clock.monotonic()
+        try:
+            async with beside(self._tell_starting(link.pid), "learner-starting"):
+                return await link.hello()
+        finally:
+            self._starting_since_s = None
+
+    async def _tell_starting(self, pid: int) -> None:
+        rest_s = STARTING_TOLD_S
+        while True:
+            await asyncio.sleep(rest_s)
+            rest_s = min(2 * rest_s, STARTING_TOLD_MOST_S)
+            text = (
+                f"learner is starting for {self.starting_s or 0.0:.0f} s: its process lives, and is waited "
+                "for; a busy machine or a slow disk makes it take long"
+            )
+            self._events.emit("learner-starting", text, level="warning", pid=pid)
+
+    def _found_stopped(self, pid: int) -> None:
+        deadline_s = self._config.stopped_deadline_s
+        then = (
+            f"is replaced after {deadline_s:g} s (node.learner.stopped_deadline_s)"
+            if deadline_s
+            else "is waited for"
+        )
+        text = f"the learner's process is stopped (SIGSTOP); it {then} unless it goes on: kill -CONT {pid}"
+        self._events.emit("learner-stopped", text, level="warning", pid=pid)
+
     async def begin(self, *, restore: bool) -> None:
-        """Let the learner go; with ``restore`` it takes what is on the board.
+        """Let the learner go, or the next one, if it died; with ``restore`` it takes what is on the board.
 
         Raises:
-            WorkerError: it died meanwhile.
+            WorkerError: none was built.
         """
-        await self._attach(restore=restore)
+        if self._link is None or self.spec is None:
+            raise WorkerError("the learner isn't built yet")
+        with contextlib.suppress(WorkerError):
+            await self._attach(restore=restore)
         self._task = asyncio.create_task(self._supervise(), name="learner-supervisor")
 
     async def watch(self) -> None:
@@ -202,6 +279,8 @@ class LearnerSupervisor:
                 await link.kill()  # it was never let go, so there is nothing to report
             return
         if task.done():
+            if not task.cancelled():
+                task.exception()  # told by then, and `watch` raises it, if anybody does watch
             await self._flushed()
             return
         if self._down_since_s is not None:
@@ -233,6 +312,8 @@ class LearnerSupervisor:
         if 4 * spec.layout.size <= INLINE_BYTES:
             board.flush()
         elif self._flushing is None or self._flushing.done():
+            if self._flushing is not None:
+                self._flushing.result()  # raises a bug of ours
             self._flushing = asyncio.create_task(asyncio.to_thread(board.flush), name="board-flush")
 
     async def _flushed(self) -> None:
@@ -266,43 +347,51 @@ class LearnerSupervisor:
             if link is not None:
                 began_s = self._clock.monotonic()
                 watch = HangWatch(self.stages, self._clock)
-                killing = kill_if_it_hangs(link.pid, watch, self._events)
-                hangs = asyncio.create_task(killing, name="learner-hangs")
-                try:
-                    noting = watch.noting
+                noting = watch.noting
+                async with beside(kill_if_it_hangs(link.pid, watch, self._events), "learner-hangs"):
                     await link.converse(
                         noting(self._report), noting(self.workplace.posted), noting(self.stages.heard)
                     )
-                finally:
-                    hangs.cancel()
-                    await asyncio.wait([hangs])
-                code = await link.reap(REAP_TIMEOUT_S)
+                death = await link.ended(LEAVE_S if self._stopping.is_set() else REAP_S)
                 self._link = None
                 self.stages.died("its learner died")
                 if self._stopping.is_set():
                     return
                 self._down_since_s = self._clock.monotonic()
-                self._died(code, self._down_since_s - began_s)
-            if await self._stopped_within(self._rest_s()):
+                self._died(death, self._down_since_s - began_s)
+            if await self._stopped_within(self.deaths.rest_s):
                 return
             try:
                 await self._restart()
-            except (WorkerError, ConfigError, TensorError) as error:
+            except (ConfigError, TensorError, _CantStartError) as error:
                 # The first one was built from the same task, so it is this machine that changed.
-                self.failures += 1
-                self._events.emit(
-                    "learner-failed",
-                    f"learner couldn't be restarted: {error}; next try in {self._rest_s():g} s",
-                    level="warning",
-                )
+                self.deaths.failed()
+                self._tell_failed(str(error))
 
-    def _died(self, code: int, lived_s: float) -> None:
-        self.failures = 0 if lived_s >= LONG_LIFE_S else self.failures + 1
+    def _died(self, death: Death, lived_s: float) -> None:
+        """Count and tell a death, with the error that it died of.
+
+        Raises:
+            WorkerError: the next learner would die of the same.
+        """
+        self.deaths.add(death, lived_s)
         self._before = LearnerTotals(self.totals.updates, self.totals.env_steps, self.totals.episodes)
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        in_vain = self.deaths.in_vain
+        then = "; it is started again from the board" if in_vain is None and self.board is not None else ""
         self._events.emit(
-            "learner-died", f"learner {how}; it is started again from the board", code=code, lived_s=lived_s
+            "learner-died",
+            f"learner {death.how}{then}",
+            level="info" if in_vain is None and death.cause is None else "warning",
+            code=death.code,
+            lived_s=lived_s,
+            error=death.document,
         )
+        if in_vain is not None:
+            raise WorkerError(in_vain)
+
+    def _tell_failed(self, why: str, error: dict[str, object] | None = None) -> None:
+        text = f"learner couldn't be restarted: {why}; next try in {self.deaths.rest_s:g} s"
+        self._events.emit("learner-failed", text, level="warning", error=error)
 
     async def _stopped_within(self, seconds: float) -> bool:
         try:
@@ -312,15 +401,27 @@ class LearnerSupervisor:
             return False
         return True
 
-    def _rest_s(self) -> float:
-        doublings = min(max(self.failures - 1, 0), 16)
-        return min(self._config.restart_min_s * 2.0**doublings, self._config.restart_max_s)
-
     async def _restart(self) -> None:
-        link = await LearnerLink.spawn(self._start)
-        self._link = link
+        """Start another learner, and let it go on from the board; one that dies at that is counted and told.
+
+        Raises:
+            WorkerError: the next one would die of the same.
+            ConfigError, TensorError, _CantStartError: nothing of the learner's own is to blame.
+        """
         try:
-            await self._resume(await link.hello())
+            link = self._link = await self._spawn()
+        except WorkerError as error:
+            raise _CantStartError(str(error)) from error
+        try:
+            await self._resume(await self._hello(link))
+        except WorkerError:
+            death = await link.ended()
+            self._link = None
+            self.deaths.add(death, 0.0)
+            self._tell_failed(f"it {death.how}", death.document)
+            if (in_vain := self.deaths.in_vain) is not None:
+                raise WorkerError(in_vain) from None
+            return
         except BaseException:
             self._link = None
             await link.kill()

@@ -100,6 +100,8 @@ class Gate:
         finally:
             grumbling.cancel()
             await asyncio.wait([grumbling])
+            if not grumbling.cancelled():
+                grumbling.result()  # raises a bug of ours
         info = self._welcome
         if info is not None:
             text = f"joined a swarm that trains {info.task.subject}"

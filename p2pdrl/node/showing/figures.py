@@ -84,6 +84,8 @@ class Figures:
         now_s = parts.clock.monotonic()
         training = parts.training
         inputs: dict[str, Any] = {}
+        if training is None and parts.learner is not None:
+            inputs = {"learner_starting_s": parts.learner.starting_s}
         if training is not None:
             learner = training.supervisor
             reported_s = learner.reported_s
@@ -92,6 +94,8 @@ class Figures:
             inputs |= {
                 "learner_down_s": learner.down_s if wanted else None,
                 "learner_restarts_in_a_row": learner.failures,
+                "learner_death": "" if learner.deaths.last is None else learner.deaths.last.how,
+                "learner_stopped_s": learner.stopped_s,
                 "progress_age_s": None if not due or reported_s is None else now_s - reported_s,
                 "quarantined": tuple(self.namer()(peer) for peer in training.swarm.quarantine.held(now_s)),
                 "adopting_s": training.adoptions.seconds,
@@ -112,8 +116,12 @@ class Figures:
 
     def ready(self) -> tuple[bool, list[str]]:
         """Whether this node trains, and why not."""
-        state = self._parts.state
-        return state == "training", [] if state == "training" else [f"this node is {state}"]
+        state, learner = self._parts.state, self._parts.learner
+        if state == "training":
+            return True, []
+        starting_s = None if learner is None else learner.starting_s
+        why = "" if starting_s is None else f": its learner is starting for {starting_s:.0f} s"
+        return False, [f"this node is {state}{why}"]
 
     def report(self) -> PeerReport:
         """Our own report, to be spread."""
@@ -200,7 +208,7 @@ class Figures:
             "collects": report.trains,
             **{name: getattr(report, name) for name in PLACE_FIELDS},
             "pipeline": None if training is None else pipeline_figures.pipeline_document(training),
-            "learner": None if training is None else self._learner(),
+            "learner": self._learner(),
             "actors": [] if training is None or training.actors is None else training.actors.figures(),
             "stop": {"reached": parts.halted is not None, "reason": parts.halted} | self._stop_config(),
             "healthy": report.healthy,
@@ -312,15 +320,28 @@ class Figures:
         report = reports[0]
         return (report.state not in ("training", "paused"), not report.healthy, -report.policy_version, node)
 
-    def _learner(self) -> dict[str, object]:
+    def _learner(self) -> dict[str, object] | None:
         training = self._parts.training
-        if training is None:
-            return {}
-        learner = training.supervisor
+        learner = self._parts.learner if training is None else training.supervisor
+        if learner is None:
+            return None
+        state = "running" if learner.pid else "down"
+        if training is not None and training.paused:
+            state = "paused"
+        elif learner.stopped_s > 0:
+            state = "stopped"
+        elif learner.starting_s is not None:
+            state = "starting"
+        last = learner.deaths.last
         return {
             "pid": learner.pid,
-            "state": "paused" if training.paused else ("running" if learner.pid else "down"),
+            "state": state,
+            "starting_s": learner.starting_s,
+            "stopped_s": learner.stopped_s,
             "restarts": learner.restarts,
+            "last_death": None
+            if last is None
+            else {"how": last.how, "code": last.code, "error": last.document},
             "device": learner.device,
             "metrics": learner.metrics,
         }

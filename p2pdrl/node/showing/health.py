@@ -23,6 +23,9 @@ class HealthInputs:
     Attributes:
         learner_down_s: seconds that the learner hasn't run though it should; None while it runs.
         learner_restarts_in_a_row: deaths of the learner without a minute of life between.
+        learner_death: what it died of last, in words that follow "it"; empty when it never died.
+        learner_starting_s: seconds that the first learner has been being built; None once it is.
+        learner_stopped_s: seconds that the learner's process has been stopped.
         progress_age_s: seconds since the last update; None when none is due (paused, no learner, a lower
             stage of a pipeline).
         loop_lag_s: 99th percentile of the daemon loop's lag over the last minute.
@@ -38,6 +41,9 @@ class HealthInputs:
 
     learner_down_s: float | None = None
     learner_restarts_in_a_row: int = 0
+    learner_death: str = ""
+    learner_starting_s: float | None = None
+    learner_stopped_s: float = 0.0
     progress_age_s: float | None = None
     loop_lag_s: float = 0.0
     storage_error: str | None = None
@@ -56,6 +62,7 @@ class HealthLimits:
 
     Attributes:
         learner_down_s: a restart may take this long (importing torch takes seconds on a busy machine).
+        learner_starting_s: to build the first one may take this long before it is told.
         progress_s: longest time between two updates.
         loop_lag_s: peers begin to suspect a node whose loop lags for a second.
         alone_s: a first join may take this long.
@@ -63,6 +70,7 @@ class HealthLimits:
     """
 
     learner_down_s: float = 15.0
+    learner_starting_s: float = 60.0
     progress_s: float = 60.0
     loop_lag_s: float = 1.0
     alone_s: float = 15.0
@@ -87,7 +95,12 @@ def _of_learner(inputs: HealthInputs, limits: HealthLimits) -> list[str]:
     if down_s is not None and (down_s > limits.learner_down_s or inputs.learner_restarts_in_a_row > 1):
         deaths = inputs.learner_restarts_in_a_row
         times = f" and died {deaths} times in a row" if deaths > 1 else ""
-        reasons.append(f"the learner has been down for {down_s:.0f} s{times}")
+        why = f": it {inputs.learner_death}" if inputs.learner_death else ""
+        reasons.append(f"the learner has been down for {down_s:.0f} s{times}{why}")
+    elif inputs.learner_starting_s is not None and inputs.learner_starting_s > limits.learner_starting_s:
+        reasons.append(f"the learner is starting for {inputs.learner_starting_s:.0f} s")
+    elif inputs.learner_stopped_s > 0:
+        reasons.append(f"the learner's process has been stopped for {inputs.learner_stopped_s:.0f} s")
     elif inputs.progress_age_s is not None and inputs.progress_age_s > limits.progress_s:
         reasons.append(f"the learner has made no update for {inputs.progress_age_s:.0f} s")
     return reasons

@@ -119,6 +119,7 @@ class Adoptions:
         self._task: asyncio.Task[bool] | None = None
         self._since_s = 0.0
         self._crash: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
 
     @property
     def under_way(self) -> bool:
@@ -156,7 +157,9 @@ class Adoptions:
         return not task.cancelled() and task.exception() is None and task.result()
 
     async def watch(self) -> None:
-        """Wait for ever; raise what ended an adoption that shouldn't have failed: a bug of ours."""
+        """Wait for ever; raise what ended an adoption, by now or before: a bug of ours."""
+        if self._error is not None:
+            raise self._error
         self._crash = asyncio.get_running_loop().create_future()
         await self._crash
 
@@ -177,7 +180,10 @@ class Adoptions:
     def _ended(self, task: asyncio.Task[bool]) -> None:
         self._task = None
         error = None if task.cancelled() else task.exception()
-        if error is not None and self._crash is not None and not self._crash.done():
+        if error is None or self._error is not None:
+            return
+        self._error = error
+        if self._crash is not None and not self._crash.done():
             self._crash.set_exception(error)
 
 

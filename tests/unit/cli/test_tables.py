@@ -139,6 +139,27 @@ def test_status_of_one_that_doesnt_train_says_so(more, shown):
     assert training == (own if "over" in shown else "none of its own; 120,000 steps, 120 updates before")
 
 
+@pytest.mark.parametrize(
+    ("learner", "shown"),
+    [
+        ({"state": "starting", "starting_s": 75.0, "device": ""}, "learner starting for 0:01:15"),
+        ({"state": "stopped", "stopped_s": 4.2, "restarts": 1}, "learner stopped for 0:00:04, 1 restarts"),
+        (
+            {
+                "state": "down",
+                "restarts": 2,
+                "device": "cpu",
+                "last_death": {"how": "died of E: \x1b[2J boom"},
+            },
+            "learner down on cpu, 2 restarts; the last one died of E: ?[2J boom",
+        ),
+    ],
+)
+def test_status_tells_how_the_learner_is(learner, shown):
+    text = " ".join(rendered(status_view({**FakeNode().status(), "learner": learner})).split())
+    assert shown in text
+
+
 def test_columns_may_be_told_where_there_is_no_terminal(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     assert console(io.StringIO()).width == 100

@@ -28,6 +28,7 @@ from p2pdrl.membership.events import MemberView
 from p2pdrl.membership.identity import Identity, verify
 from p2pdrl.membership.records import Incarnation, Verifier
 from p2pdrl.membership.swarm_records import SwarmRecords
+from p2pdrl.node.children.deaths import Deaths
 from p2pdrl.node.conduct import Conduct
 from p2pdrl.node.counting.accounting import Accounting
 from p2pdrl.node.counting.ledger import Ledger
@@ -143,6 +144,9 @@ class FakeTraining:
             returns=[],
             down_s=None,
             failures=0,
+            deaths=Deaths(LearnerConfig()),
+            starting_s=None,
+            stopped_s=0.0,
             reported_s=None,
             device="cpu",
             speed=RateMeter(10.0),

@@ -2,12 +2,15 @@
 
 ``FAKE_LEARNER_PLAN`` names a file with one word per life, the last one for all that follow:
 ``train``, ``die:N`` (killed at step N), ``exit:N``, ``usage:N`` (says that the task is bad),
-``usage`` and ``crash`` and ``mute`` (while it builds), ``gradients`` (a real flat module, whose gradient
-is one everywhere, goes through the stepper in force).
+``usage`` and ``crash`` and ``mute`` (while it builds), ``raise:N`` and ``raise`` (an error that nobody
+catches, at step N and while it builds), ``stop:N`` and ``stop`` (its process is stopped), ``hang:N`` (waits
+in C for 30 s and lets no thread of Python run), ``slow:N`` (a step of 3 s), ``late`` (built after 1.5 s),
+``gradients`` (a real flat module, whose gradient is one everywhere, goes through the stepper in force).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -55,6 +58,16 @@ class Trainer:
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.act == "exit":
                 sys.exit(5)
+            if self.act == "raise":
+                raise ValueError("the environment fell over")
+            if self.act == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+                return self.step()
+            if self.act == "hang":
+                ctypes.PyDLL(None).sleep(30)
+            if self.act == "slow":
+                time.sleep(3)
+                return self.step()
             raise ConfigError("the task turned out to be bad")
         metrics = {
             "fraction": self.fraction,
@@ -130,6 +143,12 @@ def build(start: object) -> tuple[Trainer, str]:
         raise ConfigError("there is no such environment")
     if act == "crash":
         sys.exit(7)
+    if act == "raise" and not at:
+        raise ValueError("the environment can't be made")
+    if act == "stop" and not at:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if act == "late":
+        time.sleep(1.5)
     if act == "mute":
         time.sleep(60)
     if act == "gradients":

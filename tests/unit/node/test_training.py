@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import numpy as np
@@ -109,6 +110,19 @@ async def test_a_node_that_went_nan_heals(pair, until, kinds):
     await until(lambda: one.now() == [1.0] * 5)
     assert one.training.outcomes["adopted"] == 1
     assert (two.training.swarm.quarantine.total, two.now()) == (0, [1.0] * 5)
+
+
+async def test_a_bug_in_an_adoption_is_raised_by_who_watches_later(pair, until, monkeypatch):
+    one, two = pair
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(one.training.board, "post_set", broken)
+    one.training.swarm.adopt(two.id, two.training.lineage, "behind")
+    await until(lambda: not one.training.adoptions.under_way)
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(one.training.adoptions.watch(), 1)
 
 
 async def test_the_poisoner_is_left_alone_for_a_while(pair, kinds):

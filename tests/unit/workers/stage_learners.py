@@ -24,6 +24,7 @@ from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.workers.learner import Learner
 from p2pdrl.workers.mailbox import Mailbox
 from p2pdrl.workers.protocol import (
+    Alive,
     Attach,
     FrameBuffer,
     Pace,
@@ -115,6 +116,8 @@ class Side:
         while data := self._receive():
             for body in frames.feed(data):
                 message = decode_from_learner(body)
+                if isinstance(message, Alive):
+                    continue
                 if isinstance(message, Report):
                     self.reports.append(message)
                 else:

@@ -9,7 +9,19 @@ import pytest
 
 from p2pdrl.config.regime import FREE
 from p2pdrl.errors import WireError, WorkerError
-from p2pdrl.workers.protocol import Attach, Failed, Join, Others, Pace, Progress, Report, Stop, Work, frame
+from p2pdrl.workers.protocol import (
+    Alive,
+    Attach,
+    Failed,
+    Join,
+    Others,
+    Pace,
+    Progress,
+    Report,
+    Stop,
+    Work,
+    frame,
+)
 
 
 def report(updates: int, size: int = 0) -> Report:
@@ -200,3 +212,39 @@ def test_the_last_words_wait_for_room(ends):
     reader.join(5.0)
     assert not mailbox.backlog
     assert heard[-1] == Failed("the last word", usage=True)
+
+
+def test_signs_of_life_wait_for_room_and_never_pile_up(ends):
+    mailbox, daemon = ends
+    mailbox.beat()
+    assert daemon.hear() == [Alive()]
+    while not mailbox.backlog:
+        mailbox.send(report(1, size=1000))
+    unsent = len(mailbox._unsent)
+    for _ in range(100):
+        mailbox.beat()
+    assert len(mailbox._unsent) <= unsent
+
+
+def test_signs_of_life_from_another_thread_break_no_message(ends):
+    mailbox, daemon = ends
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.is_set():
+            mailbox.beat()
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    heard: list[int] = []
+    try:
+        for number in range(300):
+            mailbox.send(report(number, size=200))
+            heard += [said.updates for said in daemon.hear() if isinstance(said, Report)]
+    finally:
+        over.set()
+        beating.join()
+    while len(heard) < 300:
+        mailbox.drain(0.1)
+        heard += [said.updates for said in daemon.hear() if isinstance(said, Report)]
+    assert heard == list(range(300))

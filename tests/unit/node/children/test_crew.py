@@ -37,10 +37,10 @@ def count_of(moments: dict[str, bytes]) -> float:
 class Node:
     """A first learner and its crew."""
 
-    def __init__(self, events, start: Start = START) -> None:
+    def __init__(self, events, start: Start = START, config: LearnerConfig = QUICK) -> None:
         self.events = events
         self.new = 0
-        options = {"start": start, "config": QUICK, "clock": SystemClock(), "events": events}
+        options = {"start": start, "config": config, "clock": SystemClock(), "events": events}
         self.first = LearnerSupervisor(**options, window=1000, on_report=self.heard)
         self.crew = Crew(supervisor=self.first, **options, on_report=self.heard)
 
@@ -69,8 +69,8 @@ class Node:
 async def make(events):
     made: list[Node] = []
 
-    def node(start: Start = START) -> Node:
-        made.append(Node(events, start))
+    def node(start: Start = START, config: LearnerConfig = QUICK) -> Node:
+        made.append(Node(events, start, config))
         return made[-1]
 
     yield node
@@ -240,3 +240,27 @@ async def test_four_processes_solve_sparse_least_squares(make, until):
     await until(lambda: it.first.returns and it.first.returns[-1] > -1e-3, 60.0)
     assert all(helper.last.updates > 100 for helper in it.crew._helpers)
     assert it.told("helper-died") == 0
+
+
+async def test_a_helper_whose_environment_always_fails_ends_the_watch(plan, make):
+    plan("train", "raise:3")
+    it = make(config=LearnerConfig(restart_min_s=0.01, restart_max_s=0.05, give_up_after=2))
+    await it.begin()
+    await it.crew.change(Regime(learners=2), 1)
+    with pytest.raises(WorkerError, match=r"2 times in a row in the same way.*ValueError: the environment"):
+        await asyncio.wait_for(it.crew.watch(), 20)
+    died = [event for event in it.events.since(0) if event["kind"] == "helper-died"]
+    assert [event["error"]["type"] for event in died] == ["ValueError"] * 2
+
+
+async def test_a_bug_of_a_helpers_keeping_before_anybody_watches_is_raised_later(
+    plan, make, until, monkeypatch
+):
+    plan("train")
+    it = make()
+    await it.begin()
+    monkeypatch.setattr(it.crew, "_on_report", lambda *_: 1 / 0)
+    await it.crew.change(Regime(learners=2), 1)
+    await until(lambda: it.crew.pids == ())
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(it.crew.watch(), 1)

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import msgspec
+import psutil
 import pytest
 
 from p2pdrl.clock import LoopClock, ManualClock
+from p2pdrl.config.node import LearnerConfig
 from p2pdrl.node.children import hanging
-from p2pdrl.node.children.hanging import HANGS_S, LOOKS, HangWatch, kill_if_it_hangs
+from p2pdrl.node.children.hanging import (
+    HANGS_S,
+    LOOKS,
+    Activity,
+    HangWatch,
+    Standstill,
+    activity_of,
+    kill_if_it_hangs,
+)
 from p2pdrl.pipeline.order import StageNews, StageOrder
 from p2pdrl.workers.protocol import Report
 from p2pdrl.workers.stage_protocol import News
@@ -259,3 +272,104 @@ async def test_who_is_gone_already_cant_be_killed(events, monkeypatch):
     monkeypatch.setattr(hanging.os, "kill", gone)
     await kill_if_it_hangs(4711, HangWatch(SimpleNamespace(order=HEAD, unanswered=True), LoopClock()), events)
     assert events.since(0)
+
+
+# --- processes that stand still -------------------------------------------------------------------
+
+ALL = LearnerConfig(stopped_deadline_s=15.0, hung_deadline_s=300.0)
+RUNNING, SLEEPING, ON_DISK = psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP
+STOPPED, TRACED = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP
+
+
+class Process:
+    """A process as the system sees it, and whoever looks at it."""
+
+    def __init__(self, config: LearnerConfig = ALL) -> None:
+        self.now_s = 0.0
+        self.cpu_s = 0.0
+        self.watch = Standstill(config, self.now_s)
+
+    def spend(
+        self, seconds: float, state: str, *, cpu: float = 0.0, beats: bool = False, gone: bool = False
+    ) -> str | None:
+        """Let time pass, with so much processor time a second; return the verdict, if there was one."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.now_s += self.watch.look_s
+            self.cpu_s += cpu * self.watch.look_s
+            if beats:
+                self.watch.beat()
+            if why := self.watch.look(self.now_s, lambda: None if gone else Activity(state, self.cpu_s)):
+                return why
+        return None
+
+
+def test_one_that_is_stopped_is_found_in_time():
+    process = Process()
+    assert process.spend(60.0, SLEEPING, cpu=0.01, beats=True) is None
+    assert "had been stopped for 1" in process.spend(DAY_S, STOPPED)
+    assert 75.0 <= process.now_s <= 60.0 + 15.0 + 2 * process.watch.look_s
+
+
+def test_one_that_hangs_is_found_in_time():
+    process = Process()
+    process.spend(60.0, RUNNING, cpu=1.0, beats=True)
+    assert "no sign of life" in process.spend(DAY_S, SLEEPING)
+    assert 360.0 <= process.now_s <= 360.0 + 3 * process.watch.look_s
+
+
+@pytest.mark.parametrize(
+    ("state", "life"),
+    [
+        (SLEEPING, {"beats": True}),  # a step that waits for something
+        (RUNNING, {"cpu": 1.0}),  # a step that computes in C and lets no other thread run
+        (SLEEPING, {"cpu": 0.01}),  # the same, or a process under it
+        (RUNNING, {}),  # wants a processor and gets none
+        (ON_DISK, {}),  # swaps
+        (TRACED, {}),  # is held by a debugger
+        (SLEEPING, {"gone": True}),
+    ],
+)
+def test_others_dont_stand_still(state, life):
+    process = Process()
+    assert process.spend(DAY_S / 10, state, **life) is None
+    assert process.watch.stopped_s == 0.0
+
+
+def test_one_that_goes_on_in_time_is_left_alone():
+    process = Process()
+    for _ in range(20):
+        assert process.spend(12.0, STOPPED) is None
+        assert process.watch.stopped_s > 0.0
+        assert process.spend(3.0, RUNNING, beats=True) is None
+        assert process.watch.stopped_s == 0.0
+
+
+def test_time_in_which_whoever_looks_was_frozen_doesnt_count():
+    process = Process()
+    for _ in range(20):
+        assert process.spend(9.0, STOPPED) is None
+        process.now_s += DAY_S
+        assert process.spend(0.1, STOPPED) is None  # signs of life may have yet to be read
+        assert process.spend(3.0, RUNNING, beats=True) is None
+
+
+def test_nought_waits_for_ever():
+    process = Process(LearnerConfig(stopped_deadline_s=0.0, hung_deadline_s=0.0))
+    assert process.spend(DAY_S, STOPPED) is None
+    assert process.watch.stopped_s > DAY_S / 2  # and is told all the same
+
+
+def test_a_process_is_looked_at():
+    mine = activity_of(os.getpid())
+    assert mine.state in {RUNNING, SLEEPING}
+    assert mine.cpu_s > 0.0
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        assert activity_of(child.pid).state == STOPPED
+    finally:
+        child.kill()
+        child.communicate()
+    assert activity_of(child.pid) is None

@@ -70,7 +70,11 @@ async def test_what_had_no_room_on_the_board_follows(plan, supervise, until, mon
 
 @pytest.mark.parametrize(
     ("word", "error", "words"),
-    [("usage", ConfigError, "no such environment"), ("crash", WorkerError, "the learner is gone")],
+    [
+        ("usage", ConfigError, "no such environment"),
+        ("crash", WorkerError, "the learner ended with code 7, while it was built"),
+        ("raise", WorkerError, "died of ValueError: the environment can't be made"),
+    ],
 )
 async def test_a_build_that_fails_is_told(plan, supervise, word, error, words):
     plan(word)
@@ -163,7 +167,7 @@ async def test_no_python_to_start(supervise, monkeypatch, tmp_path):
 async def test_a_child_that_ends_at_once(supervise, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/true")
     it = supervise()
-    with pytest.raises(WorkerError, match="gone"):
+    with pytest.raises(WorkerError, match="ended with code 0"):
         await it.one.build()
 
 

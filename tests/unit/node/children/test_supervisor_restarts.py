@@ -154,21 +154,6 @@ async def test_stopping_ends_a_successor_that_builds(plan, supervise, until, mon
     assert it.one.pid is None
 
 
-async def test_waits_double_up_to_a_bound(supervise):
-    it = supervise(LearnerConfig(restart_min_s=0.5, restart_max_s=30.0))
-    waits = []
-    for it.one.failures in (0, 1, 2, 3, 6, 7, 5000):
-        waits.append(it.one._rest_s())
-    assert waits == [0.5, 0.5, 1.0, 2.0, 16.0, 30.0, 30.0]
-
-
-async def test_a_long_life_forgives_earlier_deaths(supervise):
-    it = supervise()
-    for lived_s, failures in [(1.0, 1), (59.0, 2), (60.0, 0), (5.0, 1)]:
-        it.one._died(-9, lived_s)
-        assert it.one.failures == failures
-
-
 async def test_one_that_hangs_instead_of_becoming_a_stage_is_replaced(plan, supervise, until, monkeypatch):
     """A frozen process stands for one that waits in a library without end."""
     monkeypatch.setattr(hanging, "HANGS_S", 0.4)
@@ -198,3 +183,110 @@ async def test_a_head_that_freezes_at_work_is_replaced(plan, supervise, until, m
     assert it.told("learner-hangs") == 1
     assert [(await it.one.stages.news()).what for _ in range(2)] == ["ready", "broken"]
     await until(lambda: it.one.metrics.get("life") == 1.0)
+
+
+# --- that stand still outside a pipeline --------------------------------------------------------
+
+IMPATIENT = LearnerConfig(restart_min_s=0.01, restart_max_s=0.05, stopped_deadline_s=0.6, hung_deadline_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("word", "why"), [("stop:5", "had been stopped"), ("hang:5", "had given no sign of life")]
+)
+async def test_one_that_stands_still_is_told_and_replaced(plan, supervise, until, word, why):
+    plan(word, "train")
+    it = supervise(IMPATIENT)
+    await it.begin()
+    await until(lambda: it.one.restarts == 1)
+    (death,) = [event for event in it.events.since(0) if event["kind"] == "learner-died"]
+    assert why in death["text"]
+    assert it.told("learner-stopped") == int(word == "stop:5")
+    await until(lambda: it.one.metrics.get("life") == 1.0)
+    assert it.one.metrics["total"] > 4  # from the board
+    assert it.one.stopped_s == 0.0
+
+
+async def test_one_that_is_stopped_and_goes_on_is_left_alone(plan, supervise, until):
+    plan("train")
+    it = supervise(LearnerConfig(stopped_deadline_s=2.0))
+    await it.begin()
+    await until(lambda: it.one.totals.updates >= 1)
+    os.kill(it.one.pid, signal.SIGSTOP)
+    await until(lambda: it.told("learner-stopped") == 1)
+    assert it.one.stopped_s > 0.0
+    os.kill(it.one.pid, signal.SIGCONT)
+    before = it.one.totals.updates
+    await until(lambda: it.one.totals.updates > before and it.one.stopped_s == 0.0)
+    assert it.told("learner-died") == 0
+
+
+async def test_one_in_a_slow_step_is_left_alone(plan, supervise, until):
+    plan("slow:5")
+    it = supervise(IMPATIENT)
+    await it.begin()
+    await until(lambda: it.one.totals.updates > 5)
+    assert it.told("learner-died") == 0
+
+
+async def test_one_that_is_stopped_or_killed_while_it_is_first_built_is_replaced(plan, supervise):
+    plan("stop", "train")
+    it = supervise(IMPATIENT)
+    await it.begin()
+    assert it.told("learner-died") == 1
+
+
+async def test_one_that_dies_between_being_built_and_let_go_is_replaced(plan, supervise, until):
+    plan("train")
+    it = supervise()
+    await it.one.build()
+    os.kill(it.one.pid, signal.SIGKILL)
+    await asyncio.sleep(0.1)
+    await it.one.begin(restore=False)
+    await until(lambda: it.one.totals.updates > 3)
+    assert it.one.restarts == 1
+
+
+async def test_a_slow_start_is_waited_for_and_told_at_growing_intervals(plan, supervise, until, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "STARTING_TOLD_S", 0.2)
+    plan("late")
+    it = supervise(IMPATIENT)
+    building = asyncio.create_task(it.begin())
+    await until(lambda: it.told("learner-starting") == 1)
+    assert it.one.starting_s > 0.0
+    await building
+    assert it.one.starting_s is None
+    (first, *more) = [event for event in it.events.since(0) if event["kind"] == "learner-starting"]
+    assert "is starting for" in first["text"]
+    assert 1 <= len(more) <= 4
+    assert it.told("learner-died") == 0
+
+
+# --- that die of an error -----------------------------------------------------------------------
+
+
+async def test_the_error_that_ends_one_is_told_in_one_record(plan, supervise, until):
+    plan("raise:5", "train")
+    it = supervise()
+    await it.begin()
+    await until(lambda: it.one.restarts == 1)
+    (death,) = [event for event in it.events.since(0) if event["kind"] == "learner-died"]
+    assert "died of ValueError: the environment fell over" in death["text"]
+    assert "signal 9" not in death["text"]
+    error = death["error"]
+    assert (error["type"], error["message"]) == ("ValueError", "the environment fell over")
+    assert "fake_learner.py" in error["where"]
+    assert error["traceback"].endswith("ValueError: the environment fell over")
+    assert 'raise ValueError("the environment fell over")' in error["traceback"]
+    assert it.one.deaths.last.document == error
+
+
+@pytest.mark.parametrize("words", [("raise:5",), ("exit:5",), ("die:5", "raise")])
+async def test_learners_that_end_the_same_way_end_the_watch(plan, supervise, words):
+    plan(*words)
+    it = supervise(LearnerConfig(restart_min_s=0.01, restart_max_s=0.05, give_up_after=3))
+    await it.begin()
+    with pytest.raises(WorkerError, match="3 times in a row") as caught:
+        await asyncio.wait_for(it.one.watch(), 30)
+    assert it.one.deaths.last.how in str(caught.value)
+    assert it.one.pid is None
+    await it.one.stop()

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import msgspec
 import pytest
 
 from p2pdrl.errors import CheckpointError
+from p2pdrl.node.children.deaths import death_of
 from p2pdrl.node.counting.counters import Counts
 from p2pdrl.node.counting.digest import PeerReport
 from p2pdrl.node.parts import Parts
 from p2pdrl.node.showing.figures import Figures
 from p2pdrl.node.showing.meters import Meters
 from p2pdrl.node.showing.view import View
+from p2pdrl.workers.protocol import Crashed
 
 STATUS = (
     "name id swarm_id address pid version mode mode_epoch mode_error strategy accounting lineage "
@@ -67,7 +70,7 @@ async def test_status_has_exactly_the_promised_keys(figures, full):
     assert status["members"] == {"alive": 2, "suspect": 1, "dead": 1, "left": 1}
     assert status["last_checkpoint"].keys() == {"path", "age_s", "error"}
     assert status["stop"].keys() == {"reached", "reason", "env_steps", "time_s", "mean_return", "window"}
-    assert status["learner"].keys() == {"pid", "state", "restarts", "device", "metrics"}
+    assert status["learner"].keys() >= {"pid", "state", "restarts", "device", "metrics"}
     assert status["exchanges"] == {"ok": 3, "busy": 1, "answered": 7}
     assert (status["mode"], status["state"], status["policy_version"]) == ("gossip", "training", 42)
     assert status["strategy"] == {"name": "adpsgd", "options": {"weight": 0.3}}
@@ -180,6 +183,42 @@ async def test_health_tells_what_is_wrong(figures, full, training, membership, c
     assert any("bob" in reason for reason in reasons)
     full.state = "paused"
     assert not any("down" in reason for reason in figures.health()[1])
+
+
+async def test_a_learner_that_is_starting_is_told_of(figures, full, training):
+    full.learner, full.training, full.state = training.supervisor, None, "starting"
+    full.learner.starting_s = 47.0
+    learner = figures.status()["learner"]
+    assert (learner["state"], learner["starting_s"]) == ("starting", 47.0)
+    assert figures.ready() == (False, ["this node is starting: its learner is starting for 47 s"])
+    assert figures.health() == (True, [])
+    full.learner.starting_s = 61.0
+    assert figures.health() == (False, ["the learner is starting for 61 s"])
+
+
+async def test_the_error_that_learners_die_of_is_shown(figures, training):
+    crash = Crashed("ValueError", "bad action", "/envs/mine.py:12 in step", "Traceback …")
+    training.supervisor.deaths.add(death_of(1, crash=crash), 1.0)
+    training.supervisor.down_s, training.supervisor.failures = 20.0, 3
+    shown = figures.status()["learner"]["last_death"]
+    assert shown == {
+        "how": "died of ValueError: bad action (at /envs/mine.py:12 in step)",
+        "code": 1,
+        "error": {
+            "type": "ValueError",
+            "message": "bad action",
+            "where": "/envs/mine.py:12 in step",
+            "traceback": "Traceback …",
+        },
+    }
+    assert "in a row: it died of ValueError: bad action" in figures.health()[1][0]
+
+
+async def test_a_stopped_learner_is_shown(figures, training):
+    training.supervisor.pid, training.supervisor.stopped_s = os.getpid(), 4.2
+    learner = figures.status()["learner"]
+    assert (learner["state"], learner["stopped_s"]) == ("stopped", 4.2)
+    assert figures.health()[1] == ["the learner's process has been stopped for 4 s"]
 
 
 async def test_the_metrics_page(figures, full):

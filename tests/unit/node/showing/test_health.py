@@ -14,6 +14,9 @@ def test_the_defaults_are_well():
     [
         (HealthInputs(learner_down_s=16.0), "down for 16 s"),
         (HealthInputs(learner_down_s=1.0, learner_restarts_in_a_row=3), "died 3 times in a row"),
+        (HealthInputs(learner_down_s=16.0, learner_death="died of X"), "down for 16 s: it died of X"),
+        (HealthInputs(learner_starting_s=61.0), "starting for 61 s"),
+        (HealthInputs(learner_stopped_s=4.0), "process has been stopped for 4 s"),
         (HealthInputs(progress_age_s=61.0), "no update for 61 s"),
         (HealthInputs(loop_lag_s=1.5), "1.5 s late"),
         (HealthInputs(storage_error="the disk is full"), "the disk is full"),
@@ -37,6 +40,8 @@ def test_each_trouble_is_told_in_words(inputs, words):
     [
         HealthInputs(learner_down_s=14.0, learner_restarts_in_a_row=1),
         HealthInputs(progress_age_s=59.0),
+        HealthInputs(learner_starting_s=59.0),
+        HealthInputs(learner_death="died of X"),
         HealthInputs(loop_lag_s=0.9),
         HealthInputs(seeds_given=False, alone_s=1e6),
         HealthInputs(seeds_given=True, alone_s=14.0),

@@ -1,0 +1,148 @@
+"""How a learner died: in words, counted, and whether another try is worth it. Pure.
+
+`learner_link` says of each process how it died; `supervisor` and `helper` count, wait, and give up.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from p2pdrl.config.node import LearnerConfig
+from p2pdrl.workers.protocol import Crashed
+
+__all__ = ["Death", "Deaths", "advice", "death_of"]
+
+LONG_LIFE_S = 60.0
+"""Who lived so long begins anew at the shortest wait."""
+FROM_OUTSIDE = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM})
+"""Signals that a person or a system short of memory sends, and no code of the learner's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The end of one process.
+
+    Attributes:
+        how: what it did, in words that follow "the learner".
+        cause: what tells this end from another; None where it came from outside, which may be over by now.
+        code: its exit code; negative is the signal that ended it.
+        crash: the error that ended it, where it could say so.
+    """
+
+    how: str
+    cause: str | None = None
+    code: int = 0
+    crash: Crashed | None = None
+
+    @property
+    def document(self) -> dict[str, object] | None:
+        """The error, in JSON types; None without one."""
+        if self.crash is None:
+            return None
+        return {
+            "type": self.crash.kind,
+            "message": self.crash.message,
+            "where": self.crash.where,
+            "traceback": self.crash.trace,
+        }
+
+
+def death_of(
+    code: int,
+    *,
+    crash: Crashed | None = None,
+    failed: str | None = None,
+    stood_still: str | None = None,
+    late: bool = False,
+) -> Death:
+    """Say how a process died.
+
+    Args:
+        code: its exit code.
+        crash: the error that it said to die of.
+        failed: why it said that it can't go on.
+        stood_still: why we killed it, if we did.
+        late: whether we killed it because it had hung up and hadn't ended.
+    """
+    if crash is not None:
+        message = f": {crash.message}" if crash.message else ""
+        how = f"died of {crash.kind}{message} (at {crash.where})"
+        return Death(how, f"{crash.kind} at {crash.where}", code, crash)
+    if failed is not None:
+        return Death(f"failed: {failed}", failed, code)
+    if stood_still is not None:
+        return Death(f"was killed because {stood_still}", None, code)
+    if late:
+        return Death("hung up and didn't end, and was killed", "hung up", code)
+    if code < 0:
+        cause = None if -code in FROM_OUTSIDE else f"signal {-code}"
+        return Death(f"was killed by signal {-code} ({_name(-code)})", cause, code)
+    return Death(f"ended with code {code}", f"code {code}", code)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time one"
+
+
+class Deaths:
+    """The deaths of one learner, through all its lives.
+
+    Args:
+        config: how long to wait between two tries, and after how many to give up.
+    """
+
+    def __init__(self, config: LearnerConfig) -> None:
+        self._config = config
+        self._alike = 0
+        self.in_a_row = 0
+        """Deaths without a minute of life between."""
+        self.last: Death | None = None
+
+    def add(self, death: Death, lived_s: float) -> None:
+        """Count one.
+
+        Args:
+            death: it.
+            lived_s: how long that process had lived.
+        """
+        brief = lived_s < LONG_LIFE_S
+        again = brief and self.last is not None and self.last.cause == death.cause
+        self._alike = 0 if death.cause is None else self._alike + 1 if again else 1
+        self.in_a_row = self.in_a_row + 1 if brief else 0
+        self.last = death
+
+    def failed(self) -> None:
+        """Count a try that came to nothing before there was a learner."""
+        self.in_a_row += 1
+
+    @property
+    def rest_s(self) -> float:
+        """The wait before the next try."""
+        doublings = min(max(self.in_a_row - 1, 0), 16)
+        return min(self._config.restart_min_s * 2.0**doublings, self._config.restart_max_s)
+
+    @property
+    def in_vain(self) -> str | None:
+        """Why another try would end as the last ones did; None while it may not."""
+        most = self._config.give_up_after
+        if not most or self._alike < most or self.last is None:
+            return None
+        row = f"died {self._alike} times in a row in the same way, each within a minute: it "
+        return f"the learner {row if most > 1 else ''}{self.last.how}. {advice(self.last)}"
+
+
+def advice(death: Death) -> str:
+    """Return what a person can do about it."""
+    if death.crash is not None:
+        return (
+            "The traceback is in the log. If that is code of the environment, mend it there; then start "
+            "this node again: it goes on from its last checkpoint"
+        )
+    return (
+        "What it printed is in the log. Look there whether the environment or a library of its ended the "
+        "process; then start this node again: it goes on from its last checkpoint"
+    )
