@@ -21,7 +21,7 @@ def status_view(status: Mapping[str, Any]) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for word, fact in _FACTS.items():
-        if word not in ("pipeline", "actors") or status.get(word):
+        if status.get(word) not in _NOTHING.get(word, ()):
             table.add_row(word, Text(fact(_Shown(status))))
     if limit := _Shown(status).get("pipeline.limit"):
         table.add_row("limited", Text(formats.clean(limit, 600), style="yellow"))
@@ -30,6 +30,10 @@ def status_view(status: Mapping[str, Any]) -> RenderableType:
     for reason in status.get("reasons") or []:
         table.add_row("unwell", Text(formats.clean(reason), style="yellow"))
     return table
+
+
+_NOTHING = {"pipeline": (None,), "actors": (None, [])}
+"""What of a status isn't worth a line."""
 
 
 class _Shown:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pdrl.config.gradients import Microbatches
+from p2pdrl.config.roles import Role
 
 __all__ = [
     "ActorsConfig",
@@ -186,6 +187,11 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Answer ``/metrics`` without authentication even when a swarm key is set."""
     membership: MembershipProfile = "lan"
     """``lan`` finds deaths within seconds; ``wan`` tolerates round trips of seconds."""
+    roles: tuple[Role, ...] = ()
+    """What this node does for the swarm: any of ``actor`` (makes experience), ``learner`` (updates
+    parameters), ``server`` (holds parameters for others), ``replay`` (holds transitions for others). Empty is
+    all that the task needs. All members are told, in this node's signed record; learners exchange with
+    learners only."""
     learner: LearnerConfig = LearnerConfig()
     actors: ActorsConfig = ActorsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -262,7 +262,7 @@ class Node:
             events=self._events,
             ledger=parts.ledger,
             rng=random.Random(seed),
-            alive=parts.alive,
+            alive=parts.learners,
             donors=self._donors,
             observed=self._meters.registry.observe_exchange,
             rounds=self._meters.round,
@@ -311,7 +311,7 @@ class Node:
         await asyncio.Event().wait()
 
     def _donors(self) -> list[tuple[str, Address]]:
-        alive = self._parts.alive()
+        alive = self._parts.learners()
         return [(node, alive[node]) for node in self._figures.donors() if node in alive]
 
     # --- news -----------------------------------------------------------------------------------

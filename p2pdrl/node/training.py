@@ -218,7 +218,7 @@ class Training:
 
         Raises:
             ConfigError: they can't act as configured.
-            WorkerError: one dies again and again before it has made anything.
+            WorkerError: one dies again and again in the same way.
         """
         if self.actors is not None:
             await self.actors.watch()
@@ -346,6 +346,7 @@ class Training:
             group_process=GroupProcesses(config.learner) if config.trusted_network else None,
             stages=self.supervisor.stages,
             pipes=self._pipes,
+            experience=self.actors,
             minibatches=minibatches_of(self.task.algorithm),
             batches=batches_of(self.task.algorithm),
             rows=minibatch_rows(self.task)[0],

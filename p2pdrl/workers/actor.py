@@ -23,6 +23,7 @@ from p2pdrl.tensors.shared_policy import SharedPolicy
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
 from p2pdrl.workers.actor_protocol import Act, ActorFailed, Acts, decode_act, frame
+from p2pdrl.workers.crash import crash_of
 from p2pdrl.workers.output import print_patiently
 from p2pdrl.workers.parent import die_with_parent
 from p2pdrl.workers.protocol import FrameBuffer
@@ -119,6 +120,9 @@ def main() -> int:
         except P2PDRLError as error:
             sock.sendall(frame(ActorFailed(message=str(error), usage=isinstance(error, UsageError))))
             return error.exit_code
+        except Exception as error:  # noqa: BLE001 - an environment's, say: the daemon tells of it and decides
+            sock.sendall(frame(crash_of(error)))
+            return 1
     return 0
 
 

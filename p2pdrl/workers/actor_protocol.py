@@ -9,6 +9,8 @@ through (`tensors.unroll_ring`) and the policy that it acts with (`tensors.share
       │        Acts, or ActorFailed   │
       │◀──────────────────────────────┤
       │                               │  makes unrolls until it is killed, or the daemon is gone
+      │                      Crashed  │
+      │◀──────────────────────────────┤  an error ends it, of an environment, say
 
 All else passes through the memory. Frames are those of `protocol`. Torch-free: the daemon imports this
 module.
@@ -21,6 +23,7 @@ import struct
 import msgspec
 
 from p2pdrl.transport.codec import decode
+from p2pdrl.workers.protocol import Crashed
 
 __all__ = [
     "Act",
@@ -68,7 +71,7 @@ class ActorFailed(msgspec.Struct, frozen=True, tag="actor_failed"):
     """True when the person can mend it (exit code 2)."""
 
 
-FromActor = Acts | ActorFailed
+FromActor = Acts | ActorFailed | Crashed
 
 _encoder = msgspec.msgpack.Encoder()
 

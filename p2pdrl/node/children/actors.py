@@ -9,7 +9,9 @@ ours.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
 
 import msgspec
 
@@ -17,13 +19,15 @@ from p2pdrl.clock import Clock
 from p2pdrl.config.node import ActorsConfig, LearnerConfig
 from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError, WorkerError
+from p2pdrl.node.children.deaths import Death, Deaths, death_of
+from p2pdrl.node.children.output import ChildOutput
 from p2pdrl.node.children.process_link import ProcessLink
 from p2pdrl.node.events import EventLog
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
-from p2pdrl.workers.actor_protocol import Act, ActorFailed, Acts, actor_seed, decode_from_actor, frame
-from p2pdrl.workers.protocol import Collect, Hello, Start
+from p2pdrl.workers.actor_protocol import Act, ActorFailed, actor_seed, decode_from_actor, frame
+from p2pdrl.workers.protocol import Collect, Crashed, Hello, Start
 
 __all__ = ["ActorPool", "StallWatch", "actor_count"]
 
@@ -33,9 +37,6 @@ REAP_S = 1.0
 LOOK_EVERY_S = 1.0
 STALLED_S = 60.0
 STALLED_TIMES = 10.0
-LONG_LIFE_S = 60.0
-MOST_FRUITLESS = 6
-"""Processes of an actor that end in a row before one has made an unroll, until the node gives up."""
 
 
 def actor_count(config: ActorsConfig, task: TaskConfig, cores: int | None = None) -> int:
@@ -91,6 +92,11 @@ class ActorLink(ProcessLink):
 
     NAME = "actor"
 
+    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, output: ChildOutput) -> None:
+        super().__init__(process, sock, output)
+        self._crash: Crashed | None = None
+        self._failed: str | None = None
+
     @classmethod
     async def spawn(cls, act: Act, ring: SharedRegion, policy: SharedRegion) -> ActorLink:
         """Start an actor process and tell it what to act in.
@@ -114,30 +120,44 @@ class ActorLink(ProcessLink):
 
         Raises:
             ConfigError: they can't be, as configured.
-            WorkerError: it died, or took too long.
+            WorkerError: it is gone, or took too long.
         """
         try:
             async with asyncio.timeout(BUILD_S):
-                while not (bodies := await self._receive()):
-                    pass
+                await self._hear(until_it_acts=True)
         except TimeoutError:
             raise WorkerError(f"the actor wasn't ready after {BUILD_S:.0f} s") from None
-        message = decode_from_actor(bodies[0])
-        if isinstance(message, ActorFailed):
-            raise (ConfigError if message.usage else WorkerError)(message.message)
-        assert isinstance(message, Acts)  # noqa: S101 - there is no other
 
     async def gone(self) -> None:
-        """Wait until its socket closes: it says no more."""
-        try:
-            while True:
-                await self._receive()
-        except WorkerError:
-            return
+        """Wait until its socket closes: it says no more.
+
+        Raises:
+            ConfigError: it can't act as configured.
+        """
+        with contextlib.suppress(WorkerError):
+            await self._hear(until_it_acts=False)
+
+    async def ended(self, stood_still: str | None = None) -> Death:
+        """Wait for its end, or kill it where that takes long or it stood still; say how it died."""
+        code = await (self.reap(REAP_S) if stood_still is None else self.kill())
+        return death_of(code, crash=self._crash, failed=self._failed, stood_still=stood_still)
+
+    async def _hear(self, *, until_it_acts: bool) -> None:
+        while True:
+            for body in await self._receive():
+                message = decode_from_actor(body)
+                if isinstance(message, Crashed):
+                    self._crash = message
+                elif isinstance(message, ActorFailed):
+                    if message.usage:
+                        raise ConfigError(message.message)
+                    self._failed = message.message
+                elif until_it_acts:
+                    return
 
 
 class ActorPool:
-    """All actors of this node, through all their restarts.
+    """All actors of this node, through all their restarts. Implements `strategies.protocol.Experience`.
 
     Args:
         start: what the learner is told first; task, seed and options are the actors', too.
@@ -152,6 +172,7 @@ class ActorPool:
         self._clock = clock
         self._events = events
         self._spec = b""
+        self._unrolls: UnrollSpec | None = None
         self._size = 0
         self._ring: SharedRegion | None = None
         self._policy: SharedRegion | None = None
@@ -167,6 +188,22 @@ class ActorPool:
         """Process ids of those that run."""
         return tuple(pid for pid in self._pids if pid is not None)
 
+    @property
+    def spec(self) -> UnrollSpec:
+        """What unrolls are made of.
+
+        Raises:
+            WorkerError: no learner has said yet.
+        """
+        if self._unrolls is None:
+            raise WorkerError("the learner isn't built yet")
+        return self._unrolls
+
+    @property
+    def lanes(self) -> tuple[UnrollLane, ...]:
+        """One for each actor, in the order of their environments."""
+        return self._lanes
+
     def open(self, hello: Hello, size: int) -> None:
         """Make the memory that the learner asked for.
 
@@ -178,7 +215,7 @@ class ActorPool:
             TensorError: the system gives no such memory.
         """
         spec = UnrollSpec.from_wire(msgspec.msgpack.decode(hello.unrolls))
-        self._spec, self._size = hello.unrolls, size
+        self._unrolls, self._spec, self._size = spec, hello.unrolls, size
         self._ring = SharedRegion.create(spec.nbytes, "unrolls")
         self._policy = SharedRegion.create(hello.policy_nbytes, "policy")
         self._lanes = UnrollRing(self._ring, spec).lanes
@@ -205,7 +242,7 @@ class ActorPool:
 
         Raises:
             ConfigError: they can't act as configured.
-            WorkerError: one dies again and again before it has made anything.
+            WorkerError: one dies again and again in the same way.
         """
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
@@ -248,29 +285,32 @@ class ActorPool:
 
     async def _keep(self, number: int) -> None:
         """Keep one actor running."""
-        lane, fruitless = self._lanes[number], 0
+        lane, deaths = self._lanes[number], Deaths(self._config, f"actor {number}")
         while True:
-            made, began_s = lane.committed, self._clock.monotonic()
+            began_s = self._clock.monotonic()
             try:
-                how = await self._live(number, lane)
+                death = await self._live(number, lane)
             except WorkerError as error:
-                how = f"can't act: {error}"
-            lived_s = self._clock.monotonic() - began_s
-            lasted = lane.committed > made or lived_s >= LONG_LIFE_S
-            fruitless = 1 if lasted else fruitless + 1
-            if fruitless >= MOST_FRUITLESS:
-                raise WorkerError(
-                    f"actor {number} {how}, as {fruitless - 1} before it, and none made an unroll; "
-                    "its own words are in the log"
-                )
-            rest_s = min(self._config.restart_min_s * 2.0 ** (fruitless - 1), self._config.restart_max_s)
-            text = f"actor {number} {how}; another takes its place in {rest_s:g} s"
-            self._events.emit("actor-died", text, level="warning", actor=number, lived_s=lived_s)
-            await asyncio.sleep(rest_s)
+                deaths.failed()
+                how = f"couldn't be started: {error}"
+            else:
+                lived_s = self._clock.monotonic() - began_s
+                deaths.add(death, lived_s)
+                if deaths.in_vain is not None:
+                    raise WorkerError(deaths.in_vain)
+                how = death.how
+            text = f"actor {number} {how}; another takes its place in {deaths.rest_s:g} s"
+            self._events.emit("actor-died", text, level="warning", actor=number)
+            await asyncio.sleep(deaths.rest_s)
             self._restarts[number] += 1
 
-    async def _live(self, number: int, lane: UnrollLane) -> str:
-        """Run one process to its end; tell how it ended."""
+    async def _live(self, number: int, lane: UnrollLane) -> Death:
+        """Run one process to its end; tell how it ended.
+
+        Raises:
+            ConfigError: it can't act as configured.
+            WorkerError: it couldn't be started.
+        """
         _, (ring, policy) = self.collected()
         start = self._start
         act = Act(
@@ -286,30 +326,29 @@ class ActorPool:
         lane.started()
         link = await ActorLink.spawn(act, ring, policy)
         self._pids[number] = link.pid
-        ended, why = False, ""
         try:
-            try:
-                await link.acts()
-            except WorkerError as error:
-                why = str(error)
-            else:
-                lane.running = True
-                why = await self._acting(number, lane, link)
-            ended = True
+            stood_still = await self._acting(number, lane, link)
+            return await link.ended(stood_still)
         finally:
             lane.running = False
             self._pids[number] = None
-            code = await (link.reap(REAP_S) if ended else link.kill())
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return f"{how}: {why}" if why else how
+            await link.kill()  # where we were cancelled; does nothing to one that is gone
 
-    async def _acting(self, number: int, lane: UnrollLane, link: ActorLink) -> str:
-        """Wait until a process has ended, or is stuck; tell why in the second case."""
+    async def _acting(self, number: int, lane: UnrollLane, link: ActorLink) -> str | None:
+        """Wait until a process ends, or is stuck; tell why in the second case."""
+        try:
+            await link.acts()
+        except WorkerError:
+            return None
+        lane.running = True
         stalled = asyncio.create_task(self._until_stalled(number, lane), name=f"actor {number} stalls")
         gone = asyncio.create_task(link.gone(), name=f"actor {number} ends")
         try:
             await asyncio.wait([stalled, gone], return_when=asyncio.FIRST_COMPLETED)
-            return "" if gone.done() else "it made nothing though it might"
+            if gone.done():
+                gone.result()
+                return None
+            return "it made nothing though it might"
         finally:
             for task in (stalled, gone):
                 task.cancel()

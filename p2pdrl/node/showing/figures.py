@@ -14,6 +14,7 @@ import psutil
 
 import p2pdrl
 from p2pdrl.config.mode import protocol_of
+from p2pdrl.config.roles import roles_in
 from p2pdrl.config.strategy import mode_of
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberView
@@ -286,6 +287,7 @@ class Figures:
             "rtt_s": member.rtt_s,
             "last_seen_s": member.last_seen_s,
             "self": member.is_self,
+            "roles": list(roles_in(member.tags)),
         }
         report, age_s = found if found is not None else (None, None)
         row |= {name: getattr(report, name, None) for name in REPORT_FIELDS}

@@ -118,6 +118,7 @@ class FakeTraining:
         self.task = TaskConfig(stop=StopConfig(env_steps=1000, window=3))
         self.task_hash = task_hash(self.task)
         self.stop_config = self.task.stop
+        self.actors = None
         self.lineage = "ab" * 8
         self.paused = False
         self.used: list[tuple[Any, int]] = []
