@@ -117,7 +117,7 @@ class ServerSyncStrategy(ServedStrategy):
             yield following
         finally:
             following.cancel()
-            await asyncio.wait([following])
+            await asyncio.gather(following, return_exceptions=True)  # reads what it raised, too
         if not following.cancelled():
             following.result()
 
