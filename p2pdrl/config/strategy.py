@@ -178,7 +178,7 @@ class ServerAsyncConfig(
     """Asynchronous parameter servers (DistBelief's Downpour SGD, Dean 2012)."""
 
     push_every: Count = 1
-    """n_push: gradients that a worker adds up before it sends them."""
+    """n_push: gradients that a worker adds up before it sends their sum."""
     fetch_every: Count = 1
     """n_fetch: pushes between two fetches of the parameters."""
     max_staleness: Count = 100

@@ -41,7 +41,8 @@ class Post(NamedTuple):
         samples: environment steps (rows, for a regression) behind it: of the gradient, or made since the last
             round. A gradient of 0 has nothing to add, and its vector is zero: the learner's own was not
             finite, and it posts this so that nobody waits in vain.
-        vector: the gradient, averaged over ``samples``, in the shared ring: D float32. It belongs to the
+        vector: the gradient, averaged over ``samples``, in the shared ring: D float32; where the regime posts
+            every so many gradients, their sum, each averaged over its own samples. It belongs to the
             daemon until the post is answered, who may overwrite it. None for ``parameters``.
         left: gradients of the same update that come after this one, at least 0.
     """
