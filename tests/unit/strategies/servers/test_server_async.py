@@ -106,6 +106,31 @@ async def test_shards_do_not_change_a_lone_workers_result():
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("servers", [1, 4])
+async def test_pushing_and_fetching_each_fourth_step_is_serial_training(sim, servers):
+    """DistBelief with n_push = n_fetch = 4, its own steps between, and SGD; also over several shards."""
+    problem = Serial()
+    options = config(servers=servers, push_every=4, fetch_every=1, local_steps=True)
+    nodes = [
+        sim.add(
+            options,
+            problem.start,
+            gradient=lambda x: problem.gradient(x.astype(np.float64)),
+            learning_rate=LR,
+        )
+        for _ in range(servers)
+    ]
+    sim.introduce()
+    for node in nodes:
+        await node.start(train=False)
+    await asyncio.sleep(1.0)
+    worker = nodes[0]
+    await worker.learner.run(40)
+    assert worker.strategy.outcomes == {"ok": 10}
+    expected = problem.run("sgd", 40)
+    assert np.abs(worker.learner.x - expected).max() <= 1e-6 * np.abs(expected).max()
+
+
 async def test_the_fetch_comes_each_so_many_pushes(sim):
     node = sim.add(config(fetch_every=4), np.ones(SIZE))
     node.learner.keep_history = True
