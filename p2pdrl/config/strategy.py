@@ -181,10 +181,12 @@ class ServerAsyncConfig(
     """n_push: gradients that a worker adds up before it sends their sum."""
     fetch_every: Count = 1
     """n_fetch: pushes between two fetches of the parameters."""
-    max_staleness: Count = 100
-    """A gradient computed on parameters this many steps old is dropped or scaled, see ``stale``."""
-    stale: Literal["drop", "scale"] = "drop"
-    """``drop`` refuses gradients beyond ``max_staleness``; ``scale`` also weights each by 1/(1+s)."""
+    max_staleness: Natural = 100
+    """τ: a gradient computed on parameters up to this many of the server's steps ago counts whole; ``stale``
+    says what becomes of older ones."""
+    stale: Literal["drop", "scale"] = "scale"
+    """``scale`` steps along a gradient that is s > τ steps old by (1+τ)/(1+s) of the learning rate, so that
+    slow workers count for less (τ = 0: by 1/(1+s), Zhang 2016, arXiv 1511.05950); ``drop`` refuses it."""
     ahead: Annotated[int, Meta(ge=0, le=8)] = 1
     """Pushes that may be under way while the worker computes the next; 0 waits for each."""
     local_steps: bool = False

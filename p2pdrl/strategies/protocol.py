@@ -154,7 +154,7 @@ class Merged(NamedTuple):
     Args:
         peer: node id.
         weight: how much it counted for in what we hold now.
-        staleness: our policy version minus its.
+        staleness: our policy version minus its; at a server, its steps since the parameters of the gradient.
     """
 
     peer: str
@@ -179,6 +179,7 @@ class RoundReport:
         distance: Euclidean distance between us and those merged, before; None where nobody measured it.
         error: in words; empty when all went well.
         unready: whether the peer said that it has no state yet, or no longer.
+        served: whether it was servers that merged: then ``merged`` says how stale our own contribution was.
     """
 
     outcome: str
@@ -193,6 +194,11 @@ class RoundReport:
     distance: float | None = None
     error: str = ""
     unready: bool = False
+    served: bool = False
+
+    def staleness(self, me: str) -> list[int]:
+        """Staleness of what was merged: of others' contributions, and of ours where servers merged it."""
+        return [one.staleness for one in self.merged if one.peer != me or self.served]
 
 
 @dataclass(frozen=True)
