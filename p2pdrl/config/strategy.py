@@ -225,6 +225,9 @@ class FederatedConfig(
 
     participation: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Chance of each member to take part in a round."""
+    min_members: Count = 1
+    """Rounds of fewer members change nothing, and what learners did meanwhile is dropped: each would bear too
+    much of the noise."""
     clip_norm: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
     """S: longest change that one member contributes to a round."""
     noise_multiplier: NonNegative = 0.0
