@@ -163,9 +163,10 @@ class ServerSyncConfig(
 ):
     """Synchronous parameter servers: broadcast, map, reduce (backup workers: Chen 2016, arXiv 1604.00981)."""
 
-    reduce: Literal["mean", "sum", "count"] = "mean"
-    """``mean`` weights gradients by their samples; ``sum`` adds them; ``count`` divides the sum by the
-    number of workers."""
+    reduce: Literal["mean", "sum", "count"] = "count"
+    """What a round steps along, of the workers' gradients g_k, each the mean over n_k samples: ``count``
+    weights them by their samples, Σ n_k g_k / Σ n_k, which is the gradient of one big batch; ``mean`` is
+    (1/n) Σ g_k, each worker counting the same; ``sum`` is Σ g_k, whose step grows with the workers."""
     quorum: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the workers whose gradients a round needs once its deadline has passed."""
     backups: Natural = 0

@@ -5,9 +5,8 @@ part add noise N(0, z²S²/m) each, so that their sum carries N(0, z²S²) (McMa
 Where only m' of them come, it carries m'/m of that, and ε counts the round so.
 Who takes part follows from mode epoch, round and node id, so everybody knows without a message; the noise
 comes from a cryptographic generator (`noise`). In rounds of fewer than ``min_members`` members nobody takes
-part: the fewer bring the noise, the more of it is each one's own, and alone it would hide nothing from anybody.
-With noise all parts count the same: weights by samples would
-let one member move the sum by more than S.
+part: the fewer bring noise, the more each one's training suffers, and alone it hides nothing from anybody.
+With noise all parts count the same: weights by samples would let one member move the sum by more than S.
 
 **What it protects.** The averaged vectors, and whatever is made of them. Not against the owner of a piece,
 who sees parts one by one with their own noise alone, nor the parameters with which the mode began.
