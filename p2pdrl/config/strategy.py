@@ -133,8 +133,8 @@ class GalaConfig(
     partners: Partners = "ring"
     """Whom to push to: anyone; the next in id order; those at distances 1, 2, 4, … ."""
     max_lag: Count = 50
-    """τ: a push that is this many policy versions behind us isn't averaged in. Nobody waits for a newer one: a
-    learner that stays so far behind drifts by itself."""
+    """τ: a push that is more than this many policy versions behind us isn't averaged in. Nobody waits for a
+    newer one: of a learner that stays so far behind nothing is taken."""
     exchanges: Content = "parameters"
     """``gradients`` averages peers' gradients in, and parameters each ``parameters_every`` pushes."""
     parameters_every: Count = 10
