@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from p2pdrl.config.loader import resolve
+from p2pdrl.config.presets import preset_path
 from p2pdrl.config.strategy import FederatedConfig
 from p2pdrl.strategies.averaging.federated import Privacy, participants
 from p2pdrl.strategies.averaging.noise import KEY_BYTES, SecretNoise
@@ -121,3 +123,17 @@ def test_rounds_of_too_few_members_change_nothing_and_give_nothing_away():
     privacy.ended(3, 3)
     assert privacy.facts["private_rounds"] == 1
     assert "waits" not in privacy.facts
+
+
+def test_the_preset_hides_something_and_says_how_much():
+    """Its comment tells (ε, δ) after 31 rounds of four nodes and 41 of three."""
+    task = resolve(files=("federated",)).config.task
+    given = task.strategy
+    assert isinstance(given, FederatedConfig)
+    steps = given.every_updates * task.env.num_envs * task.algorithm.unroll_steps
+    comment = preset_path("federated").read_text()
+    for nodes in (4, 3):
+        rounds = -(-task.stop.env_steps // (nodes * steps))
+        epsilon = epsilon_of(given.noise_multiplier, given.participation, rounds, given.delta)
+        assert f"({epsilon:.1f}, 1e-5) after {rounds}" in comment.replace("\n# ", " ")
+    assert given.delta == 1e-5
