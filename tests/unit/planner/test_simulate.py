@@ -172,6 +172,16 @@ def test_asynchronous_servers_age_gradients_by_the_number_of_workers():
     assert found.staleness == pytest.approx(7, rel=0.2)
 
 
+@pytest.mark.parametrize("stale", ["drop", "scale"])
+def test_asynchronous_servers_refuse_a_straggler_or_take_it(stale):
+    """Three workers make 60 steps while the fourth, 20 times slower, computes one gradient."""
+    machines = (STEADY, STEADY, STEADY, Machine(update_s=2.0, jitter=0.0))
+    found = predict(
+        swarm(4, machines=machines), ServerAsyncConfig(ahead=0, max_staleness=20, stale=stale), seconds=60
+    )
+    assert found.outcomes.get("stale", 0) == (pytest.approx(29, abs=1) if stale == "drop" else 0)
+
+
 def test_a_thin_link_bounds_what_is_exchanged():
     thin = Link(delay_s=0.001, out_bytes_s=1e5, in_bytes_s=1e5)
     found = predict(

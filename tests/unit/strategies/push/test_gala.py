@@ -64,6 +64,56 @@ async def test_learners_that_train_stay_within_a_bounded_distance(make, partners
     )
 
 
+def ranges(nodes: list[SimNode]) -> np.ndarray:
+    """Of each entry, over the learners."""
+    xs = vectors(nodes)
+    return xs.max(axis=0) - xs.min(axis=0)
+
+
+@pytest.mark.parametrize("mixing", ["mean", "clipped", "trimmed"])
+async def test_averages_never_spread_learners_whatever_is_lost_or_left_out(make, mixing):
+    """Every entry stays between the least and the greatest that there were: losses, silence, a τ of 1."""
+    options = config(partners="random", mixing=mixing, max_lag=1, clip_distance=0.1)
+    swarm = make(6, options, rate=0.0, loss=0.2, duplicate=0.2)
+    for number, node in enumerate(swarm.nodes):
+        node.learner.period_s = PERIOD_S * (1 + number)  # some fall behind by more than τ
+    first = vectors(swarm.nodes)
+    await start(swarm)
+    swarm.network.freeze(swarm.nodes[2].id)
+    for _ in range(20):
+        await asyncio.sleep(0.5)
+        now = vectors(swarm.nodes)
+        assert (now >= first.min(axis=0) - 1e-5).all()
+        assert (now <= first.max(axis=0) + 1e-5).all()
+    assert sum(node.strategy.outcomes.get("stale", 0) for node in swarm.nodes) > 0
+    assert ranges(swarm.nodes).max() < 0.9 * (first.max(axis=0) - first.min(axis=0)).max()
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+async def test_the_distance_is_bounded_only_while_pushes_lead_from_one_to_all(make, cut_off):
+    """Two learners step apart by 0.2 an update in each entry: together they stay near, cut off they don't."""
+    swarm = make(2, rate=0.1)
+    for node, way in zip(swarm.nodes, (1.0, -1.0), strict=True):
+        node.learner.gradient = lambda x, way=way: np.full_like(x, way)
+    if cut_off:
+        swarm.network.cut(swarm.nodes[0].id, swarm.nodes[1].id)
+    before, moved = ranges(swarm.nodes), 0
+    await start(swarm)
+    worst = []
+    for _ in range(2):
+        seen = []
+        for _ in range(20):
+            await asyncio.sleep(0.5)
+            seen.append(ranges(swarm.nodes).max())
+        worst.append(max(seen))
+    moved = sum(node.learner.updates for node in swarm.nodes) * 0.1
+    assert (ranges(swarm.nodes) <= before + moved + 1e-3).all()
+    if cut_off:
+        assert worst[1] > 1.8 * worst[0] > 20
+    else:
+        assert worst[1] < 2.0
+
+
 async def test_equal_pace_and_no_training_comes_to_one_point(make):
     swarm = make(8, config(partners="exponential"), rate=0.0)
     first = spread(swarm.nodes)
