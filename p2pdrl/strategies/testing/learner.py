@@ -131,7 +131,7 @@ class FakeLearner:
         self.updates += 1
         self.publish()
         if self.regime.sends == "parameters" and self.updates % self.regime.every == 0:
-            await self._ask(self._post("parameters", None))
+            await self._ask(self.post("parameters", None))
             self.absorb()
             self.publish()
         if self.keep_history:
@@ -139,7 +139,7 @@ class FakeLearner:
         self.on_update(1)
 
     async def _send(self, gradient: Float32Array) -> None:
-        post = self._post("gradients", gradient.copy())
+        post = self.post("gradients", gradient.copy())
         if self.regime.ahead:
             self._answers[post.number].add_done_callback(lambda done: self._late(post, done))
             while len(self._answers) > self.regime.ahead:
@@ -169,7 +169,8 @@ class FakeLearner:
         if not done.cancelled() and done.result() == "add" and post.vector is not None:
             self._extra += post.vector
 
-    def _post(self, kind: str, vector: Float32Array | None) -> Post:
+    def post(self, kind: str, vector: Float32Array | None) -> Post:
+        """Post ``gradients`` or ``parameters``; whoever calls this by hand waits for no answer."""
         self._number += 1
         made = Post(
             self._number,
@@ -208,6 +209,10 @@ class FakeLearner:
     def publish(self) -> None:
         """Show the vector as it is."""
         self._own.publish(self.x, None, self.version)
+
+    def restart(self) -> None:
+        """Number posts from 1 again, as a learner process that was started anew does."""
+        self._number = 0
 
     def drop_posts(self) -> None:
         """Wait for no answer any more: the strategy that was asked has ended."""

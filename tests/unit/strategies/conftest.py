@@ -39,10 +39,10 @@ class GossipNode:
         self.transport = network.join(self.id, self.address)
         self.swarm = FakeSwarm(self.id)
         self.region = SharedRegion.create(SPEC.nbytes, "gossip")
-        self.board, self._own = DaemonBoard(self.region, SPEC), LearnerBoard(self.region, SPEC)
+        self.board, self.own = DaemonBoard(self.region, SPEC), LearnerBoard(self.region, SPEC)
         self.x_D = start_D.astype(np.float32)
         self.version = 10
-        self._own.publish(self.x_D, None, self.version)
+        self.own.publish(self.x_D, None, self.version)
         self.config = config
         self.use(self.transport)
 
@@ -62,6 +62,13 @@ class GossipNode:
                 **options,
             ),
         )
+
+    async def read_through(self, on_read: Callable[[], None]) -> None:
+        """Begin anew with a board that calls ``on_read`` before each read."""
+        await self.strategy.stop(0.0)
+        self.board = WatchedBoard(self.board, on_read)
+        self.use(self.transport)
+        await self.strategy.start()
 
     async def start(self) -> None:
         await self.transport.start()
@@ -83,11 +90,11 @@ class GossipNode:
 
     def turn(self) -> None:
         """What a learner does between two unrolls."""
-        taken = self._own.take()
+        taken = self.own.take()
         if taken is not None:
             self.x_D = self.x_D + taken.vector if taken.kind == "delta" else taken.vector.copy()
             self.version = max(self.version, taken.policy_version)
-        self._own.publish(self.x_D, None, self.version)
+        self.own.publish(self.x_D, None, self.version)
 
     def say(self, **changes: Any) -> None:
         """Change what the node says of itself."""
@@ -95,6 +102,25 @@ class GossipNode:
 
     def moved(self) -> bool:
         return not np.array_equal(self.now(), self.x_D)
+
+
+class WatchedBoard:
+    """A board whose readers a test holds up or lets fail.
+
+    Args:
+        board: the true one.
+        on_read: called before each read.
+    """
+
+    def __init__(self, board: DaemonBoard, on_read: Callable[[], None]) -> None:
+        self._board, self._on_read = board, on_read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._board, name)
+
+    def now(self, *arguments: Any) -> Any:
+        self._on_read()
+        return self._board.now(*arguments)
 
 
 class Swarm:

@@ -11,6 +11,8 @@ import pytest
 
 from p2pdrl.strategies import heavy
 
+from .test_gossip import refusal
+
 
 @pytest.fixture(autouse=True)
 def everything_in_threads(monkeypatch):
@@ -30,23 +32,20 @@ async def test_an_exchange_in_threads(swarm):
     assert np.allclose(a.now(), b.now(), atol=1e-6)
 
 
-async def test_the_scratch_stays_taken_while_a_thread_works_on_it(swarm, monkeypatch):
+async def test_buffers_stay_taken_while_a_thread_works_on_them(swarm):
     config = msgspec.structs.replace(swarm.config, deadline_s=0.05)
     a, b = await swarm.grow(2, config)
     began, go_on = threading.Event(), threading.Event()
-    load = b.strategy._scratch.load
 
-    def slow(board):
+    def slow():
         began.set()
         go_on.wait(5)
-        load(board)
 
-    monkeypatch.setattr(b.strategy._scratch, "load", slow)
+    await b.read_through(slow)
     a.strategy.updated(1)
     await until(began.is_set)
     await until(lambda: a.strategy.outcomes.get("timeout"))
     await asyncio.sleep(0.06)  # b's own deadline is over as well
-    assert b.strategy._engaged
+    assert await refusal(a, b, "another") == 423
     go_on.set()
-    await until(lambda: not b.strategy._engaged)
     await until(lambda: a.strategy.outcomes.get("ok"))

@@ -14,7 +14,7 @@ from p2pdrl.strategies import heavy
 from p2pdrl.strategies.protocol import Merged
 from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
 
-from .pushers import D, push, quiet, start, vectors
+from .pushers import D, push, quiet, silence, start, vectors
 
 pytestmark = pytest.mark.looptime
 
@@ -198,7 +198,7 @@ async def test_other_routes_quarantine_and_no_state_are_refused(make):
 async def test_one_of_two_lineages_is_adopted(make, elder):
     swarm = make(2, config(partners="ring"))
     a, b = swarm.nodes
-    b.strategy._core.due = lambda _now_s: False
+    silence(b)
     steps = 500 if elder == "sender" else 5
     a.swarm.says = msgspec.structs.replace(a.swarm.says, lineage="bb", lineage_steps=steps)
     await start(swarm, train=False)
@@ -223,7 +223,7 @@ async def test_after_an_adoption_nothing_older_is_used(make):
 async def test_our_own_poison_is_kept_to_ourselves_and_healed(make):
     swarm = make(2)
     a, b = swarm.nodes
-    b.strategy._core.due = lambda _now_s: False
+    silence(b)
     await start(swarm, train=False)
     a.learner.x = np.full(D, np.nan, np.float32)
     a.learner.publish()
@@ -255,12 +255,12 @@ async def test_gradient_by_hand(make):
     answers = []
     a.learner.answer = lambda post, kind: answers.append((kind, post.vector.copy()))
     given = np.arange(D, dtype=np.float32)
-    a.learner._post("gradients", given.copy())
+    a.learner.post("gradients", given.copy())
     await asyncio.sleep(0.1)
     await push(b, a, content="gradients", vector=np.full(D, 3.0, np.float32))
     await push(c, a, content="gradients", vector=np.full(D, 6.0, np.float32))
-    a.learner._post("gradients", given.copy())
-    a.learner._post("gradients", np.full(D, np.nan, np.float32))
+    a.learner.post("gradients", given.copy())
+    a.learner.post("gradients", np.full(D, np.nan, np.float32))
     await asyncio.sleep(0.1)
     assert [kind for kind, _ in answers] == ["none", "add", "none"]
     assert np.allclose(answers[1][1], (given + 3 + 6) / 3 - given, atol=1e-5)
