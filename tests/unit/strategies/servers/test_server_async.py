@@ -16,7 +16,7 @@ from p2pdrl.strategies.servers.messages import Push
 from p2pdrl.strategies.testing.simulator import SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
-from .swarms import COMMON, SIZE, grow, progress, servers_of
+from .swarms import COMMON, SIZE, grow, progress, pulled, servers_of
 
 pytestmark = pytest.mark.looptime
 
@@ -34,8 +34,7 @@ def spread(nodes) -> float:
 
 async def pause(nodes) -> None:
     for node in nodes:
-        node._training.cancel()
-        await asyncio.gather(node._training, return_exceptions=True)
+        await node.pause()
 
 
 class Serial:
@@ -157,8 +156,7 @@ async def test_local_steps_between_fetches(sim):
 
 
 async def push(caller, server, version: int, gradient: np.ndarray):
-    key = caller.strategy._term.key
-    head = Push(key, int(server.strategy._term.index), "step", version, weight=1.0, wants=False)
+    head = Push(server.group.view.key, 0, "step", version, weight=1.0, wants=False)
     return await caller.transport.call(
         server.address,
         server.id,
@@ -175,14 +173,13 @@ async def test_stale_gradients(sim, stale, factor):
     (server,), (worker,) = servers_of(nodes)
     await pause(nodes)
     await asyncio.sleep(0.5)
-    shard = server.strategy._holdings.shard
-    before, version = shard.parameters.copy(), shard.version
+    _, version, before, _ = await pulled(server, worker)
     await push(worker, server, version - 7, np.ones(SIZE))
-    assert np.allclose(before - shard.parameters, LR * factor, rtol=1e-4)
-    assert shard.version == version + 1
-    before = shard.parameters.copy()
+    after = await pulled(server, worker)
+    assert np.allclose(before - after.parameters, LR * factor, rtol=1e-4)
+    assert after.version == version + 1
     await push(worker, server, version - 12, np.ones(SIZE))
-    assert np.array_equal(shard.parameters, before)
+    assert np.array_equal((await pulled(server, worker)).parameters, after.parameters)
     facts = server.strategy.facts
     assert (facts["stale"], facts["staleness_4-7"], facts["staleness_8-15"]) == (1, 1, 1)
 
@@ -193,8 +190,7 @@ async def test_poisoned_gradients_are_refused(sim, bad):
     (server,), (worker,) = servers_of(nodes)
     await pause(nodes)
     await asyncio.sleep(0.5)
-    shard = server.strategy._holdings.shard
-    before, version = shard.parameters.copy(), shard.version
+    _, version, before, _ = await pulled(server, worker)
     gradient = np.ones(SIZE)
     gradient[3] = bad
     with pytest.raises(PeerRefusedError) as refused:
@@ -204,8 +200,9 @@ async def test_poisoned_gradients_are_refused(sim, bad):
         await push(worker, server, version, np.ones(SIZE + 1))
     assert refused.value.status == 422
     assert server.swarm.strikes == [worker.id] * 2
-    assert np.array_equal(shard.parameters, before)
-    assert shard.version == version
+    after = await pulled(server, worker)
+    assert np.array_equal(after.parameters, before)
+    assert after.version == version
     server.swarm.held.add(worker.id)
     with pytest.raises(PeerRefusedError) as refused:
         await push(worker, server, version, np.ones(SIZE))
@@ -292,16 +289,15 @@ async def test_a_server_that_leaves_hands_over_its_last_step(sim):
     (leaver,), others = servers_of(nodes)
     await pause(nodes)
     await asyncio.sleep(0.5)
-    shard = leaver.strategy._holdings.shard
-    expected, steps = shard.parameters.copy(), shard.optimizer.steps
+    before = await pulled(leaver, others[0])
     await leaver.strategy.stop(3.0)
     leaver.dead = True
     sim.introduce()
     await asyncio.sleep(3.0)
     took = next(node for node in others if node.strategy.facts.get("takeovers"))
-    got = took.strategy._holdings.shard
-    assert np.array_equal(got.parameters, expected)
-    assert got.optimizer.steps == steps > 0
+    got = await pulled(took, next(node for node in others if node is not took))
+    assert np.array_equal(got.parameters, before.parameters)
+    assert got.scalars["steps"] == before.scalars["steps"] > 0
 
 
 async def test_stop_ends_everything(sim):
