@@ -81,9 +81,9 @@ class LearnerLink(ProcessLink):
             WorkerError: the process can't be started.
         """
         environment = os.environ | {"OMP_NUM_THREADS": str(start.threads)}
-        link = cls(*await cls._start("p2pdrl.workers.learner", {}, environment))
+        link = cls(*await cls.launch("p2pdrl.workers.learner", {}, environment))
         try:
-            await link._send(frame(start))
+            await link.send(frame(start))
         except BaseException:
             await link.kill()
             raise
@@ -113,7 +113,7 @@ class LearnerLink(ProcessLink):
         Raises:
             WorkerError: the learner is gone.
         """
-        await self._send(frame(Attach(nbytes=nbytes, restore=restore)), [region])
+        await self.send(frame(Attach(nbytes=nbytes, restore=restore)), [region])
 
     async def join(self, region: SharedRegion) -> None:
         """Let the learner help another one, whose parameters lie in ``region``.
@@ -121,7 +121,7 @@ class LearnerLink(ProcessLink):
         Raises:
             WorkerError: the learner is gone.
         """
-        await self._send(frame(Join(nbytes=region.nbytes)), [region])
+        await self.send(frame(Join(nbytes=region.nbytes)), [region])
 
     def tell(
         self,
@@ -194,7 +194,7 @@ class LearnerLink(ProcessLink):
                 sender.result()
 
     async def _messages(self) -> list[FromLearner]:
-        return [decode_from_learner(body) for body in await self._receive()]
+        return [decode_from_learner(body) for body in await self.receive()]
 
     async def _send_queued(self) -> None:
         while True:
@@ -204,7 +204,7 @@ class LearnerLink(ProcessLink):
             self._sending = True
             while self._answers or self._news:
                 if self._answers:
-                    sending = self._send(self._answers.popleft())
+                    sending = self.send(self._answers.popleft())
                 else:
                     sending = self._tell(self._news.pop(next(iter(self._news))))
                 try:
@@ -213,5 +213,5 @@ class LearnerLink(ProcessLink):
                     return
 
     async def _tell(self, news: _InLine) -> None:
-        await self._send(frame(news.message), news.things)
+        await self.send(frame(news.message), news.things)
         news.sent()

@@ -263,7 +263,7 @@ class LearnerSupervisor:
                 try:
                     noting = watch.noting
                     await link.converse(
-                        noting(self._report), noting(self.workplace.posted), noting(self.stages.heard)
+                        noting(self.reported), noting(self.workplace.posted), noting(self.stages.heard)
                     )
                 finally:
                     hangs.cancel()
@@ -275,7 +275,7 @@ class LearnerSupervisor:
                     return
                 self._down_since_s = self._clock.monotonic()
                 self._died(code, self._down_since_s - began_s)
-            if await self._stopped_within(self._rest_s()):
+            if await self._stopped_within(self.rest_s):
                 return
             try:
                 await self._restart()
@@ -284,7 +284,7 @@ class LearnerSupervisor:
                 self.failures += 1
                 self._events.emit(
                     "learner-failed",
-                    f"learner couldn't be restarted: {error}; next try in {self._rest_s():g} s",
+                    f"learner couldn't be restarted: {error}; next try in {self.rest_s:g} s",
                     level="warning",
                 )
 
@@ -304,7 +304,9 @@ class LearnerSupervisor:
             return False
         return True
 
-    def _rest_s(self) -> float:
+    @property
+    def rest_s(self) -> float:
+        """Seconds from a death to the next start; they double with each in a row."""
         doublings = min(max(self.failures - 1, 0), 16)
         return min(self._config.restart_min_s * 2.0**doublings, self._config.restart_max_s)
 
@@ -326,7 +328,8 @@ class LearnerSupervisor:
             raise LayoutMismatchError("a restarted learner has another layout than its predecessor")
         await self._attach(restore=self.board.published_once)
 
-    def _report(self, report: Report) -> None:
+    def reported(self, report: Report) -> None:
+        """Count what the learner says that it did."""
         new = report.updates + self._before.updates - self.totals.updates
         now_s = self._clock.monotonic()
         self.speed.add(report.env_steps + self._before.env_steps - self.totals.env_steps, now_s)

@@ -24,7 +24,6 @@ from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address, Incoming, Reply
 
 SIZE = 16
-SPEC = BoardSpec(Layout((Entry("x", (SIZE,)),)))
 GOSSIP = AdpsgdConfig(compression="none", deadline_s=1.0)
 
 
@@ -38,8 +37,9 @@ class GossipNode:
         self.address = Address("10.0.0.1", 7000 + number)
         self.transport = network.join(self.id, self.address)
         self.swarm = FakeSwarm(self.id)
-        self.region = SharedRegion.create(SPEC.nbytes, "gossip")
-        self.board, self.own = DaemonBoard(self.region, SPEC), LearnerBoard(self.region, SPEC)
+        spec = BoardSpec(Layout((Entry("x", (start_D.size,)),)))
+        self.region = SharedRegion.create(spec.nbytes, "gossip")
+        self.board, self.own = DaemonBoard(self.region, spec), LearnerBoard(self.region, spec)
         self.x_D = start_D.astype(np.float32)
         self.version = 10
         self.own.publish(self.x_D, None, self.version)
@@ -57,7 +57,7 @@ class GossipNode:
                 clock=LoopClock(),
                 rng=random.Random(int(self.id, 16)),
                 epoch=1,
-                size=SIZE,
+                size=self.x_D.size,
                 max_abs=1e6,
                 **options,
             ),
@@ -72,7 +72,7 @@ class GossipNode:
 
     async def start(self) -> None:
         await self.transport.start()
-        self.transport.serve(gossip.ROUTE, self.answer, max_vector_bytes=1 << 20)
+        self.transport.serve(gossip.ROUTE, self.answer, max_vector_bytes=1 << 22)
         await self.strategy.start()
 
     async def answer(self, incoming: Incoming) -> Reply:
@@ -84,7 +84,7 @@ class GossipNode:
         self.region.close()
 
     def now(self) -> np.ndarray:
-        out_D = np.empty(SIZE, np.float32)
+        out_D = np.empty(self.x_D.size, np.float32)
         self.board.now(out_D)
         return out_D
 
@@ -137,10 +137,12 @@ class Swarm:
         """What a node says of itself at first."""
         return Summary(node.id, "task", "layout", 1, "aa", 100, 10)
 
-    async def grow(self, count: int, config: AdpsgdConfig = GOSSIP, **options: Any) -> list[GossipNode]:
+    async def grow(
+        self, count: int, config: AdpsgdConfig = GOSSIP, size: int = SIZE, **options: Any
+    ) -> list[GossipNode]:
         rng = np.random.default_rng(0)
         for number in range(count):
-            node = GossipNode(self.network, number, rng.standard_normal(SIZE), config)
+            node = GossipNode(self.network, number, rng.standard_normal(size), config)
             node.use(node.transport, **options)
             self.nodes.append(node)
         for node in self.nodes:

@@ -230,7 +230,7 @@ with socket.socket(fileno=int(given["--fd"])) as sock:
 
 async def test_a_pipe_that_was_handed_over_ends_with_the_learner(tmp_path, pipes, until):
     (tmp_path / "holds.py").write_text(HOLDS)
-    link = LearnerLink(*await LearnerLink._start("holds", {}, os.environ | {"PYTHONPATH": str(tmp_path)}))
+    link = LearnerLink(*await LearnerLink.launch("holds", {}, os.environ | {"PYTHONPATH": str(tmp_path)}))
     talking = asyncio.create_task(link.converse(lambda _: None))
     try:
         port, down, up = StagePort(lambda: link), pipes(), pipes()
@@ -246,7 +246,7 @@ async def test_a_pipe_that_was_handed_over_ends_with_the_learner(tmp_path, pipes
 
 async def test_a_later_order_goes_after_what_was_said_meanwhile(tmp_path, pipes):
     (tmp_path / "holds.py").write_text(HOLDS)
-    link = LearnerLink(*await LearnerLink._start("holds", {}, os.environ | {"PYTHONPATH": str(tmp_path)}))
+    link = LearnerLink(*await LearnerLink.launch("holds", {}, os.environ | {"PYTHONPATH": str(tmp_path)}))
     try:
         link.tell(Stage(stage_order(1)))
         link.tell(Finish(1))

@@ -1,4 +1,4 @@
-"""Large vectors are worked on in threads; here every vector is large, and time is real."""
+"""Large vectors are worked on in threads; time is real."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ import threading
 
 import msgspec
 import numpy as np
-import pytest
-
-from p2pdrl.strategies import heavy
 
 from .test_gossip import refusal
 
-
-@pytest.fixture(autouse=True)
-def everything_in_threads(monkeypatch):
-    monkeypatch.setattr(heavy, "INLINE_BYTES", 0)
+LONG = 600_000
 
 
 async def until(condition) -> None:
@@ -26,7 +20,7 @@ async def until(condition) -> None:
 
 
 async def test_an_exchange_in_threads(swarm):
-    a, b = await swarm.grow(2)
+    a, b = await swarm.grow(2, size=LONG)
     a.strategy.updated(1)
     await until(lambda: b.strategy.outcomes == {"answered": 1} and a.strategy.outcomes.get("ok"))
     assert np.allclose(a.now(), b.now(), atol=1e-6)
@@ -34,7 +28,7 @@ async def test_an_exchange_in_threads(swarm):
 
 async def test_buffers_stay_taken_while_a_thread_works_on_them(swarm):
     config = msgspec.structs.replace(swarm.config, deadline_s=0.05)
-    a, b = await swarm.grow(2, config)
+    a, b = await swarm.grow(2, config, LONG)
     began, go_on = threading.Event(), threading.Event()
 
     def slow():

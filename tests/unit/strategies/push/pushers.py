@@ -14,6 +14,8 @@ from p2pdrl.strategies.registry import build
 from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
 
 D = 24
+LONG = 600_000
+"""Elements of vectors that are worked on in threads."""
 
 
 class Pushers:

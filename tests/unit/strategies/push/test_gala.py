@@ -10,11 +10,10 @@ import pytest
 
 from p2pdrl.config.strategy import GalaConfig
 from p2pdrl.errors import PeerRefusedError
-from p2pdrl.strategies import heavy
 from p2pdrl.strategies.protocol import Merged
 from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
 
-from .pushers import D, push, quiet, silence, start, vectors
+from .pushers import LONG, D, push, quiet, silence, start, vectors
 
 pytestmark = pytest.mark.looptime
 
@@ -30,7 +29,8 @@ def make(make_swarm):
     def made(count: int, options: GalaConfig | None = None, *, rate: float = 0.05, **network) -> SimSwarm:
         swarm = make_swarm(count, options or config(), {"learning_rate": rate}, **network)
         for number, node in enumerate(swarm.nodes):
-            node.target = np.random.default_rng(100 + number).standard_normal(D).astype(np.float32)
+            size = node.learner.x.size
+            node.target = np.random.default_rng(100 + number).standard_normal(size).astype(np.float32)
             node.learner.gradient = lambda x, target=node.target: x - target
         return swarm
 
@@ -279,9 +279,8 @@ async def test_stop_leaves_nothing(make):
 
 
 @pytest.mark.looptime(False)
-async def test_pushes_in_threads(make, monkeypatch):
-    monkeypatch.setattr(heavy, "INLINE_BYTES", 0)
-    swarm = make(3, config(compression="bf16"), rate=0.0, delay_s=(0.0, 0.001))
+async def test_pushes_in_threads(make):
+    swarm = make(3, config(compression="bf16"), rate=0.0, delay_s=(0.0, 0.001), size=LONG)
     first = spread(swarm.nodes)
     await start(swarm)
     async with asyncio.timeout(5):

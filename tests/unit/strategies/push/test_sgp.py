@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import PeerRefusedError
-from p2pdrl.strategies import heavy
 from p2pdrl.strategies.push.sgp import ROUTE
 from p2pdrl.strategies.registry import build
 
-from .pushers import D, Pushers, push, quiet, settle, sgp, spread, start, totals, vectors
+from .pushers import LONG, D, Pushers, push, quiet, settle, sgp, spread, start, totals, vectors
 
 pytestmark = pytest.mark.looptime
 
@@ -230,9 +229,8 @@ async def test_stop_leaves_nothing(make):
 
 
 @pytest.mark.looptime(False)
-async def test_pushes_in_threads(make, monkeypatch):
-    monkeypatch.setattr(heavy, "INLINE_BYTES", 0)
-    swarm = make(3, sgp(min_interval_s=0.01, compression="bf16"), delay_s=(0.0, 0.001))
+async def test_pushes_in_threads(make):
+    swarm = make(3, sgp(min_interval_s=0.01, compression="bf16"), delay_s=(0.0, 0.001), size=LONG)
     first = spread(swarm.nodes)
     await start(swarm, train=False)
     pushers = Pushers(swarm.nodes, 0.02)
