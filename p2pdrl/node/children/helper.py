@@ -62,7 +62,8 @@ class Helper:
         self._on_report = on_report
         self._on_end = on_end
         self._link: LearnerLink | None = None
-        self._sticky: dict[type[News], News] = {}
+        self.told: dict[type[News], News] = {}
+        """What each process is told, by the kind of message."""
         self._conversing = False
         self._stopping = False
         self.last: Report | None = None
@@ -76,7 +77,7 @@ class Helper:
 
     def tell(self, message: News) -> None:
         """Send a message to the helper, and to each that replaces it."""
-        self._sticky[type(message)] = message
+        self.told[type(message)] = message
         if self._conversing and self._link is not None:
             self._link.tell(message)
 
@@ -114,7 +115,7 @@ class Helper:
             if BoardSpec.from_wire(msgspec.msgpack.decode(hello.spec)) != self._spec:
                 raise LayoutMismatchError("it has another layout than the first learner")
             await link.join(self._region)
-            for message in self._sticky.values():
+            for message in self.told.values():
                 link.tell(message)
             self._conversing = True
             self.restarts += 1

@@ -77,7 +77,8 @@ class LearnerSupervisor:
         """How the learner works now."""
         self.stages = StagePort(lambda: self._link if self._down_since_s is None else None)
         """The learner as a rank of a pipeline."""
-        self._sticky: dict[type[Pace | Progress | Others], Pace | Progress | Others] = {}
+        self.told: dict[type[Pace | Progress | Others], Pace | Progress | Others] = {}
+        """What each learner is told, by the kind of message."""
         self._before = LearnerTotals()
         self._task: asyncio.Task[None] | None = None
         self._flushing: asyncio.Task[bool] | None = None
@@ -147,7 +148,7 @@ class LearnerSupervisor:
 
     def tell(self, message: Pace | Progress | Others) -> None:
         """Send a message to the learner, and to each that replaces it."""
-        self._sticky[type(message)] = message
+        self.told[type(message)] = message
         if self._link is not None:
             self._link.tell(message)
 
@@ -240,7 +241,7 @@ class LearnerSupervisor:
         await self._link.attach(self._region, self.spec.nbytes, restore=restore)
         order, regions = self.workplace.renew(self.spec.layout.size)
         self._link.tell(order, regions)
-        for message in self._sticky.values():
+        for message in self.told.values():
             self._link.tell(message)
 
     async def _supervise(self) -> None:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 
 from p2pdrl.errors import ConfigError
@@ -119,6 +120,7 @@ def next_life() -> tuple[int, str]:
 
 
 def build(start: object) -> tuple[Trainer, str]:
+    Path(os.environ["FAKE_LEARNER_PLAN"]).with_suffix(".start").write_bytes(msgspec.json.encode(start))
     act, _, at = WORD.partition(":")
     if act == "usage" and not at:
         raise ConfigError("there is no such environment")

@@ -37,7 +37,7 @@ class Supervised:
             window=4,
             clock=self.clock,
             events=events,
-            on_report=lambda report, new: self.on_report(report, new),
+            on_report=lambda report, new: self.on_report(report, new),  # noqa: PLW0108 - tests replace it
         )
 
     async def begin(self) -> None:

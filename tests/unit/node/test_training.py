@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -41,11 +44,13 @@ async def test_before_it_is_built_there_is_nothing(events):
     await bare.stop()
 
 
-async def test_the_learner_computes_gradients_as_the_node_says(events):
+async def test_the_learner_computes_gradients_as_the_node_says(plan, events):
     learner = LearnerConfig(microbatches="auto", checkpoint_activations=True, activation_limit_bytes=77)
     peer = Peer(MemoryNetwork(random.Random(0)), 0, events, NodeConfig(learner=learner))
-    start = peer.training.supervisor._start
-    told = start.microbatches, start.checkpoint_activations, start.activation_limit_bytes
+    plan("train")
+    await peer.training.build()
+    start = msgspec.json.decode(Path(os.environ["FAKE_LEARNER_PLAN"]).with_suffix(".start").read_bytes())
+    told = start["microbatches"], start["checkpoint_activations"], start["activation_limit_bytes"]
     assert told == ("auto", True, 77)
     await peer.training.stop()
 
