@@ -81,7 +81,7 @@ async def test_a_rank_that_doesnt_reach_another_one_has_it_run_over_stream(monke
 
         async def silent(peers: Peers, asked: tuple[str, ...]) -> list[str]:
             # Pings make the group as well, so a network that loses them would form another one.
-            return [peer for peer in asked if (peers._swarm.node_id, peer) == (one.id, other.id)]
+            return [peer for peer in asked if (peers._swarm.node_id, peer) == (one.id, other.id)]  # noqa: SLF001
 
         monkeypatch.setattr(Peers, "silent", silent)
         await swarm.start()
