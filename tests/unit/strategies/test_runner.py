@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from p2pdrl.strategies.pairwise.engagement import Engagement
 from p2pdrl.strategies.runner import Runner
 
 pytestmark = pytest.mark.looptime
@@ -60,18 +59,3 @@ async def test_a_bug_is_told(where):
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(runner.watch(), 5.0)
     await runner.stop(0.0)
-
-
-async def test_who_is_engaged_is_waited_for_but_not_for_ever():
-    one, loop = Engagement(), asyncio.get_running_loop()
-    assert not one
-    await one.until_free(5.0)
-    one.begin()
-    assert one
-    began_s = loop.time()
-    await one.until_free(2.0)
-    assert loop.time() - began_s == pytest.approx(2.0)
-    loop.call_later(1.0, one.end)
-    await one.until_free(5.0)
-    assert loop.time() - began_s == pytest.approx(3.0)
-    assert not one

@@ -155,6 +155,17 @@ async def test_stop_waits_for_an_exchange_that_a_peer_began(swarm):
     assert np.allclose(a.now(), b.now(), atol=1e-6)
 
 
+async def test_stop_waits_no_longer_than_it_may(swarm, network):
+    a, b = await meet(swarm)
+    a.strategy.updated(1)
+    await asyncio.sleep(0.015)
+    network.freeze(a.id)  # b's answer is under way for ever
+    began_s = asyncio.get_running_loop().time()
+    await b.strategy.stop(0.5)
+    assert asyncio.get_running_loop().time() - began_s == pytest.approx(0.5)
+    network.thaw(a.id)
+
+
 async def test_after_stop_nothing_touches_the_board(swarm):
     a, b = await meet(swarm)
     a.strategy.updated(1)
