@@ -133,7 +133,7 @@ class FakeLearner:
         self.updates += 1
         self.publish()
         if self.regime.sends == "parameters" and self.updates % self.regime.every == 0:
-            await self._ask(self._post("parameters", None))
+            await self._ask(self.post("parameters", None))
             self.absorb()
             self.publish()
         if self.keep_history:
@@ -147,7 +147,7 @@ class FakeLearner:
             if self.regime.steps:
                 self.x = self.step(self.x, gradient)
             return
-        post = self._post("gradients", self._sum.copy(), self._summed * self.samples)
+        post = self.post("gradients", self._sum.copy(), self._summed * self.samples)
         self._sum[:] = 0
         self._summed = 0
         if self.regime.ahead:
@@ -179,7 +179,8 @@ class FakeLearner:
         if not done.cancelled() and done.result() == "add" and post.vector is not None:
             self._extra += post.vector
 
-    def _post(self, kind: str, vector: Float32Array | None, samples: int | None = None) -> Post:
+    def post(self, kind: str, vector: Float32Array | None, samples: int | None = None) -> Post:
+        """Post ``gradients`` or ``parameters``; whoever calls this by hand waits for no answer."""
         self._number += 1
         made = Post(
             self._number,
@@ -218,6 +219,10 @@ class FakeLearner:
     def publish(self) -> None:
         """Show the vector as it is."""
         self._own.publish(self.x, None, self.version)
+
+    def restart(self) -> None:
+        """Number posts from 1 again, as a learner process that was started anew does."""
+        self._number = 0
 
     def drop_posts(self) -> None:
         """Wait for no answer any more: the strategy that was asked has ended."""

@@ -139,7 +139,7 @@ def test_a_vector_that_comes_is_averaged_at_once_if_an_update_has_been_made_sinc
     model, x_NE = GalaModel(GalaConfig(every_updates=0, every_s=1000.0), world), world.replicas.x_NE
     mine_E, theirs_E = x_NE.copy()
     model.updated(0)
-    arrive = model._arrive
+    arrive = model._arrive  # noqa: SLF001 - at a moment of its own
     arrive(1, 0, (0, theirs_E), 100.0, 0.0)
     assert x_NE[0] == pytest.approx((mine_E + theirs_E) / 2)
     arrive(1, 0, (0, theirs_E), 100.0, 0.0)

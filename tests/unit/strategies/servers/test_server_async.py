@@ -19,7 +19,7 @@ from p2pdrl.strategies.servers.messages import Given, Push
 from p2pdrl.strategies.testing.simulator import SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
-from .swarms import COMMON, SIZE, grow, progress, servers_of
+from .swarms import COMMON, SIZE, grow, progress, pulled, servers_of
 
 pytestmark = pytest.mark.looptime
 
@@ -37,8 +37,7 @@ def spread(nodes) -> float:
 
 async def pause(nodes) -> None:
     for node in nodes:
-        node._training.cancel()
-        await asyncio.gather(node._training, return_exceptions=True)
+        await node.pause()
 
 
 class Serial:
@@ -185,8 +184,7 @@ async def test_local_steps_between_fetches(sim):
 
 
 async def push(caller, server, version: int, gradient: np.ndarray):
-    key = caller.strategy._term.key
-    head = Push(key, int(server.strategy._term.index), "step", version, weight=1.0, wants=False)
+    head = Push(server.group.view.key, 0, "step", version, weight=1.0, wants=False)
     return await caller.transport.call(
         server.address,
         server.id,
@@ -206,14 +204,14 @@ async def test_stale_gradients(sim, stale, most, counted):
     (server,), (worker,) = servers_of(nodes)
     await pause(nodes)
     await asyncio.sleep(0.5)
-    shard = server.strategy._holdings.shard
     seen = server.strategy.facts
     for staleness, factor in zip((7, 12), counted, strict=True):
-        before, version = shard.parameters.copy(), shard.version
+        _, version, before, _ = await pulled(server, worker)
         answer = await push(worker, server, version - staleness, np.ones(SIZE))
         given = msgspec.msgpack.decode(answer.meta, type=Given)
-        assert np.allclose(before - shard.parameters, LR * factor, rtol=1e-4, atol=1e-7)
-        assert shard.version == version + (factor > 0)
+        after = await pulled(server, worker)
+        assert np.allclose(before - after.parameters, LR * factor, rtol=1e-4, atol=1e-7)
+        assert after.version == version + (factor > 0)
         assert given.outcome == ("ok" if factor else "stale")
         assert given.staleness == staleness
         assert given.merged == (((worker.id, pytest.approx(factor)),) if factor else ())
@@ -315,8 +313,7 @@ async def test_poisoned_gradients_are_refused(sim, bad):
     (server,), (worker,) = servers_of(nodes)
     await pause(nodes)
     await asyncio.sleep(0.5)
-    shard = server.strategy._holdings.shard
-    before, version = shard.parameters.copy(), shard.version
+    _, version, before, _ = await pulled(server, worker)
     gradient = np.ones(SIZE)
     gradient[3] = bad
     with pytest.raises(PeerRefusedError) as refused:
@@ -326,8 +323,9 @@ async def test_poisoned_gradients_are_refused(sim, bad):
         await push(worker, server, version, np.ones(SIZE + 1))
     assert refused.value.status == 422
     assert server.swarm.strikes == [worker.id] * 2
-    assert np.array_equal(shard.parameters, before)
-    assert shard.version == version
+    after = await pulled(server, worker)
+    assert np.array_equal(after.parameters, before)
+    assert after.version == version
     server.swarm.held.add(worker.id)
     with pytest.raises(PeerRefusedError) as refused:
         await push(worker, server, version, np.ones(SIZE))
@@ -414,16 +412,15 @@ async def test_a_server_that_leaves_hands_over_its_last_step(sim):
     (leaver,), others = servers_of(nodes)
     await pause(nodes)
     await asyncio.sleep(0.5)
-    shard = leaver.strategy._holdings.shard
-    expected, steps = shard.parameters.copy(), shard.optimizer.steps
+    before = await pulled(leaver, others[0])
     await leaver.strategy.stop(3.0)
     leaver.dead = True
     sim.introduce()
     await asyncio.sleep(3.0)
     took = next(node for node in others if node.strategy.facts.get("takeovers"))
-    got = took.strategy._holdings.shard
-    assert np.array_equal(got.parameters, expected)
-    assert got.optimizer.steps == steps > 0
+    got = await pulled(took, next(node for node in others if node is not took))
+    assert np.array_equal(got.parameters, before.parameters)
+    assert got.scalars["steps"] == before.scalars["steps"] > 0
 
 
 async def test_stop_ends_everything(sim):
