@@ -5,6 +5,9 @@ else run: no timeout of asyncio's can end it, and a daemon in which that happens
 others. And where virtual time waits for tasks that always have something to do, it stands still.
 """
 
+# asyncio tells nobody else when a callback begins and ends.
+# ruff: noqa: SLF001
+
 from __future__ import annotations
 
 import asyncio

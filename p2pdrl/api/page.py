@@ -25,7 +25,7 @@ class Page:
     """
 
     def __init__(self, html: str) -> None:
-        self._html = html
+        self.html = html
         self.headers = {
             "Content-Security-Policy": _policy(html),
             "Referrer-Policy": "no-referrer",
@@ -36,7 +36,7 @@ class Page:
 
     async def handle(self, _request: web.Request) -> web.StreamResponse:
         """Answer one request."""
-        return web.Response(text=self._html, content_type="text/html", headers=self.headers)
+        return web.Response(text=self.html, content_type="text/html", headers=self.headers)
 
 
 def load_page() -> Page:

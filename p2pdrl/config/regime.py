@@ -34,7 +34,7 @@ class Regime(msgspec.Struct, frozen=True):
     """``nothing``: it publishes, and takes what comes; ``parameters``: every ``every`` updates it says that
     it is ready and waits; ``gradients``: each gradient goes out before (or instead of) a step."""
     every: int = 1
-    """Updates (parameters) or gradients (gradients, added up) to one post."""
+    """Updates (parameters) or gradients (gradients, whose sum is posted) to one post."""
     ahead: int = 0
     """Posts that may be unanswered while the learner goes on; 0 waits for the answer to each."""
     steps: bool = True

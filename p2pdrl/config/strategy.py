@@ -133,7 +133,8 @@ class GalaConfig(
     partners: Partners = "ring"
     """Whom to push to: anyone; the next in id order; those at distances 1, 2, 4, … ."""
     max_lag: Count = 50
-    """τ: a peer whose last push is older than this many of our updates isn't averaged in."""
+    """τ: a push that is more than this many policy versions behind us isn't averaged in. Nobody waits for a
+    newer one: of a learner that stays so far behind nothing is taken."""
     exchanges: Content = "parameters"
     """``gradients`` averages peers' gradients in, and parameters each ``parameters_every`` pushes."""
     parameters_every: Count = 10
@@ -163,9 +164,10 @@ class ServerSyncConfig(
 ):
     """Synchronous parameter servers: broadcast, map, reduce (backup workers: Chen 2016, arXiv 1604.00981)."""
 
-    reduce: Literal["mean", "sum", "count"] = "mean"
-    """``mean`` weights gradients by their samples; ``sum`` adds them; ``count`` divides the sum by the
-    number of workers."""
+    reduce: Literal["mean", "sum", "count"] = "count"
+    """What a round steps along, of the workers' gradients g_k, each the mean over n_k samples: ``count``
+    weights them by their samples, Σ n_k g_k / Σ n_k, which is the gradient of one big batch; ``mean`` is
+    (1/n) Σ g_k, each worker counting the same; ``sum`` is Σ g_k, whose step grows with the workers."""
     quorum: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the workers whose gradients a round needs once its deadline has passed."""
     backups: Natural = 0
@@ -178,13 +180,15 @@ class ServerAsyncConfig(
     """Asynchronous parameter servers (DistBelief's Downpour SGD, Dean 2012)."""
 
     push_every: Count = 1
-    """n_push: gradients that a worker adds up before it sends them."""
+    """n_push: gradients that a worker adds up before it sends their sum."""
     fetch_every: Count = 1
     """n_fetch: pushes between two fetches of the parameters."""
-    max_staleness: Count = 100
-    """A gradient computed on parameters this many steps old is dropped or scaled, see ``stale``."""
-    stale: Literal["drop", "scale"] = "drop"
-    """``drop`` refuses gradients beyond ``max_staleness``; ``scale`` also weights each by 1/(1+s)."""
+    max_staleness: Natural = 100
+    """τ: a gradient computed on parameters up to this many of the server's steps ago counts whole; ``stale``
+    says what becomes of older ones."""
+    stale: Literal["drop", "scale"] = "scale"
+    """``scale`` steps along a gradient that is s > τ steps old by (1+τ)/(1+s) of the learning rate, so that
+    slow workers count for less (τ = 0: by 1/(1+s), Zhang 2016, arXiv 1511.05950); ``drop`` refuses it."""
     ahead: Annotated[int, Meta(ge=0, le=8)] = 1
     """Pushes that may be under way while the worker computes the next; 0 waits for each."""
     local_steps: bool = False
@@ -223,6 +227,9 @@ class FederatedConfig(
 
     participation: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Chance of each member to take part in a round."""
+    min_members: Count = 1
+    """Rounds of fewer members change nothing, and what learners did meanwhile is dropped: each would bear too
+    much of the noise."""
     clip_norm: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
     """S: longest change that one member contributes to a round."""
     noise_multiplier: NonNegative = 0.0

@@ -201,12 +201,12 @@ def _servers(strategy: ServerSyncConfig | ServerAsyncConfig) -> Iterator[Problem
         )
     if isinstance(strategy, ServerAsyncConfig):
         own = strategy.fetch_every - 1 + strategy.ahead
-        if strategy.max_staleness < own:
+        if strategy.stale == "drop" and strategy.max_staleness < own:
             yield _problem(
                 "max_staleness",
                 f"with fetch_every = {strategy.fetch_every} and ahead = {strategy.ahead} a worker's own "
                 f"pushes make its gradients up to {own} steps old: even alone it would have them dropped; "
-                "raise max_staleness, or lower the others",
+                "raise max_staleness, lower the others, or set stale = scale",
             )
 
 

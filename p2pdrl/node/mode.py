@@ -36,6 +36,7 @@ class ModeInForce:
         context: from a mode's stamp to what its strategy is given.
         change: has the learners work under a regime, from the mode of a stamp on.
         accounting: what each strategy cost.
+        build: makes a strategy of its options and what it is given.
 
     Attributes:
         strategy: it; `LocalStrategy` before the first.
@@ -48,7 +49,9 @@ class ModeInForce:
         context: Callable[[int], Context],
         change: Callable[[Regime, int], Awaitable[None]],
         accounting: Accounting,
+        build: Callable[[StrategyConfig, Context], Strategy] = build,
     ) -> None:
+        self._build = build
         self._context = context
         self._change = change
         self._accounting = accounting
@@ -85,7 +88,7 @@ class ModeInForce:
         interim = LocalStrategy()
         self.strategy, self.config = interim, LocalConfig()
         self.epoch = epoch
-        strategy = build(config, self._context(epoch))
+        strategy = self._build(config, self._context(epoch))
         await self._change(regime_of(config), epoch)
         self.strategy = strategy
         await interim.stop(0.0)  # who began to watch it meanwhile goes on to this one

@@ -107,7 +107,7 @@ class Training:
             download=Download(transport, events, config.limits.max_abs_parameter),
             donors=donors,
             clock=clock,
-            request=self._request,
+            request=self.state_request,
             spec=lambda: self.spec,
             take=self._take,
         )
@@ -146,7 +146,7 @@ class Training:
             events=events,
             on_report=self._report,
         )
-        self.mode = ModeInForce(self._context, self.crew.change, self.accounting)
+        self.mode = ModeInForce(self.context, self.crew.change, self.accounting)
         self.swarm = SwarmSide(
             me=me,
             limits=config.limits,
@@ -189,7 +189,7 @@ class Training:
         Raises:
             WorkerError: no learner was built.
         """
-        self._enter(lineage)
+        self.enter(lineage)
         if state is not None:
             clean = without_moments(state, self.spec)
             self.board.seed(clean.vector, clean.sidecar, clean.head.policy_version)
@@ -309,7 +309,7 @@ class Training:
     async def _take(self, giver: str, state: State, why: str) -> None:
         clean = without_moments(state, self.spec)
         await asyncio.to_thread(self.board.post_set, clean.vector, clean.sidecar, clean.head.policy_version)
-        self._enter(state.head.lineage)
+        self.enter(state.head.lineage)
         self.tell_adopted(giver, state, why)
 
     def tell_adopted(self, giver: str, state: State, why: str) -> None:
@@ -324,11 +324,13 @@ class Training:
             lineage=state.head.lineage,
         )
 
-    def _enter(self, lineage: str) -> None:
+    def enter(self, lineage: str) -> None:
+        """What is trained from now on belongs to this lineage."""
         self.lineage = lineage
         self._ledger.follow(lineage)
 
-    def _context(self, epoch: int) -> Context:
+    def context(self, epoch: int) -> Context:
+        """What a strategy of that mode epoch is given."""
         config = self._config
         return Context(
             swarm=self.swarm,
@@ -352,7 +354,8 @@ class Training:
             rows=minibatch_rows(self.task)[0],
         )
 
-    def _request(self) -> StateRequest:
+    def state_request(self) -> StateRequest:
+        """What we ask a peer for its state with."""
         return StateRequest(
             task_hash=self.task_hash,
             layout_hash=self.spec.layout.hash,

@@ -60,8 +60,9 @@ class ServersAsyncModel(ServersModel):
     def _step(self, node: int, base: int, wants: bool, began_s: float) -> None:
         """All servers have their slices."""
         staleness = max(0, self._steps - base)
-        self.books.merged(staleness)
-        stale = staleness > self._config.max_staleness
+        stale = self._config.stale == "drop" and staleness > self._config.max_staleness
+        if not stale:
+            self.books.merged(staleness)
         self._steps += not stale
         now_s = self.world.now_s
         done_s = max(self.step_s(node, server, now_s) for server in self.servers)

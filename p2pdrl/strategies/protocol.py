@@ -53,7 +53,8 @@ class Post(NamedTuple):
         samples: environment steps (rows, for a regression) behind it: of the gradient, or made since the last
             round. A gradient of 0 has nothing to add, and its vector is zero: the learner's own was not
             finite, and it posts this so that nobody waits in vain.
-        vector: the gradient, averaged over ``samples``, in the shared ring: D float32. It belongs to the
+        vector: the gradient, averaged over ``samples``, in the shared ring: D float32; where the regime posts
+            every so many gradients, their sum, each averaged over its own samples. It belongs to the
             daemon until the post is answered, who may overwrite it. None for ``parameters``.
         left: gradients of the same update that come after this one, at least 0.
     """
@@ -183,7 +184,7 @@ class Merged(NamedTuple):
     Args:
         peer: node id.
         weight: how much it counted for in what we hold now.
-        staleness: our policy version minus its.
+        staleness: our policy version minus its; at a server, its steps since the parameters of the gradient.
     """
 
     peer: str
@@ -208,6 +209,7 @@ class RoundReport:
         distance: Euclidean distance between us and those merged, before; None where nobody measured it.
         error: in words; empty when all went well.
         unready: whether the peer said that it has no state yet, or no longer.
+        served: whether it was servers that merged: then ``merged`` says how stale our own contribution was.
     """
 
     outcome: str
@@ -222,6 +224,11 @@ class RoundReport:
     distance: float | None = None
     error: str = ""
     unready: bool = False
+    served: bool = False
+
+    def staleness(self, me: str) -> list[int]:
+        """Staleness of what was merged: of others' contributions, and of ours where servers merged it."""
+        return [one.staleness for one in self.merged if one.peer != me or self.served]
 
 
 @dataclass(frozen=True)

@@ -38,19 +38,21 @@ async def repeated(
     """
     until_s = clock.monotonic() + deadline_s
     failure: TransportError = PeerTimeoutError(f"no answer within {deadline_s:g} s")
+    made: list[asyncio.Task[T]] = []
     waiting: set[asyncio.Task[T]] = set()
     try:
         for time in range(1, MOST_TIMES + 1):
             left_s = until_s - clock.monotonic()
             if left_s <= 0:
                 break
-            waiting.add(asyncio.create_task(call(left_s), name="repeated"))
+            made.append(asyncio.create_task(call(left_s), name="repeated"))
+            waiting.add(made[-1])
             next_s = until_s if time == MOST_TIMES else min(until_s, clock.monotonic() + again_s)
             while waiting and (left_s := next_s - clock.monotonic()) > 0:
                 done, waiting = await asyncio.wait(
                     waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
                 )
-                for task in done:
+                for task in sorted(done, key=_failed):
                     try:
                         return task.result()
                     except PeerUnreachableError as error:
@@ -64,7 +66,13 @@ async def repeated(
             if not waiting and time < MOST_TIMES:
                 await asyncio.sleep(max(0.0, next_s - clock.monotonic()))
     finally:
-        for task in waiting:
+        # All of them, also those that ended in the same turn as the one that counted: each failure is read.
+        for task in made:
             task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*made, return_exceptions=True)
     raise failure
+
+
+def _failed(task: asyncio.Task[T]) -> bool:
+    """Whether a call that has ended brought no answer: answers are looked at first."""
+    return task.cancelled() or task.exception() is not None

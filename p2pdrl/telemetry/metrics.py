@@ -227,7 +227,7 @@ class Registry:
             bytes_in: payload that came for it.
             bytes_out: payload that went out.
             round_trips: calls that were made for it.
-            staleness: of each contribution of others, in policy versions.
+            staleness: of each contribution that was merged, in policy versions.
         """
         self.rounds_total.inc(outcome)
         self.round_seconds.observe(seconds)

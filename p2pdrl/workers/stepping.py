@@ -8,10 +8,14 @@
 | ``ahead = 0`` | is posted and waited for, then stepped with | replaces it, is added to it, or leaves it |
 | ``ahead > 0`` | is posted and stepped with at once | (``add``) is added to the next one |
 | ``steps`` off | is posted | (``set``) brings the parameters |
-| ``every > 1`` | goes into the mean over ``every`` of them, weighted by samples, which is posted | |
+| ``every > 1`` | goes into the sum of ``every`` of them, which is posted | |
 
 What replaces it may come with the learning rate to step at, the same for all who step with it. An answer may
 end the update, too: then all learners who keep step collect at the same time (`strategies.lockstep`).
+
+The sum, not the mean: a server's step along it is what ``every`` steps of the learner's own would have been
+(DistBelief's accrued gradients: Dean 2012, section 4.1 and its appendix). Along the mean it would be a single
+one, and each fetch would take the learner back by the rest.
 
 A gradient that isn't finite never leaves. Where peers wait for it, zeros with ``samples = 0`` are posted in
 its place, so that nobody waits in vain; the learner then steps only with what the answer brings.
@@ -108,23 +112,23 @@ class PostingStepper:
 
     def _post(self, gradients_D: Tensor, samples: int, left: int) -> int | None:
         """Post a gradient if one is due, and wait as the regime says; return the post's number."""
-        mean_D = self._gather(gradients_D, samples)
+        sum_D = self._gather(gradients_D, samples)
         if self._posts.slot() < 0:  # a wait was given up; the answer has come since, too late for most of it
             self._posts.collect(self._use_late)
         slot = self._posts.slot()
         nobody_waits = self._regime.ahead > 0
-        if mean_D is None or slot < 0 or self._posts.crowded or (nobody_waits and self._samples == 0):
+        if sum_D is None or slot < 0 or self._posts.crowded or (nobody_waits and self._samples == 0):
             return None
         if not self._posts.hold():  # an update of many gradients may take long
             return None
-        self._slots[slot].copy_(mean_D)
+        self._slots[slot].copy_(sum_D)
         self._replica.publish()
         number = self._posts.post("gradients", slot, self._replica.version, self._samples, left=left)
         self._posts.wait()
         return number
 
     def _gather(self, gradients_D: Tensor, samples: int) -> Tensor | None:
-        """Count a gradient in; return the mean to be posted when it is complete."""
+        """Count a gradient in; return the sum to be posted when it is complete."""
         if self._regime.every == 1:
             self._samples = samples
             return gradients_D
@@ -133,10 +137,10 @@ class PostingStepper:
         if self._gathered == 0:
             self._sum_D.zero_()
             self._samples = 0
-        self._sum_D.add_(gradients_D, alpha=samples)
+        self._sum_D.add_(gradients_D)
         self._samples += samples
         self._gathered = (self._gathered + 1) % self._regime.every
-        return None if self._gathered else self._sum_D.div_(max(self._samples, 1))
+        return None if self._gathered else self._sum_D
 
     def _merge(self, gradients_D: Tensor, awaited: int | None) -> tuple[bool, float | None]:
         """Bring in the answers that came.

@@ -216,9 +216,9 @@ class TorchStages:
             with self._bounded(order):
                 self.nccl = join(store, rank, order.ranks, host=host, timeout_s=timeout_s, device=device)
             if rank > 0:
-                self.pipes["previous"] = _detached(_connect(where, until_s)), _TICKET
+                self.pipes["previous"] = _detached(connect_to_rank(where, until_s)), _TICKET
             if listener is not None:
-                self.pipes["next"] = _detached(_accept(listener, token, until_s, self._check)), _TICKET
+                self.pipes["next"] = _detached(accept_rank(listener, token, until_s, self._check)), _TICKET
 
 
 def import_schedules() -> None:
@@ -233,7 +233,7 @@ def _listener(address: str) -> socket.socket:
     return socket.create_server((address, 0), family=family, backlog=8)
 
 
-def _connect(where: str, until_s: float) -> socket.socket:
+def connect_to_rank(where: str, until_s: float) -> socket.socket:
     """Connect to the rank before, and say its word."""
     address, port, token = where.split()
     sock = socket.create_connection((address, int(port)), timeout=_left_s(until_s))
@@ -245,7 +245,7 @@ def _connect(where: str, until_s: float) -> socket.socket:
     return sock
 
 
-def _accept(
+def accept_rank(
     listener: socket.socket, token: bytes, until_s: float, check: Callable[[], None] = lambda: None
 ) -> socket.socket:
     """Return the connection of the rank behind; whoever else comes is sent away.

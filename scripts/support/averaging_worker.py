@@ -115,7 +115,7 @@ class Asking(FakeLearner):
 
     async def ask(self, vector: np.ndarray) -> None:
         """Post a gradient until it is averaged; who adopts a state first has to post again."""
-        while await self._ask(self._post("gradients", vector)) != "replace":
+        while await self._ask(self.post("gradients", vector)) != "replace":
             self.absorb()
 
 

@@ -78,6 +78,11 @@ class Crew:
         return tuple(helper.pid for helper in self._helpers if helper.pid is not None)
 
     @property
+    def helpers(self) -> tuple[Helper, ...]:
+        """The helpers, whether or not they run at the moment."""
+        return tuple(self._helpers)
+
+    @property
     def totals(self) -> LearnerTotals:
         """What all learners of this boot did."""
         first, helped = self._supervisor.totals, self._helped

@@ -63,7 +63,7 @@ class GroupLink(ProcessLink):
         }
         quiet = {"OMP_NUM_THREADS": str(config.threads), "TORCH_NCCL_BLOCKING_WAIT": "1"}
         environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ | quiet
-        link = cls(*await cls._start("p2pdrl.workers.group", options, environment, [region.fd]))
+        link = cls(*await cls.launch("p2pdrl.workers.group", options, environment, [region.fd]))
         try:
             await link._ready()
         except BaseException:
@@ -95,7 +95,7 @@ class GroupLink(ProcessLink):
         self._busy = True
         try:
             async with asyncio.timeout(deadline_s):
-                await self._send(frame(order))
+                await self.send(frame(order))
                 answer = await self._message()
         except TimeoutError:
             raise WorkerError(f"the group process didn't answer within {deadline_s:.0f} s") from None
@@ -115,5 +115,5 @@ class GroupLink(ProcessLink):
 
     async def _message(self) -> FromGroup:
         while True:
-            for body in await self._receive():
+            for body in await self.receive():
                 return decode_from_group(body)

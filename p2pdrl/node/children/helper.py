@@ -61,7 +61,8 @@ class Helper:
         self._on_report = on_report
         self._on_end = on_end
         self._link: LearnerLink | None = None
-        self._sticky: dict[type[News], News] = {}
+        self.told: dict[type[News], News] = {}
+        """What each process is told, by the kind of message."""
         self._conversing = False
         self._began_s = float("inf")
         self._stopping = False
@@ -76,7 +77,7 @@ class Helper:
 
     def tell(self, message: News) -> None:
         """Send a message to the helper, and to each that replaces it."""
-        self._sticky[type(message)] = message
+        self.told[type(message)] = message
         if self._conversing and self._link is not None:
             self._link.tell(message)
 
@@ -130,7 +131,7 @@ class Helper:
             if BoardSpec.from_wire(msgspec.msgpack.decode(hello.spec)) != self._spec:
                 raise LayoutMismatchError("it has another layout than the first learner")
             await link.join(self._region)
-            for message in self._sticky.values():
+            for message in self.told.values():
                 link.tell(message)
             self._conversing = True
             self._began_s = self._clock.monotonic()

@@ -114,10 +114,10 @@ class LearnerLink(ProcessLink):
             WorkerError: the process can't be started.
         """
         environment = os.environ | {"OMP_NUM_THREADS": str(start.threads)}
-        link = cls(*await cls._start("p2pdrl.workers.learner", {}, environment), config, stopped)
+        link = cls(*await cls.launch("p2pdrl.workers.learner", {}, environment), config, stopped)
         try:
             with contextlib.suppress(WorkerError):  # it is gone, as `hello` is about to notice
-                await link._send(frame(start))
+                await link.send(frame(start))
         except BaseException:
             await link.kill()
             raise
@@ -161,7 +161,7 @@ class LearnerLink(ProcessLink):
         Raises:
             WorkerError: the learner is gone.
         """
-        await self._send(frame(Attach(nbytes=nbytes, restore=restore)), [region])
+        await self.send(frame(Attach(nbytes=nbytes, restore=restore)), [region])
 
     async def join(self, region: SharedRegion) -> None:
         """Let the learner help another one, whose parameters lie in ``region``.
@@ -169,7 +169,7 @@ class LearnerLink(ProcessLink):
         Raises:
             WorkerError: the learner is gone.
         """
-        await self._send(frame(Join(nbytes=region.nbytes)), [region])
+        await self.send(frame(Join(nbytes=region.nbytes)), [region])
 
     def tell(
         self,
@@ -261,7 +261,7 @@ class LearnerLink(ProcessLink):
             self._process.send_signal(signal.SIGKILL)
 
     async def _messages(self) -> list[FromLearner]:
-        messages = [decode_from_learner(body) for body in await self._receive()]
+        messages = [decode_from_learner(body) for body in await self.receive()]
         if self._standstill is not None:
             self._standstill.beat()  # any word is a sign of life
         return [message for message in messages if not isinstance(message, Alive)]
@@ -274,7 +274,7 @@ class LearnerLink(ProcessLink):
             self._sending = True
             while self._answers or self._news:
                 if self._answers:
-                    sending = self._send(self._answers.popleft())
+                    sending = self.send(self._answers.popleft())
                 else:
                     sending = self._tell(self._news.pop(next(iter(self._news))))
                 try:
@@ -283,5 +283,5 @@ class LearnerLink(ProcessLink):
                     return
 
     async def _tell(self, news: _InLine) -> None:
-        await self._send(frame(news.message), news.things)
+        await self.send(frame(news.message), news.things)
         news.sent()

@@ -51,7 +51,7 @@ class ProcessLink:
         self._frames = FrameBuffer()
 
     @classmethod
-    async def _start(
+    async def launch(
         cls,
         module: str,
         options: Mapping[str, object],
@@ -126,7 +126,7 @@ class ProcessLink:
         self._output.close()
         return self._process.returncode if self._process.returncode is not None else -1
 
-    async def _receive(self) -> list[bytes]:
+    async def receive(self) -> list[bytes]:
         """Wait for data; return the bodies of the frames that are complete now.
 
         Raises:
@@ -140,7 +140,7 @@ class ProcessLink:
             raise WorkerError(f"the {self.NAME} is gone")
         return self._frames.feed(data)
 
-    async def _send(self, data: bytes, things: Sequence[HasDescriptor] = ()) -> None:
+    async def send(self, data: bytes, things: Sequence[HasDescriptor] = ()) -> None:
         """Send bytes, and the descriptors of ``things`` with the first of them.
 
         Raises:

@@ -92,7 +92,8 @@ class LearnerSupervisor:
         """How the learner works now."""
         self.stages = StagePort(lambda: self._link if self._down_since_s is None else None)
         """The learner as a rank of a pipeline."""
-        self._sticky: dict[type[Pace | Progress | Others], Pace | Progress | Others] = {}
+        self.told: dict[type[Pace | Progress | Others], Pace | Progress | Others] = {}
+        """What each learner is told, by the kind of message."""
         self._before = LearnerTotals()
         self._task: asyncio.Task[None] | None = None
         self._flushing: asyncio.Task[bool] | None = None
@@ -230,7 +231,7 @@ class LearnerSupervisor:
 
     def tell(self, message: Pace | Progress | Others) -> None:
         """Send a message to the learner, and to each that replaces it."""
-        self._sticky[type(message)] = message
+        self.told[type(message)] = message
         if self._link is not None:
             self._link.tell(message)
 
@@ -329,7 +330,7 @@ class LearnerSupervisor:
             self._link.tell(*self._actors.collected())
         order, regions = self.workplace.renew(self.spec.layout.size)
         self._link.tell(order, regions)
-        for message in self._sticky.values():
+        for message in self.told.values():
             self._link.tell(message)
 
     async def _supervise(self) -> None:
@@ -350,7 +351,7 @@ class LearnerSupervisor:
                 noting = watch.noting
                 async with beside(kill_if_it_hangs(link.pid, watch, self._events), "learner-hangs"):
                     await link.converse(
-                        noting(self._report), noting(self.workplace.posted), noting(self.stages.heard)
+                        noting(self.reported), noting(self.workplace.posted), noting(self.stages.heard)
                     )
                 death = await link.ended(LEAVE_S if self._stopping.is_set() else REAP_S)
                 self._link = None
@@ -435,7 +436,8 @@ class LearnerSupervisor:
             raise LayoutMismatchError("a restarted learner has another layout than its predecessor")
         await self._attach(restore=self.board.published_once)
 
-    def _report(self, report: Report) -> None:
+    def reported(self, report: Report) -> None:
+        """Count what the learner says that it did."""
         new = report.updates + self._before.updates - self.totals.updates
         now_s = self._clock.monotonic()
         self.speed.add(report.env_steps + self._before.env_steps - self.totals.env_steps, now_s)

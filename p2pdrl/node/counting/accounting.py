@@ -43,7 +43,8 @@ class Account:
         bytes_in: payload that came for them.
         bytes_out: payload that went out.
         round_trips: calls that were made for them.
-        staleness: contributions of others by bucket, see `STALENESS_BOUNDS`.
+        staleness: what was merged by bucket (see `STALENESS_BOUNDS`): others' contributions to us, and ours
+            to servers.
         distance: newest estimate of the consensus distance.
         in_force_s: how long the strategy was in force, without the present stay.
     """
@@ -67,9 +68,8 @@ class Account:
         self.bytes_in += report.bytes_in
         self.bytes_out += report.bytes_out
         self.round_trips += report.round_trips
-        for one in report.merged:
-            if one.peer != me:
-                self.staleness[bisect_left(STALENESS_BOUNDS, one.staleness)] += 1
+        for staleness in report.staleness(me):
+            self.staleness[bisect_left(STALENESS_BOUNDS, staleness)] += 1
 
     def document(self) -> dict[str, object]:
         """The account as JSON types."""

@@ -34,7 +34,6 @@ class Meters:
 
     def round(self, report: RoundReport) -> None:
         """Count a round of the strategy."""
-        me = self._parts.node_id
         self.registry.observe_round(
             report.outcome,
             seconds=report.seconds,
@@ -42,7 +41,7 @@ class Meters:
             bytes_in=report.bytes_in,
             bytes_out=report.bytes_out,
             round_trips=report.round_trips,
-            staleness=[one.staleness for one in report.merged if one.peer != me],
+            staleness=report.staleness(self._parts.node_id),
         )
 
     def write_scalars(self) -> None:

@@ -4,8 +4,9 @@ Each round every member takes part with chance q; each part is shortened to the 
 part add noise N(0, z²S²/m) each, so that their sum carries N(0, z²S²) (McMahan 2018, arXiv 1710.06963).
 Where only m' of them come, it carries m'/m of that, and ε counts the round so.
 Who takes part follows from mode epoch, round and node id, so everybody knows without a message; the noise
-comes from the operating system's secrets. With noise all parts count the same: weights by samples would
-let one member move the sum by more than S.
+comes from a cryptographic generator (`noise`). In rounds of fewer than ``min_members`` members nobody takes
+part: the fewer bring noise, the more each one's training suffers, and alone it hides nothing from anybody.
+With noise all parts count the same: weights by samples would let one member move the sum by more than S.
 
 **What it protects.** The averaged vectors, and whatever is made of them. Not against the owner of a piece,
 who sees parts one by one with their own noise alone, nor the parameters with which the mode began.
@@ -25,14 +26,12 @@ from hashlib import blake2b
 import numpy as np
 
 from p2pdrl.config.strategy import FederatedConfig
+from p2pdrl.strategies.averaging.noise import SecretNoise
 from p2pdrl.strategies.averaging.privacy import PrivacyAccountant
-from p2pdrl.tensors.chunks import spans
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.mix import norm
 
 __all__ = ["Privacy", "participants"]
-
-CHUNK = 1 << 16
 
 
 def participants(epoch: int, number: int, members: Sequence[str], chance: float) -> tuple[str, ...]:
@@ -53,20 +52,22 @@ class Privacy:
         config: the strategy's options.
         epoch: mode epoch.
         me: own node id.
-        rng: source of the noise, secret; None takes the system's.
+        noise: what hides our differences; None makes one with a secret key of its own.
     """
 
     def __init__(
-        self, config: FederatedConfig, epoch: int, me: str, rng: np.random.Generator | None = None
+        self, config: FederatedConfig, epoch: int, me: str, noise: SecretNoise | None = None
     ) -> None:
         self._config, self._epoch, self._me = config, epoch, me
-        self._rng = rng if rng is not None else np.random.default_rng()
+        self._noise = SecretNoise() if noise is None else noise
         z, delta = config.noise_multiplier, config.delta
         self._sampled = PrivacyAccountant(z, config.participation, delta)
         self._known = PrivacyAccountant(z, 1.0, delta)
         self._took_part = False
         self._shaped, self._chosen = -1, 0
         """The round that was shaped last, and how many were to take part in it."""
+        self._members = 0
+        """Of that round."""
 
     @property
     def equal(self) -> bool:
@@ -82,6 +83,8 @@ class Privacy:
             facts["epsilon_known"] = self._known.epsilon
         else:
             facts["epsilon"] = "none: no noise is added"
+        if self._shaped >= 0 and self._too_few:
+            facts["waits"] = f"for {self._config.min_members} members, rounds have {self._members}"
         return facts
 
     def shape(self, difference: Float32Array, number: int, members: Sequence[str]) -> bool:
@@ -92,7 +95,10 @@ class Privacy:
         """
         if self._took_part:
             self._count()
-        chosen = participants(self._epoch, number, members, self._config.participation)
+        self._members = len(members)
+        chosen = (
+            () if self._too_few else participants(self._epoch, number, members, self._config.participation)
+        )
         self._took_part = self._me in chosen
         self._shaped, self._chosen = number, len(chosen)
         if not self._took_part:
@@ -103,17 +109,21 @@ class Privacy:
             difference *= np.float32(self._config.clip_norm / length * (1 - 1e-6))
         deviation = self._config.noise_multiplier * self._config.clip_norm / math.sqrt(len(chosen))
         if deviation:
-            for span in spans(difference.size, CHUNK):
-                noise = self._rng.standard_normal(span.stop - span.start)
-                difference[span] += (deviation * noise).astype(np.float32)
+            self._noise.add_to(difference, deviation)
         return True
 
     def ended(self, number: int, givers: int) -> None:
         """Count the round, with less noise where members who were to take part gave nothing."""
         chosen = self._chosen if number == self._shaped else 0
+        if self._too_few and number == self._shaped and not givers:
+            return  # nobody was to take part, whoever was drawn: the round says nothing of anybody
         if givers or not chosen:
             self._count(min(1.0, givers / chosen) if chosen else 1.0)
         self._took_part = False
+
+    @property
+    def _too_few(self) -> bool:
+        return self._members < self._config.min_members
 
     def _count(self, share: float = 1.0) -> None:
         self._sampled.step(share=share)

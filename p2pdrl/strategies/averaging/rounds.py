@@ -85,6 +85,11 @@ class GroupRounds:
         self._runner = Runner()
 
     @property
+    def group(self) -> Group:
+        """In which views are agreed on."""
+        return self._group
+
+    @property
     def consensus_distance(self) -> float | None:
         """Before the last round: 0 for gradients, whose replicas are equal; None before the first."""
         return self._distance

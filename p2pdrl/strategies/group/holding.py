@@ -141,7 +141,7 @@ class HeldCalls:
                     return answer
             finally:
                 task.cancel()
-                await asyncio.wait([task])
+                await asyncio.gather(task, return_exceptions=True)  # reads what it raised, too
             self.lost += 1
             if once:
                 raise PeerTimeoutError(f"the call of {route} to {peer}, or its answer, was lost")

@@ -84,6 +84,11 @@ class DsgdStrategy:
         self._runner = Runner()
 
     @property
+    def group(self) -> Group:
+        """In which views are agreed on."""
+        return self._group
+
+    @property
     def consensus_distance(self) -> float | None:
         """Estimate of sqrt(mean over nodes of ‖x_i − x̄‖²) from our neighbours, as if they were anybody."""
         return self._tally.consensus_distance

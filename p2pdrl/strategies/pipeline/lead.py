@@ -108,7 +108,7 @@ class Lead:
         """
         offers = await self._ask()
         await self._take_newest(offers)
-        self.design = await self._plan(offers)
+        self.design = await self.plan(offers)
         standings = [(self._name(peer), offers[peer]) for peer in self.design.members]
         self.choice = chosen(self._config.backend, standings, self._trial.failed)
         try:
@@ -167,7 +167,12 @@ class Lead:
                 return
         raise Unformed(f"{self._name(donor)} has the newest state and doesn't give it", donor)
 
-    async def _plan(self, offers: dict[str, Offered]) -> Design:
+    async def plan(self, offers: dict[str, Offered]) -> Design:
+        """Cut the model over the ranks that made offers, by their speeds, memory and links.
+
+        Raises:
+            Unformed: there is no cut that all have memory for.
+        """
         members = self._place.members
         links: Links = FREE
         if len(members) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 
 from p2pdrl.errors import TransportError
 from p2pdrl.pipeline.layers import FREE, Link
@@ -30,9 +31,11 @@ class LinkBook:
 
     Args:
         context: what the node gives.
+        measure: measures one link.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, measure: Callable[..., Awaitable[LinkPair]] = measure_link) -> None:
+        self._measure = measure
         self._transport, self._clock = context.transport, context.clock
         self._known: dict[str, tuple[LinkPair, float]] = {}
 
@@ -71,7 +74,7 @@ class LinkBook:
         return known
 
     async def _measured(self, peers: Peers, peer: str) -> LinkPair:
-        return await measure_link(
+        return await self._measure(
             self._transport,
             peers.address(peer),
             peer,

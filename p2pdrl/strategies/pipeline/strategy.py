@@ -109,6 +109,11 @@ class PipelineStrategy:
         self._work: ViewWork | None = None
 
     @property
+    def group(self) -> Group | None:
+        """In which views are agreed on; None until it begins."""
+        return self._group
+
+    @property
     def consensus_distance(self) -> float | None:
         """Between heads; 0 within the only pipeline, after its first state copy."""
         if self._heads.distance is not None:

@@ -1,11 +1,22 @@
 """Gossiping actor-learners over the transport: the I/O around `core` (to whom) and `gala_side` (what).
 
 Each node pushes its vector to its out-peers and averages what in-peers pushed, when its learner has made
-an update. Neither waits for the other: a silent in-peer is left out, a silent out-peer costs its own push.
-Each vector counts once; one that is more than τ policy versions behind ours doesn't count. The mean of the
-swarm isn't kept exactly (rows of the mixing matrix sum to one, columns needn't); learners stay within a
-bounded distance of each other (GALA, Assran 2019, arXiv 1906.04585, proposition 1). On a ring, who doesn't
-take pushes is passed over, and who gets none asks for some (`lending`).
+an update (GALA, Assran 2019, arXiv 1906.04585). Neither waits for the other: a silent in-peer is left out, a
+silent out-peer costs its own push. Each vector counts once; one that is more than τ policy versions behind
+ours doesn't count. The mean of the swarm isn't kept exactly (rows of the mixing matrix sum to one, columns
+needn't). On a ring, who doesn't take pushes is passed over, and who gets none asks for some (`lending`).
+
+**How far apart learners get.** Whatever is lost or left out, each entry of an average lies between the least
+and the greatest of our own and those that it takes, also with clipped or trimmed mixing. So averages never
+spread learners: over all of them, and the vectors under way between them, the range of an entry grows by what
+the learners' own updates move it, and by nothing else (but for the rounding of the wire).
+Without assumptions that is all: nobody waits, so a learner that takes nothing and of whom nothing is taken,
+because it is cut off or too old, goes where its own updates lead. The paper's bounded distance (proposition
+1) assumes a bounded delay of every push; τ doesn't bring it about, for it drops what is older. It holds
+while, in each stretch of time, pushes that count lead from some learner to all others: with plain means a
+stretch then takes the range down by a factor of 1 − w^k at least, where w = 1 / (1 + in-peers) and k counts
+the averages that learners on such a way make meanwhile; so the range stays below what the updates of one
+stretch move, divided by w^k.
 
 With ``exchanges = "gradients"`` the vectors are gradients: each of the learner's posts is answered at once,
 with what the average adds to it or with none; every so many pushes carry parameters.

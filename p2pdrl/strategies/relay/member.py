@@ -58,6 +58,7 @@ class StromMember:
         config: the strategy's options.
         context: what the node gives.
         heavy: runs arithmetic.
+        window_bytes: messages kept of each origin; None: as many as are cheaper than a base.
 
     Attributes:
         in_step: whether our base is that of our history; else we need a member's.
@@ -66,7 +67,9 @@ class StromMember:
         entries: in them.
     """
 
-    def __init__(self, config: StromConfig, context: Context, heavy: Arithmetic) -> None:
+    def __init__(
+        self, config: StromConfig, context: Context, heavy: Arithmetic, window_bytes: int | None = None
+    ) -> None:
         self._board, self._heavy = context.learner.board, heavy
         self.state = StromState(
             self._board,
@@ -75,7 +78,8 @@ class StromMember:
             max_abs=context.max_abs,
             max_distance=config.max_distance,
         )
-        window_bytes = max(8 * context.size, LEAST_WINDOW_BYTES)  # more than that is dearer than a base
+        if window_bytes is None:
+            window_bytes = max(8 * context.size, LEAST_WINDOW_BYTES)  # more than that is dearer than a base
         self.log = StromLog(context.swarm.node_id, new_exchange_id(), window_bytes)
         self.in_step = False
         self.sent_bytes = self.messages = self.entries = 0

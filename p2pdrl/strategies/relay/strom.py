@@ -33,6 +33,7 @@ from p2pdrl.errors import PoisonedVectorError
 from p2pdrl.strategies.arithmetic import Arithmetic
 from p2pdrl.strategies.door import Door
 from p2pdrl.strategies.protocol import Context
+from p2pdrl.strategies.relay.log import History
 from p2pdrl.strategies.relay.member import StromMember
 from p2pdrl.strategies.relay.messages import ROUTE, Ask, Call
 from p2pdrl.strategies.relay.push import StromPush
@@ -40,6 +41,7 @@ from p2pdrl.strategies.relay.sync import StromSync
 from p2pdrl.strategies.runner import Runner
 from p2pdrl.strategies.tally import Tally
 from p2pdrl.strategies.topology import neighbours
+from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
 
@@ -60,15 +62,25 @@ class StromStrategy:
     Args:
         config: its options.
         context: what the node gives.
+        direct_members: up to so many nodes send straight to all others.
+        window_bytes: see `StromMember`.
     """
 
     mode: Mode = "gossip"
 
-    def __init__(self, config: StromConfig, context: Context) -> None:
+    def __init__(
+        self,
+        config: StromConfig,
+        context: Context,
+        *,
+        direct_members: int = DIRECT_MEMBERS,
+        window_bytes: int | None = None,
+    ) -> None:
+        self._direct_members = direct_members
         self._config, self._context = config, context
         self._me, self._swarm, self._clock = context.swarm.node_id, context.swarm, context.clock
         self._heavy = Arithmetic(4 * context.size)
-        self._member = StromMember(config, context, self._heavy)
+        self._member = StromMember(config, context, self._heavy, window_bytes)
         self._door = Door(context.swarm, context.epoch, config.max_staleness)
         self._sync = StromSync(config, context, self._member, self._door)
         self._tally, self._runner = Tally(context.swarm), Runner()
@@ -88,6 +100,16 @@ class StromStrategy:
         if not self._member.messages or nodes < 2:
             return None
         return self._member.state.residual_norm * math.sqrt(1.0 - 1.0 / nodes)
+
+    @property
+    def residual(self) -> Float32Array:
+        """What of our learner's progress was told to nobody yet; the rest of our vector is the base."""
+        return self._member.state.residual
+
+    @property
+    def history(self) -> History | None:
+        """That our base belongs to; None before we have one."""
+        return self._member.log.history
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -147,7 +169,7 @@ class StromStrategy:
 
     @property
     def _relay(self) -> bool:
-        return len(self._swarm.alive()) + 1 > DIRECT_MEMBERS
+        return len(self._swarm.alive()) + 1 > self._direct_members
 
     async def _run(self) -> None:
         while not self._runner.stopping:

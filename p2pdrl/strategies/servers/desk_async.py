@@ -1,8 +1,7 @@
 """A server's side of asynchronous pushes: each gradient is applied as it comes (Dean 2012, section 4.1).
 
-Staleness s is the shard's version minus the version that the gradient was computed on. Beyond
-``max_staleness`` a gradient is dropped; ``stale = "scale"`` divides each step by 1 + s
-(staleness-aware SGD: Zhang 2016, arXiv 1511.05950, equation 6).
+Staleness s is the shard's version minus the version that the gradient was computed on. Up to
+``max_staleness`` a gradient counts whole; beyond it, by `weight_of`, less and less or not at all.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from p2pdrl.strategies.servers.shard import Shard
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.protocol import Refusal
 
-__all__ = ["AsyncDesk", "bucket_of"]
+__all__ = ["AsyncDesk", "bucket_of", "weight_of"]
 
 
 class AsyncDesk:
@@ -83,12 +82,13 @@ class AsyncDesk:
                 raise Refusal(409, self._why)
             staleness = max(0, shard.version - head.number)
             options.counts[bucket_of(staleness)] += 1
-            if staleness > self._config.max_staleness:
+            weight = weight_of(staleness, self._config)
+            if not weight:
                 options.counts["stale"] += 1
-                return Given(shard.version, outcome="stale")
-            rate = options.learning_rate()
-            if self._config.stale == "scale":
-                rate /= 1.0 + staleness
+                return Given(shard.version, outcome="stale", staleness=staleness)
+            options.counts["scaled"] += weight < 1
+            # The step and not the gradient: adaptive optimizers would divide a factor of it out again.
+            rate = weight * options.learning_rate()
 
             def work() -> None:
                 self._inbox.decode_now(sender, data, self._gradient, whole=False)
@@ -103,7 +103,7 @@ class AsyncDesk:
             finally:
                 shard.stepping = False
             options.counts["steps"] += 1
-            return Given(shard.version, merged=((sender, 1.0 / (1.0 + staleness)),))
+            return Given(shard.version, merged=((sender, weight),), staleness=staleness)
 
     async def _refresh(self) -> None:
         """See to it that the newest edition is of the present version."""
@@ -112,6 +112,17 @@ class AsyncDesk:
             if shard.edition is None or shard.edition.version != shard.version:
                 version = shard.version
                 shard.publish(await shard.edit(), version)
+
+
+def weight_of(staleness: int, config: ServerAsyncConfig) -> float:
+    """Factor of the step along a gradient that is ``staleness`` steps old; 0 for one that is dropped.
+
+    1 up to τ = ``max_staleness``. Beyond it, with ``stale = "scale"``, (1 + τ) / (1 + s): it has no jump at
+    τ, and with τ = 0 it is 1 / (1 + s), as in staleness-aware SGD (Zhang 2016, arXiv 1511.05950, equation 6).
+    """
+    if staleness <= config.max_staleness:
+        return 1.0
+    return (1.0 + config.max_staleness) / (1.0 + staleness) if config.stale == "scale" else 0.0
 
 
 def bucket_of(staleness: int) -> str:

@@ -127,9 +127,12 @@ class SyncDesk:
             self._options.counts["late"] += 1
         return self._told(gathered)
 
-    @staticmethod
-    def _told(gathered: Gathered) -> Given:
-        merged = tuple((one.sender, one.weight) for one in gathered.merged if one.weight > 0)
+    def _weight(self, one: Contribution) -> float:
+        """How much a gradient counts for, relative to the others of its round."""
+        return one.weight if self._config.reduce == "count" else 1.0
+
+    def _told(self, gathered: Gathered) -> Given:
+        merged = tuple((one.sender, self._weight(one)) for one in gathered.merged if one.weight > 0)
         return Given(
             gathered.number + 1,
             outcome="late" if gathered.late else "ok",
@@ -198,10 +201,9 @@ class SyncDesk:
     def _work(self, counted: Sequence[Contribution], learning_rate: float) -> Edition:
         config = self._config
         if counted:
-            by_samples = config.reduce == "mean"
             combine(
                 [one.vector for one in counted],
-                [one.weight if by_samples else 1.0 for one in counted],
+                [self._weight(one) for one in counted],
                 mixing=config.mixing,
                 clip_distance=config.clip_distance,
                 trim=config.trim,

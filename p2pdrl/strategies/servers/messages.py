@@ -70,6 +70,7 @@ class Given(msgspec.Struct, frozen=True):
         merged: sender and weight of each contribution to the round.
         missing: without whom it closed.
         ends_update: whether the leader's update ended with the round (see `strategies.lockstep`).
+        staleness: steps that the shard had made since the parameters of an asynchronous gradient.
     """
 
     version: Natural
@@ -79,6 +80,7 @@ class Given(msgspec.Struct, frozen=True):
     merged: Annotated[tuple[tuple[Short, Weight], ...], Meta(max_length=MAX_MEMBERS)] = ()
     missing: Annotated[tuple[Short, ...], Meta(max_length=MAX_MEMBERS)] = ()
     ends_update: bool = False
+    staleness: Natural = 0
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):

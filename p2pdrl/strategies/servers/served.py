@@ -93,6 +93,11 @@ class ServedStrategy(ABC):
     # What the node sees
 
     @property
+    def group(self) -> Group:
+        """In which views are agreed on."""
+        return self._group
+
+    @property
     def consensus_distance(self) -> float | None:
         """Workers hold what servers gave them: 0 once they do."""
         return None if self._holdings.copy is None else 0.0

@@ -9,6 +9,9 @@ slice of the parameters along; nobody waits for anybody else. Servers step as gr
   slice of that gradient, never more than its patience, and keeps its slice of the parameters as it was; it is
   counted as ``lost``.
 - Adagrad is the paper's optimizer: each parameter's step is γ / √Σ g².
+- A gradient that is older than ``max_staleness`` steps of its server counts for less, or is refused
+  (`desk_async.weight_of`). The worker's report of each push says its staleness and what it counted for, the
+  greatest and the least of its slices'.
 """
 
 from __future__ import annotations
@@ -133,17 +136,21 @@ class ServerAsyncStrategy(ServedStrategy):
         courier.release(parts)
         outcome = next((word for word in ("poisoned", "lost", "stale") if word in outcomes), "ok")
         report = self._report(courier, parts, outcome, changed, self._clock.monotonic() - began_s)
+        self._tell_aged(report)
         self._end(post, report, fetched=fetched)
 
     def _report(
         self, courier: Courier, parts: Sequence[Part | None], outcome: str, changed: float, seconds: float
     ) -> RoundReport:
         given = [part.given for part in parts if part is not None]
+        shares = [share for one in given for peer, share in one.merged if peer == self._me]
+        stalest = max((one.staleness for one in given if one.merged), default=0)
+        refused = [one.staleness for one in given if one.outcome == "stale"]
         servers = courier.term.plan.servers
         bytes_out, bytes_in, trips = courier.traffic()
         return RoundReport(
             outcome,
-            merged=tuple(Merged(peer, share) for peer, share in given[0].merged) if given else (),
+            merged=(Merged(self._me, min(shares), stalest),) if shares else (),
             missing=tuple(server for server, part in zip(servers, parts, strict=True) if part is None),
             seconds=seconds,
             waited_s=0.0 if self._config.ahead else seconds,
@@ -151,6 +158,28 @@ class ServerAsyncStrategy(ServedStrategy):
             bytes_in=bytes_in,
             round_trips=trips,
             changed=changed,
+            error=f"refused: {max(refused)} steps old" if refused else "",
+            served=True,
+        )
+
+    def _tell_aged(self, report: RoundReport) -> None:
+        """Tell people of a push that was scaled or refused: the first one, the tenth, the hundredth …."""
+        if report.outcome == "stale":
+            word, what, advice = "own_stale", "were refused", "; raise it, or set stale = scale"
+        elif report.outcome == "ok" and any(one.weight < 1 for one in report.merged):
+            word, what, advice = "own_scaled", "count for less", ""
+        else:
+            return
+        self._office.counts[word] += 1
+        count = self._office.counts[word]
+        if str(count).strip("0") != "1":
+            return
+        self._swarm.tell(
+            "servers",
+            f"{count} of our {self._pushes} pushes {what}: they were older than max_staleness = "
+            f"{self._config.max_staleness} of the servers' steps{advice}",
+            warning=word == "own_stale",
+            facts={word: count, "pushes": self._pushes},
         )
 
     async def _ask(

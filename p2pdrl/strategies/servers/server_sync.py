@@ -2,7 +2,7 @@
 
 Every worker begins a round on the same parameters w_v. It sends each server its slice of the gradient; a
 server steps once with all of them and answers with its slice of w_{v+1}. So n workers with gradients over
-n_k samples each are one worker with the gradient over Σ n_k (``reduce = "mean"``).
+n_k samples each are one worker with the gradient over Σ n_k (``reduce = "count"``, which counts samples).
 
     worker    post ─▶ slices ─▶ servers: collect, combine, step ─▶ slices of one version ─▶ board ─▶ "set"
 
@@ -117,7 +117,7 @@ class ServerSyncStrategy(ServedStrategy):
             yield following
         finally:
             following.cancel()
-            await asyncio.wait([following])
+            await asyncio.gather(following, return_exceptions=True)  # reads what it raised, too
         if not following.cancelled():
             following.result()
 

@@ -85,6 +85,8 @@ class FakeLearner:
         self._answers: dict[int, asyncio.Future[AnswerKind]] = {}
         self._number = 0
         self._extra = np.zeros(start.size, np.float32)
+        self._sum = np.zeros(start.size, np.float32)
+        self._summed = 0
         self._own.publish(self.x, None, self.version)
 
     async def next_post(self) -> Post:
@@ -131,7 +133,7 @@ class FakeLearner:
         self.updates += 1
         self.publish()
         if self.regime.sends == "parameters" and self.updates % self.regime.every == 0:
-            await self._ask(self._post("parameters", None))
+            await self._ask(self.post("parameters", None))
             self.absorb()
             self.publish()
         if self.keep_history:
@@ -139,7 +141,15 @@ class FakeLearner:
         self.on_update(1)
 
     async def _send(self, gradient: Float32Array) -> None:
-        post = self._post("gradients", gradient.copy())
+        self._sum += gradient
+        self._summed += 1
+        if self._summed < self.regime.every:
+            if self.regime.steps:
+                self.x = self.step(self.x, gradient)
+            return
+        post = self.post("gradients", self._sum.copy(), self._summed * self.samples)
+        self._sum[:] = 0
+        self._summed = 0
         if self.regime.ahead:
             self._answers[post.number].add_done_callback(lambda done: self._late(post, done))
             while len(self._answers) > self.regime.ahead:
@@ -169,13 +179,14 @@ class FakeLearner:
         if not done.cancelled() and done.result() == "add" and post.vector is not None:
             self._extra += post.vector
 
-    def _post(self, kind: str, vector: Float32Array | None) -> Post:
+    def post(self, kind: str, vector: Float32Array | None, samples: int | None = None) -> Post:
+        """Post ``gradients`` or ``parameters``; whoever calls this by hand waits for no answer."""
         self._number += 1
         made = Post(
             self._number,
             "gradients" if kind == "gradients" else "parameters",
             self.version,
-            self.samples,
+            self.samples if samples is None else samples,
             vector,
             self.left,
         )
@@ -208,6 +219,10 @@ class FakeLearner:
     def publish(self) -> None:
         """Show the vector as it is."""
         self._own.publish(self.x, None, self.version)
+
+    def restart(self) -> None:
+        """Number posts from 1 again, as a learner process that was started anew does."""
+        self._number = 0
 
     def drop_posts(self) -> None:
         """Wait for no answer any more: the strategy that was asked has ended."""

@@ -73,6 +73,8 @@ class FakePipes:
         self.accept: Callable[[Incoming], Awaitable[PipeReply]] | None = None
         self._address: Address | None = None
         self.opened = 0
+        self.ends: list[FakePipe] = []
+        """Both ends of each that it opened."""
 
     def serve(self, address: Address, accept: Callable[[Incoming], Awaitable[PipeReply]]) -> None:
         """Take pipes at an address."""
@@ -112,6 +114,7 @@ class FakePipes:
         mine.other, theirs.other = theirs, mine
         reply.take(theirs)
         self.opened += 1
+        self.ends += [mine, theirs]
         return mine
 
 

@@ -14,6 +14,7 @@ import msgspec
 from p2pdrl.clock import LoopClock
 from p2pdrl.config.regime import regime_of
 from p2pdrl.config.strategy import StrategyConfig
+from p2pdrl.strategies.group.service import Group
 from p2pdrl.strategies.protocol import ROUTES, Context, Strategy
 from p2pdrl.strategies.registry import build
 from p2pdrl.strategies.testing.learner import FakeLearner
@@ -88,12 +89,31 @@ class SimNode:
         """Serve, begin the strategy and (unless told not to) the learner."""
         await self.transport.start()
         for route in ROUTES:
-            self.transport.serve(route, self._answer, max_vector_bytes=1 << 26)
+            self.transport.serve(route, self._serve, max_vector_bytes=1 << 26)
         self.learner.on_update = self._updated
         self.pipes.serve(self.address, self._accept)
         await self.strategy.start()
         if train:
-            self._training = asyncio.create_task(self.learner.run(updates), name=f"learner {self.id[-2:]}")
+            self.train(updates)
+
+    @property
+    def group(self) -> Group | None:
+        """The group that the strategy agrees on views in; None where it has none."""
+        return getattr(self.strategy, "group", None)
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        """Serve a peer's call; a test may put another function in its place."""
+        return await self.strategy.answer(incoming)
+
+    def train(self, updates: int | None = None) -> None:
+        """Let the learner begin, or go on after `pause`."""
+        self._training = asyncio.create_task(self.learner.run(updates), name=f"learner {self.id[-2:]}")
+
+    async def pause(self) -> None:
+        """Stop the learner where it is; the strategy goes on."""
+        if self._training is not None:
+            self._training.cancel()
+            await asyncio.gather(self._training, return_exceptions=True)
 
     async def trained(self) -> None:
         """Wait until the learner has made its updates."""
@@ -123,9 +143,7 @@ class SimNode:
     async def close(self) -> None:
         """End everything."""
         await self.strategy.stop(0.0)
-        if self._training is not None:
-            self._training.cancel()
-            await asyncio.gather(self._training, return_exceptions=True)
+        await self.pause()
         await self.stages.close()
         self.pipes.close()
         await self.transport.close()
@@ -137,8 +155,8 @@ class SimNode:
             self.swarm.says = msgspec.structs.replace(self.swarm.says, policy_version=self.learner.version)
         self.strategy.updated(updates)
 
-    async def _answer(self, incoming: Incoming) -> Reply:
-        return await self.strategy.answer(incoming)
+    async def _serve(self, incoming: Incoming) -> Reply:
+        return await self.answer(incoming)
 
     async def _accept(self, incoming: Incoming) -> PipeReply:
         accept: Callable[[Incoming], Awaitable[PipeReply]] | None = getattr(self.strategy, "accept", None)

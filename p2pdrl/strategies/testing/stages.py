@@ -74,7 +74,8 @@ class FakeStages:
         self._news: asyncio.Queue[StageNews] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._order: StageOrder | None = None
-        self._pipes: Mapping[StageSide, Pipe] = {}
+        self.pipes: Mapping[StageSide, Pipe] = {}
+        """Of the order that it carries out."""
         self._finish = 0
         learner.idle = self._idle
 
@@ -103,7 +104,7 @@ class FakeStages:
     def work(self, order: StageOrder, pipes: Mapping[StageSide, Pipe]) -> None:
         """Be a rank."""
         self.release()
-        self._order, self._pipes, self._finish = order, pipes, 0
+        self._order, self.pipes, self._finish = order, pipes, 0
         self._task = asyncio.create_task(self._serve(order, pipes), name=f"stage {self._me[-2:]}")
 
     def finish(self, generation: int) -> None:
@@ -119,9 +120,9 @@ class FakeStages:
         """End what it does, as by another regime."""
         if self._task is not None:
             self._task.cancel()
-        for pipe in self._pipes.values():
+        for pipe in self.pipes.values():
             pipe.close()
-        self._pipes = {}
+        self.pipes = {}
 
     def die(self) -> None:
         """The learner process is gone; `revive` brings another."""

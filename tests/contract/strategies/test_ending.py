@@ -34,7 +34,7 @@ async def test_a_round_under_way_ends_in_time_and_nothing_follows(case: Case, de
             began_s = now()
             watch = node.strategy.watch()
             await asyncio.wait_for(watch, 1.0)
-            node._training.cancel()
+            await node.pause()
             tell = node.learner.answer
             node.learner.answer = lambda post, kind, tell=tell: (
                 answered.append(post.number),
@@ -50,7 +50,6 @@ async def test_a_round_under_way_ends_in_time_and_nothing_follows(case: Case, de
         assert np.array_equal(crowd.xs(), left)
         assert [len(node.swarm.rounds) for node in crowd.nodes] == rounds
         assert not answered
-        await asyncio.gather(*(node._training for node in crowd.nodes), return_exceptions=True)
         ours = asyncio.current_task()
         assert {task.get_name() for task in asyncio.all_tasks() if task is not ours} == set()
 

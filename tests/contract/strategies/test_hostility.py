@@ -85,7 +85,7 @@ async def test_poisoned_answers_move_nobody(case: Case):
         answers = {node.id: 0 for node in crowd.nodes}
         lying: dict[str, Iterator[str]] = {}
         for node in crowd.nodes:
-            node._answer = answering(node, answers, lying)
+            node.answer = answering(node, answers, lying)
         await crowd.start()
         await crowd.rounds(2)
         liar = max(crowd.nodes, key=lambda node: answers[node.id])

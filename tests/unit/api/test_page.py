@@ -13,7 +13,7 @@ from p2pdrl.api.page import Page, load_page
 
 @pytest.fixture
 def html():
-    return load_page()._html
+    return load_page().html
 
 
 def test_the_policy_names_exactly_our_script_and_style(html):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import socket
 import threading
+from http.client import HTTPConnection
 
 import pytest
 
@@ -49,17 +50,13 @@ def test_the_token_is_found_where_a_local_node_says(served):
 
 
 def test_credentials_are_proven_and_never_sent(served, monkeypatch):
-    sent = []
-    real = NodeClient._send
+    sent, real = [], HTTPConnection.request
 
-    def spy(self, connection, method, path, key):
-        connection.set_debuglevel(0)
-        original = connection.request
-        connection.request = lambda *args, headers=None, **kw: (sent.append(dict(headers or {})), original(
-            *args, headers=headers or {}, **kw))[1]  # fmt: skip
-        return real(self, connection, method, path, key)
+    def request(connection, *args, headers, **options):
+        sent.append(dict(headers))
+        return real(connection, *args, headers=headers, **options)
 
-    monkeypatch.setattr(NodeClient, "_send", spy)
+    monkeypatch.setattr(HTTPConnection, "request", request)
     client(served.address).post("/v1/pause")
     assert any("P2PDRL-Mac" in headers for headers in sent)
     assert served.node.token not in str(sent)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
-from types import SimpleNamespace
+import time
+from importlib import metadata
 
 import pytest
 
 from p2pdrl.api.keyfile import read_swarm_key, write_swarm_key
 from p2pdrl.api.testing import FakeNode, Served
 from p2pdrl.cli import checks
+from p2pdrl.cli.client import NodeClient
 from p2pdrl.ids import swarm_id_from_key
+
+
+def machine(name: str, data_dir: str | None = None, listen: str = "127.0.0.1:47946") -> checks.Check:
+    """One of the checks of this machine."""
+    return next(check for check in checks.machine_checks(data_dir, listen) if check.name == name)
 
 
 def results(found):
@@ -31,39 +39,40 @@ def test_this_machine_is_checked(p2pdrl, tmp_path):
 
 def test_a_taken_port_is_a_warning():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        check = checks._port("{}:{}".format(*server.getsockname()))
+        check = machine("port", listen="{}:{}".format(*server.getsockname()))
     assert check.result == "warn"
     assert check.advice
 
 
 def test_a_data_folder_that_cant_be_written_fails(tmp_path):
     (tmp_path / "file").write_text("")
-    assert checks._data_folder(str(tmp_path / "file" / "x")).result == "fail"
-    assert checks._data_folder(str(tmp_path / "new" / "x")).result == "ok"
+    assert machine("data folder", str(tmp_path / "file" / "x")).result == "fail"
+    assert machine("data folder", str(tmp_path / "new" / "x")).result == "ok"
     assert not (tmp_path / "new").exists()
 
 
 def test_missing_torch_fails(monkeypatch):
     def missing(_name):
-        raise checks.metadata.PackageNotFoundError
+        raise metadata.PackageNotFoundError
 
-    monkeypatch.setattr(checks.metadata, "version", missing)
-    assert checks._torch().result == "fail"
+    monkeypatch.setattr(metadata, "version", missing)
+    assert machine("torch").result == "fail"
 
 
 def test_a_busy_machine_warns(monkeypatch):
-    monkeypatch.setattr(checks.os, "getloadavg", lambda: (10_000.0, 0, 0))
-    assert checks._processors().result == "warn"
+    monkeypatch.setattr(os, "getloadavg", lambda: (10_000.0, 0, 0))
+    assert machine("processors").result == "warn"
 
 
 @pytest.mark.parametrize(
-    ("code", "out", "expected"), [(0, "H200, 143771 MiB\n", "ok"), (9, "", "warn"), (0, "", "warn")]
+    ("code", "out", "expected"), [(0, r"H200, 143771 MiB\n", "ok"), (9, "", "warn"), (0, "", "warn")]
 )
-def test_gpus_are_counted_by_the_drivers_tool(monkeypatch, code, out, expected):
-    monkeypatch.setattr(checks.shutil, "which", lambda _name: "/usr/bin/nvidia-smi")
-    done = SimpleNamespace(returncode=code, stdout=out)
-    monkeypatch.setattr(checks.subprocess, "run", lambda *_args, **_kwargs: done)
-    assert checks._gpu().result == expected
+def test_gpus_are_counted_by_the_drivers_tool(monkeypatch, tmp_path, code, out, expected):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{out}'\nexit {code}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert machine("gpu").result == expected
 
 
 def test_a_good_peer(served):
@@ -99,9 +108,10 @@ def test_swarm_keys_are_compared(tmp_path):
         ("Tue, 14 Nov 2023 22:10:00 GMT", "fail"), ("", "warn"), ("soon", "warn"),
     ],
 )  # fmt: skip
-def test_clocks_are_compared(monkeypatch, date, expected):
-    monkeypatch.setattr(checks.time, "time", lambda: 1_700_000_000.5)
-    assert checks._clock("peer", SimpleNamespace(date=lambda: date)).result == expected
+def test_clocks_are_compared(served, monkeypatch, date, expected):
+    monkeypatch.setattr(time, "time", lambda: 1_700_000_000.5)
+    monkeypatch.setattr(NodeClient, "date", lambda _: date)
+    assert results(checks.peer_checks(served.address, None))[f"peer {served.address} clock"] == expected
 
 
 def test_another_protocol_fails(served, monkeypatch):

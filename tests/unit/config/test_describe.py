@@ -130,9 +130,9 @@ def test_without_source_there_are_no_meanings(monkeypatch: pytest.MonkeyPatch) -
     def no_source(_: object) -> str:
         raise OSError("could not get source code")
 
-    describe._documented.cache_clear()
+    describe._documented.cache_clear()  # noqa: SLF001 - remembered for the process
     monkeypatch.setattr(describe.inspect, "getsource", no_source)
     try:
         assert "#seed = 0" in render_toml()
     finally:
-        describe._documented.cache_clear()
+        describe._documented.cache_clear()  # noqa: SLF001 - remembered for the process

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 
 from p2pdrl.errors import ConfigError
@@ -138,6 +139,7 @@ def next_life() -> tuple[int, str]:
 
 
 def build(start: object) -> tuple[Trainer, str]:
+    Path(os.environ["FAKE_LEARNER_PLAN"]).with_suffix(".start").write_bytes(msgspec.json.encode(start))
     act, _, at = WORD.partition(":")
     if act == "usage" and not at:
         raise ConfigError("there is no such environment")
@@ -157,7 +159,7 @@ def build(start: object) -> tuple[Trainer, str]:
 
 
 LIFE, WORD = next_life()
-learner._build = build
+learner._build = build  # noqa: SLF001 - its only argument is the socket
 learner.FIRST_WORDS_S = 0.05
 del sys.argv[1:3]  # -m p2pdrl.workers.learner
 sys.exit(learner.main())

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from p2pdrl.config.strategy import GradAverageConfig, LocalConfig, StrategyConfig
 from p2pdrl.errors import ConfigError, PeerRefusedError
 from p2pdrl.node import settings
+from p2pdrl.node.mode import ModeInForce
+from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.strategies.pairwise import gossip
 from p2pdrl.strategies.pairwise.gossip import GossipStrategy
 from p2pdrl.strategies.protocol import RoundReport
+from p2pdrl.strategies.registry import build
 from p2pdrl.transport.pipe import PipeReply
 from p2pdrl.transport.protocol import Refusal
 
@@ -36,43 +40,61 @@ async def test_the_mode_changes_and_outcomes_stay(pair, until):
     assert one.training.outcomes["ok"] >= ok
 
 
-async def test_a_bug_in_a_strategy_is_told(pair, monkeypatch):
-    one = pair[0].training
-    watch = asyncio.create_task(one.mode.watch())
-    await one.mode.use(GOSSIP, 1)
-    await one.mode.use(LocalConfig(), 2)
-    await asyncio.sleep(0)
-    assert not watch.done()
+@pytest.fixture
+async def mode(pair):
+    """Makes modes for the first of two nodes, with a way to build strategies that the test chooses."""
+    made = []
 
-    def broken(self):
+    def make(build, change=None) -> ModeInForce:
+        one = pair[0].training
+        made.append(ModeInForce(one.context, change or one.crew.change, one.accounting, build))
+        return made[-1]
+
+    yield make
+    for each in made:
+        await each.stop()
+
+
+class Broken(LocalStrategy):
+    """Ends by a bug."""
+
+    async def watch(self) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(GossipStrategy, "_next_partner", broken)
-    await one.mode.use(GOSSIP, 3)
+
+def either(config, context):
+    """Broken where it is configured so."""
+    return Broken() if config == BAD else build(config, context)
+
+
+BAD = msgspec.structs.replace(GOSSIP, every_updates=7)
+
+
+async def test_a_bug_in_a_strategy_is_told(mode):
+    one = mode(either)
+    watch = asyncio.create_task(one.watch())
+    await one.use(GOSSIP, 1)
+    await one.use(LocalConfig(), 2)
+    await asyncio.sleep(0)
+    assert not watch.done()
+    await one.use(BAD, 3)
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(watch, 5)
 
 
-async def test_a_bug_is_told_after_modes_that_follow_closely(pair, monkeypatch):
-    one = pair[0].training
-    watch = asyncio.create_task(one.mode.watch())
-    await asyncio.sleep(0)
-    change = one.crew.change
-
+async def test_a_bug_is_told_after_modes_that_follow_closely(pair, mode):
     async def dismiss_helpers_first(regime, epoch):
-        await asyncio.sleep(0.01)
-        await change(regime, epoch)
+        if epoch > 1:
+            await asyncio.sleep(0.01)
+        await pair[0].training.crew.change(regime, epoch)
 
-    await one.mode.use(LocalConfig(), 1)
-    monkeypatch.setattr(one.mode, "_change", dismiss_helpers_first)
-    await one.mode.use(GOSSIP, 2)  # before it is watched what came before
+    one = mode(either, dismiss_helpers_first)
+    watch = asyncio.create_task(one.watch())
+    await asyncio.sleep(0)
+    await one.use(LocalConfig(), 1)
+    await one.use(GOSSIP, 2)  # before it is watched what came before
     await asyncio.sleep(0.01)
-
-    def broken(self):
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(GossipStrategy, "_next_partner", broken)
-    await one.mode.use(GOSSIP, 3)
+    await one.use(BAD, 3)
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(watch, 5)
 
@@ -104,21 +126,18 @@ class Unwilling(GossipStrategy):
 
 
 @pytest.mark.parametrize("when", ["built", "started"])
-async def test_a_strategy_that_cant_run_here_leaves_the_node_alone(pair, monkeypatch, when):
-    one = pair[0].training
-    await one.mode.use(GOSSIP, 1)
-    wanted: StrategyConfig = GradAverageConfig(backend="torch")
-    if when == "started":
-        wanted = GOSSIP
-        monkeypatch.setattr("p2pdrl.node.mode.build", Unwilling)
+async def test_a_strategy_that_cant_run_here_leaves_the_node_alone(mode, when):
+    """One can't be built, the other finds out as it starts."""
+    wanted: StrategyConfig = GradAverageConfig(backend="torch") if when == "built" else BAD
+    one = mode(lambda config, context: (Unwilling if config == BAD else build)(config, context))
+    await one.use(GOSSIP, 1)
     with pytest.raises(ConfigError):
-        await one.mode.use(wanted, 2)
-    assert (one.mode.strategy.mode, one.mode.config, one.mode.epoch) == ("local", LocalConfig(), 2)
+        await one.use(wanted, 2)
+    assert (one.strategy.mode, one.config, one.epoch) == ("local", LocalConfig(), 2)
     assert Unwilling.stopped == (when == "started")
-    monkeypatch.undo()
-    await one.mode.use(GOSSIP, 3)
-    assert one.mode.strategy.mode == "gossip"
-    assert one.outcomes.get("ok", 0) + one.outcomes.get("answered", 0) < 50, "no exchange counts twice"
+    await one.use(GOSSIP, 3)
+    assert one.strategy.mode == "gossip"
+    assert one.outcomes["ok"] + one.outcomes["answered"] < 50, "no exchange counts twice"
 
 
 class Slow(GossipStrategy):
@@ -135,24 +154,21 @@ class Slow(GossipStrategy):
         await super().stop(timeout_s)
 
 
-async def test_pipes_are_the_strategys_business(pair, monkeypatch):
-    one = pair[0].training
+async def test_pipes_are_the_strategys_business(mode):
     asked = SimpleNamespace(meta=b"a pipe please")
-    await one.mode.use(GOSSIP, 1)
+    plain, taking = mode(build), mode(Slow)
+    await plain.use(GOSSIP, 1)
     with pytest.raises(Refusal, match="409: mode gossip has no use for pipes"):
-        await one.mode.accept(asked)
-    monkeypatch.setattr("p2pdrl.node.mode.build", Slow)
-    await one.mode.use(GOSSIP, 2)
-    assert (await one.mode.accept(asked)).meta == b"a pipe please"
+        await plain.accept(asked)
+    await taking.use(GOSSIP, 2)
+    assert (await taking.accept(asked)).meta == b"a pipe please"
 
 
-async def test_a_strategy_may_ask_for_time_to_end_but_not_for_ever(pair, monkeypatch):
-    one = pair[0].training
+async def test_a_strategy_may_ask_for_time_to_end_but_not_for_ever(mode, monkeypatch):
     Slow.given_s = ()
     for epoch, seconds in enumerate((7.0, 1e6, 0.0), 1):
         monkeypatch.setattr(Slow, "ends_within_s", seconds)
-        with monkeypatch.context() as patch:
-            patch.setattr("p2pdrl.node.mode.build", Slow)
-            await one.mode.use(GOSSIP, epoch)
-        await one.mode.use(LocalConfig(), epoch)
+        one = mode(lambda config, context: (Slow if config == GOSSIP else build)(config, context))
+        await one.use(GOSSIP, epoch)
+        await one.use(LocalConfig(), epoch)
     assert Slow.given_s == (7.0, 15.0, 0.0)

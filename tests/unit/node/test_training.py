@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -42,11 +45,13 @@ async def test_before_it_is_built_there_is_nothing(events):
     await bare.stop()
 
 
-async def test_the_learner_computes_gradients_as_the_node_says(events):
+async def test_the_learner_computes_gradients_as_the_node_says(plan, events):
     learner = LearnerConfig(microbatches="auto", checkpoint_activations=True, activation_limit_bytes=77)
     peer = Peer(MemoryNetwork(random.Random(0)), 0, events, NodeConfig(learner=learner))
-    start = peer.training.supervisor._start
-    told = start.microbatches, start.checkpoint_activations, start.activation_limit_bytes
+    plan("train")
+    await peer.training.build()
+    start = msgspec.json.decode(Path(os.environ["FAKE_LEARNER_PLAN"]).with_suffix(".start").read_bytes())
+    told = start["microbatches"], start["checkpoint_activations"], start["activation_limit_bytes"]
     assert told == ("auto", True, 77)
     await peer.training.stop()
 
@@ -64,7 +69,7 @@ async def test_two_gossip_after_updates(pair, until):
 
 async def test_a_smaller_lineage_is_adopted_from(pair, until, kinds):
     one, two = pair
-    two.training._enter("bb" * 8)
+    two.training.enter("bb" * 8)
     two.reports(1000)
     for peer in pair:
         await peer.training.mode.use(GOSSIP, 1)
@@ -100,7 +105,7 @@ async def test_a_node_that_went_nan_heals(pair, until, kinds):
         await peer.training.mode.use(GOSSIP, 1)
     one.training.board.post_set(np.full(5, np.nan, np.float32), None, 7)
     assert not one.training.adoptions.under_way
-    request = one.training._request()
+    request = one.training.state_request()
     with pytest.raises(PeerRefusedError) as caught:
         await state_transfer.fetch(
             two.transport, one.id, one.address, request=request, spec=one.training.spec, max_abs=1e6
@@ -143,7 +148,7 @@ async def test_what_the_learner_is_told(pair, kinds):
     one.training.supervisor.tell = told.append
     one.training.share_moments()
     assert told == []
-    one.training.supervisor._report(Report(1, 1, 1, 0, [], {}, {"obs": b"\xc1"}))
+    one.training.supervisor.reported(Report(1, 1, 1, 0, [], {}, {"obs": b"\xc1"}))
     assert (told, kinds()) == ([], ["moments-failed"])
     one.training.pause(paused=True)
     one.training.progress(0.5, 100)
@@ -194,7 +199,7 @@ async def test_the_learning_rate_follows_the_progress(pair):
     one = pair[0].training
     one.supervisor.tell = lambda message: None
     one.task = TaskConfig(algorithm=PPOConfig(learning_rate=0.5, anneal="linear"))
-    learner = one._context(1).learner
+    learner = one.context(1).learner
     one.progress(0.25, 0)
     assert learner.learning_rate == 0.375
 
@@ -210,7 +215,7 @@ async def test_the_learning_rate_follows_the_progress(pair):
 async def test_the_strategy_is_told_what_an_update_is_made_of(pair, core, algorithm, expected):
     one = pair[0].training
     one.task = TaskConfig(env=EnvConfig(num_envs=8), network=NetworkConfig(core=core), algorithm=algorithm)
-    context = one._context(1)
+    context = one.context(1)
     assert (context.minibatches, context.batches, context.rows) == expected
 
 

@@ -29,6 +29,7 @@ class Peer:
 
     def __init__(self, network, number, events, config=CONFIG) -> None:
         self.id = f"{number:032x}"
+        self.events = events
         self.address = Address("10.0.0.1", 7000 + number)
         self.transport = network.join(self.id, self.address)
         self.peers: dict[str, Address] = {}
@@ -52,9 +53,9 @@ class Peer:
     async def start(self, board=None, lineage="aa" * 8) -> None:
         if board is not None:
             self.training.supervisor.board = board
-            self.training.supervisor.spec = board._memory.spec
-            self.training._enter(lineage)
-        giving = Giving(self.training, self.ledger, self.training._events)
+            self.training.supervisor.spec = board.spec
+            self.training.enter(lineage)
+        giving = Giving(self.training, self.ledger, self.events)
         await self.transport.start()
         self.transport.serve(state_transfer.ROUTE, giving.answer)
         self.transport.serve(gossip.ROUTE, self.training.mode.answer, max_vector_bytes=1 << 20)
@@ -65,4 +66,4 @@ class Peer:
         return out.tolist()
 
     def reports(self, updates: int) -> None:
-        self.training.supervisor._report(Report(0, updates, 10 * updates, updates, [], {}))
+        self.training.supervisor.reported(Report(0, updates, 10 * updates, updates, [], {}))

@@ -1,5 +1,8 @@
 """Each schedule against PyTorch's own, and what `check_schedule` lets through."""
 
+# torch's schedules are the reference, and tell nobody what they do when.
+# ruff: noqa: SLF001
+
 from __future__ import annotations
 
 import random

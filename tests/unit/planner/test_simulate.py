@@ -139,7 +139,7 @@ def test_a_vector_that_comes_is_averaged_at_once_if_an_update_has_been_made_sinc
     model, x_NE = GalaModel(GalaConfig(every_updates=0, every_s=1000.0), world), world.replicas.x_NE
     mine_E, theirs_E = x_NE.copy()
     model.updated(0)
-    arrive = model._arrive
+    arrive = model._arrive  # noqa: SLF001 - at a moment of its own
     arrive(1, 0, (0, theirs_E), 100.0, 0.0)
     assert x_NE[0] == pytest.approx((mine_E + theirs_E) / 2)
     arrive(1, 0, (0, theirs_E), 100.0, 0.0)
@@ -170,6 +170,16 @@ def test_asynchronous_servers_age_gradients_by_the_number_of_workers():
     found = predict(swarm(8, machines=BETTER), ServerAsyncConfig(ahead=0), seconds=30)
     # While one computes, each of the seven others steps once.
     assert found.staleness == pytest.approx(7, rel=0.2)
+
+
+@pytest.mark.parametrize("stale", ["drop", "scale"])
+def test_asynchronous_servers_refuse_a_straggler_or_take_it(stale):
+    """Three workers make 60 steps while the fourth, 20 times slower, computes one gradient."""
+    machines = (STEADY, STEADY, STEADY, Machine(update_s=2.0, jitter=0.0))
+    found = predict(
+        swarm(4, machines=machines), ServerAsyncConfig(ahead=0, max_staleness=20, stale=stale), seconds=60
+    )
+    assert found.outcomes.get("stale", 0) == (pytest.approx(29, abs=1) if stale == "drop" else 0)
 
 
 def test_a_thin_link_bounds_what_is_exchanged():

@@ -24,7 +24,6 @@ from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address, Incoming, Reply
 
 SIZE = 16
-SPEC = BoardSpec(Layout((Entry("x", (SIZE,)),)))
 GOSSIP = AdpsgdConfig(compression="none", deadline_s=1.0)
 
 
@@ -38,11 +37,12 @@ class GossipNode:
         self.address = Address("10.0.0.1", 7000 + number)
         self.transport = network.join(self.id, self.address)
         self.swarm = FakeSwarm(self.id)
-        self.region = SharedRegion.create(SPEC.nbytes, "gossip")
-        self.board, self._own = DaemonBoard(self.region, SPEC), LearnerBoard(self.region, SPEC)
+        spec = BoardSpec(Layout((Entry("x", (start_D.size,)),)))
+        self.region = SharedRegion.create(spec.nbytes, "gossip")
+        self.board, self.own = DaemonBoard(self.region, spec), LearnerBoard(self.region, spec)
         self.x_D = start_D.astype(np.float32)
         self.version = 10
-        self._own.publish(self.x_D, None, self.version)
+        self.own.publish(self.x_D, None, self.version)
         self.config = config
         self.use(self.transport)
 
@@ -57,15 +57,22 @@ class GossipNode:
                 clock=LoopClock(),
                 rng=random.Random(int(self.id, 16)),
                 epoch=1,
-                size=SIZE,
+                size=self.x_D.size,
                 max_abs=1e6,
                 **options,
             ),
         )
 
+    async def read_through(self, on_read: Callable[[], None]) -> None:
+        """Begin anew with a board that calls ``on_read`` before each read."""
+        await self.strategy.stop(0.0)
+        self.board = WatchedBoard(self.board, on_read)
+        self.use(self.transport)
+        await self.strategy.start()
+
     async def start(self) -> None:
         await self.transport.start()
-        self.transport.serve(gossip.ROUTE, self.answer, max_vector_bytes=1 << 20)
+        self.transport.serve(gossip.ROUTE, self.answer, max_vector_bytes=1 << 22)
         await self.strategy.start()
 
     async def answer(self, incoming: Incoming) -> Reply:
@@ -77,17 +84,17 @@ class GossipNode:
         self.region.close()
 
     def now(self) -> np.ndarray:
-        out_D = np.empty(SIZE, np.float32)
+        out_D = np.empty(self.x_D.size, np.float32)
         self.board.now(out_D)
         return out_D
 
     def turn(self) -> None:
         """What a learner does between two unrolls."""
-        taken = self._own.take()
+        taken = self.own.take()
         if taken is not None:
             self.x_D = self.x_D + taken.vector if taken.kind == "delta" else taken.vector.copy()
             self.version = max(self.version, taken.policy_version)
-        self._own.publish(self.x_D, None, self.version)
+        self.own.publish(self.x_D, None, self.version)
 
     def say(self, **changes: Any) -> None:
         """Change what the node says of itself."""
@@ -95,6 +102,25 @@ class GossipNode:
 
     def moved(self) -> bool:
         return not np.array_equal(self.now(), self.x_D)
+
+
+class WatchedBoard:
+    """A board whose readers a test holds up or lets fail.
+
+    Args:
+        board: the true one.
+        on_read: called before each read.
+    """
+
+    def __init__(self, board: DaemonBoard, on_read: Callable[[], None]) -> None:
+        self._board, self._on_read = board, on_read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._board, name)
+
+    def now(self, *arguments: Any) -> Any:
+        self._on_read()
+        return self._board.now(*arguments)
 
 
 class Swarm:
@@ -111,10 +137,12 @@ class Swarm:
         """What a node says of itself at first."""
         return Summary(node.id, "task", "layout", 1, "aa", 100, 10)
 
-    async def grow(self, count: int, config: AdpsgdConfig = GOSSIP, **options: Any) -> list[GossipNode]:
+    async def grow(
+        self, count: int, config: AdpsgdConfig = GOSSIP, size: int = SIZE, **options: Any
+    ) -> list[GossipNode]:
         rng = np.random.default_rng(0)
         for number in range(count):
-            node = GossipNode(self.network, number, rng.standard_normal(SIZE), config)
+            node = GossipNode(self.network, number, rng.standard_normal(size), config)
             node.use(node.transport, **options)
             self.nodes.append(node)
         for node in self.nodes:

@@ -5,14 +5,12 @@ import threading
 
 import pytest
 
-from p2pdrl.strategies import heavy
 from p2pdrl.strategies.arithmetic import Arithmetic
 from p2pdrl.transport.protocol import Refusal
 
 
-async def test_closing_waits_for_threads_and_refuses_what_comes_later(monkeypatch):
-    monkeypatch.setattr(heavy, "INLINE_BYTES", 0)
-    work, began, go_on, ended = Arithmetic(8), threading.Event(), threading.Event(), []
+async def test_closing_waits_for_threads_and_refuses_what_comes_later():
+    work, began, go_on, ended = Arithmetic(1 << 24), threading.Event(), threading.Event(), []
 
     def slow() -> None:
         began.set()

@@ -36,7 +36,11 @@ def test_what_was_sent_and_what_is_kept_add_up(kind):
             one.delivered()
             given_D += gradient_D
             sent_D += one.sent_D
-    assert np.allclose(sent_D + one._kept_D, given_D, atol=1e-4)
+    for _ in range(100):  # what is kept goes out in the end, but for what is below the threshold
+        one.encode(np.zeros(D, np.float32))
+        one.delivered()
+        sent_D += one.sent_D
+    assert np.allclose(sent_D, given_D, atol=0.5 if kind == "threshold" else 1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

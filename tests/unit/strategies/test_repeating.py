@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 
 import pytest
 
@@ -114,3 +116,52 @@ async def test_cancelling_ends_all_calls():
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert not peer.under_way
+
+
+def heard_complaints() -> list[str]:
+    """What the event loop says of errors that nobody handles, such as those of tasks that nobody reads."""
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+    return said
+
+
+class Together:
+    """Two calls that end in the same turn of the loop, the first made first."""
+
+    def __init__(self, *ends: object) -> None:
+        self.ends = list(ends)
+        self.both = asyncio.Event()
+        self.made = 0
+
+    async def call(self, left_s: float) -> str:
+        end = self.ends[self.made]
+        self.made += 1
+        if self.made == len(self.ends):
+            asyncio.get_running_loop().call_later(0.05, self.both.set)
+        await self.both.wait()
+        if isinstance(end, Exception):
+            raise end
+        return str(end)
+
+
+@pytest.mark.parametrize("ends", [("answer", BROKEN), (BROKEN, "answer"), (REFUSED, "answer")])
+async def test_an_answer_counts_and_the_failures_beside_it_are_read(ends):
+    complaints = heard_complaints()
+    peer = Together(*ends)
+    found = await repeated(peer.call, again_s=0.2, deadline_s=1.0, clock=LoopClock())
+    assert found == "answer"
+    await asyncio.sleep(0)
+    gc.collect()
+    assert complaints == []
+
+
+async def test_of_failures_that_come_together_all_are_read():
+    complaints = heard_complaints()
+    peer = Together(*(PeerRefusedError(409, "another mode") for _ in range(3)))
+    with contextlib.suppress(
+        PeerRefusedError
+    ):  # `pytest.raises` would keep the frames, and the tasks in them
+        await repeated(peer.call, again_s=0.2, deadline_s=1.0, clock=LoopClock())
+    await asyncio.sleep(0)
+    gc.collect()
+    assert complaints == []

@@ -84,9 +84,9 @@ def test_a_full_disk_is_told_once_and_costs_nothing_else(
             raise OSError(28, "No space left on device")
 
     writer = open_writer(tmp_path, ManualClock())
-    writer._records.close()
+    writer._records.close()  # noqa: SLF001 - a full disk
     full: Any = Full()
-    writer._records = full
+    writer._records = full  # noqa: SLF001 - a full disk
     writer.scalars(1, {"a": 1.0})
     writer.scalars(2, {"a": 1.0})
     writer.flush()

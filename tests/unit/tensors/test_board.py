@@ -157,7 +157,7 @@ def test_facts_can_be_read_while_another_thread_copies(
     learner: LearnerBoard, daemon: DaemonBoard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner.publish(vec(1, 2, 3), None, 5)
-    memory, copying, go_on = daemon._memory, threading.Event(), threading.Event()
+    memory, copying, go_on = daemon._memory, threading.Event(), threading.Event()  # noqa: SLF001 - a moment within a copy
     write_slot = memory.write_slot
 
     def slow(slot: Slot) -> None:

@@ -102,7 +102,7 @@ def test_what_is_posted_and_published_while_facts_are_read_is_not_missed(
 ) -> None:
     daemon.post_delta(vec(1, 0, 0), 2)
     assert not daemon.absorbed
-    published, calls = daemon._memory.published, []
+    published, calls = daemon._memory.published, []  # noqa: SLF001 - a moment within a read
 
     def late(copy: int) -> object:
         calls.append(copy)
@@ -110,8 +110,8 @@ def test_what_is_posted_and_published_while_facts_are_read_is_not_missed(
             daemon.post_delta(vec(0, 1, 0), 7)  # gathered, for the slot is in use ...
             learner.take()
             learner.publish(vec(2, 2, 3), None, 3)  # ... until now
-        return published(daemon._memory.lock.writes % 2)
+        return published(daemon._memory.lock.writes % 2)  # noqa: SLF001 - a moment within a read
 
-    monkeypatch.setattr(daemon._memory, "published", late)
+    monkeypatch.setattr(daemon._memory, "published", late)  # noqa: SLF001 - a moment within a read
     assert not daemon.absorbed, "at no time was all that was posted published"
     assert daemon.policy_version == 7

@@ -68,7 +68,7 @@ async def test_a_caller_that_does_not_read_its_answer_is_cut(served: Served) -> 
 
     served.transport.serve("give", give)
     async with stream(served) as caller:
-        caller.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        caller.reader._transport.pause_reading()  # type: ignore[attr-defined]  # noqa: SLF001 - asyncio has no other
         caller.writer.write(caller.frame(route=b"give"))
         await until(lambda: served.transport.counters.dropped_connections == 1)
         await until(lambda: ends == [False])

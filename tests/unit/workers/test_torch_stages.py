@@ -100,9 +100,9 @@ def test_only_who_knows_the_word_becomes_a_neighbour():
         found = []
         where = f"{address[0]} {address[1]} {token.hex()}"
         until_s = time.monotonic() + 10.0
-        thread = threading.Thread(target=lambda: found.append(torch_stages._connect(where, until_s)))
+        thread = threading.Thread(target=lambda: found.append(torch_stages.connect_to_rank(where, until_s)))
         thread.start()
-        neighbour = torch_stages._accept(listener, token, until_s)
+        neighbour = torch_stages.accept_rank(listener, token, until_s)
         thread.join()
         with neighbour, found[0], stranger:
             assert neighbour.getpeername() == found[0].getsockname()
@@ -119,14 +119,14 @@ def test_strangers_who_say_nothing_or_break_off_do_not_keep_a_neighbour_away(mon
         rude.close()  # by a reset
         silent, neighbour = socket.create_connection(address), socket.create_connection(address)
         neighbour.sendall(token)
-        with silent, neighbour, torch_stages._accept(listener, token, time.monotonic() + 5.0) as found:
+        with silent, neighbour, torch_stages.accept_rank(listener, token, time.monotonic() + 5.0) as found:
             assert found.getpeername() == neighbour.getsockname()
 
 
 def test_strangers_alone_are_not_waited_for_longer():
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, socket.create_connection(listener.getsockname()), pytest.raises(TimeoutError):
-        torch_stages._accept(listener, bytes(16), time.monotonic() + 0.1)
+        torch_stages.accept_rank(listener, bytes(16), time.monotonic() + 0.1)
 
 
 def test_an_order_ends_a_meeting_and_so_does_a_question():

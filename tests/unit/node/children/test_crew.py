@@ -19,7 +19,7 @@ from p2pdrl.node.children.crew import Crew, pooled
 from p2pdrl.node.children.supervisor import LearnerSupervisor
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.tensors.moments import Moments
-from p2pdrl.workers.protocol import Pace, Progress, Report, Start
+from p2pdrl.workers.protocol import Others, Pace, Progress, Report, Start
 
 START = Start(b"{}", 0, "cpu", 1, False)
 QUICK = LearnerConfig(restart_min_s=0.01, restart_max_s=0.05)
@@ -42,7 +42,12 @@ class Node:
         self.new = 0
         options = {"start": start, "config": config, "clock": SystemClock(), "events": events}
         self.first = LearnerSupervisor(**options, window=1000, on_report=self.heard)
-        self.crew = Crew(supervisor=self.first, **options, on_report=self.heard)
+        self.on_help = self.heard
+        self.crew = Crew(
+            supervisor=self.first,
+            **options,
+            on_report=lambda *report: self.on_help(*report),  # noqa: PLW0108 - a test replaces it
+        )
 
     def heard(self, report: Report, new: int) -> None:
         self.new += new
@@ -148,14 +153,12 @@ async def test_each_is_told_what_all_others_counted(plan, make, until):
     await it.crew.change(Regime(learners=2), 1)
     await until(lambda: it.helped >= 5)
     it.crew.tell(Pace(paused=True, max_updates_per_s=0.0))
-    (helper,) = it.crew._helpers
+    (helper,) = it.crew.helpers
     heard: list[int] = []
     await until(lambda: heard.append(it.helped) or (len(heard) > 50 and heard[-50] == heard[-1]))
     it.crew.share({"obs": packed(1000, 2.0)})
-    told = {type(message).__name__: message for message in helper._sticky.values()}
-    assert count_of(told["Others"].moments) == 1000 + count_of(it.first.moments)
-    told = {type(message).__name__: message for message in it.first._sticky.values()}
-    assert count_of(told["Others"].moments) == 1000 + helper.last.updates
+    assert count_of(helper.told[Others].moments) == 1000 + count_of(it.first.moments)
+    assert count_of(it.first.told[Others].moments) == 1000 + helper.last.updates
 
 
 async def test_they_share_the_nodes_pace(plan, make, until):
@@ -163,10 +166,10 @@ async def test_they_share_the_nodes_pace(plan, make, until):
     it = make()
     await it.begin(Pace(paused=False, max_updates_per_s=90.0))
     await it.crew.change(Regime(learners=3), 1)
-    for process in (it.first, *it.crew._helpers):
-        assert process._sticky[Pace] == Pace(paused=False, max_updates_per_s=30.0)
+    for process in (it.first, *it.crew.helpers):
+        assert process.told[Pace] == Pace(paused=False, max_updates_per_s=30.0)
     await it.crew.change(FREE, 2)
-    assert it.first._sticky[Pace].max_updates_per_s == 90.0
+    assert it.first.told[Pace].max_updates_per_s == 90.0
 
 
 async def test_a_gpu_works_alone(plan, make):
@@ -189,12 +192,12 @@ async def test_leaving_while_helpers_are_built(plan, make, until):
     assert it.crew.pids == ()
 
 
-async def test_a_bug_in_what_hears_them_is_raised(plan, make, monkeypatch):
+async def test_a_bug_in_what_hears_them_is_raised(plan, make):
     plan("train")
     it = make()
     await it.begin()
     watch = asyncio.create_task(it.crew.watch())
-    monkeypatch.setattr(it.crew, "_on_report", lambda *_: 1 / 0)
+    it.on_help = lambda *_: 1 / 0
     await it.crew.change(Regime(learners=2), 1)
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(watch, 20)
@@ -235,10 +238,10 @@ async def test_four_processes_solve_sparse_least_squares(make, until):
     it = make(Start(msgspec.json.encode(SPARSE), 1, "cpu", 1, False))
     await it.begin(Pace(paused=True, max_updates_per_s=0.0))
     await it.crew.change(Regime(learners=4), 1)
-    await until(lambda: all(helper.last for helper in it.crew._helpers), 60.0)
+    await until(lambda: all(helper.last for helper in it.crew.helpers), 60.0)
     it.crew.tell(GO)
     await until(lambda: it.first.returns and it.first.returns[-1] > -1e-3, 60.0)
-    assert all(helper.last.updates > 100 for helper in it.crew._helpers)
+    assert all(helper.last.updates > 100 for helper in it.crew.helpers)
     assert it.told("helper-died") == 0
 
 

@@ -146,10 +146,10 @@ async def test_the_learning_rate_is_annealed(port):
         PPOConfig(learning_rate=0.5, anneal="linear"),
         A2CConfig(learning_rate=0.5, anneal="linear"),
     ):
-        port._algorithm = algorithm
-        rates = []
-        for port.fraction in (0.0, 0.25, 1.0, 7.0):
-            rates.append(port.learning_rate)
+        rates = [
+            LearnerPort(port.supervisor, algorithm, lambda fraction=fraction: fraction).learning_rate
+            for fraction in (0.0, 0.25, 1.0, 7.0)
+        ]
         assert rates == [0.5, 0.375, 0.0, 0.0]
 
 
@@ -158,8 +158,9 @@ async def test_the_learning_rate_is_annealed(port):
 )
 async def test_what_peers_say_never_raises_the_learning_rate(port, monkeypatch, said, told):
     answers = []
-    port._algorithm = PPOConfig(learning_rate=0.5)
-    monkeypatch.setattr(port.supervisor, "answer", lambda *answer, **more: answers.append((*answer, more)))
+    supervisor = port.supervisor
+    port = LearnerPort(supervisor, PPOConfig(learning_rate=0.5), lambda: 0.0)
+    monkeypatch.setattr(supervisor, "answer", lambda *answer, **more: answers.append((*answer, more)))
     post = Post(1, "gradients", 0, 1, None)
     for end in (False, True):
         port.answer(post, "replace", said, end_update=end)

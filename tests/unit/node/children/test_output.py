@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,7 @@ with socket.socket(fileno=int(given["--fd"])) as sock:
         if data == b"flood":
             for number in range(20000):
                 print(f"talker: {number} of many", file=sys.stderr)
+            open("flooded", "w").close()
         else:
             os.write(2, data)
         sock.sendall(b"\\x04\\0\\0\\0done")
@@ -57,23 +58,24 @@ def log():
 
 
 @pytest.fixture
-async def talker(tmp_path):
+async def talker(tmp_path, monkeypatch):
     (tmp_path / "talks.py").write_text(TALKS)
     paths = f"{tmp_path}:{Path.cwd()}"
-    link = Talker(*await Talker._start("talks", {}, os.environ | {"PYTHONPATH": paths}))
+    monkeypatch.chdir(tmp_path)
+    link = Talker(*await Talker.launch("talks", {}, os.environ | {"PYTHONPATH": paths}))
     yield link
     await link.kill()
 
 
 async def say(link: Talker, words: bytes) -> None:
-    await link._send(len(words).to_bytes(4, "little") + words)
+    await link.send(len(words).to_bytes(4, "little") + words)
 
 
 async def test_lines_are_logged_as_they_come(talker, log, until):
     await say(
         talker, b"talker: it is a fine day\nUserWarning: \xff\x1b[2J\n\n" + b"y" * 5000 + b"\nunfinished"
     )
-    await talker._receive()
+    await talker.receive()
     await until(lambda: len(log()) == 4)
     first, second, third, fourth = log()
     assert (first["event"], first["level"], first["source"]) == ("it is a fine day", "info", "talker")
@@ -94,14 +96,15 @@ async def test_last_words_arent_lost(talker, log):
 
 
 async def test_a_daemon_that_reads_nothing_holds_no_child_up(talker, log, until):
-    asyncio.get_running_loop().remove_reader(talker._output._reader)  # as if it were frozen
     await say(talker, b"flood")
-    async with asyncio.timeout(30):
-        assert await talker._receive() == [b"done"]
-    asyncio.get_running_loop().add_reader(talker._output._reader, talker._output._readable)
+    until_s = time.monotonic() + 30
+    while not os.path.exists("flooded"):  # noqa: ASYNC240, PTH110
+        assert time.monotonic() < until_s
+        time.sleep(0.01)  # noqa: ASYNC251 - the daemon is frozen: its loop stands still
+    assert await talker.receive() == [b"done"]
     await until(log)
     await say(talker, b"talker: hello again\n")
-    await talker._receive()
+    await talker.receive()
     await talker.kill()
     events = [line["event"] for line in log()]
     assert events[0] == "0 of many"

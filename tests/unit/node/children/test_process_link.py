@@ -36,7 +36,7 @@ async def start(tmp_path):
 
     async def started(**options):
         environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-        links.append(EchoLink(*await EchoLink._start("echoes", options, environment)))
+        links.append(EchoLink(*await EchoLink.launch("echoes", options, environment)))
         return links[-1]
 
     yield started
@@ -50,14 +50,14 @@ def frame(body: bytes) -> bytes:
 
 async def test_frames_go_and_come(start):
     link = await start()
-    await link._send(frame(b"one"))
-    assert await link._receive() == [b"one"]
+    await link.send(frame(b"one"))
+    assert await link.receive() == [b"one"]
     region = SharedRegion.create(64, "echo")
-    await link._send(frame(b"with memory"), [region])
-    assert await link._receive() == [b"with memory"]
+    await link.send(frame(b"with memory"), [region])
+    assert await link.receive() == [b"with memory"]
     region.close()
-    await link._send(frame(b"half"))
-    assert await link._receive() == []
+    await link.send(frame(b"half"))
+    assert await link.receive() == []
 
 
 async def test_its_command_tells_whose_child_it_is(start):
@@ -69,7 +69,7 @@ async def test_its_command_tells_whose_child_it_is(start):
 
 async def test_it_ends_by_itself_or_is_killed(start):
     link = await start()
-    await link._send(frame(b"end"))
+    await link.send(frame(b"end"))
     assert await link.reap(20.0) == 7
     link = await start()
     assert await link.reap(0.05) == -signal.SIGKILL
@@ -80,11 +80,11 @@ async def test_it_ends_by_itself_or_is_killed(start):
 
 async def test_one_that_is_gone_is_told(start):
     link = await start()
-    await link._send(frame(b"end"))
+    await link.send(frame(b"end"))
     with pytest.raises(WorkerError, match="the echo is gone"):
-        await link._receive()
+        await link.receive()
     with pytest.raises(WorkerError, match="the echo is gone"):
-        await link._send(frame(b"more"))
+        await link.send(frame(b"more"))
 
 
 async def test_nothing_to_start(start, monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from p2pdrl.pipeline.order import StageNews
 from p2pdrl.pipeline.trace import Span
 from p2pdrl.strategies.pipeline.port import Measured
 from p2pdrl.transport.pipe import Pipe, PipeTicket
+from p2pdrl.workers.protocol import frame
 from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
 
 from .orders import stage_order
@@ -230,7 +232,7 @@ with socket.socket(fileno=int(given["--fd"])) as sock:
 
 async def test_a_pipe_that_was_handed_over_ends_with_the_learner(tmp_path, pipes, until):
     (tmp_path / "holds.py").write_text(HOLDS)
-    link = LearnerLink(*await LearnerLink._start("holds", {}, os.environ | {"PYTHONPATH": str(tmp_path)}))
+    link = LearnerLink(*await LearnerLink.launch("holds", {}, os.environ | {"PYTHONPATH": str(tmp_path)}))
     talking = asyncio.create_task(link.converse(lambda _: None))
     try:
         port, down, up = StagePort(lambda: link), pipes(), pipes()
@@ -244,16 +246,40 @@ async def test_a_pipe_that_was_handed_over_ends_with_the_learner(tmp_path, pipes
     assert down.far.recv(1) == b""
 
 
-async def test_a_later_order_goes_after_what_was_said_meanwhile(tmp_path, pipes):
-    (tmp_path / "holds.py").write_text(HOLDS)
-    link = LearnerLink(*await LearnerLink._start("holds", {}, os.environ | {"PYTHONPATH": str(tmp_path)}))
+async def test_a_later_order_goes_after_what_was_said_meanwhile(tmp_path, until):
+    (tmp_path / "writes.py").write_text(WRITES)
+    said = tmp_path / "said"
+    link = LearnerLink(
+        *await LearnerLink.launch("writes", {"--to": said}, os.environ | {"PYTHONPATH": str(tmp_path)})
+    )
+    link.tell(Stage(stage_order(1)))
+    link.tell(Finish(1))
+    link.tell(Stage(stage_order(2)))
+    link.tell(Measure(4))
+    link.withdraw(Measure)
+    talking = asyncio.create_task(link.converse(lambda _: None))
     try:
-        link.tell(Stage(stage_order(1)))
-        link.tell(Finish(1))
-        link.tell(Stage(stage_order(2)))
-        assert [news.message for news in link._news.values()] == [Finish(1), Stage(stage_order(2))]
-        link.withdraw(Stage)
-        link.withdraw(Measure)
-        assert list(link._news) == [Finish]
+        await until(lambda: len(frames(said)) == 2)
+        assert frames(said) == [frame(Finish(1)), frame(Stage(stage_order(2)))]
     finally:
         await link.kill()
+        await talking
+
+
+WRITES = """
+import os, socket, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+with socket.socket(fileno=int(given["--fd"])) as sock, open(given["--to"], "wb", buffering=0) as out:
+    while data := sock.recv(65536):
+        out.write(data)
+"""
+
+
+def frames(said: Path) -> list[bytes]:
+    """What the child has written, cut into frames; the last one may be incomplete."""
+    data, found = said.read_bytes() if said.exists() else b"", []
+    while data:
+        end = 4 + int.from_bytes(data[:4], "little")
+        found.append(data[:end])
+        data = data[end:]
+    return found

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.node.children import supervisor as supervisor_module
 from p2pdrl.node.children.learner_link import LearnerLink
+from p2pdrl.strategies.protocol import Post
 
 from ..supervised import START
 
@@ -37,20 +39,23 @@ async def test_a_learner_trains_and_ends_when_told(plan, supervise, until):
     await it.one.stop()
 
 
-async def test_a_flush_under_way_ends_before_the_board_is_freed(plan, supervise):
+async def test_a_flush_under_way_ends_before_the_board_is_freed(plan, supervise, monkeypatch):
     """Even when the supervision has ended before."""
+    monkeypatch.setattr(supervisor_module, "INLINE_BYTES", 0)
     plan("train")
     it = supervise()
     await it.begin()
     await it.one.stop()
     gate = threading.Event()
-    it.one._flushing = asyncio.create_task(asyncio.to_thread(gate.wait, 10))
+    flushed = []
+    it.one.board = SimpleNamespace(pending=True, content_id=0, flush=lambda: flushed.append(gate.wait(10)))
+    it.one.answer(Post(1, "gradients", 0, 1, None), "set")
     stopping = asyncio.create_task(it.one.stop())
     _, under_way = await asyncio.wait([stopping], timeout=0.05)
     gate.set()
     await stopping
     assert under_way
-    assert it.one._flushing.done()
+    assert flushed == [True]
 
 
 @pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
@@ -109,13 +114,13 @@ async def test_the_last_report_is_read_before_the_end(plan, supervise, until):
         assert it.now() == (float(it.one.totals.updates), it.one.totals.updates)
 
 
-async def test_a_bug_that_shows_while_stopping_is_raised(plan, supervise, until, monkeypatch):
+async def test_a_bug_that_shows_while_stopping_is_raised(plan, supervise, until):
     plan("train")
     it = supervise()
     await it.begin()
     await until(lambda: it.one.totals.updates >= 1)
 
-    monkeypatch.setattr(it.one, "_on_report", lambda *_: 1 / 0)
+    it.on_report = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         await it.one.stop()
     await it.one.stop()
@@ -124,11 +129,11 @@ async def test_a_bug_that_shows_while_stopping_is_raised(plan, supervise, until,
     assert it.one.pid is None
 
 
-async def test_a_bug_ends_the_watch(plan, supervise, until, monkeypatch):
+async def test_a_bug_ends_the_watch(plan, supervise, until):
     plan("train")
     it = supervise()
     await it.begin()
-    monkeypatch.setattr(it.one, "_on_report", lambda *_: 1 / 0)
+    it.on_report = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(it.one.watch(), 20)
     await it.one.stop()

@@ -17,7 +17,7 @@ from p2pdrl.node.counting.rumours import Rumours
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.transport.memory import MemoryNetwork
-from p2pdrl.transport.protocol import Address
+from p2pdrl.transport.protocol import Address, Answer
 
 pytestmark = pytest.mark.looptime
 
@@ -201,10 +201,13 @@ async def test_words_that_are_too_long_are_refused(talkers):
     assert await send(one, two, bytes(rumours.MAX_META_BYTES + 1)) == 413
 
 
-async def test_a_hostile_answer_is_no_answer(talkers, monkeypatch):
+async def test_a_hostile_answer_is_no_answer(talkers):
     one, two = talkers[:2]
 
-    monkeypatch.setattr(two.rumours, "_speak", lambda holds: {"reports": 7})
+    async def lied_to(*_, **__):
+        return Answer(msgspec.msgpack.encode({"reports": 7}), 0, two.id)
+
+    one.transport.call = lied_to
     assert not await one.rumours.tell(two.id, two.address)
 
 
@@ -233,6 +236,20 @@ async def test_one_round_brings_a_newcomer_the_moments(talkers):
     assert others_count(one) == 50.0
 
 
+def listen(talker: Talker) -> tuple[list[int], list[int]]:
+    """Lengths of what a talker says from now on, and of the answers to it."""
+    call, said, heard = talker.transport.call, [], []
+
+    async def listening(to, peer, route, meta, **options):
+        said.append(len(meta))
+        answer = await call(to, peer, route, meta, **options)
+        heard.append(len(answer.meta))
+        return answer
+
+    talker.transport.call = listening
+    return said, heard
+
+
 def crowd(nodes: int, boots: int = 1, lineages: int = 1) -> dict[str, CountsWire]:
     """What a liar may say: many nodes, boots and lineages."""
     counts = tuple((boot, Counts(9, 9, 9)) for boot in range(1, boots + 1))
@@ -246,11 +263,10 @@ def crowd(nodes: int, boots: int = 1, lineages: int = 1) -> dict[str, CountsWire
 async def test_nobodys_tables_grow_a_message_beyond_its_bounds(talkers, lie):
     one, two = talkers[:2]
     one.work(70)
-    said = crowd(**lie)
-    one.ledger.merge_counts(said)
-    message = one.rumours._speak(None)
-    assert len(msgspec.msgpack.encode(message)) <= rumours.SPOKEN_BYTES
+    one.ledger.merge_counts(crowd(**lie))
+    said, _ = listen(one)
     assert await one.rumours.tell(two.id, two.address)
+    assert said[0] <= rumours.SPOKEN_BYTES
     assert two.ledger.of_node(one.id).env_steps == 70
     rounds = 1
     while two.ledger.total() != one.ledger.total() and rounds < 12:
@@ -272,10 +288,10 @@ async def test_many_moments_take_turns(talkers):
     ]
     assert one.ledger.merge_moments({"obs": rows}) == 300
     rounds = 0
+    _, heard = listen(two)
     while others_count(two) < 301:
-        answer = one.rumours._speak(two.ledger.moments_digest())
-        assert len(msgspec.msgpack.encode(answer)) <= rumours.SPOKEN_BYTES
         assert await two.rumours.tell(one.id, one.address)
+        assert heard.pop() <= rumours.SPOKEN_BYTES
         rounds += 1
     assert 3 <= rounds <= 20
 

@@ -53,9 +53,14 @@ def store(tmp_path) -> CheckpointStore:
 
 
 @pytest.fixture
-def saving(store, training, ledger, clock, events) -> Saving:
+def disk(store) -> FullDisk:
+    return FullDisk(store)
+
+
+@pytest.fixture
+def saving(disk, training, ledger, clock, events) -> Saving:
     return Saving(
-        store=store,
+        store=disk,
         config=CheckpointConfig(every_s=1.0),
         training=training,
         ledger=ledger,
@@ -129,8 +134,7 @@ async def test_unreadable_counts_are_told(saving, spoil):
         restore_ledger(Ledger(ME, 6), checkpoint)
 
 
-async def test_a_full_disk_is_told_once_until_it_works_again(saving, store, kinds, clock):
-    saving._store = disk = FullDisk(store)
+async def test_a_full_disk_is_told_once_until_it_works_again(saving, disk, kinds, clock):
     assert saving.age_s is None
     assert await saving.try_save()
     clock.advance(5.0)

@@ -9,6 +9,8 @@ import random
 import numpy as np
 
 from p2pdrl.config.strategy import GradAverageConfig, ParamAverageConfig
+from p2pdrl.strategies.averaging.allreduce import cut_pieces
+from p2pdrl.strategies.averaging.piece_owner import Piece
 from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
@@ -86,10 +88,14 @@ def together(nodes) -> bool:
     return shared(nodes, 5 * every) >= 4
 
 
-def mark(node) -> tuple[int, bytes]:
-    """A node's place in the group's history."""
-    chain = node.strategy._chain
-    return chain.number, chain.mark
+def rounds_of(node) -> int:
+    """Number of the last round that is in a node's history."""
+    return node.strategy.facts["round"]
+
+
+def pieces_of(bowls) -> tuple[Piece, ...]:
+    """Who owns which piece in the view in force."""
+    return cut_pieces(bowls.swarm.living[0].group.view, bowls.size)
 
 
 async def until(happens, within_s=30.0) -> float:

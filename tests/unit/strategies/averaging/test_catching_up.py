@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.strategy import GradAverageConfig
-from p2pdrl.errors import PeerTimeoutError
+from p2pdrl.errors import PeerRefusedError, PeerTimeoutError
 from p2pdrl.strategies.averaging import allreduce
-from p2pdrl.strategies.averaging.catching_up import CatchingUp
 from p2pdrl.strategies.averaging.messages import ROUTE, Ask
+from p2pdrl.transport.protocol import Refusal
 
-from .bowls import GRADIENTS, PARAMETERS, SIZE, Bowls, mark, now, stall_s, together, until
+from .bowls import GRADIENTS, PARAMETERS, SIZE, Bowls, now, pieces_of, rounds_of, stall_s, together, until
 from .rounds_tried import BOTH, CALM_S
 
 pytestmark = [pytest.mark.looptime, pytest.mark.usefixtures("owners")]
@@ -61,7 +61,7 @@ async def test_a_round_that_only_some_completed_is_taken_from_them(config, left)
         await bowls.start()
         await asyncio.sleep(3)
         adoptions = sum(len(node.swarm.adoptions) for node in bowls.nodes)
-        number = mark(bowls.nodes[0])[0] + 3
+        number = rounds_of(bowls.nodes[0]) + 3
         held = [hold_answers(node, number) for node in bowls.nodes[:left]]
         await until(lambda: any(held))
         await asyncio.sleep(0.02)
@@ -102,9 +102,10 @@ async def test_who_asks_before_the_other_has_begun_with_their_view_asks_again():
         await bowls.start()
         await asyncio.sleep(3)
         # Where one owns all, nobody answers him.
-        behind, ahead, lost = sorted(bowls.nodes, key=lambda node: not node.strategy._averager._others)
+        owners = {piece.owner for piece in pieces_of(bowls)}
+        behind, ahead, lost = sorted(bowls.nodes, key=lambda node: owners == {node.id})
         adoptions = len(behind.swarm.adoptions)
-        held = hold_answers(behind, mark(behind)[0] + 3)
+        held = hold_answers(behind, rounds_of(behind) + 3)
         begin_late(ahead)
         await until(lambda: held)
         await asyncio.sleep(0.02)
@@ -116,14 +117,17 @@ async def test_who_asks_before_the_other_has_begun_with_their_view_asks_again():
 
 
 def begin_late(node, pause_s=0.3) -> None:
-    """Let a node come late to each view from now on."""
-    begin = node.strategy._in_view
+    """Let a node say for a while, from the first question on, that it hasn't begun with the view."""
+    asked_s = []
 
-    async def late(active):
-        await asyncio.sleep(pause_s)
-        await begin(active)
+    async def late(incoming):
+        if incoming.route == ROUTE and msgspec.msgpack.decode(incoming.meta, type=Ask).what == "result":
+            asked_s.append(now())
+            if now() < asked_s[0] + pause_s:
+                raise Refusal(409, "not begun yet")
+        return await node.strategy.answer(incoming)
 
-    node.strategy._in_view = late
+    node.answer = late
 
 
 async def test_who_missed_a_round_of_one_alone_takes_its_state():
@@ -135,15 +139,15 @@ async def test_who_missed_a_round_of_one_alone_takes_its_state():
         ask_late(away)
         here.learner.period_s = 0.3  # one round, and it is found again
         await asyncio.sleep(1)
-        number = mark(here)[0]
+        number = rounds_of(here)
         bowls.network.freeze(away.id)
         here.swarm.peers = {}
-        await until(lambda: mark(here)[0] > number)
+        await until(lambda: rounds_of(here) > number)
         bowls.network.thaw(away.id)
         bowls.swarm.introduce()
-        assert (mark(here)[0], mark(away)[0]) == (number + 1, number)
+        assert (rounds_of(here), rounds_of(away)) == (number + 1, number)
         await asyncio.sleep(5)
-        assert mark(here) == mark(away)
+        assert abs(rounds_of(here) - rounds_of(away)) <= 1
         assert together(bowls.nodes)
 
 
@@ -159,23 +163,38 @@ def ask_late(node) -> None:
     node.transport.call = late
 
 
-async def test_who_took_a_state_has_no_result_to_give(monkeypatch):
-    kept, arrived = [], CatchingUp.arrived
-
-    def note(self):
-        before = self.kept
-        arrived(self)
-        kept.append((before, self.kept))
-
+async def test_who_took_a_state_has_no_result_to_give():
     async with Bowls() as bowls:
         await bowls.start()
         await asyncio.sleep(3)
-        monkeypatch.setattr(CatchingUp, "arrived", note)
-        bowls.nodes[0].learner._number = 0
+        taker, asker = bowls.nodes[:2]
+        assert await result_of(taker, asker) == 0
+        for node in bowls.nodes:
+            node.learner.period_s = 1.0
+        adoptions = len(taker.swarm.adoptions)
+        taker.learner.restart()
+        await until(lambda: len(taker.swarm.adoptions) > adoptions)
+        await asyncio.sleep(0.1)  # before the next round
+        assert await result_of(taker, asker) == 410
         await asyncio.sleep(3)
-    ((before, after),) = kept
-    assert before is not None
-    assert after is None
+        assert await result_of(taker, asker) == 0
+
+
+async def result_of(giver, asker) -> int:
+    """Ask for the last round's result by hand; return the status of the refusal, 0 for an answer."""
+    room = memoryview(bytearray(4 * SIZE))
+    try:
+        await asker.transport.call(
+            giver.address,
+            giver.id,
+            ROUTE,
+            msgspec.msgpack.encode(Ask("result", giver.group.view.key, rounds_of(giver))),
+            into=lambda *_: room,
+            deadline_s=4.0,
+        )
+    except PeerRefusedError as refusal:
+        return refusal.status
+    return 0
 
 
 @pytest.mark.parametrize("ends", ["view", "strategy"])
@@ -185,12 +204,13 @@ async def test_who_fetches_a_result_is_free_when_that_is_over(ends):
         await bowls.start()
         await asyncio.sleep(3)
         behind = bowls.nodes[0]
-        held, asking = hold_answers(behind, mark(behind)[0] + 3), []
+        held, asking = hold_answers(behind, rounds_of(behind) + 3), []
         call = behind.transport.call
 
         async def silent(to, target, route, meta, **options):
-            if route == ROUTE and msgspec.msgpack.decode(meta, type=Ask).what == "result":
-                asking.append(target)
+            ask = msgspec.msgpack.decode(meta, type=Ask) if route == ROUTE else None
+            if ask is not None and ask.what == "result":
+                asking.append(ask.key)
                 await asyncio.sleep(options["deadline_s"])
                 raise PeerTimeoutError("it went silent")
             return await call(to, target, route, meta, **options)
@@ -199,12 +219,12 @@ async def test_who_fetches_a_result_is_free_when_that_is_over(ends):
         await until(lambda: held)
         await bowls.swarm.kill(bowls.nodes[3])
         await until(lambda: asking)
-        at_s, key = now(), behind.strategy._group.view.key
+        at_s, key = now(), behind.group.view.key
         if ends == "strategy":
             await behind.strategy.stop(1.0)
         else:
-            behind.strategy._group.renew(key, "the test says so")
-            await until(lambda: (at := behind.strategy._averager) is not None and at.view.key > key)
+            behind.group.renew(key, "the test says so")
+            await until(lambda: asking[-1] > key)  # in the new view it asks anew
         assert now() - at_s < 1.5
 
 
@@ -214,7 +234,7 @@ async def test_a_learner_that_starts_again_takes_a_members_state():
         await asyncio.sleep(3)
         node = bowls.nodes[0]
         before = len(node.swarm.adoptions)
-        node.learner._number = 0
+        node.learner.restart()
         node.learner.x = node.learner.x + 1
         await asyncio.sleep(3)
         assert len(node.swarm.adoptions) == before + 1

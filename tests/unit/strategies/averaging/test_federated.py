@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from p2pdrl.config.loader import resolve
+from p2pdrl.config.presets import preset_path
 from p2pdrl.config.strategy import FederatedConfig
 from p2pdrl.strategies.averaging.federated import Privacy, participants
+from p2pdrl.strategies.averaging.noise import KEY_BYTES, SecretNoise
 from p2pdrl.strategies.averaging.privacy import epsilon_of
 
 MEMBERS = tuple(f"{number:032x}" for number in range(5))
@@ -16,7 +19,7 @@ SIZE = 20_000
 def shaped(config, number, seed=0, me=MEMBERS[0], scale=1.0):
     vector = np.random.default_rng(99).standard_normal(SIZE).astype(np.float32) * np.float32(scale)
     before = vector.copy()
-    privacy = Privacy(config, 1, me, np.random.default_rng(seed))
+    privacy = Privacy(config, 1, me, SecretNoise(bytes([seed]) * KEY_BYTES))
     return privacy.shape(vector, number, MEMBERS), before, vector
 
 
@@ -60,7 +63,7 @@ def test_without_a_seed_no_two_members_draw_the_same_noise():
 
 def test_who_isnt_drawn_gives_nothing_and_counts_it_apart():
     config = FederatedConfig(participation=0.5, noise_multiplier=2.0)
-    privacy = Privacy(config, 1, MEMBERS[0], np.random.default_rng(0))
+    privacy = Privacy(config, 1, MEMBERS[0], SecretNoise(bytes(KEY_BYTES)))
     part = 0
     for number in range(1, 41):
         part += privacy.shape(np.ones(4, np.float32), number, MEMBERS)
@@ -70,20 +73,25 @@ def test_who_isnt_drawn_gives_nothing_and_counts_it_apart():
     assert facts["private_rounds"] == 40
     assert facts["epsilon"] > 0
     assert facts["epsilon_known"] > 0
-    assert privacy._known.steps == part
+    assert facts["epsilon_known"] == pytest.approx(epsilon_of(2.0, 1.0, part, config.delta), rel=1e-12)
 
 
 def test_a_round_that_is_done_again_counts_twice():
-    privacy = Privacy(FederatedConfig(participation=1.0, noise_multiplier=2.0), 1, MEMBERS[0])
+    config = FederatedConfig(participation=1.0, noise_multiplier=2.0)
+    privacy = Privacy(config, 1, MEMBERS[0])
     given = [np.ones(4, np.float32) for _ in range(2)]
     for vector in given:
         privacy.shape(vector, 7, MEMBERS)
     assert not np.array_equal(*given)
     privacy.ended(7, 5)
-    assert (privacy.facts["private_rounds"], privacy._known.steps) == (2, 2)
+    for name in ("epsilon", "epsilon_known"):
+        assert privacy.facts[name] == pytest.approx(epsilon_of(2.0, 1.0, 2, config.delta), rel=1e-12)
+    assert privacy.facts["private_rounds"] == 2
     privacy.shape(given[0], 8, MEMBERS)
     privacy.ended(8, 5)
-    assert (privacy.facts["private_rounds"], privacy._known.steps) == (3, 3)
+    for name in ("epsilon", "epsilon_known"):
+        assert privacy.facts[name] == pytest.approx(epsilon_of(2.0, 1.0, 3, config.delta), rel=1e-12)
+    assert privacy.facts["private_rounds"] == 3
 
 
 def test_who_was_drawn_and_gives_nothing_brings_no_noise():
@@ -104,3 +112,33 @@ def test_without_noise_nothing_is_promised():
     privacy = Privacy(FederatedConfig(), 1, MEMBERS[0])
     privacy.ended(1, 5)
     assert "no noise" in privacy.facts["epsilon"]
+
+
+def test_rounds_of_too_few_members_change_nothing_and_give_nothing_away():
+    """Nobody takes part, whoever would have been drawn; from enough members on it is as ever."""
+    privacy = Privacy(FederatedConfig(participation=1.0, noise_multiplier=2.0, min_members=3), 1, MEMBERS[0])
+    for number, members in enumerate((MEMBERS[:1], MEMBERS[:2]), 1):
+        vector = np.full(4, 9.0, np.float32)
+        assert not privacy.shape(vector, number, members)
+        assert vector.tolist() == [9.0] * 4
+        privacy.ended(number, 0)
+        assert privacy.facts["private_rounds"] == 0
+        assert privacy.facts["waits"] == f"for 3 members, rounds have {number}"
+    assert privacy.shape(np.ones(4, np.float32), 3, MEMBERS[:3])
+    privacy.ended(3, 3)
+    assert privacy.facts["private_rounds"] == 1
+    assert "waits" not in privacy.facts
+
+
+def test_the_preset_hides_something_and_says_how_much():
+    """Its comment tells (ε, δ) after 31 rounds of four nodes and 41 of three."""
+    task = resolve(files=("federated",)).config.task
+    given = task.strategy
+    assert isinstance(given, FederatedConfig)
+    steps = given.every_updates * task.env.num_envs * task.algorithm.unroll_steps
+    comment = preset_path("federated").read_text()
+    for nodes in (4, 3):
+        rounds = -(-task.stop.env_steps // (nodes * steps))
+        epsilon = epsilon_of(given.noise_multiplier, given.participation, rounds, given.delta)
+        assert f"({epsilon:.1f}, 1e-5) after {rounds}" in comment.replace("\n# ", " ")
+    assert given.delta == 1e-5

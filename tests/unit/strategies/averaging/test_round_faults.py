@@ -13,8 +13,9 @@ import pytest
 from p2pdrl.errors import PeerRefusedError, PeerUnreachableError
 from p2pdrl.strategies.averaging import allreduce
 from p2pdrl.strategies.averaging.messages import ROUTE, Ask
+from p2pdrl.strategies.registry import build
 
-from .bowls import Bowls, mark, now, shared, stall_s, together, until
+from .bowls import Bowls, now, pieces_of, rounds_of, shared, stall_s, together, until
 from .rounds_tried import BOTH, CALM_S
 
 pytestmark = [pytest.mark.looptime, pytest.mark.usefixtures("owners")]
@@ -30,7 +31,7 @@ async def test_a_killed_member_costs_less_than_two_seconds(config):
         await asyncio.sleep(4)
         rest = bowls.swarm.living
         assert max(stall_s(node, at_s) for node in rest) < 2.0
-        assert len({mark(node)[0] for node in rest}) <= 2
+        assert len({rounds_of(node) for node in rest}) <= 2
         assert together(rest)
         assert len(rest[0].swarm.rounds[-1].merged) == 3
 
@@ -56,11 +57,11 @@ async def test_a_broken_connection_is_no_death(config):
     async with Bowls(config, period_s=CALM_S) as bowls:
         await bowls.start()
         await asyncio.sleep(3)
-        views = {node.strategy._averager.view.key for node in bowls.nodes}
+        views = {node.group.view.key for node in bowls.nodes}
         for node in bowls.nodes[:2]:
             lose_answers(node)
         await asyncio.sleep(1)
-        assert {node.strategy._averager.view.key for node in bowls.nodes} == views
+        assert {node.group.view.key for node in bowls.nodes} == views
         assert together(bowls.nodes)
 
 
@@ -97,27 +98,22 @@ async def test_a_paused_learner_holds_the_others_up_once():
 
 @BOTH
 @pytest.mark.parametrize("ends", ["stopped", "enough"])
-async def test_a_paused_learner_keeps_nobody_from_ending(config, ends, monkeypatch):
+async def test_a_paused_learner_keeps_nobody_from_ending(config, ends):
     """Excused from rounds, its daemon must not look for a post again and again without a pause."""
+    enough = 40
     async with Bowls(config, period_s=CALM_S) as bowls:
-        await bowls.start()
-        await asyncio.sleep(3)
-        paused = bowls.nodes[0]
-        paused.learner.period_s = 1000.0
-        await until(lambda: paused.strategy._desk._excused)
-        await until(lambda: paused.strategy._averager.busy)
-        looks, real = [], paused.strategy._desk.next
-
-        async def look():
-            looks.append(now())
-            assert len(looks) < 1000, "it looks without end"
-            return await real()
-
-        monkeypatch.setattr(paused.strategy._desk, "next", look)
+        paused, other, *_ = bowls.nodes
         if ends == "enough":
-            enough = paused.strategy.outcomes["ok"] + 5
-            paused.strategy._context = dataclasses.replace(paused.strategy._context, max_exchanges=enough)
+            context = dataclasses.replace(paused.context(), max_exchanges=enough)
+            paused.strategy = build(paused.config, context)
+        await bowls.start()
+        await until(lambda: paused.strategy.outcomes.get("ok", 0) >= 3)
+        paused.learner.period_s = 1000.0
+        await until(lambda: other.swarm.rounds[-1].missing == (paused.id,))
+        if ends == "enough":
+            await until(lambda: paused.strategy.outcomes["ok"] == enough)
             await asyncio.sleep(5)
+            assert paused.strategy.outcomes["ok"] == enough
         at_s = now()
         await paused.strategy.stop(3.0)
         await paused.strategy.watch()
@@ -161,8 +157,8 @@ async def test_a_lossy_network_slows_rounds_and_breaks_nothing(config):
 
 async def part_of(node, to, vector, **changes) -> int:
     """Give a part by hand; return the status of the refusal."""
-    view = to.strategy._averager.view
-    ask = msgspec.structs.replace(Ask("part", view.key, mark(to)[0] + 1, 1.0, 10), **changes)
+    view = to.group.view
+    ask = msgspec.structs.replace(Ask("part", view.key, rounds_of(to) + 1, 1.0, 10), **changes)
     with pytest.raises(PeerRefusedError) as caught:
         await node.transport.call(
             to.address,
@@ -178,11 +174,9 @@ async def part_of(node, to, vector, **changes) -> int:
 
 def owner_of(bowls):
     """A node that owns a piece, and how long that is."""
-    for node in bowls.nodes:
-        owner = node.strategy._averager._owner
-        if owner is not None:
-            return node, owner.piece.size
-    raise AssertionError("nobody owns anything")
+    sizes = {piece.owner: piece.size for piece in pieces_of(bowls)}
+    owner = next(node for node in bowls.nodes if node.id in sizes)
+    return owner, sizes[owner.id]
 
 
 async def test_a_poisoned_part_is_refused_its_sender_struck_and_the_rest_go_on():
@@ -208,7 +202,7 @@ async def test_other_views_strangers_and_wrong_lengths_are_refused():
         owner, size = owner_of(bowls)
         other = next(node for node in bowls.nodes if node is not owner)
         good = np.zeros(size, np.float32)
-        key = owner.strategy._averager.view.key
+        key = owner.group.view.key
         stale = msgspec.structs.replace(key, generation=key.generation - 1)
         assert await part_of(other, owner, good, key=stale) == 409
         assert await part_of(other, owner, good, key=msgspec.structs.replace(key, epoch=7)) == 409
@@ -274,23 +268,40 @@ async def test_a_learner_whose_gradient_is_nan_spoils_nobodys():
 async def test_a_view_that_ends_as_its_round_does_ends_for_the_owner_too(config, monkeypatch):
     """The result counts no longer; the owner has all parts of it, and must not look again for ever."""
     monkeypatch.setattr(allreduce, "LEAST_PIECE", 1 << 16)  # one owner
-    average, tries = allreduce.ViewAverager.average, Counter()
-
-    async def averaging(averager, number, part):
-        result = await average(averager, number, part)
-        proposes = averager._group.proposer == averager._me and len(averager.view.members) == 2
-        if number % 5 == 0 and proposes and averager._owner is not None:
-            tries[number] += 1
-            assert tries[number] < 100, "it averages without end"
-        if number % 5 == 0 and proposes and number not in renewed:
-            renewed.add(number)
-            averager._group.renew(averager.view.key, "for the test")
-        return result
-
-    renewed = set()
-    monkeypatch.setattr(allreduce.ViewAverager, "average", averaging)
     async with Bowls(config, nodes=2, period_s=CALM_S) as bowls:
+        views = Counter()
+        for node in bowls.nodes:
+            renew_as_parts_come(node, views)
         await bowls.start()
-        await until(lambda: len(tries) >= 4)
-        assert max(tries.values()) <= 2
+        await until(lambda: len(views) >= 2 * STEPS, 120)
+        for node in bowls.nodes:
+            node.answer = node.strategy.answer
         await until(lambda: together(bowls.nodes))
+
+
+STEPS = 24
+"""In how many steps of its loop, at most, an owner comes from the last part to the end of a round."""
+
+
+def renew_as_parts_come(node, views: Counter) -> None:
+    """Ask for a new view so many steps after the second part of each came to its owner: 0, 1, 2 …"""
+
+    async def answer(incoming):
+        if incoming.route == ROUTE:
+            view = node.group.view
+            ask = msgspec.msgpack.decode(incoming.meta, type=Ask)
+            if ask.what == "part" and view is not None and ask.key == view.key:
+                views[view.key] += 1
+                if views[view.key] == 2:
+                    after(len(views) % STEPS, lambda: node.group.renew(view.key, "for the test"))
+        return await node.strategy.answer(incoming)
+
+    node.answer = answer
+
+
+def after(steps: int, work) -> None:
+    """Do ``work`` when the loop has gone round so often."""
+    if steps:
+        asyncio.get_running_loop().call_soon(after, steps - 1, work)
+    else:
+        work()

@@ -187,7 +187,7 @@ async def test_stopping_leaves_nothing_behind(config):
         assert now() - began_s < 1.0
         for node in bowls.nodes:
             await node.strategy.watch()
-            node._training.cancel()
+            await node.pause()
         held = [node.learner.now() for node in bowls.nodes]
         await asyncio.sleep(2)
         for node, vector in zip(bowls.nodes, held, strict=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import random
 
 import msgspec
@@ -218,3 +220,28 @@ async def test_a_call_is_held_until_its_answer_was_written():
     again.on_end(True)
     assert ("a", 7) not in at_work
     assert ends == [False, True]
+
+
+class Unhelpful:
+    """A transport whose calls never end, and break when they are given up."""
+
+    async def call(self, *_: object, **__: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError as error:
+            raise PeerUnreachableError("it broke", sent=True) from error
+
+
+async def test_how_a_call_that_is_given_up_ends_is_read():
+    complaints: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+
+    async def gone(*_: object) -> bool:
+        raise PeerUnreachableError("nothing listens", sent=False)
+
+    calls = HeldCalls(Unhelpful(), LoopClock(), gone)
+    with contextlib.suppress(PeerUnreachableError):
+        await calls.call(Address("10.0.0.1", 7000), "b", "work", msgspec.msgpack.encode, deadline_s=20.0)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert complaints == []

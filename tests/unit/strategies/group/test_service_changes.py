@@ -187,7 +187,7 @@ async def test_a_bug_in_a_note_is_told_by_watch_and_ends_the_group():
         def broken() -> bytes:
             raise ZeroDivisionError("a bug")
 
-        node.group._core._member._note = broken
+        node.say = broken
         watching = asyncio.create_task(node.group.watch())
         newer = asyncio.create_task(node.group.active(node.group.view.key))
         await swarm.others(node)[0].die()

@@ -144,12 +144,12 @@ async def test_a_replayed_exchange_is_refused(swarm):
     assert not np.array_equal(b.now(), after_D)
 
 
-async def test_what_is_remembered_of_exchanges_is_bounded(swarm, monkeypatch):
-    monkeypatch.setattr("p2pdrl.strategies.pairwise.gossip.REMEMBERED", 3)
+async def test_what_is_remembered_of_exchanges_is_bounded(swarm):
     a, b = await swarm.grow(2)
-    for number in range(5):
+    for number in range(1025):
         await offer(a, b, f"e{number}")
-    assert list(b.strategy._seen) == ["e2", "e3", "e4"]
+    assert await refusal(a, b, "e1024") == await refusal(a, b, "e1") == 409
+    await offer(a, b, "e0")
 
 
 async def test_poison_is_a_strike_and_moves_nothing(swarm):
@@ -167,7 +167,7 @@ async def test_poison_is_a_strike_and_moves_nothing(swarm):
 async def test_our_own_poison_is_kept_to_ourselves_and_healed(swarm):
     a, b = await swarm.grow(2)
     good_D = a.x_D
-    a._own.publish(np.full(a.x_D.size, np.nan, np.float32), None, a.version)
+    a.own.publish(np.full(a.x_D.size, np.nan, np.float32), None, a.version)
     a.strategy.updated(1)
     await asyncio.sleep(0.2)
     assert a.strategy.outcomes == {"failed": 1}
@@ -175,7 +175,7 @@ async def test_our_own_poison_is_kept_to_ourselves_and_healed(swarm):
     assert (len(a.swarm.heals), a.swarm.strikes, b.swarm.strikes) == (2, [], [])
     assert b.strategy.outcomes == {}
     assert not b.moved()
-    a._own.publish(good_D, None, a.version)
+    a.own.publish(good_D, None, a.version)
     await offer(b, a, "e2")
     assert a.strategy.outcomes == {"failed": 1, "answered": 1}
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.strategies.pairwise.freshness import Freshness, fresh_weight
+from p2pdrl.strategies.pairwise.pair import ExchangeHead
 from p2pdrl.strategies.protocol import Merged
 
 pytestmark = pytest.mark.looptime
@@ -46,7 +47,7 @@ async def test_both_sides_report_who_was_merged_and_what_changed(swarm):
 
 async def test_equal_vectors_are_fine(swarm):
     a, b = await meet(swarm)
-    b._own.publish(a.x_D, None, b.version)
+    b.own.publish(a.x_D, None, b.version)
     await begin(a)
     assert a.strategy.outcomes == {"ok": 1}
     assert (a.swarm.rounds[0].changed, a.swarm.rounds[0].distance) == (0.0, 0.0)
@@ -54,7 +55,7 @@ async def test_equal_vectors_are_fine(swarm):
 
 async def test_a_step_that_changes_nothing_isnt_ok(swarm):
     a, b = await meet(swarm, mixing="clipped")
-    b._own.publish(np.zeros_like(a.x_D), None, b.version)  # lets no difference through
+    b.own.publish(np.zeros_like(a.x_D), None, b.version)  # lets no difference through
     await begin(a)
     assert a.strategy.outcomes == {"unchanged": 1}
     assert not a.moved()
@@ -94,7 +95,23 @@ async def test_fresh_weights_follow_steps_and_lag(swarm):
     assert np.allclose(moved_D, (2 * to_a - 1) * (b0_D - a0_D) / 2, atol=1e-6)
     assert a.swarm.rounds[0].merged[1].weight == pytest.approx(to_a)
     assert b.swarm.rounds[0].merged[1].weight == pytest.approx(1 - to_a)
-    assert (a.strategy._fresh_steps, b.strategy._fresh_steps) == (0, 0)
+    told = listen(a), listen(b)
+    for node in (a, b):
+        node.strategy.updated(1)
+        await asyncio.sleep(0.5)
+    assert [[head.fresh_steps for head in heads] for heads in told] == [[0], [0]]
+
+
+def listen(node) -> list[ExchangeHead]:
+    """Heads of the exchanges that a node begins from now on."""
+    call, heads = node.transport.call, []
+
+    async def listening(to, peer, route, meta, **options):
+        heads.append(msgspec.msgpack.decode(meta, type=ExchangeHead))
+        return await call(to, peer, route, meta, **options)
+
+    node.transport.call = listening
+    return heads
 
 
 async def test_steps_made_during_an_exchange_count_for_the_next(swarm, network):
@@ -102,20 +119,21 @@ async def test_steps_made_during_an_exchange_count_for_the_next(swarm, network):
     a.swarm.steps = 50
     network.cut(a.id, b.id)
     await begin(a, 1.2)
-    assert a.strategy._fresh_steps == 50  # it came to nothing
+    told = listen(a)
     network.heal()
     a.strategy.updated(1)
     await asyncio.sleep(0.505)
     a.swarm.steps += 7
     await asyncio.sleep(1)
     assert a.strategy.outcomes["ok"] == 1
-    assert a.strategy._fresh_steps + a.swarm.steps == 7
+    await begin(a, 1)
+    assert sum(head.fresh_steps for head in told) == 57  # the 50 came to nothing before
 
 
 async def test_clipping_bounds_the_step_and_keeps_the_sum(swarm):
     a, b = await meet(swarm, mixing="clipped", clip_distance=0.5)
     a0_D, b0_D = a.now(), b.now()
-    b._own.publish(b0_D * 100, None, b.version)
+    b.own.publish(b0_D * 100, None, b.version)
     b0_D = b.now()
     await begin(a)
     apart_D = b0_D - a0_D
@@ -130,10 +148,22 @@ async def test_stop_waits_for_an_exchange_that_a_peer_began(swarm):
     a, b = await meet(swarm)
     a.strategy.updated(1)
     await asyncio.sleep(0.015)  # b has answered; its answer is under way
-    assert b.strategy._engaged
+    began_s = asyncio.get_running_loop().time()
     await b.strategy.stop(1.0)
+    assert 0.001 < asyncio.get_running_loop().time() - began_s < 0.1
     assert b.strategy.outcomes == {"answered": 1}
     assert np.allclose(a.now(), b.now(), atol=1e-6)
+
+
+async def test_stop_waits_no_longer_than_it_may(swarm, network):
+    a, b = await meet(swarm)
+    a.strategy.updated(1)
+    await asyncio.sleep(0.015)
+    network.freeze(a.id)  # b's answer is under way for ever
+    began_s = asyncio.get_running_loop().time()
+    await b.strategy.stop(0.5)
+    assert asyncio.get_running_loop().time() - began_s == pytest.approx(0.5)
+    network.thaw(a.id)
 
 
 async def test_after_stop_nothing_touches_the_board(swarm):

@@ -1,4 +1,4 @@
-"""Large vectors are worked on in threads; here every vector is large, and time is real."""
+"""Large vectors are worked on in threads; time is real."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import threading
 
 import msgspec
 import numpy as np
-import pytest
 
-from p2pdrl.strategies import heavy
+from .test_gossip import refusal
 
-
-@pytest.fixture(autouse=True)
-def everything_in_threads(monkeypatch):
-    monkeypatch.setattr(heavy, "INLINE_BYTES", 0)
+LONG = 600_000
 
 
 async def until(condition) -> None:
@@ -24,29 +20,26 @@ async def until(condition) -> None:
 
 
 async def test_an_exchange_in_threads(swarm):
-    a, b = await swarm.grow(2)
+    a, b = await swarm.grow(2, size=LONG)
     a.strategy.updated(1)
     await until(lambda: b.strategy.outcomes == {"answered": 1} and a.strategy.outcomes.get("ok"))
     assert np.allclose(a.now(), b.now(), atol=1e-6)
 
 
-async def test_the_scratch_stays_taken_while_a_thread_works_on_it(swarm, monkeypatch):
+async def test_buffers_stay_taken_while_a_thread_works_on_them(swarm):
     config = msgspec.structs.replace(swarm.config, deadline_s=0.05)
-    a, b = await swarm.grow(2, config)
+    a, b = await swarm.grow(2, config, LONG)
     began, go_on = threading.Event(), threading.Event()
-    load = b.strategy._scratch.load
 
-    def slow(board):
+    def slow():
         began.set()
         go_on.wait(5)
-        load(board)
 
-    monkeypatch.setattr(b.strategy._scratch, "load", slow)
+    await b.read_through(slow)
     a.strategy.updated(1)
     await until(began.is_set)
     await until(lambda: a.strategy.outcomes.get("timeout"))
     await asyncio.sleep(0.06)  # b's own deadline is over as well
-    assert b.strategy._engaged
+    assert await refusal(a, b, "another") == 423
     go_on.set()
-    await until(lambda: not b.strategy._engaged)
     await until(lambda: a.strategy.outcomes.get("ok"))

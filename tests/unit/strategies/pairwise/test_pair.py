@@ -48,9 +48,9 @@ def exchange(a_D: np.ndarray, b_D: np.ndarray, wire: str, weight: float = 0.5):
     for side, board in zip(sides, boards, strict=True):
         side.load(board)
     sides[0].incoming[:], sides[1].incoming[:] = sides[1].outgoing, sides[0].outgoing
-    deltas = [side.mix().copy() for side in sides]
-    for side, board in zip(sides, boards, strict=True):
-        assert side.commit(board, side._theirs_D, 1)
+    deltas = [side.mix() for side in sides]
+    for side, board, delta_D in zip(sides, boards, deltas, strict=True):
+        assert side.commit(board, delta_D, 1)
     return boards, sides, deltas
 
 

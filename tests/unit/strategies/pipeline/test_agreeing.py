@@ -195,7 +195,7 @@ async def test_what_is_stale_or_not_for_us_is_refused():
     async with swarm_of(3) as swarm:
         await swarm.working("01")
         head, rank, other = swarm.nodes
-        key = strategy(rank)._group.view.key
+        key = rank.group.view.key
         generation = rank.stages.order.generation
         form = make_form(key=key, generation=generation + 5, members=(head.id, rank.id))
         old = ViewKey(key.epoch, key.generation - 1, key.proposer)

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from types import SimpleNamespace
 
 import pytest
 
-from p2pdrl.clock import LoopClock
 from p2pdrl.strategies.pipeline.heads import Heads
-from p2pdrl.strategies.protocol import Context
-from p2pdrl.strategies.testing.swarm import FakeSwarm
 
-from .swarms import CONFIG
+from .swarms import CONFIG, swarm_of
 
 pytestmark = pytest.mark.looptime
 
 
 async def test_who_is_called_away_while_an_exchange_ends_has_ended_it():
-    heads = Heads(CONFIG, Context(FakeSwarm("a"), None, None, LoopClock(), random.Random(0), 1, 4, 1e6))
-    stopped = []
+    async with swarm_of(2, start=False) as swarm:
+        swarm.sim.introduce()
+        me, other = swarm.nodes
+        for node in swarm.nodes:
+            await node.transport.start()
+        swarm.network.freeze(other.id)  # so that the exchange takes as long as it may
+        heads = Heads(CONFIG, me.context())
+        heads.with_whom((me.id, other.id))
+        watch = await heads.begin()
+        await asyncio.sleep(0.05)
+        assert gossiping()
+        ending = asyncio.create_task(heads.end(1.0))
+        await asyncio.sleep(0.05)
+        assert gossiping()
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        assert not gossiping()
+        await heads.end(0.5)
+        await watch
+        swarm.network.thaw(other.id)
 
-    async def stop(timeout_s: float) -> None:
-        await asyncio.sleep(timeout_s)
-        stopped.append(timeout_s)
 
-    heads._gossip = SimpleNamespace(stop=stop, outcomes={}, consensus_distance=None)
-    ending = asyncio.create_task(heads.end(0.5))
-    await asyncio.sleep(0.1)
-    ending.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await ending
-    assert stopped == [0.0]
-    await heads.end(0.5)
-    assert stopped == [0.0], "there is nothing left to end"
+def gossiping() -> bool:
+    return any(task.get_name() == "strategy" for task in asyncio.all_tasks())

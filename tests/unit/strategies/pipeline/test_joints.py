@@ -29,9 +29,9 @@ class World:
     def __init__(self, *, circle: bool = False) -> None:
         self.network = MemoryNetwork(random.Random(0), delay_s=(0.001, 0.001))
         self.refuse: Refusal | None = None
-        self.joints = {}
+        self.joints, self.pipes = {}, {}
         for rank, name in enumerate(RANKS):
-            pipes = FakePipes(self.network, name)
+            pipes = self.pipes[name] = FakePipes(self.network, name)
             self.joints[name] = Joints(pipes, KEY, 5, RANKS, rank, circle=circle)
             pipes.serve(AT[name], lambda incoming, name=name: self.accept(name, incoming))
 
@@ -78,8 +78,8 @@ async def test_what_is_missing_is_told_and_what_is_there_is_closed():
     world = World()
     with pytest.raises(PeerTimeoutError, match="previous"):
         await world.complete("b", 1.0)
-    there = world.joints["c"]._given
-    assert isinstance(there, FakePipe)
+    _, there = world.pipes["b"].ends
+    assert not there.closed
     await world.joints["c"].close()
     assert there.closed
 

@@ -58,7 +58,7 @@ async def test_what_takes_long_is_planned_in_a_thread(monkeypatch, ranks: int, b
         return design(*args, **more)
 
     monkeypatch.setattr(lead, "design", noted)
-    planned = await head(ranks, blocks)._plan(offers(ranks))
+    planned = await head(ranks, blocks).plan(offers(ranks))
     assert planned.plan.ranks == ranks
     assert [thread is not threading.main_thread() for thread in threads] == [apart]
 
@@ -72,7 +72,7 @@ async def test_whoever_waits_for_a_long_plan_no_more_goes_at_once(monkeypatch):
         raise ConfigError("nobody hears this")
 
     monkeypatch.setattr(lead, "design", long)
-    planning = asyncio.create_task(head(6, 40)._plan(offers(6)))
+    planning = asyncio.create_task(head(6, 40).plan(offers(6)))
     await asyncio.to_thread(begun.wait, 10.0)
     planning.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -82,5 +82,5 @@ async def test_whoever_waits_for_a_long_plan_no_more_goes_at_once(monkeypatch):
 
 async def test_a_model_that_fits_nowhere_is_no_use_to_try_again_soon():
     with pytest.raises(Unformed, match="doesn't fit one peer alone") as unformed:
-        await head(1, 6)._plan(offers(1, memory_bytes=5_000))
+        await head(1, 6).plan(offers(1, memory_bytes=5_000))
     assert (unformed.value.suspect, unformed.value.for_s) == ("", lead.UNFIT_S)

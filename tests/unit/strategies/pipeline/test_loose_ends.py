@@ -5,9 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from p2pdrl.strategies.testing.pipes import FakePipe
-
-from .swarms import CONFIG, strategy, swarm_of
+from .swarms import CONFIG, swarm_of
 
 pytestmark = pytest.mark.looptime
 
@@ -16,22 +14,8 @@ def config(stages: int):
     return msgspec.structs.replace(CONFIG, stages=stages)
 
 
-@pytest.fixture
-def pipes(monkeypatch):
-    """All ends of pipes that there were."""
-    made: list[FakePipe] = []
-    begin = FakePipe.__init__
-
-    def noted(self, *args):
-        begin(self, *args)
-        made.append(self)
-
-    monkeypatch.setattr(FakePipe, "__init__", noted)
-    return made
-
-
 @pytest.mark.parametrize("rank", [1, 2])
-async def test_pipes_of_a_formation_that_comes_to_nothing_are_closed(pipes, rank: int):
+async def test_pipes_of_a_formation_that_comes_to_nothing_are_closed(rank: int):
     async with swarm_of(3, config(3), start=False) as swarm:
         weak = swarm.nodes[rank]
         weak.stages.ready_s = 11.0  # longer than a learner may take
@@ -39,8 +23,9 @@ async def test_pipes_of_a_formation_that_comes_to_nothing_are_closed(pipes, rank
         await swarm.until(lambda: len(weak.stages.began) + len(weak.swarm.told) > 3, 60.0)
         weak.stages.ready_s = 0.05
         await swarm.working("012", within_s=60.0)
-        held = {id(pipe) for node in swarm.nodes for pipe in node.stages._pipes.values()}
-        assert [pipe for pipe in pipes if not pipe.closed and id(pipe) not in held] == []
+        ends = [pipe for node in swarm.nodes for pipe in node.pipes.ends]
+        held = {id(pipe) for node in swarm.nodes for pipe in node.stages.pipes.values()}
+        assert [pipe for pipe in ends if not pipe.closed and id(pipe) not in held] == []
 
 
 @pytest.mark.parametrize("ready_s", [0.3 + 0.05 * step for step in range(12)])
@@ -51,7 +36,7 @@ async def test_a_learner_whose_place_was_given_up_before_it_was_ready_ends(ready
         first = swarm.nodes[0]
         first.stages.ready_s = ready_s
         await swarm.start()
-        await swarm.until(lambda: strategy(first)._side.term is not None)
+        await swarm.until(lambda: first.stages.order is not None)
         first.stages.ready_s = 0.05
         await swarm.start(swarm.add(1, config(2)))
         await swarm.working("01")

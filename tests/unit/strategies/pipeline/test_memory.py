@@ -6,10 +6,9 @@ import msgspec
 import psutil
 import pytest
 
-from p2pdrl.strategies.pipeline import recruit
 from p2pdrl.strategies.pipeline.memory import usable_bytes
 
-from .swarms import CONFIG, strategy, swarm_of
+from .swarms import CONFIG, Swarm, strategy, swarm_of
 
 pytestmark = pytest.mark.looptime
 
@@ -25,20 +24,27 @@ def test_a_part_of_the_hosts_memory_or_of_what_a_learner_says_of_its_gpu(monkeyp
     assert usable_bytes("cuda:0") == usable_bytes("mps") == 0
 
 
+def usable(swarm: Swarm, nbytes: int) -> None:
+    """What each learner's GPU has free."""
+    for node in swarm.nodes:
+        node.stages.device, node.stages.usable_bytes = "cuda:0", int(nbytes / 0.8) + 1
+
+
 # Blocks as in test_planning: 6 on one peer alone need 30,000 bytes.
-async def test_a_pipeline_is_formed_where_one_peer_alone_has_too_little(monkeypatch):
-    monkeypatch.setattr(recruit, "usable_bytes", lambda *_: 20_000)
+async def test_a_pipeline_is_formed_where_one_peer_alone_has_too_little():
     async with swarm_of(2, msgspec.structs.replace(CONFIG, backend="auto"), start=False) as swarm:
         swarm.network.delay_s = (0.04, 0.04)  # slower than one alone
+        usable(swarm, 20_000)
         await swarm.start()
         await swarm.working("01")
         assert "doesn't fit one peer alone" in strategy(swarm.nodes[0]).figures.why
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-async def test_where_it_fits_nowhere_people_are_told_and_it_is_tried_again(monkeypatch, nodes: int):
-    monkeypatch.setattr(recruit, "usable_bytes", lambda *_: 5_000)
-    async with swarm_of(nodes) as swarm:
+async def test_where_it_fits_nowhere_people_are_told_and_it_is_tried_again(nodes: int):
+    async with swarm_of(nodes, start=False) as swarm:
+        usable(swarm, 5_000)
+        await swarm.start()
         head = swarm.nodes[0]
         await swarm.until(lambda: any(kind == "pipeline-failed" for kind, _ in head.swarm.told))
         told = [text for kind, text in head.swarm.told if kind == "pipeline-failed"]
@@ -46,7 +52,7 @@ async def test_where_it_fits_nowhere_people_are_told_and_it_is_tried_again(monke
         assert "30.0 kB" in told[0]
         assert "5.00 kB" in told[0]
         assert all(node.stages.order is None for node in swarm.nodes)
-        monkeypatch.setattr(recruit, "usable_bytes", lambda *_: 0)
+        usable(swarm, 10**9)
         await swarm.working("01" if nodes == 2 else "0", within_s=60.0)
 
 

@@ -11,7 +11,7 @@ from p2pdrl.errors import PeerRefusedError
 from p2pdrl.strategies.pipeline.messages import Offer, PipeHead
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 
-from .swarms import strategy, swarm_of
+from .swarms import swarm_of
 
 pytestmark = pytest.mark.looptime
 
@@ -21,7 +21,7 @@ async def test_calls_and_pipes_from_quarantine_are_refused():
         await swarm.working("01")
         head, rank = swarm.nodes
         rank.swarm.held.add(head.id)
-        key = strategy(rank)._group.view.key
+        key = rank.group.view.key
         for ask in (
             head.transport.call(
                 rank.address, rank.id, PIPE_ROUTE, msgspec.msgpack.encode(Offer(key)), deadline_s=3.0

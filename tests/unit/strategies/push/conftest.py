@@ -22,11 +22,12 @@ async def make_swarm() -> AsyncIterator[Callable[..., SimSwarm]]:
     swarms: list[SimSwarm] = []
 
     def made(count: int, options: StrategyConfig, learner: dict[str, Any], **network: Any) -> SimSwarm:
+        size = network.pop("size", D)
         delay_s = network.pop("delay_s", (0.005, 0.02))
         swarm = SimSwarm(MemoryNetwork(random.Random(1), delay_s=delay_s, **network))
         rng = np.random.default_rng(0)
         for _ in range(count):
-            swarm.add(options, rng.standard_normal(D, dtype=np.float32), **{"period_s": 0.05, **learner})
+            swarm.add(options, rng.standard_normal(size, dtype=np.float32), **{"period_s": 0.05, **learner})
         swarm.introduce()
         swarms.append(swarm)
         return swarm

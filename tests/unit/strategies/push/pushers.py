@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 
 from p2pdrl.config.strategy import SgpConfig
 from p2pdrl.strategies.push.messages import PushAnswer, PushHead
+from p2pdrl.strategies.registry import build
 from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
 
 D = 24
+LONG = 600_000
+"""Elements of vectors that are worked on in threads."""
+
+
+class Pushers:
+    """Learners that stand still; every so often their strategies hear of an update, and so push.
+
+    Args:
+        nodes: whose.
+        every_s: time between two updates.
+    """
+
+    def __init__(self, nodes: list[SimNode], every_s: float = 0.1) -> None:
+        self._nodes, self._every_s = nodes, every_s
+        self._task = asyncio.create_task(self._run(), name="pushers")
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            for node in self._nodes:
+                node.strategy.updated(1)
+            await asyncio.sleep(self._every_s)
 
 
 async def start(swarm: SimSwarm, **options) -> None:
@@ -19,10 +46,15 @@ async def start(swarm: SimSwarm, **options) -> None:
         await node.start(**options)
 
 
+def silence(node: SimNode) -> None:
+    """Let a node that isn't started yet never begin a push by itself."""
+    node.strategy = build(node.config, replace(node.context(), start_at_members=1000))
+
+
 async def quiet(swarm: SimSwarm) -> list[SimNode]:
     """Nobody pushes by itself, and learners stand still."""
     for node in swarm.nodes:
-        node.strategy._core.due = lambda _now_s: False
+        silence(node)
     await start(swarm, train=False)
     return swarm.nodes
 
@@ -46,10 +78,8 @@ async def push(sender: SimNode, target: SimNode, number: int = 1, vector=None, *
 
 
 def sgp(**options) -> SgpConfig:
-    """SGP that pushes ten times a second, whatever the learner does."""
-    return SgpConfig(
-        **({"compression": "none", "every_updates": 0, "every_s": 0.1, "min_interval_s": 0.1} | options)
-    )
+    """SGP that pushes after each update."""
+    return SgpConfig(**({"compression": "none", "every_updates": 1, "min_interval_s": 0.05} | options))
 
 
 def totals(nodes: list[SimNode]) -> tuple[float, np.ndarray]:
@@ -69,10 +99,12 @@ def spread(nodes: list[SimNode]) -> float:
     return float(np.sqrt(np.square(xs - xs.mean(axis=0)).sum(axis=1).mean()))
 
 
-async def settle(swarm: SimSwarm) -> None:
+async def settle(swarm: SimSwarm, *pushers: Pushers) -> None:
     """Begin nothing new, and wait until everybody knows what became of its pushes."""
-    for node in swarm.living:
-        node.strategy._core.due = lambda _now_s: False
+    for one in pushers:
+        await one.stop()
+    for node in swarm.nodes:
+        await node.pause()
     for _ in range(400):
         await asyncio.sleep(0.1)
         if not any(node.strategy.under_way for node in swarm.living):

@@ -10,11 +10,10 @@ import pytest
 
 from p2pdrl.config.strategy import GalaConfig
 from p2pdrl.errors import PeerRefusedError
-from p2pdrl.strategies import heavy
 from p2pdrl.strategies.protocol import Merged
 from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
 
-from .pushers import D, push, quiet, start, vectors
+from .pushers import LONG, D, push, quiet, silence, start, vectors
 
 pytestmark = pytest.mark.looptime
 
@@ -30,7 +29,8 @@ def make(make_swarm):
     def made(count: int, options: GalaConfig | None = None, *, rate: float = 0.05, **network) -> SimSwarm:
         swarm = make_swarm(count, options or config(), {"learning_rate": rate}, **network)
         for number, node in enumerate(swarm.nodes):
-            node.target = np.random.default_rng(100 + number).standard_normal(D).astype(np.float32)
+            size = node.learner.x.size
+            node.target = np.random.default_rng(100 + number).standard_normal(size).astype(np.float32)
             node.learner.gradient = lambda x, target=node.target: x - target
         return swarm
 
@@ -62,6 +62,56 @@ async def test_learners_that_train_stay_within_a_bounded_distance(make, partners
     assert np.linalg.norm(vectors(swarm.nodes).mean(axis=0) - targets.mean(axis=0)) < 0.25 * apart(
         swarm.nodes
     )
+
+
+def ranges(nodes: list[SimNode]) -> np.ndarray:
+    """Of each entry, over the learners."""
+    xs = vectors(nodes)
+    return xs.max(axis=0) - xs.min(axis=0)
+
+
+@pytest.mark.parametrize("mixing", ["mean", "clipped", "trimmed"])
+async def test_averages_never_spread_learners_whatever_is_lost_or_left_out(make, mixing):
+    """Every entry stays between the least and the greatest that there were: losses, silence, a τ of 1."""
+    options = config(partners="random", mixing=mixing, max_lag=1, clip_distance=0.1)
+    swarm = make(6, options, rate=0.0, loss=0.2, duplicate=0.2)
+    for number, node in enumerate(swarm.nodes):
+        node.learner.period_s = PERIOD_S * (1 + number)  # some fall behind by more than τ
+    first = vectors(swarm.nodes)
+    await start(swarm)
+    swarm.network.freeze(swarm.nodes[2].id)
+    for _ in range(20):
+        await asyncio.sleep(0.5)
+        now = vectors(swarm.nodes)
+        assert (now >= first.min(axis=0) - 1e-5).all()
+        assert (now <= first.max(axis=0) + 1e-5).all()
+    assert sum(node.strategy.outcomes.get("stale", 0) for node in swarm.nodes) > 0
+    assert ranges(swarm.nodes).max() < 0.9 * (first.max(axis=0) - first.min(axis=0)).max()
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+async def test_the_distance_is_bounded_only_while_pushes_lead_from_one_to_all(make, cut_off):
+    """Two learners step apart by 0.2 an update in each entry: together they stay near, cut off they don't."""
+    swarm = make(2, rate=0.1)
+    for node, way in zip(swarm.nodes, (1.0, -1.0), strict=True):
+        node.learner.gradient = lambda x, way=way: np.full_like(x, way)
+    if cut_off:
+        swarm.network.cut(swarm.nodes[0].id, swarm.nodes[1].id)
+    before, moved = ranges(swarm.nodes), 0
+    await start(swarm)
+    worst = []
+    for _ in range(2):
+        seen = []
+        for _ in range(20):
+            await asyncio.sleep(0.5)
+            seen.append(ranges(swarm.nodes).max())
+        worst.append(max(seen))
+    moved = sum(node.learner.updates for node in swarm.nodes) * 0.1
+    assert (ranges(swarm.nodes) <= before + moved + 1e-3).all()
+    if cut_off:
+        assert worst[1] > 1.8 * worst[0] > 20
+    else:
+        assert worst[1] < 2.0
 
 
 async def test_equal_pace_and_no_training_comes_to_one_point(make):
@@ -198,7 +248,7 @@ async def test_other_routes_quarantine_and_no_state_are_refused(make):
 async def test_one_of_two_lineages_is_adopted(make, elder):
     swarm = make(2, config(partners="ring"))
     a, b = swarm.nodes
-    b.strategy._core.due = lambda _now_s: False
+    silence(b)
     steps = 500 if elder == "sender" else 5
     a.swarm.says = msgspec.structs.replace(a.swarm.says, lineage="bb", lineage_steps=steps)
     await start(swarm, train=False)
@@ -223,7 +273,7 @@ async def test_after_an_adoption_nothing_older_is_used(make):
 async def test_our_own_poison_is_kept_to_ourselves_and_healed(make):
     swarm = make(2)
     a, b = swarm.nodes
-    b.strategy._core.due = lambda _now_s: False
+    silence(b)
     await start(swarm, train=False)
     a.learner.x = np.full(D, np.nan, np.float32)
     a.learner.publish()
@@ -255,12 +305,12 @@ async def test_gradient_by_hand(make):
     answers = []
     a.learner.answer = lambda post, kind: answers.append((kind, post.vector.copy()))
     given = np.arange(D, dtype=np.float32)
-    a.learner._post("gradients", given.copy())
+    a.learner.post("gradients", given.copy())
     await asyncio.sleep(0.1)
     await push(b, a, content="gradients", vector=np.full(D, 3.0, np.float32))
     await push(c, a, content="gradients", vector=np.full(D, 6.0, np.float32))
-    a.learner._post("gradients", given.copy())
-    a.learner._post("gradients", np.full(D, np.nan, np.float32))
+    a.learner.post("gradients", given.copy())
+    a.learner.post("gradients", np.full(D, np.nan, np.float32))
     await asyncio.sleep(0.1)
     assert [kind for kind, _ in answers] == ["none", "add", "none"]
     assert np.allclose(answers[1][1], (given + 3 + 6) / 3 - given, atol=1e-5)
@@ -279,9 +329,8 @@ async def test_stop_leaves_nothing(make):
 
 
 @pytest.mark.looptime(False)
-async def test_pushes_in_threads(make, monkeypatch):
-    monkeypatch.setattr(heavy, "INLINE_BYTES", 0)
-    swarm = make(3, config(compression="bf16"), rate=0.0, delay_s=(0.0, 0.001))
+async def test_pushes_in_threads(make):
+    swarm = make(3, config(compression="bf16"), rate=0.0, delay_s=(0.0, 0.001), size=LONG)
     first = spread(swarm.nodes)
     await start(swarm)
     async with asyncio.timeout(5):

@@ -184,7 +184,8 @@ def test_what_is_remembered_is_bounded_and_the_forgotten_stay_void():
     assert one.result(Arrival("a", "other boot", 1)) == "new"
     for sender in range(2000):
         one.refuse(Arrival(f"{sender}", "boot", 1))
-    assert len(one._seen) <= 1024
+    assert one.result(Arrival("1999", "boot", 1)) == "void"
+    assert one.result(Arrival(f"{1999 - 1024}", "boot", 1)) == "new"
 
 
 def test_another_vector_begins_anew():

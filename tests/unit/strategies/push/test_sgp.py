@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import PeerRefusedError
-from p2pdrl.strategies import heavy
 from p2pdrl.strategies.push.sgp import ROUTE
 from p2pdrl.strategies.registry import build
 
-from .pushers import D, push, quiet, settle, sgp, spread, start, totals, vectors
+from .pushers import LONG, D, Pushers, push, quiet, settle, sgp, spread, start, totals, vectors
 
 pytestmark = pytest.mark.looptime
 
@@ -31,8 +30,9 @@ async def test_eight_nodes_come_to_their_mean(make, partners):
     swarm = make(8, sgp(partners=partners))
     mean, first = vectors(swarm.nodes).mean(axis=0), spread(swarm.nodes)
     await start(swarm, train=False)
+    pushers = Pushers(swarm.nodes)
     await asyncio.sleep(40 if partners == "ring" else 15)
-    await settle(swarm)
+    await settle(swarm, pushers)
     assert np.allclose(vectors(swarm.nodes), mean, atol=1e-4)
     assert spread(swarm.nodes) < 1e-4 * first
     weight, stands = totals(swarm.nodes)
@@ -47,8 +47,9 @@ async def test_learners_that_publish_in_between_disturb_nothing(make):
     for number, node in enumerate(swarm.nodes):
         node.learner.period_s = 0.03 * (1 + 4 * number)
     await start(swarm)
+    pushers = Pushers(swarm.nodes)
     await asyncio.sleep(25)
-    await settle(swarm)
+    await settle(swarm, pushers)
     assert np.allclose(vectors(swarm.nodes), mean, atol=1e-4)
 
 
@@ -56,10 +57,11 @@ async def test_loss_and_doubled_messages_lose_no_weight(make):
     swarm = make(8, sgp(partners="random"), loss=0.2, duplicate=0.2)
     mean = vectors(swarm.nodes).mean(axis=0)
     await start(swarm, train=False)
+    pushers = Pushers(swarm.nodes)
     await asyncio.sleep(40)
     swarm.network.loss = 0.0
     await asyncio.sleep(10)
-    await settle(swarm)
+    await settle(swarm, pushers)
     weight, stands = totals(swarm.nodes)
     assert weight == pytest.approx(8.0, rel=1e-12)
     assert np.allclose(stands, 8 * mean, rtol=1e-5, atol=2e-5)
@@ -71,8 +73,9 @@ async def test_bf16_keeps_the_sum(make):
     swarm = make(4, sgp(compression="bf16", partners="ring"))
     mean, first = vectors(swarm.nodes).mean(axis=0), spread(swarm.nodes)
     await start(swarm, train=False)
+    pushers = Pushers(swarm.nodes)
     await asyncio.sleep(30)
-    await settle(swarm)
+    await settle(swarm, pushers)
     weight, stands = totals(swarm.nodes)
     assert weight == pytest.approx(4.0, rel=1e-12)
     assert np.allclose(stands, 4 * mean, rtol=1e-4, atol=1e-4)
@@ -83,8 +86,8 @@ async def test_an_adopted_state_begins_anew(make):
     swarm = make(2)
     a, b = swarm.nodes
     swarm.network.freeze(b.id)
-    b.strategy._core.due = lambda _now_s: False
     await start(swarm, train=False)
+    a.strategy.updated(1)
     await asyncio.sleep(1)
     assert a.strategy.weight < 1
     new = np.full(D, 7.0, np.float32)
@@ -147,10 +150,10 @@ async def test_other_routes_and_nonsense_are_refused(make):
 async def test_one_of_two_lineages_is_adopted(make, older):
     swarm = make(2)
     a, b = swarm.nodes
-    b.strategy._core.due = lambda _now_s: False
     steps = 500 if older == "sender" else 5
     a.swarm.says = msgspec.structs.replace(a.swarm.says, lineage="bb", lineage_steps=steps)
     await start(swarm, train=False)
+    a.strategy.updated(1)
     await asyncio.sleep(0.08)
     assert a.strategy.outcomes == {"ahead" if older == "sender" else "behind": 1}
     adopter, donor = (b, a) if older == "sender" else (a, b)
@@ -161,10 +164,10 @@ async def test_one_of_two_lineages_is_adopted(make, older):
 async def test_our_own_poison_is_kept_to_ourselves_and_healed(make):
     swarm = make(2)
     a, b = swarm.nodes
-    b.strategy._core.due = lambda _now_s: False
     a.learner.x = np.full(D, np.nan, np.float32)
     a.learner.publish()
     await start(swarm, train=False)
+    a.strategy.updated(1)
     await asyncio.sleep(0.3)
     assert a.swarm.heals
     assert (b.swarm.strikes, b.strategy.outcomes, a.strategy.weight) == ([], {}, 1.0)
@@ -177,10 +180,10 @@ async def test_what_is_beyond_the_bound_once_it_is_rounded_is_kept_to_ourselves(
     a, b = swarm.nodes
     for node in swarm.nodes:
         node.strategy = build(node.config, replace(node.context(), max_abs=1_002_500))
-    b.strategy._core.due = lambda _now_s: False
     a.learner.x = np.full(D, 1_002_000, np.float32)  # 1_003_520 as bf16
     a.learner.publish()
     await start(swarm, train=False)
+    a.strategy.updated(1)
     await asyncio.sleep(0.3)
     assert (b.swarm.strikes, b.strategy.outcomes) == ([], {})
     assert a.swarm.heals
@@ -199,7 +202,7 @@ async def test_clipping_bounds_what_one_push_does(make):
 
 
 async def test_training_nodes_stay_near_the_common_minimum(make):
-    swarm = make(8, sgp(partners="exponential", every_updates=1))
+    swarm = make(8, sgp(partners="exponential", min_interval_s=0.1))
     rng = np.random.default_rng(5)
     targets = rng.standard_normal((8, D)).astype(np.float32)
     for node, target in zip(swarm.nodes, targets, strict=True):
@@ -226,11 +229,12 @@ async def test_stop_leaves_nothing(make):
 
 
 @pytest.mark.looptime(False)
-async def test_pushes_in_threads(make, monkeypatch):
-    monkeypatch.setattr(heavy, "INLINE_BYTES", 0)
-    swarm = make(3, sgp(every_s=0.02, compression="bf16"), delay_s=(0.0, 0.001))
+async def test_pushes_in_threads(make):
+    swarm = make(3, sgp(min_interval_s=0.01, compression="bf16"), delay_s=(0.0, 0.001), size=LONG)
     first = spread(swarm.nodes)
     await start(swarm, train=False)
+    pushers = Pushers(swarm.nodes, 0.02)
     async with asyncio.timeout(5):
         while spread(swarm.nodes) > 0.1 * first:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
+    await pushers.stop()

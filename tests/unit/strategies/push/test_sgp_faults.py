@@ -13,7 +13,7 @@ from p2pdrl.strategies.push.messages import PushHead
 from p2pdrl.strategies.push.outbox import ABSENT_S
 from p2pdrl.transport.protocol import Incoming, Refusal
 
-from .pushers import D, settle, sgp, spread, start, totals, vectors
+from .pushers import D, Pushers, settle, sgp, spread, start, totals, vectors
 
 pytestmark = pytest.mark.looptime
 
@@ -29,13 +29,14 @@ async def test_a_frozen_node_blocks_nobody_and_comes_back(make):
     swarm = make(8, sgp(partners="random"))
     mean, first = vectors(swarm.nodes).mean(axis=0), spread(swarm.nodes)
     await start(swarm, train=False)
+    pushers = Pushers(swarm.nodes)
     swarm.network.freeze(swarm.nodes[3].id)
     await asyncio.sleep(30)
     others = [node for node in swarm.nodes if node is not swarm.nodes[3]]
     assert spread(others) < 0.05 * first
     swarm.network.thaw(swarm.nodes[3].id)
     await asyncio.sleep(30)
-    await settle(swarm)
+    await settle(swarm, pushers)
     weight, stands = totals(swarm.nodes)
     assert weight == pytest.approx(8.0, rel=1e-12)
     assert np.allclose(stands, 8 * mean, rtol=1e-5, atol=2e-5)
@@ -45,52 +46,51 @@ async def test_a_frozen_node_blocks_nobody_and_comes_back(make):
 async def test_a_killed_node_takes_its_part_along_and_a_joiner_brings_its_own(make):
     swarm = make(8, sgp(partners="random"))
     await start(swarm, train=False)
+    pushers = Pushers(swarm.nodes)
     await asyncio.sleep(1)
     await swarm.kill(swarm.nodes[5])
     await asyncio.sleep(ABSENT_S + 10)
-    await settle(swarm)
+    await settle(swarm, pushers)
     assert spread(swarm.living) < 1e-3
     assert all(node.strategy.under_way == 0 for node in swarm.living)
-    for node in swarm.living:
-        del node.strategy._core.due
     joiner = swarm.add(sgp(partners="random"), np.full(D, 5.0, np.float32), learning_rate=0.0)
     swarm.introduce()
     weight, stands = totals(swarm.living)
     await joiner.start(train=False)
+    pushers = Pushers(swarm.living)
     await asyncio.sleep(20)
-    await settle(swarm)
+    await settle(swarm, pushers)
     assert np.allclose(vectors(swarm.living), stands / weight, atol=1e-3)
     assert totals(swarm.living)[0] == pytest.approx(weight, rel=1e-12)
 
 
-class LostAnswers:
-    """A transport that loses the first answers after they were written."""
+def lose_answers(node, losses: int) -> list[bytes]:
+    """Lose the first answers to a node after they were written; the list holds what it sends."""
+    call, metas = node.transport.call, []
 
-    def __init__(self, transport, losses: int) -> None:
-        self._transport, self.losses, self.metas = transport, losses, []
-
-    async def call(self, *arguments, **options):
-        self.metas.append(arguments[3])
-        answer = await self._transport.call(*arguments, **options)
-        if self.losses:
-            self.losses -= 1
+    async def losing(to, peer, route, meta, **options):
+        metas.append(meta)
+        answer = await call(to, peer, route, meta, **options)
+        if len(metas) <= losses:
             raise WireError("cut off")
         return answer
+
+    node.transport.call = losing
+    return metas
 
 
 async def test_a_push_whose_answer_was_lost_is_sent_again_and_taken_once(make):
     swarm = make(2)
     a, b = swarm.nodes
     weight, stands = totals(swarm.nodes)
-    b.strategy._core.due = lambda _now_s: False
     await start(swarm, train=False)
-    a.strategy._transport = LostAnswers(a.transport, 3)
+    metas = lose_answers(a, 3)
+    a.strategy.updated(1)
     await asyncio.sleep(0.05)
-    a.strategy._core.due = lambda _now_s: False
     assert (a.strategy.weight, b.strategy.weight) == (0.5, 1.5)
     assert a.strategy.under_way == 0.5
     await asyncio.sleep(5)
-    heads = [msgspec.msgpack.decode(meta, type=PushHead) for meta in a.strategy._transport.metas]
+    heads = [msgspec.msgpack.decode(meta, type=PushHead) for meta in metas]
     assert len(heads) == 4
     assert len({(head.boot, head.number, head.mass) for head in heads}) == 1
     assert (a.strategy.outcomes, b.strategy.outcomes) == ({"unsure": 3, "pushed": 1}, {"ok": 1})
@@ -109,9 +109,9 @@ async def test_a_push_that_never_arrived_is_taken_back(make, why):
             raise Refusal(503, "not now")
 
         b.strategy.answer = refuse
-        b.strategy._core.due = lambda _now_s: False
         await b.start(train=False)
     await a.start(train=False)
+    a.strategy.updated(1)
     await asyncio.sleep(0.3)
     assert a.strategy.weight == pytest.approx(1.0, rel=1e-12)
     assert a.strategy.under_way == 0
@@ -124,7 +124,7 @@ async def test_what_is_under_way_to_the_dead_is_lost(make):
     a, b = swarm.nodes
     await start(swarm, train=False)
     swarm.network.freeze(b.id)
-    b.strategy._core.due = lambda _now_s: False
+    a.strategy.updated(1)
     await asyncio.sleep(3)
     assert a.strategy.under_way > 0
     await swarm.kill(b)

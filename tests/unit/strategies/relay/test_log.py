@@ -57,11 +57,10 @@ class World:
 
     def push(self, name: str, peer: str, most: int = 3) -> None:
         log = self.nodes[name].log
-        self.nodes[peer].mail.append(
-            (name, log.runs_for(peer, relay=self.relay, most_bytes=10**6, most=most))
-        )
-        if peer not in log._known:
-            self.answer(peer, name)
+        runs = log.runs_for(peer, relay=self.relay, most_bytes=10**6, most=most)
+        self.nodes[peer].mail.append((name, runs))
+        if log.has_for(peer, relay=self.relay) and not runs:
+            self.answer(peer, name)  # whoever is asked says first what it has
 
     def answer(self, peer: str, name: str) -> None:
         log = self.nodes[name].log

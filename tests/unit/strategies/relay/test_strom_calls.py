@@ -23,9 +23,8 @@ async def pushed(change: dict, vector: bytes = b"", run: RunHead | None = None) 
         await crowd.start()
         await asyncio.sleep(1)
         one, two = crowd.nodes
-        member = one.strategy._member
         runs = () if run is None else (run,)
-        push = Push(two.swarm.says, member.log.history, member.state.tau, runs)
+        push = Push(two.swarm.says, one.strategy.history, one.strategy.facts["tau"], runs)
         push = msgspec.structs.replace(push, **change)
         with pytest.raises(PeerRefusedError) as refused:
             await two.transport.call(
@@ -68,7 +67,7 @@ async def test_another_mode_is_refused():
         await asyncio.sleep(1)
         one, two = crowd.nodes
         says = msgspec.structs.replace(two.swarm.says, mode_epoch=9)
-        push = Push(says, History(1, one.id), one.strategy._member.state.tau)
+        push = Push(says, History(1, one.id), one.strategy.facts["tau"])
         with pytest.raises(PeerRefusedError) as refused:
             await two.transport.call(
                 one.address, one.id, "relay", msgspec.msgpack.encode(push), deadline_s=1.0

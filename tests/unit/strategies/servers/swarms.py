@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from p2pdrl.config.strategy import StrategyConfig
+from p2pdrl.strategies.servers.messages import Pull, Pulled
 from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
 
 SIZE = 10
@@ -33,6 +36,37 @@ def servers_of(nodes: list[SimNode]) -> tuple[list[SimNode], list[SimNode]]:
     names = next(n.strategy.facts["servers"] for n in nodes if "servers" in n.strategy.facts).split(", ")
     by_id = {node.id: node for node in nodes}
     return [by_id[name] for name in names], [node for node in nodes if node.id not in names]
+
+
+class Held(NamedTuple):
+    """What a server says that it holds, to whoever pulls it."""
+
+    span: tuple[int, int]
+    version: int
+    parameters: np.ndarray
+    scalars: dict[str, float]
+
+
+async def pulled(server: SimNode, asker: SimNode) -> Held:
+    """Pull the shard that a node serves, with its optimizer's state."""
+    first, last = map(int, str(server.strategy.facts["shard"]).split(" to "))
+    came: list[bytearray] = []
+
+    def room(_: bytes, nbytes: int) -> memoryview:
+        came.append(bytearray(nbytes))
+        return memoryview(came[-1])
+
+    answer = await asker.transport.call(
+        server.address,
+        server.id,
+        "shard",
+        msgspec.msgpack.encode(Pull(server.group.view.key, first, last + 1, 0, state=True)),
+        into=room,
+        deadline_s=3.0,
+    )
+    head = msgspec.msgpack.decode(answer.meta, type=Pulled)
+    parameters = np.frombuffer(came[-1], np.float32)[: last + 1 - first]
+    return Held((first, last), head.version, parameters, head.scalars)
 
 
 async def progress(nodes: list[SimNode], seconds: float) -> list[int]:

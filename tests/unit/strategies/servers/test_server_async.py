@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 
 import msgspec
 import numpy as np
 import pytest
 
+from p2pdrl.clock import LoopClock
 from p2pdrl.config.strategy import ServerAsyncConfig
 from p2pdrl.errors import PeerRefusedError
-from p2pdrl.strategies.servers.desk_async import bucket_of
-from p2pdrl.strategies.servers.messages import Push
+from p2pdrl.node.counting.accounting import Accounting
+from p2pdrl.strategies.servers.desk_async import bucket_of, weight_of
+from p2pdrl.strategies.servers.messages import Given, Push
 from p2pdrl.strategies.testing.simulator import SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
-from .swarms import COMMON, SIZE, grow, progress, servers_of
+from .swarms import COMMON, SIZE, grow, progress, pulled, servers_of
 
 pytestmark = pytest.mark.looptime
 
@@ -34,8 +37,7 @@ def spread(nodes) -> float:
 
 async def pause(nodes) -> None:
     for node in nodes:
-        node._training.cancel()
-        await asyncio.gather(node._training, return_exceptions=True)
+        await node.pause()
 
 
 class Serial:
@@ -106,6 +108,31 @@ async def test_shards_do_not_change_a_lone_workers_result():
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("servers", [1, 4])
+async def test_pushing_and_fetching_each_fourth_step_is_serial_training(sim, servers):
+    """DistBelief with n_push = n_fetch = 4, its own steps between, and SGD; also over several shards."""
+    problem = Serial()
+    options = config(servers=servers, push_every=4, fetch_every=1, local_steps=True)
+    nodes = [
+        sim.add(
+            options,
+            problem.start,
+            gradient=lambda x: problem.gradient(x.astype(np.float64)),
+            learning_rate=LR,
+        )
+        for _ in range(servers)
+    ]
+    sim.introduce()
+    for node in nodes:
+        await node.start(train=False)
+    await asyncio.sleep(1.0)
+    worker = nodes[0]
+    await worker.learner.run(40)
+    assert worker.strategy.outcomes == {"ok": 10}
+    expected = problem.run("sgd", 40)
+    assert np.abs(worker.learner.x - expected).max() <= 1e-6 * np.abs(expected).max()
+
+
 async def test_the_fetch_comes_each_so_many_pushes(sim):
     node = sim.add(config(fetch_every=4), np.ones(SIZE))
     node.learner.keep_history = True
@@ -157,8 +184,7 @@ async def test_local_steps_between_fetches(sim):
 
 
 async def push(caller, server, version: int, gradient: np.ndarray):
-    key = caller.strategy._term.key
-    head = Push(key, int(server.strategy._term.index), "step", version, weight=1.0, wants=False)
+    head = Push(server.group.view.key, 0, "step", version, weight=1.0, wants=False)
     return await caller.transport.call(
         server.address,
         server.id,
@@ -169,22 +195,116 @@ async def push(caller, server, version: int, gradient: np.ndarray):
     )
 
 
-@pytest.mark.parametrize(("stale", "factor"), [("drop", 1.0), ("scale", 1 / 8)])
-async def test_stale_gradients(sim, stale, factor):
-    nodes = await grow(sim, 2, config(servers=1, stale=stale, max_staleness=9))
+@pytest.mark.parametrize(
+    ("stale", "most", "counted"),
+    [("drop", 9, (1.0, 0.0)), ("scale", 9, (1.0, 10 / 13)), ("scale", 0, (1 / 8, 1 / 13))],
+)
+async def test_stale_gradients(sim, stale, most, counted):
+    nodes = await grow(sim, 2, config(servers=1, stale=stale, max_staleness=most))
     (server,), (worker,) = servers_of(nodes)
     await pause(nodes)
     await asyncio.sleep(0.5)
-    shard = server.strategy._holdings.shard
-    before, version = shard.parameters.copy(), shard.version
-    await push(worker, server, version - 7, np.ones(SIZE))
-    assert np.allclose(before - shard.parameters, LR * factor, rtol=1e-4)
-    assert shard.version == version + 1
-    before = shard.parameters.copy()
-    await push(worker, server, version - 12, np.ones(SIZE))
-    assert np.array_equal(shard.parameters, before)
+    seen = server.strategy.facts
+    for staleness, factor in zip((7, 12), counted, strict=True):
+        _, version, before, _ = await pulled(server, worker)
+        answer = await push(worker, server, version - staleness, np.ones(SIZE))
+        given = msgspec.msgpack.decode(answer.meta, type=Given)
+        after = await pulled(server, worker)
+        assert np.allclose(before - after.parameters, LR * factor, rtol=1e-4, atol=1e-7)
+        assert after.version == version + (factor > 0)
+        assert given.outcome == ("ok" if factor else "stale")
+        assert given.staleness == staleness
+        assert given.merged == (((worker.id, pytest.approx(factor)),) if factor else ())
     facts = server.strategy.facts
-    assert (facts["stale"], facts["staleness_4-7"], facts["staleness_8-15"]) == (1, 1, 1)
+    more = {name: facts[name] - seen.get(name, 0) for name in facts if "stale" in name or name == "scaled"}
+    assert (more["staleness_4-7"], more["staleness_8-15"]) == (1, 1)
+    assert more.get("stale", 0) == counted.count(0.0)
+    assert more["scaled"] == sum(0 < factor < 1 for factor in counted)
+
+
+def test_what_a_stale_gradient_counts_for():
+    """Whole up to the bound, then as one step's worth of age in so many, without a jump."""
+    scaled = [weight_of(s, config(stale="scale", max_staleness=4)) for s in (0, 4, 5, 9, 99)]
+    assert scaled == pytest.approx([1.0, 1.0, 5 / 6, 5 / 10, 5 / 100])
+    assert [weight_of(s, config(stale="drop", max_staleness=4)) for s in (0, 4, 5, 99)] == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
+    assert [weight_of(s, config(stale="scale", max_staleness=0)) for s in (0, 1, 3)] == [1.0, 0.5, 0.25]
+
+
+def staleness_in(node, protocol: str = "server_async") -> tuple[dict[str, int], dict[str, object]]:
+    """What the node's accounting would show of the rounds that its strategy told."""
+    accounting = Accounting(node.id, LoopClock())
+    accounting.entered(node.config, 1)
+    for report in node.swarm.rounds:
+        accounting.round(report)
+    account = accounting.document(str)[protocol]
+    return account["staleness"], account
+
+
+async def test_a_workers_staleness_is_accounted(sim):
+    """Four equal workers: each push is some steps old, and the worker that made it says so."""
+    nodes = await grow(sim, 4, config(servers=1, ahead=1))
+    await asyncio.sleep(3.0)
+    await pause(nodes)
+    await asyncio.sleep(0.5)
+    (server,), _ = servers_of(nodes)
+    told: Counter[str] = Counter()
+    for node in nodes:
+        staleness, account = staleness_in(node)
+        assert sum(staleness.values()) == account["rounds"]["ok"]
+        told["0"] += staleness["0"]
+        told["1"] += staleness["1"]
+        told["2-3"] += staleness["2"] + sum(
+            1 for r in node.swarm.rounds for m in r.merged if m.staleness == 3
+        )
+    facts = server.strategy.facts
+    assert sum(told.values()) > 100
+    for bucket in ("0", "1", "2-3"):
+        assert told[bucket] == facts.get(f"staleness_{bucket}", 0)
+
+
+async def add_a_slow_one(sim, **options):
+    """Three workers, and one that is 20 times slower than each of them."""
+    quick = list(await grow(sim, 3, config(servers=1, **options)))
+    slow = sim.add(quick[0].config, np.ones(SIZE), period_s=1.0)
+    sim.introduce()
+    await slow.start()
+    await asyncio.sleep(30.0)
+    return quick, slow
+
+
+async def test_a_slow_workers_gradients_are_scaled_and_it_is_told(sim):
+    quick, slow = await add_a_slow_one(sim, max_staleness=20)
+    staleness, account = staleness_in(slow)
+    assert account["rounds"].get("stale", 0) == 0
+    assert account["rounds"]["ok"] >= 20
+    assert sum(count for bound, count in staleness.items() if bound in ("32", "64", "128")) >= 15
+    last = slow.swarm.rounds[-1].merged[0]
+    assert last.peer == slow.id
+    assert last.weight == pytest.approx(21 / (1 + last.staleness))
+    assert slow.strategy.facts["own_scaled"] >= 15
+    heard = [message for kind, message in slow.swarm.told if "count for less" in message]
+    assert [message.split()[0] for message in heard] == ["1", "10"]
+    assert not any("count for less" in message for node in quick for _, message in node.swarm.told)
+
+
+async def test_a_slow_workers_refused_gradients_are_counted_and_told(sim):
+    _, slow = await add_a_slow_one(sim, max_staleness=20, stale="drop")
+    staleness, account = staleness_in(slow)
+    refused = account["rounds"]["stale"]
+    assert refused >= 15
+    assert account["failed"] >= refused
+    assert sum(staleness.values()) == account["rounds"].get("ok", 0)
+    assert slow.strategy.facts["own_stale"] == refused
+    report = next(report for report in slow.swarm.rounds if report.outcome == "stale")
+    assert report.error.startswith("refused: ")
+    heard = [message for _, message in slow.swarm.told if "were refused" in message]
+    assert [message.split()[0] for message in heard] == ["1", "10"]
+    assert "set stale = scale" in heard[0]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e7])
@@ -193,8 +313,7 @@ async def test_poisoned_gradients_are_refused(sim, bad):
     (server,), (worker,) = servers_of(nodes)
     await pause(nodes)
     await asyncio.sleep(0.5)
-    shard = server.strategy._holdings.shard
-    before, version = shard.parameters.copy(), shard.version
+    _, version, before, _ = await pulled(server, worker)
     gradient = np.ones(SIZE)
     gradient[3] = bad
     with pytest.raises(PeerRefusedError) as refused:
@@ -204,8 +323,9 @@ async def test_poisoned_gradients_are_refused(sim, bad):
         await push(worker, server, version, np.ones(SIZE + 1))
     assert refused.value.status == 422
     assert server.swarm.strikes == [worker.id] * 2
-    assert np.array_equal(shard.parameters, before)
-    assert shard.version == version
+    after = await pulled(server, worker)
+    assert np.array_equal(after.parameters, before)
+    assert after.version == version
     server.swarm.held.add(worker.id)
     with pytest.raises(PeerRefusedError) as refused:
         await push(worker, server, version, np.ones(SIZE))
@@ -292,16 +412,15 @@ async def test_a_server_that_leaves_hands_over_its_last_step(sim):
     (leaver,), others = servers_of(nodes)
     await pause(nodes)
     await asyncio.sleep(0.5)
-    shard = leaver.strategy._holdings.shard
-    expected, steps = shard.parameters.copy(), shard.optimizer.steps
+    before = await pulled(leaver, others[0])
     await leaver.strategy.stop(3.0)
     leaver.dead = True
     sim.introduce()
     await asyncio.sleep(3.0)
     took = next(node for node in others if node.strategy.facts.get("takeovers"))
-    got = took.strategy._holdings.shard
-    assert np.array_equal(got.parameters, expected)
-    assert got.optimizer.steps == steps > 0
+    got = await pulled(took, next(node for node in others if node is not took))
+    assert np.array_equal(got.parameters, before.parameters)
+    assert got.scalars["steps"] == before.scalars["steps"] > 0
 
 
 async def test_stop_ends_everything(sim):

@@ -40,14 +40,14 @@ class Problem:
         gradients = [self.gradient(worker, x) for worker in range(len(ROWS))]
         if reduce == "sum":
             return np.sum(gradients, axis=0)
-        if reduce == "count":
+        if reduce == "mean":
             return np.mean(gradients, axis=0)
         features = np.concatenate([part[0] for part in self.parts])
         targets = np.concatenate([part[1] for part in self.parts])
         return features.T @ (features @ x - targets) / len(targets)
 
 
-def serial(problem: Problem, optimizer: str, steps: int, reduce: str = "mean") -> np.ndarray:
+def serial(problem: Problem, optimizer: str, steps: int, reduce: str = "count") -> np.ndarray:
     """The same training by one node on one big batch, written out from the papers, in float64."""
     x = np.mean([start.astype(np.float64) for start in problem.starts], axis=0)
     m, v = np.zeros(SIZE), np.zeros(SIZE)
@@ -169,6 +169,19 @@ async def test_the_learners_rate_is_followed(sim):
     nodes = grow(sim, problem, config(learning_rate=None, servers=1), learning_rate=LR)
     steps = await train(nodes, 11)
     assert np.allclose(nodes[0].learner.x, serial(problem, "sgd", steps), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "weights"),
+    [("count", [rows / sum(ROWS) for rows in ROWS]), ("mean", [1 / 4] * 4), ("sum", [1 / 4] * 4)],
+)
+async def test_who_counted_for_how_much_is_reported(sim, reduce, weights):
+    nodes = grow(sim, Problem(), config(reduce=reduce, servers=1))
+    await train(nodes, 6)
+    merged = nodes[0].swarm.rounds[-1].merged
+    assert {one.peer: one.weight for one in merged} == {
+        node.id: pytest.approx(weight) for node, weight in zip(nodes, weights, strict=True)
+    }
 
 
 async def test_what_is_reported(sim):

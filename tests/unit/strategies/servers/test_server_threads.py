@@ -1,4 +1,4 @@
-"""Large shards are worked on in threads; here every vector is large, and time is real."""
+"""Large shards are worked on in threads; time is real."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.strategy import ServerAsyncConfig, ServerSyncConfig
-from p2pdrl.strategies import heavy
 from p2pdrl.strategies.testing.simulator import SimSwarm
 from p2pdrl.transport.memory import MemoryNetwork
 
-SIZE = 4000
-
-
-@pytest.fixture(autouse=True)
-def everything_in_threads(monkeypatch):
-    monkeypatch.setattr(heavy, "INLINE_BYTES", 0)
+SIZE = 400_000
 
 
 @pytest.mark.parametrize("compression", ["none", "bf16", "int8"])
