@@ -99,6 +99,9 @@ class FakeMembership:
     def catch_up(self, node: str) -> None:
         self.asked.append(node)
 
+    def follow(self, lineage: str) -> None:
+        self.records.follow(lineage)
+
     def recall(self, record: Any) -> None:
         if self.records.merge(record, trusted=True):
             self.on_record(record)
