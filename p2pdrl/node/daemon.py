@@ -104,6 +104,8 @@ class Node:
         self._fatal: P2PDRLError | None = None
         self._to_remember = asyncio.Event()
         self._memory_failed = False
+        self._had_others = False
+        """Whether this swarm had other members, in this run or, when it is resumed, before."""
         self.last_resort = threading.Timer(WITHIN_S, os._exit, (0,))
         """Ends the process when leaving hangs (a disk that doesn't answer, say)."""
         self.last_resort.daemon = True
@@ -224,6 +226,7 @@ class Node:
             await recall(parts, self._conduct.saved_mode, origin, checkpoint)
             self._events.emit("training", f"trains {origin.task.subject} on {training.supervisor.device}")
             if origin.how == "resumed" and memory is not None:
+                self._had_others = True
                 recall_stop(parts, memory)
             if origin.how != "joined":
                 self._conduct.found(training, founded_at(checkpoint, self._clock.wall()))
@@ -321,9 +324,12 @@ class Node:
         stop = self._parts.membership.records.get(settings.STOP)
         done = self._parts.halted is not None
         steps = training.lineage_steps
-        memory = Memory(self._memory.swarm_id, training.task, training.lineage, steps, stop, done)
         if not training.lineage:
             return
+        self._had_others = self._had_others or len(self._parts.membership.members()) > 1
+        memory = Memory(
+            self._memory.swarm_id, training.task, training.lineage, steps, stop, done=done, others=self._had_others
+        )
         try:
             await asyncio.to_thread(self._memory.write, memory)
         except StorageError as error:
@@ -365,6 +371,8 @@ class Node:
             return
         if event.kind in ("dead", "left") and self._parts.rumours is not None:
             self._parts.rumours.table.drop([member.id])
+        if event.kind == "joined":
+            self._to_remember.set()
         if event.kind != "updated":
             self._events.emit(
                 f"member-{event.kind}",

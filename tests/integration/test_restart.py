@@ -181,8 +181,9 @@ def test_a_member_that_restarts_while_the_others_are_frozen_waits_for_them(swarm
 
 
 def test_all_nodes_restarted_at_once_go_on_with_their_swarm(swarm, wait_until):
-    a = swarm.start("a", *PACE, "--set", "task.stop.env_steps=5000000", "--set", "task.env.id=Acrobot-v1")
-    b = swarm.start("b", *PACE, peers=a)
+    task = ["--set", "task.stop.env_steps=5000000", "--set", "task.env.id=Acrobot-v1"]
+    a = swarm.start("a", *PACE, *task)
+    b = swarm.start("b", *PACE[:2], peers=a)
     swarm.training(a, b)
     lineage = a.status()["lineage"]
     wait_until(lambda: b.status().get("lineage") == lineage, 20, "one lineage")
@@ -191,8 +192,8 @@ def test_all_nodes_restarted_at_once_go_on_with_their_swarm(swarm, wait_until):
     for node in (a, b):
         node.kill9()
 
-    b = swarm.start("b", *PACE, "--peers", a.api, data=b.data, port=b.port)
-    a = swarm.start("a", *PACE, data=a.data, port=a.port)
+    b = swarm.start("b", *PACE[:2], peers=a, data=b.data, port=b.port)
+    a = swarm.start("a", *PACE[:2], data=a.data, port=a.port)
     swarm.training(a, b, timeout_s=90)
     assert sorted(bool(node.events("resumed-swarm")) for node in (a, b)) == [False, True]
     assert not a.events("founded")

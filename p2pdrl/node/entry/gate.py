@@ -89,13 +89,14 @@ class Gate:
             membership: started.
             own: our advertised address.
             remembers: whether members of an earlier run are on disk.
-            memory: the swarm of an earlier run; counts while its members are remembered, too.
+            memory: the swarm of an earlier run; counts if it had other members.
 
         Raises:
             JoinRefusedError: every seed refuses us.
         """
-        if memory is not None and (not remembers or not self._same_task(memory)):
+        if memory is not None and not (self._same_task(memory) and (remembers or memory.others)):
             memory = None  # alone, or for another task, the configuration counts
+        remembers = remembers or memory is not None
         if remembers:
             self._env_steps = 0 if memory is None else memory.env_steps
         if self._config.node.peers or remembers:

@@ -33,6 +33,7 @@ class Memory(msgspec.Struct, frozen=True):
         env_steps: made within that lineage, as far as it knew.
         stop: the record of the stop condition, signature and all; None while it knew none.
         done: the condition was met.
+        others: it had other members. A node that was always alone begins as its configuration says.
     """
 
     swarm_id: str
@@ -41,6 +42,7 @@ class Memory(msgspec.Struct, frozen=True):
     env_steps: int
     stop: SwarmRecord | None = None
     done: bool = False
+    others: bool = False
     format: int = FORMAT
 
 

@@ -213,6 +213,12 @@ async def test_alone_with_its_memories_it_resumes_the_swarm(make):
     assert (node.origin.task, node.origin.lineage) == (ACROBOT, "ab" * 8)
 
 
+async def test_a_swarm_is_remembered_even_if_its_members_addresses_are_not(make):
+    node = make(2, memory=Memory("swarm", ACROBOT, "ab" * 8, 77, others=True)).start()
+    await asyncio.sleep(10)
+    assert (node.how, node.origin.task) == ("resumed", ACROBOT)
+
+
 async def test_a_lone_node_begins_as_its_configuration_says(make):
     node = make(2, memory=Memory("swarm", ACROBOT, "ab" * 8, 77)).start()
     await asyncio.sleep(1)
