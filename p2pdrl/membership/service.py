@@ -257,6 +257,10 @@ class MembershipService:
         """Compare views with a member that knows a newer setting than we do."""
         self._carry_out(self._core.catch_up(node_id, self._clock.monotonic()))
 
+    def tell_settings(self, node_id: str) -> None:
+        """Tell a member that seems to follow older settings ours, at once."""
+        self._carry_out(self._core.tell_settings(node_id, self._clock.monotonic()))
+
     # Inputs
 
     def _feed(self, event: Input) -> None:

@@ -281,6 +281,7 @@ class Membership:
         kernel.swarm.merge(record)
         kernel.table.touch()
         kernel.broadcast(record)
+        self._rounds.tell_all(record)
         kernel.effects.append(SwarmChanged(record))
         return record, self._flush()
 
@@ -318,6 +319,14 @@ class Membership:
         member = self._kernel.table.get(node_id)
         if member is not None and not self._kernel.leaving:
             self._syncer.run(member)
+        return self._flush()
+
+    def tell_settings(self, node_id: str, now: float) -> list[Effect]:
+        """Tell a member that seems to follow older settings ours, at once."""
+        self._advance(now)
+        member = self._kernel.table.get(node_id)
+        if member is not None and member.living and not self._kernel.leaving:
+            self._rounds.tell_settings(member)
         return self._flush()
 
     def assume(self, records: Iterable[Record], now: float) -> None:

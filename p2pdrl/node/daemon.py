@@ -14,10 +14,10 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.loader import Resolved
@@ -52,9 +52,11 @@ from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.protocol import ROUTES
 from p2pdrl.telemetry import logging as telemetry_logging
 from p2pdrl.telemetry.tensorboard import TensorBoardWriter, open_writer
-from p2pdrl.transport.protocol import Address
+from p2pdrl.transport.protocol import Address, Incoming, Refusal
 
 __all__ = ["Node", "run"]
+
+R = TypeVar("R")
 
 LAST_WORDS_S = 1.5
 """After a halt the node stays this long, so that everybody hears of it and sees the last figures."""
@@ -212,9 +214,11 @@ class Node:
             parts.training = self._gate.training = training
             for route in ROUTES:
                 parts.transport.serve(
-                    route, training.mode.answer, max_vector_bytes=self._config.node.limits.max_vector_bytes
+                    route,
+                    self._telling(training.mode.answer),
+                    max_vector_bytes=self._config.node.limits.max_vector_bytes,
                 )
-            parts.transport.serve_pipes(PIPE_ROUTE, training.mode.accept)
+            parts.transport.serve_pipes(PIPE_ROUTE, self._telling(training.mode.accept))
             parts.transport.serve(timelines.ROUTE, training.timelines.answer)
             parts.transport.serve(state_transfer.ROUTE, Giving(training, parts.ledger, self._events).answer)
             state, lineage = await first_state(parts, training, origin, checkpoint)
@@ -248,6 +252,19 @@ class Node:
             for job in jobs:
                 job.cancel()
         self.leave("the swarm is done")
+
+    def _telling(self, answer: Callable[[Incoming], Awaitable[R]]) -> Callable[[Incoming], Awaitable[R]]:
+        """Tell whoever is refused for an older mode or view (409) the swarm's settings at once."""
+
+        async def answered(incoming: Incoming) -> R:
+            try:
+                return await answer(incoming)
+            except Refusal as refusal:
+                if refusal.status == 409:
+                    self._parts.membership.tell_settings(incoming.sender)
+                raise
+
+        return answered
 
     def _make_training(self, task: TaskConfig) -> Training:
         config, parts = self._config.node, self._parts
@@ -328,7 +345,13 @@ class Node:
             return
         self._had_others = self._had_others or len(self._parts.membership.members()) > 1
         memory = Memory(
-            self._memory.swarm_id, training.task, training.lineage, steps, stop, done=done, others=self._had_others
+            self._memory.swarm_id,
+            training.task,
+            training.lineage,
+            steps,
+            stop,
+            done=done,
+            others=self._had_others,
         )
         try:
             await asyncio.to_thread(self._memory.write, memory)
