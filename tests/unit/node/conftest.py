@@ -77,6 +77,7 @@ class FakeMembership:
         self.views = [self.view(self.identity.node_id, "me", is_self=True)]
         self.on_record: Callable[[Any], None] = lambda record: None
         self.asked: list[str] = []
+        self.core = SimpleNamespace(refused_records=0)
 
     @staticmethod
     def view(node: str, name: str, state: str = "alive", **fields: Any) -> MemberView:
