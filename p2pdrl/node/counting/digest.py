@@ -42,11 +42,11 @@ Label = Annotated[str, Meta(max_length=64)]
 def period_s(nodes: int) -> float:
     """Seconds between two rounds of a swarm of ``nodes``.
 
-    Formula: ``max(1, nodes / 8)``. A round's bytes grow with N (counts of every node, reports up to the
-    bound of a message), so its period does as well, from eight nodes on. Shorter periods are fresher and cost
+    Formula: ``max(1, nodes / 6)``. A round's bytes grow with N (counts of every node, reports up to the
+    bound of a message), so its period does as well, from six nodes on. Shorter periods are fresher and cost
     more bytes.
     """
-    return max(1.0, nodes / 8)
+    return max(1.0, nodes / 6)
 
 
 class PeerReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -124,7 +124,7 @@ def test_a_full_table_forgets_the_one_silent_longest_but_never_me():
 
 
 def test_period_grows_with_the_swarm():
-    assert [period_s(n) for n in (1, 8, 24, 120)] == [1.0, 1.0, 3.0, 15.0]
+    assert [period_s(n) for n in (1, 6, 24, 120)] == [1.0, 1.0, 4.0, 20.0]
 
 
 def simulate(nodes: int, rounds: int, seed: int) -> list[float]:
