@@ -33,8 +33,9 @@ import torch
 from p2pdrl.config.loader import resolve
 from p2pdrl.pipeline.plan import Plan
 from p2pdrl.rl.engines import EngineOptions
-from p2pdrl.rl.registry import AnyTrainer, build_trainer
+from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.stages.model_split import ModelSplit
+from p2pdrl.rl.trainer import Trainer
 
 SEED = 3
 """Of the learner: its environments, actions, shuffles and batches."""
@@ -190,7 +191,7 @@ CASES: dict[str, Case] = {
 
 
 @contextlib.contextmanager
-def learner(case: Case) -> Iterator[AnyTrainer]:
+def learner(case: Case) -> Iterator[Trainer]:
     """Build the case's learner. Only here it is said of what one is made.
 
     The rest of this script asks it for ``step()`` (with ``metrics``, ``env_steps`` and ``episodes`` of the

@@ -21,7 +21,7 @@ def status_view(status: Mapping[str, Any]) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for word, fact in _FACTS.items():
-        if word != "pipeline" or status.get("pipeline") is not None:
+        if status.get(word) not in _NOTHING.get(word, ()):
             table.add_row(word, Text(fact(_Shown(status))))
     if limit := _Shown(status).get("pipeline.limit"):
         table.add_row("limited", Text(formats.clean(limit, 600), style="yellow"))
@@ -30,6 +30,10 @@ def status_view(status: Mapping[str, Any]) -> RenderableType:
     for reason in status.get("reasons") or []:
         table.add_row("unwell", Text(formats.clean(reason), style="yellow"))
     return table
+
+
+_NOTHING = {"pipeline": (None,), "actors": (None, [])}
+"""What of a status isn't worth a line."""
 
 
 class _Shown:
@@ -108,6 +112,19 @@ def _learner(s: _Shown) -> str:
     return f"{s.text('learner.state')} on {s.text('learner.device')}{after}"
 
 
+def _actors(s: _Shown) -> str:
+    """``2 of 2, 812 + 790 steps/s, 1 restart, 1 half unroll dropped``."""
+    rows = [row for row in s.get("actors") or [] if isinstance(row, Mapping)]
+    running = sum(bool(row.get("running")) for row in rows)
+    rates = " + ".join(formats.count(row.get("steps_per_s")) for row in rows[:16])
+    parts = [f"{running} of {len(rows)}", f"{rates}{' + …' if len(rows) > 16 else ''} steps/s"]
+    for key, word in (("restarts", "restart"), ("dropped", "half unroll")):
+        total = sum(row.get(key) or 0 for row in rows)
+        if total:
+            parts.append(f"{total} {word}{'' if total == 1 else 's'}{' dropped' if key == 'dropped' else ''}")
+    return ", ".join(parts)
+
+
 def _pipeline(s: _Shown) -> str:
     """``stage 2 of 2, 1f1b over stream, 4 microbatches, bubble 12%, with n0, n1; generation 3``."""
     if s.get("pipeline.rank") is None:
@@ -168,6 +185,7 @@ _FACTS: dict[str, Callable[[_Shown], str]] = {
     "return": _return,
     "training": _training,
     "learner": _learner,
+    "actors": _actors,
     "exchanges": lambda s: s.counts("exchanges") or "none yet",
     "consensus": _consensus,
     "traffic": _traffic,

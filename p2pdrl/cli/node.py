@@ -38,6 +38,7 @@ _WATCH_S = 0.5
 )
 @click.option("--swarm", metavar="NAME", help="Name of a swarm without a key, on this machine only.")
 @click.option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1 …")
+@click.option("--actors", metavar="N", help="Processes that act for the learner: 0 (itself), a number, auto.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
 @click.option(
     "--mode-from-config",
@@ -90,6 +91,7 @@ _KEYS = {
     "swarm_key_file": "node.swarm_key_file",
     "swarm": "node.swarm",
     "device": "node.learner.device",
+    "actors": "node.actors.count",
     "log_level": "node.log.level",
     "mode_from_config": "node.mode_from_config",
     "keep_running": "node.keep_running",

@@ -1,6 +1,6 @@
 """How many blocks a task's model is cut into at most, from its configuration alone.
 
-``rl.sequential`` and ``rl.regression_trainer`` make the blocks; this counts them without torch, so that a
+``rl.sequential`` and ``rl.algorithms.regression`` make the blocks; this counts them without torch, so that a
 pipeline of more stages than blocks is refused before anything runs.
 """
 

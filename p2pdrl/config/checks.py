@@ -40,6 +40,8 @@ def problems(config: Config) -> list[Problem]:
         *_fixed_problems(task),
         *mode_problems(task, config.node),
         *_node_problems(config.node),
+        *_actor_problems(task, config.node),
+        *_role_problems(task, config.node),
         *(problem for problem in gradients if problem.key not in said),
         *idle,
     ]
@@ -191,6 +193,36 @@ def _no_split(strategy: StrategyConfig) -> Iterator[Problem]:
             else "under pipeline each peer has one part of the network, on one device"
         )
         yield Problem("node.learner.split_devices", f"{why}; leave it empty, or take another strategy")
+
+
+def _actor_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
+    """More actors than environments; a node given no task may join any swarm, and takes fewer then."""
+    count = node.actors.count
+    if task == TaskConfig() or count == "auto" or not count:
+        return
+    if isinstance(task.algorithm, RegressionConfig):
+        yield Problem("node.actors.count", "a regression has no environments to act in; leave it 0")
+    elif count > task.env.num_envs:
+        yield Problem(
+            "node.actors.count",
+            f"{count} actors can't share task.env.num_envs = {task.env.num_envs} environments; "
+            "lower it, or raise that",
+        )
+
+
+def _role_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
+    """Roles that can't be played; none named are all that the task needs."""
+    key, roles = "node.roles", node.roles
+    if not roles:
+        return
+    if len(set(roles)) < len(roles):
+        yield Problem(key, f"{', '.join(roles)}: one of them is named twice")
+    if "replay" in roles:
+        yield Problem(key, "no algorithm here has a replay that could be held for others; leave it out")
+    if "learner" not in roles:
+        yield Problem(key, "experience doesn't travel between nodes yet, so every node learns; add learner")
+    elif "actor" not in roles and not isinstance(task.algorithm, RegressionConfig):
+        yield Problem(key, "a learner needs experience, and only its own node's reaches it; add actor")
 
 
 def _node_problems(node: NodeConfig) -> Iterator[Problem]:

@@ -12,8 +12,10 @@ import msgspec
 from msgspec import Meta
 
 from p2pdrl.config.gradients import Microbatches
+from p2pdrl.config.roles import Role
 
 __all__ = [
+    "ActorsConfig",
     "CheckpointConfig",
     "DebugConfig",
     "LearnerConfig",
@@ -80,6 +82,20 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     sends one each second, however long a step takes), and neither it nor a process that it started used the
     processor. Raise this, or set 0 (wait for ever), for an environment that waits that long inside a C
     library without letting Python go on meanwhile."""
+
+
+class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Processes of this node that act in environments for its learner."""
+
+    count: Annotated[int, Meta(ge=0, le=256)] | Literal["auto"] = 0
+    """How many. The task's ``num_envs`` environments are divided among them, so batches stay as large as they
+    are. 0 has all environments in the learner's own process, which is best where they are cheap; where a step
+    takes long, two actors make nearly twice the steps of one. ``auto`` takes one for each core, none on a
+    single one. More than there are environments is refused; a regression has none."""
+    ahead: Annotated[int, Meta(ge=0, le=16)] = 0
+    """Unrolls that each actor may make while the learner is still learning from older ones. With 0 all keep
+    step: each unroll is made by the newest policy, and results are repeatable. 1 lets actors act while the
+    learner learns, by a policy that is one update old."""
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -171,7 +187,13 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Answer ``/metrics`` without authentication even when a swarm key is set."""
     membership: MembershipProfile = "lan"
     """``lan`` finds deaths within seconds; ``wan`` tolerates round trips of seconds."""
+    roles: tuple[Role, ...] = ()
+    """What this node does for the swarm: any of ``actor`` (makes experience), ``learner`` (updates
+    parameters), ``server`` (holds parameters for others), ``replay`` (holds transitions for others). Empty is
+    all that the task needs. All members are told, in this node's signed record; learners exchange with
+    learners only."""
     learner: LearnerConfig = LearnerConfig()
+    actors: ActorsConfig = ActorsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()

@@ -159,8 +159,8 @@ class Conduct:
             return
         version, condition = self._stop
         steps = parts.ledger.total().env_steps
-        if condition.stop.env_steps:
-            training.progress(min(1.0, steps / condition.stop.env_steps))
+        last = condition.stop.env_steps
+        training.progress(min(1.0, steps / last) if last else 0.0, steps)
         reports = self._figures.living_reports()
         age_s = max(0.0, parts.clock.wall() - condition.founded_at)
         reached = stop.judge(condition.stop, steps, age_s, reports or [])

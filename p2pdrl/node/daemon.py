@@ -208,7 +208,7 @@ class Node:
                 parts.membership, parts.address, remembers=opened.remembers, memory=memory
             )
             training = self._make_training(origin.task)
-            stack.callback(training.supervisor.close)
+            stack.callback(training.close)
             stack.push_async_callback(training.stop)
             parts.learner = training.supervisor
             await training.build()
@@ -243,6 +243,7 @@ class Node:
                 group.create_task(self._conduct.run(training), name="records"),
                 group.create_task(self._watch(training.supervisor.watch()), name="learner"),
                 group.create_task(self._watch(training.crew.watch()), name="helpers"),
+                group.create_task(self._watch(training.watch_actors()), name="actors"),
                 group.create_task(training.adoptions.watch(), name="adoptions"),
                 group.create_task(training.mode.watch(), name="strategy"),
                 group.create_task(parts.saving.run(), name="checkpoints"),
@@ -295,7 +296,7 @@ class Node:
             events=self._events,
             ledger=parts.ledger,
             rng=random.Random(seed),
-            alive=parts.alive,
+            alive=parts.learners,
             donors=self._donors,
             observed=self._meters.registry.observe_exchange,
             rounds=self._meters.round,
@@ -382,7 +383,7 @@ class Node:
         await asyncio.Event().wait()
 
     def _donors(self) -> list[tuple[str, Address]]:
-        alive = self._parts.alive()
+        alive = self._parts.learners()
         return [(node, alive[node]) for node in self._figures.donors() if node in alive]
 
     # --- news -----------------------------------------------------------------------------------

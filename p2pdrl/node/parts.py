@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from p2pdrl.clock import Clock
+from p2pdrl.config.roles import roles_in
 from p2pdrl.config.root import Config
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.node.children.supervisor import LearnerSupervisor
@@ -59,6 +60,15 @@ class Parts:
             member.id: Address.parse(member.address)
             for member in self.membership.members()
             if member.state == "alive" and not member.is_self
+        }
+
+    def learners(self) -> dict[str, Address]:
+        """Those of them that update parameters: strategies, groups and adoptions meet nobody else."""
+        alive = self.alive()
+        return {
+            member.id: alive[member.id]
+            for member in self.membership.members()
+            if member.id in alive and "learner" in roles_in(member.tags)
         }
 
     def member_counts(self) -> dict[str, int]:

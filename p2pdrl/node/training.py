@@ -20,6 +20,7 @@ from p2pdrl.config.task import TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import WireError, WorkerError
 from p2pdrl.ids import short
+from p2pdrl.node.children.actors import ActorPool, actor_count
 from p2pdrl.node.children.crew import Crew
 from p2pdrl.node.children.group_process import GroupProcesses
 from p2pdrl.node.children.learner_port import LearnerPort
@@ -113,6 +114,7 @@ class Training:
             spec=lambda: self.spec,
             take=self._take,
         )
+        actors = actor_count(config.actors, task)
         start = Start(
             task=msgspec.json.encode(task),
             seed=seed,
@@ -125,7 +127,11 @@ class Training:
             activation_limit_bytes=config.learner.activation_limit_bytes,
             split_devices=config.learner.split_devices,
             split_cuts=config.learner.split_cuts,
+            actors=actors,
+            actors_ahead=config.actors.ahead,
         )
+        self.actors = ActorPool(start, config.learner, clock, events) if actors else None
+        """Processes that act for the learner; None where it does so itself."""
         self.supervisor = LearnerSupervisor(
             start=start,
             config=config.learner,
@@ -133,6 +139,7 @@ class Training:
             clock=clock,
             events=events,
             on_report=self._report,
+            actors=self.actors,
         )
         self.crew = Crew(
             supervisor=self.supervisor,
@@ -197,6 +204,8 @@ class Training:
         self.share_moments()
         self.crew.tell(self._pace())
         await self.supervisor.begin(restore=state is not None)
+        if self.actors is not None:
+            self.actors.begin()
 
     async def stop(self) -> None:
         """Finish the exchange in flight, stop the learner; the last state stays readable."""
@@ -204,16 +213,40 @@ class Training:
         await self.mode.stop()
         await self.crew.stop()
         await self.supervisor.stop()
+        if self.actors is not None:
+            await self.actors.stop()
+
+    async def watch_actors(self) -> None:
+        """Wait for ever; raise what ended the keeping of actors.
+
+        Raises:
+            ConfigError: they can't act as configured.
+            WorkerError: one dies again and again in the same way.
+        """
+        if self.actors is not None:
+            await self.actors.watch()
+        await asyncio.Event().wait()
 
     def pause(self, *, paused: bool) -> None:
         """Hold the learner, or let it go on; averaging continues meanwhile."""
         self._paused = paused
         self.crew.tell(self._pace())
 
-    def progress(self, fraction: float) -> None:
-        """Tell the learner how far the swarm is, 0 to 1."""
+    def progress(self, fraction: float, env_steps: int) -> None:
+        """Tell the learner how far the swarm is.
+
+        Args:
+            fraction: towards its last environment step, 0 to 1.
+            env_steps: that it has made.
+        """
         self._progress = fraction
-        self.crew.tell(Progress(fraction))
+        self.crew.tell(Progress(fraction, env_steps))
+
+    def close(self) -> None:
+        """Free the memory that is shared with children. Nobody may use it afterwards."""
+        self.supervisor.close()
+        if self.actors is not None:
+            self.actors.close()
 
     def share_moments(self) -> None:
         """Give the learner what everybody else's normalisers counted."""
@@ -319,6 +352,7 @@ class Training:
             group_process=GroupProcesses(config.learner) if config.trusted_network else None,
             stages=self.supervisor.stages,
             pipes=self._pipes,
+            experience=self.actors,
             minibatches=minibatches_of(self.task.algorithm),
             batches=batches_of(self.task.algorithm),
             rows=minibatch_rows(self.task)[0],

@@ -150,7 +150,12 @@ class VectorEnv:
 
 
 def make_vector_env(
-    config: EnvConfig, seed: int, *, allow_import: bool = False, step_delay_s: float = 0.0
+    config: EnvConfig,
+    seed: int,
+    *,
+    allow_import: bool = False,
+    step_delay_s: float = 0.0,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> VectorEnv:
     """Build ``config.num_envs`` copies on the fastest path that gymnasium has.
 
@@ -159,6 +164,7 @@ def make_vector_env(
         seed: of the environments' random streams.
         allow_import: permit ids like ``module:Name-v0``, which run code from ``module``.
         step_delay_s: seconds slept at each step of the batch, to stand for a slow environment.
+        sleep: does it.
 
     Raises:
         ConfigError: unknown id, bad constructor arguments, missing package, or spaces no policy here fits.
@@ -171,7 +177,7 @@ def make_vector_env(
         ]
         # copy=False: observations are copied into the unroll at once
         env = SyncVectorEnv(copies, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
-    return VectorEnv(env, seed, step_delay_s=step_delay_s)
+    return VectorEnv(env, seed, step_delay_s=step_delay_s, sleep=sleep)
 
 
 def make_scalar_env(

@@ -16,41 +16,29 @@ from torch import Tensor, nn
 from p2pdrl.errors import ConfigError, LayoutMismatchError
 from p2pdrl.tensors.layout import Entry, Layout
 
-__all__ = ["FlatModule"]
+__all__ = ["FlatModule", "FlatSpan"]
 
 Vector = npt.NDArray[np.float32]
 
 
-class FlatModule:
-    """Moves a module's parameters and gradients into two flat tensors of D elements.
+class FlatSpan:
+    """A piece of a module's flat vectors, or the whole: what one optimizer steps.
+
+    The two tensors stay the same objects whatever memory they come to lie in (``FlatModule.rebind``), so
+    whoever holds them goes on with the new memory.
 
     Args:
-        module: its parameters are replaced by views, in the order of ``named_parameters()``.
-        device: where the flat tensors, and so the parameters, live.
-        dtype: float32; anything else is for checks of arithmetic, and never leaves the process.
+        parameters_D: of the piece.
+        gradients_D: likewise.
 
     Attributes:
-        module: the same module.
-        parameters_D: every parameter.
-        gradients_D: every gradient; ``backward()`` accumulates into it.
-        layout: names, shapes and offsets.
+        parameters_D: as given.
+        gradients_D: as given.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        self.module = module.to(device, dtype)
-        named = list(module.named_parameters())
-        self.layout = Layout(
-            tuple(Entry(name, tuple(parameter.shape), "float32") for name, parameter in named)
-        )
-        self.parameters_D = torch.empty(self.layout.size, dtype=dtype, device=device)
-        self.gradients_D = torch.zeros_like(self.parameters_D)
-        begin = 0
-        for _, parameter in named:
-            piece = slice(begin, begin + parameter.numel())
-            self.parameters_D[piece] = parameter.detach().reshape(-1)
-            begin = piece.stop
-        self._bind()
-        self._bind_gradients()
+    def __init__(self, parameters_D: Tensor, gradients_D: Tensor) -> None:
+        self.parameters_D = parameters_D
+        self.gradients_D = gradients_D
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +65,71 @@ class FlatModule:
             LayoutMismatchError: the vector has another length.
         """
         self.parameters_D.copy_(self._tensor(vector_D))
+
+    def _tensor(self, vector_D: Vector) -> Tensor:
+        size = self.parameters_D.numel()
+        if vector_D.shape != (size,):
+            raise LayoutMismatchError(
+                f"the policy has {size} parameters, the vector is of shape {vector_D.shape}"
+            )
+        if not vector_D.flags.writeable:  # torch can't wrap what must not be written
+            vector_D = vector_D.copy()
+        return torch.from_numpy(vector_D).to(self.device)
+
+
+class FlatModule(FlatSpan):
+    """Moves a module's parameters and gradients into two flat tensors of D elements.
+
+    Args:
+        module: its parameters are replaced by views, in the order of ``named_parameters()``.
+        device: where the flat tensors, and so the parameters, live.
+        dtype: float32; anything else is for checks of arithmetic, and never leaves the process.
+
+    Attributes:
+        module: the same module.
+        parameters_D: every parameter.
+        gradients_D: every gradient; ``backward()`` accumulates into it.
+        layout: names, shapes and offsets.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.module = module.to(device, dtype)
+        named = list(module.named_parameters())
+        self.layout = Layout(
+            tuple(Entry(name, tuple(parameter.shape), "float32") for name, parameter in named)
+        )
+        parameters_D = torch.empty(self.layout.size, dtype=dtype, device=device)
+        super().__init__(parameters_D, torch.zeros_like(parameters_D))
+        self._spans: list[tuple[slice, FlatSpan]] = []
+        begin = 0
+        for _, parameter in named:
+            piece = slice(begin, begin + parameter.numel())
+            self.parameters_D[piece] = parameter.detach().reshape(-1)
+            begin = piece.stop
+        self._bind()
+        self._bind_gradients()
+
+    def span(self, prefix: str) -> FlatSpan:
+        """Return the piece that the parameters of one part of the module make up.
+
+        Args:
+            prefix: the part, as in the names of its parameters: ``actor`` for ``actor.0.weight`` and on.
+
+        Raises:
+            ConfigError: no parameter is called so, or others lie between those that are.
+        """
+        names = [entry.name for entry in self.layout.entries]
+        inside = [name == prefix or name.startswith(f"{prefix}.") for name in names]
+        if not any(inside):
+            raise ConfigError(f"no parameter belongs to {prefix!r}; there are {', '.join(names)}")
+        first, last = inside.index(True), len(inside) - inside[::-1].index(True)
+        if not all(inside[first:last]):
+            raise ConfigError(f"the parameters of {prefix!r} don't lie in one piece")
+        sizes = [parameter.numel() for parameter in self.module.parameters()]
+        piece = slice(sum(sizes[:first]), sum(sizes[:last]))
+        span = FlatSpan(self.parameters_D[piece], self.gradients_D[piece])
+        self._spans.append((piece, span))
+        return span
 
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:
         """Move the parameters onto memory that is given, such as a piece that several processes share.
@@ -114,7 +167,8 @@ class FlatModule:
         """Give the gradients' memory back: nobody computes any here until `make_gradients`."""
         for parameter in self.module.parameters():
             parameter.grad = None
-        self.gradients_D.data = self.gradients_D.new_empty(0)
+        for vector_D in (self.gradients_D, *(span.gradients_D for _, span in self._spans)):
+            vector_D.data = vector_D.new_empty(0)
 
     def make_gradients(self) -> None:
         """Have memory for gradients again, all zero; ``gradients_D`` is still the same tensor object."""
@@ -128,6 +182,8 @@ class FlatModule:
             piece_D = self.gradients_D[begin : begin + parameter.numel()]
             parameter.grad = piece_D.view(parameter.shape)
             begin += parameter.numel()
+        for piece, span in self._spans:
+            span.gradients_D.data = self.gradients_D[piece]
 
     def _bind(self) -> None:
         """Make each parameter a view of its piece of the vector."""
@@ -136,12 +192,5 @@ class FlatModule:
             piece_D = self.parameters_D[begin : begin + parameter.numel()]
             parameter.data = piece_D.view(parameter.shape)
             begin += parameter.numel()
-
-    def _tensor(self, vector_D: Vector) -> Tensor:
-        if vector_D.shape != (self.layout.size,):
-            raise LayoutMismatchError(
-                f"the policy has {self.layout.size} parameters, the vector is of shape {vector_D.shape}"
-            )
-        if not vector_D.flags.writeable:  # torch can't wrap what must not be written
-            vector_D = vector_D.copy()
-        return torch.from_numpy(vector_D).to(self.device)
+        for piece, span in self._spans:
+            span.parameters_D.data = self.parameters_D[piece]

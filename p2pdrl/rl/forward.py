@@ -1,6 +1,6 @@
 """How an engine runs a model: in which precision, and what it keeps for the backward pass.
 
-``trainer`` and ``regression_trainer`` make one for their engine (``gradients``). Acting and evaluation don't
+``registry`` makes one for their engine (``gradients``). Acting and evaluation don't
 come through here: they run the model as it is, in float32.
 
 The precision is decided once, here, for all of a batch and all of a model: autocast (Micikevicius 2018,

@@ -29,7 +29,7 @@ from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, Context
 from p2pdrl.rl.objectives.objective import Objective, Outputs
 
-__all__ = ["Accumulated", "Batch", "Forward", "GradientEngine", "WholeBatch", "accumulate", "cut"]
+__all__ = ["Accumulated", "Forward", "GradientEngine", "Minibatch", "WholeBatch", "accumulate", "cut"]
 
 _Outputs_co = TypeVar("_Outputs_co", covariant=True)
 
@@ -37,7 +37,7 @@ Forward = Callable[[Tensor, Context], Outputs]
 """Runs the model on a batch's inputs and context; see ``forward``."""
 
 
-class Batch(NamedTuple):
+class Minibatch(NamedTuple):
     """What a gradient is computed from.
 
     All tensors have the same first dimension, which is where a batch is cut: rows, or environments where
@@ -57,7 +57,7 @@ class Batch(NamedTuple):
 class GradientEngine(Protocol[_Outputs_co]):
     """Computes mean gradients. The model runs in here and nowhere else while an algorithm learns."""
 
-    def gradients(self, batch: Batch, objective: Objective[_Outputs_co]) -> Tensor:
+    def gradients(self, batch: Minibatch, objective: Objective[_Outputs_co]) -> Tensor:
         """Leave the mean gradient over ``batch.rows`` in the flat vector of gradients.
 
         Returns:
@@ -82,7 +82,7 @@ class WholeBatch(Generic[Outputs]):
         self._flat = flat
         self._forward = forward
 
-    def gradients(self, batch: Batch, objective: Objective[Outputs]) -> Tensor:
+    def gradients(self, batch: Minibatch, objective: Objective[Outputs]) -> Tensor:
         """See ``GradientEngine.gradients``."""
         self._flat.gradients_D.zero_()
         return _add_gradients(self._forward, batch, objective)
@@ -106,7 +106,7 @@ class Accumulated(Generic[Outputs]):
         self._forward = forward
         self._microbatches = microbatches
 
-    def gradients(self, batch: Batch, objective: Objective[Outputs]) -> Tensor:
+    def gradients(self, batch: Minibatch, objective: Objective[Outputs]) -> Tensor:
         """See ``GradientEngine.gradients``."""
         return accumulate(self._flat, self._forward, batch, objective, self._microbatches)
 
@@ -118,7 +118,7 @@ class Accumulated(Generic[Outputs]):
 def accumulate(
     flat: FlatModule,
     forward: Forward[Outputs],
-    batch: Batch,
+    batch: Minibatch,
     objective: Objective[Outputs],
     microbatches: int,
 ) -> Tensor:
@@ -131,7 +131,7 @@ def accumulate(
     return terms
 
 
-def cut(batch: Batch, parts: int) -> list[Batch]:
+def cut(batch: Minibatch, parts: int) -> list[Minibatch]:
     """Cut a batch along its first dimension; the parts' sizes differ by one at most, and none is empty.
 
     They are views, and keep ``rows`` of the full batch.
@@ -141,7 +141,7 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
     targets = {name: target.tensor_split(parts) for name, target in batch.targets.items()}
     context = [(None,) * parts if part is None else part.tensor_split(parts) for part in batch.context]
     return [
-        Batch(
+        Minibatch(
             inputs[m],
             {name: pieces[m] for name, pieces in targets.items()},
             batch.rows,
@@ -151,7 +151,7 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
     ]
 
 
-def _add_gradients(forward: Forward[Outputs], part: Batch, objective: Objective[Outputs]) -> Tensor:
+def _add_gradients(forward: Forward[Outputs], part: Minibatch, objective: Objective[Outputs]) -> Tensor:
     """Add a part's share to the gradients; return its share of the terms."""
     loss, terms = objective.over(part.rows)(forward(part.inputs, part.context), part.targets)
     loss.backward()  # type: ignore[no-untyped-call]

@@ -63,6 +63,15 @@ class RunningNormalizer:
         self._others = moments
         self._refresh()
 
+    def use(self, mean: Array, scale: Array) -> None:
+        """Normalise by moments that a learner has merged; for those who act and don't count."""
+        self._mean, self._scale = mean, scale
+
+    @property
+    def in_use(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """What is subtracted, and what the rest is multiplied with."""
+        return self._mean, self._scale
+
     def normalize(self, x: Array) -> npt.NDArray[np.float32]:
         """Return (x − mean) / deviation, cut at ±10; ``x`` may have any leading dimensions."""
         return np.clip((x - self._mean) * self._scale, -CLIP, CLIP).astype(np.float32)
@@ -94,12 +103,35 @@ class RewardScaler:
         self._discount = discount
         self._returns_B = np.zeros(num_envs)
 
-    def scale(self, rewards_TB: Array, ends_TB: Array, valid_TB: Array) -> npt.NDArray[np.float32]:
-        """Count an unroll's returns, then return its rewards scaled."""
+    def scale(
+        self,
+        rewards_TB: Array,
+        ends_TB: Array,
+        valid_TB: Array,
+        *,
+        columns_B: Array | None = None,
+        anew_B: Array | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Count an unroll's returns, then return its rewards scaled.
+
+        Args:
+            rewards_TB: raw.
+            ends_TB: whether the episode ended with the step.
+            valid_TB: false where the step was a reset.
+            columns_B: which of the environments these are; None means all.
+            anew_B: whose returns begin at zero here; None means nobody's.
+        """
+        returns_B = self._returns_B if columns_B is None else self._returns_B[columns_B]
+        if anew_B is not None:
+            returns_B = np.where(anew_B, 0.0, returns_B)
         returns_TB = np.empty(rewards_TB.shape)
         for t, rewards_B in enumerate(rewards_TB):
-            self._returns_B = self._discount * self._returns_B + rewards_B
-            returns_TB[t] = self._returns_B
-            self._returns_B[ends_TB[t]] = 0.0
+            returns_B = self._discount * returns_B + rewards_B
+            returns_TB[t] = returns_B
+            returns_B[ends_TB[t]] = 0.0
+        if columns_B is None:
+            self._returns_B = returns_B
+        else:
+            self._returns_B[columns_B] = returns_B
         self.statistics.update(returns_TB[valid_TB])
         return self.statistics.scale(rewards_TB)

@@ -76,7 +76,13 @@ def clip_gradients(gradients_D: Tensor, max_norm: float) -> float:
 
 
 class Optimizer(ABC):
-    """State shared by all: named vectors of D elements and a count of steps."""
+    """State shared by all: named vectors of D elements and a count of steps.
+
+    Attributes:
+        name: before the names of its arrays in the sidecar; optimizers of one algorithm have one each.
+    """
+
+    name = "optimizer"
 
     def __init__(self, parameters_D: Tensor, gradients_D: Tensor, names: tuple[str, ...]) -> None:
         self._parameters_D = parameters_D
@@ -93,7 +99,7 @@ class Optimizer(ABC):
     @property
     def steps(self) -> int:
         """How many steps were taken."""
-        return self._steps if self._aside is None else int(self._aside["optimizer.steps"])
+        return self._steps if self._aside is None else int(self._aside[f"{self.name}.steps"])
 
     def _pieces(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield pieces of the parameters, the gradients and each vector in order: together the whole.
@@ -157,15 +163,15 @@ class Optimizer(ABC):
     def items(self) -> tuple[SidecarItem, ...]:
         """Return how the state is laid out in the sidecar."""
         size = self._parameters_D.numel()
-        vectors = [SidecarItem(f"optimizer.{name}", (size,), "float32", "copy") for name in self._vectors]
-        return (*vectors, SidecarItem("optimizer.steps", (), "int64", "copy"))
+        vectors = [SidecarItem(f"{self.name}.{name}", (size,), "float32", "copy") for name in self._vectors]
+        return (*vectors, SidecarItem(f"{self.name}.steps", (), "int64", "copy"))
 
     def state(self) -> Arrays:
         """Return the state by name; vectors are views where the device is the CPU."""
         if self._aside is not None:
             return dict(self._aside)
-        arrays: Arrays = {f"optimizer.{name}": v.cpu().numpy() for name, v in self._vectors.items()}
-        arrays["optimizer.steps"] = np.array(self._steps, dtype=np.int64)
+        arrays: Arrays = {f"{self.name}.{name}": v.cpu().numpy() for name, v in self._vectors.items()}
+        arrays[f"{self.name}.steps"] = np.array(self._steps, dtype=np.int64)
         return arrays
 
     def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -179,10 +185,10 @@ class Optimizer(ABC):
             return
         self._check(arrays)
         for name, vector_D in self._vectors.items():
-            vector_D.copy_(torch.from_numpy(np.array(arrays[f"optimizer.{name}"], dtype=np.float32)))
+            vector_D.copy_(torch.from_numpy(np.array(arrays[f"{self.name}.{name}"], dtype=np.float32)))
             if name == "v":
                 vector_D.clamp_(min=0.0)  # squares: below zero, as a peer may send them, they give NaN
-        self._steps = min(max(int(arrays["optimizer.steps"]), 0), MAX_COUNT)
+        self._steps = min(max(int(arrays[f"{self.name}.steps"]), 0), MAX_COUNT)
 
     def _check(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         for item in self.items():

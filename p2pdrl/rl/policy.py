@@ -47,10 +47,14 @@ class ActorCritic(nn.Module):
         policy_head: the last layer: logits or means.
         value_head: likewise.
         log_std: A, where actions are continuous: logarithms of the deviations, the same in every state.
+        exploration: ε, how far to stray from the best actions, as the algorithm's schedule says. A policy
+            that is random itself, as this one, has no use for it.
 
     Raises:
         ConfigError: the network doesn't fit the observations.
     """
+
+    exploration: float = 0.0
 
     def __init__(self, spec: EnvSpec, config: NetworkConfig, seed: int | None) -> None:
         super().__init__()

@@ -1,126 +1,80 @@
-"""From a task to what trains it.
-
-The learner process builds through it and knows no more of its trainer than ``AnyTrainer`` says.
-
-Shape suffix: D parameters.
-"""
+"""From a task to what trains it; the learner process builds through it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
 from p2pdrl.config.task import RegressionConfig, TaskConfig
-from p2pdrl.rl.engines import DEFAULT, EngineOptions
-from p2pdrl.rl.gradients import GradientEngine
-from p2pdrl.rl.regression_trainer import RegressionTrainer
-from p2pdrl.rl.stages.parts import Parts
-from p2pdrl.rl.stepping import Stepper
-from p2pdrl.rl.trainer import StepStats, Trainer
-from p2pdrl.tensors.layout import Layout
-from p2pdrl.tensors.moments import Moments
-from p2pdrl.tensors.sidecar import SidecarLayout
+from p2pdrl.errors import ConfigError
+from p2pdrl.rl.algorithms.algorithm import Loss
+from p2pdrl.rl.algorithms.registry import Materials, entry_of
+from p2pdrl.rl.algorithms.regression import (
+    Regression,
+    RegressionEvaluation,
+    regression_layers,
+    regression_model,
+)
+from p2pdrl.rl.engines import DEFAULT, EngineOptions, make_engine
+from p2pdrl.rl.envs import EnvSpec, make_vector_env
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.forward import module_forward, policy_forward
+from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
+from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.regression_data import make_rows
+from p2pdrl.rl.rollout import Collector, Unroll
+from p2pdrl.rl.sources.inline import InlineSource
+from p2pdrl.rl.sources.rows import RowSource
+from p2pdrl.rl.sources.scaling import UnrollScaler
+from p2pdrl.rl.sources.source import Source
+from p2pdrl.rl.stages.parts import Parts, module_parts, policy_parts
+from p2pdrl.rl.stages.rows import RowSpec
+from p2pdrl.rl.trainer import Trainer, resolve_device
 
-__all__ = ["AnyTrainer", "build_trainer"]
-
-Vector = npt.NDArray[np.float32]
-Arrays = dict[str, npt.NDArray[Any]]
+__all__ = ["Acting", "SourceMaker", "build_trainer"]
 
 
-class AnyTrainer(Protocol):
-    """What a learner process asks of a trainer; ``Trainer`` says what each means.
+@dataclass(frozen=True)
+class Acting:
+    """What a source of unrolls is made from.
 
     Attributes:
-        layout: how the parameters lie in the vector.
-        sidecar_layout: what travels beside it.
-        engine: computes each gradient; may be replaced between two calls of ``step``.
-        stepper: gets each gradient; may be replaced between two calls of ``step``.
+        task: the swarm's.
+        spec: of the environments.
+        policy: what acts.
+        flat: its parameters.
+        scaler: scales and counts what was collected.
+        normalizer: of observations; None where they stay as they are.
     """
 
-    layout: Layout
-    sidecar_layout: SidecarLayout
+    task: TaskConfig
+    spec: EnvSpec
+    policy: ActorCritic
+    flat: FlatModule
+    scaler: UnrollScaler
+    normalizer: RunningNormalizer | None
 
-    @property
-    def engine(self) -> GradientEngine[Any]:
-        """What computes each gradient."""
-        ...
 
-    @engine.setter
-    def engine(self, engine: GradientEngine[Any]) -> None: ...
+SourceMaker = Callable[[Acting], Source[Unroll]]
 
-    @property
-    def stepper(self) -> Stepper:
-        """What each gradient is handed to."""
-        ...
 
-    @stepper.setter
-    def stepper(self, stepper: Stepper) -> None: ...
+@dataclass(frozen=True)
+class _Options:
+    """What this machine chose; see ``build_trainer``."""
 
-    @property
-    def flat(self) -> Vector:
-        """The D parameters: a view on the CPU, a copy from any other device."""
-        ...
-
-    @property
-    def place(self) -> int:
-        """How far it is in data that go on in order; 0 where there is no order."""
-        ...
-
-    @place.setter
-    def place(self, updates: int) -> None: ...
-
-    def step(self) -> StepStats:
-        """Improve the parameters by one update."""
-        ...
-
-    def parts(self) -> Parts[Any]:
-        """Return what a pipeline is made of."""
-        ...
-
-    def set_aside(self, *, aside: bool) -> None:
-        """Give up memory while a pipeline's share computes gradients and steps instead, or take it again."""
-        ...
-
-    def refer(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Set aside, let the optimizer's state be what lies in this sidecar."""
-        ...
-
-    def rebind(self, buffer_D: Vector, *, write: bool) -> None:
-        """Let the parameters live in ``buffer_D`` from now on."""
-        ...
-
-    def add_delta(self, delta_D: Vector) -> None:
-        """Add what exchanges with peers changed."""
-        ...
-
-    def set_state(
-        self, vector_D: Vector, sidecar: Mapping[str, npt.NDArray[Any]] | None, *, own: bool = False
-    ) -> None:
-        """Take over parameters, and the optimizer's state when a sidecar comes along."""
-        ...
-
-    def sidecar(self) -> Arrays:
-        """Return the arrays of ``sidecar_layout`` by name."""
-        ...
-
-    def own_moments(self) -> dict[str, Moments]:
-        """Return what this learner's normalisers have counted themselves."""
-        ...
-
-    def set_other_moments(self, moments: Mapping[str, Moments]) -> None:
-        """Replace what all other nodes counted."""
-        ...
-
-    def set_progress(self, fraction: float) -> None:
-        """Tell how far the swarm is, 0 … 1."""
-        ...
-
-    def close(self) -> None:
-        """Free what the trainer holds."""
-        ...
+    seed: int
+    device: torch.device
+    allow_import: bool
+    step_delay_s: float
+    engine: EngineOptions
+    source: SourceMaker | None
+    clock: Callable[[], float]
+    sleep: Callable[[float], None]
 
 
 def build_trainer(
@@ -131,20 +85,124 @@ def build_trainer(
     allow_import: bool = False,
     step_delay_s: float = 0.0,
     engine: EngineOptions = DEFAULT,
-) -> AnyTrainer:
+    source: SourceMaker | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Trainer:
     """Return the trainer of a task.
 
     Args:
-        task: the swarm's.
+        task: the swarm's task; its seed gives the initial weights, equal on every node.
         seed: of this learner: its environments, actions, shuffles and batches.
-        device: ``cpu``, ``cuda``, ``cuda:1`` … or ``auto``.
+        device: ``cpu``, ``cuda``, ``cuda:1`` … or ``auto``, which takes a GPU where there is one.
         allow_import: permit environment ids that import a module.
         step_delay_s: seconds slept at each step of the environments, or at each update of a regression.
         engine: how this node computes its gradients.
+        source: makes the source of unrolls; None has the environments in this process. A regression has its
+            own.
+        clock: seconds, monotonic.
+        sleep: waits for so many seconds.
 
     Raises:
         ConfigError: the task can't be run here as configured.
     """
+    options = _Options(seed, resolve_device(device), allow_import, step_delay_s, engine, source, clock, sleep)
     if isinstance(task.algorithm, RegressionConfig):
-        return RegressionTrainer(task, seed, device, step_delay_s=step_delay_s, engine=engine)
-    return Trainer(task, seed, device, allow_import=allow_import, step_delay_s=step_delay_s, engine=engine)
+        trainer = _regression_trainer(task, task.algorithm, options)
+    else:
+        trainer = _policy_trainer(task, task.algorithm, options)
+    if engine.split_devices:
+        trainer.split(engine)
+    return trainer
+
+
+def _regression_trainer(task: TaskConfig, config: RegressionConfig, options: _Options) -> Trainer:
+    device = options.device
+    train, evaluation = make_rows(config, task.seed)
+    flat = FlatModule(regression_model(config, task.seed), device)
+    layers = regression_layers(flat.module)
+    precision = task.gradients.precision
+    forward = module_forward(layers, precision, checkpoint_activations=options.engine.checkpoint_activations)
+    source = RowSource(config, options.seed, train, device)
+
+    def parts(loss: Loss[Any]) -> Parts[Any]:
+        classes = config.classes if config.kind == "classifier" else None
+        return module_parts(
+            flat.module,
+            layers,
+            loss.objective,
+            loss.optimizer,
+            inputs=RowSpec(tuple(source.inputs_RF.shape[1:]), source.inputs_RF.dtype),
+            targets=RowSpec((), source.targets_R.dtype, classes),
+            most_rows=config.batch_size,
+            precision=precision,
+        )
+
+    engine = make_engine(options.engine, flat, forward)
+    algorithm = Regression(
+        config, flat, engine, delay_s=options.step_delay_s, clock=options.clock, sleep=options.sleep
+    )
+    judge = RegressionEvaluation(config, flat.module, evaluation, device)
+    return Trainer(flat, algorithm, source, parts=parts, evaluation=judge, clock=options.clock)
+
+
+def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer:
+    device = options.device
+    entry = entry_of(config)
+    env_seed, action_seed = (int(word) for word in np.random.SeedSequence(options.seed).generate_state(2))
+    generator = torch.Generator(device).manual_seed(action_seed)
+    env = make_vector_env(
+        task.env,
+        env_seed,
+        allow_import=options.allow_import,
+        step_delay_s=options.step_delay_s,
+        sleep=options.sleep,
+    )
+    spec, num_envs = env.spec, task.env.num_envs
+    policy = entry.network(spec, task.network, task.seed)
+    flat = FlatModule(policy, device)
+    precision, anew = task.gradients.precision, options.engine.checkpoint_activations
+    forward = policy_forward(policy, precision, checkpoint_activations=anew)
+    algorithm = entry.build(
+        Materials(
+            config=config,
+            policy=policy,
+            flat=flat,
+            engine=make_engine(options.engine, flat, forward),
+            engine_for=lambda run: make_engine(options.engine, flat, run),
+            generator=generator,
+        )
+    )
+
+    statistics: dict[str, RunningNormalizer] = {}
+    normalizer = reward_scaler = None
+    if task.env.normalize_observations:
+        if spec.is_image:
+            raise ConfigError("env.normalize_observations is for vectors; images are scaled to 0…1 anyway")
+        normalizer = statistics["observations"] = RunningNormalizer(spec.obs_shape)
+    if task.env.normalize_returns:
+        reward_scaler = RewardScaler(num_envs, config.discount)
+        statistics["returns"] = reward_scaler.statistics
+    scaler = UnrollScaler(device, normalizer=normalizer, reward_scaler=reward_scaler)
+    source: Source[Unroll]
+    if options.source is None:
+        collector = Collector(env, policy, config.unroll_steps, generator, normalizer=normalizer)
+        source = InlineSource(collector, scaler)
+    else:
+        env.close()
+        source = options.source(Acting(task, spec, policy, flat, scaler, normalizer))
+
+    def parts(loss: Loss[Any]) -> Parts[Any]:
+        recurrent = policy.core is not None
+        return policy_parts(
+            policy,
+            loss.objective,
+            loss.optimizer,
+            steps=config.unroll_steps,
+            most_rows=num_envs if recurrent else num_envs * config.unroll_steps,
+            precision=precision,
+        )
+
+    return Trainer(
+        flat, algorithm, source, statistics=statistics, policy=policy, parts=parts, clock=options.clock
+    )

@@ -1,6 +1,6 @@
 """Made-up data for regressions, the same on every node that is given the same seed.
 
-``regression_trainer`` draws it once and takes its batches from it.
+`rl.registry` draws it once; ``sources.rows`` takes batches from it.
 
 Shape suffixes: R rows, F features, C classes, B rows of a batch.
 """

@@ -1,6 +1,7 @@
 """The collector: runs the policy in the environments and hands out unrolls.
 
-``trainer`` calls ``collect`` once per update. On the hot path there is one forward pass of the actor and
+Sources call ``collect``: in the learner's process (``sources.inline``) once per update, in actor processes
+(`workers.actor`) over and over. On the hot path there is one forward pass of the actor and
 one environment step; noise is drawn for the whole unroll before it, log-probabilities and values are
 computed for the whole unroll after it: for a recurrent policy from the state that it had at the beginning,
 just as training will compute them.
@@ -13,22 +14,27 @@ own dimensions, S state. Discrete actions are TB, continuous ones TBA.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from p2pdrl.rl.envs import Discrete, VectorEnv
 from p2pdrl.rl.networks.lstm import Context
-from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
+from p2pdrl.rl.normalize import RunningNormalizer
 from p2pdrl.rl.outputs import distribution
 from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.sources.source import Batch
 
-__all__ = ["Collector", "Unroll"]
+__all__ = ["Collector", "RawUnroll", "Unroll"]
+
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Unroll:
+class Unroll(Batch):
     """T steps of B environments, as the algorithm sees them: on its device, normalised.
 
     The step after an episode's end only resets (see ``envs``): it is a row of the arrays like any other,
@@ -42,14 +48,12 @@ class Unroll:
     Attributes:
         obs_T1BX: observations; the last row is the bootstrap's.
         actions: int64 TB or float32 TBA, as sampled (not clipped).
-        log_probs_TB: of the actions under the policy that took them.
+        log_probs_TB: of the actions under the policy that took them (the behaviour policy).
         values_T1B: v of each observation, by the same policy.
         rewards_TB: float32, scaled where the task asks for it.
         terminated_TB: the episode ended in a terminal state: worth nothing from there on.
         truncated_TB: the episode was cut: the last state keeps its value.
         valid_TB: false where the step was a reset.
-        env_steps: number of valid steps.
-        episodes: (return from raw rewards, length) of each episode that ended, in order of time.
         state_BS: of a recurrent policy, before the first row; zeros where that begins an episode. Else None.
     """
 
@@ -61,8 +65,6 @@ class Unroll:
     terminated_TB: Tensor
     truncated_TB: Tensor
     valid_TB: Tensor
-    env_steps: int
-    episodes: list[tuple[float, int]]
     state_BS: Tensor | None = None
 
     @property
@@ -81,19 +83,46 @@ class Unroll:
         return Context(self.starts_T1B[:-1].T, self.state_BS)
 
 
+@dataclass(frozen=True)
+class RawUnroll:
+    """T steps of B environments as whoever acted made them: observations and rewards are raw.
+
+    Attributes:
+        obs_T1BX: as the environments gave them.
+        seen_T1BX: as the policy saw them; None leaves it to the learner to normalise them again.
+        actions: as in ``Unroll``, like all that isn't named here.
+        rewards_TB: as the environments paid them.
+        columns_B: numbers of its environments among all of the learner's; None means all, in order.
+        anew_B: whether an environment's stream begins anew here: what came before was lost. None: none does.
+    """
+
+    obs_T1BX: Array
+    seen_T1BX: Tensor | None
+    actions: Tensor
+    log_probs_TB: Tensor
+    values_T1B: Tensor
+    rewards_TB: Array
+    terminated_TB: Array
+    truncated_TB: Array
+    valid_TB: Array
+    episodes: list[tuple[float, int]]
+    state_BS: Tensor | None = None
+    columns_B: Array | None = None
+    anew_B: Array | None = None
+
+
 class Collector:
     """Keeps the environments between calls, and what the policy remembers: episodes run on across unrolls.
 
-    The tensors of an unroll are overwritten by the next ``collect``.
+    The arrays of an unroll are overwritten by the next ``collect``.
 
     Args:
         env: stepped here and nowhere else.
         policy: acts; its parameters may change between calls.
         unroll_steps: T.
         generator: source of the action noise, on the policy's device.
-        normalizer: applied to observations before the policy sees them; updated after each
-            unroll, so that within one all inputs are scaled alike.
-        reward_scaler: applied to rewards after the episode statistics are taken.
+        normalizer: applied to observations before the policy sees them. Who learns from the unroll updates
+            it afterwards, so that within one all inputs are scaled alike.
     """
 
     def __init__(
@@ -104,13 +133,11 @@ class Collector:
         generator: torch.Generator,
         *,
         normalizer: RunningNormalizer | None = None,
-        reward_scaler: RewardScaler | None = None,
     ) -> None:
         self._env = env
         self._policy = policy
         self._generator = generator
         self._normalizer = normalizer
-        self._reward_scaler = reward_scaler
         T, B, spec = unroll_steps, env.num_envs, env.spec
         action_shape = () if isinstance(spec.action, Discrete) else (spec.action.dim,)
         action_dtype = torch.int64 if isinstance(spec.action, Discrete) else torch.float32
@@ -127,41 +154,39 @@ class Collector:
         self._lengths_B = np.zeros(B, dtype=np.int64)
         self._raw_obs_T1BX[-1] = env.reset()
 
-    def collect(self) -> Unroll:
+    def collect(self) -> RawUnroll:
         """Run T steps in every environment with the policy as it is now."""
         state_BS = None if self._state_BS is None else self._state_BS.clone()
         episodes = self._act_and_step()
-        rewards_TB = self._rewards_TB
-        if self._reward_scaler is not None:
-            ends_TB = self._terminated_TB | self._truncated_TB
-            rewards_TB = self._reward_scaler.scale(rewards_TB, ends_TB, self._valid_TB)
-        if self._normalizer is not None:
-            self._normalizer.update(self._raw_obs_T1BX[:-1][self._valid_TB])
         device = self._generator.device
         obs_T1BX, actions = self._obs_T1BX.to(device), self._actions.to(device)
-        valid_TB = torch.from_numpy(self._valid_TB).to(device)
         with torch.no_grad():
             if state_BS is None:
                 log_probs_TB, _, values_TB = self._policy.evaluate(obs_T1BX[:-1], actions)
                 values_T1B = torch.cat((values_TB, self._policy.values(obs_T1BX[-1:])))
             else:
+                valid_TB = torch.from_numpy(self._valid_TB).to(device)
                 context = Context(_starts_T1B(valid_TB).T, state_BS)
                 outputs = self._policy.outputs(obs_T1BX.transpose(0, 1), context)
                 policy = distribution(outputs.policy.transpose(0, 1)[:-1], outputs.log_std)
                 log_probs_TB, values_T1B = policy.log_prob(actions), outputs.values.T
-        return Unroll(
-            obs_T1BX=obs_T1BX,
+        return RawUnroll(
+            obs_T1BX=self._raw_obs_T1BX,
+            seen_T1BX=obs_T1BX,
             actions=actions,
             log_probs_TB=log_probs_TB,
             values_T1B=values_T1B,
-            rewards_TB=torch.from_numpy(rewards_TB).to(device),
-            terminated_TB=torch.from_numpy(self._terminated_TB).to(device),
-            truncated_TB=torch.from_numpy(self._truncated_TB).to(device),
-            valid_TB=valid_TB,
-            env_steps=int(self._valid_TB.sum()),
+            rewards_TB=self._rewards_TB,
+            terminated_TB=self._terminated_TB,
+            truncated_TB=self._truncated_TB,
+            valid_TB=self._valid_TB,
             episodes=episodes,
             state_BS=state_BS,
         )
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._env.close()
 
     @torch.inference_mode()
     def _act_and_step(self) -> list[tuple[float, int]]:

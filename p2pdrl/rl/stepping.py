@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.flat import FlatSpan
 from p2pdrl.rl.optimizers import Optimizer, clip_gradients
 
 __all__ = ["OwnStepper", "Stepper"]
@@ -31,7 +31,7 @@ class Stepper(Protocol):
 
     def step(
         self,
-        flat: FlatModule,
+        flat: FlatSpan,
         optimizer: Optimizer,
         *,
         learning_rate: float,
@@ -63,7 +63,7 @@ class OwnStepper:
 
     def step(
         self,
-        flat: FlatModule,
+        flat: FlatSpan,
         optimizer: Optimizer,
         *,
         learning_rate: float,

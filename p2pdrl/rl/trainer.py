@@ -1,7 +1,7 @@
-"""One learner in one object: environments, policy, normalisers and algorithm.
+"""One learner in one object: a source of batches, an algorithm, and the parameters that it improves.
 
-The learner process builds one and calls ``step`` for ever; between steps it lets the swarm in: deltas
-of the parameters, whole states, other nodes' normaliser counters, the swarm's progress.
+The learner process builds one (`rl.registry.build_trainer`) and calls ``step`` for ever; between steps it
+lets the swarm in: deltas of the parameters, whole states, other nodes' normaliser counters, its progress.
 
 Shape suffix: D parameters.
 """
@@ -11,32 +11,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError
-from p2pdrl.rl.algorithms.registry import build
-from p2pdrl.rl.engines import DEFAULT, EngineOptions, make_engine
-from p2pdrl.rl.envs import make_vector_env
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
+from p2pdrl.rl.engines import EngineOptions
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.forward import policy_forward
 from p2pdrl.rl.gradients import GradientEngine
-from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
-from p2pdrl.rl.outputs import PolicyOutputs
+from p2pdrl.rl.normalize import RunningNormalizer
 from p2pdrl.rl.policy import ActorCritic
-from p2pdrl.rl.rollout import Collector
-from p2pdrl.rl.stages.parts import Parts, policy_parts
+from p2pdrl.rl.sources.source import Source
+from p2pdrl.rl.stages.parts import Parts
 from p2pdrl.rl.stages.split_engine import SplitEngine, split_engine
 from p2pdrl.rl.stepping import Stepper
 from p2pdrl.tensors.layout import Layout
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 
-__all__ = ["StepStats", "Trainer", "resolve_device"]
+__all__ = ["Evaluation", "Pipelineable", "Shareable", "StepStats", "Trainer", "resolve_device"]
 
 Vector = npt.NDArray[np.float32]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -44,12 +40,12 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one unroll and one update amounted to.
+    """What one batch and one update amounted to.
 
     Attributes:
         env_steps: environment steps taken; resets don't count.
         episodes: (return from raw rewards, length in steps) of those that ended, in order of time.
-        metrics: the algorithm's own numbers, by name, and its engine's.
+        metrics: the algorithm's own numbers, by name, and its engines'.
         seconds: duration of the whole step.
     """
 
@@ -59,98 +55,184 @@ class StepStats:
     seconds: float
 
 
+class Evaluation(Protocol):
+    """Judges what is trained, apart from the batches that it is trained on."""
+
+    figures: dict[str, float]
+    """Newest ones, by name."""
+
+    def __call__(self) -> list[tuple[float, int]]:
+        """Note an update; return (return, length) of what was played for an evaluation, if one was due."""
+        ...
+
+
+class Stateful(Protocol):
+    """What has arrays of its own in the sidecar: an optimizer, a target network, a source."""
+
+    def items(self) -> tuple[SidecarItem, ...]:
+        """Return how its state is laid out."""
+        ...
+
+    def state(self) -> Arrays:
+        """Return its state by name."""
+        ...
+
+    def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take over a state."""
+        ...
+
+
+class Shareable(Protocol):
+    """What can work on a vector that several learners of one machine step (Hogwild)."""
+
+    layout: Layout
+
+    def rebind(self, buffer_D: Vector, *, write: bool) -> None:
+        """Let the parameters live in ``buffer_D`` from now on."""
+        ...
+
+
+class Pipelineable(Protocol):
+    """What can be one stage of a pipeline over several nodes, and let it compute and step instead of itself.
+
+    Attributes:
+        layout: how the parameters lie in the vector.
+        engine: computes each gradient; may be replaced between two calls of ``Trainer.step``.
+        stepper: gets each gradient; likewise.
+        place: how far it is in data that go on in order; 0 where there is no order.
+    """
+
+    layout: Layout
+    engine: GradientEngine[Any]
+    stepper: Stepper
+    place: int
+
+    @property
+    def flat(self) -> Vector:
+        """The D parameters: a view on the CPU, a copy from any other device."""
+        ...
+
+    def sidecar(self) -> Arrays:
+        """Return the state beside the parameters, by name."""
+        ...
+
+    def parts(self) -> Parts[Any]:
+        """Return what a pipeline is made of."""
+        ...
+
+    def set_aside(self, *, aside: bool) -> None:
+        """Give up memory while a pipeline's share computes gradients and steps instead, or take it again."""
+        ...
+
+    def refer(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Set aside, let the optimizer's state be what lies in this sidecar."""
+        ...
+
+
 class Trainer:
-    """Trains one copy of the swarm's policy.
+    """Trains one copy of the swarm's parameters.
 
     Args:
-        task: the swarm's task; its seed gives the initial weights, equal on every node.
-        seed: of this learner's environments, actions and shuffles; another one on every node and actor.
-        device: ``cpu``, ``cuda``, ``cuda:1`` … or ``auto``, which takes a GPU where there is one.
-        allow_import: permit environment ids that import a module.
-        step_delay_s: seconds slept at each step of the environments.
-        engine: how this node computes its gradients.
+        flat: the parameters.
+        algorithm: improves them.
+        source: of its batches; closed with the trainer.
+        statistics: running normalisers by name; who scales batches updates them.
+        policy: what acts; None where nothing does.
+        parts: returns what a pipeline over several devices is made of, from the only loss.
+        evaluation: asked after each update; None where nothing is judged.
         clock: seconds, monotonic; only ``StepStats.seconds`` depends on it.
 
     Attributes:
-        policy: the module; its parameters are views of one vector.
+        source: as given.
+        algorithm: as given.
         layout: how the parameters lie in that vector.
-        sidecar_layout: what travels beside it: optimizer state by rule ``copy``, and for each running
-            normaliser (``observations``, ``returns``) ``.count``, ``.mean`` and ``.m2`` by rule ``moments``.
-        observation_normalizer: None unless the task asks for it.
-
-    Raises:
-        ConfigError: environment, network or device don't exist or don't fit together.
+        sidecar_layout: what travels beside it: optimizers and target networks by rule ``copy``, the source's
+            state, and for each running normaliser (``observations``, ``returns``) ``.count``, ``.mean`` and
+            ``.m2`` by rule ``moments``.
+        policy_version: of the parameters; who holds them keeps it up to date.
 
     Example:
         >>> from p2pdrl.config.task import TaskConfig
-        >>> trainer = Trainer(TaskConfig(), seed=1, device="cpu")
+        >>> from p2pdrl.rl.registry import build_trainer
+        >>> trainer = build_trainer(TaskConfig(), seed=1, device="cpu")
         >>> 900 < trainer.step().env_steps <= 1024
         True
     """
 
     def __init__(
         self,
-        task: TaskConfig,
-        seed: int,
-        device: str = "auto",
+        flat: FlatModule,
+        algorithm: Algorithm[Any],
+        source: Source[Any],
         *,
-        allow_import: bool = False,
-        step_delay_s: float = 0.0,
-        engine: EngineOptions = DEFAULT,
+        statistics: Mapping[str, RunningNormalizer] | None = None,
+        policy: ActorCritic | None = None,
+        parts: Callable[[Loss[Any]], Parts[Any]],
+        evaluation: Evaluation | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        algorithm = task.algorithm
-        if isinstance(algorithm, RegressionConfig):
-            raise ConfigError("a regression has neither environment nor policy")
-        env_seed, action_seed = (int(word) for word in np.random.SeedSequence(seed).generate_state(2))
-        torch_device = resolve_device(device)
-        generator = torch.Generator(torch_device).manual_seed(action_seed)
+        self._flat = flat
+        self.algorithm = algorithm
+        self._statistics = dict(statistics or {})
+        self._parts = parts
+        self._evaluation = evaluation
         self._clock = clock
-        self._algorithm_config = algorithm
-        self._precision = task.gradients.precision
-        self._env = make_vector_env(task.env, env_seed, allow_import=allow_import, step_delay_s=step_delay_s)
-        self.policy = ActorCritic(self._env.spec, task.network, task.seed)
-        self._flat = FlatModule(self.policy, torch_device)
-        forward = policy_forward(
-            self.policy, task.gradients.precision, checkpoint_activations=engine.checkpoint_activations
-        )
-        self._algorithm = build(algorithm, self._flat, make_engine(engine, self._flat, forward), generator)
-
-        self._statistics: dict[str, RunningNormalizer] = {}
-        self.observation_normalizer: RunningNormalizer | None = None
-        if task.env.normalize_observations:
-            if self._env.spec.is_image:
-                raise ConfigError(
-                    "env.normalize_observations is for vectors; images are scaled to 0…1 anyway"
-                )
-            self.observation_normalizer = RunningNormalizer(self._env.spec.obs_shape)
-            self._statistics["observations"] = self.observation_normalizer
-        scaler = None
-        if task.env.normalize_returns:
-            scaler = RewardScaler(self._env.num_envs, algorithm.discount)
-            self._statistics["returns"] = scaler.statistics
-        self._collector = Collector(
-            self._env,
-            self.policy,
-            algorithm.unroll_steps,
-            generator,
-            normalizer=self.observation_normalizer,
-            reward_scaler=scaler,
-        )
-        self.layout: Layout = self._flat.layout
-        self.sidecar_layout = SidecarLayout(
-            (*self._algorithm.optimizer.items(), *_moments_items(self._statistics))
-        )
-        self._split: SplitEngine[PolicyOutputs] | None = None
-        if engine.split_devices:
-            self.engine = self._split = split_engine(self._flat, self.parts(), engine)
+        self._split: SplitEngine[Any] | None = None
+        self.source = source
+        self._policy = policy
+        self.policy_version = 0
+        self.layout: Layout = flat.layout
+        optimizers = (loss.optimizer for loss in algorithm.losses)
+        self._stateful: tuple[Stateful, ...] = (*optimizers, *algorithm.targets, source)
+        items = (item for part in self._stateful for item in part.items())
+        self.sidecar_layout = SidecarLayout((*items, *_moments_items(self._statistics)))
 
     def step(self) -> StepStats:
-        """Collect one unroll and improve the policy on it."""
+        """Take one batch and improve the parameters on it."""
         start = self._clock()
-        unroll = self._collector.collect()
-        metrics = {**self._algorithm.update(unroll), **self.engine.metrics()}
-        return StepStats(unroll.env_steps, unroll.episodes, metrics, self._clock() - start)
+        algorithm = self.algorithm
+        algorithm.policy_version = self.policy_version
+        self._explore()
+        batch = self.source.next()
+        metrics = algorithm.update(batch)
+        self.source.commit()
+        episodes = batch.episodes
+        if self._evaluation is not None:
+            episodes = [*episodes, *self._evaluation()]
+            metrics |= self._evaluation.figures
+        for loss in algorithm.losses:
+            metrics |= loss.engine.metrics()
+        return StepStats(batch.env_steps, episodes, metrics, self._clock() - start)
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``step`` has a batch to learn from, without waiting for those who act."""
+        return self.source.ready
+
+    def publish(self) -> None:
+        """Let those who act have the parameters as they are now."""
+        self._explore()
+        self.source.publish(self.policy_version)
+
+    def _explore(self) -> None:
+        if self._policy is not None:
+            self._policy.exploration = self.algorithm.exploration
+
+    @property
+    def policy(self) -> ActorCritic:
+        """What acts.
+
+        Raises:
+            ConfigError: nothing does: a regression has no policy.
+        """
+        if self._policy is None:
+            raise ConfigError("a regression has neither environment nor policy")
+        return self._policy
+
+    @property
+    def observation_normalizer(self) -> RunningNormalizer | None:
+        """Of observations; None unless the task asks for it."""
+        return self._statistics.get("observations")
 
     @property
     def flat(self) -> Vector:
@@ -158,67 +240,83 @@ class Trainer:
         return self._flat.numpy()
 
     @property
-    def engine(self) -> GradientEngine[PolicyOutputs]:
-        """What computes each gradient; may be replaced between two calls of ``step``."""
-        return self._algorithm.engine
+    def engine(self) -> GradientEngine[Any]:
+        """What computes each gradient of the only loss; may be replaced between two calls of ``step``."""
+        return self._only_loss.engine
 
     @engine.setter
-    def engine(self, engine: GradientEngine[PolicyOutputs]) -> None:
-        self._algorithm.engine = engine
+    def engine(self, engine: GradientEngine[Any]) -> None:
+        self._only_loss.engine = engine
 
     @property
     def stepper(self) -> Stepper:
-        """What each gradient is handed to; may be replaced between two calls of ``step``."""
-        return self._algorithm.stepper
+        """What gets each gradient of the only loss; may be replaced between two calls of ``step``."""
+        return self._only_loss.stepper
 
     @stepper.setter
     def stepper(self, stepper: Stepper) -> None:
-        self._algorithm.stepper = stepper
+        self._only_loss.stepper = stepper
+
+    @property
+    def _only_loss(self) -> Loss[Any]:
+        losses = self.algorithm.losses
+        if len(losses) != 1:
+            names = ", ".join(loss.name for loss in losses)
+            raise ConfigError(
+                f"gradients of several losses ({names}) can't travel, nor can their model be cut into "
+                "stages; take a strategy that exchanges parameters"
+            )
+        return losses[0]
 
     @property
     def place(self) -> int:
-        """0: experience has no order that others could go on with."""
-        return 0
+        """How far it is in data that go on in order; 0 where there is no order."""
+        return self.source.place
 
     @place.setter
-    def place(self, updates: int) -> None:
-        """Do nothing."""
+    def place(self, place: int) -> None:
+        self.source.place = place
 
-    def parts(self) -> Parts[PolicyOutputs]:
-        """Return what a pipeline over several devices is made of: this trainer's model as it is now."""
-        config, recurrent = self._algorithm_config, self.policy.core is not None
-        envs = self._env.num_envs
-        return policy_parts(
-            self.policy,
-            self._algorithm.objective,
-            self._algorithm.optimizer,
-            steps=config.unroll_steps,
-            most_rows=envs if recurrent else envs * config.unroll_steps,
-            precision=self._precision,
-        )
+    def parts(self) -> Parts[Any]:
+        """Return what a pipeline over several devices is made of: this trainer's model as it is now.
+
+        Raises:
+            ConfigError: there are several losses.
+        """
+        return self._parts(self._only_loss)
+
+    def split(self, options: EngineOptions) -> None:
+        """Cut the model over several devices of this machine.
+
+        Raises:
+            ConfigError: a device isn't there, or the model can't be cut like that.
+        """
+        self.engine = self._split = split_engine(self._flat, self.parts(), options)
 
     def set_aside(self, *, aside: bool) -> None:
         """Give up memory while a pipeline's share computes gradients and steps instead, or take it again.
 
-        Gradients go, and so does the optimizer's state, which lies with others then (`refer`). Parameters
+        Gradients go, and so does the optimizers' state, which lies with others then (`refer`). Parameters
         stay: who acts needs them.
         """
         if aside:
             self._flat.drop_gradients()
         else:
             self._flat.make_gradients()
-        self._algorithm.optimizer.set_aside(aside=aside)
+        for loss in self.algorithm.losses:
+            loss.optimizer.set_aside(aside=aside)
 
     def refer(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Set aside, let the optimizer's state be what lies in this sidecar; see ``Optimizer.refer``."""
-        self._algorithm.optimizer.refer(sidecar)
+        """Set aside, let the optimizers' state be what lies in this sidecar; see ``Optimizer.refer``."""
+        for loss in self.algorithm.losses:
+            loss.optimizer.refer(sidecar)
 
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:
         """Let the parameters live in ``buffer_D`` from now on; see ``FlatModule.rebind``."""
         self._flat.rebind(buffer_D, write=write)
 
     def add_delta(self, delta_D: Vector) -> None:
-        """Add what exchanges with peers changed; the optimizer's state stays.
+        """Add what exchanges with peers changed; the optimizers' state stays.
 
         Raises:
             LayoutMismatchError: the delta has another length.
@@ -228,7 +326,7 @@ class Trainer:
     def set_state(
         self, vector_D: Vector, sidecar: Mapping[str, npt.NDArray[Any]] | None, *, own: bool = False
     ) -> None:
-        """Take over parameters, and the optimizer's state when a sidecar comes along.
+        """Take over parameters, and the state beside them when a sidecar comes along.
 
         Args:
             vector_D: the parameters.
@@ -242,7 +340,8 @@ class Trainer:
         self._flat.set_(vector_D)
         if sidecar is None:
             return
-        self._algorithm.optimizer.load(sidecar)
+        for part in self._stateful:
+            part.load(sidecar)
         if own:
             for name, statistics in self._statistics.items():
                 parts = (np.array(sidecar[f"{name}.{part}"]) for part in ("count", "mean", "m2"))
@@ -251,7 +350,9 @@ class Trainer:
 
     def sidecar(self) -> Arrays:
         """Return the arrays of ``sidecar_layout`` by name; some are views that ``step`` changes."""
-        arrays = self._algorithm.optimizer.state()
+        arrays: Arrays = {}
+        for part in self._stateful:
+            arrays |= part.state()
         for name, moments in self.own_moments().items():
             arrays[f"{name}.count"] = np.array(moments.count)
             arrays[f"{name}.mean"] = moments.mean
@@ -268,13 +369,19 @@ class Trainer:
             if name in moments:
                 statistics.set_others(moments[name])
 
-    def set_progress(self, fraction: float) -> None:
-        """Tell how far the swarm is, 0 … 1, towards its last environment step (for annealing)."""
-        self._algorithm.progress = min(max(fraction, 0.0), 1.0)
+    def set_progress(self, fraction: float, env_steps: int = 0) -> None:
+        """Tell how far the swarm is.
+
+        Args:
+            fraction: 0 … 1, towards its last environment step (for annealing).
+            env_steps: that it has made, all nodes together (for exploration).
+        """
+        self.algorithm.progress = min(max(fraction, 0.0), 1.0)
+        self.algorithm.env_steps = env_steps
 
     def close(self) -> None:
-        """Close the environments, and end what other devices do."""
-        self._env.close()
+        """Close the source, and end what other devices do."""
+        self.source.close()
         if self._split is not None:
             self._split.close()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from p2pdrl.rl.activations import ActivationLimitError, limited
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import Batch, Forward, accumulate
+from p2pdrl.rl.gradients import Forward, Minibatch, accumulate
 from p2pdrl.rl.objectives.objective import Objective, Outputs
 from p2pdrl.rl.tuner import Tuner
 
@@ -59,7 +59,7 @@ class Tuned(Generic[Outputs]):
         """What was measured so far; None before the first gradient."""
         return self._tuner
 
-    def gradients(self, batch: Batch, objective: Objective[Outputs]) -> Tensor:
+    def gradients(self, batch: Minibatch, objective: Objective[Outputs]) -> Tensor:
         """See ``gradients.GradientEngine.gradients``.
 
         Raises:
@@ -81,7 +81,7 @@ class Tuned(Generic[Outputs]):
         """Return the number of microbatches of the next gradient."""
         return {} if self._tuner is None else {"microbatches": float(self._tuner.microbatches)}
 
-    def _measured(self, tuner: Tuner, batch: Batch, objective: Objective[Outputs]) -> Tensor | None:
+    def _measured(self, tuner: Tuner, batch: Minibatch, objective: Objective[Outputs]) -> Tensor | None:
         """Return the terms, or None when there wasn't room and another number is to be tried."""
         microbatches, tuning = tuner.microbatches, not tuner.done
         # counting costs time, so only measurements that don't count are counted

@@ -6,7 +6,7 @@ The node hands each strategy one `Context`; the strategy owns no membership, lea
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -17,11 +17,23 @@ from p2pdrl.strategies.judgement import Summary
 from p2pdrl.strategies.pipeline.port import Pipes, Stages
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollSpec
 from p2pdrl.transport.protocol import Address, Incoming, Reply, Transport
 
-__all__ = ["ROUTES", "AnswerKind", "Context", "Learner", "Merged", "Post", "RoundReport", "Strategy", "Swarm"]
+__all__ = [
+    "ROUTES",
+    "AnswerKind",
+    "Context",
+    "Experience",
+    "Learner",
+    "Merged",
+    "Post",
+    "RoundReport",
+    "Strategy",
+    "Swarm",
+]
 
-ROUTES = ("exchange", "group", "reduce", "push", "neighbour", "relay", "shard", "stage")
+ROUTES = ("exchange", "group", "reduce", "push", "neighbour", "relay", "shard", "stage", "experience")
 """Routes that belong to the strategy in force. The node serves all of them once, for its whole life, and
 passes what comes to the present strategy; each strategy refuses those that it has no use for."""
 
@@ -86,6 +98,24 @@ class Learner(Protocol):
         ...
 
 
+class Experience(Protocol):
+    """Unrolls on their way to the learner: the third lane beside parameters (its board) and gradients.
+
+    Local actors fill it. Unrolls from other nodes belong into lanes of the same kind: who moves them needs to
+    know no more of them than their layout.
+    """
+
+    @property
+    def spec(self) -> UnrollSpec:
+        """What unrolls are made of, as the learner declared it."""
+        ...
+
+    @property
+    def lanes(self) -> Sequence[UnrollLane]:
+        """One for each that makes them, in the order of their environments."""
+        ...
+
+
 class Swarm(Protocol):
     """The node as its strategy sees it."""
 
@@ -95,7 +125,7 @@ class Swarm(Protocol):
         ...
 
     def alive(self) -> dict[str, Address]:
-        """Members that exchanges may begin with, without ourselves, the suspect and the quarantined."""
+        """Learners that exchanges may begin with, without ourselves, the suspect and the quarantined."""
         ...
 
     def name_of(self, peer: str) -> str:
@@ -221,6 +251,7 @@ class Context:
         group_process: in which torch.distributed runs; None where the node has none to offer.
         stages: the learner as a rank of a pipeline; None where the node has none to offer.
         pipes: opens pipes between stages; None likewise.
+        experience: unrolls on their way to the learner; None where it makes its own.
         minibatches: of one update of the algorithm, which a pipeline's predictions take into account.
         batches: how many of them the longest batch is cut into; the others are further passes over it.
         rows: of one minibatch, which can't be cut into more; environments where the policy remembers. 0 where
@@ -242,6 +273,7 @@ class Context:
     group_process: GroupProcess | None = None
     stages: Stages | None = None
     pipes: Pipes | None = None
+    experience: Experience | None = None
     minibatches: int = 1
     batches: int = 1
     rows: int = 0

@@ -8,7 +8,7 @@ bytes). Label values are bounded, for some of them are chosen by peers.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -158,6 +158,14 @@ class Registry:
             "Membership and swarm records from peers that were forged or out of bounds.",
         )
         self.learner_restarts_total = total("learner_restarts_total", "Times the learner was started again.")
+        self.actors = gauge("actors", "Actor processes of this node that run.")
+        self.actor_env_steps_total = LabelledTotal(
+            self._counter("actor_env_steps_total", "Environment steps by actor process.", "actor")
+        )
+        self.actor_restarts_total = total("actor_restarts_total", "Times an actor was started again.")
+        self.actor_unrolls_dropped_total = total(
+            "actor_unrolls_dropped_total", "Half unrolls of actors that died."
+        )
         self.checkpoint_failures_total = total(
             "checkpoint_failures_total", "Checkpoints that couldn't be written."
         )
@@ -178,6 +186,14 @@ class Registry:
         build.labels(version, str(PROTOCOL_VERSION), platform.python_version()).set(1)
         self.mean_return.set(float("nan"))
         self.set_pipeline({})
+
+    def set_actors(self, actors: Sequence[Mapping[str, object]]) -> None:
+        """Show what a node's actors do, as status has it."""
+        self.actors.set(sum(bool(actor["running"]) for actor in actors))
+        for actor in actors:
+            self.actor_env_steps_total.of(str(actor["number"])).advance_to(_whole(actor["env_steps"]))
+        self.actor_restarts_total.advance_to(sum(_whole(actor["restarts"]) for actor in actors))
+        self.actor_unrolls_dropped_total.advance_to(sum(_whole(actor["dropped"]) for actor in actors))
 
     def set_pipeline(self, figures: Mapping[str, object]) -> None:
         """Follow the figures of this node's pipeline; what isn't among them, or no number, is NaN."""
@@ -257,3 +273,7 @@ class _WithoutCreated(Collector):
         for metric in self._inner.collect():
             metric.samples = [sample for sample in metric.samples if sample.name != f"{metric.name}_created"]
             yield metric
+
+
+def _whole(number: object) -> int:
+    return number if isinstance(number, int) else 0

@@ -30,12 +30,13 @@ class SharedRegion:
     Args:
         fd: descriptor of the memory; owned by the region from now on.
         nbytes: bytes to map.
+        writable: False maps them for reading only.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
         self.fd = fd
         self.nbytes = nbytes
-        self._map = mmap.mmap(fd, nbytes)
+        self._map = mmap.mmap(fd, nbytes, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         self._buf = memoryview(self._map)
 
     @classmethod
@@ -58,7 +59,7 @@ class SharedRegion:
         return cls._mapped(fd, nbytes)
 
     @classmethod
-    def attach(cls, fd: int, nbytes: int) -> SharedRegion:
+    def attach(cls, fd: int, nbytes: int, *, writable: bool = True) -> SharedRegion:
         """Map memory that another process made; ``fd`` belongs to the region from now on.
 
         Raises:
@@ -71,19 +72,19 @@ class SharedRegion:
             raise TensorError(f"descriptor {fd} isn't open: {error}") from error
         if nbytes < 1 or have < nbytes:
             raise TensorError(f"descriptor {fd} holds {have} bytes of shared memory, not {nbytes}")
-        return cls._mapped(fd, nbytes)
+        return cls._mapped(fd, nbytes, writable=writable)
 
     @classmethod
-    def _mapped(cls, fd: int, nbytes: int) -> SharedRegion:
+    def _mapped(cls, fd: int, nbytes: int, *, writable: bool = True) -> SharedRegion:
         try:
-            return cls(fd, nbytes)
+            return cls(fd, nbytes, writable=writable)
         except (OSError, ValueError) as error:
             os.close(fd)
             raise TensorError(f"{nbytes} bytes of shared memory can't be mapped: {error}") from error
 
     @property
     def buf(self) -> memoryview:
-        """The bytes, writable."""
+        """The bytes; writable, unless it was mapped for reading only."""
         return self._buf
 
     def close(self) -> None:

@@ -17,12 +17,12 @@ from p2pdrl.workers.gpu import nccl_identity, usable_bytes
 from p2pdrl.workers.stage_protocol import Blocks, Measure
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.registry import AnyTrainer
+    from p2pdrl.rl.trainer import Pipelineable
 
 __all__ = ["measured"]
 
 
-def measured(trainer: AnyTrainer, asked: Measure, known: dict[int, Blocks]) -> Blocks:
+def measured(trainer: Pipelineable, asked: Measure, known: dict[int, Blocks]) -> Blocks:
     """Do what was asked: measure the blocks with one microbatch of the longest batch that the task has.
 
     Parameters, gradients and random numbers of the trainer stay as they are.
@@ -47,7 +47,7 @@ def measured(trainer: AnyTrainer, asked: Measure, known: dict[int, Blocks]) -> B
     return msgspec.structs.replace(blocks, usable_bytes=usable, gpu=nccl_identity(device))
 
 
-def _measured(trainer: AnyTrainer, microbatches: int) -> Blocks:
+def _measured(trainer: Pipelineable, microbatches: int) -> Blocks:
     try:
         parts = trainer.parts()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What a learner says of the error that ends it. Called by `learner`."""
+"""What a child process says of the error that ends it. Called by `learner` and `actor`."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import msgspec
 from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import CheckpointError, P2PDRLError
 from p2pdrl.rl.evaluate import EvalResult, evaluate, record_video
+from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.trainer import Trainer
 from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes
 from p2pdrl.tensors.moments import Moments
@@ -41,7 +42,7 @@ def _trainer(checkpoint: Checkpoint, arguments: argparse.Namespace) -> tuple[Tra
             "the checkpoint holds a regression, which plays no episodes; its evaluation_loss is among the "
             "node's metrics"
         )
-    trainer = Trainer(task, arguments.seed, arguments.device, allow_import=arguments.allow_import)
+    trainer = build_trainer(task, arguments.seed, arguments.device, allow_import=arguments.allow_import)
     if trainer.layout != checkpoint.layout:
         raise CheckpointError("the checkpoint's layout isn't that of its task's network")
     fits = bool(checkpoint.sidecar) and checkpoint.sidecar_layout == trainer.sidecar_layout

@@ -9,7 +9,7 @@ One turn of its loop:
 3. take what peers changed from the board's inbox: add a delta, or replace everything by a set (`replica`);
 4. collect one unroll and update; some regimes post gradients or parameters and wait meanwhile (`posts`);
    as a stage of a pipeline the learner takes part in another's updates instead, unless it is the first;
-5. publish parameters and sidecar, report.
+5. publish parameters and sidecar, let actor processes go on with them, report.
 
 A helper (`Join`) is a further learner of the same node: it steps the vector that the first one shares with
 it and has no board.
@@ -24,6 +24,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -41,6 +42,7 @@ from p2pdrl.workers.parent import die_with_parent
 from p2pdrl.workers.protocol import (
     Answer,
     Attach,
+    Collect,
     Failed,
     FromLearner,
     Hello,
@@ -58,9 +60,10 @@ from p2pdrl.workers.regimes import Regimes
 from p2pdrl.workers.replica import Replica
 from p2pdrl.workers.stage_protocol import Finish, Measure, Stage, Trace
 from p2pdrl.workers.staging import Staging
+from p2pdrl.workers.waiting import PollPause
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.registry import AnyTrainer
+    from p2pdrl.rl.trainer import Trainer
 
 __all__ = ["Learner", "main"]
 
@@ -83,7 +86,7 @@ class Learner:
         mailbox: messages to and from the daemon.
     """
 
-    def __init__(self, trainer: AnyTrainer, board: LearnerBoard | None, mailbox: Mailbox) -> None:
+    def __init__(self, trainer: Trainer, board: LearnerBoard | None, mailbox: Mailbox) -> None:
         self._trainer = trainer
         self._mailbox = mailbox
         self._replica = Replica(trainer, board)
@@ -98,6 +101,8 @@ class Learner:
             paused=lambda: self._paused,
             ahead=mailbox.ahead,
         )
+        self._told_publications = 0
+        self._pause = PollPause()
         self._updates = 0
         self._env_steps = 0
         self._episodes = 0
@@ -148,11 +153,18 @@ class Learner:
         self._staging.turn(stages=self._regimes.regime.stages)
         if self._staging.takes:
             self._replica.take()
-        if not self._paused and self._ready and time.monotonic() >= self._next_s:
+        if not self._paused and self._ready and time.monotonic() >= self._next_s and self._trainer.ready:
             self._update()
         self._staging.work()
         self._replica.publish()
+        self._tell_actors()
         self._report_if_due()
+
+    def _tell_actors(self) -> None:
+        """Let those who act go on with what was published since the last time."""
+        if not self._paused and self._told_publications != self._replica.publications:
+            self._told_publications = self._replica.publications
+            self._trainer.publish()
 
     def _obey_first_words(self) -> None:
         """Read until the pace is known and nothing follows, so that no update is made without it.
@@ -174,7 +186,7 @@ class Learner:
 
     @property
     def _ready(self) -> bool:
-        """Whether there is anything to update."""
+        """Whether there is anything to update, once there is a batch."""
         return self._regimes.ready and self._staging.trains
 
     def _wait_s(self) -> float:
@@ -182,7 +194,11 @@ class Learner:
             return 0.0  # it waits for its neighbours
         if self._paused or not self._ready:
             return IDLE_POLL_S
-        return min(max(self._next_s - time.monotonic(), 0.0), IDLE_POLL_S)
+        wait_s = max(self._next_s - time.monotonic(), 0.0)
+        if not self._trainer.ready:
+            return min(max(wait_s, self._pause.next_s()), IDLE_POLL_S)
+        self._pause.reset()
+        return min(wait_s, IDLE_POLL_S)
 
     def _say(self, message: FromLearner) -> None:
         self._mailbox.send(message)
@@ -211,8 +227,10 @@ class Learner:
                     self._paced = True
                     self._paused = paused
                     self._min_update_s = 1.0 / rate if rate > 0 else 0.0
-                case Progress(fraction=fraction):
-                    self._trainer.set_progress(fraction)
+                case Collect():
+                    self._collect(message)
+                case Progress(fraction=fraction, env_steps=env_steps):
+                    self._trainer.set_progress(fraction, env_steps)
                 case Others(moments=moments):
                     self._trainer.set_other_moments(
                         {
@@ -223,6 +241,20 @@ class Learner:
                 case Start() | Attach() | Join():
                     raise WorkerError("the daemon began the conversation anew")
         return self._going
+
+    def _collect(self, collect: Collect) -> None:
+        """Learn from what actor processes make from now on."""
+        from p2pdrl.workers.actor_source import ActorSource
+
+        ring, policy = (
+            SharedRegion.attach(self._mailbox.take_fd(), nbytes)
+            for nbytes in (collect.ring_nbytes, collect.policy_nbytes)
+        )
+        source = self._trainer.source
+        if not isinstance(source, ActorSource):
+            raise WorkerError("the daemon sent experience to a learner that makes its own")
+        source.attach(ring, policy)
+        self._told_publications = -1
 
     def _update(self) -> None:
         self._began_s = time.monotonic()
@@ -268,13 +300,14 @@ class Learner:
         self._returns = []
 
 
-def _build(start: Start) -> tuple[AnyTrainer, str]:
+def _build(start: Start) -> tuple[Trainer, str]:
     import torch
 
     torch.set_num_threads(start.threads)
     from p2pdrl.rl.engines import EngineOptions
     from p2pdrl.rl.registry import build_trainer
     from p2pdrl.rl.trainer import resolve_device
+    from p2pdrl.workers.actor_source import ActorSource
 
     device = str(resolve_device(start.split_devices[0] if start.split_devices else start.device))
 
@@ -287,6 +320,9 @@ def _build(start: Start) -> tuple[AnyTrainer, str]:
         split_cuts=start.split_cuts,
         say=lambda text: print(f"learner: {text}", file=sys.stderr),
     )
+    source = None
+    if start.actors:
+        source = partial(ActorSource, actors=start.actors, ahead=start.actors_ahead)
     trainer = build_trainer(
         task,
         start.seed,
@@ -294,8 +330,24 @@ def _build(start: Start) -> tuple[AnyTrainer, str]:
         allow_import=start.allow_import,
         step_delay_s=start.step_delay_s,
         engine=engine,
+        source=source,
     )
     return trainer, device
+
+
+def _hello(trainer: Trainer, device: str, spec: BoardSpec) -> Hello:
+    from p2pdrl.workers.actor_source import ActorSource
+
+    source = trainer.source
+    packed = msgspec.msgpack.encode(spec.to_wire())
+    if not isinstance(source, ActorSource):
+        return Hello(device=device, spec=packed)
+    return Hello(
+        device=device,
+        spec=packed,
+        unrolls=msgspec.msgpack.encode(source.spec.to_wire()),
+        policy_nbytes=source.policy_nbytes,
+    )
 
 
 def _live(mailbox: Mailbox) -> None:
@@ -305,12 +357,7 @@ def _live(mailbox: Mailbox) -> None:
         raise WorkerError("the daemon didn't say what to train")
     trainer, device = _build(start)
     spec = BoardSpec(trainer.layout, trainer.sidecar_layout)
-    mailbox.send(
-        Hello(
-            device=device,
-            spec=msgspec.msgpack.encode(spec.to_wire()),
-        )
-    )
+    mailbox.send(_hello(trainer, device, spec))
     memory, fd = mailbox.attach()
     region = SharedRegion.attach(fd, memory.nbytes)
     board = LearnerBoard(region, spec) if isinstance(memory, Attach) else None

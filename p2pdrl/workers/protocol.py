@@ -15,6 +15,8 @@ board, shared memory whose file descriptor is passed once.
       │◀──────────────────────────────┤
       │  Others, Progress, Pace, Stop │
       ├──────────────────────────────▶│  begins to train once it has heard the first Pace
+      │  Collect (+ 2 descriptors)    │
+      ├──────────────────────────────▶│  learns from what actor processes make
       │  Work (+ file descriptors)    │
       ├──────────────────────────────▶│  works by another regime from its next update on
       │                       Posted  │
@@ -48,6 +50,7 @@ __all__ = [
     "Answer",
     "AnswerKind",
     "Attach",
+    "Collect",
     "Crashed",
     "Failed",
     "FrameBuffer",
@@ -95,6 +98,10 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     split_devices: tuple[str, ...] = ()
     split_cuts: tuple[int, ...] = ()
     """How gradients are computed here; `config.node.LearnerConfig` explains all five."""
+    actors: int = 0
+    """Processes that act for this learner; 0 has the environments in its own."""
+    actors_ahead: int = 0
+    """Unrolls that each may make ahead of the learner."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -112,6 +119,17 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     """
 
     nbytes: int
+
+
+class Collect(msgspec.Struct, frozen=True, tag="collect"):
+    """Learn from what actor processes make.
+
+    The descriptors of the ring of unrolls (`tensors.unroll_ring`) and of the policy that they act with
+    (`tensors.shared_policy`) travel beside this frame, in this order.
+    """
+
+    ring_nbytes: int
+    policy_nbytes: int
 
 
 class Work(msgspec.Struct, frozen=True, tag="work"):
@@ -151,9 +169,12 @@ class Others(msgspec.Struct, frozen=True, tag="others"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """How far the swarm is towards its step count, 0 to 1 (for annealing)."""
+    """How far the swarm is."""
 
     fraction: float
+    """Towards its last environment step, 0 to 1 (for annealing)."""
+    env_steps: int = 0
+    """That the whole swarm has made (for exploration)."""
 
 
 class Pace(msgspec.Struct, frozen=True, tag="pace"):
@@ -169,7 +190,20 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 ToLearner = (
-    Start | Attach | Join | Work | Answer | Others | Progress | Pace | Stop | Stage | Finish | Measure | Trace
+    Start
+    | Attach
+    | Join
+    | Collect
+    | Work
+    | Answer
+    | Others
+    | Progress
+    | Pace
+    | Stop
+    | Stage
+    | Finish
+    | Measure
+    | Trace
 )
 
 
@@ -179,6 +213,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     device: str
     spec: bytes
     """msgpack of `BoardSpec.to_wire`: the layout of parameters and sidecar."""
+    unrolls: bytes = b""
+    """With actors: msgpack of `UnrollSpec.to_wire`, what their unrolls are made of."""
+    policy_nbytes: int = 0
+    """With actors: of the memory that they read the policy from."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):

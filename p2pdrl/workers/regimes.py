@@ -21,8 +21,8 @@ from p2pdrl.workers.protocol import Answer, Posted, Work
 from p2pdrl.workers.replica import Replica
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.registry import AnyTrainer
     from p2pdrl.rl.stepping import Stepper
+    from p2pdrl.rl.trainer import Trainer
 
 __all__ = ["Regimes"]
 
@@ -40,7 +40,7 @@ class Regimes:
 
     def __init__(
         self,
-        trainer: AnyTrainer,
+        trainer: Trainer,
         replica: Replica,
         *,
         say: Callable[[Posted], None],

@@ -17,7 +17,7 @@ from p2pdrl.errors import WorkerError
 from p2pdrl.tensors.board import LearnerBoard
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.registry import AnyTrainer
+    from p2pdrl.rl.trainer import Trainer
 
 __all__ = ["Replica"]
 
@@ -33,12 +33,23 @@ class Replica:
         board: the learner's end; None for a helper, whose parameters are another learner's.
     """
 
-    def __init__(self, trainer: AnyTrainer, board: LearnerBoard | None) -> None:
+    def __init__(self, trainer: Trainer, board: LearnerBoard | None) -> None:
         self.trainer = trainer
         self._board = board
         self._changed = True
         self._aside = False
-        self.version = 0
+        self._version = 0
+        self.publications = 0
+        """How often something new was published."""
+
+    @property
+    def version(self) -> int:
+        """Of the policy; the trainer knows it, too."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = self.trainer.policy_version = version
 
     @property
     def taken_id(self) -> int:
@@ -95,6 +106,7 @@ class Replica:
         if self._board is not None and (self._changed or always):
             self._board.publish(self.trainer.flat, self.trainer.sidecar(), self.version)
             self._changed = False
+            self.publications += 1
             self._refer()
 
     def set_aside(self, *, aside: bool) -> None:

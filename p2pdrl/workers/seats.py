@@ -29,7 +29,7 @@ from p2pdrl.workers.pipe_carrier import PipeCarrier
 from p2pdrl.workers.protocol import ToLearner
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.registry import AnyTrainer
+    from p2pdrl.rl.trainer import Pipelineable
     from p2pdrl.workers.torch_stages import TorchStages
 
 __all__ = ["Connected", "Ears", "Neighbours", "Pipes", "Seat", "take_seat"]
@@ -206,7 +206,7 @@ class _Nobody:
         pass
 
 
-def take_seat(order: StageOrder, pipes: Pipes, trainer: AnyTrainer, ears: Ears) -> Seat:
+def take_seat(order: StageOrder, pipes: Pipes, trainer: Pipelineable, ears: Ears) -> Seat:
     """Build what an order asks for, from the trainer's model as it is now.
 
     Args:

@@ -31,11 +31,10 @@ from p2pdrl.workers.replica import Replica
 from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.registry import AnyTrainer
     from p2pdrl.rl.stages.pipelined import Pipelined
     from p2pdrl.rl.stages.rank import Assembled
     from p2pdrl.rl.stages.recorder import Recorder
-    from p2pdrl.rl.trainer import StepStats
+    from p2pdrl.rl.trainer import StepStats, Trainer
     from p2pdrl.workers.seats import Pipes, Seat
 
 __all__ = ["Staging"]
@@ -60,7 +59,7 @@ class Staging:
 
     def __init__(
         self,
-        trainer: AnyTrainer,
+        trainer: Trainer,
         replica: Replica,
         *,
         say: Callable[[Blocks | News | Traced], None],

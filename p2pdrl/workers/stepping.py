@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from p2pdrl.config.regime import Regime
-from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.flat import FlatSpan
 from p2pdrl.rl.optimizers import Optimizer, clip_gradients, gradient_norm
 from p2pdrl.tensors.gradient_ring import GradientRing
 from p2pdrl.workers.posts import Posts
@@ -69,7 +69,7 @@ class PostingStepper:
 
     def step(
         self,
-        flat: FlatModule,
+        flat: FlatSpan,
         optimizer: Optimizer,
         *,
         learning_rate: float,

@@ -20,7 +20,7 @@ from p2pdrl.pipeline.plan import Plan
 from p2pdrl.pipeline.schedule import ScheduleName
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import Batch
+from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.objectives.ppo import PPOObjective
 from p2pdrl.rl.optimizers import Adam
 from p2pdrl.rl.outputs import PolicyOutputs
@@ -55,7 +55,7 @@ class Model(NamedTuple):
 
     flat: FlatModule
     parts: Parts[PolicyOutputs]
-    batch: Batch
+    batch: Minibatch
 
     @property
     def policy(self) -> ActorCritic:
@@ -116,7 +116,7 @@ def make_model(kind: str, parameters: int, rows: int, device: torch.device, prec
     return Model(flat, parts, batch)
 
 
-def _batch(spec: EnvSpec, rows: int, generator: torch.Generator, device: torch.device) -> Batch:
+def _batch(spec: EnvSpec, rows: int, generator: torch.Generator, device: torch.device) -> Minibatch:
     def draw() -> Tensor:
         return torch.randn(rows, generator=generator).to(device)
 
@@ -132,7 +132,7 @@ def _batch(spec: EnvSpec, rows: int, generator: torch.Generator, device: torch.d
         "advantages": draw(),
         "returns": draw(),
     }
-    return Batch(obs.to(device), targets, rows)
+    return Minibatch(obs.to(device), targets, rows)
 
 
 def cuts_of(layers: Sequence[Layer], stages: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.task import TaskConfig
-from p2pdrl.rl.trainer import Trainer
+from p2pdrl.rl.registry import build_trainer
 
 NODES = 8
 EXCHANGES = 12
@@ -28,7 +28,7 @@ def consensus(vectors_ND: np.ndarray) -> float:
 def start_vectors(task_seed: int, node_seeds: list[int]) -> np.ndarray:
     """What each node starts from: the task's weights plus noise from its own seed."""
     task = msgspec.structs.replace(TaskConfig(), seed=task_seed)
-    trainer = Trainer(task, seed=0, device="cpu")
+    trainer = build_trainer(task, seed=0, device="cpu")
     first_D = trainer.flat.astype(np.float64)
     trainer.close()
     noise = [np.random.default_rng(seed).normal(0, DEVIATION, first_D.size) for seed in node_seeds]

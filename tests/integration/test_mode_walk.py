@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.task import TaskConfig
-from p2pdrl.rl.trainer import Trainer
+from p2pdrl.rl.registry import build_trainer
 
 STEPS_S = 5.0
 WALK = [
@@ -140,7 +140,7 @@ def params(nodes):
 
 def first_params(count):
     """What the nodes of seeds 0 … begin with: the task's weights plus noise of their own."""
-    trainer = Trainer(msgspec.structs.replace(TaskConfig(), seed=0), seed=0, device="cpu")
+    trainer = build_trainer(msgspec.structs.replace(TaskConfig(), seed=0), seed=0, device="cpu")
     first_D = trainer.flat.astype(np.float64)
     trainer.close()
     noise = [np.random.default_rng(seed).normal(0, 1.0, first_D.size) for seed in range(count)]

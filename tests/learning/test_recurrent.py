@@ -19,6 +19,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from p2pdrl.config.task import EnvConfig, NetworkConfig, TaskConfig
 from p2pdrl.rl.evaluate import evaluate
+from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -53,7 +54,7 @@ def train(core: str, seed: int, env_steps: int) -> tuple[Trainer, TaskConfig, li
         env=EnvConfig(id=ENV_ID, normalize_observations=True),
         network=NetworkConfig(hidden=(64,), core=core, core_size=64),
     )
-    trainer = Trainer(task, seed, "cpu")
+    trainer = build_trainer(task, seed, "cpu")
     last: deque[float] = deque(maxlen=100)
     curve, steps = [], 0
     while steps < env_steps and not (curve and curve[-1] >= 475):

@@ -21,6 +21,7 @@ import torch
 
 from p2pdrl.config.task import A2CConfig, EnvConfig, PPOConfig, TaskConfig
 from p2pdrl.rl.evaluate import evaluate
+from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ def one_thread():
 
 def train(task: TaskConfig, seed: int, env_steps: int) -> tuple[Trainer, list[tuple[int, float]]]:
     """Return the trainer and, per update, (environment steps, mean of the last 100 sampled returns)."""
-    trainer = Trainer(task, seed, "cpu")
+    trainer = build_trainer(task, seed, "cpu")
     last: deque[float] = deque(maxlen=100)
     curve, steps = [], 0
     while steps < env_steps:

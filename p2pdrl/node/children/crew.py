@@ -169,7 +169,9 @@ class Crew:
         if spec is None:
             return
         helper = Helper(
-            start=msgspec.structs.replace(self._start, seed=(self._start.seed + number * _SEED_STEP) % 2**31),
+            start=msgspec.structs.replace(
+                self._start, seed=(self._start.seed + number * _SEED_STEP) % 2**31, actors=0
+            ),
             region=region,
             spec=spec,
             config=self._config,

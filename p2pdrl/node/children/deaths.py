@@ -1,6 +1,6 @@
-"""How a learner died: in words, counted, and whether another try is worth it. Pure.
+"""How a learner or an actor died: in words, counted, and whether another try is worth it. Pure.
 
-`learner_link` says of each process how it died; `supervisor` and `helper` count, wait, and give up.
+`learner_link` says of each process how it died; `supervisor`, `helper` and `actors` count, wait, and give up.
 """
 
 from __future__ import annotations
@@ -89,14 +89,16 @@ def _name(number: int) -> str:
 
 
 class Deaths:
-    """The deaths of one learner, through all its lives.
+    """The deaths of one learner or actor, through all its lives.
 
     Args:
         config: how long to wait between two tries, and after how many to give up.
+        who: it is, for people.
     """
 
-    def __init__(self, config: LearnerConfig) -> None:
+    def __init__(self, config: LearnerConfig, who: str = "the learner") -> None:
         self._config = config
+        self._who = who
         self._alike = 0
         self.in_a_row = 0
         """Deaths without a minute of life between."""
@@ -132,7 +134,7 @@ class Deaths:
         if not most or self._alike < most or self.last is None:
             return None
         row = f"died {self._alike} times in a row in the same way, each within a minute: it "
-        return f"the learner {row if most > 1 else ''}{self.last.how}. {advice(self.last)}"
+        return f"{self._who} {row if most > 1 else ''}{self.last.how}. {advice(self.last)}"
 
 
 def advice(death: Death) -> str:

@@ -18,6 +18,7 @@ from p2pdrl.config.node import LearnerConfig
 from p2pdrl.config.regime import Regime
 from p2pdrl.errors import ConfigError, LayoutMismatchError, P2PDRLError, TensorError, WorkerError
 from p2pdrl.node.beside import beside
+from p2pdrl.node.children.actors import ActorPool
 from p2pdrl.node.children.deaths import Death, Deaths, advice
 from p2pdrl.node.children.hanging import HangWatch, kill_if_it_hangs
 from p2pdrl.node.children.learner_link import REAP_S, LearnerLink
@@ -65,6 +66,7 @@ class LearnerSupervisor:
         clock: time.
         events: where starts and deaths are told.
         on_report: called after each report, with the number of new updates.
+        actors: act for the learner; None where it does so itself.
     """
 
     def __init__(
@@ -76,12 +78,14 @@ class LearnerSupervisor:
         clock: Clock,
         events: EventLog,
         on_report: Callable[[Report, int], None],
+        actors: ActorPool | None = None,
     ) -> None:
         self._start = start
         self._config = config
         self._clock = clock
         self._events = events
         self._on_report = on_report
+        self._actors = actors
         self._link: LearnerLink | None = None
         self._region: SharedRegion | None = None
         self.workplace = Workplace()
@@ -154,6 +158,8 @@ class LearnerSupervisor:
         self.spec = spec
         self._region = SharedRegion.create(spec.nbytes, "board")
         self.board = DaemonBoard(self._region, spec)
+        if self._actors is not None:
+            self._actors.open(hello, spec.layout.size)
         return self.board
 
     async def _first_hello(self) -> Hello | None:
@@ -320,6 +326,8 @@ class LearnerSupervisor:
         if self._link is None or self._region is None or self.spec is None:
             raise WorkerError("the learner isn't built yet")
         await self._link.attach(self._region, self.spec.nbytes, restore=restore)
+        if self._actors is not None:
+            self._link.tell(*self._actors.collected())
         order, regions = self.workplace.renew(self.spec.layout.size)
         self._link.tell(order, regions)
         for message in self.told.values():

@@ -86,7 +86,7 @@ async def first_state(
         found = await training.adoptions.first(_Orphaned(parts).judge)
         if found is not None:
             giver, state = found
-            alive = parts.alive()
+            alive = parts.learners()
             if parts.rumours is not None and giver in alive:
                 await parts.rumours.tell(giver, alive[giver])  # its counts and moments
             training.tell_adopted(giver, state, "joined")
@@ -137,7 +137,7 @@ class _Orphaned:
         """Tell whether this node is to go on by itself."""
         parts = self._parts
         now_s = parts.clock.monotonic()
-        alive = parts.alive()
+        alive = parts.learners()
         if any(self._may_give(node, now_s) for node in alive):
             self._since_s = None
             return False

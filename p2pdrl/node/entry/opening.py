@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import p2pdrl
 from p2pdrl.api.keyfile import read_swarm_key
 from p2pdrl.clock import Clock
+from p2pdrl.config.roles import tags_of
 from p2pdrl.config.root import Config
 from p2pdrl.ids import short, swarm_id_from_key, swarm_id_from_name
 from p2pdrl.membership.identity import Identity
@@ -102,6 +103,7 @@ async def open_node(
         clock=clock,
         rng=random.Random(identity.node_id),
         known=known,
+        tags=tags_of(node.roles),
     )
     boot = core.me.incarnation.boot_ms
     membership = MembershipService(

@@ -14,6 +14,7 @@ import psutil
 
 import p2pdrl
 from p2pdrl.config.mode import protocol_of
+from p2pdrl.config.roles import roles_in
 from p2pdrl.config.strategy import mode_of
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberView
@@ -70,10 +71,13 @@ class Figures:
 
     @property
     def rss_bytes(self) -> int:
-        """Memory of the daemon and its learner; what can't be read (no descriptor left) counts nothing."""
+        """Memory of the daemon, its learner and its actors; what can't be read counts nothing."""
         training = self._parts.training
         learner = None if training is None else training.supervisor.pid
-        return _rss_bytes(os.getpid()) + (0 if learner is None else _rss_bytes(learner))
+        children: tuple[int, ...] = () if learner is None else (learner,)
+        if training is not None and training.actors is not None:
+            children += training.actors.pids
+        return sum(_rss_bytes(pid) for pid in (os.getpid(), *children))
 
     def health(self) -> tuple[bool, list[str]]:
         """Whether this node is well, and why not."""
@@ -206,6 +210,7 @@ class Figures:
             **{name: getattr(report, name) for name in PLACE_FIELDS},
             "pipeline": None if training is None else pipeline_figures.pipeline_document(training),
             "learner": self._learner(),
+            "actors": [] if training is None or training.actors is None else training.actors.figures(),
             "stop": {"reached": parts.halted is not None, "reason": parts.halted} | self._stop_config(),
             "healthy": report.healthy,
             "reasons": list(report.reasons),
@@ -305,6 +310,7 @@ class Figures:
             "rtt_s": member.rtt_s,
             "last_seen_s": member.last_seen_s,
             "self": member.is_self,
+            "roles": list(roles_in(member.tags)),
         }
         report, age_s = found if found is not None else (None, None)
         row |= {name: getattr(report, name, None) for name in REPORT_FIELDS}

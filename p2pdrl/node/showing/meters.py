@@ -88,6 +88,8 @@ class Meters:
         if training is not None:
             registry.learner_restarts_total.advance_to(training.supervisor.restarts)
             registry.strikes_total.advance_to(training.swarm.quarantine.total)
+            if training.actors is not None:
+                registry.set_actors(training.actors.figures())
             registry.set_pipeline(pipeline_document(training) or {})
         if saving is not None:
             registry.checkpoint_failures_total.advance_to(saving.failures)

@@ -13,6 +13,7 @@ import math
 import torch
 
 from p2pdrl.config.task import A2CConfig
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
 from p2pdrl.rl.algorithms.batches import full_batch, normalized
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine
@@ -21,46 +22,35 @@ from p2pdrl.rl.optimizers import Adam, Optimizer, RMSProp
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.returns import gae
 from p2pdrl.rl.rollout import Unroll
-from p2pdrl.rl.stepping import OwnStepper, Stepper
+from p2pdrl.rl.schedules import annealed
 
 __all__ = ["A2C"]
 
 
-class A2C:
-    """One gradient step per unroll along the policy gradient.
+class A2C(Algorithm[Unroll]):
+    """One gradient step per unroll along the policy gradient; one loss, by RMSProp or Adam.
 
     Args:
         config: every field explains itself there.
         flat: the policy's parameters, stepped in place.
         engine: computes the gradient of each unroll.
-
-    Attributes:
-        objective: what is minimised.
-        optimizer: RMSProp or Adam; its state travels in the sidecar.
-        progress: 0 … 1, how far the swarm is; lowers the learning rate where that is annealed.
-        engine: as given; may be replaced between updates.
-        stepper: gets the gradient of each unroll; may be replaced between updates.
     """
 
     def __init__(self, config: A2CConfig, flat: FlatModule, engine: GradientEngine[PolicyOutputs]) -> None:
         self._config = config
-        self._flat = flat
-        self.objective = A2CObjective(config.value_coef, config.entropy_coef)
-        self.engine = engine
-        self.optimizer: Optimizer
+        objective = A2CObjective(config.value_coef, config.entropy_coef)
+        optimizer: Optimizer
         if config.optimizer == "adam":
-            self.optimizer = Adam(flat.parameters_D, flat.gradients_D, config.rmsprop_eps)
+            optimizer = Adam(flat.parameters_D, flat.gradients_D, config.rmsprop_eps)
         else:
-            self.optimizer = RMSProp(
-                flat.parameters_D, flat.gradients_D, config.rmsprop_alpha, config.rmsprop_eps
-            )
-        self.progress = 0.0
-        self.stepper: Stepper = OwnStepper()
+            optimizer = RMSProp(flat.parameters_D, flat.gradients_D, config.rmsprop_alpha, config.rmsprop_eps)
+        self._loss = Loss(objective, optimizer, flat, engine, max_grad_norm=config.max_grad_norm)
+        self.losses = (self._loss,)
 
-    def update(self, unroll: Unroll) -> dict[str, float]:
+    def update(self, batch: Unroll) -> dict[str, float]:
         """Improve the policy on one unroll, in place, and return what the monitors plot."""
-        config = self._config
-        learning_rate = config.learning_rate * (1.0 - self.progress if config.anneal == "linear" else 1.0)
+        config, unroll = self._config, batch
+        learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
         advantages_TB = gae(
             unroll.rewards_TB,
             unroll.values_T1B,
@@ -71,18 +61,8 @@ class A2C:
         returns_TB = advantages_TB + unroll.values_T1B[:-1]
         if config.normalize_advantages:
             advantages_TB = normalized(advantages_TB, unroll.valid_TB)
-        batch = full_batch(
-            unroll, {"actions": unroll.actions, "advantages": advantages_TB, "returns": returns_TB}
-        )
-        terms = self.engine.gradients(batch, self.objective)
-        norm = self.stepper.step(
-            self._flat,
-            self.optimizer,
-            learning_rate=learning_rate,
-            max_grad_norm=config.max_grad_norm,
-            samples=batch.rows,
-            left=0,
-        )
+        targets = {"actions": unroll.actions, "advantages": advantages_TB, "returns": returns_TB}
+        terms, norm = self._loss.step(full_batch(unroll, targets), learning_rate)
         finite = math.isfinite(norm)
         policy_loss, value_loss, entropy = terms.tolist()
         return {

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from p2pdrl.rl.gradients import Batch
+from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.objectives.objective import VALID
 from p2pdrl.rl.rollout import Unroll
@@ -21,7 +21,7 @@ from p2pdrl.rl.rollout import Unroll
 __all__ = ["full_batch", "minibatch", "normalized"]
 
 
-def full_batch(unroll: Unroll, targets_TB: Mapping[str, Tensor]) -> Batch:
+def full_batch(unroll: Unroll, targets_TB: Mapping[str, Tensor]) -> Minibatch:
     """Return the batch of a whole unroll.
 
     Args:
@@ -32,17 +32,17 @@ def full_batch(unroll: Unroll, targets_TB: Mapping[str, Tensor]) -> Batch:
     if unroll.state_BS is None:
         inputs = unroll.obs_T1BX[:-1][valid_TB]
         targets = {name: target_TB[valid_TB] for name, target_TB in targets_TB.items()}
-        return Batch(inputs, targets, len(inputs))
+        return Minibatch(inputs, targets, len(inputs))
     targets = {name: _masked(target_TB, valid_TB) for name, target_TB in targets_TB.items()}
     targets[VALID] = valid_TB.T
-    return Batch(unroll.obs_T1BX[:-1].transpose(0, 1), targets, unroll.env_steps, unroll.context)
+    return Minibatch(unroll.obs_T1BX[:-1].transpose(0, 1), targets, unroll.env_steps, unroll.context)
 
 
-def minibatch(batch: Batch, indices_M: Tensor) -> Batch:
+def minibatch(batch: Minibatch, indices_M: Tensor) -> Minibatch:
     """Return some rows of a batch, or some environments of it."""
     targets = {name: target_N[indices_M] for name, target_N in batch.targets.items()}
     valid = targets.get(VALID)
-    return Batch(
+    return Minibatch(
         batch.inputs[indices_M],
         targets,
         len(indices_M) if valid is None else int(valid.sum()),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from p2pdrl.config.task import PPOConfig
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
 from p2pdrl.rl.algorithms.batches import full_batch, minibatch, normalized
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine
@@ -23,26 +24,19 @@ from p2pdrl.rl.optimizers import Adam
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.returns import gae
 from p2pdrl.rl.rollout import Unroll
-from p2pdrl.rl.stepping import OwnStepper, Stepper
+from p2pdrl.rl.schedules import annealed
 
 __all__ = ["PPO"]
 
 
-class PPO:
-    """Clipped surrogate objective, several passes of minibatches over each unroll.
+class PPO(Algorithm[Unroll]):
+    """Clipped surrogate objective, several passes of minibatches over each unroll; one loss, by Adam.
 
     Args:
         config: every field explains itself there.
         flat: the policy's parameters, stepped in place.
         engine: computes the gradient of each minibatch.
         generator: shuffles the minibatches; on the parameters' device.
-
-    Attributes:
-        objective: what is minimised.
-        optimizer: Adam; its state travels in the sidecar.
-        progress: 0 … 1, how far the swarm is; lowers the learning rate where that is annealed.
-        engine: as given; may be replaced between updates.
-        stepper: gets the gradient of each minibatch; may be replaced between updates.
     """
 
     def __init__(
@@ -55,21 +49,20 @@ class PPO:
         self._config = config
         self._flat = flat
         self._generator = generator
-        self.objective = PPOObjective(
+        objective = PPOObjective(
             clip=config.clip,
             value_clip=config.value_clip,
             value_coef=config.value_coef,
             entropy_coef=config.entropy_coef,
         )
-        self.engine = engine
-        self.optimizer = Adam(flat.parameters_D, flat.gradients_D)
-        self.progress = 0.0
-        self.stepper: Stepper = OwnStepper()
+        optimizer = Adam(flat.parameters_D, flat.gradients_D)
+        self._loss = Loss(objective, optimizer, flat, engine, max_grad_norm=config.max_grad_norm)
+        self.losses = (self._loss,)
 
-    def update(self, unroll: Unroll) -> dict[str, float]:
+    def update(self, batch: Unroll) -> dict[str, float]:
         """Improve the policy on one unroll, in place, and return what the monitors plot."""
-        config = self._config
-        learning_rate = config.learning_rate * (1.0 - self.progress if config.anneal == "linear" else 1.0)
+        config, unroll = self._config, batch
+        learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
         advantages_TB = gae(
             unroll.rewards_TB,
             unroll.values_T1B,
@@ -81,7 +74,7 @@ class PPO:
         returns_TB = advantages_TB + values_TB
         if config.normalize_advantages:
             advantages_TB = normalized(advantages_TB, unroll.valid_TB)
-        batch = full_batch(
+        full = full_batch(
             unroll,
             {
                 "actions": unroll.actions,
@@ -91,7 +84,7 @@ class PPO:
                 "returns": returns_TB,
             },
         )
-        size = len(batch.inputs)
+        size = len(full.inputs)
         minibatch_size = math.ceil(size / config.minibatches)
         totals = torch.zeros(5, device=self._flat.device)
         steps = skipped = 0
@@ -102,27 +95,20 @@ class PPO:
             epoch_kl = torch.zeros((), device=self._flat.device)
             parts = torch.split(order_N, minibatch_size)
             for count, indices_M in enumerate(parts, start=1):
-                part = minibatch(batch, indices_M)
-                terms = self.engine.gradients(part, self.objective)
+                part = minibatch(full, indices_M)
+                terms = self._loss.gradients(part)
                 totals += terms
                 epoch_kl += terms[3]
                 left = (config.epochs - epoch) * len(parts) - count
                 if count == len(parts) and config.target_kl is not None:
                     ended = float(epoch_kl) / count > config.target_kl
-                norm = self.stepper.step(
-                    self._flat,
-                    self.optimizer,
-                    learning_rate=learning_rate,
-                    max_grad_norm=config.max_grad_norm,
-                    samples=part.rows,
-                    left=0 if ended else left,
-                )
+                norm = self._loss.apply(learning_rate, samples=part.rows, left=0 if ended else left)
                 steps += 1
                 if math.isfinite(norm):
                     gradient_norm += norm
                 else:
                     skipped += 1
-                if self.stepper.ends_update:
+                if self._loss.stepper.ends_update:
                     ended = True
                     break
             if ended:

@@ -1,63 +1,84 @@
 """From an algorithm's configuration to the algorithm.
 
-``trainer`` builds through it. A new algorithm is one file beside this one and one line here.
+`rl.registry.build_trainer` builds through it. A new algorithm is one file beside this one, its
+configuration, and one line in `ALGORITHMS`; code outside of this package calls `register`.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from p2pdrl.config.task import A2CConfig, PPOConfig
+from p2pdrl.config.task import A2CConfig, NetworkConfig, PPOConfig
+from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.a2c import A2C
+from p2pdrl.rl.algorithms.algorithm import Algorithm
 from p2pdrl.rl.algorithms.ppo import PPO
+from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import GradientEngine
-from p2pdrl.rl.objectives.objective import Objective
-from p2pdrl.rl.optimizers import Optimizer
+from p2pdrl.rl.gradients import Forward, GradientEngine
 from p2pdrl.rl.outputs import PolicyOutputs
-from p2pdrl.rl.rollout import Unroll
-from p2pdrl.rl.stepping import Stepper
+from p2pdrl.rl.policy import ActorCritic
 
-__all__ = ["Algorithm", "build"]
+__all__ = ["AlgorithmEntry", "Materials", "entry_of", "register"]
 
 
-class Algorithm(Protocol):
-    """What a trainer asks of an algorithm.
+@dataclass(frozen=True)
+class Materials:
+    """What an algorithm is made from.
 
     Attributes:
-        progress: 0 … 1, how far the swarm is towards its last environment step.
-        engine: computes the mean gradient of each minibatch; may be replaced between updates.
-        stepper: gets each mean gradient, once per minibatch; may be replaced between updates.
+        config: the algorithm's own: ``task.algorithm``.
+        policy: the network, as the entry made it.
+        flat: its parameters and gradients.
+        engine: computes gradients through ``policy.outputs``.
+        engine_for: makes an engine for a loss that runs the model in another way.
+        generator: of everything random, on the parameters' device.
     """
 
-    progress: float
+    config: Any
+    policy: ActorCritic
+    flat: FlatModule
     engine: GradientEngine[PolicyOutputs]
-    stepper: Stepper
-
-    @property
-    def objective(self) -> Objective[PolicyOutputs]:
-        """What is minimised."""
-        ...
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer, whose state travels in the sidecar."""
-        ...
-
-    def update(self, unroll: Unroll) -> dict[str, float]:
-        """Improve the policy on one unroll, in place, and return what the monitors plot."""
-        ...
+    engine_for: Callable[[Forward[Any]], GradientEngine[Any]]
+    generator: torch.Generator
 
 
-def build(
-    config: PPOConfig | A2CConfig,
-    flat: FlatModule,
-    engine: GradientEngine[PolicyOutputs],
-    generator: torch.Generator,
-) -> Algorithm:
-    """Return the algorithm that ``config`` names, working on ``flat`` in place."""
-    if isinstance(config, PPOConfig):
-        return PPO(config, flat, engine, generator)
-    return A2C(config, flat, engine)
+@dataclass(frozen=True)
+class AlgorithmEntry:
+    """How an algorithm that acts in environments is built.
+
+    Attributes:
+        build: makes it.
+        network: makes what acts and learns, from spaces, shape and seed; actor processes make theirs by it.
+    """
+
+    build: Callable[[Materials], Algorithm[Any]]
+    network: Callable[[EnvSpec, NetworkConfig, int | None], ActorCritic] = ActorCritic
+
+
+ALGORITHMS: dict[type, AlgorithmEntry] = {
+    PPOConfig: AlgorithmEntry(lambda made: PPO(made.config, made.flat, made.engine, made.generator)),
+    A2CConfig: AlgorithmEntry(lambda made: A2C(made.config, made.flat, made.engine)),
+}
+"""By the type of ``task.algorithm``, which has ``unroll_steps`` and ``discount``."""
+
+
+def register(config: type, entry: AlgorithmEntry) -> None:
+    """Add an algorithm, by the type of its configuration; in every process that builds it."""
+    ALGORITHMS[config] = entry
+
+
+def entry_of(config: object) -> AlgorithmEntry:
+    """Return how the algorithm of a task is built.
+
+    Raises:
+        ConfigError: it acts in no environment, or nobody registered it.
+    """
+    entry = ALGORITHMS.get(type(config))
+    if entry is None:
+        raise ConfigError(f"{type(config).__name__} has neither environment nor policy")
+    return entry

@@ -1,4 +1,4 @@
-"""The losses of regressions on made-up data; ``regression_trainer`` makes them.
+"""The losses of regressions on made-up data; ``algorithms.regression`` makes them.
 
 Both have one target, ``targets``, and one term: the loss itself.
 

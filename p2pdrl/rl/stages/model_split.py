@@ -17,7 +17,7 @@ from torch import Tensor
 from p2pdrl.errors import ConfigError, TransportError
 from p2pdrl.pipeline.plan import Plan
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import Batch
+from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.objectives.objective import Objective, Outputs
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.stages.memory_links import ring
@@ -119,7 +119,7 @@ class ModelSplit(Generic[Outputs]):
         for thread in self._threads:
             thread.start()
 
-    def gradients(self, batch: Batch, objective: Objective[Outputs]) -> Tensor:
+    def gradients(self, batch: Minibatch, objective: Objective[Outputs]) -> Tensor:
         """Compute the mean gradient; each device keeps its part. See ``Pipelined.gradients``."""
         with self._explained():
             return self._head.gradients(batch, objective)

@@ -20,7 +20,7 @@ from p2pdrl.config.gradients import Precision
 from p2pdrl.errors import LayoutMismatchError, WireError
 from p2pdrl.rl.block_map import BlockMap
 from p2pdrl.rl.envs import Discrete, EnvSpec
-from p2pdrl.rl.gradients import Batch
+from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.networks.lstm import NO_CONTEXT
 from p2pdrl.rl.objectives.objective import VALID, Objective, Outputs
 from p2pdrl.rl.optimizers import Optimizer
@@ -117,7 +117,7 @@ class Parts(Generic[Outputs]):
             raise WireError(f"{', '.join(wrong)} of the objective can't be reckoned with")
         return objective.over(opening.rows)
 
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: Minibatch) -> None:
         """Check that a batch is what was promised.
 
         Raises:

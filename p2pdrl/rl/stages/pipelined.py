@@ -15,8 +15,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import Batch, cut
+from p2pdrl.rl.flat import FlatSpan
+from p2pdrl.rl.gradients import Minibatch, cut
 from p2pdrl.rl.objectives.objective import Objective, Outputs
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.stages.links import Links
@@ -93,7 +93,7 @@ class Pipelined(Generic[Outputs]):
         """What this rank holds, whatever has become of the pipeline."""
         return self._rank.share
 
-    def gradients(self, batch: Batch, objective: Objective[Outputs]) -> Tensor:
+    def gradients(self, batch: Minibatch, objective: Objective[Outputs]) -> Tensor:
         """Compute the mean gradient; each rank keeps its own part of it for ``step``.
 
         Returns:
@@ -130,7 +130,7 @@ class Pipelined(Generic[Outputs]):
 
     def step(
         self,
-        flat: FlatModule,
+        flat: FlatSpan,
         optimizer: Optimizer,
         *,
         learning_rate: float,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from p2pdrl.pipeline.schedule import peak_activations
 from p2pdrl.pipeline.trace import Span
-from p2pdrl.rl.gradients import Batch
+from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.objectives.objective import Objective, Outputs
 from p2pdrl.rl.stages.keeping import Keeping, Kept
@@ -73,7 +73,7 @@ class Runner(Generic[Outputs]):
             "send_gradient": self._send_gradient,
         }
 
-    def begin(self, opening: Opening, batches: Sequence[Batch] = ()) -> None:
+    def begin(self, opening: Opening, batches: Sequence[Minibatch] = ()) -> None:
         """Forget the minibatch before and prepare for another.
 
         Args:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from p2pdrl.rl.gradients import Batch
+from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.stages.messages import Opening
 from p2pdrl.rl.stages.recorder import Recorder
 from p2pdrl.rl.stages.rows import Slot
@@ -31,7 +31,7 @@ class Running(Protocol):
     ran_s: float
     recorder: Recorder
 
-    def begin(self, opening: Opening, batches: Sequence[Batch] = ()) -> None:
+    def begin(self, opening: Opening, batches: Sequence[Minibatch] = ()) -> None:
         """Forget the minibatch before and prepare for another.
 
         Args:

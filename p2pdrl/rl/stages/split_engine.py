@@ -22,7 +22,7 @@ from p2pdrl.pipeline.plan import Plan
 from p2pdrl.rl.block_costs import measure_blocks
 from p2pdrl.rl.engines import EngineOptions
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import Batch
+from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.objectives.objective import Objective, Outputs
 from p2pdrl.rl.optimizers import SGD
@@ -102,7 +102,7 @@ class SplitEngine(Generic[Outputs]):
             make_share=Copy,
         )
 
-    def gradients(self, batch: Batch, objective: Objective[Outputs]) -> Tensor:
+    def gradients(self, batch: Minibatch, objective: Objective[Outputs]) -> Tensor:
         """See ``GradientEngine.gradients``."""
         copies = [share for share in self._split.shares if isinstance(share, Copy)]
         for copy in copies:

@@ -32,7 +32,7 @@ from torch.distributed.pipelining import (
 
 from p2pdrl.pipeline.schedule import peak_activations
 from p2pdrl.pipeline.trace import Span
-from p2pdrl.rl.gradients import Batch
+from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.objectives.objective import Objective, Outputs
 from p2pdrl.rl.stages.keeping import Keeping, Kept
@@ -93,7 +93,7 @@ class TorchRunner(Generic[Outputs]):
         self.waited_s = self.ran_s = 0.0
         self._now: _Minibatch[Outputs] | None = None
 
-    def begin(self, opening: Opening, batches: Sequence[Batch] = ()) -> None:
+    def begin(self, opening: Opening, batches: Sequence[Minibatch] = ()) -> None:
         """See ``Running.begin``."""
         share = self._share
         now: _Minibatch[Outputs] = _Minibatch(opening)

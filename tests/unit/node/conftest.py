@@ -122,6 +122,7 @@ class FakeTraining:
         self.task = TaskConfig(stop=StopConfig(env_steps=1000, window=3))
         self.task_hash = task_hash(self.task)
         self.stop_config = self.task.stop
+        self.actors = None
         self.lineage = "ab" * 8
         self.paused = False
         self.used: list[tuple[Any, int]] = []
@@ -175,7 +176,7 @@ class FakeTraining:
     def pause(self, *, paused: bool) -> None:
         self.paused = paused
 
-    def progress(self, fraction: float) -> None:
+    def progress(self, fraction: float, env_steps: int) -> None:
         self.fractions.append(fraction)
 
     def share_moments(self) -> None:

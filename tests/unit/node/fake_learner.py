@@ -33,6 +33,9 @@ class Trainer:
 
     layout = Layout((Entry("w", (4,)),))
     sidecar_layout = SidecarLayout((SidecarItem("step", (), "int64"),))
+    source = None
+    ready = True
+    policy_version = 0
 
     def __init__(self, act: str, at: int) -> None:
         self.flat = np.zeros(4, np.float32)
@@ -42,6 +45,9 @@ class Trainer:
         self.fraction = -1.0
         self.others = 0.0
         self.stepper: object = None
+
+    def publish(self) -> None:
+        """Nobody else acts."""
 
     def step(self) -> SimpleNamespace:
         self.steps += 1
@@ -90,7 +96,7 @@ class Trainer:
     def own_moments(self) -> dict[str, Moments]:
         return {"obs": Moments(float(self.steps), np.ones(2), np.zeros(2))}
 
-    def set_progress(self, fraction: float) -> None:
+    def set_progress(self, fraction: float, env_steps: int = 0) -> None:
         self.fraction = fraction
 
     def set_other_moments(self, moments: dict[str, Moments]) -> None:

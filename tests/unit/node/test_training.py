@@ -151,7 +151,7 @@ async def test_what_the_learner_is_told(pair, kinds):
     one.training.supervisor.reported(Report(1, 1, 1, 0, [], {}, {"obs": b"\xc1"}))
     assert (told, kinds()) == ([], ["moments-failed"])
     one.training.pause(paused=True)
-    one.training.progress(0.5)
+    one.training.progress(0.5, 100)
     assert [type(message).__name__ for message in told] == ["Pace", "Progress"]
     assert one.training.paused
 
@@ -200,7 +200,7 @@ async def test_the_learning_rate_follows_the_progress(pair):
     one.supervisor.tell = lambda message: None
     one.task = TaskConfig(algorithm=PPOConfig(learning_rate=0.5, anneal="linear"))
     learner = one.context(1).learner
-    one.progress(0.25)
+    one.progress(0.25, 0)
     assert learner.learning_rate == 0.375
 
 

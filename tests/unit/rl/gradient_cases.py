@@ -12,7 +12,7 @@ from p2pdrl.config.task import NetworkConfig
 from p2pdrl.rl.envs import Continuous, Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.forward import module_forward, policy_forward
-from p2pdrl.rl.gradients import Batch
+from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.objectives.a2c import A2CObjective
 from p2pdrl.rl.objectives.ppo import PPOObjective
@@ -43,7 +43,7 @@ class Case:
 
     flat: FlatModule
     module: nn.Module
-    batch: Batch
+    batch: Minibatch
     objective: Any
     forward: Any
 
@@ -74,13 +74,13 @@ def policy_case(
         "advantages": draw(*shape),
         "returns": draw(*shape),
     }
-    batch = Batch(obs, targets, ROWS)
+    batch = Minibatch(obs, targets, ROWS)
     if network == "lstm":
         valid = draw(*shape) > -1.0
         targets["valid"] = valid
         size = policy.initial_state(ROWS).shape[1]
         starts = torch.cat((torch.zeros_like(valid[:, :1]), ~valid[:, :-1]), 1)
-        batch = Batch(obs, targets, int(valid.sum()), Context(starts, draw(ROWS, size)))
+        batch = Minibatch(obs, targets, int(valid.sum()), Context(starts, draw(ROWS, size)))
     return Case(flat, policy, batch, objective, policy_forward(policy, **how))
 
 
@@ -97,7 +97,7 @@ def regression_case(kind: str, dtype=torch.float64, **how: Any) -> Case:
     module = nn.Sequential(*layers)
     flat = FlatModule(module, CPU, dtype)
     flat.parameters_D.copy_(0.5 * draw(flat.layout.size))
-    batch = Batch(draw(ROWS, FEATURES), {TARGETS: targets}, ROWS)
+    batch = Minibatch(draw(ROWS, FEATURES), {TARGETS: targets}, ROWS)
     return Case(flat, module, batch, objective, module_forward(layers, **how))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
 from p2pdrl.rl.engines import EngineOptions
-from p2pdrl.rl.gradients import Accumulated, Batch, WholeBatch, cut
+from p2pdrl.rl.gradients import Accumulated, Minibatch, WholeBatch, cut
 from p2pdrl.rl.networks.lstm import Context
 from p2pdrl.rl.optimizers import SGD
 from p2pdrl.rl.registry import build_trainer
@@ -88,7 +88,7 @@ def test_what_is_not_a_number_stays_so():
     [(8, 4, [2, 2, 2, 2]), (10, 4, [3, 3, 2, 2]), (3, 8, [1, 1, 1]), (1, 2, [1]), (0, 2, [0]), (5, 1, [5])],
 )
 def test_parts_differ_by_one_row_at_most_and_none_is_empty(rows, parts, sizes):
-    batch = Batch(torch.arange(rows), {"x": 10 * torch.arange(rows)}, rows)
+    batch = Minibatch(torch.arange(rows), {"x": 10 * torch.arange(rows)}, rows)
     pieces = cut(batch, parts)
     assert [len(piece.inputs) for piece in pieces] == sizes
     assert torch.equal(torch.cat([piece.inputs for piece in pieces]), batch.inputs)
@@ -98,7 +98,7 @@ def test_parts_differ_by_one_row_at_most_and_none_is_empty(rows, parts, sizes):
 
 def test_environments_are_cut_and_time_is_not():
     context = Context(torch.zeros(5, 7, dtype=torch.bool), torch.arange(5.0)[:, None])
-    batch = Batch(torch.zeros(5, 7, 2), {"x": torch.zeros(5, 7)}, 35, context)
+    batch = Minibatch(torch.zeros(5, 7, 2), {"x": torch.zeros(5, 7)}, 35, context)
     first, second = cut(batch, 2)
     assert first.inputs.shape == (3, 7, 2)
     assert second.targets["x"].shape == (2, 7)
@@ -110,7 +110,7 @@ def test_environments_are_cut_and_time_is_not():
 
 
 def test_parts_are_views():
-    batch = Batch(torch.zeros(6, 3), {"x": torch.zeros(6)}, 6)
+    batch = Minibatch(torch.zeros(6, 3), {"x": torch.zeros(6)}, 6)
     cut(batch, 4)[1].inputs.fill_(1.0)
     assert batch.inputs.sum() == 6.0
 

@@ -12,14 +12,14 @@ from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, RegressionCo
 from p2pdrl.errors import ConfigError, LayoutMismatchError
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.regression_data import make_rows, sequence_batch
-from p2pdrl.rl.regression_trainer import RegressionTrainer
-from p2pdrl.rl.trainer import Trainer
+from p2pdrl.rl.sources.inline import InlineSource
+from p2pdrl.rl.sources.rows import RowSource
 
 
 def make(seed=0, *, task_seed=0, sleep=None, clock=None, step_delay_s=0.0, **options):
     task = TaskConfig(seed=task_seed, algorithm=RegressionConfig(**options))
     extra = {} if sleep is None else {"sleep": sleep, "clock": clock}
-    return RegressionTrainer(task, seed, "cpu", step_delay_s=step_delay_s, **extra)
+    return build_trainer(task, seed, "cpu", step_delay_s=step_delay_s, **extra)
 
 
 class Keeper:
@@ -38,27 +38,22 @@ class Keeper:
 
 
 def test_the_registry_builds_what_the_task_asks_for():
-    assert isinstance(build_trainer(TaskConfig(algorithm=RegressionConfig()), 1, "cpu"), RegressionTrainer)
+    trainer = build_trainer(TaskConfig(algorithm=RegressionConfig()), 1, "cpu")
+    assert isinstance(trainer.source, RowSource)
+    with pytest.raises(ConfigError, match="neither environment nor policy"):
+        trainer.policy  # noqa: B018
     small = TaskConfig(env=EnvConfig(num_envs=1), network=NetworkConfig(hidden=(4,)), algorithm=A2CConfig())
-    assert isinstance(build_trainer(small, 1, "cpu"), Trainer)
+    assert isinstance(build_trainer(small, 1, "cpu").source, InlineSource)
 
 
 @pytest.mark.parametrize("algorithm", [RegressionConfig(), A2CConfig()])
 def test_a_slow_machine_is_slow_in_whatever_it_trains(algorithm):
     slept = []
     task = TaskConfig(env=EnvConfig(num_envs=2), network=NetworkConfig(hidden=(4,)), algorithm=algorithm)
-    trainer = build_trainer(task, 1, "cpu", step_delay_s=0.25)
-    (trainer if isinstance(trainer, RegressionTrainer) else trainer._env)._sleep = slept.append
+    trainer = build_trainer(task, 1, "cpu", step_delay_s=0.25, sleep=slept.append)
     trainer.step()
-    assert slept == [0.25] * (1 if isinstance(trainer, RegressionTrainer) else 5)
+    assert slept == [0.25] * (1 if isinstance(algorithm, RegressionConfig) else 5)
     trainer.close()
-
-
-def test_each_trainer_refuses_the_others_task():
-    with pytest.raises(ConfigError, match="neither environment nor policy"):
-        Trainer(TaskConfig(algorithm=RegressionConfig()), 1, "cpu")
-    with pytest.raises(ConfigError, match="no regression"):
-        RegressionTrainer(TaskConfig(), 1, "cpu")
 
 
 def test_the_environment_is_not_looked_at():
@@ -245,7 +240,7 @@ def test_the_pace_is_made_up_to_what_was_asked_for():
     trainer = make(min_update_s=1.0, sleep=sleep, clock=clock)
     seconds = trainer.step().seconds
     assert slept == [0.9375]
-    assert seconds == 1.0625  # the last look included
+    assert seconds == 1.125  # the trainer's own looks included
     slow = make(min_update_s=1.0, step_delay_s=0.5, sleep=sleep, clock=clock)
     slow.step()
     assert slept[1:] == [1.4375]
@@ -259,8 +254,8 @@ def test_the_pace_is_made_up_to_what_was_asked_for():
 
 def whole_numbers(trainer):
     """Make data and parameters small whole numbers: sums of them are exact in float32, in any order."""
-    trainer._inputs_RF.mul_(2).round_()
-    trainer._targets_R.mul_(4).round_()
+    trainer.source.inputs_RF.mul_(2).round_()
+    trainer.source.targets_R.mul_(4).round_()
     start = np.random.default_rng(0).integers(-3, 4, trainer.layout.size).astype(np.float32)
     trainer.set_state(start, None)
 
@@ -336,4 +331,6 @@ def test_learners_without_locks_converge_on_a_sparse_problem():
     for thread in threads:
         thread.join()
     # measured five times: 1e-14, as serial descent over the same 2800 steps; 800 of them alone reach 3e-5
-    assert trainers[0]._evaluate()["evaluation_loss"] < 1e-9
+    _, evaluation = make_rows(RegressionConfig(**SPARSE), 0)
+    errors = evaluation.inputs_RF @ buffer - evaluation.targets_R
+    assert 0.5 * np.mean(np.square(errors)) < 1e-9

@@ -12,6 +12,8 @@ from p2pdrl.rl.envs import VectorEnv, make_vector_env
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.rollout import Collector
+from p2pdrl.rl.sources.inline import InlineSource
+from p2pdrl.rl.sources.scaling import UnrollScaler
 
 
 class Counter(gym.Env):
@@ -43,16 +45,19 @@ FORGETFUL = NetworkConfig(hidden=(8,))
 RECURRENT = NetworkConfig(hidden=(8,), core="lstm", core_size=4)
 
 
-def collector(env, unroll_steps, seed=0, network=FORGETFUL, **options):
+def collector(env, unroll_steps, seed=0, network=FORGETFUL, normalizer=None, reward_scaler=None):
     policy = ActorCritic(env.spec, network, seed=0)
     with torch.no_grad():
         policy.policy_head.weight.mul_(100.0)  # opinions: policies begin near uniform
-    return policy, Collector(env, policy, unroll_steps, torch.Generator().manual_seed(seed), **options)
+    generator = torch.Generator().manual_seed(seed)
+    collects = Collector(env, policy, unroll_steps, generator, normalizer=normalizer)
+    scaler = UnrollScaler(torch.device("cpu"), normalizer=normalizer, reward_scaler=reward_scaler)
+    return policy, InlineSource(collects, scaler)
 
 
 def test_rows_of_scripted_episodes():
     policy, collect = collector(counters(), 7)
-    unroll = collect.collect()
+    unroll = collect.next()
     # one environment: steps 1 2, then a reset, and so on; the other: steps 1 2 3, then a reset
     assert unroll.obs_T1BX[:, 0].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1]]
     assert unroll.obs_T1BX[:, 1].tolist() == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1], [1, 2], [1, 3]]
@@ -75,10 +80,10 @@ def test_rows_of_scripted_episodes():
 def test_episodes_run_on_across_unrolls():
     _, long = collector(counters(), 12)
     _, short = collector(counters(), 3)
-    whole = long.collect()
+    whole = long.next()
     pieces = []
     for _ in range(4):
-        piece = short.collect()
+        piece = short.next()
         pieces.append((piece.obs_T1BX[:-1].clone(), piece.valid_TB.clone(), piece.episodes, piece.env_steps))
     assert torch.equal(torch.cat([p[0] for p in pieces]), whole.obs_T1BX[:-1])
     assert torch.equal(torch.cat([p[1] for p in pieces]), whole.valid_TB)
@@ -89,7 +94,7 @@ def test_episodes_run_on_across_unrolls():
 def test_log_probabilities_belong_to_the_actions():
     env = make_vector_env(EnvConfig(num_envs=4), seed=0)
     policy, collect = collector(env, 16)
-    unroll = collect.collect()
+    unroll = collect.next()
     log_probs, _, values = policy.evaluate(unroll.obs_T1BX[:-1], unroll.actions)
     torch.testing.assert_close(unroll.log_probs_TB, log_probs.detach())
     torch.testing.assert_close(unroll.values_T1B[:-1], values.detach())
@@ -100,7 +105,7 @@ def test_log_probabilities_belong_to_the_actions():
 def test_a_seed_repeats_everything(env_id):
     def run(seed):
         env = make_vector_env(EnvConfig(id=env_id, num_envs=2), seed=seed)
-        unroll = collector(env, 20, seed)[1].collect()
+        unroll = collector(env, 20, seed)[1].next()
         return unroll.obs_T1BX.clone(), unroll.actions.clone()
 
     (obs, actions), (obs_again, actions_again), (obs_other, _) = run(1), run(1), run(2)
@@ -112,14 +117,15 @@ def test_a_seed_repeats_everything(env_id):
 def test_normalizers_count_valid_steps_only_and_statistics_stay_raw():
     normalizer, scaler = RunningNormalizer((2,)), RewardScaler(2, 0.9)
     _, collect = collector(counters(), 7, normalizer=normalizer, reward_scaler=scaler)
-    first = collect.collect()
+    first = collect.next()
     assert normalizer.own.count == scaler.statistics.own.count == first.env_steps == 11
     assert first.obs_T1BX.max() == 3  # nothing counted yet while it ran
     assert first.episodes[0] == (5.0, 2)
     assert first.rewards_TB.max() < 9
     mean, deviation = normalizer.own.mean.copy(), np.sqrt(normalizer.own.var)
-    second = collect.collect()
-    np.testing.assert_allclose(second.obs_T1BX[0], (collect._raw_obs_T1BX[0] - mean) / deviation, rtol=1e-4)
+    second = collect.next()
+    raw = collect._collector._raw_obs_T1BX[0]
+    np.testing.assert_allclose(second.obs_T1BX[0], (raw - mean) / deviation, rtol=1e-4)
 
 
 def columns_by_hand(policy, unroll):
@@ -146,7 +152,7 @@ def test_a_memory_runs_on_across_unrolls_and_forgets_between_episodes(unroll_ste
     policy, collect = collector(counters(), unroll_steps, network=RECURRENT)
     begins_anew = 0
     for number in range(12):
-        unroll = collect.collect()
+        unroll = collect.next()
         assert unroll.state_BS is not None
         with torch.no_grad():
             log_probs, values = columns_by_hand(policy, unroll)
@@ -171,7 +177,7 @@ def test_training_sees_what_the_collector_saw(env_id, trunk):
     network = NetworkConfig(hidden=(8,), core="lstm", core_size=5, **trunk)
     policy, collect = collector(env, 16, network=network)
     for _ in range(3):
-        unroll = collect.collect()
+        unroll = collect.next()
         assert not unroll.valid_TB.all()
         log_probs, _, values = policy.evaluate(
             unroll.obs_T1BX[:-1].transpose(0, 1), unroll.actions.transpose(0, 1), unroll.context
@@ -189,16 +195,16 @@ def test_training_sees_what_the_collector_saw(env_id, trunk):
 def test_the_state_kept_while_acting_is_the_one_that_training_computes():
     env = make_vector_env(EnvConfig(num_envs=3, max_episode_steps=9), seed=0)
     policy, collect = collector(env, 12, network=RECURRENT)
-    first = collect.collect()
+    first = collect.next()
     obs, valid, state_BS = first.obs_T1BX.clone(), first.valid_TB.clone(), first.state_BS
     assert policy.core is not None
     with torch.no_grad():
         for t in range(12):
             state_BS = policy.core.step(policy.trunk(obs[t]), state_BS)
             state_BS[~valid[t]] = 0.0
-    torch.testing.assert_close(collect.collect().state_BS, state_BS, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(collect.next().state_BS, state_BS, rtol=1e-5, atol=1e-6)
 
 
 def test_without_a_memory_there_is_no_state():
     _, collect = collector(counters(), 3)
-    assert collect.collect().state_BS is None
+    assert collect.next().state_BS is None

@@ -14,8 +14,8 @@ import torch
 from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.optimizers import SGD
+from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.stepping import OwnStepper
-from p2pdrl.rl.trainer import Trainer
 
 from .naive_updates import naive_a2c, naive_ppo
 
@@ -50,7 +50,7 @@ class Nothing:
 
 def make_trainer(algorithm):
     task = TaskConfig(env=EnvConfig(num_envs=2), network=NetworkConfig(hidden=(8,)), algorithm=algorithm)
-    return Trainer(task, 1, "cpu")
+    return build_trainer(task, 1, "cpu")
 
 
 def tiny():
@@ -95,8 +95,8 @@ def test_the_default_is_clip_and_step_to_the_last_bit(config, naive):
     state = [torch.zeros_like(flat.parameters_D), torch.zeros_like(flat.parameters_D), 0]
     for _ in range(6):
         trainer.step()
-        unroll = twin._collector.collect()
-        naive(twin.policy, flat, unroll, state, config, twin._collector._generator)
+        unroll = twin.source.next()
+        naive(twin.policy, flat, unroll, state, config, twin.source._collector._generator)
         assert trainer.flat.tobytes() == flat.numpy().tobytes()
 
 

@@ -15,7 +15,6 @@ from p2pdrl.config.task import (
 )
 from p2pdrl.errors import ConfigError, LayoutMismatchError
 from p2pdrl.rl.registry import build_trainer
-from p2pdrl.rl.trainer import Trainer
 from p2pdrl.tensors.moments import Moments
 
 SMALL = NetworkConfig(hidden=(8,))
@@ -25,7 +24,7 @@ NORMALIZED = EnvConfig(id="Pendulum-v1", num_envs=2, normalize_observations=True
 
 
 def make(seed=1, *, env=ENV, algorithm=PPO, task_seed=0):
-    return Trainer(TaskConfig(seed=task_seed, env=env, network=SMALL, algorithm=algorithm), seed, "cpu")
+    return build_trainer(TaskConfig(seed=task_seed, env=env, network=SMALL, algorithm=algorithm), seed, "cpu")
 
 
 def copied(arrays):
@@ -85,7 +84,9 @@ def test_annealing_follows_the_swarms_progress():
 
 def test_seconds_come_from_the_clock_given():
     ticks = iter((10.0, 12.5))
-    trainer = Trainer(TaskConfig(env=ENV, network=SMALL, algorithm=PPO), 1, "cpu", clock=lambda: next(ticks))
+    trainer = build_trainer(
+        TaskConfig(env=ENV, network=SMALL, algorithm=PPO), 1, "cpu", clock=lambda: next(ticks)
+    )
     assert trainer.step().seconds == 2.5
 
 
@@ -169,4 +170,4 @@ def test_foreign_vectors_are_refused():
 
 def test_unknown_devices_are_refused():
     with pytest.raises(ConfigError, match="nonsense"):
-        Trainer(TaskConfig(), 1, "nonsense")
+        build_trainer(TaskConfig(), 1, "nonsense")

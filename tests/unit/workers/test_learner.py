@@ -26,11 +26,17 @@ SPEC = BoardSpec(Layout((Entry("w", (3,)),)), SidecarLayout((SidecarItem("step",
 class FakeTrainer:
     """Adds one to each parameter with every step; a hook acts as the world around the learner."""
 
+    ready = True
+    policy_version = 0
+
     def __init__(self, at_step) -> None:
         self.flat = np.zeros(3, np.float32)
         self.steps = 0
         self.calls: list[tuple[str, object]] = []
         self._at_step = at_step
+
+    def publish(self) -> None:
+        """Nobody else acts."""
 
     def step(self):
         self.steps += 1
@@ -51,7 +57,7 @@ class FakeTrainer:
     def sidecar(self):
         return {"step": np.array(self.steps, np.int64)}
 
-    def set_progress(self, fraction) -> None:
+    def set_progress(self, fraction, env_steps=0) -> None:
         self.calls.append(("progress", fraction))
 
     def own_moments(self):
@@ -286,14 +292,15 @@ def test_a_daemon_that_doesnt_read_holds_nothing_up(world, monkeypatch):
 
 
 def test_the_daemons_first_message_says_what_to_build():
-    from p2pdrl.rl.regression_trainer import RegressionTrainer
+    from p2pdrl.rl.sources.rows import RowSource
     from p2pdrl.workers.learner import _build
 
     task = TaskConfig(algorithm=RegressionConfig(features=5))
     start = Start(msgspec.json.encode(task), 3, "cpu", 1, False, step_delay_s=0.5)
     trainer, device = _build(start)
-    assert isinstance(trainer, RegressionTrainer)
-    assert (trainer.layout.size, trainer._seed, trainer._step_delay_s, device) == (5, 3, 0.5, "cpu")
+    assert isinstance(trainer.source, RowSource)
+    assert (trainer.layout.size, device) == (5, "cpu")
+    assert trainer.step().seconds >= 0.5
 
 
 def test_how_gradients_are_computed_is_this_nodes_choice(capsys):

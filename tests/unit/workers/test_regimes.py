@@ -29,12 +29,18 @@ class Trainer:
 
     layout = SPEC.layout
 
+    ready = True
+    policy_version = 0
+
     def __init__(self, at_step) -> None:
         self.flat = np.zeros(SIZE, np.float32)
         self.stepper = None
         self.steps = 0
         self.at_step = at_step
         self.binds: list[bool] = []
+
+    def publish(self) -> None:
+        """Nobody else acts."""
 
     def step(self):
         self.steps += 1

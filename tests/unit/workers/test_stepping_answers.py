@@ -10,7 +10,7 @@ import torch
 
 from p2pdrl.config.regime import Regime
 from p2pdrl.config.task import EnvConfig, PPOConfig, TaskConfig
-from p2pdrl.rl import trainer as real
+from p2pdrl.rl.registry import build_trainer
 from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.gradient_ring import GradientRing
 from p2pdrl.tensors.shm import SharedRegion
@@ -71,7 +71,7 @@ def test_two_that_replace_by_the_mean_are_one_on_both_batches(rig):
 @pytest.mark.parametrize("kind", ["none", "replace"])
 def test_ppo_through_it_is_ppo_to_the_bit(kind):
     task = TaskConfig(env=EnvConfig(num_envs=2), algorithm=PPOConfig(unroll_steps=16, anneal="linear"))
-    alone, posting = (real.Trainer(task, seed=5, device="cpu") for _ in range(2))
+    alone, posting = (build_trainer(task, seed=5, device="cpu") for _ in range(2))
     size, spec = alone.layout.size, BoardSpec(alone.layout, alone.sidecar_layout)
     regions = [SharedRegion.create(n, "test") for n in (spec.nbytes, GradientRing.nbytes_of(1, size))]
     samples: list[int] = []
@@ -119,7 +119,7 @@ def test_an_answer_that_came_too_late_ends_no_update(rig):
 def test_ppo_leaves_out_what_an_answer_ends(rig):
     """The third of 16 gradients is the last one; the next update is whole."""
     task = TaskConfig(env=EnvConfig(num_envs=2), algorithm=PPOConfig(unroll_steps=16))
-    trainer = real.Trainer(task, seed=5, device="cpu")
+    trainer = build_trainer(task, seed=5, device="cpu")
     size, spec = trainer.layout.size, BoardSpec(trainer.layout, trainer.sidecar_layout)
     regions = [SharedRegion.create(n, "test") for n in (spec.nbytes, GradientRing.nbytes_of(1, size))]
     said: list[int] = []

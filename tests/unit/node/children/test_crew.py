@@ -17,7 +17,7 @@ from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import WorkerError
 from p2pdrl.node.children.crew import Crew, pooled
 from p2pdrl.node.children.supervisor import LearnerSupervisor
-from p2pdrl.rl.regression_trainer import RegressionTrainer
+from p2pdrl.rl.registry import build_trainer
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.workers.protocol import Others, Pace, Progress, Report, Start
 
@@ -224,7 +224,7 @@ SPARSE = TaskConfig(
 
 
 def test_one_process_on_shared_memory_is_serial_sgd_to_the_bit():
-    alone, shared = (RegressionTrainer(SPARSE, seed=3, device="cpu") for _ in range(2))
+    alone, shared = (build_trainer(SPARSE, seed=3, device="cpu") for _ in range(2))
     buffer = np.zeros(alone.layout.size, np.float32)
     shared.rebind(buffer, write=True)
     for _ in range(300):

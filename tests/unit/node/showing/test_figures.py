@@ -22,13 +22,13 @@ STATUS = (
     "state members policy_version env_steps "
     "swarm_env_steps steps_per_s swarm_steps_per_s mean_return episodes episodes_in_window updates "
     "consensus_distance loop_lag_s rss_bytes bytes_in bytes_out exchanges learner stop healthy reasons "
-    "uptime_s data_dir last_checkpoint pipeline trains collects role stage bubble"
+    "uptime_s data_dir last_checkpoint pipeline trains collects role stage bubble actors"
 )
 ROW = (
     "name id address state state_reason incarnation rtt_s last_seen_s policy_version env_steps steps_per_s "
     "mean_return episodes_in_window staleness bytes_in bytes_out consensus_distance loop_lag_s rss_bytes "
     "healthy reasons device learner_restarts report_age_s self training_state mode_epoch strategy role "
-    "trains collects stage bubble"
+    "trains collects stage bubble roles"
 )
 STATUS_KEYS, ROW_KEYS = set(STATUS.split()), set(ROW.split())
 B, C, D, E = ("b" * 32, "c" * 32, "d" * 32, "e" * 32)

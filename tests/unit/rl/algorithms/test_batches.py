@@ -9,7 +9,7 @@ import torch
 
 from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.rl.algorithms.batches import full_batch, minibatch, normalized
-from p2pdrl.rl.trainer import Trainer
+from p2pdrl.rl.registry import build_trainer
 
 LSTM = NetworkConfig(hidden=(8,), core="lstm", core_size=6)
 T, B = 40, 5
@@ -17,7 +17,7 @@ PPO = PPOConfig(unroll_steps=T, epochs=2, minibatches=2)
 
 
 def make(algorithm=PPO, network=LSTM, env="CartPole-v1", seed=1):
-    return Trainer(
+    return build_trainer(
         TaskConfig(env=EnvConfig(id=env, num_envs=B), network=network, algorithm=algorithm), seed, "cpu"
     )
 
@@ -44,7 +44,7 @@ def record(trainer):
 
 
 def test_a_heap_of_valid_steps_without_memory():
-    unroll = make(network=NetworkConfig(hidden=(8,)))._collector.collect()
+    unroll = make(network=NetworkConfig(hidden=(8,))).source.next()
     valid = unroll.valid_TB
     assert not valid.all()
     batch = full_batch(unroll, {"rewards": unroll.rewards_TB})
@@ -60,7 +60,7 @@ def test_a_heap_of_valid_steps_without_memory():
 def test_whole_environments_with_memory(env):
     trainer = make(env=env)
     trainer.step()
-    unroll = trainer._collector.collect()
+    unroll = trainer.source.next()
     unroll.valid_TB[2, 1] = False
     batch = full_batch(unroll, {"actions": unroll.actions, "rewards": unroll.rewards_TB})
     assert batch.inputs.shape[:2] == (B, T)
@@ -115,7 +115,7 @@ def test_masked_steps_have_no_part_in_the_update(algorithm):
     results = []
     for garbage in (0.0, 1e3):
         trainer = make(algorithm)
-        unroll = trainer._collector.collect()
+        unroll = trainer.source.next()
         masked = ~unroll.valid_TB
         assert masked.any()
         unroll = replace(
@@ -124,7 +124,7 @@ def test_masked_steps_have_no_part_in_the_update(algorithm):
             log_probs_TB=unroll.log_probs_TB.masked_fill(masked, -garbage),
             actions=unroll.actions.masked_fill(masked, int(garbage > 0)),
         )
-        metrics = trainer._algorithm.update(unroll)
+        metrics = trainer.algorithm.update(unroll)
         assert metrics["skipped_steps"] == 0
         results.append((trainer.flat.copy(), metrics))
     assert (results[0][0] == results[1][0]).all()

@@ -14,7 +14,7 @@ from p2pdrl.pipeline.plan import Plan
 from p2pdrl.rl.envs import Discrete
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.forward import policy_forward
-from p2pdrl.rl.gradients import Batch
+from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.objectives.a2c import A2CObjective
 from p2pdrl.rl.objectives.ppo import PPOObjective
 from p2pdrl.rl.optimizers import Adam
@@ -76,10 +76,10 @@ def make_case(name, dtype=torch.float64, objective=PPO, rows=ROWS, precision="fl
     }
     if isinstance(objective, PPOObjective):
         targets |= {"log_probs": -1.0 + 0.3 * draw(*leading), "values": draw(*leading)}
-    batch = Batch(obs, targets, rows)
+    batch = Minibatch(obs, targets, rows)
     if policy.core is not None:
         targets["valid"] = draw(*leading) > -1.0
-        batch = Batch(obs, targets, int(targets["valid"].sum()), context)
+        batch = Minibatch(obs, targets, int(targets["valid"].sum()), context)
     parts = policy_parts(
         policy,
         objective,

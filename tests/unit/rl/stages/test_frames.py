@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdrl.errors import PeerUnreachableError, WireError
-from p2pdrl.rl.gradients import Batch, cut
+from p2pdrl.rl.gradients import Minibatch, cut
 from p2pdrl.rl.stages.framed_links import FramedLinks
 from p2pdrl.rl.stages.frames import bytes_of, decode, encode, fill
 from p2pdrl.rl.stages.messages import Activation, Gradient, Message, Opening, Over, Slice, Step, Sums, Whole
@@ -47,7 +47,7 @@ def test_a_frame_to_the_byte():
 @pytest.mark.parametrize(("length", "parts"), [(0, 1), (1, 1), (7, 3), (8, 4), (11, 8)])
 def test_sizes_are_those_of_the_cut(length, parts):
     opening = msgspec.structs.replace(OPENING, length=length, parts=parts)
-    batches = cut(Batch(torch.zeros(length, 2), {}, length), parts)
+    batches = cut(Minibatch(torch.zeros(length, 2), {}, length), parts)
     assert opening.sizes == tuple(len(batch.inputs) for batch in batches)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from p2pdrl.pipeline.plan import Plan
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.forward import module_forward
-from p2pdrl.rl.gradients import Accumulated, Batch, WholeBatch
+from p2pdrl.rl.gradients import Accumulated, Minibatch, WholeBatch
 from p2pdrl.rl.objectives.regression import TARGETS, CrossEntropy
 from p2pdrl.rl.optimizers import SGD
 from p2pdrl.rl.stages.parts import module_parts
@@ -151,7 +151,7 @@ def test_blocks_that_only_look_at_their_input_otherwise(microbatches):
         most_rows=32,
     )
     targets = torch.randint(4, (32,), generator=generator)
-    batch = Batch(torch.randn(32, 5, generator=generator).double(), {TARGETS: targets}, 32)
+    batch = Minibatch(torch.randn(32, 5, generator=generator).double(), {TARGETS: targets}, 32)
     WholeBatch(flat, module_forward(layers)).gradients(batch, parts.objective)
     with Pipeline(parts, Plan(4, (1, 2, 3), "interleaved", microbatches, 2)) as pipeline:
         for _ in range(5):

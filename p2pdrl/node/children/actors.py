@@ -1,0 +1,367 @@
+"""The actor processes of this node: started, watched, replaced, counted.
+
+The memory that they share with the learner is the daemon's: it outlives each of them, and the learner. An
+actor that dies is replaced; its half unroll is dropped (`tensors.unroll_ring`). One that was let begin and
+makes nothing for long is killed and replaced, too. Their environments, actions and parameters are none of
+ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+
+import msgspec
+
+from p2pdrl.clock import Clock
+from p2pdrl.config.node import ActorsConfig, LearnerConfig
+from p2pdrl.config.task import RegressionConfig, TaskConfig
+from p2pdrl.errors import ConfigError, WorkerError
+from p2pdrl.node.children.deaths import Death, Deaths, death_of
+from p2pdrl.node.children.output import ChildOutput
+from p2pdrl.node.children.process_link import ProcessLink
+from p2pdrl.node.events import EventLog
+from p2pdrl.telemetry.rate import RateMeter
+from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
+from p2pdrl.workers.actor_protocol import Act, ActorFailed, actor_seed, decode_from_actor, frame
+from p2pdrl.workers.protocol import Collect, Crashed, Hello, Start
+
+__all__ = ["ActorPool", "StallWatch", "actor_count"]
+
+BUILD_S = 600.0
+"""The longest that environments may take to build, before they are tried anew."""
+REAP_S = 1.0
+LOOK_EVERY_S = 1.0
+STALLED_S = 60.0
+STALLED_TIMES = 10.0
+
+
+def actor_count(config: ActorsConfig, task: TaskConfig, cores: int | None = None) -> int:
+    """Return how many actors a node is to have for a task.
+
+    Args:
+        config: this node's.
+        task: the swarm's, which may have fewer environments than the node has actors.
+        cores: that this process may use; None looks.
+    """
+    if isinstance(task.algorithm, RegressionConfig):
+        return 0
+    count = config.count
+    if count == "auto":
+        have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        count = have if cores is None else cores
+        count = 0 if count < 2 else count
+    return min(count, task.env.num_envs)
+
+
+class StallWatch:
+    """Judges whether an actor makes nothing though it might. Pure: time comes in as looks.
+
+    Between two unrolls `STALLED_S` may pass, and ten times the longest time that any took so far. A look
+    counts for two periods at most: time in which this process stood still itself isn't held against the
+    actor.
+    """
+
+    def __init__(self) -> None:
+        self._committed = -1
+        self._idle_s = 0.0
+        self._longest_s = 0.0
+
+    def look(self, committed: int, *, may_begin: bool, elapsed_s: float) -> bool:
+        """Note what an actor has made; tell whether it is stuck.
+
+        Args:
+            committed: unrolls.
+            may_begin: whether the learner lets it make one.
+            elapsed_s: since the last look.
+        """
+        if committed != self._committed or not may_begin:
+            if self._committed >= 0 and committed != self._committed:
+                self._longest_s = max(self._longest_s, self._idle_s)
+            self._committed, self._idle_s = committed, 0.0
+            return False
+        self._idle_s += min(elapsed_s, 2.0 * LOOK_EVERY_S)
+        return self._idle_s > max(STALLED_S, STALLED_TIMES * self._longest_s)
+
+
+class ActorLink(ProcessLink):
+    """A running actor process."""
+
+    NAME = "actor"
+
+    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, output: ChildOutput) -> None:
+        super().__init__(process, sock, output)
+        self._crash: Crashed | None = None
+        self._failed: str | None = None
+
+    @classmethod
+    async def spawn(cls, act: Act, ring: SharedRegion, policy: SharedRegion) -> ActorLink:
+        """Start an actor process and tell it what to act in.
+
+        Raises:
+            WorkerError: it can't be started.
+        """
+        environment = os.environ | {"OMP_NUM_THREADS": str(act.threads)}
+        options = {"--ring": ring.fd, "--policy": policy.fd}
+        fds = [ring.fd, policy.fd]
+        link = cls(*await cls._start("p2pdrl.workers.actor", options, environment, fds))
+        try:
+            await link._send(frame(act))
+        except BaseException:
+            await link.kill()
+            raise
+        return link
+
+    async def acts(self) -> None:
+        """Wait until environments and network are built.
+
+        Raises:
+            ConfigError: they can't be, as configured.
+            WorkerError: it is gone, or took too long.
+        """
+        try:
+            async with asyncio.timeout(BUILD_S):
+                await self._hear(until_it_acts=True)
+        except TimeoutError:
+            raise WorkerError(f"the actor wasn't ready after {BUILD_S:.0f} s") from None
+
+    async def gone(self) -> None:
+        """Wait until its socket closes: it says no more.
+
+        Raises:
+            ConfigError: it can't act as configured.
+        """
+        with contextlib.suppress(WorkerError):
+            await self._hear(until_it_acts=False)
+
+    async def ended(self, stood_still: str | None = None) -> Death:
+        """Wait for its end, or kill it where that takes long or it stood still; say how it died."""
+        code = await (self.reap(REAP_S) if stood_still is None else self.kill())
+        return death_of(code, crash=self._crash, failed=self._failed, stood_still=stood_still)
+
+    async def _hear(self, *, until_it_acts: bool) -> None:
+        while True:
+            for body in await self._receive():
+                message = decode_from_actor(body)
+                if isinstance(message, Crashed):
+                    self._crash = message
+                elif isinstance(message, ActorFailed):
+                    if message.usage:
+                        raise ConfigError(message.message)
+                    self._failed = message.message
+                elif until_it_acts:
+                    return
+
+
+class ActorPool:
+    """All actors of this node, through all their restarts. Implements `strategies.protocol.Experience`.
+
+    Args:
+        start: what the learner is told first; task, seed and options are the actors', too.
+        config: restart options.
+        clock: time.
+        events: where deaths are told.
+    """
+
+    def __init__(self, start: Start, config: LearnerConfig, clock: Clock, events: EventLog) -> None:
+        self._start = start
+        self._config = config
+        self._clock = clock
+        self._events = events
+        self._spec = b""
+        self._unrolls: UnrollSpec | None = None
+        self._size = 0
+        self._ring: SharedRegion | None = None
+        self._policy: SharedRegion | None = None
+        self._lanes: tuple[UnrollLane, ...] = ()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._pids: list[int | None] = [None] * start.actors
+        self._rates = [RateMeter(10.0) for _ in range(start.actors)]
+        self._counted = [0] * start.actors
+        self._restarts = [0] * start.actors
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of those that run."""
+        return tuple(pid for pid in self._pids if pid is not None)
+
+    @property
+    def spec(self) -> UnrollSpec:
+        """What unrolls are made of.
+
+        Raises:
+            WorkerError: no learner has said yet.
+        """
+        if self._unrolls is None:
+            raise WorkerError("the learner isn't built yet")
+        return self._unrolls
+
+    @property
+    def lanes(self) -> tuple[UnrollLane, ...]:
+        """One for each actor, in the order of their environments."""
+        return self._lanes
+
+    def open(self, hello: Hello, size: int) -> None:
+        """Make the memory that the learner asked for.
+
+        Args:
+            hello: of the learner.
+            size: D.
+
+        Raises:
+            TensorError: the system gives no such memory.
+        """
+        spec = UnrollSpec.from_wire(msgspec.msgpack.decode(hello.unrolls))
+        self._unrolls, self._spec, self._size = spec, hello.unrolls, size
+        self._ring = SharedRegion.create(spec.nbytes, "unrolls")
+        self._policy = SharedRegion.create(hello.policy_nbytes, "policy")
+        self._lanes = UnrollRing(self._ring, spec).lanes
+
+    def collected(self) -> tuple[Collect, list[SharedRegion]]:
+        """Return what a learner is told, and whose descriptors go along.
+
+        Raises:
+            WorkerError: no learner has said yet what it wants.
+        """
+        if self._ring is None or self._policy is None:
+            raise WorkerError("the learner isn't built yet")
+        return Collect(self._ring.nbytes, self._policy.nbytes), [self._ring, self._policy]
+
+    def begin(self) -> None:
+        """Start all actors."""
+        self._tasks = [
+            asyncio.create_task(self._keep(number), name=f"actor {number}")
+            for number in range(len(self._lanes))
+        ]
+
+    async def watch(self) -> None:
+        """Wait until they are stopped.
+
+        Raises:
+            ConfigError: they can't act as configured.
+            WorkerError: one dies again and again in the same way.
+        """
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            if not task.cancelled():
+                task.result()
+
+    async def stop(self) -> None:
+        """End all actors; nothing of them is missed. What ended one's keeping before is left to `watch`."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def close(self) -> None:
+        """Free the memory. Nobody may use it afterwards."""
+        self._lanes = ()
+        for region in (self._ring, self._policy):
+            if region is not None:
+                region.close()
+        self._ring = self._policy = None
+
+    def figures(self) -> list[dict[str, object]]:
+        """What each actor does; JSON types."""
+        now_s = self._clock.monotonic()
+        return [
+            {
+                "number": number,
+                "pid": self._pids[number],
+                "running": lane.running,
+                "environments": lane.environments,
+                "steps_per_s": self._rates[number].rate(now_s),
+                "env_steps": lane.env_steps,
+                "episodes": lane.episodes,
+                "unrolls": lane.committed,
+                "dropped": lane.torn,
+                "restarts": self._restarts[number],
+            }
+            for number, lane in enumerate(self._lanes)
+        ]
+
+    async def _keep(self, number: int) -> None:
+        """Keep one actor running."""
+        lane, deaths = self._lanes[number], Deaths(self._config, f"actor {number}")
+        while True:
+            began_s = self._clock.monotonic()
+            try:
+                death = await self._live(number, lane)
+            except WorkerError as error:
+                deaths.failed()
+                how = f"couldn't be started: {error}"
+            else:
+                lived_s = self._clock.monotonic() - began_s
+                deaths.add(death, lived_s)
+                if deaths.in_vain is not None:
+                    raise WorkerError(deaths.in_vain)
+                how = death.how
+            text = f"actor {number} {how}; another takes its place in {deaths.rest_s:g} s"
+            self._events.emit("actor-died", text, level="warning", actor=number)
+            await asyncio.sleep(deaths.rest_s)
+            self._restarts[number] += 1
+
+    async def _live(self, number: int, lane: UnrollLane) -> Death:
+        """Run one process to its end; tell how it ended.
+
+        Raises:
+            ConfigError: it can't act as configured.
+            WorkerError: it couldn't be started.
+        """
+        _, (ring, policy) = self.collected()
+        start = self._start
+        act = Act(
+            task=start.task,
+            number=number,
+            seed=actor_seed(start.seed, number, lane.lives),
+            spec=self._spec,
+            policy_size=self._size,
+            threads=start.threads,
+            allow_import=start.allow_import,
+            step_delay_s=start.step_delay_s,
+        )
+        lane.started()
+        link = await ActorLink.spawn(act, ring, policy)
+        self._pids[number] = link.pid
+        try:
+            stood_still = await self._acting(number, lane, link)
+            return await link.ended(stood_still)
+        finally:
+            lane.running = False
+            self._pids[number] = None
+            await link.kill()  # where we were cancelled; does nothing to one that is gone
+
+    async def _acting(self, number: int, lane: UnrollLane, link: ActorLink) -> str | None:
+        """Wait until a process ends, or is stuck; tell why in the second case."""
+        try:
+            await link.acts()
+        except WorkerError:
+            return None
+        lane.running = True
+        stalled = asyncio.create_task(self._until_stalled(number, lane), name=f"actor {number} stalls")
+        gone = asyncio.create_task(link.gone(), name=f"actor {number} ends")
+        try:
+            await asyncio.wait([stalled, gone], return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                gone.result()
+                return None
+            return "it made nothing though it might"
+        finally:
+            for task in (stalled, gone):
+                task.cancel()
+            await asyncio.wait([stalled, gone])
+
+    async def _until_stalled(self, number: int, lane: UnrollLane) -> None:
+        """Look at an actor until it is stuck."""
+        watch, looked_s = StallWatch(), self._clock.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            now_s = self._clock.monotonic()
+            self._rates[number].add(lane.env_steps - self._counted[number], now_s)
+            self._counted[number] = lane.env_steps
+            if watch.look(lane.committed, may_begin=lane.may_begin, elapsed_s=now_s - looked_s):
+                return
+            looked_s = now_s

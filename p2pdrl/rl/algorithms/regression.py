@@ -1,0 +1,157 @@
+"""Supervised regression: the smallest thing that a swarm can train.
+
+Strategies are measured and checked on it against serial gradient descent, without the noise of reinforcement
+learning. Minus the loss on the evaluation's rows counts as the return of an episode.
+
+Shape suffixes: D parameters, R rows, B rows of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from p2pdrl.config.task import RegressionConfig
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.gradients import GradientEngine, Minibatch
+from p2pdrl.rl.networks.layers import Dense, initialise, mlp
+from p2pdrl.rl.networks.trunk import in_pairs
+from p2pdrl.rl.objectives.objective import Objective
+from p2pdrl.rl.objectives.regression import TARGETS, CrossEntropy, LeastSquares
+from p2pdrl.rl.optimizers import SGD, Adagrad, Adam, Momentum, Optimizer, RMSProp
+from p2pdrl.rl.regression_data import Rows
+from p2pdrl.rl.schedules import annealed
+from p2pdrl.rl.sources.rows import RowBatch
+
+__all__ = ["Regression", "RegressionEvaluation", "regression_layers", "regression_model"]
+
+
+class Regression(Algorithm[RowBatch]):
+    """One gradient step per batch; one loss.
+
+    Args:
+        config: every field explains itself there.
+        flat: the model's parameters, stepped in place.
+        engine: computes the gradient of each batch.
+        delay_s: seconds slept at each update, on top of ``min_update_s``.
+        clock: seconds, monotonic.
+        sleep: waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        config: RegressionConfig,
+        flat: FlatModule,
+        engine: GradientEngine[Tensor],
+        *,
+        delay_s: float,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._config = config
+        self._delay_s = delay_s
+        self._clock = clock
+        self._sleep = sleep
+        objective: Objective[Tensor] = CrossEntropy() if config.kind == "classifier" else LeastSquares()
+        self._loss = Loss(
+            objective, _optimizer(config, flat), flat, engine, max_grad_norm=config.max_grad_norm
+        )
+        self.losses = (self._loss,)
+
+    def update(self, batch: RowBatch) -> dict[str, float]:
+        """Compute one gradient, take as long as was asked for, and step."""
+        start, config = self._clock(), self._config
+        rows = len(batch.inputs_BF)
+        loss = self._loss.gradients(Minibatch(batch.inputs_BF, {TARGETS: batch.targets_B}, rows))
+        rest_s = max(config.min_update_s - (self._clock() - start), 0.0) + self._delay_s
+        if rest_s > 0.0:
+            self._sleep(rest_s)
+        learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
+        norm = self._loss.apply(learning_rate, samples=rows)
+        finite = math.isfinite(norm)
+        return {
+            "loss": float(loss),
+            "gradient_norm": norm if finite else 0.0,
+            "learning_rate": learning_rate,
+            "gradient_steps": float(finite),
+            "skipped_steps": float(not finite),
+        }
+
+
+class RegressionEvaluation:
+    """The loss on rows that nobody trains on, now and then.
+
+    Args:
+        config: how often.
+        model: what is judged.
+        rows: of the evaluation.
+        device: of the model.
+    """
+
+    def __init__(self, config: RegressionConfig, model: nn.Module, rows: Rows, device: torch.device) -> None:
+        self._config = config
+        self._model = model
+        self._objective: Objective[Tensor] = CrossEntropy() if config.kind == "classifier" else LeastSquares()
+        self._inputs_RF = torch.from_numpy(rows.inputs_RF).to(device)
+        self._targets_R = torch.from_numpy(rows.targets_R).to(device)
+        self._unseen_updates = 0
+        self.figures = self._judge()
+
+    def __call__(self) -> list[tuple[float, int]]:
+        """Note an update; return the evaluation as an episode (return, rows since the last) if it is due."""
+        self._unseen_updates += 1
+        if self._unseen_updates < self._config.evaluate_every:
+            return []
+        self.figures = self._judge()
+        rows, self._unseen_updates = self._unseen_updates * self._config.batch_size, 0
+        return [(-self.figures["evaluation_loss"], rows)]
+
+    @torch.no_grad()
+    def _judge(self) -> dict[str, float]:
+        outputs = self._model(self._inputs_RF)
+        loss, _ = self._objective.over(len(self._targets_R))(outputs, {TARGETS: self._targets_R})
+        figures = {"evaluation_loss": float(loss)}
+        if self._config.kind == "classifier":
+            right_R = outputs.argmax(1) == self._targets_R
+            figures["accuracy"] = float(right_R.to(torch.float32).mean())
+        return figures
+
+
+def regression_model(config: RegressionConfig, seed: int) -> nn.Module:
+    """Return the model, with initial weights of the seed."""
+    if config.kind == "classifier":
+        widths = (config.features, *config.hidden)
+        classifier = nn.Sequential(mlp(widths, "tanh"), Dense(widths[-1], config.classes, 0.01))
+        initialise(classifier, torch.Generator().manual_seed(seed))
+        return classifier
+    model = nn.Linear(config.features, 1, bias=False, device="meta").to_empty(device="cpu")
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def regression_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the model's dense layers, each with the non-linearity behind it."""
+    if isinstance(model, nn.Sequential):
+        hidden, last = model
+        assert isinstance(hidden, nn.Sequential)  # noqa: S101 - as regression_model made it
+        return [*in_pairs(hidden), last]
+    return [model]
+
+
+def _optimizer(config: RegressionConfig, flat: FlatModule) -> Optimizer:
+    tensors = flat.parameters_D, flat.gradients_D
+    match config.optimizer:
+        case "sgd":
+            return SGD(*tensors, sparse=config.kind == "least_squares" and config.density < 1.0)
+        case "momentum":
+            return Momentum(*tensors, config.momentum, nesterov=config.nesterov)
+        case "rmsprop":
+            return RMSProp(*tensors, config.decay, config.eps)
+        case "adagrad":
+            return Adagrad(*tensors, config.eps)
+        case "adam":
+            return Adam(*tensors, config.eps)

@@ -1,0 +1,85 @@
+"""What a source of batches is: one seam between the trainer and whoever makes experience.
+
+``trainer`` asks its source for a batch, hands that to the algorithm, and commits it once the update is done.
+So an update that breaks off (a neighbour of a pipeline is gone, the process is killed) has used nothing up: a
+source that can hands the same batch out again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy.typing as npt
+
+from p2pdrl.tensors.sidecar import SidecarItem
+
+__all__ = ["Batch", "BatchT", "Source"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one update learns from; each kind of source adds its own arrays.
+
+    Attributes:
+        env_steps: environment steps that are new in it; resets don't count.
+        episodes: (return from raw rewards, length in steps) of those that ended, in order of time.
+    """
+
+    env_steps: int
+    episodes: list[tuple[float, int]]
+
+
+BatchT = TypeVar("BatchT", bound=Batch)
+
+
+class Source(ABC, Generic[BatchT]):
+    """Makes or collects batches, one after the other."""
+
+    @abstractmethod
+    def next(self) -> BatchT:
+        """Return the next batch; call it when `ready`. Its arrays may be overwritten by the next call."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `next` has a batch without waiting for anybody else."""
+        return True
+
+    def commit(self) -> None:
+        """Note that the update with the last batch is done: it won't be handed out again."""
+
+    def publish(self, version: int) -> None:
+        """Let those who act have the parameters as they are now.
+
+        Args:
+            version: of the policy.
+        """
+
+    @property
+    def place(self) -> int:
+        """How far it is in data that go on in order; 0 where there is no order."""
+        return 0
+
+    @place.setter
+    def place(self, place: int) -> None:
+        """Go on from there; without effect where there is no order."""
+
+    def items(self) -> tuple[SidecarItem, ...]:
+        """Return how its state is laid out in the sidecar."""
+        return ()
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Return its state, by the names of `items`."""
+        return {}
+
+    def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take over a state.
+
+        Raises:
+            LayoutMismatchError: an array is missing or has another shape.
+        """
+
+    def close(self) -> None:
+        """Free what it holds."""

@@ -1,0 +1,126 @@
+"""Unrolls between processes: what one is made of, filling a slot with it, and reading slots back.
+
+Actor processes pack what their collector made; the learner declares the items and joins what several actors
+made to one unroll over all environments.
+
+Shape suffixes: as in ``rollout``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from p2pdrl.rl.envs import Discrete
+from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.rollout import RawUnroll
+from p2pdrl.tensors.unroll_ring import ENVIRONMENTS, UnrollItem
+
+__all__ = ["Part", "joined", "pack", "unroll_items"]
+
+Array = npt.NDArray[Any]
+
+
+def unroll_items(policy: ActorCritic, steps: int) -> tuple[UnrollItem, ...]:
+    """Return what unrolls of a policy are made of.
+
+    Args:
+        policy: that acts.
+        steps: T.
+    """
+    spec, B = policy.spec, ENVIRONMENTS
+    discrete = isinstance(spec.action, Discrete)
+    action_shape = () if isinstance(spec.action, Discrete) else (spec.action.dim,)
+    most_ends = steps // 2 + 1  # a reset follows each
+    items = [
+        UnrollItem("obs", spec.obs_dtype, (steps + 1, B, *spec.obs_shape)),
+        UnrollItem("actions", "int64" if discrete else "float32", (steps, B, *action_shape)),
+        UnrollItem("log_probs", "float32", (steps, B)),
+        UnrollItem("values", "float32", (steps + 1, B)),
+        UnrollItem("rewards", "float32", (steps, B)),
+        UnrollItem("terminated", "bool", (steps, B)),
+        UnrollItem("truncated", "bool", (steps, B)),
+        UnrollItem("valid", "bool", (steps, B)),
+        UnrollItem("episode_returns", "float64", (most_ends, B)),
+        UnrollItem("episode_lengths", "int64", (most_ends, B)),
+    ]
+    if policy.core is not None:
+        items.append(UnrollItem("state", "float32", (B, policy.core.state_size)))
+    return tuple(items)
+
+
+def pack(raw: RawUnroll, arrays: Mapping[str, Array]) -> None:
+    """Copy an unroll into a slot's arrays."""
+    np.copyto(arrays["obs"], raw.obs_T1BX)
+    np.copyto(arrays["actions"], raw.actions.numpy())
+    np.copyto(arrays["log_probs"], raw.log_probs_TB.numpy())
+    np.copyto(arrays["values"], raw.values_T1B.numpy())
+    np.copyto(arrays["rewards"], raw.rewards_TB)
+    np.copyto(arrays["terminated"], raw.terminated_TB)
+    np.copyto(arrays["truncated"], raw.truncated_TB)
+    np.copyto(arrays["valid"], raw.valid_TB)
+    for number, (total, length) in enumerate(raw.episodes):
+        arrays["episode_returns"].reshape(-1)[number] = total
+        arrays["episode_lengths"].reshape(-1)[number] = length
+    if raw.state_BS is not None:
+        np.copyto(arrays["state"], raw.state_BS.numpy())
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one actor made.
+
+    Attributes:
+        arrays: of the slot.
+        episodes: how many ended.
+        columns: numbers of its environments among all of the learner's.
+        anew: whether its streams begin anew: unrolls before this one were lost.
+    """
+
+    arrays: Mapping[str, Array]
+    episodes: int
+    columns: range
+    anew: bool
+
+
+def joined(parts: Sequence[Part], environments: int) -> RawUnroll:
+    """Return several actors' unrolls as one, environments side by side.
+
+    Args:
+        parts: at least one, in the order of their columns. A single one isn't copied.
+        environments: of all actors; fewer may be here.
+    """
+
+    def whole(name: str, axis: int = 1) -> Array:
+        if len(parts) == 1:
+            return parts[0].arrays[name]
+        return np.concatenate([part.arrays[name] for part in parts], axis)
+
+    columns_B = np.concatenate([np.asarray(part.columns) for part in parts])
+    anew_B = np.concatenate([np.full(len(part.columns), part.anew) for part in parts])
+    episodes: list[tuple[float, int]] = []
+    for part in parts:
+        returns = part.arrays["episode_returns"].reshape(-1)[: part.episodes]
+        lengths = part.arrays["episode_lengths"].reshape(-1)[: part.episodes]
+        episodes += zip(returns.tolist(), lengths.tolist(), strict=True)
+    state_BS = torch.from_numpy(whole("state", 0)) if "state" in parts[0].arrays else None
+    return RawUnroll(
+        obs_T1BX=whole("obs"),
+        seen_T1BX=None,
+        actions=torch.from_numpy(whole("actions")),
+        log_probs_TB=torch.from_numpy(whole("log_probs")),
+        values_T1B=torch.from_numpy(whole("values")),
+        rewards_TB=whole("rewards"),
+        terminated_TB=whole("terminated"),
+        truncated_TB=whole("truncated"),
+        valid_TB=whole("valid"),
+        episodes=episodes,
+        state_BS=state_BS,
+        columns_B=None if len(columns_B) == environments else columns_B,
+        anew_B=anew_B if anew_B.any() else None,
+    )

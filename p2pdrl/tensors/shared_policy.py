@@ -1,0 +1,116 @@
+"""The policy that actor processes act with, in shared memory: one learner writes it, many actors read it.
+
+A sequence lock over two copies (`seqlock`): readers never block the writer, and a learner that is killed
+while it writes leaves the copy before whole. Beside the parameters lie the moments that observations are
+normalised with, as merged over the swarm, so that whoever acts sees what the learner will.
+
+Shape suffixes: D parameters, X the observation's own dimensions.
+"""
+
+# ruff: noqa: N815 (fields carry shape suffixes)
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.tensors.seqlock import SeqLock
+from p2pdrl.tensors.shm import SharedRegion
+
+__all__ = ["ActingPolicy", "SharedPolicy"]
+
+Float64Array = npt.NDArray[np.float64]
+
+_HEADER_BYTES = 64
+_FACTS_BYTES = 64
+
+
+class ActingPolicy(NamedTuple):
+    """What one acts with, beside the parameters.
+
+    Args:
+        version: of the policy.
+        exploration: ε; how far to stray from the best actions.
+        mean_X: of observations.
+        scale_X: 1 / their deviation.
+    """
+
+    version: int
+    exploration: float
+    mean_X: Float64Array
+    scale_X: Float64Array
+
+
+@dataclass(frozen=True)
+class _Copy:
+    version: npt.NDArray[np.uint64]
+    exploration: Float64Array
+    mean: Float64Array
+    scale: Float64Array
+    vector: Float32Array
+
+
+class SharedPolicy:
+    """Views of both copies.
+
+    Args:
+        region: shared memory, of at least `nbytes_of` bytes, zero at first; readers may map it read-only.
+        size: D.
+        obs_shape: X; empty dimensions where observations aren't normalised.
+
+    Raises:
+        LayoutMismatchError: the region is too small.
+    """
+
+    def __init__(self, region: SharedRegion, size: int, obs_shape: tuple[int, ...]) -> None:
+        needed = self.nbytes_of(size, obs_shape)
+        if region.nbytes < needed:
+            raise LayoutMismatchError(f"a policy takes {needed} bytes, the region has {region.nbytes}")
+        self._lock = SeqLock(np.frombuffer(region.buf, np.uint64, 2))
+        features = math.prod(obs_shape)
+        copies = []
+        for number in range(2):
+            at = _HEADER_BYTES + number * (needed - _HEADER_BYTES) // 2
+            moments = np.frombuffer(region.buf, np.float64, 2 * features, at + _FACTS_BYTES)
+            copies.append(
+                _Copy(
+                    np.frombuffer(region.buf, np.uint64, 1, at),
+                    np.frombuffer(region.buf, np.float64, 1, at + 8),
+                    moments[:features].reshape(obs_shape),
+                    moments[features:].reshape(obs_shape),
+                    np.frombuffer(region.buf, np.float32, size, at + _FACTS_BYTES + 16 * features),
+                )
+            )
+        self._copies = copies
+
+    @staticmethod
+    def nbytes_of(size: int, obs_shape: tuple[int, ...]) -> int:
+        """Bytes of shared memory that it takes."""
+        one = _FACTS_BYTES + 16 * math.prod(obs_shape) + 4 * size
+        return _HEADER_BYTES + 2 * (-(-one // 64) * 64)
+
+    def write(self, vector_D: Float32Array, policy: ActingPolicy) -> None:
+        """Let readers have this policy from now on."""
+        with self._lock.write() as number:
+            copy = self._copies[number]
+            copy.version[0] = policy.version
+            copy.exploration[0] = policy.exploration
+            np.copyto(copy.mean, policy.mean_X)
+            np.copyto(copy.scale, policy.scale_X)
+            np.copyto(copy.vector, vector_D)
+
+    def read(self, out_D: Float32Array) -> ActingPolicy | None:
+        """Copy the parameters to ``out_D`` and return the rest; None while there is none."""
+
+        def take(number: int) -> ActingPolicy:
+            copy = self._copies[number]
+            np.copyto(out_D, copy.vector)
+            exploration = float(copy.exploration[0])
+            return ActingPolicy(int(copy.version[0]), exploration, copy.mean.copy(), copy.scale.copy())
+
+        return self._lock.read(take)

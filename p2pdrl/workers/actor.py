@@ -1,0 +1,130 @@
+"""An actor process: environments, a copy of the policy, unrolls into shared memory.
+
+Started by the daemon (`node.children.actors`) as ``python -m p2pdrl.workers.actor --fd N --parent PID --ring
+FD --policy FD``. One turn of its loop: wait until the learner lets it begin, copy the newest parameters, run
+T steps in its environments, hand the unroll over. Observations and rewards go as the environments gave them.
+It holds nothing that would be missed: it ends when it is killed, when the daemon dies or closes its socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import select
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from p2pdrl.config.task import TaskConfig
+from p2pdrl.errors import P2PDRLError, UsageError, WorkerError
+from p2pdrl.tensors.shared_policy import SharedPolicy
+from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
+from p2pdrl.workers.actor_protocol import Act, ActorFailed, Acts, decode_act, frame
+from p2pdrl.workers.crash import crash_of
+from p2pdrl.workers.output import print_patiently
+from p2pdrl.workers.parent import die_with_parent
+from p2pdrl.workers.protocol import FrameBuffer
+from p2pdrl.workers.waiting import PollPause
+
+if TYPE_CHECKING:
+    from p2pdrl.rl.performer import Performer
+
+__all__ = ["main", "make_unroll"]
+
+READ_BYTES = 1 << 16
+
+
+def make_unroll(performer: Performer, lane: UnrollLane, policy: SharedPolicy) -> bool:
+    """Make one unroll, if the learner lets us; tell whether it did.
+
+    Args:
+        performer: acts.
+        lane: this actor's.
+        policy: the learner's newest.
+    """
+    if not lane.may_begin:
+        return False
+    acting = policy.read(performer.parameters_D)
+    if acting is None:
+        return False
+    from p2pdrl.rl.sources.unrolls import pack  # torch is slow to import: not before it is needed
+
+    arrays = lane.begin()
+    raw = performer.collect(acting.exploration, acting.mean_X, acting.scale_X)
+    pack(raw, arrays)
+    steps = int(raw.valid_TB.sum())
+    lane.commit(policy_version=acting.version, episodes=len(raw.episodes), env_steps=steps)
+    return True
+
+
+def _live(sock: socket.socket, ring_fd: int, policy_fd: int) -> None:
+    act = _heard(sock)
+    import torch
+
+    torch.set_num_threads(act.threads)
+    from p2pdrl.rl.performer import Performer
+
+    spec = UnrollSpec.from_wire(msgspec.msgpack.decode(act.spec))
+    performer = Performer(
+        msgspec.json.decode(act.task, type=TaskConfig),
+        act.seed,
+        spec.shares[act.number],
+        allow_import=act.allow_import,
+        step_delay_s=act.step_delay_s,
+    )
+    lane = UnrollRing(SharedRegion.attach(ring_fd, spec.nbytes), spec).lanes[act.number]
+    policy_nbytes = SharedPolicy.nbytes_of(act.policy_size, performer.obs_shape)
+    policy_region = SharedRegion.attach(policy_fd, policy_nbytes, writable=False)
+    policy = SharedPolicy(policy_region, act.policy_size, performer.obs_shape)
+    if lane.enter():
+        print("actor: the unroll that was under way when its predecessor ended is dropped", file=sys.stderr)
+    sock.sendall(frame(Acts()))
+    pause = PollPause()
+    while True:
+        if make_unroll(performer, lane, policy):
+            pause.reset()
+            continue
+        readable, _, _ = select.select([sock], [], [], pause.next_s())
+        if readable and not sock.recv(READ_BYTES):
+            return
+
+
+def _heard(sock: socket.socket) -> Act:
+    frames = FrameBuffer()
+    while True:
+        data = sock.recv(READ_BYTES)
+        if not data:
+            raise WorkerError("the daemon is gone")
+        for body in frames.feed(data):
+            return decode_act(body)
+
+
+def main() -> int:
+    """Entry point of the child process; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="p2pdrl.workers.actor")
+    for name in ("--fd", "--parent", "--ring", "--policy"):
+        parser.add_argument(name, type=int, required=True)
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+    print_patiently()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=arguments.fd) as sock:
+        try:
+            _live(sock, arguments.ring, arguments.policy)
+        except (WorkerError, ConnectionError) as error:
+            print(f"actor ended: {error}", file=sys.stderr)
+            return 1
+        except P2PDRLError as error:
+            sock.sendall(frame(ActorFailed(message=str(error), usage=isinstance(error, UsageError))))
+            return error.exit_code
+        except Exception as error:  # noqa: BLE001 - an environment's, say: the daemon tells of it and decides
+            sock.sendall(frame(crash_of(error)))
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

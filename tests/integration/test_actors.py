@@ -1,0 +1,108 @@
+"""Actor processes of a real node: they are killed, the learner is killed, the daemon is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+
+OPTIONS = [
+    *("--actors", "2"),
+    *("--set", "task.env.num_envs=4"),
+    *("--set", "task.algorithm.name=ppo"),
+    *("--set", "task.algorithm.unroll_steps=32"),
+    *("--set", "task.strategy.name=local"),
+    *("--set", "task.stop.env_steps=100000000"),
+    *("--set", "node.learner.restart_min_s=0.05"),
+]
+"""With the default task but for these: many small updates."""
+START_S = 90.0
+
+
+def acting(node):
+    return [row for row in node.status().get("actors") or [] if row["running"]]
+
+
+def both_work(node):
+    rows = acting(node)
+    return rows if len(rows) == 2 and all(row["unrolls"] >= 3 for row in rows) else None
+
+
+def start(swarm, wait_until, name="solo"):
+    node = swarm.start(name, *OPTIONS)
+    rows = wait_until(lambda: both_work(node), START_S, "both actors work")
+    assert [row["environments"] for row in rows] == [2, 2]
+    return node, rows
+
+
+def shared_memory(pid):
+    """What a process has mapped of the memory that actors and learner share."""
+    with open(f"/proc/{pid}/maps") as maps:  # noqa: PTH123 - no path of ours
+        return {name for line in maps for name in ("memfd:unrolls", "memfd:policy") if name in line}
+
+
+def test_an_actor_that_is_killed_is_replaced_while_training_goes_on(swarm, wait_until):
+    node, rows = start(swarm, wait_until)
+    victim = rows[0]
+    updates = node.status()["updates"]
+    os.kill(victim["pid"], signal.SIGKILL)
+    wait_until(lambda: node.status()["updates"] >= updates + 5, 30, "updates go on")
+    found = wait_until(
+        lambda: next((row for row in acting(node) if row["number"] == 0 and row["restarts"] == 1), None),
+        START_S,
+        "another took its place",
+    )
+    assert found["pid"] != victim["pid"]
+    before = found["unrolls"]
+    wait_until(lambda: acting(node)[0]["unrolls"] > before, 30, "it makes unrolls")
+    assert found["dropped"] <= 1
+    (event,) = node.events("actor-died")
+    assert "killed by signal 9" in event["text"]
+    metrics = (node.get("/metrics") or b"").decode()
+    assert "p2pdrl_actors 2.0" in metrics
+    assert "p2pdrl_actor_restarts_total 1.0" in metrics
+    assert len([child for child in node.children() if "workers.actor" in " ".join(child.cmdline())]) == 2
+    status = node.status()
+    assert status["env_steps"] <= sum(row["env_steps"] for row in status["actors"])  # none counted twice
+
+
+def test_a_learner_that_is_killed_finds_its_actors_again(swarm, wait_until):
+    node, rows = start(swarm, wait_until)
+    os.kill(node.learner_pid(), signal.SIGKILL)
+    wait_until(lambda: node.status()["learner"]["restarts"] == 1, START_S, "another learner")
+    updates = node.status()["updates"]
+    wait_until(lambda: node.status()["updates"] >= updates + 5, 30, "it learns")
+    assert [row["pid"] for row in acting(node)] == [row["pid"] for row in rows]
+    assert sum(row["restarts"] for row in acting(node)) == 0
+
+
+def test_nothing_is_left_when_the_daemon_is_killed(swarm, wait_until):
+    node, rows = start(swarm, wait_until)
+    children = node.children()
+    assert len(children) >= 3
+    assert shared_memory(rows[0]["pid"]) == {"memfd:unrolls", "memfd:policy"}
+    node.kill9()
+    wait_until(lambda: not any(alive(child) for child in children), 10, "all children are gone")
+
+
+def test_a_node_that_leaves_takes_its_actors_along(swarm, wait_until):
+    node, _ = start(swarm, wait_until)
+    children = node.children()
+    node.signal(signal.SIGTERM)
+    assert node.wait(20) == 0
+    wait_until(lambda: not any(alive(child) for child in children), 10, "all children are gone")
+    assert "Traceback" not in node.text()
+
+
+def test_an_environment_that_cant_be_made_ends_the_node_with_the_reason(swarm):
+    node = swarm.start("solo", "--actors", "2", "--set", "task.env.id=Nothing-v0")
+    assert node.wait(START_S) == 2
+    assert "Nothing-v0" in node.text()
+
+
+def alive(child):
+    try:
+        return child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,57 @@
+"""How many actors a node has, and when one of them is stuck."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pdrl.config.node import ActorsConfig
+from p2pdrl.config.task import EnvConfig, RegressionConfig, TaskConfig
+from p2pdrl.node.children.actors import STALLED_S, StallWatch, actor_count
+
+FOUR = TaskConfig(env=EnvConfig(num_envs=4))
+
+
+@pytest.mark.parametrize(
+    ("count", "cores", "expected"),
+    [(0, 8, 0), (3, 1, 3), (9, 8, 4), ("auto", 1, 0), ("auto", 2, 2), ("auto", 16, 4)],
+)
+def test_actors_by_cores_and_environments(count, cores, expected):
+    assert actor_count(ActorsConfig(count=count), FOUR, cores) == expected
+
+
+def test_a_regression_has_none():
+    assert actor_count(ActorsConfig(count="auto"), TaskConfig(algorithm=RegressionConfig()), 8) == 0
+
+
+def looks(watch, seconds, committed=5, *, may_begin=True):
+    """Look once a second; tell after how many it was found stuck."""
+    for second in range(1, seconds + 1):
+        if watch.look(committed, may_begin=may_begin, elapsed_s=1.0):
+            return second
+    return None
+
+
+def test_an_actor_that_makes_nothing_is_stuck_after_a_while():
+    watch = StallWatch()
+    assert looks(watch, 10) is None
+    assert looks(watch, 200) == pytest.approx(STALLED_S - 8, abs=2)
+
+
+def test_one_that_must_wait_is_not():
+    watch = StallWatch()
+    assert looks(watch, 500, may_begin=False) is None
+    assert looks(watch, 50) is None
+
+
+def test_slow_environments_have_more_time():
+    watch = StallWatch()
+    for committed in range(3):
+        assert looks(watch, 30, committed) is None
+    assert looks(watch, 250, 3) is None
+    assert looks(watch, 250, 3) is not None
+
+
+def test_time_in_which_the_daemon_itself_was_frozen_counts_little():
+    watch = StallWatch()
+    looks(watch, 1)
+    assert not watch.look(5, may_begin=True, elapsed_s=3600.0)

@@ -1,0 +1,262 @@
+"""A learner whose environments are with others: to the last bit what it would have learned by itself.
+
+Learner and actors take turns in one process here; only the memory between them is real.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
+from p2pdrl.rl.envs import make_vector_env
+from p2pdrl.rl.performer import Performer
+from p2pdrl.rl.registry import build_trainer
+from p2pdrl.rl.rollout import Collector
+from p2pdrl.rl.sources.inline import InlineSource
+from p2pdrl.tensors.shared_policy import SharedPolicy
+from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.unroll_ring import UnrollRing
+from p2pdrl.workers.actor import make_unroll
+from p2pdrl.workers.actor_protocol import actor_seed
+from p2pdrl.workers.actor_source import LATE_S, ActorSource
+
+SEED = 5
+A2C = A2CConfig(unroll_steps=7)
+PPO = PPOConfig(unroll_steps=24, epochs=2, minibatches=2)
+CARTPOLE = EnvConfig(num_envs=3)
+PENDULUM = EnvConfig(
+    id="Pendulum-v1", num_envs=3, max_episode_steps=20, normalize_observations=True, normalize_returns=True
+)
+LSTM = NetworkConfig(hidden=(8,), core="lstm", core_size=4)
+MLP = NetworkConfig(hidden=(8,))
+
+
+class Pool:
+    """What daemon and actor processes are to a learner."""
+
+    def __init__(self, task, actors=1, ahead=0):
+        self.now_s = 0.0
+        maker = partial(ActorSource, actors=actors, ahead=ahead, clock=lambda: self.now_s)
+        self.trainer = build_trainer(task, SEED, "cpu", source=maker)
+        self.source = self.trainer.source
+        spec = self.source.spec
+        self.ring = SharedRegion.create(spec.nbytes, "unrolls")
+        self.policy = SharedRegion.create(self.source.policy_nbytes, "policy")
+        dups = [SharedRegion.attach(os.dup(r.fd), r.nbytes) for r in (self.ring, self.policy)]
+        self.source.attach(*dups)
+        self.task = task
+        self.lanes = UnrollRing(self.ring, spec).lanes
+        self.performers = [self.performer(number) for number in range(actors)]
+
+    def performer(self, number, life=0):
+        lane = self.lanes[number]
+        lane.started()
+        lane.running = True
+        lane.enter()
+        return Performer(self.task, actor_seed(SEED, number, life), lane.environments)
+
+    def act(self, *numbers):
+        """Let actors make an unroll each; return which did."""
+        memory = SharedPolicy(self.policy, self.trainer.layout.size, self.performers[0].obs_shape)
+        asked = numbers or range(len(self.lanes))
+        return [n for n in asked if make_unroll(self.performers[n], self.lanes[n], memory)]
+
+    def step(self):
+        stats = self.trainer.step()
+        self.trainer.policy_version += 1
+        self.trainer.publish()
+        return stats
+
+    def close(self):
+        self.trainer.close()
+        for performer in self.performers:
+            performer.close()
+        for region in (self.ring, self.policy):
+            region.close()
+
+
+@pytest.fixture
+def pools():
+    made = []
+
+    def make(*args, **options):
+        made.append(Pool(*args, **options))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def inline(task):
+    """A learner with its environments in its own process, whose actions have a generator of their own.
+
+    By default actions and shuffles of minibatches come from one generator, which two processes can't share.
+    """
+    env_seed, action_seed = (int(word) for word in np.random.SeedSequence(SEED).generate_state(2))
+
+    def source(acting):
+        env = make_vector_env(task.env, env_seed)
+        generator = torch.Generator().manual_seed(action_seed)
+        steps = task.algorithm.unroll_steps
+        collector = Collector(env, acting.policy, steps, generator, normalizer=acting.normalizer)
+        return InlineSource(collector, acting.scaler)
+
+    return build_trainer(task, SEED, "cpu", source=source)
+
+
+def same(stats, other):
+    assert (stats.env_steps, stats.episodes, stats.metrics) == (
+        other.env_steps,
+        other.episodes,
+        other.metrics,
+    )
+
+
+@pytest.mark.parametrize("network", [MLP, LSTM])
+@pytest.mark.parametrize("env", [CARTPOLE, PENDULUM])
+@pytest.mark.parametrize("algorithm", [A2C, PPO])
+def test_one_actor_in_lockstep_gives_what_the_learner_would_have_made_itself(pools, algorithm, env, network):
+    task = TaskConfig(env=env, network=network, algorithm=algorithm)
+    pool, alone = pools(task), inline(task)
+    assert not pool.trainer.ready
+    pool.trainer.publish()
+    for _ in range(8):
+        assert pool.act() == [0]
+        assert pool.act() == []  # not before there is another policy
+        assert pool.trainer.ready
+        same(pool.step(), alone.step())
+        np.testing.assert_array_equal(pool.trainer.flat, alone.flat)
+    for name, array in alone.sidecar().items():
+        np.testing.assert_array_equal(pool.trainer.sidecar()[name], array)
+    alone.close()
+
+
+def test_a2c_needs_no_other_generator(pools):
+    task = TaskConfig(env=PENDULUM, network=MLP, algorithm=A2C)
+    pool, alone = pools(task), build_trainer(task, SEED, "cpu")
+    pool.trainer.publish()
+    for _ in range(5):
+        pool.act()
+        same(pool.step(), alone.step())
+    np.testing.assert_array_equal(pool.trainer.flat, alone.flat)
+    alone.close()
+
+
+def test_several_actors_share_the_environments_and_the_order_of_arrival_doesnt_matter(pools):
+    task = TaskConfig(env=PENDULUM, network=LSTM, algorithm=PPO)
+    one, other = pools(task, actors=2), pools(task, actors=2)
+    assert one.source.spec.shares == (2, 1)
+    for pool in (one, other):
+        pool.trainer.publish()
+    for _ in range(5):
+        one.act(0, 1)
+        other.act(1)
+        assert not other.trainer.ready
+        other.act(0)
+        stats = one.step()
+        same(stats, other.step())
+        assert stats.env_steps >= 3 * 24 - 6
+    np.testing.assert_array_equal(one.trainer.flat, other.trainer.flat)
+
+
+def test_actors_play_different_episodes_and_a_successor_others_again():
+    seeds = {actor_seed(SEED, number, life) for number in range(8) for life in range(8)}
+    assert len(seeds) == 64
+    assert actor_seed(SEED, 0, 0) == SEED
+
+
+def test_an_actor_may_be_ahead_by_what_is_allowed(pools):
+    pool = pools(TaskConfig(env=CARTPOLE, network=MLP, algorithm=A2C), ahead=1)
+    pool.trainer.publish()
+    assert [pool.act(), pool.act(), pool.act()] == [[0], [0], []]
+    versions = []
+    for _ in range(4):
+        versions.append(pool.lanes[0].peek().policy_version)
+        pool.step()
+        assert pool.act() == [0]
+    assert versions == [0, 0, 1, 2]
+
+
+def test_an_actor_that_is_down_is_not_waited_for(pools):
+    pool = pools(TaskConfig(env=PENDULUM, network=MLP, algorithm=A2C), actors=3)
+    pool.trainer.publish()
+    pool.act()
+    pool.step()
+    pool.act(0, 2)
+    pool.lanes[1].begin()  # it was at work, and is killed
+    assert not pool.trainer.ready
+    pool.lanes[1].running = False
+    assert pool.trainer.ready
+    assert pool.step().env_steps <= 2 * 7
+    pool.performers[1].close()
+    pool.performers[1] = pool.performer(1, life=1)
+    assert pool.lanes[1].torn == 1
+    pool.act(0, 2)
+    assert not pool.trainer.ready  # its successor is
+    pool.act(1)
+    before = pool.trainer.own_moments()["returns"].count
+    stats = pool.step()
+    assert pool.trainer.own_moments()["returns"].count == before + stats.env_steps
+    assert pool.source.left_out == 1
+
+
+def test_an_actor_that_is_late_is_waited_for_so_long_and_once(pools):
+    pool = pools(TaskConfig(env=CARTPOLE, network=MLP, algorithm=A2C), actors=2)
+    pool.trainer.publish()
+    pool.act()
+    pool.step()
+    pool.act(0)
+    assert not pool.trainer.ready
+    pool.now_s += LATE_S - 0.1
+    assert not pool.trainer.ready
+    pool.now_s += 0.2
+    assert pool.trainer.ready
+    pool.step()
+    pool.act(0)
+    assert pool.trainer.ready  # it is known to be late
+    pool.step()
+    pool.act()  # there it is again
+    assert pool.trainer.ready
+    pool.step()
+    pool.act(0)
+    assert not pool.trainer.ready
+
+
+def test_an_update_that_breaks_off_has_used_nothing_up(pools):
+    pool = pools(TaskConfig(env=CARTPOLE, network=MLP, algorithm=A2C))
+    pool.trainer.publish()
+    pool.act()
+
+    class Broken:
+        ends_update = False
+
+        def step(self, *args, **options):
+            raise ConnectionError
+
+    own, pool.trainer.stepper = pool.trainer.stepper, Broken()
+    with pytest.raises(ConnectionError):
+        pool.trainer.step()
+    pool.trainer.stepper = own
+    assert pool.trainer.ready
+    assert pool.step().env_steps > 0
+    assert not pool.trainer.ready
+
+
+def test_a_successor_of_the_learner_goes_on_with_what_lies_there(pools):
+    task = TaskConfig(env=CARTPOLE, network=MLP, algorithm=A2C)
+    pool = pools(task)
+    pool.trainer.publish()
+    pool.act()
+    heir = build_trainer(task, SEED, "cpu", source=partial(ActorSource, actors=1, ahead=0))
+    heir.source.attach(*(SharedRegion.attach(os.dup(r.fd), r.nbytes) for r in (pool.ring, pool.policy)))
+    assert heir.ready
+    alone = inline(task)
+    same(heir.step(), alone.step())
+    heir.close()
+    alone.close()
