@@ -123,7 +123,7 @@ class Fuzzer:
 
     def struct(self, kind: type[msgspec.Struct], depth: int = 0) -> Any:
         info = kind.__struct_config__
-        hints = msgspec._utils.get_class_annotations(kind)
+        hints = msgspec._utils.get_class_annotations(kind)  # noqa: SLF001 (resolves what the structs' modules name)
         values = {name: self.value(hints[name], name, depth) for name in kind.__struct_fields__}
         if info.array_like:
             return ([] if info.tag is None else [info.tag]) + list(values.values())
@@ -208,7 +208,7 @@ class Liar:
         kind = self.rng.choice(get_args(StrategyConfig))
         options: dict[str, Any] = msgspec.to_builtins(kind())
         self.fuzz.junk = 0.01
-        hints = msgspec._utils.get_class_annotations(kind)
+        hints = msgspec._utils.get_class_annotations(kind)  # noqa: SLF001 (resolves what the structs' modules name)
         for name in self.rng.sample(sorted(hints), min(len(hints), self.rng.choice((0, 1, 2)))):
             if name in options:
                 options[name] = self.fuzz.value(hints[name], name)

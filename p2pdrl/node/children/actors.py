@@ -107,9 +107,9 @@ class ActorLink(ProcessLink):
         environment = os.environ | {"OMP_NUM_THREADS": str(act.threads)}
         options = {"--ring": ring.fd, "--policy": policy.fd}
         fds = [ring.fd, policy.fd]
-        link = cls(*await cls._start("p2pdrl.workers.actor", options, environment, fds))
+        link = cls(*await cls.launch("p2pdrl.workers.actor", options, environment, fds))
         try:
-            await link._send(frame(act))
+            await link.send(frame(act))
         except BaseException:
             await link.kill()
             raise
@@ -144,7 +144,7 @@ class ActorLink(ProcessLink):
 
     async def _hear(self, *, until_it_acts: bool) -> None:
         while True:
-            for body in await self._receive():
+            for body in await self.receive():
                 message = decode_from_actor(body)
                 if isinstance(message, Crashed):
                     self._crash = message
