@@ -7,9 +7,14 @@
 | read | anyone (it listens on loopback only) | credentials |
 | change | credentials, even on loopback: a lab machine's loopback isn't private | credentials |
 
-Credentials are the local token as ``Authorization: Bearer``, or a MAC over method, path, time
-and nonce keyed by the local token or by the swarm key. Our own commands always send the MAC, so
+Credentials are the local token as ``Authorization: Bearer``, or a MAC over method, path, time, nonce
+and target keyed by the local token or by the swarm key. Our own commands always send the MAC, so
 that a stranger who listens on the port first never gets hold of a token.
+
+The target is this node's id and a random number of this run. Whoever signs asks for it first, at
+``GET /v1/target?nonce=NONCE`` with a fresh nonce, and believes an answer only with its proof: a MAC
+over target and nonce, by the same key. So a captured request is refused by every other node of the swarm,
+and nobody without the key can make a client sign for a target of his own.
 """
 
 from __future__ import annotations
@@ -21,10 +26,10 @@ from ipaddress import ip_address
 
 from aiohttp import web
 
-from p2pdrl.api.answers import ApiRefusal, Handler, answers_errors
+from p2pdrl.api.answers import ApiRefusal, Handler, answers_errors, json_answer
 from p2pdrl.api.protocol import NodeView
 from p2pdrl.clock import Clock
-from p2pdrl.transport.auth import ReplayGuard, is_nonce, parse_time, verify_api
+from p2pdrl.transport.auth import ReplayGuard, is_nonce, new_nonce, parse_time, prove_target, verify_api
 
 __all__ = ["MAC_HEADERS", "Access", "Gate", "is_loopback"]
 
@@ -55,6 +60,19 @@ class Gate:
     def __init__(self, node: NodeView, clock: Clock) -> None:
         self._node = node
         self._replays = ReplayGuard(clock)
+        self._target = f"{node.node_id}.{new_nonce()}"
+
+    async def target(self, request: web.Request) -> web.Response:
+        """Prove to key holders who we are: one proof for each key that this node takes.
+
+        Raises:
+            ApiRefusal: 400 without a nonce.
+        """
+        nonce = request.query.get("nonce", "")
+        if not is_nonce(nonce):
+            raise ApiRefusal(400, "write ?nonce= and 32 hex digits")
+        proofs = [prove_target(key, self._target, nonce) for key in self._keys()]
+        return json_answer({"target": self._target, "proofs": proofs})
 
     def guard(self, access: Access, handler: Handler) -> Handler:
         """Return ``handler`` behind the gate, with errors as JSON."""
@@ -107,9 +125,11 @@ class Gate:
         if wall_s is None or not well_formed:
             raise ApiRefusal(400, "malformed P2PDRL-Time, P2PDRL-Nonce, P2PDRL-Mac or path")
         signed = (request.method, request.raw_path, wall_s, nonce)
-        if not any(verify_api(key, *signed, mac=mac) for key in self._keys()):
+        if not any(verify_api(key, *signed, mac=mac, target=self._target) for key in self._keys()):
             raise ApiRefusal(
-                401, "the request is signed with another swarm's key or another node's token", _WANTS
+                401,
+                "the request is signed with another swarm's key or another node's token, or for another node",
+                _WANTS,
             )
         if stale := self._replays.stale(wall_s):
             raise ApiRefusal(401, stale)

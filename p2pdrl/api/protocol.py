@@ -38,6 +38,11 @@ class NodeView(Protocol):
         ...
 
     @property
+    def node_id(self) -> str:
+        """The node's own id."""
+        ...
+
+    @property
     def token(self) -> str:
         """The local token: 64 hex digits, also in ``<data_dir>/token``."""
         ...

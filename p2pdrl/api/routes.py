@@ -4,6 +4,7 @@
 |---|---|---|
 | ``GET /`` | open | the page |
 | ``GET /healthz`` ``/readyz`` | open, read | 200 or 503, ``{"ok", "reasons"}`` |
+| ``GET /v1/target`` | open | ``?nonce=…``; whom to sign requests for: ``{"target", "proofs"}``, see `auth` |
 | ``GET /metrics`` | metrics | Prometheus text |
 | ``GET /v1/status`` ``/v1/peers`` ``/v1/config`` | read | JSON |
 | ``GET /v1/mode`` ``/v1/rounds`` | read | JSON |
@@ -59,6 +60,7 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
         ("GET", "/", Access.OPEN, load_page().handle),
         ("GET", "/healthz", Access.OPEN, views.healthz),
         ("GET", "/readyz", Access.READ, views.readyz),
+        ("GET", "/v1/target", Access.OPEN, gate.target),
         ("GET", "/metrics", Access.METRICS, views.metrics),
         ("GET", "/v1/status", Access.READ, views.status),
         ("GET", "/v1/peers", Access.READ, views.peers),

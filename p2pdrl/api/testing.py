@@ -7,6 +7,7 @@ loopback port in a thread of its own, so that synchronous clients can call it.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -80,6 +81,7 @@ class FakeNode:
         self, name: str = "node-1", *, swarm_key: bytes | None = None, data_dir: str = "/nowhere"
     ) -> None:
         self.name = name
+        self.node_id = hashlib.sha256(name.encode()).hexdigest()[:32]
         self.token = "7" * 64
         self.swarm_key = swarm_key
         self.open_metrics = False

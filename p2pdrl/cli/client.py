@@ -77,6 +77,8 @@ class NodeClient:
         self._data_dir = data_dir
         self._token = token
         self._timeout_s = timeout_s
+        self._target: tuple[bytes, str] | None = None
+        """The key with which the node has proven itself, and whom to sign for."""
 
     def status(self) -> dict[str, Any]:
         """The node's ``/v1/status``."""
@@ -141,6 +143,8 @@ class NodeClient:
         )
         try:
             key = self._swarm_key or self._known_token() if method == "GET" else self._key_for_changes()
+            if path == "/healthz":
+                key = None  # open to everybody, and asked of nodes whose key isn't ours
             response = self._send(connection, method, path, key)
             if response.status == 401 and key is None and (key := self._token_nearby()) is not None:
                 response.read()
@@ -157,8 +161,30 @@ class NodeClient:
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, key: bytes | None
     ) -> http.client.HTTPResponse:
-        connection.request(method, path, headers=_signature(key, method, path) if key else {})
+        headers = _signature(key, method, path, self._target_for(key)) if key else {}
+        connection.request(method, path, headers=headers)
         return connection.getresponse()
+
+    def _target_for(self, key: bytes) -> str:
+        """Ask the node for its id and run, which our signatures name, so that they mean nothing elsewhere.
+
+        Raises:
+            UsageError: it doesn't prove that it holds ``key``.
+        """
+        from p2pdrl.transport.auth import new_nonce, target_proven
+
+        if self._target is not None and self._target[0] == key:
+            return self._target[1]
+        nonce = new_nonce()
+        asked = NodeClient(self.address, timeout_s=self._timeout_s)
+        said = self._dict(asked.get(f"/v1/target?nonce={nonce}"))
+        target, proofs = said.get("target"), said.get("proofs")
+        if not isinstance(target, str) or not isinstance(proofs, list):
+            raise self._stranger()
+        if not any(target_proven(key, target, nonce, str(proof)) for proof in proofs[:4]):
+            raise self._shut("it doesn't prove that it has our key or token")
+        self._target = key, target
+        return target
 
     def _key_for_changes(self) -> bytes | None:
         return self._known_token() or self._swarm_key or self._token_nearby()
@@ -198,13 +224,16 @@ class NodeClient:
         if response.status == 404:
             return self._stranger()
         if response.status == 401:
-            return UsageError(
-                f"the node at {self.address} doesn't let us in ({line}); try --data-dir FOLDER for a node "
-                "of yours, --swarm-key-file FILE for any node of your swarm"
-            )
+            return self._shut(line)
         if response.status == 400:
             return UsageError(f"the node at {self.address} refuses: {line}")
         return P2PDRLError(f"the node at {self.address} refuses: {line}")
+
+    def _shut(self, why: str) -> UsageError:
+        return UsageError(
+            f"the node at {self.address} doesn't let us in ({why}); try --data-dir FOLDER for a node "
+            "of yours, --swarm-key-file FILE for any node of your swarm"
+        )
 
     def _stranger(self) -> DaemonUnreachableError:
         return DaemonUnreachableError(
@@ -234,15 +263,15 @@ def _write(out: IO[bytes], piece: bytes) -> int:
         raise StorageError(f"can't store what the node sends: {error.strerror}") from error
 
 
-def _signature(key: bytes, method: str, path: str) -> dict[str, str]:
-    """Headers that prove that we hold ``key`` without showing it."""
+def _signature(key: bytes, method: str, path: str, target: str) -> dict[str, str]:
+    """Headers that prove to ``target`` that we hold ``key``, without showing it."""
     from p2pdrl.transport.auth import format_time, new_nonce, sign_api
 
     wall_s, nonce = time.time(), new_nonce()
     return {
         "P2PDRL-Time": format_time(wall_s),
         "P2PDRL-Nonce": nonce,
-        "P2PDRL-Mac": sign_api(key, method, path, wall_s, nonce),
+        "P2PDRL-Mac": sign_api(key, method, path, wall_s, nonce, target=target),
     }
 
 

@@ -32,7 +32,7 @@ def status_view(status: Mapping[str, Any]) -> RenderableType:
     return table
 
 
-_NOTHING: Mapping[str, tuple[object, ...]] = {"pipeline": (None,), "actors": (None, [])}
+_NOTHING: dict[str, tuple[object, ...]] = {"pipeline": (None,), "actors": (None, [])}
 """What of a status isn't worth a line."""
 
 

@@ -47,7 +47,7 @@ class Syncer:
             for record in sorted(living, key=lambda record: record.id):
                 digest.update(record.id.encode() + struct.pack(">QQ", *record.incarnation))
             for entry in kernel.swarm.digest():
-                digest.update(f"{entry.key} {entry.epoch} {entry.proposer};".encode())
+                digest.update(f"{entry.key} {entry.epoch} {entry.proposer} {entry.lineage};".encode())
             self._hash, self._hash_version = digest.digest(), kernel.table.version
         return self._hash
 

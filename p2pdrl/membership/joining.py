@@ -10,21 +10,43 @@ import random
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from p2pdrl.clock import Clock
-from p2pdrl.errors import PeerRefusedError, TransportError, UsageError
+from p2pdrl.errors import (
+    PeerRefusedError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    TransportError,
+    UsageError,
+)
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.addresses import is_unspecified
 from p2pdrl.membership.events import Welcomed
-from p2pdrl.membership.messages import Join, Welcome, decode, encode
+from p2pdrl.membership.messages import Join, Starting, Welcome, decode, encode
 from p2pdrl.membership.records import MemberRecord
 from p2pdrl.membership.seeds import Seed, SeedBook
 from p2pdrl.transport.protocol import Address, Refusal, Transport
 
-__all__ = ["JoinHooks", "JoinPort", "Joiner", "Resolver", "judge_newcomer", "knows_no_address", "resolve"]
+__all__ = [
+    "JoinHooks",
+    "JoinPort",
+    "Joiner",
+    "Listens",
+    "Resolver",
+    "Sighting",
+    "judge_newcomer",
+    "knows_no_address",
+    "listens",
+    "resolve",
+]
 
 JOIN_DEADLINE_S = 5.0
+LISTENS_DEADLINE_S = 1.0
 LONGEST_TROUBLE = 200
+MAX_HEARD_OF = 64
+NOT_ITSELF = frozenset({401, 403, 404})
+"""Refusals of whoever isn't the member that we remember there: another key, swarm or program."""
 NOT_YET = frozenset({409, 429, 503})
 """Refusals that mean "try again soon", and aren't told as a refusal to take us in."""
 
@@ -41,12 +63,59 @@ async def resolve(host: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
+Listens = Callable[[Address], Awaitable[bool]]
+
+
+async def listens(address: Address) -> bool:
+    """Tell whether ``address`` takes connections, be it without ever answering."""
+    try:
+        async with asyncio.timeout(LISTENS_DEADLINE_S):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What came of the last try of one address.
+
+    Attributes:
+        address: as written by the person, or as remembered.
+        given: it is one that the person gave, not one remembered or heard of.
+        kind: "pending" (no try has ended yet), "silent" (nobody listens there), "frozen" (it takes
+            connections and doesn't answer), "answered" (somebody is there who doesn't take us in),
+            "starting" (a node that is in no swarm yet), "own" (ourselves), "joined".
+        began_s: monotonic time at which that try began.
+        node_id: who is starting there.
+        starting: what it said.
+        words: the trouble.
+    """
+
+    address: str
+    given: bool
+    kind: Literal["pending", "silent", "frozen", "answered", "starting", "own", "joined"]
+    began_s: float = float("-inf")
+    node_id: str = ""
+    starting: Starting | None = None
+    words: str = ""
+
+
 def _nothing() -> bytes:
     return b""
 
 
 def _welcome(content: bytes) -> str | None:
     return None
+
+
+def _not_starting() -> Starting | None:
+    return None
+
+
+def _no_lineage(content: bytes) -> str:
+    return ""
 
 
 def _ignore(address: str, reason: str) -> None:
@@ -64,6 +133,8 @@ class JoinHooks:
         info: what we tell a newcomer (task, lineage ...).
         check_welcome: judges the ``info`` of the member that takes us in: None accepts, words
             refuse and leave ``joined`` unset. That member knows us by then: end with a `leave`.
+        starting: what a newcomer is told while we are in no swarm ourselves; None once we are.
+        lineage: the lineage that the ``info`` of the member that takes us in tells; empty for none.
         on_refused: told ``(address, reason)`` of every refusal that is news, on either side.
     """
 
@@ -71,6 +142,8 @@ class JoinHooks:
     check_join: Callable[[bytes], str | None] = _welcome
     info: Callable[[], bytes] = _nothing
     check_welcome: Callable[[bytes], str | None] = _welcome
+    starting: Callable[[], Starting | None] = _not_starting
+    lineage: Callable[[bytes], str] = _no_lineage
     on_refused: Callable[[str, str], None] = _ignore
 
 
@@ -83,12 +156,14 @@ class JoinPort:
         accept: takes in a welcome.
         move_to: changes the address that we claim.
         at_rest: tells whether a living member has that address or that id.
+        follow: takes the settings of the lineage that welcomes us.
     """
 
     me: Callable[[], MemberRecord]
     accept: Callable[[Welcomed], None]
     move_to: Callable[[str], None]
     at_rest: Callable[[Address, str | None], bool]
+    follow: Callable[[str], None]
 
 
 def knows_no_address(record: MemberRecord) -> bool:
@@ -130,6 +205,7 @@ class Joiner:
         port: the service's side.
         rng: spreads tries.
         resolver: from host name to IP addresses.
+        listens: tells whether an address takes connections.
 
     Attributes:
         joined: set once some member took us in, or we took one in.
@@ -147,6 +223,7 @@ class Joiner:
         port: JoinPort,
         rng: random.Random,
         resolver: Resolver,
+        listens: Listens,
     ) -> None:
         self._transport = transport
         self._clock = clock
@@ -154,6 +231,9 @@ class Joiner:
         self._hooks = hooks
         self._port = port
         self._resolver = resolver
+        self._listens = listens
+        self._sightings: dict[tuple[Address, Address], Sighting] = {}
+        """By seed, and by the address behind it; a name that can't be resolved stands for itself."""
         self.joined = asyncio.Event()
         self.own_address_among_seeds = False
 
@@ -171,6 +251,34 @@ class Joiner:
         await asyncio.gather(*(self._try(seed) for seed in self._book.all))
         return self.joined.is_set()
 
+    def heard_of(self, address: Address) -> None:
+        """Ask a node that asked us while neither was in a swarm."""
+        self._book.hear_of(address, MAX_HEARD_OF)
+
+    def sightings(self) -> list[Sighting]:
+        """What came of the last try of each address of each seed."""
+        found: list[Sighting] = []
+        for seed in self._book.all:
+            mine = [sighting for (of, _), sighting in self._sightings.items() if of == seed.address]
+            found += mine or [Sighting(str(seed.address), not seed.hint, "pending")]
+        return found
+
+    def _saw(
+        self,
+        seed: Seed,
+        address: Address,
+        kind: Literal["silent", "frozen", "answered", "starting", "own", "joined"],
+        began_s: float,
+        *,
+        node_id: str = "",
+        starting: Starting | None = None,
+    ) -> None:
+        held = self._sightings.get((seed.address, address))
+        if held is None or held.began_s <= began_s:
+            self._sightings[seed.address, address] = Sighting(
+                str(address), not seed.hint, kind, began_s, node_id, starting, seed.trouble
+            )
+
     def refusals(self) -> dict[str, str]:
         """The last refusal of each seed that refuses us."""
         return {str(seed.address): seed.refusal for seed in self._book.all if seed.refusal is not None}
@@ -182,17 +290,30 @@ class Joiner:
     async def _try(self, seed: Seed) -> None:
         """Ask every address behind ``seed`` that isn't at rest."""
         seed.next_at = float("inf")
+        began_s = self._clock.monotonic()
         addresses = await self._resolve(seed)
+        if not addresses:
+            self._saw(seed, seed.address, "silent", began_s)
         me = self._port.me()
         own = [address for address in addresses if str(address) == me.address]
         for address in own:
             self.own_address_among_seeds = True
             seed.answered[address] = me.id
+            self._saw(seed, address, "own", began_s)
+        behind = {*addresses} or {seed.address}
+        for of, address in list(self._sightings):
+            if of == seed.address and address not in behind:
+                del self._sightings[of, address]  # the name means other addresses now
         todo = self._book.todo(seed, addresses, me.id, self._at_rest)
         fine = await asyncio.gather(*(self._ask(seed, address) for address in todo))
         now = self._clock.monotonic()
         if addresses and all(fine):
             self._book.succeeded(seed, now)
+        elif any(
+            of == seed.address and sighting.kind == "starting"
+            for (of, _), sighting in self._sightings.items()
+        ):
+            self._book.soon(seed, now)
         elif seed.next_at == float("inf"):
             self._book.failed(seed, now)
 
@@ -212,6 +333,7 @@ class Joiner:
     async def _ask(self, seed: Seed, address: Address) -> bool:
         """Ask ``address`` to take us in; True when a member did, or it is ourselves."""
         join = Join(self._port.me(), self._hooks.meta())
+        began_s = self._clock.monotonic()
         try:
             answer = await self._transport.call(
                 address, None, "swim/join", encode(join), deadline_s=JOIN_DEADLINE_S, lane="probe"
@@ -221,25 +343,47 @@ class Joiner:
             seed.trouble = error.reason[:LONGEST_TROUBLE]
             if error.status not in NOT_YET and error.status < 500:
                 self._refused(seed, address, error.reason)
+            remembered_elsewhere = seed.hint and error.status in NOT_ITSELF
+            self._saw(seed, address, "silent" if remembered_elsewhere else "answered", began_s)
             return False
         except TransportError as error:
             seed.trouble = str(error)[:LONGEST_TROUBLE]
+            self._saw(seed, address, await self._failure(address, error), began_s)
             return False
+        if answer.sender == join.record.id:
+            seed.answered[address] = answer.sender
+            self.own_address_among_seeds = True
+            self._saw(seed, address, "own", began_s)
+            return True
+        if isinstance(welcome, Starting) and answer.sender is not None:
+            seed.trouble = "it is only just starting itself"
+            self._saw(seed, address, "starting", began_s, node_id=answer.sender, starting=welcome)
+            return False
+        self._saw(seed, address, "answered", began_s)
         if not isinstance(welcome, Welcome) or answer.sender is None:
             return False
         seed.answered[address] = answer.sender
-        if answer.sender == join.record.id:
-            self.own_address_among_seeds = True
-            return True
         if self._learn_address(welcome):
             return False  # ask again, now that we know where we live
         reason = self._hooks.check_welcome(welcome.join_info)
         if reason is not None:
             self._refused(seed, address, reason)
             return False
+        self._port.follow(self._hooks.lineage(welcome.join_info))
+        self._saw(seed, address, "joined", began_s)
         self._port.accept(Welcomed(answer.sender, str(address), welcome, address.host))
         self.joined.set()
         return True
+
+    async def _failure(
+        self, address: Address, error: TransportError
+    ) -> Literal["silent", "frozen", "answered"]:
+        """What a failed try shows: a process that is stopped still takes connections."""
+        if isinstance(error, PeerUnreachableError) and not error.sent:
+            return "silent"
+        if isinstance(error, PeerTimeoutError):
+            return "frozen" if await self._listens(address) else "silent"
+        return "answered"  # it broke off, or said what isn't of our protocol
 
     def _learn_address(self, welcome: Welcome) -> bool:
         """Take the host that the seed saw, when we don't know our own."""

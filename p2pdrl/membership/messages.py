@@ -9,7 +9,7 @@ Each request has its own route and its own answers:
 | ``swim/gossip`` | `Gossip` (a leave is the gossip of one's own ``left`` record) | `Ack` |
 | ``swim/sync`` | `Sync` | `Digest` |
 | ``swim/delta`` | `Delta` | `Gossip` |
-| ``swim/join`` | `Join` | `Welcome` |
+| ``swim/join`` | `Join` | `Welcome`, or `Starting` |
 
 ``records`` ride on everything. The service encodes and decodes; the core and the simulator pass
 the structs themselves.
@@ -17,7 +17,7 @@ the structs themselves.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -37,6 +37,7 @@ __all__ = [
     "Nack",
     "Ping",
     "PingReq",
+    "Starting",
     "SwarmEntry",
     "Sync",
     "Welcome",
@@ -111,6 +112,7 @@ class SwarmEntry(msgspec.Struct, frozen=True, array_like=True):
     key: Annotated[str, Meta(max_length=64)]
     epoch: Annotated[int, Meta(ge=0, lt=2**53)]
     proposer: NodeId
+    lineage: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Digest(msgspec.Struct, frozen=True, array_like=True, tag="digest"):
@@ -136,6 +138,20 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     meta: Blob = b""
 
 
+class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):
+    """I'm in no swarm yet myself: what I wait for, and what my data folder remembers.
+
+    Attributes:
+        phase: "looking" (may found or resume a swarm when nobody comes before), "following" (never founds:
+            waits for the seeds that it was given), "blocked" (waits for somebody who is there and
+            doesn't take it in), "claiming" (about to found or resume), "decided" (has: come again soon).
+        env_steps: steps of the swarm that it remembers; -1 when it remembers none.
+    """
+
+    phase: Literal["looking", "following", "blocked", "claiming", "decided"]
+    env_steps: Annotated[int, Meta(ge=-1, lt=2**53)] = -1
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """You are in: the view, the swarm's records and the daemon's own ``join_info``.
 
@@ -147,7 +163,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     observed_host: Annotated[str, Meta(max_length=255)] = ""
 
 
-Message = Ping | Ack | PingReq | Nack | Gossip | Sync | Digest | Delta | Join | Welcome
+Message = Ping | Ack | PingReq | Nack | Gossip | Sync | Digest | Delta | Join | Welcome | Starting
 
 ROUTES: dict[str, type[Message]] = {
     "swim/ping": Ping,

@@ -21,7 +21,9 @@ from p2pdrl.ids import node_id_from_public_key
 from p2pdrl.membership.identity import Signer, Verify
 
 __all__ = [
+    "MAX_FIRST_EPOCH",
     "MAX_TAGS",
+    "RECORD_KEYS",
     "BadRecordError",
     "Incarnation",
     "MemberRecord",
@@ -39,6 +41,11 @@ __all__ = [
 MAX_TAGS = 64
 MAX_TAG_BYTES = 128
 MAX_EPOCH = 2**53
+MAX_FIRST_EPOCH = 2**52
+"""No first record under a key has a higher one, so that there is always room for the next proposals."""
+
+RECORD_KEYS = frozenset({"halt", "mode", "pause", "stop"})
+"""The settings that a swarm has; a record under another key is refused, whoever signed it."""
 
 NodeId = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -103,10 +110,13 @@ class Suspicion(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 
 
 class SwarmRecord(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """A setting of the whole swarm; the greater (epoch, proposer) wins.
+    """A setting of the whole swarm; the greater (epoch, proposer) wins within its lineage.
 
     Attributes:
+        key: one of `RECORD_KEYS`.
         value: msgpack of whatever the setting is, at most 8 KiB.
+        lineage: id of the founding that it belongs to. A lineage has one task, so when swarms meet, the
+            settings of the lineage that stays, stay.
     """
 
     key: Annotated[str, Meta(pattern="^[a-z0-9_.-]{1,64}$")]
@@ -115,11 +125,12 @@ class SwarmRecord(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     value: Annotated[bytes, Meta(max_length=8192)]
     public_key: PublicKey
     signature: Signature = b""
+    lineage: Annotated[str, Meta(max_length=64)] = ""
 
     def payload(self, swarm_id: str) -> bytes:
         """The bytes that the signature covers."""
         return msgspec.msgpack.encode((
-            "p2pdrl swarm record", swarm_id, self.key, self.epoch, self.proposer, self.value,
+            "p2pdrl swarm record", swarm_id, self.key, self.epoch, self.proposer, self.value, self.lineage,
         ))  # fmt: skip
 
 
@@ -183,11 +194,13 @@ class Verifier:
         )
 
     def check_swarm_record(self, record: SwarmRecord) -> None:
-        """Accept ``record`` when its proposer signed it.
+        """Accept ``record`` when its proposer signed it and a swarm has such a setting.
 
         Raises:
-            BadRecordError: forged.
+            BadRecordError: forged, or under an unknown key.
         """
+        if record.key not in RECORD_KEYS:
+            raise BadRecordError(400, f"no swarm has a setting {record.key!r}")
         self._check_owner(record.proposer, record.public_key, record.signature, record.payload(self.swarm_id))
 
     def _check_owner(self, node_id: str, public_key: bytes, signature: bytes, payload: bytes) -> None:

@@ -10,12 +10,18 @@ from p2pdrl.membership.events import Answered, Failed
 from p2pdrl.membership.kernel import Kernel
 from p2pdrl.membership.messages import Ack, Gossip, Ping
 from p2pdrl.membership.prober import Prober
+from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.membership.rumours import Rumours
 from p2pdrl.membership.table import Member
 
 __all__ = ["Rounds"]
 
 EXPIRE_EVERY_S = 60.0
+TOLD_AT_ONCE = 32
+"""Calls under way while a setting is told to everybody."""
+TELL_TRIES = 5
+TELL_AGAIN_S = 1.0
+"""A member whose mode is older is told ours at most this often."""
 
 
 class Rounds:
@@ -34,6 +40,7 @@ class Rounds:
         self._prober = prober
         self._syncer = syncer
         self._gossiping = False
+        self._told_at: dict[str, float] = {}
 
     def start(self) -> None:
         """Arm the first of each round, at random phases."""
@@ -71,6 +78,53 @@ class Rounds:
     def _gossiped(self, result: Answered | Failed) -> None:
         if isinstance(result, Answered) and isinstance(result.message, Ack):
             self._rumours.apply(result.message.records, result.told_by)
+
+    def tell_all(self, record: SwarmRecord) -> None:
+        """Tell a new setting to every living member at once, besides the gossip.
+
+        Gossip takes some rounds, and longer on a busy machine; nodes that still follow the old mode work with
+        each other meanwhile. Whoever doesn't answer is tried again a few times.
+        """
+        kernel = self._kernel
+        waiting = [(member.record.id, 1) for member in kernel.table.living]
+        kernel.rng.shuffle(waiting)
+
+        def tell_next() -> None:
+            while waiting and kernel.swarm.get(record.key) == record and not kernel.leaving:
+                if tell(*waiting.pop()):
+                    return
+
+        def tell(node_id: str, tries: int) -> bool:
+            member = kernel.table.get(node_id)
+            if member is None or not member.living:
+                return False
+            gossip, deadline_s = Gossip(kernel.me.incarnation, (record,)), 2 * kernel.config.probe_interval_s
+            kernel.send(member, gossip, deadline_s, lambda result: told(result, node_id, tries))
+            return True
+
+        def told(result: Answered | Failed, node_id: str, tries: int) -> None:
+            self._gossiped(result)
+            if not isinstance(result, Answered) and tries < TELL_TRIES:
+                kernel.arm(kernel.config.gossip_interval_s, lambda: again(node_id, tries + 1))
+            tell_next()
+
+        def again(node_id: str, tries: int) -> None:
+            waiting.append((node_id, tries))
+            tell_next()
+
+        for _ in range(min(TOLD_AT_ONCE, len(waiting))):
+            tell_next()
+
+    def tell_settings(self, member: Member) -> None:
+        """Tell a member that seems to follow older settings ours; its ack brings those that are newer."""
+        kernel = self._kernel
+        settings, node_id = kernel.swarm.all(), member.record.id
+        if not settings or kernel.now < self._told_at.get(node_id, float("-inf")) + TELL_AGAIN_S:
+            return
+        self._told_at = {peer: at for peer, at in self._told_at.items() if at > kernel.now - TELL_AGAIN_S}
+        self._told_at[node_id] = kernel.now
+        gossip = Gossip(kernel.me.incarnation, settings)
+        kernel.send(member, gossip, 2 * kernel.config.probe_interval_s, self._gossiped)
 
     def _sync_round(self) -> None:
         kernel = self._kernel

@@ -45,7 +45,7 @@ class Rumours:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._corrections: dict[str, MemberRecord] = {}
+        self._corrections: dict[str, MemberRecord | SwarmRecord] = {}
 
     def apply(
         self, records: Iterable[Record], told_by: str = "", trusted: bool = False
@@ -75,7 +75,7 @@ class Rumours:
                 bad = bad or error
         return bad
 
-    def corrections(self) -> tuple[MemberRecord, ...]:
+    def corrections(self) -> tuple[MemberRecord | SwarmRecord, ...]:
         """What the teller of the last batch didn't know yet; ride back on the answer."""
         return tuple(self._corrections.values())[:MAX_CORRECTIONS]
 
@@ -323,3 +323,8 @@ class Rumours:
             kernel.table.touch()
             kernel.broadcast(record)
             kernel.effects.append(SwarmChanged(record))
+            return
+        held = kernel.swarm.get(record.key)
+        newer = held is not None and (held.epoch, held.proposer) > (record.epoch, record.proposer)
+        if held is not None and newer and record.lineage == held.lineage:
+            self._corrections[record.key] = held

@@ -67,6 +67,7 @@ class SeedBook:
         self._seeds = [Seed(address) for address in given]
         self._seeds += [Seed(address, hint=True) for address in dict.fromkeys(hints) if address not in given]
         self._rng = rng
+        self._heard_of = 0
 
     def __len__(self) -> int:
         return len(self._seeds)
@@ -75,6 +76,12 @@ class SeedBook:
     def all(self) -> list[Seed]:
         """Every seed."""
         return list(self._seeds)
+
+    def hear_of(self, address: Address, at_most: int) -> None:
+        """Take ``address`` in as if it had been remembered, unless it is known or there are many."""
+        if all(seed.address != address for seed in self._seeds) and self._heard_of < at_most:
+            self._heard_of += 1
+            self._seeds.append(Seed(address, hint=True))
 
     def due(self, now: float) -> list[Seed]:
         """Seeds whose time has come."""
@@ -121,6 +128,11 @@ class SeedBook:
         backoff_s = min(BACKOFF_MAX_S, BACKOFF_MIN_S * 2.0 ** min(seed.failures, 10))
         seed.failures += 1
         seed.next_at = now + backoff_s * self._rng.uniform(0.8, 1.0)
+
+    def soon(self, seed: Seed, now: float) -> None:
+        """Whoever is there is only just starting: ask again without a back-off."""
+        seed.failures = 0
+        seed.next_at = now + RECHECK_S * self._rng.uniform(0.5, 0.7)
 
     def refused(self, seed: Seed, reason: str, now: float) -> bool:
         """It said no: try again slowly; True when the reason is news."""

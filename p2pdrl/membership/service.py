@@ -43,9 +43,12 @@ from p2pdrl.membership.joining import (
     Joiner,
     JoinHooks,
     JoinPort,
+    Listens,
     Resolver,
+    Sighting,
     judge_newcomer,
     knows_no_address,
+    listens,
     resolve,
 )
 from p2pdrl.membership.known_members import KnownMember, KnownMembers, living
@@ -76,6 +79,7 @@ class MembershipService:
         known: what was remembered from the last run, and where to keep it.
         rng: spreads the tries of seeds.
         resolver: from host name to IP addresses.
+        listens: tells whether an address takes connections.
         on_record: told of each swarm record that changed.
         on_twin: told the address of another node that runs with our key.
 
@@ -94,6 +98,7 @@ class MembershipService:
         known: KnownMembers | None = None,
         rng: random.Random,
         resolver: Resolver = resolve,
+        listens: Listens = listens,
         on_record: Callable[[SwarmRecord], None] | None = None,
         on_twin: Callable[[str], None] | None = None,
     ) -> None:
@@ -124,9 +129,11 @@ class MembershipService:
                 accept=self._feed,
                 move_to=lambda address: self.self_update(address=address),
                 at_rest=lambda address, node_id: core.lives(str(address), node_id),
+                follow=self._follow_first,
             ),
             rng=rng,
             resolver=resolver,
+            listens=listens,
         )
         self.joined = self._joiner.joined
         for route in ROUTES:
@@ -181,6 +188,11 @@ class MembershipService:
         return self._core
 
     @property
+    def node_id(self) -> str:
+        """Our own id."""
+        return self._core.me.id
+
+    @property
     def records(self) -> SwarmRecords:
         """Settings of the whole swarm, for reading; `propose` writes them."""
         return self._core.swarm
@@ -189,6 +201,10 @@ class MembershipService:
     def own_address_among_seeds(self) -> bool:
         """True once a seed turned out to be ourselves."""
         return self._joiner.own_address_among_seeds
+
+    def sightings(self) -> list[Sighting]:
+        """What came of the last try of each seed's addresses."""
+        return self._joiner.sightings()
 
     def refusals(self) -> dict[str, str]:
         """Seeds that refuse us now, and why."""
@@ -219,11 +235,15 @@ class MembershipService:
         """Write a setting of the whole swarm.
 
         Raises:
-            ValueError: the value is longer than 8 KiB, or the key malformed.
+            ValueError: the value is longer than 8 KiB, or there is no such setting.
         """
         record, effects = self._core.propose(key, value, self._clock.monotonic())
         self._carry_out(effects)
         return record
+
+    def follow(self, lineage: str) -> None:
+        """Hold the settings of ``lineage`` from now on: our state is of that lineage."""
+        self._carry_out(self._core.follow(lineage, self._clock.monotonic()))
 
     def recall(self, record: SwarmRecord) -> None:
         """Take a setting that this node held in an earlier run, unless a greater one is known by now.
@@ -236,6 +256,10 @@ class MembershipService:
     def catch_up(self, node_id: str) -> None:
         """Compare views with a member that knows a newer setting than we do."""
         self._carry_out(self._core.catch_up(node_id, self._clock.monotonic()))
+
+    def tell_settings(self, node_id: str) -> None:
+        """Tell a member that seems to follow older settings ours, at once."""
+        self._carry_out(self._core.tell_settings(node_id, self._clock.monotonic()))
 
     # Inputs
 
@@ -263,6 +287,9 @@ class MembershipService:
         if isinstance(message, Join):
             if incoming.sender == self._core.me.id or knows_no_address(message.record):
                 return Reply(encode(Welcome((), b"", incoming.remote_host)))
+            if (starting := self._hooks.starting()) is not None:
+                self._note_starting(message, incoming)
+                return Reply(encode(starting))
             judge_newcomer(message, incoming.sender, self._hooks)
         answer = await self._pending.ask(
             lambda token: self._feed(Request(token, incoming.sender, message, incoming.remote_host))
@@ -271,6 +298,19 @@ class MembershipService:
             self.joined.set()
             answer = msgspec.structs.replace(answer, join_info=self._hooks.info())
         return Reply(encode(answer))
+
+    def _note_starting(self, join: Join, incoming: Incoming) -> None:
+        """Two nodes that start at once may know each other one way only: ask back."""
+        address = join.record.address
+        if join.record.id == incoming.sender and not self._core.refuses_address(
+            address, incoming.remote_host
+        ):
+            self._joiner.heard_of(Address.parse(address))
+
+    def _follow_first(self, lineage: str) -> None:
+        """Take the settings of the swarm that welcomed us; once we have a state, that one's count."""
+        if lineage and not self._core.swarm.lineage:
+            self.follow(lineage)
 
     # Effects
 

@@ -273,7 +273,7 @@ class Membership:
         """Write a setting of the whole swarm.
 
         Raises:
-            ValueError: the value is longer than 8 KiB, or the key malformed.
+            ValueError: the value is longer than 8 KiB, or there is no such setting.
         """
         self._advance(now)
         kernel = self._kernel
@@ -281,8 +281,23 @@ class Membership:
         kernel.swarm.merge(record)
         kernel.table.touch()
         kernel.broadcast(record)
+        self._rounds.tell_all(record)
         kernel.effects.append(SwarmChanged(record))
         return record, self._flush()
+
+    def follow(self, lineage: str, now: float) -> list[Effect]:
+        """Hold the settings of ``lineage`` from now on, and ask a member for them."""
+        self._advance(now)
+        kernel = self._kernel
+        if kernel.swarm.follow(lineage) and not kernel.leaving:
+            kernel.table.touch()
+            for member in kernel.table.sample(2, kernel.rng, lambda member: member.state == "alive"):
+                self._syncer.run(member)
+        return self._flush()
+
+    def refuses_address(self, address: str, told_by: str) -> bool:
+        """True for an address that must not be dialled on the word of ``told_by``."""
+        return self._kernel.policy.refuse(address, told_by) is not None
 
     def recall(self, record: SwarmRecord, now: float) -> list[Effect]:
         """Take a setting that this node held in an earlier run, unless a greater one is known by now.
@@ -304,6 +319,14 @@ class Membership:
         member = self._kernel.table.get(node_id)
         if member is not None and not self._kernel.leaving:
             self._syncer.run(member)
+        return self._flush()
+
+    def tell_settings(self, node_id: str, now: float) -> list[Effect]:
+        """Tell a member that seems to follow older settings ours, at once."""
+        self._advance(now)
+        member = self._kernel.table.get(node_id)
+        if member is not None and member.living and not self._kernel.leaving:
+            self._rounds.tell_settings(member)
         return self._flush()
 
     def assume(self, records: Iterable[Record], now: float) -> None:

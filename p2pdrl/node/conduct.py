@@ -61,6 +61,16 @@ class Conduct:
         self._changed.set()
         self._mode_changed.set()
 
+    def enter(self, lineage: str) -> None:
+        """Our state is of ``lineage`` now: its records count from now on, and no other's."""
+        membership = self._parts.membership
+        if membership.records.lineage == lineage:
+            return
+        self._stop = None
+        self._caught_up_s = float("-inf")
+        membership.follow(lineage)
+        self.record_changed()
+
     def found(self, training: Training, founded_at: float) -> None:
         """Write the first records; those that others wrote already stay."""
         membership = self._parts.membership
@@ -144,6 +154,7 @@ class Conduct:
         if serves(training):
             training.supervisor.returns.clear()  # should it train again: these are of an older policy
         self._catch_up()
+        self._adopt_greater(training)
         if self._stop is None or self.halted.is_set():
             return
         version, condition = self._stop
@@ -214,6 +225,16 @@ class Conduct:
         if newest > held and now_s >= self._caught_up_s + CATCH_UP_EVERY_S:
             self._caught_up_s = now_s
             self._parts.membership.catch_up(peer)
+
+    def _adopt_greater(self, training: Training) -> None:
+        """Take the state of a greater lineage that a living member reports, whatever the mode of either is.
+
+        Nodes of two lineages follow other records, so their strategies may never meet.
+        """
+        found = self._figures.greater_lineage()
+        if found is not None and training.ready and not training.adoptions.under_way:
+            donor, lineage, why = found
+            training.adoptions.begin(donor, lineage, why)
 
     def _impossible(self, strategy: StrategyConfig, *, exact: bool = False) -> str | None:
         """Why a strategy can't run here, as far as options and task tell: a peer may propose anything.

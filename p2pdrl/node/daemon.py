@@ -14,25 +14,27 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.loader import Resolved
 from p2pdrl.config.root import Config
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.config.task_hash import HASHED
-from p2pdrl.errors import P2PDRLError, UsageError
+from p2pdrl.errors import P2PDRLError, StorageError, UsageError
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.records import SwarmRecord
+from p2pdrl.node import settings
 from p2pdrl.node.conduct import Conduct
 from p2pdrl.node.counting import rumours
 from p2pdrl.node.counting.rumours import Rumours
 from p2pdrl.node.entry.first_state import first_state, founded_at, take_up
 from p2pdrl.node.entry.gate import Gate
+from p2pdrl.node.entry.memory import Memory, SwarmMemory, recall_stop
 from p2pdrl.node.entry.opening import Opened, open_node
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.farewell import WITHIN_S, farewell
@@ -50,13 +52,16 @@ from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.protocol import ROUTES
 from p2pdrl.telemetry import logging as telemetry_logging
 from p2pdrl.telemetry.tensorboard import TensorBoardWriter, open_writer
-from p2pdrl.transport.protocol import Address
+from p2pdrl.transport.protocol import Address, Incoming, Refusal
 
 __all__ = ["Node", "run"]
+
+R = TypeVar("R")
 
 LAST_WORDS_S = 1.5
 """After a halt the node stays this long, so that everybody hears of it and sees the last figures."""
 FOLD_AFTER_S = 60.0
+REMEMBER_EVERY_S = 15.0
 
 
 def run(resolved: Resolved) -> int:
@@ -100,6 +105,10 @@ class Node:
         self._leave_reason = ""
         self._fatal: P2PDRLError | None = None
         self._failed: P2PDRLError | None = None
+        self._to_remember = asyncio.Event()
+        self._memory_failed = False
+        self._had_others = False
+        """Whether this swarm had other members, in this run or, when it is resumed, before."""
         self.last_resort = threading.Timer(WITHIN_S, os._exit, (0,))
         """Ends the process when leaving hangs (a disk that doesn't answer, say)."""
         self.last_resort.daemon = True
@@ -134,6 +143,8 @@ class Node:
             await parts.membership.start()
             stack.push_async_callback(parts.membership.close)
             await self._until_left(self._work(stack, opened))
+            if parts.training is not None:
+                await self._remember(parts.training)
             if self._fatal is not None:
                 raise self._fatal
             await farewell(parts, self._figures, self._leave_reason or "done")
@@ -191,7 +202,11 @@ class Node:
             ]
             parts.rumours = self._make_rumours()
             jobs.append(group.create_task(parts.rumours.run(), name="rumours"))
-            origin = await self._gate.find_swarm(parts.membership, parts.address, remembers=opened.remembers)
+            self._memory = SwarmMemory(parts.data_dir, parts.swarm_id)
+            memory = await asyncio.to_thread(self._memory.read)
+            origin = await self._gate.find_swarm(
+                parts.membership, parts.address, remembers=opened.remembers, memory=memory
+            )
             training = self._make_training(origin.task)
             stack.callback(training.close)
             stack.push_async_callback(training.stop)
@@ -203,9 +218,11 @@ class Node:
             parts.training = self._gate.training = training
             for route in ROUTES:
                 parts.transport.serve(
-                    route, training.mode.answer, max_vector_bytes=self._config.node.limits.max_vector_bytes
+                    route,
+                    self._telling(training.mode.answer),
+                    max_vector_bytes=self._config.node.limits.max_vector_bytes,
                 )
-            parts.transport.serve_pipes(PIPE_ROUTE, training.mode.accept)
+            parts.transport.serve_pipes(PIPE_ROUTE, self._telling(training.mode.accept))
             parts.transport.serve(timelines.ROUTE, training.timelines.answer)
             parts.transport.serve(state_transfer.ROUTE, Giving(training, parts.ledger, self._events).answer)
             state, lineage = await first_state(parts, training, origin, checkpoint)
@@ -216,9 +233,13 @@ class Node:
             self._conduct.saved_mode = SavedMode(parts.data_dir, training.task_hash, parts.swarm_id)
             await recall(parts, self._conduct.saved_mode, origin, checkpoint)
             self._events.emit("training", f"trains {origin.task.subject} on {training.supervisor.device}")
-            if origin.how == "founded":
+            if origin.how == "resumed" and memory is not None:
+                self._had_others = True
+                recall_stop(parts, memory)
+            if origin.how != "joined":
                 self._conduct.found(training, founded_at(checkpoint, self._clock.wall()))
             jobs += [
+                group.create_task(self._remember_often(training), name="memory"),
                 group.create_task(self._conduct.run(training), name="records"),
                 group.create_task(self._watch(training.supervisor.watch()), name="learner"),
                 group.create_task(self._watch(training.crew.watch()), name="helpers"),
@@ -246,6 +267,19 @@ class Node:
             self.last_resort.args = (error.exit_code,)
             self.leave("its learner can't go on")
 
+    def _telling(self, answer: Callable[[Incoming], Awaitable[R]]) -> Callable[[Incoming], Awaitable[R]]:
+        """Tell whoever is refused for an older mode or view (409) the swarm's settings at once."""
+
+        async def answered(incoming: Incoming) -> R:
+            try:
+                return await answer(incoming)
+            except Refusal as refusal:
+                if refusal.status == 409:
+                    self._parts.membership.tell_settings(incoming.sender)
+                raise
+
+        return answered
+
     def _make_training(self, task: TaskConfig) -> Training:
         config, parts = self._config.node, self._parts
         seed = config.seed
@@ -268,6 +302,7 @@ class Node:
             rounds=self._meters.round,
             named=parts.name_of,
             pipes=parts.transport,
+            entered=self._on_lineage,
         )
         parts.state = "starting"
         return training
@@ -305,6 +340,43 @@ class Node:
     def _folder(self, training: Training) -> Path:
         return Path(self._parts.data_dir) / "checkpoints" / training.task_hash[:12]
 
+    async def _remember_often(self, training: Training) -> None:
+        """Keep what the data folder remembers of the swarm up to date."""
+        while True:
+            await self._remember(training)
+            self._to_remember.clear()
+            try:
+                async with asyncio.timeout(REMEMBER_EVERY_S):
+                    await self._to_remember.wait()
+            except TimeoutError:
+                pass
+
+    async def _remember(self, training: Training) -> None:
+        stop = self._parts.membership.records.get(settings.STOP)
+        done = self._parts.halted is not None
+        steps = training.lineage_steps
+        if not training.lineage:
+            return
+        self._had_others = self._had_others or len(self._parts.membership.members()) > 1
+        memory = Memory(
+            self._memory.swarm_id,
+            training.task,
+            training.lineage,
+            steps,
+            stop,
+            done=done,
+            others=self._had_others,
+        )
+        try:
+            await asyncio.to_thread(self._memory.write, memory)
+        except StorageError as error:
+            if not self._memory_failed:
+                text = f"{error}; after a restart this node may not know the swarm"
+                self._events.emit("memory-unsaved", text, level="warning")
+            self._memory_failed = True
+        else:
+            self._memory_failed = False
+
     async def _fold_later(self) -> None:
         await asyncio.sleep(FOLD_AFTER_S)
         self._parts.ledger.fold_own()
@@ -336,6 +408,8 @@ class Node:
             return
         if event.kind in ("dead", "left") and self._parts.rumours is not None:
             self._parts.rumours.table.drop([member.id])
+        if event.kind == "joined":
+            self._to_remember.set()
         if event.kind != "updated":
             self._events.emit(
                 f"member-{event.kind}",
@@ -346,6 +420,11 @@ class Node:
 
     def _on_record(self, _record: SwarmRecord) -> None:
         self._conduct.record_changed()
+        self._to_remember.set()
+
+    def _on_lineage(self, lineage: str) -> None:
+        self._conduct.enter(lineage)
+        self._to_remember.set()
 
     def _on_twin(self, address: str) -> None:
         self._fatal = UsageError(

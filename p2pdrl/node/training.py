@@ -64,6 +64,7 @@ class Training:
         rounds: told how each round has ended.
         named: from a member's id to its name.
         pipes: opens pipes to peers; None where the transport has none.
+        entered: told the lineage of each state that we take.
     """
 
     def __init__(
@@ -84,9 +85,11 @@ class Training:
         rounds: Callable[[RoundReport], None] = lambda report: None,
         named: Callable[[str], str] = str,
         pipes: Pipes | None = None,
+        entered: Callable[[str], None] = lambda lineage: None,
     ) -> None:
         self._me = me
         self._pipes = pipes
+        self._entered = entered
         self._config = config
         self._transport = transport
         self._clock = clock
@@ -328,6 +331,7 @@ class Training:
         """What is trained from now on belongs to this lineage."""
         self.lineage = lineage
         self._ledger.follow(lineage)
+        self._entered(lineage)
 
     def context(self, epoch: int) -> Context:
         """What a strategy of that mode epoch is given."""

@@ -10,6 +10,8 @@ from p2pdrl.config.strategy import Partners
 
 __all__ = ["Occasions", "Timetable"]
 
+IDLE_S = 1.0
+"""Longest wait for news: what else an exchange waits for (a state, members) is looked at so often."""
 COOL_FIRST_S = 0.5
 COOL_MAX_S = 15.0
 UNREADY_MAX_S = 1.0
@@ -69,9 +71,17 @@ class Occasions:
         return self._next_s
 
     def rest_s(self, now_s: float) -> float:
-        """How long to wait for news: up to the moment at which an exchange may begin."""
+        """How long to wait for news: up to the moment at which an exchange may begin.
+
+        Without updates (the learner is paused, say) only time makes one due, so there is no hurry.
+        """
         left_s = self._next_s - now_s
-        return max(left_s if left_s > 0 else self._timetable.min_interval_s, 0.005)
+        if left_s <= 0:
+            every_s = self._timetable.every_s
+            left_s = self._timetable.min_interval_s
+            if not self.due(now_s):
+                left_s = IDLE_S if every_s <= 0 else min(IDLE_S, self._began_s + every_s - now_s)
+        return max(left_s, 0.005)
 
     def updated(self, updates: int) -> None:
         """Note that the learner made ``updates`` more updates."""

@@ -153,6 +153,10 @@ class Registry:
             self._counter("refused_total", "Requests that this node refused, by reason.", "reason")
         )
         self.strikes_total = total("strikes_total", "Poisoned vectors received from peers.")
+        self.records_refused_total = total(
+            "records_refused_total",
+            "Membership and swarm records from peers that were forged or out of bounds.",
+        )
         self.learner_restarts_total = total("learner_restarts_total", "Times the learner was started again.")
         self.actors = gauge("actors", "Actor processes of this node that run.")
         self.actor_env_steps_total = LabelledTotal(

@@ -37,7 +37,9 @@ __all__ = [
     "is_nonce",
     "new_nonce",
     "parse_time",
+    "prove_target",
     "sign_api",
+    "target_proven",
     "verify_api",
 ]
 
@@ -231,28 +233,50 @@ class ReplayGuard:
 
 
 def sign_api(
-    swarm_key: bytes, method: str, path: str, wall_s: float, nonce: str, *, body: bytes = b""
+    key: bytes, method: str, path: str, wall_s: float, nonce: str, *, target: str, body: bytes = b""
 ) -> str:
-    """Return the MAC with which a key holder signs an API request from another machine.
+    """Return the MAC with which a key holder signs a request to one node's API.
 
     Args:
-        swarm_key: the swarm's key.
+        key: the swarm's key, or the node's local token.
         method: HTTP method in upper case.
         path: path with query, as sent.
         wall_s: wall time of sending, seconds; sent along with three decimals.
         nonce: from `new_nonce`; sent along.
+        target: the node and the run of it that the request is for, as it has proven by `prove_target`; never
+            sent. A request that somebody has listened to is worth nothing to any other node, nor to this one
+            once it has restarted and forgotten its nonces.
         body: the whole request body.
     """
-    fields = (method, path, format_time(wall_s), nonce, hashlib.sha256(body).digest())
-    return hmac.digest(_derive(swarm_key, "api"), _join(fields), hashlib.sha256).hex()
+    fields = (method, path, format_time(wall_s), nonce, target, hashlib.sha256(body).digest())
+    return hmac.digest(_derive(key, "api request"), _join(fields), hashlib.sha256).hex()
 
 
 def verify_api(
-    swarm_key: bytes, method: str, path: str, wall_s: float, nonce: str, *, mac: str, body: bytes = b""
+    key: bytes,
+    method: str,
+    path: str,
+    wall_s: float,
+    nonce: str,
+    *,
+    mac: str,
+    target: str,
+    body: bytes = b"",
 ) -> bool:
     """Tell in constant time whether `sign_api` gives ``mac``.
 
     Freshness is a second question: ask a `ReplayGuard` after this said yes.
     """
-    expected = sign_api(swarm_key, method, path, wall_s, nonce, body=body)
+    expected = sign_api(key, method, path, wall_s, nonce, target=target, body=body)
     return hmac.compare_digest(expected.encode(), mac.encode())
+
+
+def prove_target(key: bytes, target: str, nonce: str) -> str:
+    """Return a node's proof that it holds ``key`` and is ``target``, for who has sent a fresh ``nonce``."""
+    return hmac.digest(_derive(key, "api target"), _join((target, nonce)), hashlib.sha256).hex()
+
+
+def target_proven(key: bytes, target: str, nonce: str, proof: str) -> bool:
+    """Tell in constant time whether `prove_target` gives ``proof``."""
+    expected = prove_target(key, target, nonce)
+    return hmac.compare_digest(expected.encode(), proof.encode("utf-8", "surrogateescape"))

@@ -67,8 +67,9 @@ class HttpClient:
         """Open both lanes."""
         self._streams.start()
         if not self._lanes:
-            self._lanes["probe"] = self._session(self._limits.probe_connections_per_host)
-            self._lanes["bulk"] = self._session(self._limits.bulk_connections_per_host)
+            limits = self._limits
+            self._lanes["probe"] = self._session(limits.probe_connections_per_host, limits.probe_keepalive_s)
+            self._lanes["bulk"] = self._session(limits.bulk_connections_per_host, limits.client_keepalive_s)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -79,10 +80,8 @@ class HttpClient:
         for session in lanes:
             await session.close()
 
-    def _session(self, per_host: int) -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(
-            limit=0, limit_per_host=per_host, keepalive_timeout=self._limits.client_keepalive_s
-        )
+    def _session(self, per_host: int, keepalive_s: float) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=0, limit_per_host=per_host, keepalive_timeout=keepalive_s)
         return aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),

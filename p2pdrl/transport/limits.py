@@ -33,6 +33,8 @@ class TransportLimits:
         keepalive_s: an idle connection is closed by the server after this time.
         client_keepalive_s: and by the client after this; shorter, so that a client never
             sends into a connection that the server is just closing.
+        probe_keepalive_s: the same for the probe lane, which talks to everybody in turn: so the open
+            connections follow the number of calls, not the number of members. Shorter connects more often.
         lingering_s: how long the rest of a refused body is read and thrown away, so that the
             caller gets to see the refusal.
         shutdown_grace_s: how long running handlers may go on when the listener closes.
@@ -67,6 +69,7 @@ class TransportLimits:
     watchdog_tick_s: float = 1.0
     keepalive_s: float = 75.0
     client_keepalive_s: float = 60.0
+    probe_keepalive_s: float = 5.0
     lingering_s: float = 1.0
     shutdown_grace_s: float = 2.0
     clock_skew_s: float = 60.0

@@ -68,6 +68,8 @@ if TYPE_CHECKING:
 __all__ = ["Learner", "main"]
 
 REPORT_INTERVAL_S = 0.02
+PAUSED_REPORT_INTERVAL_S = 0.5
+"""While it is paused and nothing changes."""
 IDLE_POLL_S = 0.05
 BEAT_S = 1.0
 """Between two signs of life."""
@@ -109,6 +111,8 @@ class Learner:
         self._going = True
         self._paced = False
         self._paused = False
+        self._reported = (-1, -1)
+        """Version and updates of the last report."""
         self._min_update_s = 0.0
         self._reported_s = float("-inf")
         self._began_s = float("-inf")
@@ -268,12 +272,16 @@ class Learner:
 
     def _report_if_due(self) -> None:
         self._mailbox.flush()
-        due = time.monotonic() >= self._reported_s + REPORT_INTERVAL_S
+        quiet = self._paused and (self._replica.version, self._updates) == self._reported
+        due = time.monotonic() >= self._reported_s + (
+            PAUSED_REPORT_INTERVAL_S if quiet else REPORT_INTERVAL_S
+        )
         if due and not self._mailbox.backlog:
             self._report()
 
     def _report(self) -> None:
         self._reported_s = time.monotonic()
+        self._reported = self._replica.version, self._updates
         moments = {
             name: msgspec.msgpack.encode(value.to_wire())
             for name, value in self._trainer.own_moments().items()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from p2pdrl.node.states.checkpoints import load
+from tests.integration.conftest import free_port
 
 PACE = ["--set", "node.learner.max_updates_per_s=5", "--set", "task.algorithm.unroll_steps=32"]
 
@@ -151,3 +152,53 @@ def test_newcomers_whose_only_donor_dies_go_on_together(swarm, wait_until):
     wait_until(
         lambda: x.status()["exchanges"].get("ok", 0) + y.status()["exchanges"].get("ok", 0), 20, "they mix"
     )
+
+
+def test_a_member_that_restarts_while_the_others_are_frozen_waits_for_them(swarm, wait_until):
+    """Else it would found another swarm, whose settings might win over those of the old one."""
+    endless = ["--set", "task.stop.env_steps=0"]
+    a = swarm.start("a", *PACE, "--set", "task.stop.env_steps=5000000", "--set", "task.strategy.weight=0.4")
+    b = swarm.start("b", *PACE, *endless, peers=a)
+    swarm.training(a, b)
+    lineage = a.status()["lineage"]
+    wait_until(lambda: b.status().get("lineage") == lineage, 20, "one lineage")
+    b.kill9()
+    a.signal(signal.SIGSTOP)
+
+    back = swarm.start("b", *PACE, *endless, data=b.data)  # no --peers: it remembers where a lived
+    port = free_port()
+    own = swarm.start("c", *PACE, *endless, "--peers", f"127.0.0.1:{port}", peers=a, port=port)
+    wait_until(lambda: back.events("waiting"), 20, "b says what it waits for")
+    assert "takes connections and doesn't answer" in back.events("waiting")[0]["text"]
+    for node in (back, own):
+        assert node.events("founded") == node.events("resumed-swarm") == []
+        assert node.status()["state"] == "joining"
+    a.signal(signal.SIGCONT)
+    swarm.training(back, own, timeout_s=90)
+    for node in (a, back, own):
+        assert node.status()["lineage"] == lineage
+        wait_until(lambda node=node: node.status()["stop"]["env_steps"] == 5_000_000, 10, "the swarm's stop")
+
+
+def test_all_nodes_restarted_at_once_go_on_with_their_swarm(swarm, wait_until):
+    task = ["--set", "task.stop.env_steps=5000000", "--set", "task.env.id=Acrobot-v1"]
+    a = swarm.start("a", *PACE, *task)
+    b = swarm.start("b", *PACE[:2], peers=a)
+    swarm.training(a, b)
+    lineage = a.status()["lineage"]
+    wait_until(lambda: b.status().get("lineage") == lineage, 20, "one lineage")
+    wait_until(lambda: all((node.data / "swarm.json").exists() for node in (a, b)), 20, "both remember")
+    command(b, "checkpoint")
+    for node in (a, b):
+        node.kill9()
+
+    b = swarm.start("b", *PACE[:2], peers=a, data=b.data, port=b.port)
+    a = swarm.start("a", *PACE[:2], data=a.data, port=a.port)
+    swarm.training(a, b, timeout_s=90)
+    assert sorted(bool(node.events("resumed-swarm")) for node in (a, b)) == [False, True]
+    assert not a.events("founded")
+    assert not b.events("founded")
+    for node in (a, b):
+        assert node.status()["lineage"] == lineage
+        assert "Acrobot-v1" in node.events("training")[0]["text"]
+        wait_until(lambda node=node: node.status()["stop"]["env_steps"] == 5_000_000, 10, "the swarm's stop")

@@ -42,14 +42,18 @@ Label = Annotated[str, Meta(max_length=64)]
 def period_s(nodes: int) -> float:
     """Seconds between two rounds of a swarm of ``nodes``.
 
-    Formula: ``max(1, 0.05 * nodes)``. A round's bytes grow with N up to the bound of a message; the
-    longer period of a larger swarm pays for them. Shorter periods are fresher and cost more bytes.
+    Formula: ``max(1, nodes / 6)``. A round's bytes grow with N (counts of every node, reports up to the
+    bound of a message), so its period does as well, from six nodes on. Shorter periods are fresher and cost
+    more bytes.
     """
-    return max(1.0, 0.05 * nodes)
+    return max(1.0, nodes / 6)
 
 
-class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's account of itself; counts are of all its boots, bytes of this one."""
+class PeerReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One node's account of itself; counts are of all its boots, bytes of this one.
+
+    Travels by position: 160 bytes instead of the 430 that names take.
+    """
 
     id: NodeId
     boot: Natural

@@ -80,7 +80,7 @@ async def first_state(
     own = None if checkpoint is None else await asyncio.to_thread(as_state, checkpoint, training.spec)
     info = origin.info
     if parts.config.node.debug.perturb_start > 0:
-        return None, new_lineage() if info is None else info.lineage
+        return None, (origin.lineage or new_lineage()) if info is None else info.lineage
     if info is not None and not (own is not None and _stays(own, info, parts.ledger, training)):
         parts.state = "fetching"
         found = await training.adoptions.first(_Orphaned(parts).judge)
@@ -92,7 +92,7 @@ async def first_state(
             training.tell_adopted(giver, state, "joined")
             return state, state.head.lineage
     if own is None:
-        return None, new_lineage()
+        return None, origin.lineage or new_lineage()
     parts.events.emit(
         "resumed-checkpoint",
         f"goes on from its checkpoint at version {own.head.policy_version}; "

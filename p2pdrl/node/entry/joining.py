@@ -1,8 +1,6 @@
 """How a node comes to a task and a lineage: it founds a swarm, or takes over the task of one.
 
-A node without seeds founds. One whose own address is among its seeds, or that only remembers
-members from its last run, gives them three seconds and then founds (or goes on with what is in
-its data folder). Any other node keeps trying for ever, and says so.
+A node without seeds or memories founds; `founding` has the rules for all others.
 """
 
 from __future__ import annotations
@@ -23,18 +21,15 @@ from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Address
 
 __all__ = [
-    "FOUNDING_PATIENCE_S",
     "JoinInfo",
     "Origin",
     "advertised",
     "decode_info",
     "direct",
-    "patience_s",
     "refuse_task",
     "seed_address",
 ]
 
-FOUNDING_PATIENCE_S = 3.0
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 
@@ -54,10 +49,12 @@ class JoinInfo(msgspec.Struct, frozen=True):
 class Origin:
     """Where this node's task and lineage come from."""
 
-    how: Literal["founded", "joined"]
+    how: Literal["founded", "resumed", "joined"]
     task: TaskConfig
     info: JoinInfo | None
-    """What the member through which we joined told; None when founding."""
+    """What the member through which we joined told; None when founding or resuming."""
+    lineage: str = ""
+    """The remembered one that is resumed; empty otherwise."""
 
 
 def seed_address(text: str) -> Address:
@@ -90,22 +87,6 @@ def _can_be_host(host: str) -> bool:
     except ValueError:
         return False
     return ":" in host or all(map(_LABEL.fullmatch, labels))
-
-
-def patience_s(seeds: tuple[str, ...], own: Address, *, remembers: bool) -> float | None:
-    """Return how long to wait for an answer before founding; None is for ever.
-
-    Args:
-        seeds: addresses given by the person.
-        own: our advertised address.
-        remembers: whether members of an earlier run are on disk.
-    """
-    addresses = {str(Address.parse(seed)) for seed in seeds}
-    if str(own) in addresses:
-        return FOUNDING_PATIENCE_S
-    if addresses:
-        return None
-    return FOUNDING_PATIENCE_S if remembers else 0.0
 
 
 def decode_info(data: bytes) -> JoinInfo:

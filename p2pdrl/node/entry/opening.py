@@ -82,6 +82,7 @@ async def open_node(
     stack.push_async_callback(endpoint.close)
     view = View(
         name=node.name or "",
+        node_id=identity.node_id,
         token=data.token(),
         swarm_key=key,
         open_metrics=node.open_metrics,

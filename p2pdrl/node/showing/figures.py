@@ -266,9 +266,32 @@ class Figures:
         return mode_document(self._parts, [(self._parts.name, self.report()), *others])
 
     def newest_mode(self) -> tuple[int, str]:
-        """The greatest stamp of a mode that a living member follows, and who that is; (0, "") for none."""
-        reports = self._reports(self._parts.alive())
+        """The greatest mode stamp of the living members of our lineage, and whose it is; (0, "") for none."""
+        lineage = "" if self._parts.training is None else self._parts.training.lineage
+        reports = [report for report in self._reports(self._parts.alive()) if report.lineage in ("", lineage)]
         return max(((report.mode_epoch, report.id) for report in reports), default=(0, ""))
+
+    def greater_lineage(self) -> tuple[str, str, str] | None:
+        """A living member whose lineage stays when it meets ours, that lineage, and why; None for none.
+
+        The one with more environment steps stays, then the lower id: as in an exchange.
+        """
+        training, ledger = self._parts.training, self._parts.ledger
+        if training is None or not training.lineage:
+            return None
+        ours = (-ledger.steps(training.lineage), training.lineage)
+        found = min(
+            (
+                ((-ledger.steps(report.lineage), report.lineage), report.id)
+                for report in self._reports(self._parts.alive())
+                if report.lineage not in ("", training.lineage) and report.state in ("training", "paused")
+            ),
+            default=None,
+        )
+        if found is None or found[0] > ours:
+            return None
+        (steps, lineage), donor = found
+        return donor, lineage, f"lineage {lineage} has {-steps} steps, ours {-ours[0]}"
 
     def _row(self, member: MemberView) -> dict[str, object]:
         now_s = self._parts.clock.monotonic()

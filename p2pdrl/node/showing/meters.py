@@ -82,6 +82,7 @@ class Meters:
         registry.bytes_out_total.advance_to(counters.bytes_out)
         for status, count in counters.refused.items():
             registry.refused_total.of(str(status)).advance_to(count)
+        registry.records_refused_total.advance_to(parts.membership.core.refused_records)
         for state, count in parts.member_counts().items():
             registry.members.set(state, count)
         if training is not None:

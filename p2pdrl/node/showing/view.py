@@ -27,6 +27,7 @@ class View:
 
     Args:
         name: of this node.
+        node_id: its own id.
         token: the local token, 64 hex digits.
         swarm_key: the shared secret, or None.
         open_metrics: whether ``/metrics`` wants no authentication.
@@ -38,6 +39,7 @@ class View:
         self,
         *,
         name: str,
+        node_id: str,
         token: str,
         swarm_key: bytes | None,
         open_metrics: bool,
@@ -46,6 +48,7 @@ class View:
         leave: Callable[[str], None],
     ) -> None:
         self.name = name
+        self.node_id = node_id
         self.token = token
         self.swarm_key = swarm_key
         self.open_metrics = open_metrics

@@ -26,7 +26,7 @@ from p2pdrl.node.states.checkpoints import Checkpoint
 
 __all__ = ["SavedMode", "recall"]
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 65536
 
 

@@ -13,7 +13,7 @@ from p2pdrl.api.testing import FakeNode
 from p2pdrl.clock import ManualClock
 from p2pdrl.errors import StorageError
 from p2pdrl.ids import PROTOCOL_VERSION
-from p2pdrl.transport.auth import format_time, new_nonce, sign_api
+from p2pdrl.transport.auth import format_time, new_nonce, sign_api, target_proven
 
 KEY = bytes(range(32))
 
@@ -39,12 +39,16 @@ def bearer(node):
     return {"Authorization": f"Bearer {node.token}"}
 
 
-def signed(key, method, path, wall_s, nonce=None):
-    nonce = nonce or new_nonce()
+async def target_of(client, *, nonce="0" * 32):
+    return (await (await client.get(f"/v1/target?nonce={nonce}")).json())["target"]
+
+
+async def signed(client, key, method, path, wall_s, nonce=None):
+    nonce, target = nonce or new_nonce(), await target_of(client)
     return {
         "P2PDRL-Time": format_time(wall_s),
         "P2PDRL-Nonce": nonce,
-        "P2PDRL-Mac": sign_api(key, method, path, wall_s, nonce),
+        "P2PDRL-Mac": sign_api(key, method, path, wall_s, nonce, target=target),
     }
 
 
@@ -78,9 +82,13 @@ async def test_with_a_swarm_key_reading_wants_credentials(start, clock, path):
     assert "Bearer" in answer.headers["WWW-Authenticate"]
     assert "\n" not in (await answer.json())["error"]
     assert (await client.get(path, headers=bearer(node))).status == 200
-    assert (await client.get(path, headers=signed(KEY, "GET", path, clock.wall()))).status == 200
+    assert (
+        await client.get(path, headers=await signed(client, KEY, "GET", path, clock.wall()))
+    ).status == 200
     token = node.token.encode()
-    assert (await client.get(path, headers=signed(token, "GET", path, clock.wall()))).status == 200
+    assert (
+        await client.get(path, headers=await signed(client, token, "GET", path, clock.wall()))
+    ).status == 200
 
 
 @pytest.mark.parametrize("path", CHANGES)
@@ -116,11 +124,13 @@ async def test_the_mode_is_changed_by_a_signed_query(start, clock):
     node = FakeNode(swarm_key=KEY)
     client = await start(node)
     path = "/v1/mode?mode=gossip&set=protocol%3Ddsgd&set=topology%3Dtorus"
-    answer = await client.post(path, headers=signed(KEY, "POST", path, clock.wall()))
+    answer = await client.post(path, headers=await signed(client, KEY, "POST", path, clock.wall()))
     assert (answer.status, await answer.json()) == (200, {"ok": True, "epoch": 2, "proposer": "01" * 16})
     assert node.done == ["mode gossip protocol=dsgd topology=torus"]
     other = "/v1/mode?mode=gossip&set=protocol%3Dsgp"
-    assert (await client.post(other, headers=signed(KEY, "POST", path, clock.wall()))).status == 401
+    assert (
+        await client.post(other, headers=await signed(client, KEY, "POST", path, clock.wall()))
+    ).status == 401
     assert len(node.done) == 1
 
 
@@ -171,21 +181,54 @@ async def test_health_says_why_and_tells_the_data_folder_to_this_machine_only(st
 async def test_a_signed_request_counts_once_for_its_path_method_and_minute(start, clock):
     node = FakeNode(swarm_key=KEY)
     client = await start(node)
-    good = signed(KEY, "POST", "/v1/pause", clock.wall())
+    good = await signed(client, KEY, "POST", "/v1/pause", clock.wall())
     assert (await client.post("/v1/pause", headers=good)).status == 200
     assert (await client.post("/v1/pause", headers=good)).status == 409
-    other_path = signed(KEY, "POST", "/v1/pause", clock.wall())
+    other_path = await signed(client, KEY, "POST", "/v1/pause", clock.wall())
     assert (await client.post("/v1/leave", headers=other_path)).status == 401
-    other_method = signed(KEY, "GET", "/v1/checkpoint", clock.wall())
+    other_method = await signed(client, KEY, "GET", "/v1/checkpoint", clock.wall())
     assert (await client.post("/v1/checkpoint", headers=other_method)).status == 401
-    with_query = signed(KEY, "POST", "/v1/pause", clock.wall())
+    with_query = await signed(client, KEY, "POST", "/v1/pause", clock.wall())
     assert (await client.post("/v1/pause?scope=swarm", headers=with_query)).status == 401
-    stale = await client.post("/v1/pause", headers=signed(KEY, "POST", "/v1/pause", clock.wall() - 61))
+    stale = await client.post(
+        "/v1/pause", headers=await signed(client, KEY, "POST", "/v1/pause", clock.wall() - 61)
+    )
     assert stale.status == 401
     assert "clock" in (await stale.json())["error"]
-    foreign = await client.post("/v1/pause", headers=signed(b"x" * 32, "POST", "/v1/pause", clock.wall()))
+    foreign = await client.post(
+        "/v1/pause", headers=await signed(client, b"x" * 32, "POST", "/v1/pause", clock.wall())
+    )
     assert foreign.status == 401
     assert node.done == ["pause node"]
+
+
+@pytest.mark.parametrize("path", ["/v1/pause?scope=swarm", "/v1/leave", "/v1/mode?mode=local"])
+@pytest.mark.parametrize("key", [KEY, b"7" * 64])
+async def test_a_captured_request_is_worth_nothing_to_another_node(start, clock, path, key):
+    """Nor to the same node once it has restarted, when it has forgotten its nonces."""
+    nodes = [FakeNode("one", swarm_key=KEY), FakeNode("two", swarm_key=KEY)]
+    first, second = [await start(node) for node in nodes]
+    captured = await signed(first, key, "POST", path, clock.wall())
+    assert (await second.post(path, headers=captured)).status == 401
+    assert nodes[1].done == []
+    again = await start(nodes[0])
+    assert (await again.post(path, headers=captured)).status == 401
+    assert nodes[0].done == []
+    assert (await first.post(path, headers=captured)).status in (200, 202)
+
+
+async def test_a_node_proves_whom_to_sign_for_with_each_key_and_to_each_nonce(start):
+    node = FakeNode(swarm_key=KEY)
+    client = await start(node)
+    said = await (await client.get(f"/v1/target?nonce={'a' * 32}")).json()
+    assert said["target"].startswith(f"{node.node_id}.")
+    for key in (KEY, node.token.encode()):
+        assert any(target_proven(key, said["target"], "a" * 32, proof) for proof in said["proofs"])
+        assert not any(target_proven(key, said["target"], "b" * 32, proof) for proof in said["proofs"])
+        assert not any(target_proven(key, "another", "a" * 32, proof) for proof in said["proofs"])
+    assert not any(target_proven(b"x" * 32, said["target"], "a" * 32, proof) for proof in said["proofs"])
+    for bad in ("", "?nonce=", "?nonce=x", f"?nonce={'A' * 32}"):
+        assert (await client.get(f"/v1/target{bad}")).status == 400
 
 
 @pytest.mark.parametrize(
@@ -198,7 +241,7 @@ async def test_a_signed_request_counts_once_for_its_path_method_and_minute(start
 async def test_malformed_signatures_are_400(start, clock, spoil):
     node = FakeNode(swarm_key=KEY)
     client = await start(node)
-    headers = signed(KEY, "GET", "/v1/status", clock.wall()) | spoil
+    headers = await signed(client, KEY, "GET", "/v1/status", clock.wall()) | spoil
     assert (await client.get("/v1/status", headers=headers)).status == 400
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import io
 import socket
 import threading
@@ -75,6 +76,38 @@ def test_a_keyed_node_is_read_with_key_token_or_data_folder(tmp_path):
         for options in [{}, {"swarm_key": b"x" * 32}, {"token": "8" * 64}]:
             with pytest.raises(UsageError, match="doesn't let us in"):
                 client(served.address, **options).status()
+
+
+def test_nobody_without_the_key_chooses_whom_we_sign_for():
+    """A stranger's server that passes another node's target on, with proofs of its own making."""
+    target = f'{{"target": "{"a" * 32}.{"b" * 32}", "proofs": ["{"c" * 64}"]}}'.encode()
+    asked = []
+
+    class Stranger(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.command, self.path, dict(self.headers)))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(target)))
+            self.end_headers()
+            self.wfile.write(target)
+
+        do_POST = do_GET  # noqa: N815 - as the base class names it
+
+        def log_message(self, *_args):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Stranger)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        with pytest.raises(UsageError, match="doesn't prove that it has our key"):
+            client(f"127.0.0.1:{server.server_port}", swarm_key=KEY).post("/v1/pause")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert [path.partition("?")[0] for _, path, _ in asked] == ["/v1/target"]
+    assert not any("P2PDRL-Mac" in headers for *_, headers in asked)
 
 
 def test_a_wrong_data_folder_is_told(served, tmp_path):

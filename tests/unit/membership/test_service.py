@@ -232,7 +232,7 @@ async def test_another_version_is_refused_once_in_plain_words(start: Start, monk
     monkeypatch.setattr(opening, "PROTOCOL_VERSION", 1)
     two = await start(2, ["10.0.0.1:7600"], hooks=hooks)
     await asyncio.sleep(20)
-    words = "it speaks protocol 1, this swarm speaks 2"
+    words = "it speaks protocol 1, this swarm speaks 3"
     assert told == [("10.0.0.2:7600", f"we refused it: {words}"), ("10.0.0.1:7600", words)]
     assert not two.service.joined.is_set()
     assert set(one.states()) == {"n1"}
@@ -347,3 +347,53 @@ async def test_closing_twice_leaves_no_task_behind(start: Start) -> None:
     for node in nodes * 2:
         await node.kill()
     assert asyncio.all_tasks() == before
+
+
+async def test_a_setting_is_told_to_everybody_at_once(start: Start) -> None:
+    nodes = [await start(number, [] if number == 1 else ["10.0.0.1:7600"]) for number in range(1, 41)]
+    await asyncio.sleep(30)
+    nodes[7].service.propose("mode", {"name": "dsgd"})
+    await asyncio.sleep(0.05)  # a gossip round is ten times as long
+    assert [node.service.records.value("mode") for node in nodes] == [{"name": "dsgd"}] * len(nodes)
+
+
+async def test_a_setting_reaches_everybody_over_a_lossy_network(start: Start, network: MemoryNetwork) -> None:
+    nodes = [await start(number, [] if number == 1 else ["10.0.0.1:7600"]) for number in range(1, 13)]
+    await asyncio.sleep(20)
+    network.loss = 0.4
+    nodes[3].service.propose("pause", True)
+    await asyncio.sleep(6)
+    assert [node.service.records.value("pause") for node in nodes] == [True] * len(nodes)
+
+
+async def test_a_straggler_is_told_the_newer_settings_at_once(start: Start, network: MemoryNetwork) -> None:
+    one = await start(1, [])
+    two = await start(2, ["10.0.0.1:7600"])
+    await asyncio.sleep(5)
+    old = one.service.propose("mode", {"name": "dsgd"})
+    await asyncio.sleep(1)
+    network.cut(one.identity.node_id, two.identity.node_id)
+    one.service.propose("mode", {"name": "sgp"})
+    await asyncio.sleep(0.2)
+    network.heal(one.identity.node_id, two.identity.node_id)
+    assert two.service.records.get("mode") == old
+    one.service.tell_settings(two.identity.node_id)  # it was refused for its older mode
+    await asyncio.sleep(0.02)
+    assert two.service.records.value("mode") == {"name": "sgp"}
+
+
+async def test_who_tells_an_older_setting_learns_the_newer_one_from_the_answer(
+    start: Start, network: MemoryNetwork
+) -> None:
+    one = await start(1, [])
+    two = await start(2, ["10.0.0.1:7600"])
+    await asyncio.sleep(5)
+    one.service.propose("mode", {"name": "dsgd"})
+    await asyncio.sleep(1)
+    network.cut(one.identity.node_id, two.identity.node_id)
+    one.service.propose("mode", {"name": "sgp"})
+    await asyncio.sleep(0.2)
+    network.heal(one.identity.node_id, two.identity.node_id)
+    two.service.tell_settings(one.identity.node_id)
+    await asyncio.sleep(0.02)
+    assert two.service.records.value("mode") == {"name": "sgp"}

@@ -14,8 +14,12 @@ def store() -> SwarmRecords:
     return SwarmRecords(Verifier("swarm", verify))
 
 
-def record(identity: Identity, epoch: int, value: object = None) -> SwarmRecord:
-    plain = SwarmRecord("mode", epoch, identity.node_id, msgspec.msgpack.encode(value), identity.public_key)
+def record(
+    identity: Identity, epoch: int, value: object = None, *, lineage: str = "", key: str = "mode"
+) -> SwarmRecord:
+    plain = SwarmRecord(
+        key, epoch, identity.node_id, msgspec.msgpack.encode(value), identity.public_key, lineage=lineage
+    )
     return sign_swarm_record(identity, "swarm", plain)
 
 
@@ -76,3 +80,53 @@ def test_digests_find_what_either_side_lacks() -> None:
     give, want = right.compare(left.digest())
     assert [item.key for item in give] == ["mode", "stop"]
     assert want == ()
+
+
+def test_records_of_another_lineage_are_passed_over_whoever_is_greater() -> None:
+    held = store()
+    held.follow("old")
+    mine = record(ONE, 1, lineage="old")
+    assert held.merge(mine)
+    assert not held.merge(record(TWO, 1, lineage="new"))
+    assert not held.merge(record(TWO, 999, lineage="new"), trusted=True)
+    assert held.get("mode") == mine
+
+
+def test_the_lineage_is_signed() -> None:
+    held = store()
+    held.follow("old")
+    with pytest.raises(BadRecordError) as caught:
+        held.merge(msgspec.structs.replace(record(TWO, 1, lineage="new"), lineage="old"))
+    assert caught.value.status == 403
+
+
+def test_who_adopts_another_lineage_takes_its_records() -> None:
+    held, other = store(), store()
+    held.follow("new")
+    held.merge(record(TWO, 9, lineage="new"))
+    other.follow("old")
+    other.merge(record(ONE, 2000, lineage="old"))
+    assert held.compare(other.digest()) == ((), ())
+    assert held.follow("old")
+    assert held.all() == ()
+    assert held.compare(other.digest()) == ((), ("mode",))
+    assert held.merge(other.all()[0])
+
+
+@pytest.mark.parametrize("key", ["junk", "mode2", "m"])
+def test_keys_that_no_swarm_has_are_refused(key: str) -> None:
+    held = store()
+    with pytest.raises(BadRecordError) as caught:
+        held.merge(record(ONE, 1, key=key), trusted=True)
+    assert caught.value.status == 400
+    with pytest.raises(ValueError, match=key):
+        held.compose(key, 1, ONE)
+
+
+def test_no_peer_leaves_a_setting_without_a_next_epoch() -> None:
+    held = store()
+    with pytest.raises(BadRecordError) as caught:
+        held.merge(record(ONE, 2**53 - 1), trusted=True)
+    assert caught.value.status == 409
+    held.merge(record(ONE, 2**52), trusted=True)
+    assert held.merge(held.compose("mode", 1, TWO))

@@ -12,12 +12,16 @@ class FakeFigures:
 
     reports: list | None = None
     newest: tuple[int, str] = (0, "")
+    greater: tuple[str, str, str] | None = None
 
     def living_reports(self):
         return self.reports
 
     def newest_mode(self):
         return self.newest
+
+    def greater_lineage(self):
+        return self.greater
 
 
 def at(epoch: int, proposer) -> int:

@@ -78,6 +78,7 @@ class FakeMembership:
         self.views = [self.view(self.identity.node_id, "me", is_self=True)]
         self.on_record: Callable[[Any], None] = lambda record: None
         self.asked: list[str] = []
+        self.core = SimpleNamespace(refused_records=0)
 
     @staticmethod
     def view(node: str, name: str, state: str = "alive", **fields: Any) -> MemberView:
@@ -99,6 +100,9 @@ class FakeMembership:
 
     def catch_up(self, node: str) -> None:
         self.asked.append(node)
+
+    def follow(self, lineage: str) -> None:
+        self.records.follow(lineage)
 
     def recall(self, record: Any) -> None:
         if self.records.merge(record, trusted=True):

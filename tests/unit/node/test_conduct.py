@@ -217,3 +217,53 @@ async def test_an_unreadable_record_is_told_once(conduct, membership, training, 
     membership.propose(settings.STOP, {"from": "farther"})
     await conduct.follow(training)
     assert kinds() == ["record-unreadable"] * 4
+
+
+async def test_another_swarms_records_change_nothing_however_great_they_are(
+    conduct, membership, training, make_membership
+):
+    stranger = make_membership(2)
+    membership.follow("old")
+    stranger.follow("new")
+    conduct.found(training, 500.0)
+    await conduct.follow(training)
+    for _ in range(5):
+        theirs = [
+            stranger.propose(settings.MODE, ModeSetting.of(LocalConfig())),
+            stranger.propose(settings.STOP, stop_setting(env_steps=0)),
+        ]
+    for record in theirs:
+        membership.recall(record)
+    await conduct.follow(training)
+    assert training.used == [(training.task.strategy, at(1, membership))]
+    assert training.stop_config == training.task.stop
+
+
+async def test_who_adopts_another_lineage_follows_its_records(conduct, membership, training, make_membership):
+    stranger = make_membership(2)
+    membership.follow("new")
+    stranger.follow("old")
+    membership.propose(settings.STOP, stop_setting(env_steps=7))
+    await conduct.follow(training)
+    theirs = stranger.propose(settings.STOP, stop_setting(env_steps=100_000_000))
+    conduct.enter("old")
+    assert membership.records.all() == ()
+    conduct.look(training)  # judges by no condition until the swarm's is there
+    membership.recall(theirs)
+    await conduct.follow(training)
+    assert training.stop_config.env_steps == 100_000_000
+
+
+async def test_a_greater_lineage_that_a_member_reports_is_adopted_whatever_the_modes(
+    conduct, training, figures
+):
+    begun = []
+    assert training.ready
+    training.adoptions = SimpleNamespace(under_way=False, begin=lambda *what: begun.append(what))
+    conduct.look(training)
+    assert begun == []
+    figures.greater = ("d" * 32, "old", "lineage old has 9 steps, ours 1")
+    conduct.look(training)
+    training.adoptions.under_way = True
+    conduct.look(training)
+    assert begun == [figures.greater]

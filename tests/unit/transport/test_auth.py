@@ -119,15 +119,16 @@ def test_a_full_guard_refuses_until_it_forgets() -> None:
 
 
 def test_api_signatures_cover_everything() -> None:
-    mac = sign_api(b"key", "POST", "/v1/mode", 12.5, NONCE, body=b"{}")
-    assert verify_api(b"key", "POST", "/v1/mode", 12.5, NONCE, mac=mac, body=b"{}")
+    mac = sign_api(b"key", "POST", "/v1/mode", 12.5, NONCE, target="a.1", body=b"{}")
+    assert verify_api(b"key", "POST", "/v1/mode", 12.5, NONCE, mac=mac, target="a.1", body=b"{}")
     others = [
-        verify_api(b"other", "POST", "/v1/mode", 12.5, NONCE, mac=mac, body=b"{}"),
-        verify_api(b"key", "GET", "/v1/mode", 12.5, NONCE, mac=mac, body=b"{}"),
-        verify_api(b"key", "POST", "/v1/stop", 12.5, NONCE, mac=mac, body=b"{}"),
-        verify_api(b"key", "POST", "/v1/mode", 12.6, NONCE, mac=mac, body=b"{}"),
-        verify_api(b"key", "POST", "/v1/mode", 12.5, "1" * 32, mac=mac, body=b"{}"),
-        verify_api(b"key", "POST", "/v1/mode", 12.5, NONCE, mac=mac),
-        verify_api(b"key", "POST", "/v1/mode", 12.5, NONCE, mac="", body=b"{}"),
+        verify_api(b"other", "POST", "/v1/mode", 12.5, NONCE, mac=mac, target="a.1", body=b"{}"),
+        verify_api(b"key", "GET", "/v1/mode", 12.5, NONCE, mac=mac, target="a.1", body=b"{}"),
+        verify_api(b"key", "POST", "/v1/stop", 12.5, NONCE, mac=mac, target="a.1", body=b"{}"),
+        verify_api(b"key", "POST", "/v1/mode", 12.6, NONCE, mac=mac, target="a.1", body=b"{}"),
+        verify_api(b"key", "POST", "/v1/mode", 12.5, "1" * 32, mac=mac, target="a.1", body=b"{}"),
+        verify_api(b"key", "POST", "/v1/mode", 12.5, NONCE, mac=mac, target="a.1"),
+        verify_api(b"key", "POST", "/v1/mode", 12.5, NONCE, mac=mac, target="b.1", body=b"{}"),
+        verify_api(b"key", "POST", "/v1/mode", 12.5, NONCE, mac="", target="a.1", body=b"{}"),
     ]
     assert not any(others)

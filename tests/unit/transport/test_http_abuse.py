@@ -102,7 +102,7 @@ async def test_what_is_refused(served: Served, name: str) -> None:
 async def test_an_older_version_is_told_what_to_do(served: Served) -> None:
     status, text = await served.send(served.request(change=lambda head: replace(head, protocol=1)))
     assert status == 403
-    assert "this node speaks protocol 2, yours 1: install the same p2pdrl on both machines" in text
+    assert "this node speaks protocol 3, yours 1: install the same p2pdrl on both machines" in text
 
 
 async def test_a_pickle_is_not_executed(served: Served) -> None:

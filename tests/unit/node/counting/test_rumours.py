@@ -161,8 +161,9 @@ def words(**changes) -> bytes:
     return msgspec.msgpack.encode(said)
 
 
-def said_by(node: str, **fields) -> dict:
-    return {"id": node, "boot": 1, "seq": 1} | fields
+def said_by(node: str, **fields) -> list:
+    plain = msgspec.to_builtins(PeerReport(id=node, boot=1, seq=1))
+    return list((dict(zip(PeerReport.__struct_fields__, plain, strict=True)) | fields).values())
 
 
 async def send(one: Talker, two: Talker, meta: bytes) -> int:
@@ -179,7 +180,7 @@ async def send(one: Talker, two: Talker, meta: bytes) -> int:
         b"",
         b"\xc1",
         b"\x91" * 100_000,
-        words(reports=[{"id": "short", "boot": 1, "seq": 1}]),
+        words(reports=[said_by("short")]),
         words(reports=[said_by("c" * 32, mean_return=float("nan"))]),
         words(reports=[said_by("c" * 32, env_steps=-1)]),
         words(counts={"l0": [[["c" * 32, [-5, 0, 0], 0, []]]]}),

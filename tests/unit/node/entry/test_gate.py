@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -11,6 +12,7 @@ from p2pdrl.config.root import Config
 from p2pdrl.config.task import EnvConfig, StopConfig, TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import JoinRefusedError
+from p2pdrl.membership.joining import Sighting
 from p2pdrl.node.entry.gate import Gate
 from p2pdrl.node.entry.joining import JoinInfo, decode_info
 from p2pdrl.transport.protocol import Address, Refusal
@@ -25,11 +27,21 @@ OTHER = TaskConfig(env=EnvConfig(id="Acrobot-v1"))
 class FakeJoins:
     """Membership as the gate sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *seen: Sighting) -> None:
+        self.node_id = "5" * 32
+        self.seen = seen
         self.joined = asyncio.Event()
         self.refused: dict[str, str] = {}
         self.failed: dict[str, str] = {}
         self.own_address_among_seeds = False
+
+    def sightings(self) -> list[Sighting]:
+        return list(self.seen)
+
+    async def try_join_once(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        self.seen = [replace(sighting, began_s=max(now, sighting.began_s)) for sighting in self.seen]
+        return self.joined.is_set()
 
     def troubles(self) -> dict[str, str]:
         return self.failed
@@ -44,6 +56,10 @@ def gate(events, clock, *peers: str, insists: bool = False) -> Gate:
 
 def welcome(task: TaskConfig = OTHER) -> bytes:
     return msgspec.msgpack.encode(JoinInfo(task, task_hash(task), "ab" * 8, 50, 5, 100.0))
+
+
+def silent(address: str, *, given: bool = True) -> Sighting:
+    return Sighting(address, given, "silent", 1e9)
 
 
 def now_s() -> float:
@@ -67,13 +83,14 @@ async def test_without_seeds_it_founds_at_once(events, clock, kinds):
 
 
 async def test_with_memories_it_waits_a_moment(events, clock):
-    origin = await gate(events, clock).find_swarm(FakeJoins(), OWN, remembers=True)
+    joins = FakeJoins(silent("10.0.0.7:7700", given=False))
+    origin = await gate(events, clock).find_swarm(joins, OWN, remembers=True)
     assert origin.how == "founded"
     assert now_s() == pytest.approx(3.0)
 
 
 async def test_it_takes_the_swarms_task(events, clock, kinds):
-    one, joins = gate(events, clock, SEED), FakeJoins()
+    one, joins = gate(events, clock, SEED), FakeJoins(silent(SEED))
 
     def join() -> None:
         assert one.hooks.check_welcome(welcome()) is None
@@ -92,7 +109,7 @@ async def test_it_takes_the_swarms_task(events, clock, kinds):
 
 
 async def test_why_a_seed_doesnt_answer_is_told(events, clock):
-    one, joins = gate(events, clock, "nonsense", SEED), FakeJoins()
+    one, joins = gate(events, clock, "nonsense", SEED), FakeJoins(silent(SEED))
     joins.failed = {"nonsense:7700": "name or service not known"}
     waiting = asyncio.create_task(later(15.0, joins.joined.set))
     one.hooks.check_welcome(welcome())
@@ -103,14 +120,20 @@ async def test_why_a_seed_doesnt_answer_is_told(events, clock):
 
 
 async def test_its_own_address_among_the_seeds(events, clock):
-    origin = await gate(events, clock, SEED, str(OWN)).find_swarm(FakeJoins(), OWN, remembers=False)
+    joins = FakeJoins(silent(SEED), Sighting(str(OWN), True, "own"))
+    origin = await gate(events, clock, SEED, str(OWN)).find_swarm(joins, OWN, remembers=False)
     assert origin.how == "founded"
     assert now_s() == pytest.approx(3.0)
 
 
 async def test_its_own_address_under_another_name(events, clock):
-    joins = FakeJoins()
-    waiting = asyncio.create_task(later(2.0, lambda: setattr(joins, "own_address_among_seeds", True)))
+    joins = FakeJoins(silent("127.0.0.1:7700"))
+
+    def notice() -> None:
+        joins.own_address_among_seeds = True
+        joins.seen = [Sighting("127.0.0.1:7700", True, "own")]
+
+    waiting = asyncio.create_task(later(2.0, notice))
     origin = await gate(events, clock, "localhost:7700").find_swarm(joins, OWN, remembers=False)
     await waiting
     assert origin.how == "founded"
@@ -118,7 +141,7 @@ async def test_its_own_address_under_another_name(events, clock):
 
 
 async def test_refused_by_every_seed(events, clock, kinds):
-    one, joins = gate(events, clock, SEED, "10.0.0.2:7700"), FakeJoins()
+    one, joins = gate(events, clock, SEED, "10.0.0.2:7700"), FakeJoins(silent(SEED))
 
     def refuse(*addresses: str) -> None:
         joins.refused = dict.fromkeys(addresses, "another task")
@@ -145,7 +168,7 @@ async def test_a_welcome_is_judged(events, clock):
 
 
 async def test_the_first_welcome_counts(events, clock):
-    one, joins = gate(events, clock, SEED), FakeJoins()
+    one, joins = gate(events, clock, SEED), FakeJoins(silent(SEED))
     one.hooks.check_welcome(welcome())
     one.hooks.check_welcome(welcome(TaskConfig()))
     joins.joined.set()
@@ -182,7 +205,7 @@ async def test_newcomers_are_judged_once_there_is_a_task(events, clock):
 )
 async def test_options_that_the_swarm_overrules_are_told(events, clock, kinds, own, overruled):
     config = Config(task=TaskConfig(stop=own), node=NodeConfig(peers=(SEED,)))
-    one, joins = Gate(config, insists=False, events=events, clock=clock), FakeJoins()
+    one, joins = Gate(config, insists=False, events=events, clock=clock), FakeJoins(silent(SEED))
     assert one.hooks.check_welcome(welcome(TaskConfig(stop=StopConfig(env_steps=5)))) is None
     joins.joined.set()
     await one.find_swarm(joins, OWN, remembers=False)

@@ -9,12 +9,10 @@ from p2pdrl.config.task import A2CConfig, EnvConfig, TaskConfig
 from p2pdrl.config.task_hash import task_hash
 from p2pdrl.errors import UsageError, WireError
 from p2pdrl.node.entry.joining import (
-    FOUNDING_PATIENCE_S,
     JoinInfo,
     advertised,
     decode_info,
     direct,
-    patience_s,
     refuse_task,
     seed_address,
 )
@@ -23,24 +21,6 @@ from p2pdrl.transport.protocol import Address
 TASK = TaskConfig()
 HASH = task_hash(TASK)
 INFO = JoinInfo(TASK, HASH, "ab" * 8, 420, 42, 1000.0)
-
-
-@pytest.mark.parametrize(
-    ("seeds", "own", "remembers", "expected"),
-    [
-        ((), "127.0.0.1:7700", False, 0.0),
-        ((), "127.0.0.1:7700", True, FOUNDING_PATIENCE_S),
-        (("10.0.0.1:7700",), "10.0.0.2:7700", False, None),
-        (("10.0.0.1:7700",), "10.0.0.2:7700", True, None),
-        (("10.0.0.1:7700", "10.0.0.2:7700"), "10.0.0.2:7700", False, FOUNDING_PATIENCE_S),
-        (("10.0.0.2",), "10.0.0.2:7700", False, FOUNDING_PATIENCE_S),
-        # A seed without a port means the default port, not the one that this node fell back to.
-        (("127.0.0.1",), "127.0.0.1:7701", False, None),
-        (("[::1]:7700",), "[::1]:7700", False, FOUNDING_PATIENCE_S),
-    ],
-)
-def test_patience(seeds, own, remembers, expected):
-    assert patience_s(seeds, Address.parse(own), remembers=remembers) == expected
 
 
 def test_the_swarms_task_arrives():

@@ -10,6 +10,7 @@ from p2pdrl.errors import CheckpointError
 from p2pdrl.node.children.deaths import death_of
 from p2pdrl.node.counting.counters import Counts
 from p2pdrl.node.counting.digest import PeerReport
+from p2pdrl.node.counting.ledger import Ledger
 from p2pdrl.node.parts import Parts
 from p2pdrl.node.showing.figures import Figures
 from p2pdrl.node.showing.meters import Meters
@@ -254,6 +255,7 @@ async def test_scalars_are_written_every_five_seconds(figures, full, clock):
 async def test_the_view_before_and_after_the_parts_are_there(figures, full, events, training):
     left: list[str] = []
     view = View(
+        node_id="a" * 32,
         name="me",
         token="t" * 64,
         swarm_key=b"secret key of the swarm",
@@ -303,3 +305,21 @@ async def test_without_file_descriptors_memory_is_left_out(figures, monkeypatch)
 
     monkeypatch.setattr("p2pdrl.node.showing.figures.psutil.Process", exhausted)
     assert figures.report().rss_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "state", "greater"),
+    [(799, "training", False), (801, "training", True), (801, "paused", True), (801, "fetching", False)],
+)
+def test_a_greater_lineage_is_seen_in_the_reports(full, figures, clock, steps, state, greater):
+    other = Ledger(B, 7)
+    other.follow("cd" * 8)
+    other.credit(Counts(steps, 1, 1))
+    full.ledger.merge_counts(other.counts())
+    told = PeerReport(id=B, boot=1, seq=9, state=state, lineage="cd" * 8, mode_epoch=2**40)
+    full.rumours.table.merge([told], clock.monotonic())
+    found = figures.greater_lineage()
+    assert (found is not None) is greater
+    if found is not None:
+        assert found[:2] == (B, "cd" * 8)
+    assert figures.newest_mode()[1] != B  # its mode is of another swarm

@@ -33,6 +33,7 @@ def figures(talking, membership, training) -> Figures:
 @pytest.fixture
 def view(figures, parts, events) -> View:
     made = View(
+        node_id="a" * 32,
         name="me", token="t" * 64, swarm_key=None, open_metrics=False, data_dir="/data", events=events,
         leave=lambda reason: None,
     )  # fmt: skip

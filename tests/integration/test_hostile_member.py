@@ -1,0 +1,284 @@
+"""A member that holds the key and sends anything at all: the daemon lives on, and counts it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import math
+import pkgutil
+import random
+import time
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+import pytest
+
+from p2pdrl.clock import SystemClock
+from p2pdrl.config.strategy import StrategyConfig
+from p2pdrl.errors import TransportError
+from p2pdrl.ids import PROTOCOL_VERSION
+from p2pdrl.membership.identity import Identity
+from p2pdrl.membership.messages import ROUTES as SWIM
+from p2pdrl.membership.messages import Ack, Gossip, Join, encode
+from p2pdrl.membership.records import (
+    Incarnation,
+    MemberRecord,
+    Suspicion,
+    SwarmRecord,
+    sign_member,
+    sign_suspicion,
+    sign_swarm_record,
+)
+from p2pdrl.node.counting import rumours
+from p2pdrl.node.settings import HaltSetting, ModeSetting, PauseSetting, StopSetting
+from p2pdrl.node.showing import timelines
+from p2pdrl.node.states import state_transfer
+from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
+from p2pdrl.strategies.protocol import ROUTES as STRATEGY
+from p2pdrl.transport.http_transport import HttpTransport
+from p2pdrl.transport.listener import Listener
+from p2pdrl.transport.protocol import Address, Reply
+
+PACE = ["--set", "node.learner.max_updates_per_s=10", "--set", "task.algorithm.unroll_steps=16"]
+SETTINGS = {"mode": ModeSetting, "stop": StopSetting, "halt": HaltSetting, "pause": PauseSetting}
+JUNK: list[Any] = [
+    *(None, True, 0, -1, 2**63 - 1, 2**64 - 1, -(2**63), 1e308, math.nan, math.inf, -math.inf, 5e-324, ""),
+    *("x" * 300, "\x00\x1b[2J<script>", "é" * 64, b"", b"\xff" * 300, [], {}, [[[]]], {"a": {"b": []}}),
+]
+DEEP = b"\x91" * 5000 + b"\xc0"
+
+
+def structs() -> list[type[msgspec.Struct]]:
+    """Every struct of the package: messages, records, reports, settings, configurations."""
+    found: set[type[msgspec.Struct]] = set()
+    for folder in ("membership", "node", "strategies", "config", "transport", "workers"):
+        package = importlib.import_module(f"p2pdrl.{folder}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            try:
+                held = vars(importlib.import_module(module.name)).values()
+            except ImportError:
+                continue
+            found |= {kind for kind in held if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
+    found.discard(msgspec.Struct)
+    return sorted(found, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}")
+
+
+class Fuzzer:
+    """Values that a type allows, at its edges; now and then one that it doesn't."""
+
+    def __init__(self, seed: int, *, ids: list[str], lineage: str) -> None:
+        self.rng = random.Random(seed)
+        self.ids, self.lineage = ids, lineage
+        self.junk = 0.02
+
+    def value(self, kind: Any, name: str = "", depth: int = 0) -> Any:
+        rng = self.rng
+        if rng.random() < self.junk:
+            return rng.choice(JUNK)
+        origin, arguments = get_origin(kind), get_args(kind)
+        bounds = {}
+        if origin is Annotated:
+            for meta in arguments[1:]:
+                if isinstance(meta, msgspec.Meta):
+                    bounds |= {key: getattr(meta, key) for key in ("ge", "gt", "le", "lt", "max_length")}
+            kind, origin, arguments = arguments[0], get_origin(arguments[0]), get_args(arguments[0])
+        if origin in (Union, types.UnionType):
+            return self.value(rng.choice(arguments), name, depth)
+        if origin is Literal:
+            return rng.choice(arguments)
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            return self.struct(kind, depth + 1)
+        if origin in (tuple, list, set, frozenset) or kind in (tuple, list):
+            count = 0 if depth > 4 else rng.choice((0, 1, 1, 2, 5))
+            inner = arguments[0] if arguments else int
+            return [self.value(inner, name, depth + 1) for _ in range(count)]
+        if origin is dict or kind is dict:
+            inner = arguments or (str, int)
+            keys = [] if depth > 4 else [str(self.value(str, "key", depth + 1)) for _ in range(2)]
+            return {key: self.value(inner[1], name, depth + 1) for key in keys}
+        if kind is Incarnation:
+            return [int(time.time() * 1000) + rng.choice((0, 1, 10**9)), rng.choice((0, 1, 2**52))]
+        return self.plain(kind, name, bounds)
+
+    def plain(self, kind: Any, name: str, bounds: dict[str, Any]) -> Any:
+        rng = self.rng
+        if kind is bool:
+            return rng.random() < 0.5
+        if kind is int:
+            low = bounds.get("ge") if bounds.get("ge") is not None else bounds.get("gt")
+            high = bounds.get("le") if bounds.get("le") is not None else bounds.get("lt")
+            low, high = (-(2**62) if low is None else int(low)), (2**62 if high is None else int(high))
+            return rng.choice((low, low + 1, 1, 2, 100, max(low, high - 1)))
+        if kind is float:
+            edges = [bounds[key] for key in ("ge", "gt", "le", "lt") if bounds.get(key) is not None]
+            wild = (1e300, -1e300, -1.0, math.inf, math.nan) if rng.random() < 5 * self.junk else ()
+            return rng.choice((*edges, *edges, 0.0, -0.0, 1.0, 0.5, 1e-300, *wild))
+        if kind is bytes:
+            return rng.choice((b"", b"\x00" * 16, b"\x00" * 32, DEEP[:200], b"\xc1", rng.randbytes(40)))
+        if kind is str:
+            given = [*self.ids, self.lineage, "", "x", "mode", "0" * 32, "0" * 64, "a\nb", "é" * 20, "1:2"]
+            return self.lineage if "lineage" in name and rng.random() < 0.7 else rng.choice(given)
+        return rng.choice(JUNK)
+
+    def struct(self, kind: type[msgspec.Struct], depth: int = 0) -> Any:
+        info = kind.__struct_config__
+        hints = msgspec._utils.get_class_annotations(kind)  # noqa: SLF001 (resolves what the structs' modules name)
+        values = {name: self.value(hints[name], name, depth) for name in kind.__struct_fields__}
+        if info.array_like:
+            return ([] if info.tag is None else [info.tag]) + list(values.values())
+        named = dict(zip(kind.__struct_encode_fields__, values.values(), strict=True))
+        if self.rng.random() < 0.3:
+            named.pop(self.rng.choice(list(named)), None) if named else None
+        return named if info.tag is None else {info.tag_field: info.tag, **named}
+
+    def encoded(self, kind: type[msgspec.Struct]) -> bytes:
+        self.junk = self.rng.choice((0.0, 0.0, 0.003, 0.02))
+        data = msgspec.msgpack.encode(self.struct(kind))
+        if self.rng.random() < 0.1 and data:
+            at = self.rng.randrange(len(data))
+            data = data[:at] + self.rng.randbytes(1) + data[at + 1 :]
+        return data[: self.rng.randrange(len(data) + 1)] if self.rng.random() < 0.05 else data
+
+
+class Liar:
+    """A member in good standing, as far as probes go."""
+
+    def __init__(self, victim: Any, seed: int) -> None:
+        status = victim.status()
+        self.identity = Identity(random.Random(seed).randbytes(32))
+        self.swarm_id, self.lineage, self.victim_id = status["swarm_id"], status["lineage"], status["id"]
+        self.to = Address("127.0.0.1", victim.port)
+        self.fuzz = Fuzzer(seed, ids=[self.identity.node_id, self.victim_id], lineage=self.lineage)
+        self.rng = random.Random(seed)
+        self.transport = HttpTransport(self.identity.node_id, self.swarm_id, None, clock=SystemClock())
+        self.boot = int(time.time() * 1000)
+        self.epoch = 1
+        self.kinds = structs()
+        self.sent = self.refused = self.asked = 0
+
+    def record(self, **changes: Any) -> MemberRecord:
+        given = {
+            "id": self.identity.node_id, "public_key": self.identity.public_key, "name": "liar",
+            "address": str(self.own), "incarnation": Incarnation(self.boot, 0), "state": "alive",
+            "tags": {}, "protocol": PROTOCOL_VERSION,
+        }  # fmt: skip
+        return sign_member(self.identity, self.swarm_id, MemberRecord(**(given | changes)))
+
+    async def send(self, route: str, meta: bytes, vector: bytes = b"", lane: str = "probe") -> None:
+        self.sent += 1
+        view = memoryview(vector) if vector else None
+        try:
+            await self.transport.call(self.to, None, route, meta, vector=view, deadline_s=5.0, lane=lane)
+        except TransportError:
+            self.refused += 1
+
+    async def records(self) -> None:
+        """Signed in our own name: every key of a setting, keys that don't exist, every kind of value."""
+        made: list[Any] = []
+        for _ in range(4):
+            self.epoch += 1
+            key = self.rng.choice((*SETTINGS, *SETTINGS, f"junk{self.epoch}"))
+            value = self.fuzz.encoded(SETTINGS.get(key, ModeSetting))
+            if self.rng.random() < 0.2:
+                value = self.rng.choice((DEEP, b"", b"\xc1", msgspec.msgpack.encode(self.rng.choice(JUNK))))
+            if key == "mode" and self.rng.random() < 0.8:
+                value = msgspec.msgpack.encode({"mode": "x", "strategy": self.strategy()})
+            if key == "stop":  # one that is met ends the rest of the test
+                stop = {"env_steps": self.rng.choice((0, 2**52)), "mean_return": self.fuzz.value(float)}
+                value = msgspec.msgpack.encode({"stop": stop, "founded_at": self.fuzz.value(float)})
+            plain = SwarmRecord(
+                key, self.epoch, self.identity.node_id, value[:8192], self.identity.public_key,
+                lineage=self.rng.choice((self.lineage, self.lineage, "", "other")),
+            )  # fmt: skip
+            made.append(sign_swarm_record(self.identity, self.swarm_id, plain))
+        for verdict in ("suspect", "dead"):
+            about = Suspicion(
+                self.rng.choice((self.victim_id, "9" * 32)), Incarnation(self.boot, 2**40),
+                self.identity.node_id, verdict, self.rng.choice(("", "x" * 200, "\x1b[2J")),
+            )  # fmt: skip
+            made.append(sign_suspicion(self.identity, self.swarm_id, about))
+        made.append(self.record(incarnation=Incarnation(self.boot, self.epoch), tags={"a": "\x00"}))
+        for record in made:
+            gossip = Gossip(Incarnation(self.boot, self.epoch), (record,))
+            await self.send("swim/gossip", msgspec.msgpack.encode(gossip))
+
+    def strategy(self) -> dict[str, Any]:
+        """Some strategy's defaults with one or two options at an edge, so that most can be followed."""
+        kind = self.rng.choice(get_args(StrategyConfig))
+        options: dict[str, Any] = msgspec.to_builtins(kind())
+        self.fuzz.junk = 0.01
+        hints = msgspec._utils.get_class_annotations(kind)  # noqa: SLF001 (resolves what the structs' modules name)
+        for name in self.rng.sample(sorted(hints), min(len(hints), self.rng.choice((0, 1, 2)))):
+            if name in options:
+                options[name] = self.fuzz.value(hints[name], name)
+        return options
+
+    async def messages(self) -> None:
+        """Every kind of struct to the routes that may take it, and to one that doesn't."""
+        own: dict[str, type[msgspec.Struct]] = {**SWIM, rumours.ROUTE: rumours.Gossip}
+        for route, kind in own.items():
+            for _ in range(6):
+                await self.send(route, self.fuzz.encoded(kind))
+        for route in (*STRATEGY, state_transfer.ROUTE, timelines.ROUTE, rumours.ROUTE):
+            for kind in self.rng.sample(self.kinds, 12):
+                vector = self.rng.randbytes(self.rng.choice((0, 0, 4, 400)))
+                await self.send(route, self.fuzz.encoded(kind), vector, self.rng.choice(("probe", "bulk")))
+            await self.send(route, self.rng.choice((DEEP, b"", b"\xc1", b"\xdd\xff\xff\xff\xff")))
+        try:
+            meta = self.fuzz.encoded(self.rng.choice(self.kinds))[:1000]
+            pipe = await self.transport.open_pipe(self.to, self.victim_id, PIPE_ROUTE, meta, deadline_s=3.0)
+            pipe.close()
+        except TransportError:
+            self.refused += 1
+
+    async def answer(self, incoming: Any) -> Reply:
+        """What the victim asks of us is answered as badly."""
+        self.asked += 1
+        if incoming.route.startswith("swim/") and self.rng.random() < 0.9:
+            return Reply(encode(Ack(Incarnation(self.boot, self.epoch))))
+        return Reply(self.fuzz.encoded(self.rng.choice(self.kinds)))
+
+    async def rage(self, rounds: int) -> None:
+        from aiohttp import web
+
+        app = web.Application()
+        for route in (*SWIM, *STRATEGY, state_transfer.ROUTE, timelines.ROUTE, rumours.ROUTE):
+            self.transport.serve(route, self.answer, max_meta_bytes=1 << 20, max_vector_bytes=1 << 20)
+        self.transport.mount(app)
+        listener = Listener(self.transport.limits, SystemClock(), self.transport.counters)
+        await self.transport.start()
+        self.own = await listener.listen(
+            app, "127.0.0.1", 0, port_is_default=False, has_key=False, insecure=False
+        )
+        try:
+            await self.send("swim/join", msgspec.msgpack.encode(Join(self.record(), b"")))
+            for _ in range(rounds):
+                await self.records()
+                await self.messages()
+        finally:
+            await self.transport.close()
+            await listener.close()
+
+
+def figure(victim: Any, name: str) -> float:
+    lines = victim.get("/metrics").decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"p2pdrl_{name}"))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_member_that_sends_anything_ends_nobody(swarm, wait_until, seed):
+    victim = swarm.start("victim", *PACE, "--set", f"node.seed={seed}", "--set", "node.keep_running=true")
+    swarm.training(victim)
+    before = figure(victim, "records_refused_total")
+    liar = Liar(victim, seed)
+    asyncio.run(liar.rage(rounds=8))
+    assert victim.process.poll() is None, victim.text()[-3000:]
+    wait_until(lambda: victim.status().get("state"), 20, "it answers")
+    text = victim.text()
+    assert "Traceback" not in text, text[text.index("Traceback") - 500 :][:4000]
+    assert "the handler failed" not in text
+    assert liar.refused > liar.sent / 2
+    assert figure(victim, "records_refused_total") > before
+    other = swarm.start("other", "--set", "node.learner.max_updates_per_s=10", peers=victim)
+    wait_until(lambda: other.events("joined"), 60, "others still join:\n")
