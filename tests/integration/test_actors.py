@@ -168,7 +168,7 @@ def test_ppo_lands_with_and_without_actors(swarm, actors, seed):
         "solo",
         *("--actors", str(actors), "--set", f"node.seed={seed}", "--set", f"task.seed={seed}"),
         *LUNAR_LANDER,
-        *("--set", "task.stop.mean_return=0", "--set", "task.stop.env_steps=400000"),
+        *("--set", "task.stop.mean_return=100", "--set", "task.stop.env_steps=600000"),
     )
     assert node.wait(3000) == 0
     (halted,) = [event for event in node.told() if event["kind"] == "halted"]
