@@ -30,8 +30,8 @@ from p2pdrl.config.strategy import (
     ServerSyncConfig,
     StrategyConfig,
 )
-from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
-from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.testing.virtual_swarm import SimNode, SimSwarm
 
 STRATEGIES: dict[str, StrategyConfig] = {
     "grad_average": GradAverageConfig(),

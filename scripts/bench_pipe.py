@@ -29,7 +29,7 @@ from typing import Protocol
 import numpy as np
 
 from p2pdrl.errors import PeerUnreachableError
-from p2pdrl.transport.pipe_end import PipeEnd
+from p2pdrl.transport.pipe.end import PipeEnd
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)
 KEYS = (bytes(range(32)), bytes(range(32, 64)))

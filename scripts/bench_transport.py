@@ -31,9 +31,9 @@ from aiohttp import web
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.transport.auth import PieceMac
+from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import PIECE_BYTES, TransportLimits
-from p2pdrl.transport.listener import Listener
 from p2pdrl.transport.protocol import Address, Incoming, Reply
 
 KEY = b"bench"

@@ -52,10 +52,10 @@ from rich.table import Table
 from p2pdrl.config.mode import changed_options, protocol_of
 from p2pdrl.config.strategy import AdpsgdConfig, HogwildConfig, LocalConfig, StrategyConfig, StromConfig
 from p2pdrl.errors import P2PDRLError, UsageError
-from p2pdrl.planner.description import LOOPBACK, Costs, Machine, SwarmDescription
+from p2pdrl.planner.description import LOOPBACK, CallCosts, Machine, SwarmDescription
 from p2pdrl.planner.forecast import Forecast
+from p2pdrl.planner.parsing import strategy_of
 from p2pdrl.planner.simulate import predict
-from p2pdrl.planner.texts import strategy_of
 from support.gathering_nodes import gather, started
 from support.live_swarm import LiveSwarm, Measured
 
@@ -122,7 +122,7 @@ def paced(nodes: int, arguments: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**(vars(arguments) | {"update_s": longer_s}))
 
 
-def described(nodes: int, arguments: argparse.Namespace, costs: Costs) -> SwarmDescription:
+def described(nodes: int, arguments: argparse.Namespace, costs: CallCosts) -> SwarmDescription:
     """The swarm that is run."""
     machine = Machine(update_s=arguments.update_s + arguments.overhead_s, jitter=0.02)
     return SwarmDescription(
@@ -146,7 +146,7 @@ def options(arguments: argparse.Namespace, strategy: StrategyConfig) -> dict[str
     }
 
 
-def calibrated(live: LiveSwarm, swarm: SwarmDescription) -> Costs:
+def calibrated(live: LiveSwarm, swarm: SwarmDescription) -> CallCosts:
     """Costs with which an exchange takes as long as most do here: the call's share is fitted.
 
     An exchange has two calls' worth of work in it (half, one, half), one after the other.
@@ -178,7 +178,9 @@ def settle(live: LiveSwarm, strategy: StrategyConfig, arguments: argparse.Namesp
             return
 
 
-def watched(nodes: int, arguments: argparse.Namespace, costs: Costs | None) -> tuple[list[Row], Costs]:
+def watched(
+    nodes: int, arguments: argparse.Namespace, costs: CallCosts | None
+) -> tuple[list[Row], CallCosts]:
     """Run one swarm through all strategies."""
     rows: list[Row] = []
     learning = {"task.algorithm.learning_rate": LEARNING_RATE}
@@ -186,7 +188,7 @@ def watched(nodes: int, arguments: argparse.Namespace, costs: Costs | None) -> t
         started(live)
         if costs is None:
             time.sleep(SETTLE_S + arguments.seconds / 2)
-            costs = calibrated(live, described(nodes, arguments, Costs()))
+            costs = calibrated(live, described(nodes, arguments, CallCosts()))
         swarm = described(nodes, arguments, costs)
         for name in arguments.strategies:
             strategy = strategy_of(name)
@@ -225,7 +227,7 @@ def figures(both: tuple[Measured, Measured], said: Forecast, nodes: int) -> list
 
 
 def gathered(
-    nodes: int, name: str, arguments: argparse.Namespace, costs: Costs
+    nodes: int, name: str, arguments: argparse.Namespace, costs: CallCosts
 ) -> tuple[Row, dict[str, Any]]:
     """Predict how nodes come together, then watch them do it as often as that wants."""
     swarm, strategy = described(nodes, arguments, costs), strategy_of(GATHER[name])
@@ -277,7 +279,7 @@ def show(rows: list[Row]) -> None:
 
 def check(arguments: argparse.Namespace) -> int:
     """Measure, predict, print what there is; return how to end."""
-    costs = None if arguments.call_s is None else Costs(call_s=arguments.call_s)
+    costs = None if arguments.call_s is None else CallCosts(call_s=arguments.call_s)
     rows: list[Row] = []
     runs: list[dict[str, Any]] = []
     error = ""
@@ -286,14 +288,14 @@ def check(arguments: argparse.Namespace) -> int:
             found, costs = watched(nodes, paced(nodes, arguments), costs)
             rows += found
         for nodes, name in itertools.product(arguments.nodes, arguments.consensus):
-            row, details = gathered(nodes, name, paced(nodes, arguments), costs or Costs())
+            row, details = gathered(nodes, name, paced(nodes, arguments), costs or CallCosts())
             rows.append(row)
             runs.append(details)
     except (P2PDRLError, SystemExit) as ended:  # `LocalSwarm` ends scripts when nodes don't follow
         error = str(ended) or "ended"
     if arguments.json:
         plain = [asdict(row) | {"ratio": row.ratio, "verdict": row.verdict} for row in rows]
-        call_s = (costs or Costs()).call_s
+        call_s = (costs or CallCosts()).call_s
         print(json.dumps({"call_s": call_s, "rows": plain, "consensus": runs, "error": error}, indent=1))
     elif rows:
         show([row for row in rows if row.claimed or arguments.all])

@@ -31,10 +31,10 @@ import numpy.typing as npt
 import torch
 
 from p2pdrl.config.loader import resolve
-from p2pdrl.pipeline.plan import Plan
+from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.rl.engines import EngineOptions
+from p2pdrl.rl.pipeline.model_split import ModelSplit
 from p2pdrl.rl.registry import build_trainer
-from p2pdrl.rl.stages.model_split import ModelSplit
 from p2pdrl.rl.trainer import Trainer
 
 SEED = 3
@@ -213,7 +213,7 @@ def learner(case: Case) -> Iterator[Trainer]:
         if case.schedule:
             parts = trainer.parts()
             assert isinstance(chosen.microbatches, int)  # noqa: S101 - no case has it measured
-            plan = Plan(len(parts.blocks), case.cuts, case.schedule, chosen.microbatches, case.ranks)
+            plan = PipelinePlan(len(parts.blocks), case.cuts, case.schedule, chosen.microbatches, case.ranks)
             pipeline = ModelSplit(parts, plan, [torch.device("cpu")] * case.ranks, clock=stopped)
             stack.callback(pipeline.close)
             trainer.engine = trainer.stepper = pipeline

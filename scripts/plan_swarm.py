@@ -28,8 +28,8 @@ from p2pdrl.errors import P2PDRLError, UsageError
 from p2pdrl.planner.advice import TRUSTS, advise
 from p2pdrl.planner.description import Churn, SwarmDescription
 from p2pdrl.planner.forecast import Forecast
+from p2pdrl.planner.parsing import ALL_STRATEGIES, link_of, machines_of, strategy_of, swarm_of
 from p2pdrl.planner.simulate import predict
-from p2pdrl.planner.texts import ALL_STRATEGIES, link_of, machines_of, strategy_of, swarm_of
 from support.plots import bars, check_path, lines, pyplot, save
 
 BITS = ("updates/s", "fresh/s", "sent MB/s", "waiting", "agreed after", "rounds/s", "lost", "staleness")

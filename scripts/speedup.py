@@ -28,10 +28,10 @@ from check_planner import options as node_options
 from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.strategy import LocalConfig
 from p2pdrl.errors import P2PDRLError
-from p2pdrl.planner.description import Costs, Machine, SwarmDescription
+from p2pdrl.planner.description import CallCosts, Machine, SwarmDescription
 from p2pdrl.planner.forecast import Forecast
+from p2pdrl.planner.parsing import link_of, strategy_of
 from p2pdrl.planner.simulate import predict
-from p2pdrl.planner.texts import link_of, strategy_of
 from support.live_swarm import LiveSwarm, Measured
 from support.plots import COLOURS, check_path, pyplot, save
 
@@ -108,7 +108,7 @@ def predicted(arguments: argparse.Namespace) -> list[Point]:
             size=arguments.size,
             machines=(machine,),
             links=(link_of(arguments.link),),
-            costs=Costs() if arguments.call_s is None else Costs(call_s=arguments.call_s),
+            costs=CallCosts() if arguments.call_s is None else CallCosts(call_s=arguments.call_s),
         )
         for name in arguments.strategies:
             strategy = LocalConfig() if nodes == 1 else strategy_of(name)

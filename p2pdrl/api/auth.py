@@ -31,7 +31,7 @@ from p2pdrl.api.protocol import NodeView
 from p2pdrl.clock import Clock
 from p2pdrl.transport.auth import ReplayGuard, is_nonce, new_nonce, parse_time, prove_target, verify_api
 
-__all__ = ["MAC_HEADERS", "Access", "Gate", "is_loopback"]
+__all__ = ["MAC_HEADERS", "Access", "AccessGuard", "is_loopback"]
 
 MAC_HEADERS = ("P2PDRL-Time", "P2PDRL-Nonce", "P2PDRL-Mac")
 """The headers of a signed request: wall time, nonce, `p2pdrl.transport.auth.sign_api` over both."""
@@ -49,7 +49,7 @@ class Access(Enum):
     CHANGE = "change"
 
 
-class Gate:
+class AccessGuard:
     """Decides about each request of one node's API.
 
     Args:

@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from p2pdrl.api.answers import ApiRefusal, Handler, answers_errors, json_answer
-from p2pdrl.api.auth import Access, Gate, is_loopback
+from p2pdrl.api.auth import Access, AccessGuard, is_loopback
 from p2pdrl.api.page import load_page
 from p2pdrl.api.protocol import NodeView
 from p2pdrl.api.sse import EventStreams
@@ -53,7 +53,7 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
         node: what the routes show and steer.
         clock: for signed requests; the system's by default.
     """
-    gate = Gate(node, clock or SystemClock())
+    gate = AccessGuard(node, clock or SystemClock())
     streams = EventStreams(node.events())
     views, actions, export = _Views(node), _Actions(node), _Export(node)
     table: list[Route] = [

@@ -1,12 +1,250 @@
-"""``p2pdrl doctor``: whether a node will run here and reach its peers, and what to do if not."""
+"""The checks of ``p2pdrl doctor``: each looks at one thing and says what to do when it isn't good."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from email.utils import parsedate_to_datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
 import click
+import msgspec
 
+from p2pdrl.cli.client import NodeClient, parse_api
+from p2pdrl.cli.formats import byte_size, clean
 from p2pdrl.cli.options import json_option, split_addresses
+from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UsageError
+from p2pdrl.ids import PROTOCOL_VERSION, swarm_id_from_key
 
-__all__ = ["doctor"]
+__all__ = ["Check", "doctor", "machine_checks", "peer_checks"]
+
+_PROBE_BYTES = 64 << 20
+_LITTLE_MEMORY_BYTES = 1 << 30
+_LITTLE_DISK_BYTES = 1 << 30
+_SKEW_WARN_S, _SKEW_FAIL_S = 10.0, 55.0
+"""Signed requests count for 60 s around our clock; an answer's date has whole seconds."""
+
+
+class Check(msgspec.Struct, frozen=True):
+    """The outcome of one check.
+
+    Attributes:
+        name: what was looked at.
+        result: ``fail`` keeps a node from running or joining; ``warn`` may hurt.
+        found: what is there.
+        advice: what to do; empty when all is well.
+    """
+
+    name: str
+    result: Literal["ok", "warn", "fail"]
+    found: str
+    advice: str = ""
+
+
+def machine_checks(data_dir: str | None, listen: str) -> list[Check]:
+    """Look at this machine.
+
+    Args:
+        data_dir: the data folder that a node will use; None looks at the user's default.
+        listen: HOST:PORT that a node will listen on.
+    """
+    return [
+        _python(),
+        _torch(),
+        _processors(),
+        _memory(),
+        _shared_memory(),
+        _data_folder(data_dir),
+        _port(listen),
+        _gpu(),
+    ]
+
+
+def peer_checks(address: str, swarm_key: bytes | None, timeout_s: float = 5.0) -> list[Check]:
+    """Look at the way to one peer: reachable, same protocol, same swarm, same time."""
+    where = parse_api(address)
+    client = NodeClient(where, swarm_key=swarm_key, timeout_s=timeout_s)
+    name = f"peer {where}"
+    try:
+        health = client.health()
+    except DaemonUnreachableError as error:
+        return [
+            Check(
+                name,
+                "fail",
+                str(error).partition(": ")[0],
+                "start it, mend the address, or open the port in the firewall",
+            )
+        ]
+    theirs = health.get("protocol")
+    checks = [Check(name, "ok", "answers")]
+    if theirs != PROTOCOL_VERSION:
+        found = f"protocol {clean(theirs, 20)}, ours is {PROTOCOL_VERSION}"
+        checks.append(Check(f"{name} protocol", "fail", found, "install the same p2pdrl on both machines"))
+    return [*checks, _clock(name, client), _swarm(name, client, swarm_key)]
+
+
+def _python() -> Check:
+    found = f"{sys.version.split()[0]} on {sys.platform}"
+    if sys.platform == "win32":
+        return Check(
+            "python", "fail", found, "use Linux, macOS or WSL: nodes share memory by file descriptors"
+        )
+    return Check("python", "ok", found)
+
+
+def _torch() -> Check:
+    try:
+        return Check("torch", "ok", metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        return Check(
+            "torch", "fail", "not installed", "pip install torch (see constraints.txt for a tried version)"
+        )
+
+
+def _processors() -> Check:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    found = f"{usable} usable, load {load:.1f}"
+    if load > 2 * usable:
+        return Check(
+            "processors", "warn", found, "the machine is busy: a node that lags may be taken for dead"
+        )
+    return Check("processors", "ok", found)
+
+
+def _memory() -> Check:
+    import psutil
+
+    free = psutil.virtual_memory().available
+    found = f"{byte_size(free)} available"
+    if free < _LITTLE_MEMORY_BYTES:
+        return Check(
+            "memory", "warn", found, "a node with its learner wants about 500 MB: end something else"
+        )
+    return Check("memory", "ok", found)
+
+
+def _shared_memory() -> Check:
+    """The board between daemon and learner: an anonymous file, really written."""
+    how = "memfd" if hasattr(os, "memfd_create") else "unlinked file"
+    try:
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("p2pdrl-doctor")
+        else:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        try:
+            os.posix_fallocate(descriptor, 0, _PROBE_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        advice = "raise the container's memory limit (a board takes 8 bytes per parameter)"
+        return Check("shared memory", "fail", f"{how}: {error.strerror}", advice)
+    return Check("shared memory", "ok", f"{how}, {byte_size(_PROBE_BYTES)} could be had")
+
+
+def _data_folder(data_dir: str | None) -> Check:
+    if data_dir is None:
+        import platformdirs
+
+        folder = Path(os.environ.get("P2PDRL_DATA_ROOT") or platformdirs.user_data_dir("p2pdrl"))
+    else:
+        folder = Path(data_dir).expanduser()
+    there = next(path for path in [folder, *folder.absolute().parents] if path.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=there) as file:
+            file.write(b"p2pdrl")
+            file.flush()
+            os.fsync(file.fileno())
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        advice = "name another folder with --data-dir, or mend its permissions"
+        return Check("data folder", "fail", f"{folder}: {error.strerror}", advice)
+    if free < _LITTLE_DISK_BYTES:
+        return Check(
+            "data folder", "warn", f"{folder}: {byte_size(free)} free", "checkpoints may not fit: free space"
+        )
+    return Check("data folder", "ok", f"{folder}, {byte_size(free)} free")
+
+
+def _port(listen: str) -> Check:
+    where = parse_api(listen)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        advice = "a node takes the next free port by itself, unless --listen names this one"
+        return Check("port", "warn", f"{where}: {(error.strerror or str(error)).lower()}", advice)
+    return Check("port", "ok", f"{where} is free")
+
+
+def _gpu() -> Check:
+    """Asks the driver's own tool: importing torch for this would take seconds."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return Check("gpu", "ok", "none seen; learners run on the CPU")
+    try:
+        # The full path of the tool and constants: nothing goes through a shell.
+        done = subprocess.run(  # noqa: S603
+            [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=10, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("gpu", "warn", f"nvidia-smi: {error}", "mend the driver, or run with --device cpu")
+    names = [clean(line, 60) for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode or not names:
+        return Check("gpu", "warn", "nvidia-smi finds none", "mend the driver, or run with --device cpu")
+    return Check("gpu", "ok", "; ".join(names[:8]))
+
+
+def _clock(name: str, client: NodeClient) -> Check:
+    """The peer's clock against ours, from the date of its answer."""
+    began_s = time.time()
+    date = client.date()
+    try:
+        theirs_s = parsedate_to_datetime(date).timestamp()
+    except (TypeError, ValueError):
+        return Check(f"{name} clock", "warn", "tells no time", "look at both clocks by hand")
+    # The date is cut to whole seconds: on average it is half a second behind.
+    skew_s = theirs_s + 0.5 - (began_s + time.time()) / 2
+    found = f"{abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} ours"
+    if abs(skew_s) < _SKEW_WARN_S:
+        return Check(f"{name} clock", "ok", found)
+    advice = "set both clocks by NTP: requests older than 60 s are refused"
+    return Check(f"{name} clock", "fail" if abs(skew_s) > _SKEW_FAIL_S else "warn", found, advice)
+
+
+def _swarm(name: str, client: NodeClient, swarm_key: bytes | None) -> Check:
+    """Whether its swarm's key is ours."""
+    name = f"{name} swarm"
+    try:
+        status = client.status()
+    except UsageError:
+        if swarm_key is None:
+            return Check(name, "fail", "has a swarm key", "give the same key with --swarm-key-file")
+        return Check(
+            name, "fail", "refuses our swarm key", "copy its key file, or name the right one; see clock"
+        )
+    except P2PDRLError as error:
+        return Check(name, "fail", str(error), "look at that node's log")
+    swarm_id = clean(status.get("swarm_id"), 16)
+    if swarm_key is not None and swarm_id != swarm_id_from_key(swarm_key):
+        return Check(name, "fail", f"{swarm_id} isn't our key's swarm", "start both with one swarm key")
+    if swarm_key is None:
+        return Check(name, "ok", f"{swarm_id}, without a key")
+    return Check(name, "ok", f"{swarm_id}, our key")
+
 
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -38,7 +276,6 @@ def doctor(
     Each line says ok, warn or fail, and what to do. The exit code is 4 if anything fails.
     """  # fmt: skip
     from p2pdrl.api.keyfile import read_swarm_key
-    from p2pdrl.cli.checks import machine_checks, peer_checks
     from p2pdrl.errors import UnhealthyError
 
     key = read_swarm_key(swarm_key_file) if swarm_key_file else None

@@ -1,8 +1,8 @@
-"""The nodes of ``p2pdrl swarm up``: child processes on loopback that are started, asked and ended together.
+"""Free ports for the nodes of ``p2pdrl swarm up``, kept apart from those of other swarms that start now.
 
-No child outlives us: each is told our process id (``--parent-pid``) and has the kernel kill it when we
-die, ``kill -9`` included. Each runs in a process group of its own, so that Ctrl-C reaches us alone and
-the nodes leave the swarm in good order.
+A port that is free when it is looked at may be taken a second later by the nodes of another ``swarm up``.
+So each port is claimed by a name in Linux's abstract socket namespace, which the kernel frees however
+we end, and which reaches as far as the ports do (one network namespace). Elsewhere there are no claims.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,10 +21,72 @@ from types import TracebackType
 from typing import Any, Self
 
 from p2pdrl.cli.client import NodeClient
-from p2pdrl.errors import P2PDRLError
+from p2pdrl.errors import P2PDRLError, UsageError
 from p2pdrl.transport.protocol import Address
 
-__all__ = ["Fleet", "Member"]
+__all__ = ["FIRST_PORT", "Fleet", "FleetNode", "ReservedPorts"]
+
+FIRST_PORT = 7700
+"""Where nodes begin to look for a port."""
+
+_LAST_PORT = 65535
+
+
+class ReservedPorts:
+    """Context manager: ``count`` ports on loopback that nobody else uses.
+
+    Args:
+        count: how many.
+        first: the lowest.
+
+    Raises:
+        UsageError: there aren't that many.
+    """
+
+    def __init__(self, count: int, first: int = FIRST_PORT) -> None:
+        self._claims: list[socket.socket] = []
+        self.ports: list[int] = []
+        for port in range(first, _LAST_PORT + 1):
+            if len(self.ports) == count:
+                return
+            if (claim := _claim(port)) is not None:
+                self._claims.append(claim)
+                self.ports.append(port)
+        if len(self.ports) < count:
+            self.release()
+            raise UsageError(f"there aren't {count} free ports from {first}: end what listens there")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give up all claims."""
+        for claim in self._claims:
+            claim.close()
+        self._claims.clear()
+
+
+def _claim(port: int) -> socket.socket | None:
+    """The claim on a port, or None where somebody listens there or has claimed it."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        if sys.platform == "linux":
+            claim.bind(f"\0p2pdrl port {port}")
+        # With SO_REUSEADDR, as nodes do: connections that ended a moment ago don't keep a port.
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            probe.listen(1)
+    except OSError:
+        claim.close()
+        return None
+    return claim
+
 
 PROGRAM = (sys.executable, "-m", "p2pdrl")
 """How a node is started; tests put a fake in its place."""
@@ -34,7 +97,7 @@ _LOG_TAIL_BYTES = 16384
 
 
 @dataclass
-class Member:
+class FleetNode:
     """One node.
 
     Attributes:
@@ -95,7 +158,7 @@ class Fleet:
     """
 
     def __init__(self, folder: Path, ports: Sequence[int], arguments: Sequence[str]) -> None:
-        self.members: list[Member] = []
+        self.members: list[FleetNode] = []
         self._folder = folder
         self._ports = ports
         self._arguments = list(arguments)
@@ -116,7 +179,7 @@ class Fleet:
         self.kill()
         self._askers.shutdown(cancel_futures=True)
 
-    def running(self) -> list[Member]:
+    def running(self) -> list[FleetNode]:
         """The nodes that haven't ended."""
         return [member for member in self.members if member.exit_code is None]
 
@@ -139,7 +202,7 @@ class Fleet:
         for member in self.running():
             member.process.send_signal(number)
 
-    def _start(self, name: str, port: int) -> Member:
+    def _start(self, name: str, port: int) -> FleetNode:
         folder, log = self._folder / name, self._folder / f"{name}.log"
         address = Address("127.0.0.1", port)
         command = [*PROGRAM, "node", "--name", name, "--listen", str(address)]
@@ -151,9 +214,9 @@ class Fleet:
             process = subprocess.Popen(  # noqa: S603
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, process_group=0
             )
-        return Member(name, address, folder, log, process, {})
+        return FleetNode(name, address, folder, log, process, {})
 
-    def _status(self, member: Member) -> dict[str, Any] | None:
+    def _status(self, member: FleetNode) -> dict[str, Any] | None:
         if member.exit_code is not None:
             return _final_status(member)
         # Its token only counts where a swarm key closes the API; before the node is up there is none.
@@ -164,7 +227,7 @@ class Fleet:
             return None
 
 
-def _final_status(member: Member) -> dict[str, Any] | None:
+def _final_status(member: FleetNode) -> dict[str, Any] | None:
     """What a node wrote about itself just before it ended; that of an earlier run isn't meant."""
     try:
         status = json.loads((member.folder / "summary.json").read_bytes())["status"]

@@ -105,7 +105,7 @@ def end_with_parent(parent_pid: int) -> None:
 
     Linux kills us itself; elsewhere a thread looks whether the parent is still the same.
     """
-    from p2pdrl.workers.parent import die_with_parent
+    from p2pdrl.workers.child import die_with_parent
 
     die_with_parent(parent_pid)
     if sys.platform != "linux":

@@ -11,7 +11,7 @@ import click
 
 from p2pdrl.cli.formats import age, clean, grouped
 from p2pdrl.cli.options import Target, api_options, config_options, json_option
-from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES
+from p2pdrl.config.strategy import MAX_CHUNKS, MAX_STAGES
 from p2pdrl.errors import P2PDRLError
 
 if TYPE_CHECKING:
@@ -114,10 +114,10 @@ def plan(
         return
     if stages is None or microbatches is None:
         raise click.UsageError(f"give {'--stages' if stages is None else '--microbatches'}, or --config")
-    from p2pdrl.cli.timelines import timeline_document, timeline_lines
-    from p2pdrl.pipeline.layers import Link
+    from p2pdrl.cli.pipeline_plan import timeline_document, timeline_lines
+    from p2pdrl.pipeline.layers import PeerLink
     from p2pdrl.pipeline.schedule import make_schedule
-    from p2pdrl.pipeline.timeline import Costs, predict
+    from p2pdrl.pipeline.timeline import MicrobatchCosts, predict
 
     _check_ranks(schedule, stages, ranks)
     actions = make_schedule(schedule, stages, microbatches, ranks=ranks)
@@ -128,7 +128,7 @@ def plan(
         else _numbers("--backward-s", backward_s, stages)
     )
     sizes = _numbers("--activation-bytes", activation_bytes, stages - 1)
-    timeline = predict(actions, Costs(forwards, backwards, sizes, Link(*link)))
+    timeline = predict(actions, MicrobatchCosts(forwards, backwards, sizes, PeerLink(*link)))
     if trace is not None:
         _write_trace(trace, schedule, timeline)
     if as_json:
@@ -224,12 +224,11 @@ def _plan_task(
     Raises:
         ConfigError: it can't be planned; blocks that could be measured are listed before.
     """
-    from p2pdrl.cli.task_plan import plan_task
-    from p2pdrl.cli.task_plan_view import plan_document, plan_lines
+    from p2pdrl.cli.pipeline_plan import plan_document, plan_lines, plan_task
     from p2pdrl.errors import ConfigError
-    from p2pdrl.pipeline.layers import Link
+    from p2pdrl.pipeline.layers import PeerLink
 
-    found = plan_task(files, sets, Link(*link))
+    found = plan_task(files, sets, PeerLink(*link))
     if trace is not None and found.timeline is not None:
         _write_trace(trace, found.schedule, found.timeline)
     click.echo(json.dumps(plan_document(found), indent=2) if as_json else "\n".join(plan_lines(found)))

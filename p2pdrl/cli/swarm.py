@@ -88,8 +88,7 @@ def up(
     Ctrl-C makes them leave properly; a second one ends them at once. The exit code is 0 only if every
     node's was.
     """  # fmt: skip
-    from p2pdrl.cli.fleet import Fleet
-    from p2pdrl.cli.ports import ReservedPorts
+    from p2pdrl.cli.fleet import Fleet, ReservedPorts
     from p2pdrl.config.loader import resolve
 
     resolve(files=files, sets=sets, environ=os.environ)  # a bad configuration is told before anything starts

@@ -1,30 +1,417 @@
-"""Rules that no single key can break: combinations that make no sense together.
-
-`loader` applies them to what it has merged; a node applies `task_problems` to a task that it
-receives from its swarm, before it starts anything.
-"""
+"""Rules that no single key can break: combinations that make no sense together."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from p2pdrl.config.batches import minibatch_rows
 from p2pdrl.config.node import LearnerConfig, NodeConfig
-from p2pdrl.config.pipeline_checks import idle_keys, pipeline_problems
-from p2pdrl.config.problem import Problem
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import (
+    AdpsgdConfig,
+    Compressed,
+    DsgdConfig,
+    FederatedConfig,
+    GalaConfig,
     GradAverageConfig,
     HogwildConfig,
+    LocalConfig,
     ParamAverageConfig,
     PipelineConfig,
+    Robust,
+    ServerAsyncConfig,
+    ServerSyncConfig,
+    SgpConfig,
     StrategyConfig,
+    StromConfig,
 )
-from p2pdrl.config.strategy_checks import strategy_problems
 from p2pdrl.config.task import A2CConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
 
-__all__ = ["Problem", "mode_problems", "problems", "task_problems", "trust_problems"]
+__all__ = [
+    "LIST_BLOCKS",
+    "Problem",
+    "as_built",
+    "block_count",
+    "idle_keys",
+    "mode_problems",
+    "pipeline_problems",
+    "problems",
+    "strategy_problems",
+    "task_problems",
+    "too_few_blocks",
+    "trust_problems",
+]
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """A broken rule: the key to change first, and what is wrong, in words."""
+
+    key: str
+    message: str
+
+
+IMPALA_RESIDUALS = 2
+"""Residual blocks of each section of the ResNet (Espeholt 2018)."""
+NATURE_CONVOLUTIONS = 3
+CONVOLUTIONS = "trunk.convolutions."
+"""Parameters that the Nature CNN has, and no network of vectors."""
+
+
+def block_count(task: TaskConfig) -> tuple[int, int]:
+    """Return the least and the greatest number of blocks that the model may have.
+
+    They differ where ``network.kind = auto`` leaves it to the observations, which only the environment knows.
+    """
+    algorithm, network = task.algorithm, task.network
+    if isinstance(algorithm, RegressionConfig):
+        count = len(algorithm.hidden) + 1 if algorithm.kind == "classifier" else 1
+        return count, count
+    kinds = ("mlp", "nature_cnn") if network.kind == "auto" else (network.kind,)
+    counts = [_trunk(kind, network) + (network.core != "none") + 1 for kind in kinds]
+    return min(counts), max(counts)
+
+
+def as_built(task: TaskConfig, parameter_names: Iterable[str]) -> TaskConfig:
+    """Return the task with the network's kind that ``auto`` has become, by the names of its parameters."""
+    network = task.network
+    if network.kind != "auto" or isinstance(task.algorithm, RegressionConfig):
+        return task
+    pictures = any(name.startswith(CONVOLUTIONS) for name in parameter_names)
+    kind: Literal["nature_cnn", "mlp"] = "nature_cnn" if pictures else "mlp"
+    return replace(task, network=replace(network, kind=kind))
+
+
+def _trunk(kind: str, network: NetworkConfig) -> int:
+    """Blocks before the memory and the heads."""
+    given = network.hidden != NetworkConfig().hidden
+    behind = len(network.hidden) if given else 1  # the papers have one dense layer behind the convolutions
+    match kind:
+        case "nature_cnn":
+            return NATURE_CONVOLUTIONS + behind
+        case "impala_resnet":
+            return len(network.channels) * (1 + IMPALA_RESIDUALS) + behind
+        case "transformer":
+            return 1 + 2 * network.layers + 1
+    return max(len(network.hidden), 1)
+
+
+LOSSY = ("int8", "topk", "threshold")
+"""What loses too much at once for a copy of parameters, whose error nothing feeds back."""
+SPARSE = ("topk", "threshold")
+
+
+def strategy_problems(strategy: StrategyConfig) -> Iterator[Problem]:
+    """Every rule that ``strategy`` breaks."""
+    if isinstance(strategy, LocalConfig) or _no_exchange(strategy):
+        return
+    if isinstance(strategy, PipelineConfig):
+        yield from _stages(strategy)
+        return
+    yield from _begins(strategy)
+    yield from _compression(strategy)
+    yield from _mixing(strategy)
+    match strategy:
+        case HogwildConfig(exchanges="gradients"):
+            yield _problem(
+                "exchanges",
+                "learners that share one vector step at once and post no gradients; set exchanges = "
+                "parameters, or name = adpsgd",
+            )
+        case ServerSyncConfig() | ServerAsyncConfig():
+            yield from _servers(strategy)
+        case GradAverageConfig():
+            yield from _torch(strategy)
+        case ParamAverageConfig():
+            yield from _torch(strategy)
+            yield from _outer(strategy)
+        case FederatedConfig():
+            yield from _outer(strategy)
+            yield from _privacy(strategy)
+        case _:
+            pass
+
+
+def _no_exchange(strategy: StrategyConfig) -> bool:
+    return isinstance(strategy, HogwildConfig) and not strategy.between_nodes
+
+
+def _problem(key: str, message: str) -> Problem:
+    return Problem(f"task.strategy.{key}", message)
+
+
+def _begins(strategy: StrategyConfig) -> Iterator[Problem]:
+    if not isinstance(strategy, AdpsgdConfig | SgpConfig | GalaConfig):
+        return
+    if strategy.every_updates == 0 and strategy.every_s == 0:
+        yield _problem(
+            "every_updates",
+            "with this and every_s both 0 no exchange ever begins; set one, or task.strategy.name = local",
+        )
+
+
+def _compression(strategy: Compressed) -> Iterator[Problem]:
+    kind = strategy.compression
+    if kind not in LOSSY:
+        return
+    if isinstance(strategy, StromConfig):
+        yield _problem(
+            "compression",
+            f"strom sends nothing but ±tau, so {kind} has nothing left to compress; set tau, "
+            "and leave compression at bf16 or none",
+        )
+    elif isinstance(strategy, SgpConfig):
+        yield _problem(
+            "compression",
+            f"a quantised or sparse copy of parameters isn't an average, and sgp pushes parameters: {kind} "
+            "would lose what the weights count on; take bf16 or none",
+        )
+    elif isinstance(strategy, AdpsgdConfig | GalaConfig | DsgdConfig) and strategy.exchanges == "parameters":
+        yield _problem(
+            "compression",
+            f"a quantised or sparse copy of parameters isn't an average: {kind} is for gradients and "
+            "differences; take bf16 or none, or set exchanges = gradients",
+        )
+
+
+def _mixing(strategy: Robust) -> Iterator[Problem]:
+    match strategy:
+        case SgpConfig(mixing="clipped" | "trimmed"):
+            yield _problem(
+                "mixing",
+                f"push-sum counts on every share that is sent arriving whole; {strategy.mixing} takes mass "
+                "away, and the mean with it; set mixing = mean, or take gala or dsgd",
+            )
+        case StromConfig(mixing="clipped" | "trimmed"):
+            yield _problem(
+                "mixing",
+                "every node adds the same ±tau, or replicas drift apart for good; there is nothing to be "
+                f"{strategy.mixing}: set mixing = mean, and bound messages by tau",
+            )
+        case AdpsgdConfig(mixing="trimmed"):
+            yield _problem(
+                "mixing",
+                "an exchange has two vectors, and two vectors can't be trimmed; set mixing = clipped, "
+                "or take dsgd with a denser topology",
+            )
+        case GalaConfig(mixing="trimmed", partners="ring"):
+            yield _problem(
+                "mixing",
+                "on a ring each node hears of one other, and two vectors can't be trimmed; set mixing = "
+                "clipped, or partners = exponential or random",
+            )
+        case ServerAsyncConfig(mixing="clipped" | "trimmed"):
+            yield _problem(
+                "mixing",
+                "a server applies each gradient alone as it comes: there are no others that it could be "
+                f"{strategy.mixing} against; set mixing = mean, or take server_sync",
+            )
+        case ServerSyncConfig(mixing="trimmed", reduce="sum"):
+            yield _problem(
+                "reduce",
+                "what was trimmed is missing from a sum; set reduce = mean or count, or mixing = clipped",
+            )
+        case _:
+            pass
+    if strategy.mixing == "trimmed" and strategy.compression in SPARSE:
+        yield _problem(
+            "mixing",
+            f"with compression = {strategy.compression} most values of an entry are zero, so trimming leaves "
+            "out just what was sent; set mixing = clipped or mean, or compression = int8, bf16 or none",
+        )
+
+
+def _stages(strategy: PipelineConfig) -> Iterator[Problem]:
+    """Whether schedule, chunks and cuts go together."""
+    if strategy.schedule == "interleaved" and strategy.chunks == 1:
+        yield _problem(
+            "chunks",
+            "interleaved takes turns between several stages of each peer; set chunks = 2 or more, or "
+            "schedule = 1f1b",
+        )
+    if strategy.schedule != "interleaved" and strategy.chunks > 1:
+        yield _problem(
+            "chunks",
+            f"with {strategy.schedule} each peer holds one stage, not {strategy.chunks}; set schedule = "
+            "interleaved, or chunks = 1",
+        )
+    cuts, wanted = strategy.cuts, strategy.stages * strategy.chunks - 1
+    if not cuts:
+        return
+    if len(cuts) != wanted:
+        yield _problem(
+            "cuts",
+            f"{_count(strategy.stages, 'peer')} with {_count(strategy.chunks, 'stage')} each "
+            f"need{'s' if strategy.stages == 1 else ''} {_count(wanted, 'cut')}, not {len(cuts)}; "
+            "set that many, or none to have the stages balanced",
+        )
+    elif list(cuts) != sorted(set(cuts)):
+        yield _problem(
+            "cuts",
+            f"{', '.join(map(str, cuts))} don't rise: each is the number of a stage's first block, and no "
+            "stage is empty; set rising numbers, or none to have the stages balanced",
+        )
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _servers(strategy: ServerSyncConfig | ServerAsyncConfig) -> Iterator[Problem]:
+    if len(set(strategy.pinned)) != len(strategy.pinned):
+        yield _problem("pinned", "a node is named twice; name each server once")
+    if len(strategy.pinned) > strategy.servers:
+        yield _problem(
+            "pinned",
+            f"{len(strategy.pinned)} nodes are pinned and servers = {strategy.servers}; raise servers, "
+            "or pin fewer",
+        )
+    if isinstance(strategy, ServerAsyncConfig):
+        own = strategy.fetch_every - 1 + strategy.ahead
+        if strategy.stale == "drop" and strategy.max_staleness < own:
+            yield _problem(
+                "max_staleness",
+                f"with fetch_every = {strategy.fetch_every} and ahead = {strategy.ahead} a worker's own "
+                f"pushes make its gradients up to {own} steps old: even alone it would have them dropped; "
+                "raise max_staleness, lower the others, or set stale = scale",
+            )
+
+
+def _torch(strategy: GradAverageConfig | ParamAverageConfig) -> Iterator[Problem]:
+    if strategy.backend != "torch":
+        return
+    if strategy.compression in LOSSY:
+        yield _problem(
+            "compression",
+            f"torch.distributed adds numbers, not {strategy.compression} messages; take bf16 or none, "
+            "or backend = own",
+        )
+    if strategy.mixing != "mean":
+        yield _problem(
+            "mixing",
+            f"torch.distributed hands out the sum alone, so there is nothing to be {strategy.mixing}; "
+            "set mixing = mean, or backend = own",
+        )
+
+
+def _outer(strategy: ParamAverageConfig | FederatedConfig) -> Iterator[Problem]:
+    if strategy.outer_learning_rate == 0:
+        yield _problem(
+            "outer_learning_rate",
+            "0 takes everybody back to where the round began, so nothing is ever learnt; 1 is the plain mean",
+        )
+    if strategy.outer_momentum == 1:
+        yield _problem("outer_momentum", "1 never forgets a round, so the steps grow without bound; lower it")
+
+
+def _privacy(strategy: FederatedConfig) -> Iterator[Problem]:
+    """What the reported (ε, δ) rests on: a member moves its round's sum by S at most, and no other round."""
+    if strategy.noise_multiplier == 0:
+        return
+    if strategy.mixing != "mean":
+        yield _problem(
+            "mixing",
+            f"the noise is made for a sum in which each member moves at most clip_norm; {strategy.mixing} "
+            "has another sensitivity, and the privacy told would be wrong; set mixing = mean, or "
+            "noise_multiplier = 0",
+        )
+    if strategy.compression in LOSSY:
+        yield _problem(
+            "compression",
+            f"what {strategy.compression} leaves out comes with a later round, beyond clip_norm and perhaps "
+            "with its member not drawn; the privacy told would be wrong; take bf16 or none, or "
+            "noise_multiplier = 0",
+        )
+    if strategy.weighting != "equal":
+        yield _problem(
+            "weighting",
+            "the noise is made for members that count the same; one with many samples would show through: "
+            "set weighting = equal, or noise_multiplier = 0",
+        )
+
+
+LIST_BLOCKS = "`p2pdrl pipeline plan --config …` lists them"
+"""Where to find the numbers of a model's blocks."""
+
+
+def pipeline_problems(task: TaskConfig) -> Iterator[Problem]:
+    """Yield what a pipeline asks of its task: as many blocks as stages, as many rows as microbatches."""
+    strategy = task.strategy
+    if not isinstance(strategy, PipelineConfig):
+        return
+    yield from _block_problems(strategy, task)
+    most, what = minibatch_rows(task)
+    if strategy.microbatches != "auto" and strategy.microbatches > most:
+        yield Problem(
+            "task.strategy.microbatches",
+            f"{strategy.microbatches} microbatches can't be cut from the {most} {what} of a minibatch; "
+            f"take {most} at most, or auto",
+        )
+
+
+def too_few_blocks(strategy: PipelineConfig, blocks: int, *, most: bool = False) -> Problem | None:
+    """Return the problem of a pipeline that has more stages than blocks; None where it hasn't.
+
+    Args:
+        strategy: its options.
+        blocks: of the model.
+        most: it may also have fewer.
+    """
+    stages, chunks = strategy.stages, strategy.chunks
+    if stages * chunks <= blocks:
+        return None
+    has = f"this model has {blocks}{' at most' if most else ''}"
+    if chunks == 1:
+        return Problem(
+            "task.strategy.stages",
+            f"{stages} stages need as many blocks, and {has}; lower stages, or add layers to the model",
+        )
+    return Problem(
+        "task.strategy.chunks",
+        f"{strategy.schedule} with chunks = {chunks} on stages = {stages} peers needs {stages * chunks} "
+        f"blocks, and {has}; lower chunks or stages, or add layers to the model",
+    )
+
+
+def _block_problems(strategy: PipelineConfig, task: TaskConfig) -> Iterator[Problem]:
+    least, blocks = block_count(task)
+    problem = too_few_blocks(strategy, blocks, most=least < blocks)
+    if problem is not None:
+        yield problem
+    elif strategy.cuts and strategy.cuts[-1] >= blocks:
+        several = "" if least == blocks else " at most"
+        yield Problem(
+            "task.strategy.cuts",
+            f"this model's blocks are numbered 0 to {blocks - 1}{several}, so no stage begins at "
+            f"{strategy.cuts[-1]}; {LIST_BLOCKS}",
+        )
+
+
+def idle_keys(strategy: StrategyConfig, learner: LearnerConfig) -> Iterator[Problem]:
+    """Yield what a node has set about its gradients and has no effect under its strategy."""
+    if not isinstance(strategy, PipelineConfig):
+        return
+    why = "has no effect under pipeline, where all peers compute as the strategy says"
+    if learner.microbatches != 1:
+        yield Problem(
+            "node.learner.microbatches", f"{why}; leave it 1, and set task.strategy.microbatches instead"
+        )
+    if learner.checkpoint_activations:
+        yield Problem(
+            "node.learner.checkpoint_activations",
+            f"{why}; leave it false, and set task.strategy.checkpoint_activations instead",
+        )
+    if learner.activation_limit_bytes:
+        yield Problem(
+            "node.learner.activation_limit_bytes",
+            f"{why}; leave it 0: stages are cut to fit the peers' memory, and task.strategy.microbatches and "
+            "task.strategy.checkpoint_activations make them need less",
+        )
+
 
 MAX_DATA_NUMBERS = 1 << 28
 """What a regression's made-up rows may come to: every node of the swarm holds them in memory."""

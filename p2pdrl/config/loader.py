@@ -18,10 +18,17 @@ import msgspec
 
 from p2pdrl.config import schema
 from p2pdrl.config.checks import problems
-from p2pdrl.config.origin import Origin
 from p2pdrl.config.root import Config
 from p2pdrl.config.schema import TAG, Path, dotted
-from p2pdrl.config.sources import Given, Layer, read_environ, read_file, read_flags, read_sets
+from p2pdrl.config.sources import (
+    Layer,
+    SourceValue,
+    ValueOrigin,
+    read_environ,
+    read_file,
+    read_flags,
+    read_sets,
+)
 from p2pdrl.config.values import shown
 from p2pdrl.errors import ConfigError
 
@@ -38,7 +45,7 @@ class Resolved(msgspec.Struct, frozen=True):
     """
 
     config: Config
-    origins: dict[str, Origin]
+    origins: dict[str, ValueOrigin]
 
     def given(self, prefix: str = "") -> set[str]:
         """The dotted keys at and under ``prefix`` that anything but a default has set."""
@@ -82,7 +89,7 @@ class _Merge:
 
     def __init__(self) -> None:
         self._values: dict[Path, Any] = {}
-        self._origins: dict[Path, Origin] = {}
+        self._origins: dict[Path, ValueOrigin] = {}
         self._unions = dict(schema.unions(Config))
         self._tags = {path: schema.default_tag(field) for path, field in self._unions.items()}
         self._complaints: list[str] = []
@@ -101,7 +108,7 @@ class _Merge:
             else:
                 self._store(path, given, annotation)
 
-    def _pick(self, union: Path, given: Given) -> None:
+    def _pick(self, union: Path, given: SourceValue) -> None:
         """Take the variant that a layer names; forget what weaker layers set for another one."""
         try:
             tag = given.coerce(schema.find(Config, (*union, TAG), self._tags))
@@ -113,7 +120,7 @@ class _Merge:
         for path in [path for path in self._values if path[: len(union)] == union]:
             del self._values[path], self._origins[path]
 
-    def _store(self, path: Path, given: Given, annotation: Any) -> None:
+    def _store(self, path: Path, given: SourceValue, annotation: Any) -> None:
         try:
             value = given.coerce(annotation)
         except ValueError as error:
@@ -137,7 +144,7 @@ class _Merge:
         except msgspec.ValidationError as error:  # every value passed alone: a rule between fields
             raise ConfigError(f"bad configuration: {error}") from error
         origins = {
-            dotted(path): self._origins.get(path, Origin("default")) for path, _ in schema.leaves(config)
+            dotted(path): self._origins.get(path, ValueOrigin("default")) for path, _ in schema.leaves(config)
         }
         self._complaints = [
             f"{problem.key} ({origins[problem.key].phrase()}): {problem.message}"
@@ -153,14 +160,14 @@ class _Merge:
             lines = "".join(f"\n  {complaint}" for complaint in self._complaints)
             raise ConfigError(f"{len(self._complaints)} problems in the configuration:{lines}")
 
-    def _not_a_table(self, path: Path, given: Given, annotation: Any) -> str:
+    def _not_a_table(self, path: Path, given: SourceValue, annotation: Any) -> str:
         key = dotted(path)
         start = f"{key} = {shown(given.value)} {given.origin.phrase()}: {key} is a section"
         if schema.variants(annotation):
             return f"{start}; did you mean {key}.{TAG}?"
         return f"{start} that holds keys, not a value"
 
-    def _unknown(self, path: Path, origin: Origin) -> str:
+    def _unknown(self, path: Path, origin: ValueOrigin) -> str:
         start = f"unknown key {dotted(path)} {origin.phrase()}"
         for union, tag in self._tags.items():
             here = schema.variants(self._unions[union].annotation)

@@ -16,8 +16,8 @@ from typing import Any, get_args
 import msgspec
 
 from p2pdrl.config import schema
+from p2pdrl.config.checks import strategy_problems
 from p2pdrl.config.strategy import Mode, StrategyConfig, mode_of
-from p2pdrl.config.strategy_checks import strategy_problems
 from p2pdrl.config.values import coerce_text, shown
 from p2pdrl.errors import ConfigError
 

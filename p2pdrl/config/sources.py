@@ -1,8 +1,4 @@
-"""The sources of configuration, each read into one flat layer. Called by `loader` alone.
-
-Nothing here knows the schema: tables are taken apart into paths, text stays text, and every
-value remembers its origin.
-"""
+"""Where a configured value came from. Made by `loader`, shown by ``p2pdrl config show --origin``."""
 
 from __future__ import annotations
 
@@ -14,13 +10,56 @@ from typing import Any, Literal
 
 import msgspec
 
-from p2pdrl.config.origin import Origin
 from p2pdrl.config.presets import is_preset_name, preset_names, preset_path
 from p2pdrl.config.schema import Path
 from p2pdrl.config.values import coerce, coerce_text, parse_text
 from p2pdrl.errors import ConfigError
 
-__all__ = ["Given", "Layer", "read_environ", "read_file", "read_flags", "read_sets"]
+__all__ = [
+    "Kind",
+    "Layer",
+    "SourceValue",
+    "ValueOrigin",
+    "read_environ",
+    "read_file",
+    "read_flags",
+    "read_sets",
+]
+
+Kind = Literal["flag", "set", "env", "file", "default"]
+"""The sources, strongest first."""
+
+
+class ValueOrigin(msgspec.Struct, frozen=True):
+    """The source of one value.
+
+    Attributes:
+        kind: which sort of source.
+        where: ``FILE:LINE`` of a file, ``preset NAME:LINE`` of a preset, the name of an environment
+            variable; empty for the others.
+    """
+
+    kind: Kind
+    where: str = ""
+
+    def __str__(self) -> str:
+        """The words for a table: ``file my.toml:3``, ``env P2PDRL_NODE__NAME``, ``flag``."""
+        return f"{self.kind} {self.where}".rstrip()
+
+    def phrase(self) -> str:
+        """The words for a sentence: ``in my.toml:3``, ``in --set``."""
+        match self.kind:
+            case "file":
+                return f"in {self.where}"
+            case "env":
+                return f"in the variable {self.where}"
+            case "set":
+                return "in --set"
+            case "flag":
+                return "on the command line"
+            case "default":
+                return "by default"
+
 
 ENV_PREFIX = "P2PDRL_"
 
@@ -28,7 +67,7 @@ _HEADER = re.compile(r"\s*\[\[?([^\[\]]+)\]\]?\s*(?:#.*)?$")
 _ASSIGNMENT = re.compile(r"""\s*((?:[A-Za-z0-9_.\s-]|"[^"]*"|'[^']*')+?)\s*=""")
 
 
-class Given(msgspec.Struct, frozen=True):
+class SourceValue(msgspec.Struct, frozen=True):
     """A value as its source holds it.
 
     Attributes:
@@ -39,7 +78,7 @@ class Given(msgspec.Struct, frozen=True):
     """
 
     value: Any
-    origin: Origin
+    origin: ValueOrigin
     read_as: Literal["typed", "text", "flag"] = "typed"
 
     def coerce(self, annotation: Any) -> Any:
@@ -58,7 +97,7 @@ class Given(msgspec.Struct, frozen=True):
             raise
 
 
-Layer = dict[Path, Given]
+Layer = dict[Path, SourceValue]
 """What one source gives, by path."""
 
 
@@ -86,7 +125,7 @@ def read_file(name: str) -> Layer:
     layer = {}
     for key, value in _flatten(document):
         line = next((lines[key[:n]] for n in range(len(key), 0, -1) if key[:n] in lines), None)
-        layer[key] = Given(value, Origin("file", label if line is None else f"{label}:{line}"))
+        layer[key] = SourceValue(value, ValueOrigin("file", label if line is None else f"{label}:{line}"))
     return layer
 
 
@@ -99,7 +138,7 @@ def read_environ(environ: Mapping[str, str]) -> Layer:
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX) and "__" in variable:
             path = tuple(variable.removeprefix(ENV_PREFIX).lower().split("__"))
-            layer.update(_from_text(path, environ[variable], Origin("env", variable)))
+            layer.update(_from_text(path, environ[variable], ValueOrigin("env", variable)))
     return layer
 
 
@@ -115,7 +154,7 @@ def read_sets(sets: Sequence[str]) -> Layer:
         path = tuple(part.strip() for part in key.split("."))
         if not equals or not all(path):
             raise ConfigError(f"--set {text!r} isn't written KEY=VALUE, as in --set task.env.id=CartPole-v1")
-        layer.update(_from_text(path, value, Origin("set")))
+        layer.update(_from_text(path, value, ValueOrigin("set")))
     return layer
 
 
@@ -126,19 +165,22 @@ def read_flags(flags: Mapping[str, Any]) -> Layer:
         path = tuple(key.split("."))
         if isinstance(value, Mapping):
             layer.update(
-                {(*path, *rest): Given(inner, Origin("flag"), "flag") for rest, inner in _flatten(value)}
+                {
+                    (*path, *rest): SourceValue(inner, ValueOrigin("flag"), "flag")
+                    for rest, inner in _flatten(value)
+                }
             )
         elif value is not None:
-            layer[path] = Given(value, Origin("flag"), "flag")
+            layer[path] = SourceValue(value, ValueOrigin("flag"), "flag")
     return layer
 
 
-def _from_text(path: Path, text: str, origin: Origin) -> Layer:
+def _from_text(path: Path, text: str, origin: ValueOrigin) -> Layer:
     """One value of text, or several when it is an inline table: ``{a = 1, b = 2}``."""
     table = parse_text(text) if text.lstrip().startswith("{") else None
     if isinstance(table, dict):
-        return {(*path, *rest): Given(value, origin) for rest, value in _flatten(table)}
-    return {path: Given(text, origin, "text")}
+        return {(*path, *rest): SourceValue(value, origin) for rest, value in _flatten(table)}
+    return {path: SourceValue(text, origin, "text")}
 
 
 def _flatten(table: Mapping[str, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -1,11 +1,4 @@
-"""How the swarm agrees: one section per strategy, told apart by its ``name``.
-
-What travels between nodes, who steps and what comes back is decided here; the section travels as a
-swarm record and may be replaced on a live swarm. Combinations that make no sense are refused by
-`checks`, with the reason.
-
-Durations are in seconds (``_s``).
-"""
+"""How the swarm agrees: one section per strategy, told apart by its ``name``."""
 
 from __future__ import annotations
 
@@ -13,34 +6,35 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from p2pdrl.config.fields import Count, Natural, NonNegative, PositiveSeconds, Seconds, Travelling
-from p2pdrl.config.pipeline import PipelineConfig
-from p2pdrl.config.strategy_bases import (
-    Averaged,
-    Compression,
-    Grouped,
-    Guarded,
-    Mixing,
-    Paced,
-    Served,
-)
+from p2pdrl.config.fields import Count, Fraction, Natural, NonNegative, PositiveSeconds, Seconds, Travelling
+from p2pdrl.config.gradients import Microbatches
 
 __all__ = [
+    "MAX_CHUNKS",
+    "MAX_STAGES",
     "AdpsgdConfig",
+    "Averaged",
+    "Compressed",
     "Compression",
     "Content",
     "DsgdConfig",
     "FederatedConfig",
     "GalaConfig",
     "GradAverageConfig",
+    "Grouped",
+    "Guarded",
     "HogwildConfig",
     "LocalConfig",
     "Mixing",
     "Mode",
+    "Paced",
     "ParamAverageConfig",
     "Partners",
     "PipelineConfig",
+    "Robust",
+    "ScheduleName",
     "ServerAsyncConfig",
+    "ServerOptions",
     "ServerSyncConfig",
     "SgpConfig",
     "StrategyConfig",
@@ -48,6 +42,152 @@ __all__ = [
     "Topology",
     "mode_of",
 ]
+
+MAX_STAGES = 64
+"""Peers of one pipeline."""
+MAX_CHUNKS = 8
+"""Stages that each of them holds."""
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+
+
+Compression = Literal["none", "bf16", "int8", "topk", "threshold"]
+Mixing = Literal["mean", "clipped", "trimmed"]
+Identity = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class Compressed(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How vectors are written on the wire."""
+
+    compression: Compression = "bf16"
+    """``none`` sends float32; ``bf16`` halves the bytes; ``int8`` quarters them; ``topk`` sends the
+    largest entries, ``threshold`` those beyond a bound. The last three lose much at once, so they are
+    for gradients and differences only, and keep what they left out for the next time (error feedback)."""
+    keep: Annotated[float, Meta(gt=0, le=1)] = 0.01
+    """Share of the entries that ``topk`` sends."""
+    threshold: Annotated[float, Meta(gt=0, le=1e6)] = 1e-3
+    """Bound beyond which ``threshold`` sends an entry, as plus or minus the bound."""
+
+
+class Robust(Compressed, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How vectors of several nodes become one."""
+
+    mixing: Mixing = "mean"
+    """``clipped`` shortens what is far from our own before it is averaged; ``trimmed`` leaves out the
+    greatest and least values of each entry. Both bound what one bad node can do and cost some accuracy."""
+    clip_distance: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    """With ``clipped``: longest difference let through, as a multiple of our own vector's norm."""
+    trim: Annotated[float, Meta(gt=0, lt=0.5)] = 0.2
+    """With ``trimmed``: share left out at each end, at least one node's value."""
+
+
+class Guarded(Robust, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When to take a peer's whole state instead of averaging with it."""
+
+    max_staleness: Count = 1000
+    """A node this many policy versions behind its peer adopts the peer's state instead of averaging."""
+    max_distance: Annotated[float, Meta(gt=0, le=1e12)] = 1e3
+    """A vector whose norm is this many times ours is refused."""
+
+
+class Paced(Guarded, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When an exchange, or a push, begins, and how long it may take."""
+
+    every_updates: Natural = 1
+    """One begins after this many updates of the learner; 0 leaves it to ``every_s``."""
+    every_s: Seconds = 0.0
+    """… or after this many seconds, whichever comes first; 0 leaves it to ``every_updates``."""
+    min_interval_s: Seconds = 0.05
+    """They are never begun closer together. Lower mixes faster and costs more processor time."""
+    deadline_s: PositiveSeconds = 2.0
+    """The longest that one may take; usually it is given up much sooner, by what was observed."""
+
+
+class Grouped(Robust, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What strategies with rounds of a whole group share."""
+
+    deadline_s: PositiveSeconds = 10.0
+    """The longest that a round waits; usually much less, by what was observed. A member that is later
+    than this is left out of the group until it answers again."""
+
+
+class ServerOptions(Grouped, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the two server strategies share."""
+
+    servers: Annotated[int, Meta(ge=1, le=256)] = 1
+    """Nodes that hold a shard of the parameters each; fewer members than this hold larger shards."""
+    pinned: tuple[Identity, ...] = ()
+    """Ids or names of the nodes that serve while they live; none leaves it to a hash of the ids."""
+    optimizer: Literal["sgd", "momentum", "rmsprop", "adagrad", "adam"] = "adam"
+    """What a server applies to its shard."""
+    learning_rate: NonNegative | None = None
+    """Step of the servers' optimizer; none takes the algorithm's, annealing included."""
+    momentum: Fraction = 0.9
+    """Of ``momentum``; β₁ of ``adam``."""
+    decay: Fraction = 0.999
+    """Of the squared gradients: β₂ of ``adam``; α of ``rmsprop``."""
+    eps: Annotated[float, Meta(gt=0, le=1)] = 1e-5
+    """Added to the denominators."""
+
+
+class Averaged(Grouped, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the strategies share that average parameters after several local updates."""
+
+    every_updates: Count = 8
+    """H: local updates between two rounds. More cost fewer bytes and let replicas drift further."""
+    outer_learning_rate: NonNegative = 1.0
+    """Step of the outer optimizer along (mean − old); 1 without momentum is the plain mean."""
+    outer_momentum: Fraction = 0.0
+    """Of the outer optimizer; DiLoCo takes 0.9 with a step of 0.7."""
+    nesterov: bool = True
+    """Whether the outer momentum looks ahead, as in DiLoCo (Douillard 2023, arXiv 2311.08105)."""
+    weighting: Literal["samples", "equal"] = "samples"
+    """Whether a node counts by the environment steps it made in the round, or all count the same."""
+
+
+class PipelineConfig(
+    Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="pipeline"
+):
+    """One model over several peers: each holds a stage of it, and batches pass through in microbatches.
+
+    More peers than stages form further pipelines, whose first peers agree by gossip. Whoever is left over
+    stands by.
+    """
+
+    stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)] = 2
+    """Peers of one pipeline. Where fewer are alive, they hold the whole model among them. No more than the
+    model has blocks, ``chunks`` of them for each."""
+    schedule: ScheduleName = "1f1b"
+    """``gpipe`` does all forwards, then all backwards; ``1f1b`` alternates, so a peer keeps no more
+    microbatches than there are stages below it; ``interleaved`` alternates over ``chunks`` stages a peer."""
+    chunks: Annotated[int, Meta(ge=1, le=MAX_CHUNKS)] = 1
+    """Stages that each peer holds; more than one with ``interleaved`` only, which needs it: a shorter bubble
+    for more messages."""
+    microbatches: Microbatches = 4
+    """Parts that each minibatch is cut into, as equal as can be: more make a shorter bubble of smaller, less
+    efficient parts. ``auto`` measures 1, 2, 4 and 8 in the first updates and stays with the fastest."""
+    cuts: tuple[Annotated[int, Meta(ge=1)], ...] = ()
+    """Number of the first block of each stage but the first; empty has the stages balanced by measured times,
+    bytes and speeds of the peers. ``p2pdrl pipeline plan --config NAME`` numbers the blocks. With fewer peers
+    than ``stages`` are alive these cuts fit no pipeline, and stages are balanced."""
+    backend: Literal["auto", "stream", "torch"] = "auto"
+    """``stream`` runs over the swarm's own connections; ``torch`` over torch.distributed, which needs
+    ``node.trusted_network``, for it listens without authentication. ``auto`` takes ``torch`` where each peer
+    has a GPU of its own that NCCL reaches, trusts its network and reaches all others directly, until that
+    fails before a first update; else ``stream``; and none of both where a pipeline would be slower than one
+    peer alone: then each peer accumulates microbatches by itself."""
+    state_every: Annotated[int, Meta(ge=1, le=1_000_000)] = 10
+    """Updates until all peers of a pipeline get a copy of the whole parameters and of the optimizer's state:
+    what is lost at most when peers die."""
+    deadline_s: PositiveSeconds = 10.0
+    """Longest wait for a neighbour within an update; who takes longer is left out. With ``torch`` at least
+    10 s, and no more than 30."""
+    checkpoint_activations: bool = False
+    """Keep only what comes into a stage, and compute the rest anew on the way back (Chen 2016,
+    arXiv 1604.06174): less memory for about a third more time."""
+    gossip_every_s: PositiveSeconds = 1.0
+    """Seconds between two exchanges of a pipeline's first peer with another's."""
+
 
 Mode = Literal["gossip", "server-sync", "server-async", "allreduce", "pipeline", "local"]
 """What people type after ``mode set``: a family of strategies."""
@@ -160,7 +300,7 @@ class StromConfig(
 
 
 class ServerSyncConfig(
-    Served, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="server_sync"
+    ServerOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="server_sync"
 ):
     """Synchronous parameter servers: broadcast, map, reduce (backup workers: Chen 2016, arXiv 1604.00981)."""
 
@@ -175,7 +315,7 @@ class ServerSyncConfig(
 
 
 class ServerAsyncConfig(
-    Served, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="server_async"
+    ServerOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="server_async"
 ):
     """Asynchronous parameter servers (DistBelief's Downpour SGD, Dean 2012)."""
 

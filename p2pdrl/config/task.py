@@ -9,6 +9,7 @@ Durations are in seconds (``_s``).
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Literal
 
 import msgspec
@@ -19,6 +20,7 @@ from p2pdrl.config.gradients import GradientsConfig
 from p2pdrl.config.strategy import AdpsgdConfig, StrategyConfig
 
 __all__ = [
+    "HASHED",
     "A2CConfig",
     "AlgorithmConfig",
     "EnvConfig",
@@ -27,6 +29,7 @@ __all__ = [
     "RegressionConfig",
     "StopConfig",
     "TaskConfig",
+    "task_hash",
 ]
 
 
@@ -154,7 +157,7 @@ class RegressionConfig(
 ):
     """Supervised regression on made-up data: the smallest thing a swarm can train, to measure strategies.
 
-    ``task.env`` and ``task.network`` are ignored. A row used counts as an environment step, and
+    ``env`` and ``network`` are ignored. A row used counts as an environment step, and
     minus the loss on rows that nobody trains on as the return of an episode.
     """
 
@@ -164,7 +167,7 @@ class RegressionConfig(
     features: Annotated[int, Meta(ge=1, le=100_000_000)] = 32
     """Length of one input row."""
     rows: Annotated[int, Meta(ge=1, le=10_000_000)] = 4096
-    """Rows to train on, drawn from ``task.seed`` and so the same on every node; up to 1024 more are for
+    """Rows to train on, drawn from ``seed`` and so the same on every node; up to 1024 more are for
     the evaluation."""
     density: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the inputs of ``least_squares`` that aren't zero. Below 1, ``sgd`` writes only the weights
@@ -242,3 +245,17 @@ class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if isinstance(self.algorithm, RegressionConfig):
             return f"made-up data ({self.algorithm.kind})"
         return self.env.id
+
+
+HASHED = ("seed", "env", "network", "algorithm", "gradients")
+"""The fields of the task that are fixed at founding."""
+
+
+def task_hash(task: TaskConfig) -> str:
+    """Return 32 hex digits: SHA-256 of the canonical JSON (sorted keys) of the fixed fields.
+
+    Defaults are written out, so a value given and the same value by default hash alike.
+    """
+    fixed = {name: getattr(task, name) for name in HASHED}
+    canonical = msgspec.json.encode(fixed, order="sorted")
+    return hashlib.sha256(b"p2pdrl task\0" + canonical).hexdigest()[:32]

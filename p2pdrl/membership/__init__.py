@@ -4,13 +4,13 @@
 |---|---|
 | `parameters` | every constant, with its formula |
 | `identity`, `records`, `messages` | keys; signed records and their bounds; the wire |
-| `suspicion`, `awareness`, `broadcasts`, `table`, `addresses` | one noun of the papers each |
-| `kernel`, `rumours`, `prober`, `last_look`, `anti_entropy`, `rounds` | the parts of the core |
+| `suspicion`, `broadcasts`, `table`, `addresses` | one noun of the papers each |
+| `kernel`, `rumours`, `prober`, `anti_entropy`, `state` | the parts of the core |
 | `events`, `state` | inputs, effects and views; `Membership`, the core itself |
 | `swarm_records` | settings of the whole swarm, last writer wins |
-| `known_members`, `opening`, `seeds`, `joining`, `outcomes`, `pending`, `service` | running it on a network |
-| `simulator`, `simulated_network` | running many of it on a manual clock |
+| `known_members`, `state`, `joining`, `service` | running it on a network |
+| `testing.membership_simulator` | running many of it on a manual clock |
 
-The daemon uses `opening.open_core` and `service.MembershipService`; nothing here imports api,
+The daemon uses `state.open_core` and `service.MembershipService`; nothing here imports api,
 strategies or workers.
 """

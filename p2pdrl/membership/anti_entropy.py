@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import struct
 
-from p2pdrl.membership.events import Answered, Failed, Respond, State
+from p2pdrl.membership.events import Answered, Respond, SendFailed, State
 from p2pdrl.membership.kernel import Kernel
-from p2pdrl.membership.messages import Delta, Digest, Entry, Gossip, Sync
+from p2pdrl.membership.messages import Delta, Digest, DigestEntry, GossipMessage, Sync
 from p2pdrl.membership.records import BadRecordError, Record
 from p2pdrl.membership.rumours import Rumours
 from p2pdrl.membership.table import Member
@@ -64,7 +64,7 @@ class Syncer:
             lambda result: self._compared(node_id, result),
         )
 
-    def _compared(self, node_id: str, result: Answered | Failed) -> None:
+    def _compared(self, node_id: str, result: Answered | SendFailed) -> None:
         kernel = self._kernel
         member = kernel.table.get(node_id)
         if member is None or not isinstance(result, Answered) or not isinstance(result.message, Digest):
@@ -78,11 +78,11 @@ class Syncer:
             delta = Delta((*give_swarm, *give), want, want_swarm)
             kernel.send(member, delta, 8 * kernel.config.probe_interval_s, self._mended)
 
-    def _mended(self, result: Answered | Failed) -> None:
-        if isinstance(result, Answered) and isinstance(result.message, Gossip):
+    def _mended(self, result: Answered | SendFailed) -> None:
+        if isinstance(result, Answered) and isinstance(result.message, GossipMessage):
             self._rumours.apply(result.message.records, result.told_by)
 
-    def compare(self, theirs: tuple[Entry, ...]) -> tuple[tuple[Record, ...], tuple[str, ...]]:
+    def compare(self, theirs: tuple[DigestEntry, ...]) -> tuple[tuple[Record, ...], tuple[str, ...]]:
         """Return what the other side lacks, and the ids of what we lack.
 
         A dead or left member that the other side doesn't know stays unknown to it: tombstones
@@ -124,9 +124,9 @@ class Syncer:
         if sync.view_hash == self.view_hash():
             kernel.effects.append(Respond(token, Digest(True)))
             return
-        entries = [Entry(bytes.fromhex(kernel.me.id), kernel.me.incarnation, 0)]
+        entries = [DigestEntry(bytes.fromhex(kernel.me.id), kernel.me.incarnation, 0)]
         entries += [
-            Entry(bytes.fromhex(member.record.id), member.record.incarnation, _CODE[member.state])
+            DigestEntry(bytes.fromhex(member.record.id), member.record.incarnation, _CODE[member.state])
             for member in kernel.table
         ]
         kernel.effects.append(Respond(token, Digest(False, tuple(entries), kernel.swarm.digest())))
@@ -142,7 +142,7 @@ class Syncer:
                 records.append(setting)
         for node_id in delta.want_members[: kernel.config.max_records_per_answer]:
             records.extend(self._about(node_id))
-        kernel.effects.append(Respond(token, Gossip(kernel.me.incarnation, tuple(records))))
+        kernel.effects.append(Respond(token, GossipMessage(kernel.me.incarnation, tuple(records))))
         return bad
 
     def _about(self, node_id: str) -> tuple[Record, ...]:

@@ -16,19 +16,19 @@ __all__ = [
     "Answered",
     "Effect",
     "EventKind",
-    "Failed",
     "FailureKind",
     "Input",
     "MemberEvent",
     "MemberView",
+    "Notified",
     "Reject",
     "Request",
     "Respond",
     "Send",
+    "SendFailed",
     "State",
     "SwarmChanged",
     "Tick",
-    "Told",
     "TwinFound",
     "Welcomed",
     "proves_absence",
@@ -105,7 +105,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class SendFailed:
     """A `Send` failed.
 
     Attributes:
@@ -131,12 +131,12 @@ class Welcomed:
     told_by: str = ""
 
 
-Input = Tick | Request | Answered | Failed | Welcomed
+Input = Tick | Request | Answered | SendFailed | Welcomed
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Call a peer; give back `Answered` or `Failed` with the same id, once."""
+    """Call a peer; give back `Answered` or `SendFailed` with the same id, once."""
 
     call_id: int
     to: str
@@ -163,7 +163,7 @@ class Reject:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Notified:
     """Tell the subscribers."""
 
     event: MemberEvent
@@ -183,19 +183,19 @@ class TwinFound:
     address: str
 
 
-Effect = Send | Respond | Reject | Told | SwarmChanged | TwinFound
+Effect = Send | Respond | Reject | Notified | SwarmChanged | TwinFound
 
 _NOT_ITSELF = frozenset({401, 403, 404})
 """Statuses of somebody who isn't the member that we expect: another key, swarm or program."""
 
 
-def shows_life(result: Answered | Failed) -> bool:
+def shows_life(result: Answered | SendFailed) -> bool:
     """True when the member itself answered, be it with a refusal (busy, too many requests)."""
     if isinstance(result, Answered):
         return True
     return result.kind == "refused" and result.status not in _NOT_ITSELF and result.status < 500
 
 
-def proves_absence(failure: Failed) -> bool:
+def proves_absence(failure: SendFailed) -> bool:
     """True when the member surely isn't at that address now: fast evidence."""
     return failure.kind == "unreachable" or (failure.kind == "refused" and failure.status in _NOT_ITSELF)

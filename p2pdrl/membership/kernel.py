@@ -13,19 +13,19 @@ from collections.abc import Callable
 import msgspec
 
 from p2pdrl.membership.addresses import AddressPolicy
-from p2pdrl.membership.awareness import Awareness
 from p2pdrl.membership.broadcasts import BroadcastQueue
-from p2pdrl.membership.events import Answered, Effect, EventKind, Failed, MemberEvent, Send, Told
+from p2pdrl.membership.events import Answered, Effect, EventKind, MemberEvent, Notified, Send, SendFailed
 from p2pdrl.membership.identity import Signer
 from p2pdrl.membership.messages import Message
 from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.membership.records import Incarnation, MemberRecord, Record, Verifier, sign_member
+from p2pdrl.membership.suspicion import Awareness
 from p2pdrl.membership.swarm_records import SwarmRecords
 from p2pdrl.membership.table import Member, MemberTable, view_of
 
 __all__ = ["Kernel", "Outcome"]
 
-Outcome = Callable[[Answered | Failed], None]
+Outcome = Callable[[Answered | SendFailed], None]
 
 
 class Kernel:
@@ -122,7 +122,7 @@ class Kernel:
         self.calls[self._count] = (record.id, outcome)
         self.effects.append(Send(self._count, record.address, record.id, message, deadline_s))
 
-    def finish(self, result: Answered | Failed) -> Member | None:
+    def finish(self, result: Answered | SendFailed) -> Member | None:
         """Give ``result`` to whoever made the call; return the member that answered."""
         call = self.calls.pop(result.call_id, None)
         if call is None:
@@ -130,7 +130,7 @@ class Kernel:
         target, outcome = call
         outcome(result)
         member = self.table.get(target)
-        if member is None or isinstance(result, Failed):
+        if member is None or isinstance(result, SendFailed):
             return None
         member.last_seen = self.now
         return member
@@ -139,7 +139,7 @@ class Kernel:
 
     def tell(self, kind: EventKind, member: Member, reason: str) -> None:
         """Tell the subscribers."""
-        self.effects.append(Told(MemberEvent(kind, view_of(member, self.now), reason)))
+        self.effects.append(Notified(MemberEvent(kind, view_of(member, self.now), reason)))
 
     def broadcast(self, record: Record) -> None:
         """Spread ``record``, once there is somebody to tell."""

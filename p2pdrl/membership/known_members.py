@@ -40,7 +40,7 @@ def living(members: Iterable[MemberView]) -> tuple[KnownMember, ...]:
     )
 
 
-class _Content(msgspec.Struct, frozen=True):
+class _KnownMembersFile(msgspec.Struct, frozen=True):
     boot_ms: int
     members: tuple[KnownMember, ...]
 
@@ -62,7 +62,7 @@ class KnownMembers:
         self.members: tuple[KnownMember, ...] = ()
         if self._path is not None and self._path.exists():
             try:
-                content = msgspec.json.decode(self._path.read_bytes(), type=_Content)
+                content = msgspec.json.decode(self._path.read_bytes(), type=_KnownMembersFile)
             except (OSError, msgspec.DecodeError, UnicodeDecodeError):
                 return  # as good as none
             self._boot_ms = content.boot_ms
@@ -87,7 +87,7 @@ class KnownMembers:
         with self._lock:
             self._boot_ms, self.members = boot_ms, members[:MAX_KNOWN]
             if self._path is not None:
-                _write(self._path, msgspec.json.encode(_Content(boot_ms, self.members)))
+                _write(self._path, msgspec.json.encode(_KnownMembersFile(boot_ms, self.members)))
 
 
 def _write(path: Path, content: bytes) -> None:

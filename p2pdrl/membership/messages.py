@@ -6,10 +6,10 @@ Each request has its own route and its own answers:
 |---|---|---|
 | ``swim/ping`` | `Ping` | `Ack` |
 | ``swim/ping-req`` | `PingReq` | `Ack` on behalf of the target, or `Nack` |
-| ``swim/gossip`` | `Gossip` (a leave is the gossip of one's own ``left`` record) | `Ack` |
+| ``swim/gossip`` | `GossipMessage` (a leave is the gossip of one's own ``left`` record) | `Ack` |
 | ``swim/sync`` | `Sync` | `Digest` |
-| ``swim/delta`` | `Delta` | `Gossip` |
-| ``swim/join`` | `Join` | `Welcome`, or `Starting` |
+| ``swim/delta`` | `Delta` | `GossipMessage` |
+| ``swim/join`` | `JoinRequest` | `Welcome`, or `Starting` |
 
 ``records`` ride on everything. The service encodes and decodes; the core and the simulator pass
 the structs themselves.
@@ -30,9 +30,9 @@ __all__ = [
     "Ack",
     "Delta",
     "Digest",
-    "Entry",
-    "Gossip",
-    "Join",
+    "DigestEntry",
+    "GossipMessage",
+    "JoinRequest",
     "Message",
     "Nack",
     "Ping",
@@ -84,7 +84,7 @@ class Nack(msgspec.Struct, frozen=True, array_like=True, tag="nack"):
     records: Records = ()
 
 
-class Gossip(msgspec.Struct, frozen=True, array_like=True, tag="gossip"):
+class GossipMessage(msgspec.Struct, frozen=True, array_like=True, tag="gossip"):
     """News."""
 
     incarnation: Incarnation
@@ -98,7 +98,7 @@ class Sync(msgspec.Struct, frozen=True, array_like=True, tag="sync"):
     records: Records = ()
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class DigestEntry(msgspec.Struct, frozen=True, array_like=True):
     """One member in a digest: raw id, incarnation, state (0 alive, 1 suspect, 2 dead, 3 left)."""
 
     id: Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -119,7 +119,7 @@ class Digest(msgspec.Struct, frozen=True, array_like=True, tag="digest"):
     """The answerer's view in short; nothing but ``same`` when the hashes agree."""
 
     same: bool
-    members: Annotated[tuple[Entry, ...], Meta(max_length=8192)] = ()
+    members: Annotated[tuple[DigestEntry, ...], Meta(max_length=8192)] = ()
     swarm: Annotated[tuple[SwarmEntry, ...], Meta(max_length=64)] = ()
 
 
@@ -131,7 +131,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
     want_swarm: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=64)] = ()
 
 
-class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
+class JoinRequest(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     """Take me in. ``meta`` is the daemon's business (task hash ...), opaque here."""
 
     record: MemberRecord
@@ -163,15 +163,17 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     observed_host: Annotated[str, Meta(max_length=255)] = ""
 
 
-Message = Ping | Ack | PingReq | Nack | Gossip | Sync | Digest | Delta | Join | Welcome | Starting
+Message = (
+    Ping | Ack | PingReq | Nack | GossipMessage | Sync | Digest | Delta | JoinRequest | Welcome | Starting
+)
 
 ROUTES: dict[str, type[Message]] = {
     "swim/ping": Ping,
     "swim/ping-req": PingReq,
-    "swim/gossip": Gossip,
+    "swim/gossip": GossipMessage,
     "swim/sync": Sync,
     "swim/delta": Delta,
-    "swim/join": Join,
+    "swim/join": JoinRequest,
 }
 _ROUTE_OF: dict[type[Message], str] = {kind: route for route, kind in ROUTES.items()}
 _ENCODER = msgspec.msgpack.Encoder()

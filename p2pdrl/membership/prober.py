@@ -1,22 +1,96 @@
-"""The failure detector: one probe an interval, k relays when it times out (SWIM, section 3.1).
-
-A refused connection is fast evidence and accuses at once. A timeout is ambiguous: relays are asked,
-each of which answers with an ack on the target's behalf or with a nack; a relay that says nothing
-counts against ourselves (Lifeguard). `Membership` gives it the rounds and the requests.
-"""
+"""The failure detector: one probe an interval, k relays when it times out (SWIM, section 3.1)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from p2pdrl.membership.events import Answered, Failed, Respond, proves_absence, shows_life
-from p2pdrl.membership.kernel import Kernel
-from p2pdrl.membership.messages import Ack, Gossip, Nack, Ping, PingReq
+from p2pdrl.membership.events import Answered, Respond, SendFailed, proves_absence, shows_life
+from p2pdrl.membership.kernel import Kernel, Outcome
+from p2pdrl.membership.messages import Ack, GossipMessage, Nack, Ping, PingReq
 from p2pdrl.membership.records import Incarnation, Record, Suspicion
 from p2pdrl.membership.rumours import Rumours
 from p2pdrl.membership.table import Member
 
-__all__ = ["Prober"]
+__all__ = ["LastLooks", "Prober"]
+
+
+@dataclass(slots=True)
+class _Look:
+    """One last look under way: answers still to come, and whether any showed life."""
+
+    node_id: str
+    generation: int
+    open: int = 0
+    over: bool = False
+
+
+class LastLooks:
+    """Looks at suspects before they are given up.
+
+    Args:
+        kernel: what the core's parts share.
+        rumours: takes the verdict, and the records that ride on answers.
+    """
+
+    def __init__(self, kernel: Kernel, rumours: Rumours) -> None:
+        self._kernel = kernel
+        self._rumours = rumours
+
+    def start(self, member: Member) -> None:
+        """Look at ``member``, whose suspicion has run out."""
+        look = _Look(member.record.id, member.generation)
+        self._ping(member, lambda result: self._first(look, member, result))
+
+    def _ping(self, member: Member, outcome: Outcome) -> None:
+        kernel = self._kernel
+        evidence = self._rumours.evidence(member)
+        ping = Ping(kernel.me.incarnation, member.record.incarnation, kernel.load(*evidence))
+        kernel.send(member, ping, self._deadline_s(), outcome)
+
+    def _deadline_s(self) -> float:
+        return self._kernel.awareness.scale(self._kernel.config.probe_timeout_s)
+
+    def _first(self, look: _Look, member: Member, result: Answered | SendFailed) -> None:
+        self._learn(result)
+        if shows_life(result) or self._is_our_trouble(result):
+            self._end(look, found=True)
+        elif isinstance(result, SendFailed) and proves_absence(result):
+            self._end(look, found=False)
+        else:
+            self._ask_around(look, member)
+
+    def _ask_around(self, look: _Look, member: Member) -> None:
+        kernel = self._kernel
+        relays = kernel.table.sample(
+            2 * kernel.config.indirect_probes, kernel.rng, lambda other: other.state == "alive"
+        )
+        look.open = len(relays) + 1
+        self._ping(member, lambda result: self._second(look, result))
+        for relay in relays:
+            request = PingReq(look.node_id, member.record.incarnation, kernel.load())
+            kernel.send(relay, request, self._deadline_s(), lambda result: self._second(look, result))
+
+    def _second(self, look: _Look, result: Answered | SendFailed) -> None:
+        self._learn(result)
+        look.open -= 1
+        if isinstance(result, Answered) and isinstance(result.message, Ack):
+            self._end(look, found=True)
+        elif look.open == 0:
+            self._end(look, found=False)
+
+    def _learn(self, result: Answered | SendFailed) -> None:
+        if isinstance(result, Answered) and isinstance(result.message, Ack | Nack):
+            self._rumours.apply(result.message.records, result.told_by)
+
+    @staticmethod
+    def _is_our_trouble(result: Answered | SendFailed) -> bool:
+        return isinstance(result, SendFailed) and result.kind == "local"
+
+    def _end(self, look: _Look, found: bool) -> None:
+        if not look.over:
+            look.over = True
+            self._rumours.looked(look.node_id, look.generation, found)
+
 
 LOOK_AHEAD = 128
 """Members of the round among which the most silent is probed first."""
@@ -124,7 +198,7 @@ class Prober:
         kernel.arm(config.probe_timeout_s, lambda: self._ask_relays(number))
         kernel.arm(window_s, lambda: self._verdict(number))
 
-    def _direct(self, number: int, result: Answered | Failed) -> None:
+    def _direct(self, number: int, result: Answered | SendFailed) -> None:
         probe = self._probes.get(number)
         if isinstance(result, Answered) and isinstance(result.message, Ack):
             member = None if probe is None else self._kernel.table.get(probe.target)
@@ -134,7 +208,7 @@ class Prober:
             return
         if probe is None:
             return
-        if isinstance(result, Failed) and proves_absence(result):
+        if isinstance(result, SendFailed) and proves_absence(result):
             del self._probes[number]
             member = self._kernel.table.get(probe.target)
             if member is not None:
@@ -142,7 +216,7 @@ class Prober:
         elif shows_life(result):
             del self._probes[number]
         else:
-            if isinstance(result, Failed) and result.kind == "local":
+            if isinstance(result, SendFailed) and result.kind == "local":
                 self._kernel.awareness.add(1)
             probe.failed = True
             self._ask_relays(number)
@@ -165,7 +239,7 @@ class Prober:
             request = PingReq(probe.target, probe.incarnation, kernel.load())
             kernel.send(relay, request, deadline_s, lambda result: self._relayed(number, result))
 
-    def _relayed(self, number: int, result: Answered | Failed) -> None:
+    def _relayed(self, number: int, result: Answered | SendFailed) -> None:
         if isinstance(result, Answered) and isinstance(result.message, Ack):
             self._good(number, result, result.message)
             return
@@ -242,16 +316,16 @@ class Prober:
             return
         known = min(request.known, record.incarnation)
 
-        def relay(result: Answered | Failed) -> None:
+        def relay(result: Answered | SendFailed) -> None:
             if isinstance(result, Answered) and isinstance(result.message, Ack):
                 ack = result.message
                 self._rumours.apply(ack.records, result.told_by)
                 newer = (member.record,) if member.record.incarnation > request.known else ()
                 answer: Ack | Nack = Ack(ack.incarnation, kernel.load(*newer))
             else:
-                reason = result.reason if isinstance(result, Failed) else "a strange answer"
+                reason = result.reason if isinstance(result, SendFailed) else "a strange answer"
                 answer = Nack(reason[:200], kernel.load())
-                if isinstance(result, Failed) and proves_absence(result):
+                if isinstance(result, SendFailed) and proves_absence(result):
                     self._rumours.accuse(member, record.incarnation, reason)
             kernel.effects.append(Respond(token, answer))
 
@@ -261,5 +335,5 @@ class Prober:
     def introduce(self, member: Member) -> None:
         """Send our own record to a member that asked for it."""
         kernel = self._kernel
-        gossip = Gossip(kernel.me.incarnation, kernel.load(kernel.me))
+        gossip = GossipMessage(kernel.me.incarnation, kernel.load(kernel.me))
         kernel.send(member, gossip, kernel.config.probe_interval_s, lambda result: None)

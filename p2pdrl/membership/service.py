@@ -1,21 +1,9 @@
-"""Membership on a real network: carries the core's effects out over a `Transport`.
-
-The daemon makes one, starts it, subscribes to its events and closes it:
-
-    core = open_core(config=MembershipConfig.lan(), signer=identity, swarm_id=..., ...)
-    service = MembershipService(core, transport, clock, seeds, hooks=JoinHooks(...), folder=...)
-    await service.start()
-    service.subscribe(print)
-    await service.leave(timeout_s=5.0)
-    await service.close()
-
-It must not be blamed for a lagging event loop: a call that outlived its deadline here, and a timer that
-came late, count against this node's own health and accuse nobody.
-"""
+"""Membership on a real network: carries the core's effects out over a `Transport`."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
@@ -23,21 +11,27 @@ from typing import Any
 import msgspec
 
 from p2pdrl.clock import Clock
-from p2pdrl.errors import StorageError, TransportError
+from p2pdrl.errors import (
+    PeerRefusedError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    StorageError,
+    TransportError,
+)
 from p2pdrl.membership.events import (
     Answered,
     Effect,
-    Failed,
     Input,
     MemberEvent,
     MemberView,
+    Notified,
     Reject,
     Request,
     Respond,
     Send,
+    SendFailed,
     SwarmChanged,
     Tick,
-    Told,
 )
 from p2pdrl.membership.joining import (
     Joiner,
@@ -52,15 +46,123 @@ from p2pdrl.membership.joining import (
     resolve,
 )
 from p2pdrl.membership.known_members import KnownMember, KnownMembers, living
-from p2pdrl.membership.messages import ROUTES, Delta, Join, Sync, Welcome, decode, encode, route_of
-from p2pdrl.membership.outcomes import failed
-from p2pdrl.membership.pending import PendingRequests
+from p2pdrl.membership.messages import (
+    ROUTES,
+    Delta,
+    JoinRequest,
+    Message,
+    Sync,
+    Welcome,
+    decode,
+    encode,
+    route_of,
+)
 from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.membership.state import Membership
 from p2pdrl.membership.swarm_records import SwarmRecords
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
-__all__ = ["MembershipService"]
+__all__ = ["MembershipService", "PendingRequests", "failed"]
+
+_LOCAL = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENETDOWN, errno.ENETUNREACH, errno.EADDRNOTAVAIL}
+)
+
+
+def failed(call_id: int, error: TransportError, took_s: float, deadline_s: float, lag_s: float) -> SendFailed:
+    """What ``error`` means.
+
+    Args:
+        call_id: the core's number of the call.
+        error: as the transport raised it.
+        took_s: how long the call took.
+        deadline_s: how long it was allowed to take.
+        lag_s: an answer later than the deadline by more than this was held up here.
+    """
+    if isinstance(error, PeerRefusedError):
+        return SendFailed(
+            call_id, "refused", f"it answered {error.status}: {error.reason}"[:200], error.status
+        )
+    number = _errno(error)
+    if number in _LOCAL:
+        return SendFailed(call_id, "local", f"this node can't connect: {errno.errorcode[number]}")
+    if took_s > deadline_s + lag_s:
+        return SendFailed(call_id, "local", f"this node was held up for {took_s - deadline_s:.1f} s")
+    if isinstance(error, PeerTimeoutError):
+        return SendFailed(call_id, "timeout", f"no answer within {deadline_s:g} s")
+    if isinstance(error, PeerUnreachableError):
+        if number == errno.ECONNREFUSED or (number is None and error.__cause__ is None):
+            return SendFailed(call_id, "unreachable", "connection refused")
+        if number == errno.EHOSTUNREACH:
+            return SendFailed(call_id, "timeout", "no route to its host")
+        return SendFailed(call_id, "timeout", "the connection broke")
+    return SendFailed(call_id, "timeout", f"a strange answer: {error}"[:200])
+
+
+def _errno(error: BaseException) -> int | None:
+    """The first errno in the chain of causes."""
+    cause: BaseException | None = error
+    for _ in range(5):
+        if cause is None:
+            return None
+        if isinstance(cause, OSError) and cause.errno:
+            return cause.errno
+        inner = getattr(cause, "os_error", None)
+        if isinstance(inner, OSError) and inner.errno:
+            return inner.errno
+        cause = cause.__cause__
+    return None
+
+
+class PendingRequests:
+    """Requests in hand, by token.
+
+    Args:
+        within_s: an answer that takes longer is a refusal.
+    """
+
+    def __init__(self, within_s: float) -> None:
+        self._within_s = within_s
+        self._token = 0
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+
+    async def ask(self, feed: Callable[[int], None]) -> Message:
+        """Put a request to the core and wait until it is answered.
+
+        Args:
+            feed: is given the request's token; `settle` may be called before it returns.
+
+        Raises:
+            Refusal: the core refuses, or no answer came in time (503).
+        """
+        self._token += 1
+        token = self._token
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[token] = future
+        try:
+            feed(token)
+            async with asyncio.timeout(self._within_s):
+                return await future
+        except TimeoutError:
+            raise Refusal(503, "no answer came together in time") from None
+        finally:
+            del self._waiting[token]
+
+    def settle(self, token: int, result: Message | Refusal) -> None:
+        """Give the answer to a request; one that nobody waits for any more is passed over."""
+        future = self._waiting.get(token)
+        if future is None or future.done():
+            return
+        if isinstance(result, Refusal):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    def close(self) -> None:
+        """Answer none of them any more."""
+        for future in self._waiting.values():
+            future.cancel()
+
 
 MAX_META_BYTES = {"swim/delta": 2 * 1024 * 1024, "swim/join": 320 * 1024}
 ANSWER_WITHIN_S = 10.0
@@ -284,7 +386,7 @@ class MembershipService:
         message = decode(incoming.meta)
         if type(message) is not ROUTES[incoming.route]:
             raise Refusal(400, f"{type(message).__name__} doesn't belong to {incoming.route}")
-        if isinstance(message, Join):
+        if isinstance(message, JoinRequest):
             if incoming.sender == self._core.me.id or knows_no_address(message.record):
                 return Reply(encode(Welcome((), b"", incoming.remote_host)))
             if (starting := self._hooks.starting()) is not None:
@@ -299,7 +401,7 @@ class MembershipService:
             answer = msgspec.structs.replace(answer, join_info=self._hooks.info())
         return Reply(encode(answer))
 
-    def _note_starting(self, join: Join, incoming: Incoming) -> None:
+    def _note_starting(self, join: JoinRequest, incoming: Incoming) -> None:
         """Two nodes that start at once may know each other one way only: ask back."""
         address = join.record.address
         if join.record.id == incoming.sender and not self._core.refuses_address(
@@ -322,7 +424,7 @@ class MembershipService:
                 self._pending.settle(effect.token, effect.message)
             elif isinstance(effect, Reject):
                 self._pending.settle(effect.token, Refusal(effect.status, effect.reason))
-            elif isinstance(effect, Told):
+            elif isinstance(effect, Notified):
                 self._dirty = True
                 for callback in list(self._subscribers):
                     callback(effect.event)
@@ -339,7 +441,7 @@ class MembershipService:
         started = self._clock.monotonic()
         to = Address.parse(send.to)
         bulk = isinstance(send.message, Sync | Delta)
-        result: Answered | Failed
+        result: Answered | SendFailed
         try:
             answer = await self._transport.call(
                 to,

@@ -1,18 +1,31 @@
-"""How long a suspected member has before it is given up (Lifeguard, section IV-B).
-
-The rules of the core keep one `SuspicionTimer` for each suspect. It starts at the maximum and
-comes down with each independent accuser:
-
-    timeout(n) = max − ln(n + 1) / ln(k + 1) · (max − min)
-
-where n counts accusers besides the first and k of them bring it down to the minimum.
-"""
+"""How much a node distrusts itself, and how long a suspect has (Lifeguard, sections IV-A and IV-B)."""
 
 from __future__ import annotations
 
 import math
 
-__all__ = ["SuspicionTimer", "suspicion_timeout_s"]
+__all__ = ["Awareness", "SuspicionTimer", "suspicion_timeout_s"]
+
+
+class Awareness:
+    """A counter between 0 and ``maximum``."""
+
+    def __init__(self, maximum: int) -> None:
+        self._maximum = maximum
+        self._score = 0
+
+    @property
+    def score(self) -> int:
+        """0 (well) to the maximum."""
+        return self._score
+
+    def add(self, delta: int) -> None:
+        """Raise (positive) or lower (negative) the score within its bounds."""
+        self._score = min(self._maximum, max(0, self._score + delta))
+
+    def scale(self, seconds: float) -> float:
+        """``seconds`` stretched by the score."""
+        return seconds * (self._score + 1)
 
 
 def suspicion_timeout_s(confirmations: int, needed: int, min_s: float, max_s: float) -> float:

@@ -1,7 +1,7 @@
 """The daemon of one node: brings its parts up in order, keeps them running, takes them down.
 
     data folder, identity → port → membership → task (founded or joined) → learner → state →
-    records (mode, stop) → rumours, checkpoints — until a signal, ``leave`` or the swarm's halt.
+    records (mode, stop) → gossip, checkpoints — until a signal, ``leave`` or the swarm's halt.
 
 `run` is what ``p2pdrl node`` calls.
 """
@@ -22,31 +22,29 @@ from typing import Any, TypeVar
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.loader import Resolved
 from p2pdrl.config.root import Config
-from p2pdrl.config.task import TaskConfig
-from p2pdrl.config.task_hash import HASHED
+from p2pdrl.config.task import HASHED, TaskConfig
 from p2pdrl.errors import P2PDRLError, StorageError, UsageError
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.node import settings
-from p2pdrl.node.conduct import Conduct
-from p2pdrl.node.counting import rumours
-from p2pdrl.node.counting.rumours import Rumours
-from p2pdrl.node.entry.first_state import first_state, founded_at, take_up
-from p2pdrl.node.entry.gate import Gate
-from p2pdrl.node.entry.memory import Memory, SwarmMemory, recall_stop
-from p2pdrl.node.entry.opening import Opened, open_node
+from p2pdrl.node.accounting import metrics_gossip
+from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
+from p2pdrl.node.admission import JoinAdmission
+from p2pdrl.node.bootstrap.first_state import first_state, founded_at, take_up
+from p2pdrl.node.bootstrap.memory import RememberedSwarm, SwarmMemory, recall_stop
+from p2pdrl.node.bootstrap.startup import Opened, open_node
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.farewell import WITHIN_S, farewell
 from p2pdrl.node.looplag import LoopLagMonitor
-from p2pdrl.node.showing import timelines
-from p2pdrl.node.showing.figures import Figures
-from p2pdrl.node.showing.meters import Meters
-from p2pdrl.node.states import state_transfer
-from p2pdrl.node.states.checkpoints import Checkpoint, CheckpointStore
-from p2pdrl.node.states.giving import Giving
-from p2pdrl.node.states.saved_mode import SavedMode, recall
-from p2pdrl.node.states.saving import Saving
+from p2pdrl.node.record_follower import RecordFollower
+from p2pdrl.node.shutdown import WITHIN_S, shutdown
+from p2pdrl.node.state import state_transfer
+from p2pdrl.node.state.checkpoints import Checkpoint, CheckpointStore, Saving
+from p2pdrl.node.state.saved_mode import SavedMode, recall
+from p2pdrl.node.state.state_server import StateServer
+from p2pdrl.node.status import traces
+from p2pdrl.node.status.meters import Meters
+from p2pdrl.node.status.reporter import StatusReporter
 from p2pdrl.node.training import Training
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.protocol import ROUTES
@@ -121,24 +119,26 @@ class Node:
         """
         async with AsyncExitStack() as stack:
             self._catch_signals(stack)
-            self._gate = Gate(self._config, insists=insists, events=self._events, clock=self._clock)
+            self._admission = JoinAdmission(
+                self._config, insists=insists, events=self._events, clock=self._clock
+            )
             opened = await open_node(
                 stack,
                 self._config,
                 events=self._events,
                 clock=self._clock,
-                hooks=self._gate.hooks,
+                hooks=self._admission.hooks,
                 leave=self.leave,
                 on_record=self._on_record,
                 on_twin=self._on_twin,
             )
             parts = self._parts = opened.parts
-            self._figures = Figures(parts)
-            self._conduct = Conduct(parts, self._figures)
+            self._figures = StatusReporter(parts)
+            self._follower = RecordFollower(parts, self._figures)
             self._meters = Meters(parts, self._figures, self._open_writer(stack))
             parts.lag = LoopLagMonitor(on_sample=self._meters.registry.observe_loop_lag)
-            self._gate.founded_at = lambda: self._conduct.founded_at
-            opened.view.attach(parts, self._figures, self._meters, self._conduct)
+            self._admission.founded_at = lambda: self._follower.founded_at
+            opened.view.attach(parts, self._figures, self._meters, self._follower)
             parts.membership.subscribe(self._on_member)
             await parts.membership.start()
             stack.push_async_callback(parts.membership.close)
@@ -147,7 +147,7 @@ class Node:
                 await self._remember(parts.training)
             if self._fatal is not None:
                 raise self._fatal
-            await farewell(parts, self._figures, self._leave_reason or "done")
+            await shutdown(parts, self._figures, self._leave_reason or "done")
             if self._failed is not None:
                 raise self._failed
         return 0
@@ -200,11 +200,11 @@ class Node:
                 group.create_task(parts.membership.watch(), name="membership"),
                 group.create_task(parts.lag.run(), name="loop lag"),
             ]
-            parts.rumours = self._make_rumours()
-            jobs.append(group.create_task(parts.rumours.run(), name="rumours"))
+            parts.gossip = self._make_rumours()
+            jobs.append(group.create_task(parts.gossip.run(), name="gossip"))
             self._memory = SwarmMemory(parts.data_dir, parts.swarm_id)
             memory = await asyncio.to_thread(self._memory.read)
-            origin = await self._gate.find_swarm(
+            origin = await self._admission.find_swarm(
                 parts.membership, parts.address, remembers=opened.remembers, memory=memory
             )
             training = self._make_training(origin.task)
@@ -212,10 +212,10 @@ class Node:
             stack.push_async_callback(training.stop)
             parts.learner = training.supervisor
             await training.build()
-            self._gate.founds(origin)  # not before: the learner may refuse the task
+            self._admission.founds(origin)  # not before: the learner may refuse the task
             store = CheckpointStore(self._folder(training), self._config.node.checkpoint.keep)
-            checkpoint = await take_up(store, parts.ledger, self._events)
-            parts.training = self._gate.training = training
+            checkpoint = await take_up(store, parts.step_accounting, self._events)
+            parts.training = self._admission.training = training
             for route in ROUTES:
                 parts.transport.serve(
                     route,
@@ -223,33 +223,35 @@ class Node:
                     max_vector_bytes=self._config.node.limits.max_vector_bytes,
                 )
             parts.transport.serve_pipes(PIPE_ROUTE, self._telling(training.mode.accept))
-            parts.transport.serve(timelines.ROUTE, training.timelines.answer)
-            parts.transport.serve(state_transfer.ROUTE, Giving(training, parts.ledger, self._events).answer)
+            parts.transport.serve(traces.ROUTE, training.timelines.answer)
+            parts.transport.serve(
+                state_transfer.ROUTE, StateServer(training, parts.step_accounting, self._events).answer
+            )
             state, lineage = await first_state(parts, training, origin, checkpoint)
             await training.begin(state, lineage)
             opened.data.keep = True
             parts.saving = self._make_saving(store, training, checkpoint)
             parts.state = "paused" if training.paused else "training"
-            self._conduct.saved_mode = SavedMode(parts.data_dir, training.task_hash, parts.swarm_id)
-            await recall(parts, self._conduct.saved_mode, origin, checkpoint)
+            self._follower.saved_mode = SavedMode(parts.data_dir, training.task_hash, parts.swarm_id)
+            await recall(parts, self._follower.saved_mode, origin, checkpoint)
             self._events.emit("training", f"trains {origin.task.subject} on {training.supervisor.device}")
             if origin.how == "resumed" and memory is not None:
                 self._had_others = True
                 recall_stop(parts, memory)
             if origin.how != "joined":
-                self._conduct.found(training, founded_at(checkpoint, self._clock.wall()))
+                self._follower.found(training, founded_at(checkpoint, self._clock.wall()))
             jobs += [
                 group.create_task(self._remember_often(training), name="memory"),
-                group.create_task(self._conduct.run(training), name="records"),
+                group.create_task(self._follower.run(training), name="records"),
                 group.create_task(self._watch(training.supervisor.watch()), name="learner"),
-                group.create_task(self._watch(training.crew.watch()), name="helpers"),
+                group.create_task(self._watch(training.learner_pool.watch()), name="helpers"),
                 group.create_task(self._watch(training.watch_actors()), name="actors"),
                 group.create_task(training.adoptions.watch(), name="adoptions"),
                 group.create_task(training.mode.watch(), name="strategy"),
                 group.create_task(parts.saving.run(), name="checkpoints"),
                 group.create_task(self._fold_later(), name="fold"),
             ]
-            await self._conduct.halted.wait()
+            await self._follower.halted.wait()
             if self._config.node.keep_running:
                 parts.state = "stopped"
                 await asyncio.Event().wait()
@@ -294,7 +296,7 @@ class Node:
             transport=parts.transport,
             clock=self._clock,
             events=self._events,
-            ledger=parts.ledger,
+            step_accounting=parts.step_accounting,
             rng=random.Random(seed),
             alive=parts.learners,
             donors=self._donors,
@@ -307,19 +309,19 @@ class Node:
         parts.state = "starting"
         return training
 
-    def _make_rumours(self) -> Rumours:
+    def _make_rumours(self) -> MetricsGossip:
         parts = self._parts
-        made = Rumours(
+        made = MetricsGossip(
             me=parts.node_id,
             transport=parts.transport,
-            ledger=parts.ledger,
+            step_accounting=parts.step_accounting,
             clock=self._clock,
             rng=random.Random(parts.boot + 1),
             alive=parts.alive,
             make_report=self._figures.report,
             on_round=self._on_round,
         )
-        parts.transport.serve(rumours.ROUTE, made.answer, max_meta_bytes=rumours.MAX_META_BYTES)
+        parts.transport.serve(metrics_gossip.ROUTE, made.answer, max_meta_bytes=metrics_gossip.MAX_META_BYTES)
         return made
 
     def _make_saving(
@@ -329,7 +331,7 @@ class Node:
             store=store,
             config=self._config.node.checkpoint,
             training=training,
-            ledger=self._parts.ledger,
+            step_accounting=self._parts.step_accounting,
             clock=self._clock,
             events=self._events,
         )
@@ -358,7 +360,7 @@ class Node:
         if not training.lineage:
             return
         self._had_others = self._had_others or len(self._parts.membership.members()) > 1
-        memory = Memory(
+        memory = RememberedSwarm(
             self._memory.swarm_id,
             training.task,
             training.lineage,
@@ -379,7 +381,7 @@ class Node:
 
     async def _fold_later(self) -> None:
         await asyncio.sleep(FOLD_AFTER_S)
-        self._parts.ledger.fold_own()
+        self._parts.step_accounting.fold_own()
         await asyncio.Event().wait()
 
     def _donors(self) -> list[tuple[str, Address]]:
@@ -399,15 +401,15 @@ class Node:
             return
         if parts.saving is not None:
             parts.saving.mean_return = self._figures.mean_return
-        self._conduct.look(training)
+        self._follower.look(training)
         self._meters.write_scalars()
 
     def _on_member(self, event: MemberEvent) -> None:
         member = event.member
         if member.is_self:
             return
-        if event.kind in ("dead", "left") and self._parts.rumours is not None:
-            self._parts.rumours.table.drop([member.id])
+        if event.kind in ("dead", "left") and self._parts.gossip is not None:
+            self._parts.gossip.table.drop([member.id])
         if event.kind == "joined":
             self._to_remember.set()
         if event.kind != "updated":
@@ -419,11 +421,11 @@ class Node:
             )
 
     def _on_record(self, _record: SwarmRecord) -> None:
-        self._conduct.record_changed()
+        self._follower.record_changed()
         self._to_remember.set()
 
     def _on_lineage(self, lineage: str) -> None:
-        self._conduct.enter(lineage)
+        self._follower.enter(lineage)
         self._to_remember.set()
 
     def _on_twin(self, address: str) -> None:

@@ -1,7 +1,7 @@
 """The mode in force on this node: its strategy, changed for another when the swarm's record says so.
 
-`training` keeps one, and `conduct` changes it. A change waits for the exchange in flight. A strategy that
-can't run here leaves the node training alone.
+`training` keeps one, and `record_follower` changes it. A change waits for the exchange in flight. A strategy
+that can't run here leaves the node training alone.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
-from p2pdrl.config.regime import Regime, regime_of
+from p2pdrl.config.learner_mode import LearnerMode, learner_mode_of
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.node import settings
-from p2pdrl.node.counting.accounting import Accounting
+from p2pdrl.node.accounting.exchanges import Accounting
 from p2pdrl.strategies.local import LocalStrategy
-from p2pdrl.strategies.protocol import Context, Strategy
+from p2pdrl.strategies.protocol import Strategy, StrategyContext
 from p2pdrl.strategies.registry import build
-from p2pdrl.transport.pipe import PipeReply
+from p2pdrl.transport.pipe.ticket import PipeReply
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
 __all__ = ["ModeInForce"]
@@ -34,7 +34,7 @@ class ModeInForce:
 
     Args:
         context: from a mode's stamp to what its strategy is given.
-        change: has the learners work under a regime, from the mode of a stamp on.
+        change: has the learners work under a learner mode, from the mode of a stamp on.
         accounting: what each strategy cost.
         build: makes a strategy of its options and what it is given.
 
@@ -46,10 +46,10 @@ class ModeInForce:
 
     def __init__(
         self,
-        context: Callable[[int], Context],
-        change: Callable[[Regime, int], Awaitable[None]],
+        context: Callable[[int], StrategyContext],
+        change: Callable[[LearnerMode, int], Awaitable[None]],
         accounting: Accounting,
-        build: Callable[[StrategyConfig, Context], Strategy] = build,
+        build: Callable[[StrategyConfig, StrategyContext], Strategy] = build,
     ) -> None:
         self._build = build
         self._context = context
@@ -89,7 +89,7 @@ class ModeInForce:
         self.strategy, self.config = interim, LocalConfig()
         self.epoch = epoch
         strategy = self._build(config, self._context(epoch))
-        await self._change(regime_of(config), epoch)
+        await self._change(learner_mode_of(config), epoch)
         self.strategy = strategy
         await interim.stop(0.0)  # who began to watch it meanwhile goes on to this one
         try:

@@ -8,21 +8,21 @@ from p2pdrl.clock import Clock
 from p2pdrl.config.roles import roles_in
 from p2pdrl.config.root import Config
 from p2pdrl.membership.service import MembershipService
+from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
+from p2pdrl.node.accounting.steps import StepAccounting
 from p2pdrl.node.children.supervisor import LearnerSupervisor
-from p2pdrl.node.counting.ledger import Ledger
-from p2pdrl.node.counting.rumours import Rumours
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.looplag import LoopLagMonitor
-from p2pdrl.node.states.saving import Saving
+from p2pdrl.node.state.checkpoints import Saving
 from p2pdrl.node.training import Training
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.protocol import Address
 
-__all__ = ["Parts"]
+__all__ = ["NodeParts"]
 
 
 @dataclass
-class Parts:
+class NodeParts:
     """Filled by the daemon as the node comes up; what isn't there yet is None."""
 
     config: Config
@@ -36,11 +36,11 @@ class Parts:
     events: EventLog
     transport: HttpTransport
     membership: MembershipService
-    ledger: Ledger
+    step_accounting: StepAccounting
     began_s: float
     """Monotonic time of the start."""
     lag: LoopLagMonitor = field(default_factory=LoopLagMonitor)
-    rumours: Rumours | None = None
+    gossip: MetricsGossip | None = None
     learner: LearnerSupervisor | None = None
     """The training's, from the moment on when it is being built."""
     training: Training | None = None

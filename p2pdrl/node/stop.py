@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from p2pdrl.config.task import StopConfig
-from p2pdrl.node.counting.digest import PeerReport
+from p2pdrl.node.accounting.report_table import PeerReport
 
 __all__ = ["StopReached", "judge", "returns_ready"]
 

@@ -16,31 +16,29 @@ import numpy as np
 from p2pdrl.clock import Clock
 from p2pdrl.config.batches import batches_of, minibatch_rows, minibatches_of
 from p2pdrl.config.node import NodeConfig
-from p2pdrl.config.task import TaskConfig
-from p2pdrl.config.task_hash import task_hash
+from p2pdrl.config.task import TaskConfig, task_hash
 from p2pdrl.errors import WireError, WorkerError
+from p2pdrl.group.compatibility import Summary
 from p2pdrl.ids import short
+from p2pdrl.node.accounting.counters import Counts
+from p2pdrl.node.accounting.exchanges import Accounting
+from p2pdrl.node.accounting.steps import StepAccounting
+from p2pdrl.node.bootstrap.joining import direct
 from p2pdrl.node.children.actors import ActorPool, actor_count
-from p2pdrl.node.children.crew import Crew
 from p2pdrl.node.children.group_process import GroupProcesses
-from p2pdrl.node.children.learner_port import LearnerPort
-from p2pdrl.node.children.supervisor import LearnerSupervisor
-from p2pdrl.node.counting.accounting import Accounting
-from p2pdrl.node.counting.counters import Counts
-from p2pdrl.node.counting.ledger import Ledger
-from p2pdrl.node.entry.joining import direct
+from p2pdrl.node.children.learner_pool import LearnerPool
+from p2pdrl.node.children.supervisor import LearnerPort, LearnerSupervisor
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.mode import ModeInForce
-from p2pdrl.node.showing.timelines import Timelines
-from p2pdrl.node.states.adoption import Adoptions, Donors, Download, without_moments
-from p2pdrl.node.states.state_transfer import State, StateRequest
+from p2pdrl.node.state.adoption import Adoptions, Donors, Download, without_moments
+from p2pdrl.node.state.state_transfer import StateRequest, TransferredState
+from p2pdrl.node.status.traces import TraceCollector
 from p2pdrl.node.swarm_side import SwarmSide
-from p2pdrl.strategies.judgement import Summary
 from p2pdrl.strategies.pipeline.port import Pipes
-from p2pdrl.strategies.protocol import Context, RoundReport
+from p2pdrl.strategies.protocol import RoundReport, StrategyContext
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.transport.protocol import Address, Transport
-from p2pdrl.workers.protocol import Pace, Progress, Report, Start
+from p2pdrl.workers.protocol import LearnerPace, Progress, Report, Start
 
 __all__ = ["Training"]
 
@@ -56,7 +54,7 @@ class Training:
         transport: how peers are reached.
         clock: time.
         events: what is told.
-        ledger: counts and moments.
+        step_accounting: counts and moments.
         rng: source of the random choices.
         alive: the living members, without ourselves.
         donors: the same, the best donor first.
@@ -77,7 +75,7 @@ class Training:
         transport: Transport,
         clock: Clock,
         events: EventLog,
-        ledger: Ledger,
+        step_accounting: StepAccounting,
         rng: random.Random,
         alive: Callable[[], dict[str, Address]],
         donors: Donors,
@@ -94,7 +92,7 @@ class Training:
         self._transport = transport
         self._clock = clock
         self._events = events
-        self._ledger = ledger
+        self._step_accounting = step_accounting
         self._rng = rng
         self.accounting = Accounting(me, clock)
         self._seed = seed
@@ -141,7 +139,7 @@ class Training:
             on_report=self._report,
             actors=self.actors,
         )
-        self.crew = Crew(
+        self.learner_pool = LearnerPool(
             supervisor=self.supervisor,
             start=start,
             config=config.learner,
@@ -149,7 +147,7 @@ class Training:
             events=events,
             on_report=self._report,
         )
-        self.mode = ModeInForce(self.context, self.crew.change, self.accounting)
+        self.mode = ModeInForce(self.context, self.learner_pool.change, self.accounting)
         self.swarm = SwarmSide(
             me=me,
             limits=config.limits,
@@ -159,12 +157,12 @@ class Training:
             alive=alive,
             named=named,
             summary=self.summary,
-            env_steps=lambda: self.crew.totals.env_steps,
+            env_steps=lambda: self.learner_pool.totals.env_steps,
             observed=observed,
             rounds=(self.accounting.round, rounds),
         )
 
-        self.timelines = Timelines(
+        self.timelines = TraceCollector(
             me=me,
             stages=self.supervisor.stages,
             members=lambda: self.mode.members,
@@ -184,9 +182,9 @@ class Training:
             WorkerError: the learner can't be started, or ended by itself while it was built.
         """
         await self.supervisor.build()
-        self._ledger.open_streams(self.spec.sidecar)
+        self._step_accounting.open_streams(self.spec.sidecar)
 
-    async def begin(self, state: State | None, lineage: str) -> None:
+    async def begin(self, state: TransferredState | None, lineage: str) -> None:
         """Begin to train, from ``state`` or (None) from the task's initial weights.
 
         Raises:
@@ -202,7 +200,7 @@ class Training:
             )
             self.board.post_delta(noise.astype(np.float32), 0)
         self.share_moments()
-        self.crew.tell(self._pace())
+        self.learner_pool.tell(self._pace())
         await self.supervisor.begin(restore=state is not None)
         if self.actors is not None:
             self.actors.begin()
@@ -211,7 +209,7 @@ class Training:
         """Finish the exchange in flight, stop the learner; the last state stays readable."""
         await self.adoptions.stop()
         await self.mode.stop()
-        await self.crew.stop()
+        await self.learner_pool.stop()
         await self.supervisor.stop()
         if self.actors is not None:
             await self.actors.stop()
@@ -230,7 +228,7 @@ class Training:
     def pause(self, *, paused: bool) -> None:
         """Hold the learner, or let it go on; averaging continues meanwhile."""
         self._paused = paused
-        self.crew.tell(self._pace())
+        self.learner_pool.tell(self._pace())
 
     def progress(self, fraction: float, env_steps: int) -> None:
         """Tell the learner how far the swarm is.
@@ -240,7 +238,7 @@ class Training:
             env_steps: that it has made.
         """
         self._progress = fraction
-        self.crew.tell(Progress(fraction, env_steps))
+        self.learner_pool.tell(Progress(fraction, env_steps))
 
     def close(self) -> None:
         """Free the memory that is shared with children. Nobody may use it afterwards."""
@@ -250,7 +248,7 @@ class Training:
 
     def share_moments(self) -> None:
         """Give the learner what everybody else's normalisers counted."""
-        self.crew.share(self._ledger.others_moments())
+        self.learner_pool.share(self._step_accounting.others_moments())
 
     # --- figures ----------------------------------------------------------------------------
 
@@ -286,7 +284,7 @@ class Training:
     @property
     def lineage_steps(self) -> int:
         """Environment steps made within our lineage, as far as known."""
-        return self._ledger.steps(self.lineage)
+        return self._step_accounting.steps(self.lineage)
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -309,13 +307,13 @@ class Training:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    async def _take(self, giver: str, state: State, why: str) -> None:
+    async def _take(self, giver: str, state: TransferredState, why: str) -> None:
         clean = without_moments(state, self.spec)
         await asyncio.to_thread(self.board.post_set, clean.vector, clean.sidecar, clean.head.policy_version)
         self.enter(state.head.lineage)
         self.tell_adopted(giver, state, why)
 
-    def tell_adopted(self, giver: str, state: State, why: str) -> None:
+    def tell_adopted(self, giver: str, state: TransferredState, why: str) -> None:
         """Tell that a state was adopted, with the hash that shows it."""
         self._adopted += 1
         self._events.emit(
@@ -330,13 +328,13 @@ class Training:
     def enter(self, lineage: str) -> None:
         """What is trained from now on belongs to this lineage."""
         self.lineage = lineage
-        self._ledger.follow(lineage)
+        self._step_accounting.follow(lineage)
         self._entered(lineage)
 
-    def context(self, epoch: int) -> Context:
+    def context(self, epoch: int) -> StrategyContext:
         """What a strategy of that mode epoch is given."""
         config = self._config
-        return Context(
+        return StrategyContext(
             swarm=self.swarm,
             learner=LearnerPort(self.supervisor, self.task.algorithm, lambda: self._progress),
             transport=self._transport,
@@ -366,15 +364,15 @@ class Training:
             sidecar_hash=self.spec.sidecar.hash,
         )
 
-    def _pace(self) -> Pace:
-        return Pace(paused=self._paused, max_updates_per_s=self._config.learner.max_updates_per_s)
+    def _pace(self) -> LearnerPace:
+        return LearnerPace(paused=self._paused, max_updates_per_s=self._config.learner.max_updates_per_s)
 
     def _report(self, report: Report, new_updates: int) -> None:
-        totals = self.crew.totals
-        self._ledger.credit(Counts(totals.env_steps, totals.episodes, totals.updates))
+        totals = self.learner_pool.totals
+        self._step_accounting.credit(Counts(totals.env_steps, totals.episodes, totals.updates))
         if report.moments:
             try:
-                self._ledger.put_moments(self.crew.moments)
+                self._step_accounting.put_moments(self.learner_pool.moments)
             except WireError as error:
                 self._events.emit("moments-failed", str(error), level="warning")
         if new_updates > 0:

@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.layers import FREE, Layer, Link, Links, Peer
+from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer, PeerLink
 from p2pdrl.pipeline.ordering import MOST_PEERS, in_order, partition_in_best_order
 from p2pdrl.pipeline.partition import Demands, Partition, partition, partition_at
-from p2pdrl.pipeline.plan import Plan
+from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.pipeline.schedule import ScheduleName, make_schedule, peak_activations
 from p2pdrl.pipeline.timeline import Timeline, predict
 from p2pdrl.pipeline.traffic import Traffic, busiest, fetch_s, spread_s, step_s
 from p2pdrl.pipeline.wording import in_bytes, in_seconds
-from p2pdrl.pipeline.work import Work
+from p2pdrl.pipeline.work import UpdateWork
 
 __all__ = ["Advice", "Alone", "Pipeline", "Wishes", "advise", "bytes_alone", "too_large"]
 
@@ -79,7 +79,7 @@ class Pipeline:
         slowest: the neighbours whose link is busy for longest, and with what.
     """
 
-    plan: Plan
+    plan: PipelinePlan
     order: tuple[int, ...]
     timeline: Timeline
     minibatch_s: float
@@ -106,7 +106,7 @@ class Advice:
     alone: Alone | None
 
 
-def advise(work: Work, peers: Sequence[Peer], links: Links = FREE, wishes: Wishes = Wishes()) -> Advice:
+def advise(work: UpdateWork, peers: Sequence[Peer], links: Links = FREE, wishes: Wishes = Wishes()) -> Advice:
     """Predict both ways, and choose.
 
     Args:
@@ -147,7 +147,7 @@ def advise(work: Work, peers: Sequence[Peer], links: Links = FREE, wishes: Wishe
     return Advice(take, why, pipeline, alone)
 
 
-def _best_alone(work: Work, peers: Sequence[Peer], numbers: Sequence[int]) -> Alone | None:
+def _best_alone(work: UpdateWork, peers: Sequence[Peer], numbers: Sequence[int]) -> Alone | None:
     """The fastest peer on which the model fits."""
     best: Alone | None = None
     for microbatches in numbers:
@@ -162,7 +162,7 @@ def _best_alone(work: Work, peers: Sequence[Peer], numbers: Sequence[int]) -> Al
     return best
 
 
-def bytes_alone(work: Work, microbatches: int) -> float:
+def bytes_alone(work: UpdateWork, microbatches: int) -> float:
     """Return what one peer alone needs."""
     (stage,) = partition_at(
         work.layers(microbatches), [Peer("alone")], (), demands=work.demands(microbatches)
@@ -170,7 +170,7 @@ def bytes_alone(work: Work, microbatches: int) -> float:
     return stage.memory_bytes
 
 
-def too_large(work: Work, peers: Sequence[Peer], numbers: Sequence[int]) -> str:
+def too_large(work: UpdateWork, peers: Sequence[Peer], numbers: Sequence[int]) -> str:
     """Say what one peer alone needs, and what the largest of some has."""
     needs = min(bytes_alone(work, microbatches) for microbatches in numbers)
     largest = max(peers, key=lambda peer: peer.memory_bytes)
@@ -180,7 +180,7 @@ def too_large(work: Work, peers: Sequence[Peer], numbers: Sequence[int]) -> str:
     )
 
 
-def _best_pipeline(work: Work, peers: Sequence[Peer], links: Links, wishes: Wishes) -> Pipeline:
+def _best_pipeline(work: UpdateWork, peers: Sequence[Peer], links: Links, wishes: Wishes) -> Pipeline:
     """The fastest of all numbers of microbatches that the schedule allows and the memory bears.
 
     Raises:
@@ -199,7 +199,9 @@ def _best_pipeline(work: Work, peers: Sequence[Peer], links: Links, wishes: Wish
     return min(found, key=lambda one: one.update_s)
 
 
-def _pipeline(work: Work, peers: Sequence[Peer], links: Links, wishes: Wishes, microbatches: int) -> Pipeline:
+def _pipeline(
+    work: UpdateWork, peers: Sequence[Peer], links: Links, wishes: Wishes, microbatches: int
+) -> Pipeline:
     ranks = len(peers)
     schedule = make_schedule(wishes.schedule, ranks * wishes.chunks, microbatches, ranks=ranks)
     peaks = tuple(peak_activations(actions) for actions in schedule)
@@ -217,7 +219,7 @@ def _pipeline(work: Work, peers: Sequence[Peer], links: Links, wishes: Wishes, m
         end_s += (state_s - end_s) / work.state_every
         fetched, spread = 1 + work.state_vectors / work.state_every, vectors / work.state_every
     update_s = work.minibatches * minibatch_s + end_s
-    plan = Plan(cut.stages[-1].stop, cut.cuts, wishes.schedule, microbatches, ranks)
+    plan = PipelinePlan(cut.stages[-1].stop, cut.cuts, wishes.schedule, microbatches, ranks)
     return Pipeline(
         plan=plan,
         order=order,
@@ -270,7 +272,7 @@ def _completed(links: Links, peers: int) -> Links:
     for a, b in pairs:
         if (a, 0) in links and (0, b) in links:
             one, other = links[a, 0], links[0, b]
-            complete[a, b] = Link(
+            complete[a, b] = PeerLink(
                 max(one.latency_s, other.latency_s), min(one.bandwidth_bytes_s, other.bandwidth_bytes_s)
             )
         else:

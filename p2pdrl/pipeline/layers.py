@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from p2pdrl.errors import ConfigError
 
-__all__ = ["FREE", "Layer", "Link", "Links", "Peer", "check_links", "check_numbers", "link_between"]
+__all__ = ["FREE", "Layer", "Links", "Peer", "PeerLink", "check_links", "check_numbers", "link_between"]
 
 
-class Link(NamedTuple):
+class PeerLink(NamedTuple):
     """One direction between two peers.
 
     Attributes:
@@ -39,10 +39,10 @@ class Link(NamedTuple):
             )
 
 
-FREE = Link()
+FREE = PeerLink()
 """Messages take no time."""
 
-Links = Link | Mapping[tuple[int, int], Link]
+Links = PeerLink | Mapping[tuple[int, int], PeerLink]
 """The same for all, or of each (sender, receiver), which are ranks or the indices of peers."""
 
 
@@ -97,13 +97,13 @@ class Peer(NamedTuple):
             raise ConfigError(f"the memory of peer {self.name} can't be {self.memory_bytes} bytes")
 
 
-def link_between(links: Links, sender: int, receiver: int) -> Link:
+def link_between(links: Links, sender: int, receiver: int) -> PeerLink:
     """The link of one direction.
 
     Raises:
         ConfigError: it isn't among them.
     """
-    if isinstance(links, Link):
+    if isinstance(links, PeerLink):
         return links
     if (sender, receiver) not in links:
         raise ConfigError(f"nothing is known about the link from {sender} to {receiver}")
@@ -112,7 +112,7 @@ def link_between(links: Links, sender: int, receiver: int) -> Link:
 
 def check_links(links: Links) -> None:
     """Raise a `ConfigError` for a link with bad numbers."""
-    for link in [links] if isinstance(links, Link) else links.values():
+    for link in [links] if isinstance(links, PeerLink) else links.values():
         link.check()
 
 

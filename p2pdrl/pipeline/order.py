@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from p2pdrl.pipeline.plan import Plan
+from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.pipeline.schedule import ScheduleName
 
 __all__ = ["Meeting", "StageBackend", "StageNews", "StageOrder", "StageSide"]
@@ -45,7 +45,7 @@ class StageOrder(msgspec.Struct, frozen=True):
     schedule: ScheduleName
     microbatches: int
     ranks: int
-    """These five are `plan.Plan`'s."""
+    """These five are `plan.PipelinePlan`'s."""
     timeout_s: float
     """Bound on each wait for a neighbour within an update; with ``torch`` also on how long those who have all
     come take to connect."""
@@ -61,13 +61,13 @@ class StageOrder(msgspec.Struct, frozen=True):
     checkpoint_activations: bool = False
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PipelinePlan:
         """Who holds what.
 
         Raises:
             ConfigError: the numbers don't fit each other.
         """
-        return Plan(self.blocks, self.cuts, self.schedule, self.microbatches, self.ranks)
+        return PipelinePlan(self.blocks, self.cuts, self.schedule, self.microbatches, self.ranks)
 
 
 class StageNews(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.layers import FREE, Layer, Link, Links, Peer
+from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer, PeerLink
 from p2pdrl.pipeline.partition import PLAIN, Demands, Matrix, Partition, StageTables, partition
 
 __all__ = ["MOST_PEERS", "in_order", "partition_in_best_order"]
@@ -44,7 +44,7 @@ def partition_in_best_order(
         raise ConfigError(
             f"the order of {len(peers)} peers must be given: all orders are tried up to {MOST_PEERS}"
         )
-    search = _Search(StageTables(layers, peers, links, demands), alike=isinstance(links, Link))
+    search = _Search(StageTables(layers, peers, links, demands), alike=isinstance(links, PeerLink))
     order = search.best_order(first)
     if order is None:  # nothing fits in any order: `partition` says why
         order = tuple(sorted(range(len(peers)), key=lambda index: index != first))

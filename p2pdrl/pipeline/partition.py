@@ -28,9 +28,9 @@ import numpy.typing as npt
 
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer, check_links, check_numbers, link_between
-from p2pdrl.pipeline.timeline import Costs
+from p2pdrl.pipeline.timeline import MicrobatchCosts
 
-__all__ = ["Demands", "Matrix", "Partition", "Stage", "StageTables", "partition", "partition_at"]
+__all__ = ["Demands", "Matrix", "Partition", "StageCut", "StageTables", "partition", "partition_at"]
 
 Matrix = npt.NDArray[np.float64]
 
@@ -79,7 +79,7 @@ PLAIN = Demands()
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageCut:
     """What one peer gets.
 
     Attributes:
@@ -118,7 +118,7 @@ class Partition:
         stages: in the order of the layers.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageCut, ...]
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -130,9 +130,9 @@ class Partition:
         """Time per microbatch of the slowest stage, which is the pace of the pipeline."""
         return max(stage.total_s for stage in self.stages)
 
-    def costs(self, links: Links = FREE) -> Costs:
+    def costs(self, links: Links = FREE) -> MicrobatchCosts:
         """For `predict`: the stages' times, and what travels between them."""
-        return Costs(
+        return MicrobatchCosts(
             tuple(stage.forward_s for stage in self.stages),
             tuple(stage.backward_s for stage in self.stages),
             tuple(stage.output_bytes for stage in self.stages[:-1]),
@@ -279,10 +279,10 @@ class StageTables:
         edges = [0, *cuts, len(self.layers)]
         return Partition(tuple(self._stage(k, *edges[k : k + 2]) for k in range(len(self.peers))))
 
-    def _stage(self, place: int, start: int, stop: int) -> Stage:
+    def _stage(self, place: int, start: int, stop: int) -> StageCut:
         peer = self.peers[place]
         following = None if place == len(self.peers) - 1 else place + 1
-        return Stage(
+        return StageCut(
             peer=peer,
             start=start,
             stop=stop,

@@ -12,13 +12,13 @@ from functools import lru_cache
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.schedule import Action, Schedule, ScheduleName, make_schedule
 
-__all__ = ["MAX_MICROBATCHES", "Plan"]
+__all__ = ["MAX_MICROBATCHES", "PipelinePlan"]
 
 MAX_MICROBATCHES = 65_536
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """A chain of blocks, cut into stages, on ranks.
 
     Attributes:

@@ -28,13 +28,13 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from p2pdrl.config.schedules import ScheduleName
+from p2pdrl.config.strategy import ScheduleName
 from p2pdrl.errors import ConfigError
 
 __all__ = [
     "Action",
     "Kind",
-    "Route",
+    "MessageRoute",
     "Schedule",
     "ScheduleName",
     "check_schedule",
@@ -66,7 +66,7 @@ Schedule = tuple[tuple[Action, ...], ...]
 """The actions of each rank, in order."""
 
 
-class Route(NamedTuple):
+class MessageRoute(NamedTuple):
     """From which stage to which a message goes: to the next an activation, to the one before a gradient."""
 
     source: int
@@ -184,7 +184,7 @@ def _messages(action: Action, stages: int, ranks: int) -> tuple[list[Action], li
     )
 
 
-def route(action: Action) -> Route:
+def route(action: Action) -> MessageRoute:
     """From which stage to which the message of a send or receive goes.
 
     Raises:
@@ -192,13 +192,13 @@ def route(action: Action) -> Route:
     """
     stage = action.stage
     if action.kind == "send_activation":
-        return Route(stage, stage + 1)
+        return MessageRoute(stage, stage + 1)
     if action.kind == "recv_activation":
-        return Route(stage - 1, stage)
+        return MessageRoute(stage - 1, stage)
     if action.kind == "send_gradient":
-        return Route(stage, stage - 1)
+        return MessageRoute(stage, stage - 1)
     if action.kind == "recv_gradient":
-        return Route(stage + 1, stage)
+        return MessageRoute(stage + 1, stage)
     raise ValueError(f"a {action.kind} sends nothing")
 
 
@@ -264,7 +264,7 @@ def _run(schedule: Sequence[Sequence[Action]], stages: int) -> None:
     """Run all ranks; only receives wait."""
     ranks = len(schedule)
     done: set[Action] = set()
-    streams: defaultdict[tuple[int, int, bool], deque[tuple[Route, int]]] = defaultdict(deque)
+    streams: defaultdict[tuple[int, int, bool], deque[tuple[MessageRoute, int]]] = defaultdict(deque)
     todo = [deque(actions) for actions in schedule]
     progress = True
     while progress:

@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.layers import FREE, Links, check_links, check_numbers, link_between
-from p2pdrl.pipeline.schedule import Action, Route, check_schedule, peak_activations, route
+from p2pdrl.pipeline.schedule import Action, MessageRoute, check_schedule, peak_activations, route
 
-__all__ = ["Costs", "Timed", "Timeline", "predict"]
+__all__ = ["MicrobatchCosts", "Timed", "Timeline", "predict"]
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class MicrobatchCosts:
     """What one microbatch costs, at each stage and between them.
 
     Attributes:
@@ -50,7 +50,7 @@ class Costs:
         """S."""
         return len(self.forward_s)
 
-    def boundary_bytes(self, way: Route) -> float:
+    def boundary_bytes(self, way: MessageRoute) -> float:
         """Bytes of a message between two neighbouring stages."""
         if isinstance(self.message_bytes, tuple):
             return self.message_bytes[min(way)]
@@ -125,7 +125,7 @@ class Timeline:
         return ranks * turns / (turns + ranks - 1)
 
 
-def predict(schedule: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
+def predict(schedule: Sequence[Sequence[Action]], costs: MicrobatchCosts) -> Timeline:
     """Predict when everything happens.
 
     Args:
@@ -161,12 +161,12 @@ class _Clockwork:
     the order in which ranks are run here changes no time.
     """
 
-    def __init__(self, schedule: Sequence[Sequence[Action]], costs: Costs) -> None:
+    def __init__(self, schedule: Sequence[Sequence[Action]], costs: MicrobatchCosts) -> None:
         self._schedule, self._costs = schedule, costs
         self._now_s = [0.0] * len(schedule)
         self._rows: list[list[Timed]] = [[] for _ in schedule]
         self._free_s: defaultdict[tuple[int, int], float] = defaultdict(float)
-        self._arrives_s: dict[tuple[Route, int], float] = {}
+        self._arrives_s: dict[tuple[MessageRoute, int], float] = {}
 
     def run(self) -> tuple[tuple[Timed, ...], ...]:
         """All actions with their times."""

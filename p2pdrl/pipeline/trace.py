@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from p2pdrl.pipeline.timeline import Timeline
 
-__all__ = ["MOST_SPANS", "RankSpans", "Span", "predicted_trace", "trace"]
+__all__ = ["MOST_SPANS", "RankSpans", "TraceSpan", "predicted_trace", "trace"]
 
 
 MOST_SPANS = 4096
 """That a rank remembers. Of one with 4 microbatches about 200 minibatches; less than a megabyte."""
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """Something that a rank did.
 
     Attributes:
@@ -49,7 +49,7 @@ class RankSpans(NamedTuple):
     """
 
     name: str
-    spans: Sequence[Span]
+    spans: Sequence[TraceSpan]
     offset_s: float = 0.0
 
 
@@ -99,11 +99,11 @@ def predicted_trace(timeline: Timeline, name: str = "predicted") -> dict[str, An
         timeline: what is predicted.
         name: of the pipeline, for people.
     """
-    rows: list[tuple[str, list[Span]]] = []
-    sends: list[tuple[str, list[Span]]] = []
+    rows: list[tuple[str, list[TraceSpan]]] = []
+    sends: list[tuple[str, list[TraceSpan]]] = []
     for rank, row in enumerate(timeline.rows):
         spans = [
-            Span(t.action.kind, t.start_s, t.end_s, t.action.stage, t.action.microbatch)
+            TraceSpan(t.action.kind, t.start_s, t.end_s, t.action.stage, t.action.microbatch)
             for t in row
             if t.end_s > t.start_s
         ]
@@ -116,9 +116,9 @@ def predicted_trace(timeline: Timeline, name: str = "predicted") -> dict[str, An
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _side_by_side(spans: Sequence[Span]) -> list[list[Span]]:
+def _side_by_side(spans: Sequence[TraceSpan]) -> list[list[TraceSpan]]:
     """As few rows as it takes so that in none of them two spans are at the same time."""
-    rows: list[list[Span]] = []
+    rows: list[list[TraceSpan]] = []
     for span in sorted(spans, key=lambda span: span.start_s):
         free = next((row for row in rows if row[-1].end_s <= span.start_s), None)
         if free is None:
@@ -140,7 +140,7 @@ def _names(process: int, name: str, rows: Iterable[str]) -> list[dict[str, Any]]
     return events
 
 
-def _event(process: int, thread: int, span: Span, offset_s: float) -> dict[str, Any]:
+def _event(process: int, thread: int, span: TraceSpan, offset_s: float) -> dict[str, Any]:
     """A box; like the figures of papers it counts from 1."""
     words = _WORDS.get(span.what, span.what)
     start_us, end_us = (round((time_s + offset_s) * 1e6, 3) for time_s in (span.start_s, span.end_s))

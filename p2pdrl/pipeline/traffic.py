@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from p2pdrl.pipeline.layers import Links, link_between
 from p2pdrl.pipeline.schedule import route
-from p2pdrl.pipeline.timeline import Costs, Timeline
+from p2pdrl.pipeline.timeline import MicrobatchCosts, Timeline
 
 __all__ = ["Traffic", "busiest", "fetch_s", "spread_s", "step_s"]
 
@@ -84,7 +84,7 @@ def spread_s(size_bytes: float, ranks: int, links: Links) -> float:
 
 def busiest(
     timeline: Timeline,
-    costs: Costs,
+    costs: MicrobatchCosts,
     minibatches: int,
     slice_bytes: Sequence[float],
     spread_bytes: float = 0.0,

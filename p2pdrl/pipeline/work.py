@@ -11,11 +11,11 @@ from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.partition import Demands
 from p2pdrl.pipeline.schedule import computes_anew
 
-__all__ = ["Work"]
+__all__ = ["UpdateWork"]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class UpdateWork:
     """What there is to compute.
 
     Attributes:

@@ -26,7 +26,7 @@ def moments(per_minute: float, seconds: float, rng: random.Random) -> list[float
 
 
 class ChurnEvents:
-    """Puts all of them on the agenda.
+    """Puts all of them on the events.
 
     Args:
         world: the swarm.
@@ -43,14 +43,14 @@ class ChurnEvents:
         self._next = world.swarm.nodes
         self._began_s = dict.fromkeys(range(world.swarm.nodes), 0.0)
         for at_s in kills_s:
-            world.agenda.at(at_s, self._kill)
+            world.events.at(at_s, self._kill)
         for at_s in joins_s:
-            world.agenda.at(at_s, self._join)
+            world.events.at(at_s, self._join)
 
     def close(self) -> None:
         """Count how long those that are there have lived."""
         for node, began_s in self._began_s.items():
-            self._world.books.lived_s[node] = self._world.now_s - began_s
+            self._world.statistics.lived_s[node] = self._world.now_s - began_s
 
     def _kill(self) -> None:
         world = self._world
@@ -61,10 +61,10 @@ class ChurnEvents:
         world.up[node] = False
         world.learners.stop(node)
         world.replicas.left(node)
-        world.books.lived_s[node] = world.now_s - self._began_s.pop(node)
+        world.statistics.lived_s[node] = world.now_s - self._began_s.pop(node)
         self._model.killed(node)
         detect_s = min(self._churn.detect_s, self._model.doubt_s)
-        world.agenda.at(world.now_s + detect_s, self._found_dead, node)
+        world.events.at(world.now_s + detect_s, self._found_dead, node)
 
     def _found_dead(self, node: int) -> None:
         self._world.set_view([other for other in self._world.view if other != node])

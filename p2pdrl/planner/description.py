@@ -16,10 +16,10 @@ __all__ = [
     "LOOPBACK",
     "MAX_NODES",
     "WAN",
+    "CallCosts",
     "Churn",
-    "Costs",
-    "Link",
     "Machine",
+    "NodeLink",
     "Pair",
     "SwarmDescription",
 ]
@@ -43,7 +43,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """How many times slower than that this machine is; beyond `SLOW` it is told apart as a straggler."""
 
 
-class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class NodeLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A node's connection to all others; between two nodes the delays of both add up."""
 
     delay_s: NonNegative = 0.0001
@@ -58,11 +58,11 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Share of packets lost. TCP sends them again: it costs time, and rate on long ways."""
 
 
-LOOPBACK = Link(delay_s=0.00002, out_bytes_s=2e9, in_bytes_s=2e9)
+LOOPBACK = NodeLink(delay_s=0.00002, out_bytes_s=2e9, in_bytes_s=2e9)
 """Processes of one machine."""
-LAN = Link(delay_s=0.0001, out_bytes_s=1.25e8, in_bytes_s=1.25e8)
+LAN = NodeLink(delay_s=0.0001, out_bytes_s=1.25e8, in_bytes_s=1.25e8)
 """Gigabit Ethernet, one switch."""
-WAN = Link(delay_s=0.02, jitter_s=0.005, out_bytes_s=2.5e6, in_bytes_s=1.25e7, loss=0.001)
+WAN = NodeLink(delay_s=0.02, jitter_s=0.005, out_bytes_s=2.5e6, in_bytes_s=1.25e7, loss=0.001)
 """Homes: 20 Mbit/s up, 100 down, 40 ms to each other."""
 
 
@@ -92,7 +92,7 @@ class Churn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """How long strategies with a group stand still when its members change."""
 
 
-class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CallCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the daemon's work costs.
 
     The defaults come from `scripts/check_planner.py` on loopback, two cores of a virtual server of 2026.
@@ -130,10 +130,10 @@ class SwarmDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     size: Annotated[int, Meta(ge=1, le=10**10)] = 10_000
     """D, parameters."""
     machines: Annotated[tuple[Machine, ...], Meta(min_length=1)] = (Machine(),)
-    links: Annotated[tuple[Link, ...], Meta(min_length=1)] = (LAN,)
+    links: Annotated[tuple[NodeLink, ...], Meta(min_length=1)] = (LAN,)
     pairs: tuple[Pair, ...] = ()
     churn: Churn = Churn()
-    costs: Costs = Costs()
+    costs: CallCosts = CallCosts()
     moved: Annotated[float, Meta(gt=0, le=1)] = 0.01
     """Share of the entries that one message of a threshold (``strom``, ``compression = threshold``) names."""
 
@@ -141,7 +141,7 @@ class SwarmDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         """The machine of node number ``node``; those that join are counted on."""
         return self.machines[node % len(self.machines)]
 
-    def link(self, node: int) -> Link:
+    def link(self, node: int) -> NodeLink:
         """The same for its link."""
         return self.links[node % len(self.links)]
 

@@ -31,7 +31,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
         consensus_exchanges: exchanges, pushes or rounds, counted at each node that began one, until then.
         left: part of the distance that is left at the end, or at consensus.
         staleness: mean, in policy versions; buckets are taken at their bound.
-        histogram: contributions by bucket of `books.STALENESS_BOUNDS`.
+        histogram: contributions by bucket of `statistics.STALENESS_BOUNDS`.
         outcomes: rounds of all nodes by how they ended.
         walk: (seconds, part of the first consensus distance) at each look.
     """

@@ -1,6 +1,6 @@
 """Gossiping actor-learners in virtual time: pushes to out-peers, averaged once after each update.
 
-``x ← (x + Σ x_in) / (1 + n)``; see `strategies.push.gala`. Nobody waits. With ``exchanges = "gradients"``
+``x ← (x + Σ x_in) / (1 + n)``; see `strategies.gossip.gala`. Nobody waits. With ``exchanges = "gradients"``
 learners are taken never to wait, and vectors come together in the pushes of parameters alone.
 """
 
@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.config.strategy import GalaConfig
-from p2pdrl.planner.occasions import OccasionsModel
+from p2pdrl.planner.exchange_timing import ExchangeTimingModel
 from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import World
-from p2pdrl.strategies.push.core import PushCore, out_peers
+from p2pdrl.strategies.gossip.push import PushCore, out_peers
 
 __all__ = ["GalaModel"]
 
@@ -21,7 +21,7 @@ Letter = tuple[int, npt.NDArray[np.float64]]
 """A peer's policy version and vector."""
 
 
-class GalaModel(OccasionsModel[PushCore]):
+class GalaModel(ExchangeTimingModel[PushCore]):
     """GALA.
 
     Args:
@@ -93,13 +93,13 @@ class GalaModel(OccasionsModel[PushCore]):
             self._flights[me].add(peer)
             ready_s = self.cpu.work(me, ready_s, calls=0.5)
             there_s = self.network.send(me, peer, nbytes, self.half_bytes, ready_s).arrived_s
-            self.agenda.at(there_s, self._arrive, me, peer, None if gradients else letter, nbytes, now_s)
+            self.events.at(there_s, self._arrive, me, peer, None if gradients else letter, nbytes, now_s)
 
     def _arrive(self, me: int, peer: int, letter: Letter | None, nbytes: float, began_s: float) -> None:
         world, now_s = self.world, self.world.now_s
         if not world.up[peer]:
             back_s = now_s + self.network.delay_s(peer, me)
-            self.agenda.at(back_s, self._answered, me, peer, began_s, "failed")
+            self.events.at(back_s, self._answered, me, peer, began_s, "failed")
             return
         ready_s = self.cpu.work(peer, now_s, calls=1.0, nbytes=nbytes)
         if letter is not None:
@@ -108,7 +108,7 @@ class GalaModel(OccasionsModel[PushCore]):
         else:
             world.merge(peer, world.learners.version[me])
         back_s = self.network.send(peer, me, 0.0, self.half_bytes, ready_s).arrived_s
-        self.agenda.at(back_s, self._answered, me, peer, began_s, "pushed")
+        self.events.at(back_s, self._answered, me, peer, began_s, "pushed")
 
     def _answered(self, me: int, peer: int, began_s: float, outcome: str) -> None:
         now_s, core = self.world.now_s, self._cores[me]
@@ -121,8 +121,8 @@ class GalaModel(OccasionsModel[PushCore]):
         self._deadlines[me].note("ok" if outcome == "pushed" else outcome, took_s)
         if outcome == "pushed":
             core.mixed(self.world.ids[peer])
-            self.books.round(me, outcome, took_s)
+            self.statistics.round(me, outcome, took_s)
         else:
             core.failed(self.world.ids[peer], now_s)
-            self.books.loss(me, outcome)
+            self.statistics.loss(me, outcome)
         self._try(me)

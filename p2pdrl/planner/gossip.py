@@ -1,23 +1,23 @@
 """AD-PSGD in virtual time, on its own core: who is engaged refuses others, nobody queues.
 
 One call carries both vectors; the callee is engaged until its answer is written, the caller until it has
-come. See `strategies.pairwise.gossip`, whose steps these are. With ``exchanges = "gradients"`` learners
+come. See `strategies.gossip.adpsgd`, whose steps these are. With ``exchanges = "gradients"`` learners
 are taken never to wait, and vectors come together in the exchanges of parameters alone.
 """
 
 from __future__ import annotations
 
 from p2pdrl.config.strategy import AdpsgdConfig
-from p2pdrl.planner.occasions import OccasionsModel
+from p2pdrl.planner.exchange_timing import ExchangeTimingModel
 from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import World
-from p2pdrl.strategies.pairwise.adpsgd import AdpsgdCore
+from p2pdrl.strategies.gossip.adpsgd import AdpsgdCore
 from p2pdrl.strategies.topology import candidates
 
 __all__ = ["GossipModel"]
 
 
-class GossipModel(OccasionsModel[AdpsgdCore]):
+class GossipModel(ExchangeTimingModel[AdpsgdCore]):
     """Pairwise averaging.
 
     Args:
@@ -56,32 +56,32 @@ class GossipModel(OccasionsModel[AdpsgdCore]):
         ready_s = self.cpu.work(me, now_s, calls=0.5, nbytes=nbytes)
         passage = self.network.send(me, peer, nbytes, self.half_bytes, ready_s)
         if passage.arrived_s >= until_s:
-            self.agenda.at(until_s, self._ended, me, peer, now_s, "timeout")
+            self.events.at(until_s, self._ended, me, peer, now_s, "timeout")
         else:
-            self.agenda.at(passage.arrived_s, self._asked, me, peer, now_s, until_s, gradients)
+            self.events.at(passage.arrived_s, self._asked, me, peer, now_s, until_s, gradients)
 
     def _asked(self, me: int, peer: int, began_s: float, until_s: float, gradients: bool) -> None:
         """The call has reached the peer."""
         world, now_s = self.world, self.world.now_s
         if not world.up[peer]:
             back_s = now_s + self.network.delay_s(peer, me)
-            self.agenda.at(back_s, self._ended, me, peer, began_s, "failed")
+            self.events.at(back_s, self._ended, me, peer, began_s, "failed")
             return
         if self._engaged_s[peer] > now_s:
             ready_s = self.cpu.work(peer, now_s, calls=0.5)
             back = self.network.send(peer, me, 0.0, self.half_bytes, ready_s)
-            self.agenda.at(min(back.arrived_s, until_s), self._ended, me, peer, began_s, "busy")
+            self.events.at(min(back.arrived_s, until_s), self._ended, me, peer, began_s, "busy")
             return
         nbytes = self._gradients if gradients else self._parameters
         ready_s = self.cpu.work(peer, now_s, calls=1.0, nbytes=2.0 * nbytes)
         back = self.network.send(peer, me, nbytes, self.half_bytes, ready_s)
         self._engaged_s[peer] = back.written_s
         if back.arrived_s >= until_s:
-            self.agenda.at(until_s, self._ended, me, peer, began_s, "timeout")
+            self.events.at(until_s, self._ended, me, peer, began_s, "timeout")
             return
         done_s = self.cpu.work(me, back.arrived_s, calls=0.5, nbytes=nbytes)
         self._engaged_s[me] = max(self._engaged_s[me], done_s)
-        self.agenda.at(done_s, self._met, me, peer, began_s, gradients)
+        self.events.at(done_s, self._met, me, peer, began_s, gradients)
 
     def _met(self, me: int, peer: int, began_s: float, gradients: bool) -> None:
         """Both sides have moved."""
@@ -95,7 +95,7 @@ class GossipModel(OccasionsModel[AdpsgdCore]):
         core.mixed(world.ids[peer])
         core.exchanged(gradients=gradients)
         self._cores[peer].exchanged(gradients=gradients)
-        self.books.round(me, "ok", took_s)
+        self.statistics.round(me, "ok", took_s)
         mine, theirs = self.learners.version[me], self.learners.version[peer]
         world.merge(me, theirs)
         world.merge(peer, mine)
@@ -115,7 +115,7 @@ class GossipModel(OccasionsModel[AdpsgdCore]):
         if not self.world.up[me]:
             return
         self._deadlines[me].note(outcome, took_s)
-        self.books.loss(me, outcome)
+        self.statistics.loss(me, outcome)
         if outcome == "busy":
             core.busy(now_s, took_s)
         else:

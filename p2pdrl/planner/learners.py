@@ -1,6 +1,6 @@
-"""Learners in virtual time: they compute, post and wait as their regime says.
+"""Learners in virtual time: they compute, post and wait as their learner mode says.
 
-See `config.regime`; `FakeLearner` of `strategies.testing` is the same on a node. An update counts when its
+See `config.learner_mode`; `FakeLearner` of `testing` is the same on a node. An update counts when its
 gradient is there.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from p2pdrl.config.regime import Regime
-from p2pdrl.planner.agenda import Agenda
-from p2pdrl.planner.books import Books
+from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.planner.description import SwarmDescription
+from p2pdrl.planner.event_queue import EventQueue
+from p2pdrl.planner.statistics import Statistics
 
 __all__ = ["Learners"]
 
@@ -22,9 +22,9 @@ class Learners:
 
     Args:
         swarm: whose machines they run on.
-        regime: how they work.
-        agenda: time.
-        books: where updates are counted.
+        learner_mode: how they work.
+        events: time.
+        statistics: where updates are counted.
         rng: of jitter.
         capacity: nodes at most.
 
@@ -40,18 +40,18 @@ class Learners:
     def __init__(
         self,
         swarm: SwarmDescription,
-        regime: Regime,
-        agenda: Agenda,
-        books: Books,
+        learner_mode: LearnerMode,
+        events: EventQueue,
+        statistics: Statistics,
         rng: random.Random,
         *,
         capacity: int,
     ) -> None:
-        self._regime, self._agenda, self._books, self._rng = regime, agenda, books, rng
-        self._free = regime.sends == "nothing"
+        self._learner_mode, self._events, self._statistics, self._rng = learner_mode, events, statistics, rng
+        self._free = learner_mode.sends == "nothing"
         self._post_s = swarm.costs.post_s
         machines = [swarm.machine(node) for node in range(capacity)]
-        self._update_s = [one.update_s * one.factor / max(1, regime.learners) for one in machines]
+        self._update_s = [one.update_s * one.factor / max(1, learner_mode.learners) for one in machines]
         self._jitter = [one.jitter for one in machines]
         self.version = [0] * capacity
         self.based = [0] * capacity
@@ -84,38 +84,38 @@ class Learners:
 
     def answer(self, node: int, when_s: float) -> None:
         """The oldest post is answered at ``when_s``; the learner hears of it a moment later."""
-        self._agenda.at(when_s + self._post_s, self._answered, node)
+        self._events.at(when_s + self._post_s, self._answered, node)
 
     def _begin(self, node: int, part: float = 1.0) -> None:
         self.based[node] = self.version[node]
         self._fresh[node] = bool(self.heard[node])
         self.heard[node] = False
         seconds = self._update_s[node] * (1.0 + self._jitter[node] * (2.0 * self._rng.random() - 1.0))
-        self._agenda.at(self._agenda.now_s + part * seconds, self._done, node)
+        self._events.at(self._events.now_s + part * seconds, self._done, node)
 
     def _done(self, node: int) -> None:
         if not self._up[node]:
             return
-        self._books.updates[node] += 1
-        self._books.fresh[node] += self._fresh[node]
+        self._statistics.updates[node] += 1
+        self._statistics.fresh[node] += self._fresh[node]
         self.sent[node] = self.based[node]
         if self._free:
             self.version[node] += 1
             self.updated(node)
             self._begin(node)
             return
-        if self._regime.steps:
+        if self._learner_mode.steps:
             self.version[node] += 1
         self._since[node] += 1
-        if self._since[node] < self._regime.every:
+        if self._since[node] < self._learner_mode.every:
             self._begin(node)
             return
         self._since[node] = 0
         self._open[node] += 1
-        waits = self._regime.sends == "parameters" or self._open[node] > self._regime.ahead
+        waits = self._learner_mode.sends == "parameters" or self._open[node] > self._learner_mode.ahead
         if waits:
-            self._waits_s[node] = self._agenda.now_s
-        self._agenda.at(self._agenda.now_s + self._post_s, self._post, node)
+            self._waits_s[node] = self._events.now_s
+        self._events.at(self._events.now_s + self._post_s, self._post, node)
         if not waits:
             self._begin(node)
 
@@ -129,7 +129,7 @@ class Learners:
         self._open[node] -= 1
         since_s = self._waits_s[node]
         if since_s is not None:
-            self._books.waited_s[node] += self._agenda.now_s - since_s
+            self._statistics.waited_s[node] += self._events.now_s - since_s
             self._waits_s[node] = None
             self._begin(node)
 
@@ -137,5 +137,5 @@ class Learners:
         """The end: those who stand still have waited until now."""
         for node, since_s in enumerate(self._waits_s):
             if since_s is not None and self._up[node]:
-                self._books.waited_s[node] += now_s - since_s
+                self._statistics.waited_s[node] += now_s - since_s
                 self._waits_s[node] = now_s

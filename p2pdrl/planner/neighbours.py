@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.config.strategy import DsgdConfig
+from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import DOUBT_S, Model, World
-from p2pdrl.strategies.neighbours.visits import HOLD
-from p2pdrl.strategies.patience import Patience
+from p2pdrl.strategies.neighbours.dsgd import HOLD
 from p2pdrl.strategies.topology import metropolis
 
 __all__ = ["NeighboursModel"]
@@ -38,7 +38,7 @@ class NeighboursModel(Model):
         size = world.swarm.size
         self._parameters = dense_nbytes(size, config.compression)
         self._gradients = payload_nbytes(size, config.compression, keep=config.keep, moved=world.swarm.moved)
-        self._patience = [Patience(config.deadline_s) for _ in world.ids]
+        self._patience = [AdaptiveTimeout(config.deadline_s) for _ in world.ids]
         self._number = [0] * world.capacity
         self._began_s = [-1.0] * world.capacity
         """When a round began; below zero: the learner is at work."""
@@ -85,8 +85,8 @@ class NeighboursModel(Model):
             self._met[node].clear()
             self._missed[node].clear()
             if self._began_s[node] >= 0:
-                self.books.outcomes["regrouped"] += 1
-                self.agenda.at(self._frozen_s, self._begin, node)
+                self.statistics.outcomes["regrouped"] += 1
+                self.events.at(self._frozen_s, self._begin, node)
 
     def updated(self, node: int) -> None:
         """Rounds follow posts."""
@@ -94,7 +94,7 @@ class NeighboursModel(Model):
     def posted(self, node: int) -> None:
         """A round begins."""
         self._began_s[node] = self.world.now_s
-        self.agenda.at(max(self._frozen_s, self.world.now_s), self._begin, node)
+        self.events.at(max(self._frozen_s, self.world.now_s), self._begin, node)
 
     def _begin(self, me: int) -> None:
         now_s, number = self.world.now_s, self._number[me]
@@ -110,8 +110,8 @@ class NeighboursModel(Model):
                 self._look(me, other, number)
         if not self._settled(me):
             patience_s = self._patience[me].deadline_s
-            self.agenda.at(now_s + HOLD * patience_s, self._impatient, me, number, True)
-            self.agenda.at(now_s + patience_s, self._impatient, me, number, False)
+            self.events.at(now_s + HOLD * patience_s, self._impatient, me, number, True)
+            self.events.at(now_s + patience_s, self._impatient, me, number, False)
 
     def _look(self, me: int, other: int, number: int) -> None:
         """A round has begun at ``me``: what that means for one of its edges."""
@@ -134,7 +134,7 @@ class NeighboursModel(Model):
         if other not in self._met[me] and other not in self._missed[me]:
             self._missed[me].add(other)
             self._seen[me] = max(self._seen[me], self._number[other])
-            self.books.outcomes["late edges"] += 1
+            self.statistics.outcomes["late edges"] += 1
             self._settled(me)
 
     def _settled(self, me: int) -> bool:
@@ -142,7 +142,7 @@ class NeighboursModel(Model):
         if len(self._met[me]) + len(self._missed[me]) < len(self._weights[me]):
             return False
         last_s = max((met[0] for met in self._met[me].values()), default=0.0)
-        self.agenda.at(last_s, self._end, me, self._number[me])
+        self.events.at(last_s, self._end, me, self._number[me])
         return True
 
     def _edge(self, low: int, high: int, now_s: float) -> None:
@@ -188,16 +188,16 @@ class NeighboursModel(Model):
         took_s, self._began_s[me] = now_s - self._began_s[me], -1.0
         self._number[me] = max(number + 1, self._seen[me])
         if not met and self._number[me] > number + 1:  # the others are further on: meet them there
-            self.books.outcomes["past"] += 1
+            self.statistics.outcomes["past"] += 1
             self.posted(me)
             return
         for _, version, _ in met.values():
             self.world.merge(me, version)
         if met:
-            self.books.round(me, "ok", took_s)
+            self.statistics.round(me, "ok", took_s)
             self._mix(me, {other: x_E for other, (_, _, x_E) in met.items()}, number)
         elif self._weights[me]:
-            self.books.loss(me, "timeout")
+            self.statistics.loss(me, "timeout")
         self.learners.answer(me, now_s)
 
     def _mix(self, me: int, others: dict[int, npt.NDArray[np.float64]], number: int) -> None:

@@ -12,8 +12,8 @@ import math
 import random
 from typing import NamedTuple
 
-from p2pdrl.planner.books import Books
 from p2pdrl.planner.description import SwarmDescription
+from p2pdrl.planner.statistics import Statistics
 
 __all__ = ["Network", "Passage"]
 
@@ -43,12 +43,14 @@ class Network:
     Args:
         swarm: whose links they are.
         capacity: nodes at most.
-        books: where bytes are counted.
+        statistics: where bytes are counted.
         rng: of jitter and loss.
     """
 
-    def __init__(self, swarm: SwarmDescription, capacity: int, books: Books, rng: random.Random) -> None:
-        self._books, self._rng = books, rng
+    def __init__(
+        self, swarm: SwarmDescription, capacity: int, statistics: Statistics, rng: random.Random
+    ) -> None:
+        self._statistics, self._rng = statistics, rng
         self._links = [swarm.link(node) for node in range(capacity)]
         self._out_free_s = [0.0] * capacity
         self._in_free_s = [0.0] * capacity
@@ -88,7 +90,7 @@ class Network:
         total = payload + extra
         packets = math.ceil(total / MSS)
         on_wire = total + PACKET_BYTES * packets
-        self._books.message(source, target, payload, on_wire)
+        self._statistics.message(source, target, payload, on_wire)
         if self._plain:  # by far the most messages of a large swarm go here
             one, other = self._links[source], self._links[target]
             out, into, delay_s = one.out_bytes_s, other.in_bytes_s, one.delay_s + other.delay_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from p2pdrl.planner.description import Costs
+from p2pdrl.planner.description import CallCosts
 
 __all__ = ["Processors"]
 
@@ -17,7 +17,7 @@ class Processors:
         capacity: nodes at most.
     """
 
-    def __init__(self, costs: Costs, capacity: int) -> None:
+    def __init__(self, costs: CallCosts, capacity: int) -> None:
         self._call_s, self._byte_s = costs.call_s, costs.byte_s
         self._free_s = [0.0] * capacity
         self._cores = [0.0] * costs.cores

@@ -1,9 +1,9 @@
 """Rounds of a whole group in virtual time: averaged gradients, averaged parameters, federated averaging.
 
 Every member gives each owner its part of that owner's piece, and the answer carries the average: see
-`strategies.averaging.allreduce`, whose own function cuts the pieces. A round begins when all have posted, or
-`GRACE` of the deadline after the first post, without the others. Its seconds follow from closed formulas over
-all members at once, for with a thousand owners a round is a million calls.
+`strategies.allreduce.own_averager`, whose own function cuts the pieces. A round begins when all have posted,
+or `GRACE` of the deadline after the first post, without the others. Its seconds follow from closed formulas
+over all members at once, for with a thousand owners a round is a million calls.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.config.strategy import FederatedConfig, GradAverageConfig, ParamAverageConfig
+from p2pdrl.group.view import GroupView, ViewKey
 from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import DOUBT_S, Model, World
-from p2pdrl.strategies.averaging.allreduce import cut_pieces
-from p2pdrl.strategies.averaging.federated import participants
-from p2pdrl.strategies.averaging.rounds import GRACE
-from p2pdrl.strategies.group.view import GroupView, ViewKey
+from p2pdrl.strategies.allreduce.federated import participants
+from p2pdrl.strategies.allreduce.own_averager import cut_pieces
+from p2pdrl.strategies.allreduce.rounds import GRACE
 
 __all__ = ["RoundsModel"]
 
@@ -57,7 +57,7 @@ class RoundsModel(Model):
         self._excused.discard(node)
         if len(self._posted_s) == 1:
             wait_s = GRACE * self._config.deadline_s
-            self.agenda.at(self.world.now_s + wait_s, self._overdue, self._number)
+            self.events.at(self.world.now_s + wait_s, self._overdue, self._number)
         self._begin_if_all()
 
     def killed(self, node: int) -> None:
@@ -77,8 +77,8 @@ class RoundsModel(Model):
     def _regrouped(self) -> None:
         self._ready_s = self.world.now_s + self.world.swarm.churn.regroup_s
         for node in self._posted_s:
-            self.books.loss(node, "regrouped")
-        self.agenda.at(self._ready_s, self._begin_if_all)
+            self.statistics.loss(node, "regrouped")
+        self.events.at(self._ready_s, self._begin_if_all)
 
     def _overdue(self, number: int) -> None:
         """Daemons go on without learners that don't post."""
@@ -104,8 +104,8 @@ class RoundsModel(Model):
             taking = giving
         ends_s = self._ends_s(members, set(taking))
         for node, end_s in zip(members, ends_s.tolist(), strict=True):
-            self.agenda.at(end_s, self._ended, node, self._number)
-        self.agenda.at(float(ends_s.max()), self._next, members)
+            self.events.at(end_s, self._ended, node, self._number)
+        self.events.at(float(ends_s.max()), self._next, members)
 
     def _ends_s(self, members: list[int], taking: set[int]) -> Floats:
         """When each member has the whole average."""
@@ -166,7 +166,7 @@ class RoundsModel(Model):
         whole: float,
     ) -> None:
         """Count bytes."""
-        books, half = self.books, self.half_bytes
+        statistics, half = self.statistics, self.half_bytes
         owning = set(owners)
         givers = float(gives_N.sum())
         for place, node in enumerate(members):
@@ -177,17 +177,17 @@ class RoundsModel(Model):
                 out += others * whole
                 into += (givers - gives_N[place]) * part
                 extra += others * half
-            books.out[node] += float(out)
-            books.into[node] += float(into)
-            books.wire_out[node] += float((out + extra) * 1.046)
-            books.wire_in[node] += float((into + extra) * 1.046)
+            statistics.out[node] += float(out)
+            statistics.into[node] += float(into)
+            statistics.wire_out[node] += float((out + extra) * 1.046)
+            statistics.wire_in[node] += float((into + extra) * 1.046)
 
     def _ended(self, node: int, number: int) -> None:
         """A member has the average."""
         posted_s = self._posted_s.pop(node, None)
         if posted_s is None or not self.world.up[node]:
             return
-        self.books.round(node, "ok", self.world.now_s - posted_s)
+        self.statistics.round(node, "ok", self.world.now_s - posted_s)
         self.learners.heard[node] = len(self.world.view) > 1
         self.learners.answer(node, self.world.now_s)
 
@@ -210,5 +210,5 @@ class RoundsModel(Model):
         self._running = False
         if self._posted_s:
             wait_s = GRACE * self._config.deadline_s
-            self.agenda.at(world.now_s + wait_s, self._overdue, self._number)
+            self.events.at(world.now_s + wait_s, self._overdue, self._number)
         self._begin_if_all()

@@ -1,15 +1,16 @@
 """Parameter servers in virtual time: what the synchronous and the asynchronous ones share.
 
-Servers are the first nodes in the rendezvous order of the ids, as in `strategies.servers.serving`. A worker
-sends each its slice of a gradient; a worker on the server's own node hands it over without the network.
+Servers are the first nodes in the rendezvous order of the ids, as in `strategies.servers.shard_plan`. A
+worker sends each its slice of a gradient; a worker on the server's own node hands it over without the
+network.
 """
 
 from __future__ import annotations
 
-from p2pdrl.config.strategy_bases import Served
+from p2pdrl.config.strategy import ServerOptions
+from p2pdrl.group.rendezvous import ranked
 from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import DOUBT_S, Model, World
-from p2pdrl.strategies.group.rendezvous import ranked
 
 __all__ = ["ServersModel"]
 
@@ -25,7 +26,7 @@ class ServersModel(Model):
 
     doubt_s = DOUBT_S
 
-    def __init__(self, config: Served, world: World, *, differences: bool) -> None:
+    def __init__(self, config: ServerOptions, world: World, *, differences: bool) -> None:
         super().__init__(world)
         self.served = config
         size, kind = world.swarm.size, config.compression
@@ -38,7 +39,7 @@ class ServersModel(Model):
         """The servers take the mean of all, and all workers take it from them."""
         self._elect()
         view = self.world.view
-        self.agenda.at(self._seeded_s(), self._seed, view)
+        self.events.at(self._seeded_s(), self._seed, view)
 
     def _seeded_s(self) -> float:
         """When all vectors have gone to the servers and back, one after the other."""

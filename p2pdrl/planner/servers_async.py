@@ -38,20 +38,20 @@ class ServersAsyncModel(ServersModel):
         if not self._queue[node] or self._lanes[node] >= max(1, self._config.ahead):
             return
         if now_s < self.frozen_s:
-            self.agenda.at(self.frozen_s, self._next, node)
+            self.events.at(self.frozen_s, self._next, node)
             return
         base = self._queue[node].pop(0)
         self._lanes[node] += 1
         self._pushes[node] += 1
         wants = self._pushes[node] % self._config.fetch_every == 0
         if any(not self.world.up[server] for server in self.servers):
-            self.agenda.at(now_s + self.network.delay_s(node, self.servers[0]), self._lost, node)
+            self.events.at(now_s + self.network.delay_s(node, self.servers[0]), self._lost, node)
             return
         there_s = max(self.up_s(node, server, now_s)[0] for server in self.servers)
-        self.agenda.at(there_s, self._step, node, base, wants, now_s)
+        self.events.at(there_s, self._step, node, base, wants, now_s)
 
     def _lost(self, node: int) -> None:
-        self.books.loss(node, "lost")
+        self.statistics.loss(node, "lost")
         self._lanes[node] -= 1
         if self.world.up[node]:
             self.learners.answer(node, self.world.now_s)
@@ -62,17 +62,17 @@ class ServersAsyncModel(ServersModel):
         staleness = max(0, self._steps - base)
         stale = self._config.stale == "drop" and staleness > self._config.max_staleness
         if not stale:
-            self.books.merged(staleness)
+            self.statistics.merged(staleness)
         self._steps += not stale
         now_s = self.world.now_s
         done_s = max(self.step_s(node, server, now_s) for server in self.servers)
         version = self._steps
-        self.agenda.at(done_s, self._give, node, version, wants, began_s, stale)
+        self.events.at(done_s, self._give, node, version, wants, began_s, stale)
 
     def _give(self, node: int, version: int, wants: bool, began_s: float, stale: bool) -> None:
         now_s = self.world.now_s
         end_s = max(self.down_s(server, node, now_s, wants=wants) for server in self.servers)
-        self.agenda.at(end_s, self._given, node, version if wants else -1, began_s, stale)
+        self.events.at(end_s, self._given, node, version if wants else -1, began_s, stale)
 
     def _given(self, node: int, version: int, began_s: float, stale: bool) -> None:
         self._lanes[node] -= 1
@@ -84,8 +84,8 @@ class ServersAsyncModel(ServersModel):
                 self.learners.heard[node] = True
             self._held[node] = self.learners.version[node] = max(self._held[node], version)
         if stale:
-            self.books.loss(node, "stale")
+            self.statistics.loss(node, "stale")
         else:
-            self.books.round(node, "ok", now_s - began_s)
+            self.statistics.round(node, "ok", now_s - began_s)
         self.learners.answer(node, now_s)
         self._next(node)

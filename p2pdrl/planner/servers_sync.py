@@ -2,7 +2,7 @@
 
 A round closes when all but ``backups`` gradients are there, or, past a deadline that follows what was
 observed, a ``quorum`` of them. Who comes later gets the newest parameters, and its gradient is dropped. See
-`strategies.servers.desk_sync`.
+`strategies.servers.server_sync`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 
 from p2pdrl.config.strategy import ServerSyncConfig
+from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.planner.servers import ServersModel
 from p2pdrl.planner.world import World
-from p2pdrl.strategies.patience import Patience
 
 __all__ = ["ServersSyncModel"]
 
@@ -28,7 +28,7 @@ class ServersSyncModel(ServersModel):
     def __init__(self, config: ServerSyncConfig, world: World) -> None:
         super().__init__(config, world, differences=True)
         self._config = config
-        self._patience = Patience(config.deadline_s)
+        self._patience = AdaptiveTimeout(config.deadline_s)
         self._number = 0
         self._first_s = 0.0
         self._based = [0] * world.capacity
@@ -48,13 +48,13 @@ class ServersSyncModel(ServersModel):
         if not self.world.up[node]:
             return
         if now_s < self.frozen_s:
-            self.agenda.at(self.frozen_s, self._send, node)
+            self.events.at(self.frozen_s, self._send, node)
             return
         if any(not self.world.up[server] for server in self.servers):
             self._under_way.add(node)  # it is sent again in the next view
             return
         there_s = max(self.up_s(node, server, now_s)[0] for server in self.servers)
-        self.agenda.at(there_s, self._come, node)
+        self.events.at(there_s, self._come, node)
 
     def _regroup(self) -> None:
         super()._regroup()
@@ -63,26 +63,26 @@ class ServersSyncModel(ServersModel):
         self._under_way.clear()
         for node in again:
             if self.world.up[node]:
-                self.books.loss(node, "regrouped")
+                self.statistics.loss(node, "regrouped")
                 self._based[node] = self._number
-                self.agenda.at(self.frozen_s, self._send, node)
+                self.events.at(self.frozen_s, self._send, node)
 
     def _come(self, node: int) -> None:
         """A gradient is at the servers."""
         now_s = self.world.now_s
         done_s = max(self.step_s(node, server, now_s) for server in self.servers)
-        self.agenda.at(done_s, self._taken, node)
+        self.events.at(done_s, self._taken, node)
 
     def _taken(self, node: int) -> None:
         now_s = self.world.now_s
         if self._based[node] < self._number:
             self._patience.observe(now_s - self._first_s)
-            self.books.loss(node, "late")
+            self.statistics.loss(node, "late")
             self._give(node, merged=False)
             return
         if not self._here:
             self._first_s = now_s
-            self.agenda.at(now_s + self._patience.deadline_s, self._impatient, self._number)
+            self.events.at(now_s + self._patience.deadline_s, self._impatient, self._number)
         self._patience.observe(now_s - self._first_s)
         self._here[node] = self._posted_s[node]
         if len(self._here) >= max(1, len(self.world.view) - self._config.backups):
@@ -103,7 +103,7 @@ class ServersSyncModel(ServersModel):
 
     def _give(self, node: int, *, merged: bool) -> None:
         end_s = max(self.down_s(server, node, self.world.now_s, wants=True) for server in self.servers)
-        self.agenda.at(end_s, self._given, node, self._number, merged)
+        self.events.at(end_s, self._given, node, self._number, merged)
 
     def _given(self, node: int, number: int, merged: bool) -> None:
         if not self.world.up[node]:
@@ -112,6 +112,6 @@ class ServersSyncModel(ServersModel):
         self.learners.version[node] = number
         self.learners.heard[node] = len(self.world.view) > 1
         if merged:
-            self.books.merged(0)
-            self.books.round(node, "ok", self.world.now_s - self._posted_s[node])
+            self.statistics.merged(0)
+            self.statistics.round(node, "ok", self.world.now_s - self._posted_s[node])
         self.learners.answer(node, self.world.now_s)

@@ -1,6 +1,6 @@
-"""Stochastic gradient push in virtual time, on its own cores (`strategies.push`: `core`, `push_sum`).
+"""Stochastic gradient push in virtual time, on its own cores (`strategies.gossip`: `core`, `push_sum`).
 
-One push after the other; each is acknowledged. See `strategies.push.sgp`. A push whose answer is late is
+One push after the other; each is acknowledged. See `strategies.gossip.sgp`. A push whose answer is late is
 counted as lost, though TCP delivers it in the end and its mass is kept.
 
 Nodes begin one after the other, as the mode's record reaches them, and who hasn't begun refuses. That costs a
@@ -14,19 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.config.strategy import SgpConfig
-from p2pdrl.planner.occasions import OccasionsModel
+from p2pdrl.planner.exchange_timing import ExchangeTimingModel
 from p2pdrl.planner.payload import dense_nbytes
 from p2pdrl.planner.world import World
-from p2pdrl.strategies.push.core import PushCore, out_peers
-from p2pdrl.strategies.push.push_sum import Arrival, Parcel, PushSum
+from p2pdrl.strategies.gossip.push import PushCore, out_peers
+from p2pdrl.strategies.gossip.sgp import Arrival, PushInFlight, PushSum
 
 __all__ = ["SgpModel"]
 
 ARRIVING = 2
-"""Pushes that a node reads at once, as in `strategies.push.sgp`."""
+"""Pushes that a node reads at once, as in `strategies.gossip.sgp`."""
 
 
-class SgpModel(OccasionsModel[PushCore]):
+class SgpModel(ExchangeTimingModel[PushCore]):
     """Push-sum.
 
     Args:
@@ -66,7 +66,7 @@ class SgpModel(OccasionsModel[PushCore]):
         core.began(now_s)
         self._send(me, parcel)
 
-    def _send(self, me: int, parcel: Parcel) -> None:
+    def _send(self, me: int, parcel: PushInFlight) -> None:
         world, now_s, peer = self.world, self.world.now_s, int(parcel.peer)
         self._sending[me] = True
         z_E = None if self.replicas.settled else self.replicas.x_NE[me].copy()
@@ -74,12 +74,12 @@ class SgpModel(OccasionsModel[PushCore]):
         there_s = self.network.send(me, peer, self._nbytes, self.half_bytes, ready_s).arrived_s
         until_s = now_s + self._deadlines[me].seconds
         version = world.learners.version[me]
-        self.agenda.at(there_s, self._arrive, me, parcel, z_E, version, (now_s, until_s))
+        self.events.at(there_s, self._arrive, me, parcel, z_E, version, (now_s, until_s))
 
     def _arrive(
         self,
         me: int,
-        parcel: Parcel,
+        parcel: PushInFlight,
         z_E: npt.NDArray[np.float64] | None,
         version: int,
         times_s: tuple[float, float],
@@ -87,7 +87,7 @@ class SgpModel(OccasionsModel[PushCore]):
         world, now_s, peer = self.world, self.world.now_s, int(parcel.peer)
         began_s, until_s = times_s
         if not world.up[peer]:
-            self.agenda.at(
+            self.events.at(
                 now_s + self.network.delay_s(peer, me), self._answered, me, parcel, z_E, began_s, "failed"
             )
             return
@@ -108,10 +108,10 @@ class SgpModel(OccasionsModel[PushCore]):
         back_s = self.network.send(peer, me, 0.0, self.half_bytes, ready_s).arrived_s
         if back_s > until_s and outcome == "pushed":
             outcome = "timeout"
-        self.agenda.at(max(now_s, back_s), self._answered, me, parcel, z_E, began_s, outcome)
+        self.events.at(max(now_s, back_s), self._answered, me, parcel, z_E, began_s, outcome)
 
     def _answered(
-        self, me: int, parcel: Parcel, z_E: npt.NDArray[np.float64] | None, began_s: float, outcome: str
+        self, me: int, parcel: PushInFlight, z_E: npt.NDArray[np.float64] | None, began_s: float, outcome: str
     ) -> None:
         world, core, now_s = self.world, self._cores[me], self.world.now_s
         self._sending[me] = False
@@ -128,9 +128,9 @@ class SgpModel(OccasionsModel[PushCore]):
                 row_E += factor * (z_E - row_E)
         if outcome == "pushed":
             core.mixed(parcel.peer)
-            self.books.round(me, "pushed", took_s)
+            self.statistics.round(me, "pushed", took_s)
         else:
-            self.books.loss(me, outcome)
+            self.statistics.loss(me, outcome)
             if outcome == "busy":
                 core.busy(now_s, took_s)
             else:

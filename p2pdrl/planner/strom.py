@@ -68,7 +68,7 @@ class StromModel(Model):
             return
         self._updates[node] = 0
         others_P = self._there_P[self._there_P != node]
-        self.books.lost[node] += len(world.view) - 1 - len(others_P)
+        self.statistics.lost[node] += len(world.view) - 1 - len(others_P)
         if not len(others_P):
             return
         sent_s = self._send(node, others_P, now_s)
@@ -76,7 +76,7 @@ class StromModel(Model):
 
     def _send(self, node: int, others_P: npt.NDArray[np.int64], now_s: float) -> float:
         """Send to all; return when the last has left."""
-        world, books, costs = self.world, self.books, self.world.costs
+        world, statistics, costs = self.world, self.statistics, self.world.costs
         count, each = len(others_P), self._nbytes + self.half_bytes
         link = world.swarm.link(node)
         ready_s = self.cpu.work(node, now_s, calls=0.5 * count, nbytes=self._nbytes)
@@ -88,8 +88,8 @@ class StromModel(Model):
         done_s_P = begin_s_P + np.maximum(self._in_s_N[others_P], work_s)
         self._free_s_N[others_P] = done_s_P
         lag_s = float(np.mean(done_s_P)) - now_s
-        books.broadcast(node, others_P, self._nbytes, each)
+        statistics.broadcast(node, others_P, self._nbytes, each)
         self._heard_N[others_P] = True
-        books.merged(int(lag_s / self.learners.update_s(node)), count)
-        books.round(node, "pushed", lag_s, count)
+        statistics.merged(int(lag_s / self.learners.update_s(node)), count)
+        statistics.round(node, "pushed", lag_s, count)
         return float(left_s_P[-1])

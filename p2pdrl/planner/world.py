@@ -6,15 +6,15 @@ import math
 import random
 from collections.abc import Callable
 
-from p2pdrl.config.regime import regime_of
+from p2pdrl.config.learner_mode import learner_mode_of
 from p2pdrl.config.strategy import StrategyConfig
-from p2pdrl.planner.agenda import Agenda
-from p2pdrl.planner.books import Books
 from p2pdrl.planner.description import SwarmDescription
+from p2pdrl.planner.event_queue import EventQueue
 from p2pdrl.planner.learners import Learners
 from p2pdrl.planner.network import Network
 from p2pdrl.planner.processors import Processors
 from p2pdrl.planner.replicas import Replicas
+from p2pdrl.planner.statistics import Statistics
 
 __all__ = ["DOUBT_S", "Model", "World"]
 
@@ -42,12 +42,14 @@ class World:
     def __init__(self, swarm: SwarmDescription, strategy: StrategyConfig, capacity: int, seed: int) -> None:
         self.swarm, self.costs, self.capacity, self.seed = swarm, swarm.costs, capacity, seed
         self.rng = random.Random(seed)
-        self.agenda, self.books = Agenda(), Books(capacity)
-        self.network = Network(swarm, capacity, self.books, self.rng)
+        self.events, self.statistics = EventQueue(), Statistics(capacity)
+        self.network = Network(swarm, capacity, self.statistics, self.rng)
         self.cpu = Processors(swarm.costs, capacity)
         self.replicas = Replicas(capacity, swarm.nodes, seed)
-        regime = regime_of(strategy)
-        self.learners = Learners(swarm, regime, self.agenda, self.books, self.rng, capacity=capacity)
+        learner_mode = learner_mode_of(strategy)
+        self.learners = Learners(
+            swarm, learner_mode, self.events, self.statistics, self.rng, capacity=capacity
+        )
         self.ids = [f"{node:05d}" for node in range(capacity)]
         self.up = [node < swarm.nodes for node in range(capacity)]
         self.view = list(range(swarm.nodes))
@@ -56,7 +58,7 @@ class World:
     @property
     def now_s(self) -> float:
         """Virtual time."""
-        return self.agenda.now_s
+        return self.events.now_s
 
     def some(self, me: int) -> list[str]:
         """A few members at random, or all when they are few."""
@@ -76,7 +78,7 @@ class World:
     def merge(self, me: int, version: int) -> None:
         """``me`` has merged another's work of policy version ``version``."""
         learners = self.learners
-        self.books.merged(max(0, learners.version[me] - version))
+        self.statistics.merged(max(0, learners.version[me] - version))
         learners.heard[me] = True
         learners.version[me] = max(learners.version[me], version)
 
@@ -100,7 +102,7 @@ class Model:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.agenda, self.books, self.cpu = world.agenda, world.books, world.cpu
+        self.events, self.statistics, self.cpu = world.events, world.statistics, world.cpu
         self.network, self.learners, self.replicas = world.network, world.learners, world.replicas
         self.half_bytes = world.costs.call_bytes / 2.0
 

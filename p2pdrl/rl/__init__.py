@@ -7,5 +7,5 @@ through ``stepping`` to ``optimizers`` over ``flat`` (the policy as one vector).
 together for the learner process: it asks one of ``sources`` for batches; ``registry`` builds what the task
 asks for, also a regression on ``regression_data``, which has no environments. ``sequential``, with
 ``block_map`` and ``block_costs`` (with ``saved``, what autograd keeps), cuts a policy into blocks, which
-``stages`` trains over several devices. ``evaluate`` plays episodes with a fixed policy.
+``pipeline`` trains over several devices. ``evaluate`` plays episodes with a fixed policy.
 """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from p2pdrl.config.gradients import Precision
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.rl.networks.lstm import NO_CONTEXT, Context
+from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.saved import saved_bytes
 from p2pdrl.rl.sequential import Block
 
@@ -24,7 +24,7 @@ __all__ = ["measure_blocks"]
 def measure_blocks(
     run: Sequence[Block],
     inputs: Tensor,
-    context: Context = NO_CONTEXT,
+    context: RecurrentContext = NO_CONTEXT,
     *,
     titles: Sequence[str] = (),
     precision: Precision = "float32",
@@ -69,7 +69,9 @@ def measure_blocks(
     return costs
 
 
-def _forward(block: Block, inputs: Tensor, context: Context, precision: Precision) -> Callable[[], Tensor]:
+def _forward(
+    block: Block, inputs: Tensor, context: RecurrentContext, precision: Precision
+) -> Callable[[], Tensor]:
     """Return what runs a block as a stage does."""
 
     def forward() -> Tensor:

@@ -27,7 +27,7 @@ class EngineOptions:
         microbatches: how many, or ``auto``.
         checkpoint_activations: compute activations anew instead of keeping them.
         activation_limit_bytes: with ``auto``; 0 is none.
-        split_devices: over which the model is cut (``stages.split_engine``); empty for one device.
+        split_devices: over which the model is cut (``pipeline.model_split``); empty for one device.
         split_cuts: number of the first block of each of them but the first; empty has it balanced.
         clock: seconds, monotonic; what ``auto`` measures with.
         say: told what ``auto`` picked.

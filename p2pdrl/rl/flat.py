@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from p2pdrl.errors import ConfigError, LayoutMismatchError
-from p2pdrl.tensors.layout import Entry, Layout
+from p2pdrl.tensors.layout import Layout, TensorEntry
 
 __all__ = ["FlatModule", "FlatSpan"]
 
@@ -96,7 +96,7 @@ class FlatModule(FlatSpan):
         self.module = module.to(device, dtype)
         named = list(module.named_parameters())
         self.layout = Layout(
-            tuple(Entry(name, tuple(parameter.shape), "float32") for name, parameter in named)
+            tuple(TensorEntry(name, tuple(parameter.shape), "float32") for name, parameter in named)
         )
         parameters_D = torch.empty(self.layout.size, dtype=dtype, device=device)
         super().__init__(parameters_D, torch.zeros_like(parameters_D))

@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from p2pdrl.config.gradients import Precision
 from p2pdrl.rl.gradients import Forward
-from p2pdrl.rl.networks.lstm import Context
+from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.objectives.objective import Outputs
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
-from p2pdrl.rl.sequential import Heads, blocks
+from p2pdrl.rl.sequential import HeadsBlock, blocks
 
 __all__ = ["module_forward", "policy_forward"]
 
@@ -42,7 +42,7 @@ def module_forward(
 ) -> Forward[Tensor]:
     """Return what runs layers one after the other, each one tensor in, one out; they remember nothing."""
 
-    def run(x: Tensor, _: Context) -> Tensor:
+    def run(x: Tensor, _: RecurrentContext) -> Tensor:
         for layer in layers[:-1]:
             x = _checkpoint(layer, x) if checkpoint_activations else layer(x)
         output: Tensor = layers[-1](x)
@@ -53,9 +53,9 @@ def module_forward(
 
 def _checkpointed(policy: ActorCritic) -> Forward[PolicyOutputs]:
     *inner, heads = blocks(policy)
-    assert isinstance(heads, Heads)  # noqa: S101 - the last block always is
+    assert isinstance(heads, HeadsBlock)  # noqa: S101 - the last block always is
 
-    def run(x: Tensor, context: Context) -> PolicyOutputs:
+    def run(x: Tensor, context: RecurrentContext) -> PolicyOutputs:
         for block in inner:
             x = _checkpoint(block, x, context)
         return heads.unpack(heads(x, context))
@@ -63,14 +63,14 @@ def _checkpointed(policy: ActorCritic) -> Forward[PolicyOutputs]:
     return run
 
 
-def _checkpoint(block: nn.Module, *arguments: Tensor | Context) -> Tensor:
+def _checkpoint(block: nn.Module, *arguments: Tensor | RecurrentContext) -> Tensor:
     # nothing is random inside, so the generator's state needn't be kept
     output: Tensor = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
     return output
 
 
 def _in_bf16(run: Forward[Outputs], to_float32: Callable[[Outputs], Outputs]) -> Forward[Outputs]:
-    def in_bf16(inputs: Tensor, context: Context) -> Outputs:
+    def in_bf16(inputs: Tensor, context: RecurrentContext) -> Outputs:
         with torch.autocast(inputs.device.type, torch.bfloat16):
             outputs = run(inputs, context)
         return to_float32(outputs)

@@ -9,7 +9,7 @@ in how they get there; the gradient is the same but for rounding:
 | ``WholeBatch`` | goes through the model at once |
 | ``Accumulated`` | is cut into microbatches, one after the other: less memory for activations |
 | ``tuned_gradients.Tuned`` | as ``Accumulated``, in the number of microbatches that proves fastest |
-| ``stages.pipelined.Pipelined`` | is cut, and so is the model: several devices, each a stage of it |
+| ``pipeline.pipelined.Pipelined`` | is cut, and so is the model: several devices, each a stage of it |
 
 With g_m the mean gradient over the n_m rows of microbatch m, the full batch's is Σ_m n_m/n · g_m. Objectives
 are sums over rows, so it is enough to divide each by the n of the full batch (``Objective.over``): uneven
@@ -26,14 +26,14 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.networks.lstm import NO_CONTEXT, Context
+from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.objectives.objective import Objective, Outputs
 
 __all__ = ["Accumulated", "Forward", "GradientEngine", "Minibatch", "WholeBatch", "accumulate", "cut"]
 
 _Outputs_co = TypeVar("_Outputs_co", covariant=True)
 
-Forward = Callable[[Tensor, Context], Outputs]
+Forward = Callable[[Tensor, RecurrentContext], Outputs]
 """Runs the model on a batch's inputs and context; see ``forward``."""
 
 
@@ -50,7 +50,7 @@ class Minibatch(NamedTuple):
     """What the objective compares its outputs with."""
     rows: int
     """Rows that count in the full batch: what sums are divided by, in every part of it."""
-    context: Context = NO_CONTEXT
+    context: RecurrentContext = NO_CONTEXT
     """What a model that remembers is told beside the inputs."""
 
 
@@ -145,7 +145,7 @@ def cut(batch: Minibatch, parts: int) -> list[Minibatch]:
             inputs[m],
             {name: pieces[m] for name, pieces in targets.items()},
             batch.rows,
-            Context(*(pieces[m] for pieces in context)),
+            RecurrentContext(*(pieces[m] for pieces in context)),
         )
         for m in range(parts)
     ]

@@ -4,8 +4,8 @@
 ``outputs``, ``sequential`` cuts it into blocks. Vector observations get two separate networks; images, and
 whatever has a transformer or a memory, one shared trunk (as in Mnih 2016).
 
-A recurrent policy takes observations of whole unrolls, environments first: BTX, and a ``Context`` that says
-where episodes begin and what it remembered before. All others take any leading dimensions.
+A recurrent policy takes observations of whole unrolls, environments first: BTX, and a ``RecurrentContext``
+that says where episodes begin and what it remembered before. All others take any leading dimensions.
 
 Shape suffixes: … leading dimensions (B batch, or B environments and T steps), X the observation's own
 dimensions, A actions, F features, S state.
@@ -22,7 +22,7 @@ from p2pdrl.config.task import NetworkConfig
 from p2pdrl.rl.distributions import Categorical, DiagonalGaussian, Distribution
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.networks.layers import Dense, initialise, mlp
-from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, Context
+from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.networks.registry import make_trunk, resolve_kind
 from p2pdrl.rl.outputs import PolicyOutputs, distribution
 
@@ -124,7 +124,7 @@ class ActorCritic(nn.Module):
         policy = self._distribution(self.actor(features))
         return policy.mode() if noise is None else policy.sample(noise)
 
-    def outputs(self, obs: Tensor, context: Context = NO_CONTEXT) -> PolicyOutputs:
+    def outputs(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> PolicyOutputs:
         """Return what the heads say about ``obs``, each of the leading shape.
 
         Args:
@@ -138,7 +138,7 @@ class ActorCritic(nn.Module):
         return PolicyOutputs(policy.view(*leading, policy.shape[-1]), values.view(leading), self._log_std)
 
     def evaluate(
-        self, obs: Tensor, actions: Tensor, context: Context = NO_CONTEXT
+        self, obs: Tensor, actions: Tensor, context: RecurrentContext = NO_CONTEXT
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities of ``actions``, entropies and values, each of the leading shape.
 
@@ -151,12 +151,12 @@ class ActorCritic(nn.Module):
         policy = outputs.distribution()
         return policy.log_prob(actions), policy.entropy(), outputs.values
 
-    def values(self, obs: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+    def values(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
         """Return v(s) of the leading shape of ``obs``; arguments as in ``outputs``."""
         values: Tensor = self.value_head(self.critic(self._features(obs, context)))
         return values.view(obs.shape[: obs.dim() - self._obs_dims])
 
-    def _features(self, obs: Tensor, context: Context) -> Tensor:
+    def _features(self, obs: Tensor, context: RecurrentContext) -> Tensor:
         """Return what actor and critic see, all leading dimensions made one."""
         features: Tensor = self.trunk(obs.reshape(-1, *self.spec.obs_shape))
         if self.core is None:

@@ -25,6 +25,8 @@ from p2pdrl.rl.envs import EnvSpec, make_vector_env
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.forward import module_forward, policy_forward
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
+from p2pdrl.rl.pipeline.parts import ModelParts, module_parts, policy_parts
+from p2pdrl.rl.pipeline.tensor_specs import RowSpec
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.regression_data import make_rows
 from p2pdrl.rl.rollout import Collector, Unroll
@@ -32,8 +34,6 @@ from p2pdrl.rl.sources.inline import InlineSource
 from p2pdrl.rl.sources.rows import RowSource
 from p2pdrl.rl.sources.scaling import UnrollScaler
 from p2pdrl.rl.sources.source import Source
-from p2pdrl.rl.stages.parts import Parts, module_parts, policy_parts
-from p2pdrl.rl.stages.rows import RowSpec
 from p2pdrl.rl.trainer import Trainer, resolve_device
 
 __all__ = ["Acting", "SourceMaker", "build_trainer"]
@@ -125,7 +125,7 @@ def _regression_trainer(task: TaskConfig, config: RegressionConfig, options: _Op
     forward = module_forward(layers, precision, checkpoint_activations=options.engine.checkpoint_activations)
     source = RowSource(config, options.seed, train, device)
 
-    def parts(loss: Loss[Any]) -> Parts[Any]:
+    def parts(loss: Loss[Any]) -> ModelParts[Any]:
         classes = config.classes if config.kind == "classifier" else None
         return module_parts(
             flat.module,
@@ -192,7 +192,7 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
         env.close()
         source = options.source(Acting(task, spec, policy, flat, scaler, normalizer))
 
-    def parts(loss: Loss[Any]) -> Parts[Any]:
+    def parts(loss: Loss[Any]) -> ModelParts[Any]:
         recurrent = policy.core is not None
         return policy_parts(
             policy,

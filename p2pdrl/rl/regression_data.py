@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from p2pdrl.config.task import RegressionConfig
 
-__all__ = ["EVALUATION_ROWS", "Rows", "make_rows", "sequence_batch"]
+__all__ = ["EVALUATION_ROWS", "DataRows", "make_rows", "sequence_batch"]
 
 EVALUATION_ROWS = 1024
 """The most rows that are kept for the evaluation."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class DataRows:
     """Inputs with their targets.
 
     Attributes:
@@ -35,7 +35,7 @@ class Rows:
     targets_R: npt.NDArray[Any]
 
 
-def make_rows(config: RegressionConfig, seed: int) -> tuple[Rows, Rows]:
+def make_rows(config: RegressionConfig, seed: int) -> tuple[DataRows, DataRows]:
     """Draw the rows to train on, and those to evaluate on.
 
     ``least_squares``: x from N(0, 1), kept with probability ``density``, else 0; y = x·w* + noise, with w*
@@ -53,24 +53,24 @@ def make_rows(config: RegressionConfig, seed: int) -> tuple[Rows, Rows]:
     truth_F /= np.float32(np.sqrt(config.features * config.density))
     train = _linear(config, truth_F, size[0], rng)
     noise_R = rng.standard_normal(size[0], dtype=np.float32) * np.float32(config.noise)
-    return Rows(train.inputs_RF, train.targets_R + noise_R), _linear(config, truth_F, size[1], rng)
+    return DataRows(train.inputs_RF, train.targets_R + noise_R), _linear(config, truth_F, size[1], rng)
 
 
 def _linear(
     config: RegressionConfig, truth_F: npt.NDArray[np.float32], rows: int, rng: np.random.Generator
-) -> Rows:
+) -> DataRows:
     inputs_RF = rng.standard_normal((rows, config.features), dtype=np.float32)
     if config.density < 1.0:
         inputs_RF *= rng.random((rows, config.features), dtype=np.float32) < config.density
-    return Rows(inputs_RF, inputs_RF @ truth_F)
+    return DataRows(inputs_RF, inputs_RF @ truth_F)
 
 
 def _clusters(
     config: RegressionConfig, centres_CF: npt.NDArray[np.float32], rows: int, rng: np.random.Generator
-) -> Rows:
+) -> DataRows:
     labels_R = rng.integers(config.classes, size=rows)
     noise_RF = rng.standard_normal((rows, config.features), dtype=np.float32)
-    return Rows(centres_CF[labels_R] + noise_RF * np.float32(config.noise), labels_R)
+    return DataRows(centres_CF[labels_R] + noise_RF * np.float32(config.noise), labels_R)
 
 
 def sequence_batch(config: RegressionConfig, seed: int, update: int) -> npt.NDArray[np.int64]:

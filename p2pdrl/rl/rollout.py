@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from p2pdrl.rl.envs import Discrete, VectorEnv
-from p2pdrl.rl.networks.lstm import Context
+from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.normalize import RunningNormalizer
 from p2pdrl.rl.outputs import distribution
 from p2pdrl.rl.policy import ActorCritic
@@ -78,9 +78,9 @@ class Unroll(Batch):
         return _starts_T1B(self.valid_TB)
 
     @property
-    def context(self) -> Context:
+    def context(self) -> RecurrentContext:
         """What a recurrent policy must be told beside ``obs_T1BX[:-1].transpose(0, 1)``."""
-        return Context(self.starts_T1B[:-1].T, self.state_BS)
+        return RecurrentContext(self.starts_T1B[:-1].T, self.state_BS)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Collector:
                 values_T1B = torch.cat((values_TB, self._policy.values(obs_T1BX[-1:])))
             else:
                 valid_TB = torch.from_numpy(self._valid_TB).to(device)
-                context = Context(_starts_T1B(valid_TB).T, state_BS)
+                context = RecurrentContext(_starts_T1B(valid_TB).T, state_BS)
                 outputs = self._policy.outputs(obs_T1BX.transpose(0, 1), context)
                 policy = distribution(outputs.policy.transpose(0, 1)[:-1], outputs.log_std)
                 log_probs_TB, values_T1B = policy.log_prob(actions), outputs.values.T

@@ -1,6 +1,6 @@
 """How much memory autograd keeps between a forward and its backward, in bytes.
 
-`block_costs` measures a block by it, for plans; `stages.keeping` a stage at work, for figures.
+`block_costs` measures a block by it, for plans; `pipeline.runner` a stage at work, for figures.
 """
 
 from __future__ import annotations

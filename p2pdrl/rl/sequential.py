@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from p2pdrl.rl.block_map import BlockMap
-from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, Context
+from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.networks.trunk import Trunk
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
-from p2pdrl.tensors.layout import Entry, Layout
+from p2pdrl.tensors.layout import Layout, TensorEntry
 
 __all__ = [
     "Block",
-    "Heads",
-    "Rows",
+    "HeadsBlock",
+    "RowBlock",
     "block_map",
     "blocks",
     "chain",
@@ -45,7 +45,7 @@ Vector = npt.NDArray[np.float32]
 class Block(nn.Module):
     """One link of the chain; it can't be cut."""
 
-    def forward(self, x: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+    def forward(self, x: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
         """Return this block's output.
 
         Args:
@@ -55,7 +55,7 @@ class Block(nn.Module):
         raise NotImplementedError
 
 
-class Rows(Block):
+class RowBlock(Block):
     """A layer that treats each row, and so each step, by itself.
 
     Args:
@@ -68,7 +68,7 @@ class Rows(Block):
         self.layer = layer
         self._time = time
 
-    def forward(self, x: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+    def forward(self, x: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
         """See ``Block.forward``."""
         del context
         if not self._time:
@@ -99,7 +99,7 @@ class Towers(Block):
         self.activation = activation
         self._first = first
 
-    def forward(self, x: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+    def forward(self, x: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
         """See ``Block.forward``."""
         del context
         x = x.flatten(1)
@@ -115,13 +115,13 @@ class Memory(Block):
         super().__init__()
         self.core = core
 
-    def forward(self, x: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+    def forward(self, x: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
         """See ``Block.forward``; x is BTF."""
         output: Tensor = self.core(x, context)
         return output
 
 
-class Heads(Block):
+class HeadsBlock(Block):
     """The last block: policy outputs, then the value, along the last dimension.
 
     Args:
@@ -137,7 +137,7 @@ class Heads(Block):
         self._towers = towers
         self._obs_dims = len(policy.spec.obs_shape)
 
-    def forward(self, x: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+    def forward(self, x: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
         """See ``Block.forward``."""
         del context
         for_policy, for_value = x.chunk(2, -1) if self._towers else (x, x)
@@ -160,20 +160,20 @@ def blocks(policy: ActorCritic) -> list[Block]:
         not isinstance(trunk, Trunk) and isinstance(policy.actor, nn.Sequential) and len(policy.actor) > 0
     )
     if isinstance(trunk, Trunk):
-        made.extend(Rows(layer, time=time) for layer in trunk.layers())
+        made.extend(RowBlock(layer, time=time) for layer in trunk.layers())
     elif towers:
         assert isinstance(policy.actor, nn.Sequential)  # noqa: S101 - they are built alike
         assert isinstance(policy.critic, nn.Sequential)  # noqa: S101
         made.extend(_towers(policy.actor, policy.critic))
     else:
-        made.append(Rows(trunk, time=time))
+        made.append(RowBlock(trunk, time=time))
     if policy.core is not None:
         made.append(Memory(policy.core))
-    made.append(Heads(policy, towers=towers))
+    made.append(HeadsBlock(policy, towers=towers))
     return made
 
 
-def chain(row: Iterable[Block], x: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+def chain(row: Iterable[Block], x: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
     """Return the output of the last of some blocks in a row."""
     for block in row:
         x = block(x, context)
@@ -190,7 +190,7 @@ def map_blocks(model: nn.Module, row: Iterable[Block]) -> BlockMap:
     named = list(model.named_parameters())
     by_tensor = {id(parameter): name for name, parameter in named}
     return BlockMap(
-        Layout(tuple(Entry(name, tuple(parameter.shape)) for name, parameter in named)),
+        Layout(tuple(TensorEntry(name, tuple(parameter.shape)) for name, parameter in named)),
         tuple(tuple(by_tensor[id(tensor)] for tensor in block.parameters()) for block in row),
     )
 

@@ -2,7 +2,7 @@
 
 ``algorithms`` compute a mean gradient and hand it to their stepper, once per gradient. By default the
 learner steps by itself (``OwnStepper``); a strategy that merges gradients with peers first, or lets a
-server step, comes in as another stepper (``workers.stepping``), and no algorithm knows of it.
+server step, comes in as another stepper (``workers.requests``), and no algorithm knows of it.
 
 Shape suffix: D parameters.
 """

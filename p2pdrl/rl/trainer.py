@@ -23,10 +23,10 @@ from p2pdrl.rl.engines import EngineOptions
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine
 from p2pdrl.rl.normalize import RunningNormalizer
+from p2pdrl.rl.pipeline.model_split import SplitEngine, split_engine
+from p2pdrl.rl.pipeline.parts import ModelParts
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.sources.source import Source
-from p2pdrl.rl.stages.parts import Parts
-from p2pdrl.rl.stages.split_engine import SplitEngine, split_engine
 from p2pdrl.rl.stepping import Stepper
 from p2pdrl.tensors.layout import Layout
 from p2pdrl.tensors.moments import Moments
@@ -116,7 +116,7 @@ class Pipelineable(Protocol):
         """Return the state beside the parameters, by name."""
         ...
 
-    def parts(self) -> Parts[Any]:
+    def parts(self) -> ModelParts[Any]:
         """Return what a pipeline is made of."""
         ...
 
@@ -167,7 +167,7 @@ class Trainer:
         *,
         statistics: Mapping[str, RunningNormalizer] | None = None,
         policy: ActorCritic | None = None,
-        parts: Callable[[Loss[Any]], Parts[Any]],
+        parts: Callable[[Loss[Any]], ModelParts[Any]],
         evaluation: Evaluation | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -277,7 +277,7 @@ class Trainer:
     def place(self, place: int) -> None:
         self.source.place = place
 
-    def parts(self) -> Parts[Any]:
+    def parts(self) -> ModelParts[Any]:
         """Return what a pipeline over several devices is made of: this trainer's model as it is now.
 
         Raises:

@@ -3,17 +3,17 @@
 | to … | look at |
 |---|---|
 | see what a strategy is given and must offer | `protocol`, `registry`, `local` |
-| average in pairs, asynchronously | `pairwise` (AD-PSGD, of parameters or gradients) |
-| push without waiting | `push` (SGP, GALA) |
+| average in pairs, asynchronously | `gossip` (AD-PSGD, of parameters or gradients) |
+| push without waiting | `gossip` (SGP, GALA) |
 | meet neighbours on a graph, in rounds | `neighbours` (D-PSGD), `topology` |
 | send everybody thresholded updates | `relay` (Strom) |
-| average exactly, all together | `averaging` (gradients, parameters, federated) |
+| average exactly, all together | `allreduce` (gradients, parameters, federated) |
 | serve parameters | `servers` (synchronous, asynchronous) |
 | hold one model over several peers | `pipeline` |
 | agree on one list of members | `group` |
-| judge, wait, collect, count | `judgement`, `door`, `patience`, `calling`, `gathering`, `tally` |
-| begin exchanges now and then | `occasions` (when), `asynchronous` (the loop) |
+| judge, wait, collect, count | `admission`, `call_timeouts`, `task_runner`, and all of `p2pdrl.group` |
+| begin exchanges now and then | `gossip.exchange_timer` (when), `gossip.asynchronous` (the loop) |
 | lose nothing by compression | `feedback` |
-| run tasks, and long arithmetic beside the event loop | `runner`, `heavy`, `arithmetic`, `reading` |
+| run tasks, and long arithmetic beside the event loop | `task_runner`, `offload`, `own_vector` |
 | run one in a test | `testing` |
 """

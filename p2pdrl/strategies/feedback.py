@@ -13,9 +13,9 @@ import numpy as np
 
 from p2pdrl.config.strategy import Compression
 from p2pdrl.tensors import mix
-from p2pdrl.tensors.chunks import spans
 from p2pdrl.tensors.compression import make_codec
 from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.tensors.wire import spans
 
 __all__ = ["FeedbackEncoder"]
 

@@ -1,6 +1,6 @@
 """What a strategy needs of the node, what the node needs of a strategy, and what a learner posts.
 
-The node hands each strategy one `Context`; the strategy owns no membership, learner or disk.
+The node hands each strategy one `StrategyContext`; the strategy owns no membership, learner or disk.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.strategy import Mode
-from p2pdrl.strategies.averaging.group_process import GroupProcess
-from p2pdrl.strategies.judgement import Summary
+from p2pdrl.group.compatibility import Summary
+from p2pdrl.strategies.allreduce.group_process import GroupProcess
 from p2pdrl.strategies.pipeline.port import Pipes, Stages
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
@@ -23,14 +23,14 @@ from p2pdrl.transport.protocol import Address, Incoming, Reply, Transport
 __all__ = [
     "ROUTES",
     "AnswerKind",
-    "Context",
     "Experience",
-    "Learner",
+    "LearnerHandle",
+    "LearnerRequest",
     "Merged",
-    "Post",
     "RoundReport",
     "Strategy",
-    "Swarm",
+    "StrategyContext",
+    "SwarmView",
 ]
 
 ROUTES = ("exchange", "group", "reduce", "push", "neighbour", "relay", "shard", "stage", "experience")
@@ -43,8 +43,8 @@ if the learner steps); ``replace``: the slot holds the gradient to step with; ``
 to be added to its next gradient; ``set``: take what is on the board before going on."""
 
 
-class Post(NamedTuple):
-    """What the learner posts, and (unless its regime lets it run ahead) waits to have answered.
+class LearnerRequest(NamedTuple):
+    """What the learner posts, and (unless its learner mode lets it run ahead) waits to have answered.
 
     Args:
         number: grows by one with each post of this learner process.
@@ -53,7 +53,8 @@ class Post(NamedTuple):
         samples: environment steps (rows, for a regression) behind it: of the gradient, or made since the last
             round. A gradient of 0 has nothing to add, and its vector is zero: the learner's own was not
             finite, and it posts this so that nobody waits in vain.
-        vector: the gradient, averaged over ``samples``, in the shared ring: D float32; where the regime posts
+        vector: the gradient, averaged over ``samples``, in the shared ring: D float32; where the learner mode
+            posts
             every so many gradients, their sum, each averaged over its own samples. It belongs to the
             daemon until the post is answered, who may overwrite it. None for ``parameters``.
         left: gradients of the same update that come after this one, at least 0.
@@ -67,7 +68,7 @@ class Post(NamedTuple):
     left: int = 0
 
 
-class Learner(Protocol):
+class LearnerHandle(Protocol):
     """The learner of this node as its strategy sees it."""
 
     @property
@@ -80,12 +81,17 @@ class Learner(Protocol):
         """The algorithm's learning rate now, annealing included."""
         ...
 
-    async def next_post(self) -> Post:
+    async def next_post(self) -> LearnerRequest:
         """Wait for the next post; cancelling loses none. Learners that run freely post nothing."""
         ...
 
     def answer(
-        self, post: Post, kind: AnswerKind, learning_rate: float | None = None, *, end_update: bool = False
+        self,
+        post: LearnerRequest,
+        kind: AnswerKind,
+        learning_rate: float | None = None,
+        *,
+        end_update: bool = False,
     ) -> None:
         """Let the learner go on. A post of a learner that died since is passed over.
 
@@ -93,7 +99,7 @@ class Learner(Protocol):
             post: which one.
             kind: what to do.
             learning_rate: at which to step with what replaces the gradient; None for the algorithm's own.
-            end_update: leave out what is left of the update; see `lockstep`.
+            end_update: leave out what is left of the update; see `group.round_collector`.
         """
         ...
 
@@ -116,7 +122,7 @@ class Experience(Protocol):
         ...
 
 
-class Swarm(Protocol):
+class SwarmView(Protocol):
     """The node as its strategy sees it."""
 
     @property
@@ -232,7 +238,7 @@ class RoundReport:
 
 
 @dataclass(frozen=True)
-class Context:
+class StrategyContext:
     """Everything that the node gives a strategy.
 
     Args:
@@ -258,8 +264,8 @@ class Context:
             nobody knows.
     """
 
-    swarm: Swarm
-    learner: Learner
+    swarm: SwarmView
+    learner: LearnerHandle
     transport: Transport
     clock: Clock
     rng: random.Random = field(repr=False)
@@ -310,7 +316,7 @@ class Strategy(Protocol):
         """Finish the exchange in flight, at most ``timeout_s`` long, and end.
 
         Afterwards no thread, task or callback of it touches the board or a post's vector. What was posted
-        and isn't answered is left: the learner drops it when it hears of the next regime.
+        and isn't answered is left: the learner drops it when it hears of the next learner_mode.
         """
         ...
 

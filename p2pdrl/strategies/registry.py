@@ -21,17 +21,17 @@ from p2pdrl.config.strategy import (
     StrategyConfig,
     StromConfig,
 )
-from p2pdrl.strategies.averaging.federated import Privacy
-from p2pdrl.strategies.averaging.grad_average import GradientWork
-from p2pdrl.strategies.averaging.param_average import ParameterWork
-from p2pdrl.strategies.averaging.rounds import GroupRounds
+from p2pdrl.strategies.allreduce.federated import Privacy
+from p2pdrl.strategies.allreduce.grad_average import GradientWork
+from p2pdrl.strategies.allreduce.param_average import ParameterWork
+from p2pdrl.strategies.allreduce.rounds import GroupRounds
+from p2pdrl.strategies.gossip.adpsgd import AdpsgdStrategy
+from p2pdrl.strategies.gossip.gala import GalaStrategy
+from p2pdrl.strategies.gossip.sgp import SgpStrategy
 from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.strategies.neighbours.dsgd import DsgdStrategy
-from p2pdrl.strategies.pairwise.gossip import GossipStrategy
 from p2pdrl.strategies.pipeline.strategy import PipelineStrategy
-from p2pdrl.strategies.protocol import Context, Strategy
-from p2pdrl.strategies.push.gala import GalaStrategy
-from p2pdrl.strategies.push.sgp import SgpStrategy
+from p2pdrl.strategies.protocol import Strategy, StrategyContext
 from p2pdrl.strategies.relay.strom import StromStrategy
 from p2pdrl.strategies.servers.server_async import ServerAsyncStrategy
 from p2pdrl.strategies.servers.server_sync import ServerSyncStrategy
@@ -39,7 +39,7 @@ from p2pdrl.strategies.servers.server_sync import ServerSyncStrategy
 __all__ = ["build"]
 
 
-def build(config: StrategyConfig, context: Context) -> Strategy:  # noqa: C901 - a line for each strategy
+def build(config: StrategyConfig, context: StrategyContext) -> Strategy:  # noqa: C901 - a line for each strategy
     """Return the strategy that ``config`` names.
 
     Raises:
@@ -53,7 +53,7 @@ def build(config: StrategyConfig, context: Context) -> Strategy:  # noqa: C901 -
         case ServerAsyncConfig():
             return ServerAsyncStrategy(config, context)
         case AdpsgdConfig():
-            return GossipStrategy(config, context)
+            return AdpsgdStrategy(config, context)
         case DsgdConfig():
             return DsgdStrategy(config, context)
         case StromConfig():

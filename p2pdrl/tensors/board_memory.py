@@ -2,9 +2,9 @@
 
     header | published vector x2 | published sidecar x2 | slot vector | slot sidecar
 
-Every section starts at a multiple of 64 bytes. What is published is kept twice (`seqlock`), so a learner
-that is killed while it publishes leaves the publication before whole. The slot is written by the daemon
-only while the learner has no use for it, and its id is written last.
+Every section starts at a multiple of 64 bytes. What is published is kept twice (`shared_memory`), so a
+learner that is killed while it publishes leaves the publication before whole. The slot is written by the
+daemon only while the learner has no use for it, and its id is written last.
 
 Shapes: every vector is flat, of D elements (all parameters); names carry no suffix.
 """
@@ -18,11 +18,10 @@ import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError, WireError
 from p2pdrl.tensors.layout import Float32Array, Layout
-from p2pdrl.tensors.seqlock import SeqLock
-from p2pdrl.tensors.shm import SharedRegion, fence
+from p2pdrl.tensors.shared_memory import SeqLock, SharedRegion, fence
 from p2pdrl.tensors.sidecar import AnyArray, SidecarLayout
 
-__all__ = ["DELTA", "NOTHING", "SET", "BoardMemory", "BoardSpec", "Published", "Slot"]
+__all__ = ["DELTA", "NOTHING", "SET", "BoardMemory", "BoardSpec", "InboxSlot", "Published"]
 
 NOTHING, DELTA, SET = 0, 1, 2
 """Kinds of what a slot holds."""
@@ -88,7 +87,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Slot:
+class InboxSlot:
     """Facts of what the daemon last put into the slot.
 
     Args:
@@ -138,14 +137,14 @@ class BoardMemory:
         """Write the facts of the copy that `SeqLock.write` gave."""
         self._facts[copy][:] = (facts.policy_version, facts.delta_id, facts.sidecar_number)
 
-    def slot(self) -> Slot:
+    def slot(self) -> InboxSlot:
         """Read the slot's facts: the id first, then what it promises."""
         slot_id = int(self._slot[0])
         fence()
         kind, policy_version, has_sidecar = (int(word) for word in self._slot[1:])
-        return Slot(slot_id, kind, policy_version, bool(has_sidecar))
+        return InboxSlot(slot_id, kind, policy_version, bool(has_sidecar))
 
-    def write_slot(self, slot: Slot) -> None:
+    def write_slot(self, slot: InboxSlot) -> None:
         """Write the slot's facts, after its vector and sidecar: the id last."""
         self._slot[1:] = (slot.kind, slot.policy_version, int(slot.has_sidecar))
         fence()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from p2pdrl.tensors.board_memory import DELTA, NOTHING, SET, Published, Slot
+from p2pdrl.tensors.board_memory import DELTA, NOTHING, SET, InboxSlot, Published
 
 __all__ = ["BoardState"]
 
@@ -19,8 +19,8 @@ class BoardState(NamedTuple):
     """
 
     facts: Published
-    slot: Slot
-    gathered: Slot
+    slot: InboxSlot
+    gathered: InboxSlot
 
     @property
     def in_slot(self) -> int:

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError, WireError
-from p2pdrl.tensors.chunks import CHUNK, spans
 from p2pdrl.tensors.layout import Float32Array, check_vector
+from p2pdrl.tensors.wire import CHUNK, spans
 
 __all__ = ["ROW", "Int8Codec"]
 

@@ -20,12 +20,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from p2pdrl.errors import TensorError
-from p2pdrl.tensors.board_memory import DELTA, NOTHING, SET, BoardMemory, BoardSpec, Published, Slot
+from p2pdrl.tensors.board_memory import DELTA, NOTHING, SET, BoardMemory, BoardSpec, InboxSlot, Published
 from p2pdrl.tensors.board_state import BoardState
-from p2pdrl.tensors.chunks import WALK, spans
 from p2pdrl.tensors.layout import Float32Array, check_vector
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.sidecar import AnyArray
+from p2pdrl.tensors.wire import WALK, spans
 
 __all__ = ["DaemonBoard", "Snapshot"]
 
@@ -35,7 +35,7 @@ ATTEMPTS = 2
 """Readings in which pieces are worked on at once, before they are read first."""
 
 _NONE_PUBLISHED = Published(policy_version=0, delta_id=0, sidecar_number=0)
-_NOTHING_GATHERED = Slot(id=0, kind=NOTHING, policy_version=0, has_sidecar=False)
+_NOTHING_GATHERED = InboxSlot(id=0, kind=NOTHING, policy_version=0, has_sidecar=False)
 
 
 class Snapshot(NamedTuple):
@@ -219,7 +219,7 @@ class DaemonBoard:
             if sets is not None and sets != self._sets:
                 return False
             if self._gathered.kind == NOTHING:
-                self._post(Slot(0, DELTA, policy_version, has_sidecar=False), delta, None)
+                self._post(InboxSlot(0, DELTA, policy_version, has_sidecar=False), delta, None)
             else:
                 np.add(self._gathered_vector, delta, out=self._gathered_vector)
                 version = max(self._gathered.policy_version, policy_version)
@@ -246,7 +246,7 @@ class DaemonBoard:
             self._memory.spec.sidecar.check(sidecar)
         with self._lock:
             self._sets += 1
-            self._post(Slot(0, SET, policy_version, sidecar is not None), vector, sidecar)
+            self._post(InboxSlot(0, SET, policy_version, sidecar is not None), vector, sidecar)
             self._count()
 
     def flush(self) -> bool:
@@ -260,7 +260,7 @@ class DaemonBoard:
         with self._lock:
             return self._flush()
 
-    def _post(self, what: Slot, vector: Float32Array, sidecar: Mapping[str, AnyArray] | None) -> None:
+    def _post(self, what: InboxSlot, vector: Float32Array, sidecar: Mapping[str, AnyArray] | None) -> None:
         """Put a content into the slot if that is free, else in place of what was gathered."""
         if not self._state().in_slot:
             self._fill(what, vector, sidecar)
@@ -275,13 +275,13 @@ class DaemonBoard:
         self._fill(self._gathered, self._gathered_vector, self._gathered_sidecar)
         return True
 
-    def _fill(self, what: Slot, vector: Float32Array, sidecar: Mapping[str, AnyArray] | None) -> None:
+    def _fill(self, what: InboxSlot, vector: Float32Array, sidecar: Mapping[str, AnyArray] | None) -> None:
         """Write the free slot; nothing is gathered any more then."""
         memory = self._memory
         np.copyto(memory.slot_vector, vector)
         if sidecar is not None:
             memory.spec.sidecar.write(sidecar, memory.slot_sidecar)
-        memory.write_slot(Slot(memory.slot().id + 1, what.kind, what.policy_version, what.has_sidecar))
+        memory.write_slot(InboxSlot(memory.slot().id + 1, what.kind, what.policy_version, what.has_sidecar))
         self._gathered = _NOTHING_GATHERED
         self._gathered_sidecar = None
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from p2pdrl.errors import LayoutMismatchError, TensorError
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.shared_memory import SharedRegion
 
 __all__ = ["GradientRing"]
 

@@ -19,7 +19,15 @@ import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError, WireError
 
-__all__ = ["MAX_ENTRIES", "MAX_NAME_CHARS", "MAX_SIZE", "Entry", "Float32Array", "Layout", "check_vector"]
+__all__ = [
+    "MAX_ENTRIES",
+    "MAX_NAME_CHARS",
+    "MAX_SIZE",
+    "Float32Array",
+    "Layout",
+    "TensorEntry",
+    "check_vector",
+]
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -31,7 +39,7 @@ _MAX_DIMENSIONS = 8
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One parameter tensor.
 
     Args:
@@ -66,7 +74,7 @@ class Layout:
         (9, (0, 6))
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "entries", tuple(self.entries))
@@ -131,7 +139,9 @@ class Layout:
             LayoutMismatchError: it is, and breaks a bound.
         """
         rows = check_rows(obj, MAX_ENTRIES, width=3, what="layout")
-        return cls(tuple(Entry(check_text(row[0]), check_shape(row[1]), check_text(row[2])) for row in rows))
+        return cls(
+            tuple(TensorEntry(check_text(row[0]), check_shape(row[1]), check_text(row[2])) for row in rows)
+        )
 
 
 def check_vector(vector: Float32Array, size: int, what: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from p2pdrl.tensors.board_memory import SET, BoardMemory, BoardSpec, Published
 from p2pdrl.tensors.layout import Float32Array, check_vector
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.sidecar import AnyArray
 
 __all__ = ["LearnerBoard", "Restored", "Taken"]

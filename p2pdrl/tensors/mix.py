@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
-from p2pdrl.tensors.chunks import DOT_CHUNK, WALK, scratch_f64, spans
 from p2pdrl.tensors.layout import Float32Array, check_vector
-from p2pdrl.tensors.wire import WireDtype, as_wire, decode_span
+from p2pdrl.tensors.wire import DOT_CHUNK, WALK, WireDtype, as_wire, decode_span, scratch_f64, spans
 
 __all__ = ["PairFigures", "check_finite", "distance", "norm", "pair_delta", "pair_step", "square"]
 

@@ -18,16 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError
-from p2pdrl.tensors.chunks import spans
+from p2pdrl.tensors.wire import spans
 
 __all__ = [
-    "SGD",
-    "Adagrad",
-    "Adam",
     "Arrays",
-    "Momentum",
+    "NumpyAdagrad",
+    "NumpyAdam",
+    "NumpyMomentum",
+    "NumpyRMSProp",
+    "NumpySGD",
     "OptimizerName",
-    "RMSProp",
     "ShardOptimizer",
     "make_optimizer",
 ]
@@ -119,7 +119,7 @@ class ShardOptimizer(ABC):
         self._steps = max(0, int(state["steps"]))
 
 
-class SGD(ShardOptimizer):
+class NumpySGD(ShardOptimizer):
     """x −= lr · g (Robbins and Monro 1951)."""
 
     def __init__(self, size: int, *, dtype: npt.DTypeLike = np.float32) -> None:
@@ -131,7 +131,7 @@ class SGD(ShardOptimizer):
         np.subtract(x, a, out=x)
 
 
-class Momentum(ShardOptimizer):
+class NumpyMomentum(ShardOptimizer):
     """m = μ m + g; x −= lr · m (Polyak 1964), without dampening.
 
     Args:
@@ -153,7 +153,7 @@ class Momentum(ShardOptimizer):
         np.subtract(x, a, out=x)
 
 
-class RMSProp(ShardOptimizer):
+class NumpyRMSProp(ShardOptimizer):
     """v = α v + (1 − α) g²; x −= lr · g / (√v + ε) (Hinton 2012, lecture 6); ε is outside the root.
 
     Args:
@@ -181,7 +181,7 @@ class RMSProp(ShardOptimizer):
         np.subtract(x, a, out=x)
 
 
-class Adagrad(ShardOptimizer):
+class NumpyAdagrad(ShardOptimizer):
     """v += g²; x −= lr · g / (√v + ε) (Duchi 2011), as DistBelief's servers step (Dean 2012, section 4.1).
 
     Args:
@@ -206,7 +206,7 @@ class Adagrad(ShardOptimizer):
         np.subtract(x, a, out=x)
 
 
-class Adam(ShardOptimizer):
+class NumpyAdam(ShardOptimizer):
     """Adam (Kingma and Ba 2015, arXiv 1412.6980, algorithm 1): x −= lr · m̂ / (√v̂ + ε).
 
     Args:
@@ -273,15 +273,15 @@ def make_optimizer(
     """
     match name:
         case "sgd":
-            return SGD(size, dtype=dtype)
+            return NumpySGD(size, dtype=dtype)
         case "momentum":
-            return Momentum(size, momentum=momentum, dtype=dtype)
+            return NumpyMomentum(size, momentum=momentum, dtype=dtype)
         case "rmsprop":
-            return RMSProp(size, decay=decay, eps=eps, dtype=dtype)
+            return NumpyRMSProp(size, decay=decay, eps=eps, dtype=dtype)
         case "adagrad":
-            return Adagrad(size, eps=eps, dtype=dtype)
+            return NumpyAdagrad(size, eps=eps, dtype=dtype)
         case "adam":
-            return Adam(size, momentum=momentum, decay=decay, eps=eps, dtype=dtype)
+            return NumpyAdam(size, momentum=momentum, decay=decay, eps=eps, dtype=dtype)
 
 
 def _average_squares(v: FloatVector, g: FloatVector, decay: float, scratch: FloatVector) -> None:

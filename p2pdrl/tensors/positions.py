@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError, WireError
-from p2pdrl.tensors.chunks import CHUNK, spans
 from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.tensors.wire import CHUNK, spans
 
 __all__ = [
     "MAX_SIZE",

@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from p2pdrl.config.strategy import Mixing
 from p2pdrl.errors import PoisonedVectorError
-from p2pdrl.tensors.chunks import spans
 from p2pdrl.tensors.layout import Float32Array, check_vector
 from p2pdrl.tensors.mix import check_finite, distance, norm
+from p2pdrl.tensors.wire import spans
 
 __all__ = ["combine"]
 

@@ -1,8 +1,8 @@
 """The policy that actor processes act with, in shared memory: one learner writes it, many actors read it.
 
-A sequence lock over two copies (`seqlock`): readers never block the writer, and a learner that is killed
-while it writes leaves the copy before whole. Beside the parameters lie the moments that observations are
-normalised with, as merged over the swarm, so that whoever acts sees what the learner will.
+A sequence lock over two copies (`shared_memory`): readers never block the writer, and a learner that is
+killed while it writes leaves the copy before whole. Beside the parameters lie the moments that observations
+are normalised with, as merged over the swarm, so that whoever acts sees what the learner will.
 
 Shape suffixes: D parameters, X the observation's own dimensions.
 """
@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.tensors.seqlock import SeqLock
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.shared_memory import SeqLock, SharedRegion
 
 __all__ = ["ActingPolicy", "SharedPolicy"]
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError, WireError
 from p2pdrl.tensors.layout import check_rows, check_text
-from p2pdrl.tensors.shm import SharedRegion, fence
+from p2pdrl.tensors.shared_memory import SharedRegion, fence
 
 __all__ = ["Committed", "UnrollItem", "UnrollLane", "UnrollRing", "UnrollSpec", "shares_of"]
 

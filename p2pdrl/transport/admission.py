@@ -1,6 +1,6 @@
 """Who may have how much at once: token buckets and handler slots per peer.
 
-`http_server` asks here after a request proved authentic, so that a flood by one peer costs
+`http.server` asks here after a request proved authentic, so that a flood by one peer costs
 others nothing; refusals of strangers are counted by host, and told more briefly when many.
 """
 

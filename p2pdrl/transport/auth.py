@@ -1,6 +1,6 @@
 """Proof that a message was made by a holder of the swarm key, and was made for us, now.
 
-Pure functions and one small cache; `headers` and `pieces` call them, and the API uses
+Pure functions and one small cache; `http.headers` and `pieces` call them, and the API uses
 `sign_api` and `verify_api` for requests from other machines.
 
 All keys come from the swarm key by HKDF-SHA256 (RFC 5869), one per purpose. A header carries

@@ -1,6 +1,6 @@
 """Where bytes that arrive are put, without any input or output.
 
-A `Stage` takes heads and short messages before anybody says where they belong; a `Filling` takes a long
+A `UnreadBytes` takes heads and short messages before anybody says where they belong; a `Filling` takes a long
 vector straight into its buffer, and checks each piece of `pieces` when it is whole.
 """
 
@@ -11,13 +11,13 @@ from p2pdrl.transport.auth import MAC_BYTES, SerialMac
 from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.pieces import Buffer
 
-__all__ = ["STAGE_BYTES", "Filling", "Stage"]
+__all__ = ["STAGE_BYTES", "Filling", "UnreadBytes"]
 
 STAGE_BYTES = 32768
 """Length of a stage where nothing longer is needed."""
 
 
-class Stage:
+class UnreadBytes:
     """A few bytes that came and that nobody asked for yet.
 
     Args:

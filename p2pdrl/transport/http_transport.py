@@ -16,14 +16,14 @@ from aiohttp import web
 
 from p2pdrl.clock import Clock
 from p2pdrl.transport.auth import SwarmKeys
+from p2pdrl.transport.calls import OutgoingCall
 from p2pdrl.transport.counters import TrafficCounters
-from p2pdrl.transport.credentials import Credentials
 from p2pdrl.transport.dial import Dialer, Resolve, system_resolve
-from p2pdrl.transport.http_client import HttpClient
-from p2pdrl.transport.http_server import HttpServer
+from p2pdrl.transport.http.client import HttpClient
+from p2pdrl.transport.http.headers import Credentials
+from p2pdrl.transport.http.server import HttpServer
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.outgoing import Call
-from p2pdrl.transport.pipe import MAX_PIPE_META_BYTES, Pipe, PipeReply
+from p2pdrl.transport.pipe.ticket import MAX_PIPE_META_BYTES, Pipe, PipeReply
 from p2pdrl.transport.protocol import Address, Answer, Handler, Incoming, Lane, VectorBuffer
 
 __all__ = ["HttpTransport"]
@@ -130,7 +130,7 @@ class HttpTransport:
         lane: Lane = "probe",
     ) -> Answer:
         """Send one request; see `Transport`."""
-        call = Call(target_id, route, meta, vector, into)
+        call = OutgoingCall(target_id, route, meta, vector, into)
         return await self._client.call(to, call, deadline_s=deadline_s, lane=lane)
 
     async def open_pipe(
@@ -142,7 +142,7 @@ class HttpTransport:
             to: where to dial.
             peer_id: who must answer there.
             route: the name under which the peer serves pipes.
-            meta: told to its handler, at most `pipe.MAX_PIPE_META_BYTES`.
+            meta: told to its handler, at most `pipe.ticket.MAX_PIPE_META_BYTES`.
             deadline_s: seconds for all of it.
 
         Raises:

@@ -1,6 +1,6 @@
 """The table of served routes, and the one place where a handler's failure becomes a refusal.
 
-`http_server` and `memory` share it, so that both answer alike.
+`http.server` and `testing.memory_transport` share it, so that both answer alike.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from p2pdrl.errors import PeerTimeoutError, TensorError, WireError
-from p2pdrl.transport.body import OverlongError
+from p2pdrl.transport.http.body import OverlongError
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply, check_route
 
-__all__ = ["MAX_REASON_CHARS", "R", "Route", "Routes", "report", "report_end", "run_handler"]
+__all__ = ["MAX_REASON_CHARS", "R", "Routes", "ServedRoute", "report", "report_end", "run_handler"]
 
 R = TypeVar("R")
-"""What a handler answers: `Reply`, or `pipe.PipeReply`."""
+"""What a handler answers: `Reply`, or `pipe.ticket.PipeReply`."""
 
 V = TypeVar("V")
 
@@ -26,7 +26,7 @@ MAX_REASON_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Route(Generic[R]):
+class ServedRoute(Generic[R]):
     """One served route and its bounds, in bytes."""
 
     name: str
@@ -50,7 +50,7 @@ class Routes(Generic[R]):
     """Routes by name."""
 
     def __init__(self) -> None:
-        self._routes: dict[str, Route[R]] = {}
+        self._routes: dict[str, ServedRoute[R]] = {}
 
     def add(
         self,
@@ -66,9 +66,9 @@ class Routes(Generic[R]):
         """
         if check_route(name) in self._routes:
             raise ValueError(f"route {name!r} is served already")
-        self._routes[name] = Route(name, handler, max_meta_bytes, max_vector_bytes)
+        self._routes[name] = ServedRoute(name, handler, max_meta_bytes, max_vector_bytes)
 
-    def find(self, name: str) -> Route[R]:
+    def find(self, name: str) -> ServedRoute[R]:
         """Return the route called ``name``.
 
         Raises:
@@ -80,7 +80,7 @@ class Routes(Generic[R]):
         return route
 
 
-async def run_handler(route: Route[R], incoming: Incoming) -> R:
+async def run_handler(route: ServedRoute[R], incoming: Incoming) -> R:
     """Run the handler of ``route``.
 
     A bug in it is handed to the event loop's exception handler, and the caller learns no more

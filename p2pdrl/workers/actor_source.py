@@ -18,9 +18,9 @@ import numpy as np
 from p2pdrl.rl.registry import Acting
 from p2pdrl.rl.rollout import Unroll
 from p2pdrl.rl.sources.source import Source
-from p2pdrl.rl.sources.unrolls import Part, joined, unroll_items
+from p2pdrl.rl.sources.unrolls import UnrollPart, joined, unroll_items
+from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import ActingPolicy, SharedPolicy
-from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec, shares_of
 
 __all__ = ["ActorSource"]
@@ -122,7 +122,7 @@ class ActorSource(Source[Unroll]):
                 continue
             anew = self._lives[number] not in (0, found.life)
             self._lives[number] = found.life
-            parts.append(Part(found.arrays, found.episodes, self._columns[number], anew))
+            parts.append(UnrollPart(found.arrays, found.episodes, self._columns[number], anew))
             self._read.append(lane)
         if len(parts) == len(self._lanes):
             self._longest_s = max(self._longest_s, self._clock() - self._granted_s)

@@ -1,18 +1,20 @@
-"""The learner process: model, optimizer, environments; trains, and waits only where its regime says so.
+"""The learner process: model, optimizer, environments; trains, and waits only where its learner mode says so.
 
 Started by the node's supervisor as ``python -m p2pdrl.workers.learner --fd N --parent PID``.
 One turn of its loop:
 
-1. read the daemon's messages (pace, progress, others' normaliser moments, another regime, stop),
+1. read the daemon's messages (pace, progress, others' normaliser moments, another learner mode, stop),
    before the first turn until the pace is known;
-2. bring another regime into force (`regimes`), and under one of stages another order (`staging`);
+2. bring another learner mode into force (`learner_modes`), and under one of stages another order
+(`pipeline.stage_runner`);
 3. take what peers changed from the board's inbox: add a delta, or replace everything by a set (`replica`);
-4. collect one unroll and update; some regimes post gradients or parameters and wait meanwhile (`posts`);
+4. collect one unroll and update; some learner modes post gradients or parameters and wait meanwhile
+(`requests`);
    as a stage of a pipeline the learner takes part in another's updates instead, unless it is the first;
 5. publish parameters and sidecar, let actor processes go on with them, report.
 
-A helper (`Join`) is a further learner of the same node: it steps the vector that the first one shares with
-it and has no board.
+A helper (`JoinHogwild`) is a further learner of the same node: it steps the vector that the first one shares
+with it and has no board.
 """
 
 from __future__ import annotations
@@ -33,33 +35,31 @@ from p2pdrl.config.task import TaskConfig
 from p2pdrl.errors import P2PDRLError, UsageError, WorkerError
 from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.moments import Moments
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.transport.codec import decode
-from p2pdrl.workers.crash import crash_of
+from p2pdrl.workers.child import crash_of, die_with_parent, print_patiently
+from p2pdrl.workers.learner_modes import ModeSwitcher
 from p2pdrl.workers.mailbox import Mailbox
-from p2pdrl.workers.output import print_patiently
-from p2pdrl.workers.parent import die_with_parent
+from p2pdrl.workers.pipeline.protocol import Finish, Measure, StartStage, Trace
+from p2pdrl.workers.pipeline.stage_runner import StageRunner
 from p2pdrl.workers.protocol import (
-    Answer,
     Attach,
     Collect,
-    Failed,
     FromLearner,
     Hello,
-    Join,
+    JoinHogwild,
+    LearnerFailed,
+    LearnerPace,
     Others,
-    Pace,
     Progress,
     Report,
+    RequestAnswer,
     Start,
     Stop,
     ToLearner,
-    Work,
+    WorkMode,
 )
-from p2pdrl.workers.regimes import Regimes
 from p2pdrl.workers.replica import Replica
-from p2pdrl.workers.stage_protocol import Finish, Measure, Stage, Trace
-from p2pdrl.workers.staging import Staging
 from p2pdrl.workers.waiting import PollPause
 
 if TYPE_CHECKING:
@@ -91,10 +91,10 @@ class Learner:
         self._trainer = trainer
         self._mailbox = mailbox
         self._replica = Replica(trainer, board)
-        self._regimes = Regimes(
+        self._mode_switcher = ModeSwitcher(
             trainer, self._replica, say=self._say, listen=self._listen, paused=lambda: self._paused
         )
-        self._staging = Staging(
+        self._stage_runner = StageRunner(
             trainer,
             self._replica,
             say=self._say,
@@ -132,7 +132,7 @@ class Learner:
 
     def help(self, region: SharedRegion) -> None:
         """Work on the vector of another learner of this node."""
-        self._regimes.help(region)
+        self._mode_switcher.help(region)
         self._report()
 
     def run(self) -> None:
@@ -142,21 +142,21 @@ class Learner:
             while self._going and self._obey(self._mailbox.receive(self._wait_s())):
                 self._turn()
         finally:
-            self._staging.close()
+            self._stage_runner.close()
         self._replica.publish(always=True)
         self._report()
         self._mailbox.drain(1.0)
 
     def _turn(self) -> None:
         """Do one turn of the loop, after the messages are obeyed."""
-        self._staging.leave()
-        self._regimes.turn()
-        self._staging.turn(stages=self._regimes.regime.stages)
-        if self._staging.takes:
+        self._stage_runner.leave()
+        self._mode_switcher.turn()
+        self._stage_runner.turn(stages=self._mode_switcher.learner_mode.stages)
+        if self._stage_runner.takes:
             self._replica.take()
         if not self._paused and self._ready and time.monotonic() >= self._next_s and self._trainer.ready:
             self._update()
-        self._staging.work()
+        self._stage_runner.work()
         self._replica.publish()
         self._tell_actors()
         self._report_if_due()
@@ -171,7 +171,7 @@ class Learner:
         """Read until the pace is known and nothing follows, so that no update is made without it.
 
         A learner that is started again while the swarm is paused must not train, one that joins must know
-        the others' normalisation first, and one that follows another works by the same regime.
+        the others' normalisation first, and one that follows another works by the same learner_mode.
         """
         until_s = time.monotonic() + FIRST_WORDS_S
         messages: list[ToLearner] = []
@@ -188,10 +188,10 @@ class Learner:
     @property
     def _ready(self) -> bool:
         """Whether there is anything to update, once there is a batch."""
-        return self._regimes.ready and self._staging.trains
+        return self._mode_switcher.ready and self._stage_runner.trains
 
     def _wait_s(self) -> float:
-        if self._staging.serves:
+        if self._stage_runner.serves:
             return 0.0  # it waits for its neighbours
         if self._paused or not self._ready:
             return IDLE_POLL_S
@@ -213,18 +213,18 @@ class Learner:
         """Do what the messages say; False once the learner is to end."""
         for message in messages:
             match message:
-                case Answer():
-                    self._regimes.answered(message)
+                case RequestAnswer():
+                    self._mode_switcher.answered(message)
                 case Stop():
                     self._going = False
-                    self._regimes.stop()
-                    self._staging.end(stages=False)
-                case Work(regime=regime):
-                    self._regimes.hear(message, self._mailbox.take_fd)
-                    self._staging.end(stages=regime.stages)
-                case Stage() | Finish() | Measure() | Trace():
-                    self._staging.hear(message, self._mailbox.take_fd)
-                case Pace(paused=paused, max_updates_per_s=rate):
+                    self._mode_switcher.stop()
+                    self._stage_runner.end(stages=False)
+                case WorkMode(learner_mode=learner_mode):
+                    self._mode_switcher.hear(message, self._mailbox.take_fd)
+                    self._stage_runner.end(stages=learner_mode.stages)
+                case StartStage() | Finish() | Measure() | Trace():
+                    self._stage_runner.hear(message, self._mailbox.take_fd)
+                case LearnerPace(paused=paused, max_updates_per_s=rate):
                     self._paced = True
                     self._paused = paused
                     self._min_update_s = 1.0 / rate if rate > 0 else 0.0
@@ -239,7 +239,7 @@ class Learner:
                             for name, data in moments.items()
                         }
                     )
-                case Start() | Attach() | Join():
+                case Start() | Attach() | JoinHogwild():
                     raise WorkerError("the daemon began the conversation anew")
         return self._going
 
@@ -259,17 +259,17 @@ class Learner:
 
     def _update(self) -> None:
         self._began_s = time.monotonic()
-        stats = self._staging.step()
+        stats = self._stage_runner.step()
         if stats is None:
             return
-        self._replica.moved(versions=int(self._regimes.regime.steps))
+        self._replica.moved(versions=int(self._mode_switcher.learner_mode.steps))
         self._updates += 1
         self._env_steps += stats.env_steps
         self._episodes += len(stats.episodes)
         self._returns += [episode_return for episode_return, _ in stats.episodes]
         self._metrics = stats.metrics
-        self._staging.updated()
-        self._regimes.updated(stats.env_steps)
+        self._stage_runner.updated()
+        self._mode_switcher.updated(stats.env_steps)
 
     def _report_if_due(self) -> None:
         self._mailbox.flush()
@@ -294,7 +294,7 @@ class Learner:
                 env_steps=self._env_steps,
                 episodes=self._episodes,
                 returns=self._returns,
-                metrics=self._staging.metrics(self._metrics),
+                metrics=self._stage_runner.metrics(self._metrics),
                 moments=moments,
             )
         )
@@ -395,7 +395,7 @@ def main() -> int:
         print(f"learner ended: {error}", file=sys.stderr)
         return 1
     except P2PDRLError as error:
-        mailbox.send(Failed(message=str(error), usage=isinstance(error, UsageError)))
+        mailbox.send(LearnerFailed(message=str(error), usage=isinstance(error, UsageError)))
         mailbox.drain(1.0)
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - an environment's, say: the daemon tells of it and decides

@@ -15,7 +15,7 @@ from p2pdrl.workers.protocol import (
     Attach,
     FrameBuffer,
     FromLearner,
-    Join,
+    JoinHogwild,
     ToLearner,
     decode_to_learner,
     frame,
@@ -88,7 +88,7 @@ class Mailbox:
             raise WorkerError("the daemon is gone")
         return [decode_to_learner(body) for body in bodies]
 
-    def attach(self) -> tuple[Attach | Join, int]:
+    def attach(self) -> tuple[Attach | JoinHogwild, int]:
         """Wait for the memory to work on; return its message and its file descriptor.
 
         Raises:
@@ -98,7 +98,7 @@ class Mailbox:
         while not messages:
             messages = self.receive(None)
         first = messages[0]
-        if not isinstance(first, Attach | Join) or not self._fds:
+        if not isinstance(first, Attach | JoinHogwild) or not self._fds:
             raise WorkerError("the daemon didn't send the board")
         self._early = messages[1:]
         return first, self._fds.popleft()

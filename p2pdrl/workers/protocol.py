@@ -18,16 +18,16 @@ board, shared memory whose file descriptor is passed once.
       │  Collect (+ 2 descriptors)    │
       ├──────────────────────────────▶│  learns from what actor processes make
       │  Work (+ file descriptors)    │
-      ├──────────────────────────────▶│  works by another regime from its next update on
+      ├──────────────────────────────▶│  works by another learner mode from its next update on
       │                       Posted  │
-      │◀──────────────────────────────┤  under some regimes, and waits
+      │◀──────────────────────────────┤  under some learner modes, and waits
       │  Answer                       │
       ├──────────────────────────────▶│  goes on
 
 Each second from its start the learner says that it is `Alive`; where an error ends it, it says which
 (`Crashed`). A report's counts are cumulative over the learner's life, so a lost or doubled report does no
-harm. Posts and answers name the epoch of their regime; what belongs to another is passed over.
-`stage_protocol` has what is said where a learner is a stage of a pipeline. A descriptor travels
+harm. Posts and answers name the epoch of their learner mode; what belongs to another is passed over.
+`pipeline.protocol` has what is said where a learner is a stage of a pipeline. A descriptor travels
 beside the first byte of its frame, so they are claimed in the order of the frames. Torch-free:
 the daemon imports this module.
 """
@@ -40,33 +40,33 @@ from typing import Literal
 import msgspec
 
 from p2pdrl.config.gradients import Microbatches
-from p2pdrl.config.regime import Regime
+from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.errors import WireError
 from p2pdrl.transport.codec import decode
-from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
+from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, News, StartStage, Trace, Traced
 
 __all__ = [
     "Alive",
-    "Answer",
     "AnswerKind",
     "Attach",
     "Collect",
     "Crashed",
-    "Failed",
     "FrameBuffer",
     "FromLearner",
     "Hello",
-    "Join",
+    "JoinHogwild",
+    "LearnerFailed",
+    "LearnerPace",
     "Others",
-    "Pace",
     "PostKind",
     "Posted",
     "Progress",
     "Report",
+    "RequestAnswer",
     "Start",
     "Stop",
     "ToLearner",
-    "Work",
+    "WorkMode",
     "decode_from_learner",
     "decode_to_learner",
     "frame",
@@ -112,10 +112,10 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """True: parameters and sidecar on the board replace the learner's own."""
 
 
-class Join(msgspec.Struct, frozen=True, tag="join"):
+class JoinHogwild(msgspec.Struct, frozen=True, tag="join"):
     """In place of `Attach`: help another learner of this node, by stepping the vector that it has filled.
 
-    The descriptor of that memory (`tensors.shared_vector`) travels beside this frame. A helper has no board.
+    The descriptor of that memory (`tensors.shared_memory`) travels beside this frame. A helper has no board.
     """
 
     nbytes: int
@@ -132,22 +132,22 @@ class Collect(msgspec.Struct, frozen=True, tag="collect"):
     policy_nbytes: int
 
 
-class Work(msgspec.Struct, frozen=True, tag="work"):
+class WorkMode(msgspec.Struct, frozen=True, tag="work"):
     """How to work from the next update on. A post that waits for its answer is given up at once.
 
     Descriptors of the ring and of the shared vector, as far as there are any, travel beside this frame.
     """
 
-    regime: Regime
+    learner_mode: LearnerMode
     epoch: int
     """Of the mode; posts and answers carry it."""
     ring_nbytes: int = 0
     """Of the `tensors.gradient_ring`; 0 when gradients don't travel."""
     shared_nbytes: int = 0
-    """Of the `tensors.shared_vector`; 0 when the learner has its parameters for itself."""
+    """Of the `tensors.shared_memory`; 0 when the learner has its parameters for itself."""
 
 
-class Answer(msgspec.Struct, frozen=True, tag="answer"):
+class RequestAnswer(msgspec.Struct, frozen=True, tag="answer"):
     """The learner may go on; each of them arrives, in order."""
 
     number: int
@@ -159,7 +159,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     learning_rate: float | None = None
     """With ``replace``: at which to step; None for the algorithm's own."""
     end_update: bool = False
-    """Whether to leave out what is left of the update; `strategies.lockstep` says why."""
+    """Whether to leave out what is left of the update; `group.round_collector` says why."""
 
 
 class Others(msgspec.Struct, frozen=True, tag="others"):
@@ -177,7 +177,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """That the whole swarm has made (for exploration)."""
 
 
-class Pace(msgspec.Struct, frozen=True, tag="pace"):
+class LearnerPace(msgspec.Struct, frozen=True, tag="pace"):
     """How fast to go. The first one lets the learner begin: what is told before it counts from the start."""
 
     paused: bool
@@ -192,15 +192,15 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 ToLearner = (
     Start
     | Attach
-    | Join
+    | JoinHogwild
     | Collect
-    | Work
-    | Answer
+    | WorkMode
+    | RequestAnswer
     | Others
     | Progress
-    | Pace
+    | LearnerPace
     | Stop
-    | Stage
+    | StartStage
     | Finish
     | Measure
     | Trace
@@ -238,7 +238,7 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
 
 
 class Posted(msgspec.Struct, frozen=True, tag="posted"):
-    """A gradient lies in a slot of the ring, or (``parameters``) a round is due; see `Work`."""
+    """A gradient lies in a slot of the ring, or (``parameters``) a round is due; see `WorkMode`."""
 
     number: int
     """Grows by one with each post of this process."""
@@ -257,7 +257,7 @@ class Posted(msgspec.Struct, frozen=True, tag="posted"):
     """Gradients of the same update that come after this one."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class LearnerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The learner can't go on, and starting it again wouldn't help (unknown environment, …)."""
 
     message: str
@@ -268,7 +268,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 class Crashed(msgspec.Struct, frozen=True, tag="crashed"):
     """An error that nobody caught ends the learner; another one may do better.
 
-    All texts are bounded; see `workers.crash`.
+    All texts are bounded; see `workers.child`.
     """
 
     kind: str
@@ -284,7 +284,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """A sign of life, each second from the start, from a thread of the learner's that does nothing else."""
 
 
-FromLearner = Hello | Report | Posted | Failed | Crashed | Alive | Blocks | Traced | News
+FromLearner = Hello | Report | Posted | LearnerFailed | Crashed | Alive | Blocks | Traced | News
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -1,8 +1,8 @@
 """torch.distributed.pipelining over gloo, for `bench_pipeline.py`: what we are compared with.
 
-Blocks, objective, clipping and optimizer are those of our stages (`Share`); splitting, schedules, messages
-and the backward pass between stages are torch's. Shapes are static. The last rank has the targets already,
-which ours sends along with the activations.
+Blocks, objective, clipping and optimizer are those of our stages (`StageParameters`); splitting, schedules,
+messages and the backward pass between stages are torch's. Shapes are static. The last rank has the targets
+already, which ours sends along with the activations.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from p2pdrl.pipeline.plan import Plan
+from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.rl.networks.lstm import NO_CONTEXT
 from p2pdrl.rl.outputs import PolicyOutputs
-from p2pdrl.rl.stages.share import Share
+from p2pdrl.rl.pipeline.stage_parameters import StageParameters
 from pipeline_bench.model import OBJECTIVE, Model
 from pipeline_bench.redirected import Redirected
 from pipeline_bench.talk import LEARNING_RATE, MAX_GRAD_NORM, Stopwatch, Trial
@@ -33,7 +33,7 @@ TIMEOUT = timedelta(seconds=60)
 class _Stage(nn.Module):
     """A stage as torch wants it."""
 
-    def __init__(self, share: Share[PolicyOutputs], stage: int) -> None:
+    def __init__(self, share: StageParameters[PolicyOutputs], stage: int) -> None:
         super().__init__()
         self._share = share
         self._stage = stage
@@ -50,7 +50,7 @@ class Gloo:
         share: this rank's.
     """
 
-    def __init__(self, model: Model, share: Share[PolicyOutputs]) -> None:
+    def __init__(self, model: Model, share: StageParameters[PolicyOutputs]) -> None:
         self._share = share
         self._batch = model.batch
         names = OBJECTIVE.target_names
@@ -115,7 +115,7 @@ class Gloo:
                 self._schedules[key] = kind(stages[0], **options)
         return self._schedules[key]
 
-    def _stage(self, plan: Plan, stage: int, microbatches: int) -> PipelineStage:
+    def _stage(self, plan: PipelinePlan, stage: int, microbatches: int) -> PipelineStage:
         """Return a stage whose microbatches all look alike."""
         parts, batch = self._share.parts, self._batch
         rows = len(batch.inputs) // microbatches

@@ -16,7 +16,7 @@ from p2pdrl.config.gradients import Precision
 from p2pdrl.config.task import NetworkConfig
 from p2pdrl.pipeline.layers import Layer, Peer
 from p2pdrl.pipeline.partition import partition
-from p2pdrl.pipeline.plan import Plan
+from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.pipeline.schedule import ScheduleName
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
@@ -24,8 +24,8 @@ from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.objectives.ppo import PPOObjective
 from p2pdrl.rl.optimizers import Adam
 from p2pdrl.rl.outputs import PolicyOutputs
+from p2pdrl.rl.pipeline.parts import ModelParts, policy_parts
 from p2pdrl.rl.policy import ActorCritic
-from p2pdrl.rl.stages.parts import Parts, policy_parts
 
 __all__ = ["CHUNKS", "NETWORKS", "SIZES", "Model", "cuts_of", "make_model", "network_of", "plan_of"]
 
@@ -54,7 +54,7 @@ class Model(NamedTuple):
     """
 
     flat: FlatModule
-    parts: Parts[PolicyOutputs]
+    parts: ModelParts[PolicyOutputs]
     batch: Minibatch
 
     @property
@@ -144,7 +144,7 @@ def cuts_of(layers: Sequence[Layer], stages: int) -> tuple[int, ...]:
     return partition(layers, [Peer(str(stage)) for stage in range(stages)]).cuts
 
 
-def plan_of(blocks: int, cuts: Sequence[int], schedule: ScheduleName, microbatches: int) -> Plan:
+def plan_of(blocks: int, cuts: Sequence[int], schedule: ScheduleName, microbatches: int) -> PipelinePlan:
     """Return who holds what."""
     ranks = (len(cuts) + 1) // (CHUNKS if schedule == "interleaved" else 1)
-    return Plan(blocks, tuple(cuts), schedule, microbatches, ranks)
+    return PipelinePlan(blocks, tuple(cuts), schedule, microbatches, ranks)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from p2pdrl.pipeline.order import Meeting, StageOrder
-from p2pdrl.rl.stages.framed_links import FramedLinks
-from p2pdrl.rl.stages.links import Links
-from p2pdrl.rl.stages.running import Running
-from p2pdrl.workers import torch_stages
-from p2pdrl.workers.pipe_carrier import PipeCarrier
-from p2pdrl.workers.torch_meeting import find_store, open_store
+from p2pdrl.rl.pipeline.links import FramedLinks, Links
+from p2pdrl.rl.pipeline.runner import Running
+from p2pdrl.workers.pipeline import torch_stages
+from p2pdrl.workers.pipeline.pipe_carrier import PipeCarrier
+from p2pdrl.workers.torch_group.rendezvous import find_store, open_store
 from pipeline_bench.model import Model
 from pipeline_bench.redirected import Redirected
 from pipeline_bench.staged import TIMEOUT_S, Staged, WatchedShare

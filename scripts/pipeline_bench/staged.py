@@ -1,4 +1,4 @@
-"""Our stages over any links, for `bench_pipeline.py`: the engine and servers of `rl.stages` in trials."""
+"""Our stages over any links, for `bench_pipeline.py`: the engine and servers of `rl.pipeline` in trials."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from p2pdrl.rl.outputs import PolicyOutputs
-from p2pdrl.rl.stages.links import Links
-from p2pdrl.rl.stages.pipelined import Pipelined
-from p2pdrl.rl.stages.running import Running
-from p2pdrl.rl.stages.server import StageServer
-from p2pdrl.rl.stages.share import Share
+from p2pdrl.rl.pipeline.links import Links
+from p2pdrl.rl.pipeline.pipelined import Pipelined
+from p2pdrl.rl.pipeline.runner import Running
+from p2pdrl.rl.pipeline.server import StageServer
+from p2pdrl.rl.pipeline.stage_parameters import StageParameters
 from pipeline_bench.model import OBJECTIVE, Model
 from pipeline_bench.talk import LEARNING_RATE, MAX_GRAD_NORM, Stopwatch, Trial
 
@@ -21,7 +21,7 @@ __all__ = ["TIMEOUT_S", "Staged", "WatchedShare"]
 TIMEOUT_S = 60.0
 
 
-class WatchedShare(Share[PolicyOutputs]):
+class WatchedShare(StageParameters[PolicyOutputs]):
     """Tells when it has stepped.
 
     Attributes:
@@ -31,7 +31,7 @@ class WatchedShare(Share[PolicyOutputs]):
     stepped: Callable[[float], None] | None = None
 
     def step(self, squares: float, learning_rate: float, max_grad_norm: float) -> float:
-        """See `Share.step`."""
+        """See `StageParameters.step`."""
         norm = super().step(squares, learning_rate, max_grad_norm)
         if self.stepped is not None:
             self.stepped(norm)

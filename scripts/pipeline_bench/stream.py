@@ -1,7 +1,7 @@
 """Our stages over pipes, for `bench_pipeline.py`: opened by transports as daemons do, used by this process.
 
 Each rank listens, as its daemon would, asks the rank behind it for a pipe (in a circle when interleaved), and
-leaves its transport once the pipes are there. Over them run the engine and servers of `rl.stages`.
+leaves its transport once the pipes are there. Over them run the engine and servers of `rl.pipeline`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from aiohttp import web
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.pipeline.order import StageSide
-from p2pdrl.pipeline.plan import Plan
-from p2pdrl.rl.stages.framed_links import FramedLinks
-from p2pdrl.rl.stages.links import Links
-from p2pdrl.rl.stages.running import Running
+from p2pdrl.pipeline.plan import PipelinePlan
+from p2pdrl.rl.pipeline.links import FramedLinks, Links
+from p2pdrl.rl.pipeline.runner import Running
+from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.listener import Listener
-from p2pdrl.transport.pipe import Pipe, PipeReply, PipeTicket
+from p2pdrl.transport.pipe.ticket import Pipe, PipeReply, PipeTicket
 from p2pdrl.transport.protocol import Address, Incoming
-from p2pdrl.workers.pipe_carrier import PipeCarrier
+from p2pdrl.workers.pipeline.pipe_carrier import PipeCarrier
 from pipeline_bench.model import CHUNKS, Model
 from pipeline_bench.staged import Staged, WatchedShare
 from pipeline_bench.talk import Trial, hear, say
@@ -73,7 +72,7 @@ class Stream(Staged):
             carrier.close()
 
 
-async def _pipes(plan: Plan, rank: int, key: bytes | None) -> Descriptors:
+async def _pipes(plan: PipelinePlan, rank: int, key: bytes | None) -> Descriptors:
     """Return the pipes to the neighbours, which are this process's own."""
     loop = asyncio.get_running_loop()
     before: asyncio.Future[Pipe] = loop.create_future()

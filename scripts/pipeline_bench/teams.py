@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.transport.fault_proxy import FaultProxy
+from p2pdrl.testing.fault_proxy import FaultProxy
 from p2pdrl.transport.protocol import Address
 from pipeline_bench.ports import gloo_order, low_port
 from support.proxies import Proxies

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from aiohttp import web
 
 from p2pdrl.clock import LoopClock
-from p2pdrl.config.regime import regime_of
+from p2pdrl.config.learner_mode import learner_mode_of
 from p2pdrl.config.strategy import AdpsgdConfig, Compression, GradAverageConfig, StrategyConfig
-from p2pdrl.strategies.protocol import ROUTES, Context, RoundReport, Strategy
+from p2pdrl.strategies.protocol import ROUTES, RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.registry import build
-from p2pdrl.strategies.testing.learner import FakeLearner
-from p2pdrl.strategies.testing.swarm import FakeSwarm
+from p2pdrl.testing.fake_learner import FakeLearner
+from p2pdrl.testing.virtual_swarm import FakeSwarm
+from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.listener import Listener
 from p2pdrl.transport.protocol import Address
 
 LIMITS = TransportLimits(requests_per_s=1e6, requests_burst=1e6)
@@ -138,11 +138,11 @@ class Ours:
         )
         self._listener = Listener(LIMITS, LoopClock(), self._transport.counters)
         start = np.random.default_rng(0).standard_normal(size).astype(np.float32)
-        self.learner = Asking(start, regime_of(config))
+        self.learner = Asking(start, learner_mode_of(config))
         self.vector = np.random.default_rng(rank).standard_normal(size).astype(np.float32)
         self.strategy: Strategy = build(
             config,
-            Context(
+            StrategyContext(
                 swarm=self.swarm,
                 learner=self.learner,
                 transport=self._transport,
@@ -188,7 +188,7 @@ class Ours:
 
     async def round(self) -> None:
         """Average once; of a gossiping pair the even rank begins."""
-        if self.learner.regime.sends == "gradients":
+        if self.learner.learner_mode.sends == "gradients":
             await self.learner.ask(self.vector)
             return
         self._rounds += 1  # the partner may have met us before we were told of the round

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
-from p2pdrl.transport.fault_proxy import FaultProxy
+from p2pdrl.testing.fault_proxy import FaultProxy
 from p2pdrl.transport.protocol import Address
 
 __all__ = ["Proxies"]

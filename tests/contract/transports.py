@@ -11,10 +11,10 @@ from typing import Any
 from aiohttp import web
 
 from p2pdrl.clock import SystemClock
+from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.listener import Listener
-from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address, Answer, Transport
 
 ALICE, BOB = "a" * 32, "b" * 32

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from p2pdrl.cli.client import NodeClient
-from p2pdrl.node.counting.accounting import GOOD
+from p2pdrl.node.accounting.exchanges import GOOD
 from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes
 from p2pdrl.transport.protocol import Address
 

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from p2pdrl.transport.fault_proxy import FaultProxy
+from p2pdrl.testing.fault_proxy import FaultProxy
 from p2pdrl.transport.protocol import Address
 
 TASK = ["--config", "cartpole", "--set", "node.learner.max_updates_per_s=2"]

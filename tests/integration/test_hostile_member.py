@@ -20,7 +20,7 @@ from p2pdrl.errors import TransportError
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.messages import ROUTES as SWIM
-from p2pdrl.membership.messages import Ack, Gossip, Join, encode
+from p2pdrl.membership.messages import Ack, GossipMessage, JoinRequest, encode
 from p2pdrl.membership.records import (
     Incarnation,
     MemberRecord,
@@ -30,14 +30,14 @@ from p2pdrl.membership.records import (
     sign_suspicion,
     sign_swarm_record,
 )
-from p2pdrl.node.counting import rumours
+from p2pdrl.node.accounting import metrics_gossip
 from p2pdrl.node.settings import HaltSetting, ModeSetting, PauseSetting, StopSetting
-from p2pdrl.node.showing import timelines
-from p2pdrl.node.states import state_transfer
+from p2pdrl.node.state import state_transfer
+from p2pdrl.node.status import traces
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.protocol import ROUTES as STRATEGY
+from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
-from p2pdrl.transport.listener import Listener
 from p2pdrl.transport.protocol import Address, Reply
 
 PACE = ["--set", "node.learner.max_updates_per_s=10", "--set", "task.algorithm.unroll_steps=16"]
@@ -200,7 +200,7 @@ class Liar:
             made.append(sign_suspicion(self.identity, self.swarm_id, about))
         made.append(self.record(incarnation=Incarnation(self.boot, self.epoch), tags={"a": "\x00"}))
         for record in made:
-            gossip = Gossip(Incarnation(self.boot, self.epoch), (record,))
+            gossip = GossipMessage(Incarnation(self.boot, self.epoch), (record,))
             await self.send("swim/gossip", msgspec.msgpack.encode(gossip))
 
     def strategy(self) -> dict[str, Any]:
@@ -216,11 +216,11 @@ class Liar:
 
     async def messages(self) -> None:
         """Every kind of struct to the routes that may take it, and to one that doesn't."""
-        own: dict[str, type[msgspec.Struct]] = {**SWIM, rumours.ROUTE: rumours.Gossip}
+        own: dict[str, type[msgspec.Struct]] = {**SWIM, metrics_gossip.ROUTE: metrics_gossip.MetricsExchange}
         for route, kind in own.items():
             for _ in range(6):
                 await self.send(route, self.fuzz.encoded(kind))
-        for route in (*STRATEGY, state_transfer.ROUTE, timelines.ROUTE, rumours.ROUTE):
+        for route in (*STRATEGY, state_transfer.ROUTE, traces.ROUTE, metrics_gossip.ROUTE):
             for kind in self.rng.sample(self.kinds, 12):
                 vector = self.rng.randbytes(self.rng.choice((0, 0, 4, 400)))
                 await self.send(route, self.fuzz.encoded(kind), vector, self.rng.choice(("probe", "bulk")))
@@ -243,7 +243,7 @@ class Liar:
         from aiohttp import web
 
         app = web.Application()
-        for route in (*SWIM, *STRATEGY, state_transfer.ROUTE, timelines.ROUTE, rumours.ROUTE):
+        for route in (*SWIM, *STRATEGY, state_transfer.ROUTE, traces.ROUTE, metrics_gossip.ROUTE):
             self.transport.serve(route, self.answer, max_meta_bytes=1 << 20, max_vector_bytes=1 << 20)
         self.transport.mount(app)
         listener = Listener(self.transport.limits, SystemClock(), self.transport.counters)
@@ -252,7 +252,7 @@ class Liar:
             app, "127.0.0.1", 0, port_is_default=False, has_key=False, insecure=False
         )
         try:
-            await self.send("swim/join", msgspec.msgpack.encode(Join(self.record(), b"")))
+            await self.send("swim/join", msgspec.msgpack.encode(JoinRequest(self.record(), b"")))
             for _ in range(rounds):
                 await self.records()
                 await self.messages()

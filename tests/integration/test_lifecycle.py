@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pdrl.node.farewell import WITHIN_S
+from p2pdrl.node.shutdown import WITHIN_S
 
 EXCHANGE_DEADLINE_S = 2.0
 AGREE_S = 15.0

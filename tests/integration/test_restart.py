@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 
-from p2pdrl.node.states.checkpoints import load
+from p2pdrl.node.state.checkpoints import load
 from tests.integration.conftest import free_port
 
 PACE = ["--set", "node.learner.max_updates_per_s=5", "--set", "task.algorithm.unroll_steps=32"]

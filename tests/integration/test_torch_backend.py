@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from p2pdrl.strategies.averaging.torch_averager import TIMEOUT_S
+from p2pdrl.strategies.allreduce.torch_averager import TIMEOUT_S
 
 TASK = [
     "--set", "task.algorithm.name=regression",
@@ -45,7 +45,7 @@ def group_processes(node):
     found = []
     for child in node.children():
         try:
-            if "p2pdrl.workers.group" in child.cmdline():
+            if "p2pdrl.workers.torch_group.process" in child.cmdline():
                 found.append(child)
         except psutil.NoSuchProcess:
             continue

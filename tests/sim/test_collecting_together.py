@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.strategy import GradAverageConfig, ServerSyncConfig, StrategyConfig
-from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
-from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.testing.virtual_swarm import SimNode, SimSwarm
 
 pytestmark = pytest.mark.looptime
 

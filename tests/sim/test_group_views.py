@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from p2pdrl.strategies.group.simulator import SimulatedGroups
-from p2pdrl.strategies.group.view import Timing
+from p2pdrl.group.view import Timing
+from p2pdrl.testing.group_simulator import SimulatedGroups
 
 AGREE_S = 5.0
 SHORT_RESTS = Timing(rest_doubted_s=2.0)  # or who was doubted often would rest longer than the 5 s

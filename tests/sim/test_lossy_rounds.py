@@ -19,8 +19,8 @@ from p2pdrl.config.strategy import (
     ServerSyncConfig,
     StrategyConfig,
 )
-from p2pdrl.strategies.testing.simulator import SimSwarm
-from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.testing.virtual_swarm import SimSwarm
 
 pytestmark = pytest.mark.looptime
 

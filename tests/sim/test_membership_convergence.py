@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from p2pdrl.membership.simulator import Swarm
+from p2pdrl.testing.membership_simulator import SimulatedSwarm
 
 N = 5
 NODES = st.integers(1, N - 1)  # node 0 stays, so that there is always somebody to join
@@ -17,7 +17,7 @@ class Turmoil(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 10_000), loss=st.sampled_from([0.0, 0.1]))
     def begin(self, seed: int, loss: float) -> None:
-        self.swarm = Swarm(N, seed=seed, loss=loss)
+        self.swarm = SimulatedSwarm(N, seed=seed, loss=loss)
         self.swarm.run(2.0)
 
     @rule(seconds=st.floats(0.01, 30.0))

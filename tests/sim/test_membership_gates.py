@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdrl.membership.simulator import Swarm
+from p2pdrl.testing.membership_simulator import SimulatedSwarm
 
 DETECTION_S = {8: 8.0, 32: 11.0, 100: 15.0}
 HEAL_S = {8: 15.0, 20: 15.0, 100: 45.0}
@@ -17,8 +17,8 @@ SEEDS = [*range(3), *(pytest.param(seed, marks=slow) for seed in range(3, 200))]
 FEW_SEEDS = [0, *(pytest.param(seed, marks=slow) for seed in range(1, 20))]
 
 
-def settled(n: int, seed: int, **options: object) -> Swarm:
-    swarm = Swarm(n, seed=seed, **options)
+def settled(n: int, seed: int, **options: object) -> SimulatedSwarm:
+    swarm = SimulatedSwarm(n, seed=seed, **options)
     swarm.run(max(8.0, 0.6 * n) + 0.37 * seed % 1.0)  # long enough for everybody to have met most others
     return swarm
 
@@ -45,7 +45,7 @@ def test_a_machine_that_vanishes_is_found_too(n: int, seed: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 8, 32, 100])
 def test_an_idle_swarm_is_quiet(n: int) -> None:
-    swarm = Swarm(n, seed=n, count_bytes=True)
+    swarm = SimulatedSwarm(n, seed=n, count_bytes=True)
     swarm.run(20.0)
     messages, nbytes = swarm.messages, swarm.nbytes
     swarm.run(60.0)
@@ -56,7 +56,7 @@ def test_an_idle_swarm_is_quiet(n: int) -> None:
 @pytest.mark.parametrize("seed", FEW_SEEDS)
 @pytest.mark.parametrize(("n", "loss"), [(8, 0.0), (8, 0.2), (32, 0.0)])
 def test_nobody_dies_in_ten_idle_minutes(n: int, loss: float, seed: int) -> None:
-    swarm = Swarm(n, seed=seed, loss=loss)
+    swarm = SimulatedSwarm(n, seed=seed, loss=loss)
     swarm.run(600.0)
     assert swarm.told("dead") == []
 
@@ -64,7 +64,7 @@ def test_nobody_dies_in_ten_idle_minutes(n: int, loss: float, seed: int) -> None
 @slow
 @pytest.mark.parametrize("seed", range(200))
 def test_nobody_dies_in_ten_idle_minutes_campaign(seed: int) -> None:
-    swarm = Swarm(8, seed=seed, loss=0.2)
+    swarm = SimulatedSwarm(8, seed=seed, loss=0.2)
     swarm.run(600.0)
     assert swarm.told("dead") == []
 
@@ -72,7 +72,7 @@ def test_nobody_dies_in_ten_idle_minutes_campaign(seed: int) -> None:
 @slow
 @pytest.mark.parametrize(("n", "loss"), [(32, 0.2), (100, 0.0), (100, 0.2)])
 def test_nobody_dies_in_ten_idle_minutes_when_many(n: int, loss: float) -> None:
-    swarm = Swarm(n, seed=7, loss=loss)
+    swarm = SimulatedSwarm(n, seed=7, loss=loss)
     swarm.run(600.0)
     assert swarm.told("dead") == []
 
@@ -147,7 +147,7 @@ def test_a_leaver_is_known_to_have_left_and_is_never_dead() -> None:
 
 
 def test_strangers_meet_through_one_of_them() -> None:
-    swarm = Swarm(16, seed=2, acquainted=False)
+    swarm = SimulatedSwarm(16, seed=2, acquainted=False)
     for number in range(1, 16):
         swarm.join(number, 0)
     assert swarm.seconds_until(swarm.converged, 10.0) is not None
@@ -169,7 +169,7 @@ def test_half_the_swarm_dies_at_once() -> None:
 
 @slow
 def test_a_thousand_nodes_for_80_s() -> None:
-    swarm = Swarm(1000, seed=0)
+    swarm = SimulatedSwarm(1000, seed=0)
     swarm.run(20.0)
     swarm.kill(3)
     assert swarm.seconds_until(lambda: swarm.all_see(3, "dead"), 18.0, every_s=0.5) is not None

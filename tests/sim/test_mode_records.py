@@ -8,16 +8,16 @@ import pytest
 
 from p2pdrl.config.strategy import AdpsgdConfig, GalaConfig, LocalConfig, ServerSyncConfig, SgpConfig
 from p2pdrl.membership.records import SwarmRecord
-from p2pdrl.membership.simulator import Swarm
 from p2pdrl.node import settings
 from p2pdrl.node.settings import MODE, ModeSetting
+from p2pdrl.testing.membership_simulator import SimulatedSwarm
 
 N = 12
 SOON_S = 5.0
 
 
-def settle(swarm: Swarm, seconds: float, numbers: Iterable[int] = range(N)) -> None:
-    """Let time pass; then those whom gossip has missed ask whoever is ahead, as `node.conduct` does."""
+def settle(swarm: SimulatedSwarm, seconds: float, numbers: Iterable[int] = range(N)) -> None:
+    """Let time pass; then those whom gossip has missed ask whoever is ahead, as nodes do."""
     swarm.run(seconds)
     held = {
         number: (record.epoch, record.proposer) if record is not None else (0, "")
@@ -31,11 +31,11 @@ def settle(swarm: Swarm, seconds: float, numbers: Iterable[int] = range(N)) -> N
         swarm.run(1.0)
 
 
-def modes(swarm: Swarm, numbers: Iterable[int] = range(N)) -> list[SwarmRecord | None]:
+def modes(swarm: SimulatedSwarm, numbers: Iterable[int] = range(N)) -> list[SwarmRecord | None]:
     return [swarm.nodes[number].core.swarm.get(MODE) for number in numbers]
 
 
-def agreed(swarm: Swarm, numbers: Iterable[int] = range(N)) -> SwarmRecord:
+def agreed(swarm: SimulatedSwarm, numbers: Iterable[int] = range(N)) -> SwarmRecord:
     """The one record that those nodes hold."""
     found = modes(swarm, numbers)
     assert found[0] is not None
@@ -50,8 +50,8 @@ def strategy(record: SwarmRecord) -> object:
 
 
 @pytest.fixture(params=[1, 2, 3])
-def swarm(request: pytest.FixtureRequest) -> Swarm:
-    made = Swarm(N, seed=request.param, loss=0.05)
+def swarm(request: pytest.FixtureRequest) -> SimulatedSwarm:
+    made = SimulatedSwarm(N, seed=request.param, loss=0.05)
     made.run(1.0)
     made.propose(0, MODE, ModeSetting.of(AdpsgdConfig()))
     settle(made, SOON_S)
@@ -59,7 +59,7 @@ def swarm(request: pytest.FixtureRequest) -> Swarm:
     return made
 
 
-def test_two_proposals_at_once(swarm: Swarm) -> None:
+def test_two_proposals_at_once(swarm: SimulatedSwarm) -> None:
     records = [
         swarm.propose(3, MODE, ModeSetting.of(SgpConfig())),
         swarm.propose(9, MODE, ModeSetting.of(GalaConfig())),
@@ -71,7 +71,7 @@ def test_two_proposals_at_once(swarm: Swarm) -> None:
     assert agreed(swarm) == max(records, key=lambda record: (record.epoch, record.proposer))
 
 
-def test_proposals_on_both_sides_of_a_partition(swarm: Swarm) -> None:
+def test_proposals_on_both_sides_of_a_partition(swarm: SimulatedSwarm) -> None:
     left, right = range(5), range(5, N)
     swarm.partition(left, right)
     swarm.run(1.0)
@@ -89,7 +89,7 @@ def test_proposals_on_both_sides_of_a_partition(swarm: Swarm) -> None:
     assert agreed(swarm).epoch == 3
 
 
-def test_who_was_away_takes_the_swarms_mode(swarm: Swarm) -> None:
+def test_who_was_away_takes_the_swarms_mode(swarm: SimulatedSwarm) -> None:
     swarm.kill(4)
     swarm.propose(6, MODE, ModeSetting.of(ServerSyncConfig(servers=2)))
     swarm.run(SOON_S)
@@ -98,7 +98,7 @@ def test_who_was_away_takes_the_swarms_mode(swarm: Swarm) -> None:
     assert strategy(agreed(swarm)) == ServerSyncConfig(servers=2)
 
 
-def test_a_proposal_after_another_was_heard_wins(swarm: Swarm) -> None:
+def test_a_proposal_after_another_was_heard_wins(swarm: SimulatedSwarm) -> None:
     for number, config in ((11, SgpConfig()), (1, GalaConfig()), (5, LocalConfig())):
         swarm.propose(number, MODE, ModeSetting.of(config))
         settle(swarm, SOON_S)

@@ -2,10 +2,10 @@
 
 | to … | modules |
 |---|---|
-| start and end one, and talk to it | `process_link`, on which `learner_link` and `group_link` stand |
-| log what it prints | `output` |
-| keep a learner running | `supervisor`, `deaths`, `hanging` |
-| say how it works | `workplace` (regime, posts), `stage_port` (pipelines), `learner_port` (strategies) |
-| run several on one vector | `crew`, `helper` |
+| start and end one, and talk to it | `child_process`, on which `learner_link` and `group_process` stand |
+| log what it prints | `child_process` |
+| keep a learner running | `supervisor`, `deaths`, `hang_watchdog` |
+| say how it works | `learner_io` (learner mode, posts), `stage_port` (pipelines), `supervisor` (strategies) |
+| run several on one vector | `learner_pool` |
 | run torch.distributed beside it | `group_process` |
 """

@@ -19,12 +19,11 @@ from p2pdrl.clock import Clock
 from p2pdrl.config.node import ActorsConfig, LearnerConfig
 from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError, WorkerError
+from p2pdrl.node.children.child_process import ChildOutput, ProcessLink
 from p2pdrl.node.children.deaths import Death, Deaths, death_of
-from p2pdrl.node.children.output import ChildOutput
-from p2pdrl.node.children.process_link import ProcessLink
 from p2pdrl.node.events import EventLog
 from p2pdrl.telemetry.rate import RateMeter
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
 from p2pdrl.workers.actor_protocol import Act, ActorFailed, actor_seed, decode_from_actor, frame
 from p2pdrl.workers.protocol import Collect, Crashed, Hello, Start

@@ -1,6 +1,7 @@
 """How a learner or an actor died: in words, counted, and whether another try is worth it. Pure.
 
-`learner_link` says of each process how it died; `supervisor`, `helper` and `actors` count, wait, and give up.
+`learner_link` says of each process how it died; `supervisor`, `learner_pool` and `actors` count, wait, and
+give up.
 """
 
 from __future__ import annotations

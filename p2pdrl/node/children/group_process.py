@@ -1,47 +1,142 @@
-"""The group processes of this node: one at work, one that stands by.
-
-Implements `strategies.averaging.group_process`. torch takes a processor second to import. So once a group
-stands, the next process is made, and a view whose process hangs (another member's is frozen) costs no more
-than a kill. A process that failed in order, because another member is gone, joins the next group itself.
-"""
+"""The processes of this node in which torch.distributed runs: one at work, one that stands by."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from p2pdrl.config.node import LearnerConfig
-from p2pdrl.errors import ConfigError, TensorError, WorkerError
-from p2pdrl.node.children.group_link import GroupLink
-from p2pdrl.strategies.averaging.group_process import Seat, Sum, SumOrder
-from p2pdrl.strategies.heavy import heavy
+from p2pdrl.errors import ConfigError, TensorError, WireError, WorkerError
+from p2pdrl.node.children.child_process import ChildOutput, ProcessLink
+from p2pdrl.strategies.allreduce.group_process import GroupSeat, Sum, SumOrder
+from p2pdrl.strategies.offload import heavy
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.tensors.shm import SharedRegion
-from p2pdrl.workers.group_protocol import (
+from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.workers.torch_group.protocol import (
+    Broken,
     FromGroup,
+    GroupReduced,
     Host,
     Hosting,
-    Join,
     Joined,
+    JoinGroup,
     Reduce,
-    Reduced,
     ToGroup,
+    decode_from_group,
+    frame,
     memory_nbytes,
 )
 
-__all__ = ["GroupProcesses"]
+__all__ = ["GroupLink", "GroupProcesses"]
 
-SLACK_S = 2.0
-"""A process gives up by itself after the timeout; one that doesn't is killed so much later."""
+READY_S = 60.0
+"""torch is imported by then, even on a busy machine."""
 
 Answer = TypeVar("Answer", bound=FromGroup)
 
 
+class GroupLink(ProcessLink):
+    """A running group process.
+
+    Args:
+        process: the child.
+        sock: our end of the socket pair, non-blocking.
+        output: what it prints.
+    """
+
+    NAME = "group process"
+
+    def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, output: ChildOutput) -> None:
+        super().__init__(process, sock, output)
+        self._busy = False
+
+    @classmethod
+    async def spawn(cls, region: SharedRegion, size: int, config: LearnerConfig) -> GroupLink:
+        """Start a process and wait until it has imported torch.
+
+        Args:
+            region: memory of both vectors.
+            size: D.
+            config: device and threads.
+
+        Raises:
+            WorkerError: it can't be started, or wasn't ready in time.
+        """
+        options = {
+            "--memory": region.fd,
+            "--size": size,
+            "--device": config.device,
+            "--threads": config.threads,
+        }
+        quiet = {"OMP_NUM_THREADS": str(config.threads), "TORCH_NCCL_BLOCKING_WAIT": "1"}
+        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ | quiet
+        link = cls(*await cls.launch("p2pdrl.workers.torch_group.process", options, environment, [region.fd]))
+        try:
+            await link._ready()
+        except BaseException:
+            await link.kill()
+            raise
+        return link
+
+    @property
+    def usable(self) -> bool:
+        """Whether it lives, as far as known, and waits for orders."""
+        return not self._busy and self._process.returncode is None
+
+    async def ask(self, order: ToGroup, kind: type[Answer], deadline_s: float) -> Answer:
+        """Give an order and wait for what comes of it.
+
+        The process isn't `usable` any more when this is cancelled, or when it doesn't answer.
+
+        Args:
+            order: one that is answered by ``kind``.
+            kind: of message.
+            deadline_s: seconds.
+
+        Raises:
+            WorkerError: it failed, is gone, or doesn't answer.
+            WireError: it answers something else: a bug.
+        """
+        if not self.usable:
+            raise WorkerError("the group process is gone, or still at work")
+        self._busy = True
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.send(frame(order))
+                answer = await self._message()
+        except TimeoutError:
+            raise WorkerError(f"the group process didn't answer within {deadline_s:.0f} s") from None
+        self._busy = False
+        if isinstance(answer, Broken):
+            raise WorkerError(answer.message)
+        if not isinstance(answer, kind):
+            raise WireError(f"the group process answered {type(answer).__name__} instead of {kind.__name__}")
+        return answer
+
+    async def _ready(self) -> None:
+        try:
+            async with asyncio.timeout(READY_S):
+                await self._message()
+        except TimeoutError:
+            raise WorkerError(f"the group process wasn't ready after {READY_S:.0f} s") from None
+
+    async def _message(self) -> FromGroup:
+        while True:
+            for body in await self.receive():
+                return decode_from_group(body)
+
+
+SLACK_S = 2.0
+"""A process gives up by itself after the timeout; one that doesn't is killed so much later."""
+
+
 class GroupProcesses:
-    """See `strategies.averaging.group_process.GroupProcess`.
+    """See `strategies.allreduce.group_process.GroupProcess`.
 
     Args:
         config: device and threads of this node's torch processes.
@@ -80,9 +175,9 @@ class GroupProcesses:
         order = Host(tuple(others), self._timeout_s)
         return (await self._ask(order, Hosting)).port
 
-    async def join(self, seat: Seat) -> str:
+    async def join(self, seat: GroupSeat) -> str:
         """Meet the others; return what carries vectors."""
-        answer = await self._ask(Join(*seat, timeout_s=self._timeout_s), Joined)
+        answer = await self._ask(JoinGroup(*seat, timeout_s=self._timeout_s), Joined)
         self._stand_by()
         return answer.backend
 
@@ -103,7 +198,7 @@ class GroupProcesses:
                 spread=order.spread,
                 left=order.left,
             ),
-            Reduced,
+            GroupReduced,
         )
         await heavy(out.nbytes, lambda: np.copyto(out, result))
         return Sum(

@@ -1,8 +1,8 @@
 """One learner process: start, talk, notice its end.
 
-Called by `supervisor` and `crew`, which decide when to start another one. News (pace, progress, …) wait in
-line, where a later one of the same kind replaces an earlier; answers, which a learner stands still for, go
-out at once whenever the socket takes them, and none is ever replaced.
+Called by `supervisor` and `learner_pool`, which decide when to start another one. News (pace, progress, …)
+wait in line, where a later one of the same kind replaces an earlier; answers, which a learner stands still
+for, go out at once whenever the socket takes them, and none is ever replaced.
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ from typing import NamedTuple
 from p2pdrl.clock import LoopClock
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import ConfigError, WorkerError
-from p2pdrl.node.beside import beside
+from p2pdrl.node.background import beside
+from p2pdrl.node.children.child_process import ChildOutput, HasDescriptor, ProcessLink
 from p2pdrl.node.children.deaths import Death, death_of
-from p2pdrl.node.children.hanging import Standstill, activity_of
-from p2pdrl.node.children.output import ChildOutput
-from p2pdrl.node.children.process_link import HasDescriptor, ProcessLink
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.node.children.hang_watchdog import Standstill, activity_of
+from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.workers.pipeline.protocol import Blocks, News, Traced
 from p2pdrl.workers.protocol import (
     Alive,
-    Answer,
     Attach,
     Crashed,
-    Failed,
     FromLearner,
     Hello,
-    Join,
+    JoinHogwild,
+    LearnerFailed,
     Posted,
     Report,
+    RequestAnswer,
     Start,
     ToLearner,
     decode_from_learner,
     frame,
 )
-from p2pdrl.workers.stage_protocol import Blocks, News, Traced
 
 __all__ = ["REAP_S", "LearnerLink"]
 
@@ -169,7 +168,7 @@ class LearnerLink(ProcessLink):
         Raises:
             WorkerError: the learner is gone.
         """
-        await self.send(frame(Join(nbytes=region.nbytes)), [region])
+        await self.send(frame(JoinHogwild(nbytes=region.nbytes)), [region])
 
     def tell(
         self,
@@ -192,7 +191,7 @@ class LearnerLink(ProcessLink):
         """Leave unsaid what of this type wasn't sent yet."""
         self._news.pop(kind, None)
 
-    def answer(self, message: Answer) -> None:
+    def answer(self, message: RequestAnswer) -> None:
         """Send an answer, at once if the socket takes it."""
         data = frame(message)
         if not self._sending and not self._answers:
@@ -239,7 +238,7 @@ class LearnerLink(ProcessLink):
         """Note the error that ends the learner; raise what shows that none like it could live."""
         if isinstance(message, Crashed):
             self._crash = message
-        elif isinstance(message, Failed):
+        elif isinstance(message, LearnerFailed):
             self._failed = message.message
             raise (ConfigError if message.usage else WorkerError)(message.message)
 

@@ -12,20 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from p2pdrl.errors import ConfigError, WorkerError
-from p2pdrl.node.children.process_link import HasDescriptor
+from p2pdrl.node.children.child_process import HasDescriptor
 from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
-from p2pdrl.pipeline.trace import Span
+from p2pdrl.pipeline.trace import TraceSpan
 from p2pdrl.strategies.pipeline.port import Measured
-from p2pdrl.transport.pipe import Pipe
+from p2pdrl.transport.pipe.ticket import Pipe
+from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, News, StartStage, Trace, Traced
 from p2pdrl.workers.protocol import ToLearner
-from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
 
 __all__ = ["StagePort"]
 
-ORDERS: tuple[type[ToLearner], ...] = (Stage, Finish)
+ORDERS: tuple[type[ToLearner], ...] = (StartStage, Finish)
 
 
-class Told(Protocol):
+class LearnerChannel(Protocol):
     """A learner that can be told something: `learner_link.LearnerLink`."""
 
     def tell(
@@ -46,7 +46,7 @@ class StagePort:
         learner: the one that runs and can be told something; None while there is none.
     """
 
-    def __init__(self, learner: Callable[[], Told | None]) -> None:
+    def __init__(self, learner: Callable[[], LearnerChannel | None]) -> None:
         self._learner = learner
         self._order: StageOrder | None = None
         self._answered = False
@@ -95,7 +95,7 @@ class StagePort:
         finally:
             self._asked = None
 
-    async def trace(self, seconds: float, *, deadline_s: float) -> list[Span]:
+    async def trace(self, seconds: float, *, deadline_s: float) -> list[TraceSpan]:
         """Return what the learner did as a stage in the last seconds, in times of ``time.monotonic``.
 
         Raises:
@@ -130,7 +130,7 @@ class StagePort:
             self.died("the learner is down")
             return
         tickets = tuple((side, pipe.ticket) for side, pipe in pipes.items())
-        learner.tell(Stage(order, tickets), self._pipes, _detaching(self._pipes))
+        learner.tell(StartStage(order, tickets), self._pipes, _detaching(self._pipes))
 
     def finish(self, generation: int) -> None:
         """Have rank 0 end the generation after the update that it is in."""
@@ -178,7 +178,7 @@ class StagePort:
                 future.set_exception(WorkerError(why))
 
     def close(self) -> None:
-        """Another regime follows, which ends every order: what wasn't told or heard of one is dropped."""
+        """Another mode follows, which ends every order: what wasn't told or heard of one is dropped."""
         self._end()
         learner = self._learner()
         if learner is not None:

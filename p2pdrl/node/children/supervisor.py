@@ -14,24 +14,25 @@ from collections.abc import Callable
 import msgspec
 
 from p2pdrl.clock import Clock
+from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.config.node import LearnerConfig
-from p2pdrl.config.regime import Regime
+from p2pdrl.config.task import AlgorithmConfig
 from p2pdrl.errors import ConfigError, LayoutMismatchError, P2PDRLError, TensorError, WorkerError
-from p2pdrl.node.beside import beside
+from p2pdrl.node.background import beside
 from p2pdrl.node.children.actors import ActorPool
 from p2pdrl.node.children.deaths import Death, Deaths, advice
-from p2pdrl.node.children.hanging import HangWatch, kill_if_it_hangs
+from p2pdrl.node.children.hang_watchdog import HangWatchdog, kill_if_it_hangs
+from p2pdrl.node.children.learner_io import LearnerIO
 from p2pdrl.node.children.learner_link import REAP_S, LearnerLink
 from p2pdrl.node.children.stage_port import StagePort
-from p2pdrl.node.children.workplace import Workplace
 from p2pdrl.node.events import EventLog
-from p2pdrl.strategies.protocol import AnswerKind, Post
+from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
-from p2pdrl.tensors.shm import SharedRegion
-from p2pdrl.workers.protocol import Hello, Others, Pace, Progress, Report, Start, Stop
+from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.workers.protocol import Hello, LearnerPace, Others, Progress, Report, Start, Stop
 
-__all__ = ["LearnerSupervisor", "LearnerTotals"]
+__all__ = ["LearnerPort", "LearnerSupervisor", "LearnerTotals"]
 
 END_TIMEOUT_S = 3.0
 LEAVE_S = 1.0
@@ -88,11 +89,11 @@ class LearnerSupervisor:
         self._actors = actors
         self._link: LearnerLink | None = None
         self._region: SharedRegion | None = None
-        self.workplace = Workplace()
+        self.io = LearnerIO()
         """How the learner works now."""
         self.stages = StagePort(lambda: self._link if self._down_since_s is None else None)
         """The learner as a rank of a pipeline."""
-        self.told: dict[type[Pace | Progress | Others], Pace | Progress | Others] = {}
+        self.told: dict[type[LearnerPace | Progress | Others], LearnerPace | Progress | Others] = {}
         """What each learner is told, by the kind of message."""
         self._before = LearnerTotals()
         self._task: asyncio.Task[None] | None = None
@@ -229,14 +230,14 @@ class LearnerSupervisor:
         if self._task is not None:
             await asyncio.shield(self._task)
 
-    def tell(self, message: Pace | Progress | Others) -> None:
+    def tell(self, message: LearnerPace | Progress | Others) -> None:
         """Send a message to the learner, and to each that replaces it."""
         self.told[type(message)] = message
         if self._link is not None:
             self._link.tell(message)
 
-    def work(self, regime: Regime, epoch: int) -> None:
-        """Let the learner, and each that replaces it, work by another regime; what it posted is void.
+    def work(self, learner_mode: LearnerMode, epoch: int) -> None:
+        """Let the learner, and each that replaces it, work by another learner mode; what it posted is void.
 
         Raises:
             TensorError: the system gives no shared memory for it.
@@ -245,19 +246,24 @@ class LearnerSupervisor:
         if self.spec is None:
             raise WorkerError("the learner isn't built yet")
         self.stages.close()
-        order, regions = self.workplace.arrange(regime, epoch, self.spec.layout.size)
+        order, regions = self.io.arrange(learner_mode, epoch, self.spec.layout.size)
         if self._link is not None:
             self._link.tell(order, regions)
 
     def answer(
-        self, post: Post, kind: AnswerKind, learning_rate: float | None = None, *, end_update: bool = False
+        self,
+        post: LearnerRequest,
+        kind: AnswerKind,
+        learning_rate: float | None = None,
+        *,
+        end_update: bool = False,
     ) -> None:
         """Let the learner go on; an answer to a post that is void is passed over."""
         content = 0
         if kind == "set" and self.board is not None:
             self._flush()
             content = self.board.content_id
-        message = self.workplace.answered(post, kind, content, learning_rate, end_update=end_update)
+        message = self.io.answered(post, kind, content, learning_rate, end_update=end_update)
         if message is not None and self._link is not None:
             self._link.answer(message)
 
@@ -298,9 +304,9 @@ class LearnerSupervisor:
             raise error
 
     def close(self) -> None:
-        """Free the board and the regime's memory. Nobody may use them afterwards."""
+        """Free the board and the learner mode's memory. Nobody may use them afterwards."""
         self.board = None
-        self.workplace.close()
+        self.io.close()
         if self._region is not None:
             self._region.close()
             self._region = None
@@ -328,7 +334,7 @@ class LearnerSupervisor:
         await self._link.attach(self._region, self.spec.nbytes, restore=restore)
         if self._actors is not None:
             self._link.tell(*self._actors.collected())
-        order, regions = self.workplace.renew(self.spec.layout.size)
+        order, regions = self.io.renew(self.spec.layout.size)
         self._link.tell(order, regions)
         for message in self.told.values():
             self._link.tell(message)
@@ -347,11 +353,11 @@ class LearnerSupervisor:
             link = self._link
             if link is not None:
                 began_s = self._clock.monotonic()
-                watch = HangWatch(self.stages, self._clock)
+                watch = HangWatchdog(self.stages, self._clock)
                 noting = watch.noting
                 async with beside(kill_if_it_hangs(link.pid, watch, self._events), "learner-hangs"):
                     await link.converse(
-                        noting(self.reported), noting(self.workplace.posted), noting(self.stages.heard)
+                        noting(self.reported), noting(self.io.posted), noting(self.stages.heard)
                     )
                 death = await link.ended(LEAVE_S if self._stopping.is_set() else REAP_S)
                 self._link = None
@@ -457,3 +463,56 @@ class LearnerSupervisor:
 
 def _spec(hello: Hello) -> BoardSpec:
     return BoardSpec.from_wire(msgspec.msgpack.decode(hello.spec))
+
+
+class LearnerPort:
+    """One strategy's hold on the learner.
+
+    Args:
+        supervisor: keeps the learner process.
+        algorithm: says the learning rate.
+        progress: how far the swarm is towards its last environment step, 0 to 1, as the learner knows it.
+    """
+
+    def __init__(
+        self, supervisor: LearnerSupervisor, algorithm: AlgorithmConfig, progress: Callable[[], float]
+    ) -> None:
+        self._supervisor = supervisor
+        self._algorithm = algorithm
+        self._progress = progress
+
+    @property
+    def board(self) -> DaemonBoard:
+        """The daemon's end of the board."""
+        if self._supervisor.board is None:
+            raise WorkerError("the learner isn't built yet")
+        return self._supervisor.board
+
+    @property
+    def learning_rate(self) -> float:
+        """The algorithm's learning rate now, annealing included."""
+        algorithm = self._algorithm
+        if algorithm.anneal == "linear":
+            return algorithm.learning_rate * (1.0 - min(max(self._progress(), 0.0), 1.0))
+        return algorithm.learning_rate
+
+    async def next_post(self) -> LearnerRequest:
+        """Wait for the learner's next post; cancelling loses none."""
+        return await self._supervisor.io.next_post()
+
+    def answer(
+        self,
+        post: LearnerRequest,
+        kind: AnswerKind,
+        learning_rate: float | None = None,
+        *,
+        end_update: bool = False,
+    ) -> None:
+        """Let the learner go on. A post of an earlier mode, or of a learner that died, is passed over.
+
+        Annealing only lowers the algorithm's learning rate, which is the same on all nodes: what peers make
+        of it never goes beyond.
+        """
+        if learning_rate is not None:
+            learning_rate = max(0.0, min(self._algorithm.learning_rate, learning_rate))
+        self._supervisor.answer(post, kind, learning_rate, end_update=end_update)

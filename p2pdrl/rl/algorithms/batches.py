@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from p2pdrl.rl.gradients import Minibatch
-from p2pdrl.rl.networks.lstm import Context
+from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.objectives.objective import VALID
 from p2pdrl.rl.rollout import Unroll
 
@@ -46,7 +46,7 @@ def minibatch(batch: Minibatch, indices_M: Tensor) -> Minibatch:
         batch.inputs[indices_M],
         targets,
         len(indices_M) if valid is None else int(valid.sum()),
-        Context(*(None if part_N is None else part_N[indices_M] for part_N in batch.context)),
+        RecurrentContext(*(None if part_N is None else part_N[indices_M] for part_N in batch.context)),
     )
 
 

@@ -23,7 +23,7 @@ from p2pdrl.rl.networks.trunk import in_pairs
 from p2pdrl.rl.objectives.objective import Objective
 from p2pdrl.rl.objectives.regression import TARGETS, CrossEntropy, LeastSquares
 from p2pdrl.rl.optimizers import SGD, Adagrad, Adam, Momentum, Optimizer, RMSProp
-from p2pdrl.rl.regression_data import Rows
+from p2pdrl.rl.regression_data import DataRows
 from p2pdrl.rl.schedules import annealed
 from p2pdrl.rl.sources.rows import RowBatch
 
@@ -92,7 +92,9 @@ class RegressionEvaluation:
         device: of the model.
     """
 
-    def __init__(self, config: RegressionConfig, model: nn.Module, rows: Rows, device: torch.device) -> None:
+    def __init__(
+        self, config: RegressionConfig, model: nn.Module, rows: DataRows, device: torch.device
+    ) -> None:
         self._config = config
         self._model = model
         self._objective: Objective[Tensor] = CrossEntropy() if config.kind == "classifier" else LeastSquares()

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LSTM", "NO_CONTEXT", "Context"]
+__all__ = ["LSTM", "NO_CONTEXT", "RecurrentContext"]
 
 
-class Context(NamedTuple):
+class RecurrentContext(NamedTuple):
     """What a recurrent policy must know of an unroll beside its observations; empty for all others."""
 
     starts_BT: Tensor | None = None
@@ -32,7 +32,7 @@ class Context(NamedTuple):
     """State before the first row. None: zeros."""
 
 
-NO_CONTEXT = Context()
+NO_CONTEXT = RecurrentContext()
 
 
 class Cells(nn.LSTM):
@@ -84,7 +84,7 @@ class LSTM(nn.Module):
         """Return the output_BH that is part of a state."""
         return state_BS[:, : self.size]
 
-    def forward(self, x_BTF: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+    def forward(self, x_BTF: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
         """Return outputs_BTH of a whole unroll, the same as T calls of ``step`` would give."""
         state_BS, starts_BT = context.state_BS, context.starts_BT
         if state_BS is None:

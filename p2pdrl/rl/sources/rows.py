@@ -18,7 +18,7 @@ from torch import Tensor
 from p2pdrl.config.task import RegressionConfig
 from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.rl.optimizers import MAX_COUNT
-from p2pdrl.rl.regression_data import Rows, sequence_batch
+from p2pdrl.rl.regression_data import DataRows, sequence_batch
 from p2pdrl.rl.sources.source import Batch, Source
 from p2pdrl.tensors.sidecar import SidecarItem
 
@@ -49,7 +49,7 @@ class RowSource(Source[RowBatch]):
         targets_R: likewise.
     """
 
-    def __init__(self, config: RegressionConfig, seed: int, rows: Rows, device: torch.device) -> None:
+    def __init__(self, config: RegressionConfig, seed: int, rows: DataRows, device: torch.device) -> None:
         self._config = config
         self._seed = seed
         self._rng = np.random.default_rng(seed)

@@ -21,7 +21,7 @@ from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.rollout import RawUnroll
 from p2pdrl.tensors.unroll_ring import ENVIRONMENTS, UnrollItem
 
-__all__ = ["Part", "joined", "pack", "unroll_items"]
+__all__ = ["UnrollPart", "joined", "pack", "unroll_items"]
 
 Array = npt.NDArray[Any]
 
@@ -72,7 +72,7 @@ def pack(raw: RawUnroll, arrays: Mapping[str, Array]) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class UnrollPart:
     """What one actor made.
 
     Attributes:
@@ -88,7 +88,7 @@ class Part:
     anew: bool
 
 
-def joined(parts: Sequence[Part], environments: int) -> RawUnroll:
+def joined(parts: Sequence[UnrollPart], environments: int) -> RawUnroll:
     """Return several actors' unrolls as one, environments side by side.
 
     Args:

@@ -1,50 +1,497 @@
-"""Synchronous gossip with neighbours on a graph: D-PSGD (Lian 2017, arXiv 1705.09056).
-
-The group's members lay a graph over themselves (`topology`), whose Metropolis weights keep their mean. Each
-``every_updates`` updates the learner posts and stands still; its node exchanges vectors with each neighbour
-(`calls`, `visits`), mixes, and lets it go on:
-
-    x_i ← x_i + Σ_j W_ij (x_j − x_i)
-
-A neighbour that doesn't come in time is left out of the round, by both ends. When the view changes, a round
-that has exchanged nothing yet is done again in the new one; one that has ends with the edges it has, which
-keeps the mean as well. While there is no view, or no state, the learner waits ``deadline_s`` at most.
-
-With ``exchanges = "gradients"`` it posts each gradient and steps with g_i + Σ_j W_ij (g_j − g_i); each
-``parameters_every`` rounds the parameters that the gradient was computed on are mixed as well, before it
-steps: that is D-PSGD's own update, x ← W x − γ g(x).
-
-**Which mixing keeps the mean**: ``mean`` and ``clipped`` (both ends shorten an edge alike). ``trimmed``
-leaves out other values at each node, so the mean moves by as much as what was left out.
-"""
+"""Synchronous gossip with neighbours on a graph: D-PSGD (Lian 2017, arXiv 1705.09056)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from p2pdrl.config.strategy import DsgdConfig, Mode
-from p2pdrl.errors import PoisonedVectorError
-from p2pdrl.strategies.arithmetic import Arithmetic
-from p2pdrl.strategies.group.service import ROUTE as GROUP_ROUTE
-from p2pdrl.strategies.group.service import Group
-from p2pdrl.strategies.neighbours.calls import NeighbourCalls
-from p2pdrl.strategies.neighbours.messages import ROUTE
-from p2pdrl.strategies.neighbours.neighbourhood import Neighbourhood
-from p2pdrl.strategies.neighbours.offers import GradientOffer, Offer, ParameterOffer
-from p2pdrl.strategies.neighbours.report import stage_report
-from p2pdrl.strategies.neighbours.seat import Seat
-from p2pdrl.strategies.neighbours.stage import Stage
-from p2pdrl.strategies.neighbours.visits import NeighbourVisits
-from p2pdrl.strategies.protocol import AnswerKind, Context, Post, RoundReport
-from p2pdrl.strategies.runner import Runner
-from p2pdrl.strategies.tally import Tally
+from p2pdrl.errors import (
+    P2PDRLError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    PoisonedVectorError,
+    TensorError,
+    TransportError,
+)
+from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
+from p2pdrl.group.compatibility import Summary, Verdict
+from p2pdrl.group.service import ROUTE as GROUP_ROUTE
+from p2pdrl.group.service import Group
+from p2pdrl.group.view import ViewKey
+from p2pdrl.strategies.admission import ExchangeAdmission
+from p2pdrl.strategies.call_timeouts import outcome_of
+from p2pdrl.strategies.gossip.pair_average import Bounds
+from p2pdrl.strategies.neighbours.messages import PAST, ROUTE, NeighbourHead, Position, decode_neighbour_head
+from p2pdrl.strategies.neighbours.mixing import (
+    GradientContribution,
+    NeighbourContribution,
+    ParameterContribution,
+    measure,
+)
+from p2pdrl.strategies.neighbours.round import (
+    Line,
+    Met,
+    Neighbourhood,
+    NeighbourRound,
+    SentMessages,
+    stage_report,
+)
+from p2pdrl.strategies.offload import Arithmetic
+from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, RoundReport, StrategyContext
+from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
-__all__ = ["DsgdStrategy"]
+__all__ = ["DsgdStrategy", "NeighbourCalls", "NeighbourRoundServer", "PeerState"]
+
+REMEMBERED = 16
+"""Rounds of which we know when they began, to learn how late the late ones are."""
+
+
+class PeerState:
+    """One node's place.
+
+    Args:
+        config: the strategy's options.
+        context: what the node gives.
+        group: its views.
+        heavy: runs arithmetic.
+        max_nbytes: of the longest message.
+        unsure: told of each edge in which one side may have moved alone.
+        distance: told how far a neighbour's parameters were.
+
+    Attributes:
+        at: the last round that was begun.
+        seen: the greatest number that neighbours were heard to be at.
+        stage: the round under way.
+        offer: what it mixes.
+        sent: our messages of the last rounds.
+        missed_s: how long rounds have waited in vain for each neighbour, since the last that it came to.
+    """
+
+    def __init__(
+        self,
+        config: DsgdConfig,
+        context: StrategyContext,
+        group: Group,
+        heavy: Arithmetic,
+        max_nbytes: int,
+        *,
+        unsure: Callable[[str], None],
+        distance: Callable[[float], None],
+    ) -> None:
+        self.config, self.context, self.group = config, context, group
+        self.me, self.swarm, self.clock = context.swarm.node_id, context.swarm, context.clock
+        self.unsure, self._distance, self._heavy = unsure, distance, heavy
+        self.admission = ExchangeAdmission(context.swarm, context.epoch, config.max_staleness)
+        clip = config.clip_distance if config.mixing == "clipped" else None
+        self._bounds = Bounds(context.max_abs, config.max_distance, clip)
+        self._max_nbytes = max_nbytes
+        self.sent = SentMessages(max_nbytes)
+        self.hood: Neighbourhood | None = None
+        self.at, self.seen = Position(-1, 1), 0
+        self.stage: NeighbourRound | None = None
+        self.offer: NeighbourContribution | None = None
+        self.adaptive = AdaptiveTimeout(config.deadline_s)
+        self.stopping = False
+        self.missed_s: dict[str, float] = {}
+        self._began_s: dict[Position, float] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def next_number(self) -> int:
+        """Number of the next round."""
+        return max(self.at.number + 1, self.seen)
+
+    def enter(self, hood: Neighbourhood) -> None:
+        """A view is in force."""
+        if self.hood is not None:
+            hood.inherit(self.hood)
+        self.hood = hood
+        self.at, self.seen = Position(hood.first - 1, 1), hood.first
+        self._began_s.clear()
+        living = self.swarm.alive()
+        self.missed_s = {peer: missed_s for peer, missed_s in self.missed_s.items() if peer in living}
+        self.notify()
+
+    def leave(self) -> None:
+        """The view is over, or the strategy stops: the round under way ends with the edges that it has."""
+        if self.stage is not None:
+            self.stage.cut("regrouped", regrouped=True)
+        self.notify()
+
+    def begin(self, stage: NeighbourRound, offer: NeighbourContribution) -> None:
+        """A round begins."""
+        self.stage, self.offer, self.at = stage, offer, stage.position
+        self._began_s[stage.position] = stage.began_s
+        while len(self._began_s) > REMEMBERED:
+            del self._began_s[min(self._began_s)]
+        self.notify()
+
+    def end(self) -> None:
+        """It has ended."""
+        self.stage = self.offer = None
+        self.notify()
+
+    def came(self, stage: NeighbourRound, met: Met) -> None:
+        """An edge counts."""
+        self.adaptive.observe(self.clock.monotonic() - stage.began_s)
+        if stage.content == "parameters":
+            self._distance(met.edge.distance)
+
+    def came_late(self, position: Position) -> None:
+        """A neighbour came to a round that is over."""
+        began_s = self._began_s.get(position)
+        if began_s is not None:
+            self.adaptive.observe(self.clock.monotonic() - began_s)
+
+    def line(self, hood: Neighbourhood, peer: str) -> Line:
+        """The edge to a neighbour."""
+        return hood.line(peer, self.context.size, self._max_nbytes)
+
+    async def read(self, stage: NeighbourRound, line: Line, peer: str, nbytes: int, theirs: Summary) -> Met:
+        """Read and check the vector in an edge's buffer.
+
+        Raises:
+            PoisonedVectorError: it is unusable.
+            WireError: it is malformed.
+            Refusal: the round has ended (408).
+        """
+        room, offer = line.room(nbytes), self.offer
+        if room is None or offer is None or self.stage is not stage:
+            raise Refusal(408, f"round {stage.number} has ended")
+        mine, length, weight = offer.mine, offer.my_length, stage.weights[peer]
+
+        def work() -> Met:
+            offer.read(room, line.theirs)
+            edge = measure(mine, length, line.theirs, weight, self._bounds)
+            return Met(edge, theirs.policy_version, line.theirs)
+
+        return await self._heavy.run(work)
+
+    def head(
+        self,
+        stage: NeighbourRound,
+        offer: NeighbourContribution,
+        mine: Summary,
+        *,
+        wait_s: float = 0.0,
+        verdict: str = "mix",
+    ) -> NeighbourHead:
+        """What goes before our message."""
+        return NeighbourHead(stage.key, stage.number, offer.content, offer.wire, mine, wait_s, verdict)
+
+    async def change(self) -> None:
+        """Wait until something in here changes.
+
+        Raises:
+            Refusal: the strategy stops (503).
+        """
+        if self.stopping:
+            raise Refusal(503, "the strategy stops")
+        await self._changed.wait()
+
+    def notify(self) -> None:
+        """Something in here has changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+HOLD = 0.8
+"""Part of the time a caller waits for which its call is held; the rest is for the way back."""
+
+
+class NeighbourRoundServer:
+    """Answers of one node.
+
+    Args:
+        state: where it stands.
+    """
+
+    def __init__(self, state: PeerState) -> None:
+        self._state = state
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        """Serve a neighbour's call.
+
+        Raises:
+            Refusal: malformed (400), another view, mode, topology or route (409), we didn't come to that
+                round in time (408), no state (503), quarantined (403), poisoned (422).
+        """
+        state, head = self._state, decode_neighbour_head(incoming.meta)
+        if head is None:
+            raise Refusal(400, "the head can't be read")
+        state.admission.admit(incoming.sender, stopping=state.stopping)
+        try:
+            async with asyncio.timeout(HOLD * min(head.wait_s, state.config.deadline_s)):
+                work = self._answer(incoming, head)
+                return await state.group.hold(incoming.sender, head.call, work)
+        except TimeoutError as error:
+            raise Refusal(408, f"not at round {head.number} in time") from error
+
+    async def _answer(self, incoming: Incoming, head: NeighbourHead) -> Reply:
+        state, sender = self._state, incoming.sender
+        hood = await self._until_view(head.view)
+        if sender not in hood.weights or sender > state.me:
+            raise Refusal(409, "in this node's graph you are no neighbour that calls it")
+        again = state.sent.again(head.view, head.position, sender)
+        if again is not None:  # it counts here already, and our answer was lost
+            return again
+        line = state.line(hood, sender)
+        line.newest = max(line.newest, head.position)
+        state.notify()
+        async with line.lock:
+            room = line.room(incoming.vector_nbytes)
+            if room is None:
+                raise Refusal(422, "the vector has another length than ours")
+            await incoming.read_vector_into(room)
+            stage = await self._until_round(head, line, sender)
+            offer, mine = state.offer, state.admission.admit(sender, stopping=state.stopping)
+            if stage is None or offer is None:
+                return Reply(msgspec.msgpack.encode(self._past(head, mine, sender)))
+            stage.busy.add(sender)
+            try:
+                return await self._reply(stage, offer, line, incoming, head)
+            except BaseException as error:
+                stage.miss(sender, "refused" if isinstance(error, Refusal) else "timeout")
+                raise
+
+    async def _until_view(self, key: ViewKey) -> Neighbourhood:
+        """Wait for view ``key``, which may be in force at others first.
+
+        Raises:
+            Refusal: a later one is in force (409), or we stop (503).
+        """
+        state = self._state
+        while True:
+            view, hood = state.group.view, state.hood
+            if view is not None and hood is not None and hood.key == view.key >= key:
+                state.group.check(key)
+                return hood
+            await state.change()
+
+    async def _until_round(self, head: NeighbourHead, line: Line, sender: str) -> NeighbourRound | None:
+        """Wait for the round that ``head`` is about; None when it is over.
+
+        Raises:
+            Refusal: the view changed (409), or we stop (503).
+        """
+        state, wanted = self._state, head.position
+        while line.newest == wanted and state.at <= wanted:
+            stage = state.stage
+            if state.at == wanted:
+                if stage is not None and stage.awaits(sender):
+                    return stage
+                break
+            state.seen = max(state.seen, head.number)
+            if stage is not None:
+                stage.miss(sender, "ahead")
+            await state.change()
+            state.group.check(head.view)
+        state.came_late(wanted)
+        return None
+
+    async def _reply(
+        self,
+        stage: NeighbourRound,
+        offer: NeighbourContribution,
+        line: Line,
+        incoming: Incoming,
+        head: NeighbourHead,
+    ) -> Reply:
+        state, sender, nbytes = self._state, incoming.sender, incoming.vector_nbytes
+        mine = state.admission.admit(sender, stopping=state.stopping)
+        verdict = state.admission.judge(sender, mine, head.summary)
+        meta = msgspec.msgpack.encode(state.head(stage, offer, mine, verdict=verdict.value))
+        if verdict is not Verdict.MIX:
+            stage.miss(sender, "behind" if verdict is Verdict.ADOPT else "ahead")
+            return Reply(meta)
+        if head.wire != offer.wire:
+            raise Refusal(422, "the vector has another format than ours")
+        try:
+            met = await state.read(stage, line, sender, nbytes, head.summary)
+        except PoisonedVectorError as error:
+            state.swarm.strike(sender, str(error))
+            stage.miss(sender, "poisoned")
+            raise Refusal(422, f"poisoned vector: {error}") from error
+        if stage.closed:
+            raise Refusal(408, f"round {head.number} has ended")
+        stage.bytes_in += nbytes
+        stage.bytes_out += stage.message.nbytes
+        return self._counted(stage, sender, met, meta)
+
+    def _counted(self, stage: NeighbourRound, sender: str, met: Met, meta: bytes) -> Reply:
+        """An answer whose end makes the edge count."""
+        state = self._state
+
+        def ended(sent: bool) -> None:
+            if not sent:
+                stage.broke(sender)
+            elif stage.settle(sender, met):
+                stage.message.answers[sender] = meta
+                state.came(stage, met)
+            else:
+                state.unsure(sender)
+
+        return stage.message.reply(meta, ended)
+
+    def _past(self, head: NeighbourHead, mine: Summary, sender: str) -> NeighbourHead:
+        """Say which round is the next one that the sender can meet us in."""
+        state = self._state
+        stage = state.stage
+        number = state.next_number
+        if stage is not None and stage.number > head.number and stage.awaits(sender):
+            number = stage.number
+        return NeighbourHead(head.view, number, head.content, head.wire, mine, verdict=PAST)
+
+
+GRACE_S = 1.0
+"""How long a round that was cut off waits for what is under way."""
+RETRY_S = 0.05
+RETRIES = 3
+"""Calls that a neighbour refuses because it is in another view (ours changes soon as well), or that break."""
+
+
+class NeighbourCalls:
+    """Rounds of one node.
+
+    Args:
+        state: where it stands.
+    """
+
+    def __init__(self, state: PeerState) -> None:
+        self._state = state
+
+    async def meet(self, hood: Neighbourhood, number: int, offer: NeighbourContribution) -> NeighbourRound:
+        """Exchange what ``offer`` has loaded with each neighbour, as far as they come."""
+        state, began_s = self._state, self._state.clock.monotonic()
+        until_s = began_s + state.adaptive.deadline_s
+        position = Position(number, int(offer.content == "parameters"))
+        message = state.sent.begin(hood.key, position, offer.message)
+        stage = NeighbourRound(hood.key, number, offer.content, hood.weights, began_s, until_s, message)
+        state.begin(stage, offer)
+        calls = [
+            asyncio.create_task(self._call(stage, offer, hood, peer), name="neighbour")
+            for peer in sorted(hood.weights)
+            if peer > state.me
+        ]
+        try:
+            await asyncio.sleep(0)
+            if state.stopping or state.group.view is None or state.group.view.key != hood.key:
+                stage.cut("regrouped", regrouped=True)
+            await stage.wait(until_s - state.clock.monotonic())
+            stage.cut("timeout")
+            await stage.wait_settled(GRACE_S)
+        finally:
+            stage.close()
+            state.end()
+            for call in calls:
+                call.cancel()
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
+                raise error
+        for peer in stage.half & stage.missing.keys():
+            state.unsure(peer)
+        self._doubts(stage, hood)
+        return stage
+
+    def _doubts(self, stage: NeighbourRound, hood: Neighbourhood) -> None:
+        """Ask for a view without neighbours that are gone for good.
+
+        Who was left out before, and comes to no round after its return either, is left out again at once.
+        """
+        state, took_s = self._state, self._state.clock.monotonic() - stage.began_s
+        for peer in hood.weights:
+            if peer not in stage.missing:
+                state.missed_s.pop(peer, None)
+                continue
+            missed_s = state.missed_s[peer] = state.missed_s.get(peer, 0.0) + took_s
+            if stage.missing[peer] == "gone":
+                state.group.doubt(peer, "nothing listens there")
+            elif missed_s > state.config.deadline_s and not stage.regrouped:
+                state.group.doubt(peer, f"came to no round for {missed_s:.1f} s")
+
+    async def _call(
+        self, stage: NeighbourRound, offer: NeighbourContribution, hood: Neighbourhood, peer: str
+    ) -> None:
+        """Exchange with a neighbour; whatever becomes of it settles the edge."""
+        for attempt in range(RETRIES + 1):
+            try:
+                await self._exchange(stage, offer, hood, peer)
+            except PeerRefusedError as refusal:
+                stage.busy.discard(peer)
+                if refusal.status == 409 and attempt < RETRIES and not stage.cut_off:
+                    await asyncio.sleep(RETRY_S * 2**attempt)
+                    continue
+                stage.miss(peer, "late" if refusal.status == 408 else "refused")
+                if refusal.status == 408:  # it lives, and is slower than we thought
+                    self._state.adaptive.observe(2 * (self._state.clock.monotonic() - stage.began_s))
+            except (TransportError, TensorError, Refusal) as error:
+                broke = isinstance(error, PeerUnreachableError) and error.sent
+                if broke and attempt < RETRIES and not stage.cut_off:
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                self._failed(stage, peer, error)
+            return
+
+    def _failed(self, stage: NeighbourRound, peer: str, error: P2PDRLError) -> None:
+        outcome = outcome_of(error)
+        if outcome == "poisoned":
+            self._state.swarm.strike(peer, str(error))
+        if isinstance(error, PeerUnreachableError):
+            outcome = "unsure" if error.sent else "gone"
+        if isinstance(error, Refusal):  # our own round had ended when its answer came
+            outcome = "unsure"
+        if outcome in ("unsure", "poisoned"):
+            self._state.unsure(peer)
+        stage.miss(peer, outcome)
+
+    async def _exchange(
+        self, stage: NeighbourRound, offer: NeighbourContribution, hood: Neighbourhood, peer: str
+    ) -> None:
+        state = self._state
+        address, mine = state.swarm.alive().get(peer), state.swarm.summary()
+        left_s = stage.until_s - state.clock.monotonic()
+        if address is None or mine is None or left_s <= 0 or stage.cut_off:
+            stage.miss(peer, "away" if address is None else "timeout")
+            return
+        line = state.line(hood, peer)
+        stage.busy.add(peer)
+        stage.bytes_out += stage.message.nbytes
+        stage.round_trips += 1
+        head = state.head(stage, offer, mine, wait_s=left_s)
+        answer = await state.group.calls.call(
+            address,
+            peer,
+            ROUTE,
+            lambda call: msgspec.msgpack.encode(msgspec.structs.replace(head, call=call)),
+            vector=stage.message.view,
+            into=lambda _, nbytes: line.room(nbytes),
+            deadline_s=left_s,
+        )
+        stage.bytes_in += answer.vector_nbytes
+        theirs = decode_neighbour_head(answer.meta)
+        if theirs is None:
+            stage.miss(peer, "failed")
+            return
+        if theirs.verdict == PAST:
+            state.seen = max(state.seen, theirs.number)
+            stage.miss(peer, PAST)
+            return
+        heard = state.admission.heard(peer, mine, theirs.summary, theirs.verdict)
+        if heard != "ok" or theirs.position != stage.position or not answer.vector_nbytes:
+            stage.miss(peer, "failed" if heard == "ok" else heard)
+            return
+        met = await state.read(stage, line, peer, answer.vector_nbytes, theirs.summary)
+        if stage.settle(peer, met):
+            state.came(stage, met)
+
 
 POLL_S = 0.05
 LAST_ROUND_S = 0.5
@@ -64,24 +511,32 @@ class DsgdStrategy:
 
     mode: Mode = "gossip"
 
-    def __init__(self, config: DsgdConfig, context: Context) -> None:
+    def __init__(self, config: DsgdConfig, context: StrategyContext) -> None:
         self._config, self._context = config, context
         self._swarm, self._clock, self._learner = context.swarm, context.clock, context.learner
         self._heavy = Arithmetic(4 * context.size)
         delta_D = np.zeros(context.size, np.float32)
-        self._parameters = ParameterOffer(config, context, delta_D)
-        self._gradients = GradientOffer(config, context, delta_D) if config.exchanges == "gradients" else None
-        longest = max(offer.max_nbytes for offer in (self._parameters, self._gradients) if offer is not None)
-        self._tally = Tally(context.swarm)
-        self._group = Group(context, self._note)
-        self._seat = Seat(
-            config, context, self._group, self._heavy, longest, unsure=self._unsure, distance=self._tally.met
+        self._parameters = ParameterContribution(config, context, delta_D)
+        self._gradients = (
+            GradientContribution(config, context, delta_D) if config.exchanges == "gradients" else None
         )
-        self._calls, self._visits = NeighbourCalls(self._seat), NeighbourVisits(self._seat)
-        self._post: Post | None = None
+        longest = max(offer.max_nbytes for offer in (self._parameters, self._gradients) if offer is not None)
+        self._outcomes = OutcomeMetrics(context.swarm)
+        self._group = Group(context, self._note)
+        self._state = PeerState(
+            config,
+            context,
+            self._group,
+            self._heavy,
+            longest,
+            unsure=self._unsure,
+            distance=self._outcomes.met,
+        )
+        self._calls, self._visits = NeighbourCalls(self._state), NeighbourRoundServer(self._state)
+        self._post: LearnerRequest | None = None
         self._post_s = 0.0
         self._group_runs = asyncio.Event()
-        self._runner = Runner()
+        self._runner = TaskRunner()
 
     @property
     def group(self) -> Group:
@@ -91,7 +546,7 @@ class DsgdStrategy:
     @property
     def consensus_distance(self) -> float | None:
         """Estimate of sqrt(mean over nodes of ‖x_i − x̄‖²) from our neighbours, as if they were anybody."""
-        return self._tally.consensus_distance
+        return self._outcomes.consensus_distance
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -100,13 +555,13 @@ class DsgdStrategy:
         Else, why nobody was: ``timeout late gone away refused poisoned past ahead behind failed``; ``unsure``
         counts edges in which one end may have moved alone, and a ``timeout`` may hide another such case.
         """
-        return self._tally.outcomes
+        return self._outcomes.outcomes
 
     @property
     def facts(self) -> dict[str, float | str]:
         """Figures for people; ``lambda2``: a round shrinks the distance to the mean by so much."""
-        hood = self._seat.hood
-        facts: dict[str, float | str] = {"topology": self._config.topology, "round": self._seat.next_number}
+        hood = self._state.hood
+        facts: dict[str, float | str] = {"topology": self._config.topology, "round": self._state.next_number}
         if hood is None:
             return facts
         names = ", ".join(self._swarm.name_of(peer) for peer in sorted(hood.weights)[:8])
@@ -116,7 +571,7 @@ class DsgdStrategy:
             "neighbours": names + more,
             "spectral_gap": hood.spectral_gap,
             "lambda2": 1.0 - hood.spectral_gap,
-            "patience_s": self._seat.patience.deadline_s,
+            "patience_s": self._state.adaptive.deadline_s,
         }
 
     async def start(self) -> None:
@@ -125,8 +580,8 @@ class DsgdStrategy:
 
     async def stop(self, timeout_s: float) -> None:
         """Let the round under way end with the edges that it has, and end everything."""
-        self._seat.stopping = self._runner.stopping = True
-        self._seat.leave()
+        self._state.stopping = self._runner.stopping = True
+        self._state.leave()
         await self._runner.stop(min(timeout_s, LAST_ROUND_S))
         await self._group.stop()
         await self._heavy.close()
@@ -139,7 +594,7 @@ class DsgdStrategy:
         """Rounds follow posts, not updates."""
 
     async def answer(self, incoming: Incoming) -> Reply:
-        """Serve a peer's call; see `NeighbourVisits.answer` and `Group.answer`."""
+        """Serve a peer's call; see `NeighbourRoundServer.answer` and `Group.answer`."""
         if incoming.route == GROUP_ROUTE:
             return await self._group.answer(incoming)
         if incoming.route != ROUTE:
@@ -149,7 +604,7 @@ class DsgdStrategy:
     # Views
 
     def _note(self) -> bytes:
-        return min(self._seat.next_number, MAX_NUMBER).to_bytes(NOTE_BYTES, "big")
+        return min(self._state.next_number, MAX_NUMBER).to_bytes(NOTE_BYTES, "big")
 
     async def _follow_views(self) -> None:
         """Stand in the view in force, for ever."""
@@ -166,9 +621,9 @@ class DsgdStrategy:
             key = active.view.key
             firsts = [int.from_bytes(note[:NOTE_BYTES], "big") for note in active.notes.values()]
             first = min(max(firsts, default=0), MAX_NUMBER)
-            self._seat.enter(Neighbourhood(self._config, self._swarm.node_id, active.view, first))
+            self._state.enter(Neighbourhood(self._config, self._swarm.node_id, active.view, first))
             await self._group.ended(key)
-            self._seat.leave()
+            self._state.leave()
 
     async def _watch_group(self) -> None:
         await self._group_runs.wait()
@@ -190,15 +645,15 @@ class DsgdStrategy:
             else:
                 await self._turn(self._post)
 
-    async def _turn(self, post: Post) -> None:
+    async def _turn(self, post: LearnerRequest) -> None:
         """Do what a post is for, and let the learner go on."""
         began_s, sets = self._post_s, self._learner.board.sets
-        offer: Offer | None = self._parameters
+        offer: NeighbourContribution | None = self._parameters
         if self._gradients is not None:
             self._gradients.post = post
             offer = None if post.vector is None else self._gradients
         kind: AnswerKind = "none"
-        enough = 0 < self._context.max_exchanges <= self._tally.count("ok")
+        enough = 0 < self._context.max_exchanges <= self._outcomes.count("ok")
         if offer is not None and self._group_runs.is_set() and not enough:
             stage = await self._round(offer, began_s)
             if stage is not None and self._runner.stopping and not stage.met:
@@ -214,18 +669,18 @@ class DsgdStrategy:
         if not self._runner.stopping or kind != "none":
             self._learner.answer(post, kind)
 
-    async def _round(self, offer: Offer, began_s: float) -> Stage | None:
+    async def _round(self, offer: NeighbourContribution, began_s: float) -> NeighbourRound | None:
         """Do one round; None when there is nobody to do it with, or nothing to do it with."""
         while not self._runner.stopping:
             hood = await self._place(began_s + self._config.deadline_s)
             if hood is None or not hood.weights or not await self._load(offer):
                 return None
-            number = self._seat.next_number
+            number = self._state.next_number
             stage = await self._calls.meet(hood, number, offer)
             late = self._clock.monotonic() > began_s + self._config.deadline_s
-            if stage.met or late or not (stage.regrouped or self._seat.next_number > number + 1):
+            if stage.met or late or not (stage.regrouped or self._state.next_number > number + 1):
                 return stage
-            self._tally.ended(
+            self._outcomes.ended(
                 RoundReport("regrouped" if stage.regrouped else "past", missing=tuple(stage.missing)),
                 ours=False,
             )
@@ -233,18 +688,18 @@ class DsgdStrategy:
 
     async def _mix_parameters(self, number: int) -> None:
         """After a round of gradients: the parameters, each so many rounds, over the same edges."""
-        hood = self._seat.hood
+        hood = self._state.hood
         if (number + 1) % self._config.parameters_every or hood is None or self._group.view != hood.view:
             return
         began_s = self._clock.monotonic()
-        if self._seat.at.number == number and await self._load(self._parameters):
+        if self._state.at.number == number and await self._load(self._parameters):
             stage = await self._calls.meet(hood, number, self._parameters)
             await self._ended(stage, self._parameters, began_s)
 
     async def _place(self, until_s: float) -> Neighbourhood | None:
         """Wait for a state of ours and a view; None when they don't come in time."""
         while not self._runner.stopping:
-            view, hood = self._group.view, self._seat.hood
+            view, hood = self._group.view, self._state.hood
             ready = view is not None and hood is not None and hood.key == view.key
             if ready and self._swarm.summary() is not None:
                 return hood
@@ -253,10 +708,10 @@ class DsgdStrategy:
                 return None
             with contextlib.suppress(TimeoutError, Refusal):
                 async with asyncio.timeout(min(POLL_S, left_s)):
-                    await self._seat.change()
+                    await self._state.change()
         return None
 
-    async def _load(self, offer: Offer) -> bool:
+    async def _load(self, offer: NeighbourContribution) -> bool:
         """Take what is ours; False when it can't be given to anybody. Parameters that can't are healed."""
         try:
             await self._heavy.run(offer.load)
@@ -266,7 +721,7 @@ class DsgdStrategy:
                 self._swarm.heal(f"our own parameters are unusable: {error}")
             return False
 
-    async def _ended(self, stage: Stage, offer: Offer, began_s: float) -> bool:
+    async def _ended(self, stage: NeighbourRound, offer: NeighbourContribution, began_s: float) -> bool:
         """Mix what came, and report; False when nothing was added to ours."""
         own_version = self._learner.board.policy_version
         changed: float | None = 0.0
@@ -276,8 +731,10 @@ class DsgdStrategy:
             changed = await self._heavy.run(lambda: offer.apply(others, version))
         report = stage_report(stage, self._config.mixing, self._swarm.node_id, own_version, changed)
         now_s = self._clock.monotonic()
-        self._tally.ended(replace(report, seconds=now_s - stage.began_s, waited_s=now_s - began_s))
+        self._outcomes.ended(replace(report, seconds=now_s - stage.began_s, waited_s=now_s - began_s))
         return bool(stage.met) and changed is not None
 
     def _unsure(self, peer: str) -> None:
-        self._tally.ended(RoundReport("unsure", missing=(peer,), error="one end may have moved"), ours=False)
+        self._outcomes.ended(
+            RoundReport("unsure", missing=(peer,), error="one end may have moved"), ours=False
+        )

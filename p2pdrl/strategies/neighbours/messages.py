@@ -9,9 +9,9 @@ from msgspec import Meta
 
 from p2pdrl.config.strategy import Content
 from p2pdrl.errors import WireError
-from p2pdrl.strategies.group.view import ViewKey
-from p2pdrl.strategies.judgement import Natural, Short, Summary
-from p2pdrl.strategies.pairwise.pair import WireName
+from p2pdrl.group.compatibility import Natural, Short, Summary
+from p2pdrl.group.view import ViewKey
+from p2pdrl.strategies.gossip.pair_average import WireName
 from p2pdrl.transport import codec
 
 __all__ = ["PAST", "ROUTE", "NeighbourHead", "Position", "decode_neighbour_head"]

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from p2pdrl.pipeline.order import StageBackend
-from p2pdrl.strategies.pipeline.messages import Offered
+from p2pdrl.pipeline.order import StageBackend, StageNews
+from p2pdrl.strategies.pipeline.generation import Generation
+from p2pdrl.strategies.pipeline.messages import RankOffer
+from p2pdrl.strategies.protocol import SwarmView
 
-__all__ = ["Choice", "chosen"]
+__all__ = ["BackendFallback", "Choice", "chosen"]
 
 
 class Choice(NamedTuple):
@@ -28,7 +30,7 @@ class Choice(NamedTuple):
 
 
 def chosen(
-    wanted: Literal["auto", "stream", "torch"], ranks: Sequence[tuple[str, Offered]], failed: str = ""
+    wanted: Literal["auto", "stream", "torch"], ranks: Sequence[tuple[str, RankOffer]], failed: str = ""
 ) -> Choice:
     """Choose.
 
@@ -49,7 +51,7 @@ def chosen(
     )
 
 
-def _hindrance(ranks: Sequence[tuple[str, Offered]]) -> str:
+def _hindrance(ranks: Sequence[tuple[str, RankOffer]]) -> str:
     """What speaks against torch; empty where nothing does."""
     for name, offer in ranks:
         if not offer.trusted:
@@ -65,3 +67,49 @@ def _hindrance(ranks: Sequence[tuple[str, Offered]]) -> str:
         if not offer.direct:
             return f"{name} isn't reached at any port, or doesn't reach all others"
     return ""
+
+
+LONGEST = 160
+"""Characters of what a learner told of it."""
+
+
+class BackendFallback:
+    """What this node learnt of it as a head, since its mode began.
+
+    Args:
+        swarm: told the first failure.
+        counts: whether torch was chosen; what people asked for is tried again and again.
+
+    Attributes:
+        failed: how it came to nothing, in words; empty as long as it didn't.
+    """
+
+    def __init__(self, swarm: SwarmView, *, counts: bool) -> None:
+        self._swarm, self._counts = swarm, counts
+        self.failed = ""
+
+    def unmet(self, generation: int, why: str) -> None:
+        """The ranks of a generation didn't meet."""
+        self._fail(f"the ranks of generation {generation} couldn't meet over torch", why)
+
+    def ended(self, generation: Generation, news: StageNews) -> None:
+        """A generation ended."""
+        if (
+            generation.leads
+            and generation.order.backend == "torch"
+            and news.what == "broken"
+            and not generation.progressed
+        ):
+            self._fail(
+                f"generation {generation.generation} broke over torch before its first update", news.why
+            )
+
+    def _fail(self, what: str, why: str) -> None:
+        if not self._counts or self.failed:
+            return
+        self.failed = f"{what}: {why[:LONGEST]}" if why else what
+        self._swarm.tell(
+            "pipeline-backend",
+            f"{self.failed}; the next pipelines that this node heads run over stream",
+            warning=True,
+        )

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from p2pdrl.errors import P2PDRLError, PeerRefusedError, PeerTimeoutError, PeerUnreachableError, WireError
-from p2pdrl.strategies.group.service import Group
+from p2pdrl.group.service import Group
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
-from p2pdrl.strategies.protocol import Context
+from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Address
 
@@ -48,7 +48,7 @@ class Peers:
         group: makes the calls.
     """
 
-    def __init__(self, context: Context, group: Group) -> None:
+    def __init__(self, context: StrategyContext, group: Group) -> None:
         self._swarm, self._clock, self._group = context.swarm, context.clock, group
         self._known = context.swarm.alive()
 

@@ -7,16 +7,18 @@ who are left over stand by. Where there are fewer than S members, all of them ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from p2pdrl.strategies.pipeline.messages import Note
+from p2pdrl.config.checks import Problem, too_few_blocks
+from p2pdrl.config.strategy import PipelineConfig
+from p2pdrl.strategies.pipeline.messages import PipelineNote
 
-__all__ = ["Layout", "Place", "blocks_of", "lay_out", "width"]
+__all__ = ["PipelineLayout", "PipelineMembers", "blocks_of", "lay_out", "limits", "width"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PipelineMembers:
     """One pipeline.
 
     Attributes:
@@ -43,7 +45,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PipelineLayout:
     """All pipelines of a view.
 
     Attributes:
@@ -51,10 +53,10 @@ class Layout:
         standby: who is in none.
     """
 
-    pipelines: tuple[Place, ...]
+    pipelines: tuple[PipelineMembers, ...]
     standby: tuple[str, ...]
 
-    def place_of(self, member: str) -> Place | None:
+    def place_of(self, member: str) -> PipelineMembers | None:
         """Return a member's pipeline; None when it stands by."""
         return next((place for place in self.pipelines if member in place.members), None)
 
@@ -66,18 +68,18 @@ class Layout:
         )
 
 
-def blocks_of(notes: Mapping[str, Note]) -> int:
+def blocks_of(notes: Mapping[str, PipelineNote]) -> int:
     """Return how many blocks the members' policies have; 0 where nobody says so."""
     return min((note.blocks for note in notes.values() if note.blocks), default=0)
 
 
-def width(notes: Mapping[str, Note], stages: int, chunks: int) -> int:
+def width(notes: Mapping[str, PipelineNote], stages: int, chunks: int) -> int:
     """Return how many ranks a pipeline has at most: S, or as many as there are blocks for."""
     blocks = blocks_of(notes)
     return max(1, min(stages, blocks // chunks)) if blocks else stages
 
 
-def lay_out(members: Sequence[str], notes: Mapping[str, Note], most: int) -> Layout:
+def lay_out(members: Sequence[str], notes: Mapping[str, PipelineNote], most: int) -> PipelineLayout:
     """Compute the pipelines of a view.
 
     Args:
@@ -90,23 +92,47 @@ def lay_out(members: Sequence[str], notes: Mapping[str, Note], most: int) -> Lay
     taken = {member for place in kept for member in place.members}
     free = [member for member in members if member not in taken]
     full = len(free) - len(free) % size
-    lots = [Place(0, tuple(free[start : start + size])) for start in range(0, full, size)]
+    lots = [PipelineMembers(0, tuple(free[start : start + size])) for start in range(0, full, size)]
     places = sorted([*kept, *lots], key=lambda place: place.head)
     numbered = tuple(
-        Place(number, place.members, place.generation, place.alone) for number, place in enumerate(places)
+        PipelineMembers(number, place.members, place.generation, place.alone)
+        for number, place in enumerate(places)
     )
-    return Layout(numbered, tuple(free[full:]))
+    return PipelineLayout(numbered, tuple(free[full:]))
 
 
-def _whole(members: Sequence[str], notes: Mapping[str, Note], size: int) -> list[Place]:
+def _whole(members: Sequence[str], notes: Mapping[str, PipelineNote], size: int) -> list[PipelineMembers]:
     """Pipelines of the right size all of whose ranks are there."""
     found: dict[tuple[int, str], dict[int, str]] = {}
     for member in members:
-        note = notes.get(member, Note())
+        note = notes.get(member, PipelineNote())
         if note.generation and note.ranks == size:
             found.setdefault((note.generation, note.head), {})[note.rank] = member
     return [
-        Place(0, tuple(ranks[rank] for rank in range(size)), generation, notes[head].alone)
+        PipelineMembers(0, tuple(ranks[rank] for rank in range(size)), generation, notes[head].alone)
         for (generation, head), ranks in found.items()
         if set(ranks) == set(range(size)) and ranks[0] == head
     ]
+
+
+def limits(
+    config: PipelineConfig, notes: Mapping[str, PipelineNote], place: PipelineMembers | None
+) -> Iterator[Problem]:
+    """Yield what our pipeline does without.
+
+    Args:
+        config: the strategy's options.
+        notes: of the view's members.
+        place: our pipeline; None where we stand by.
+    """
+    blocks = blocks_of(notes)
+    if blocks:
+        problem = too_few_blocks(config, blocks)
+        if problem is not None:
+            yield problem
+    if config.cuts and place is not None and len(place.members) != config.stages:
+        yield Problem(
+            "task.strategy.cuts",
+            f"they are for pipelines of {config.stages} peers, and go unused while this one has "
+            f"{len(place.members)}",
+        )

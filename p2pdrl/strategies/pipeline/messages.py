@@ -11,22 +11,21 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.config.pipeline import MAX_CHUNKS, MAX_STAGES
+from p2pdrl.config.strategy import MAX_CHUNKS, MAX_STAGES
+from p2pdrl.group.compatibility import Natural, Short
+from p2pdrl.group.view import GroupNote, ViewKey
 from p2pdrl.pipeline.order import StageBackend
-from p2pdrl.strategies.group.note import GroupNote
-from p2pdrl.strategies.group.view import ViewKey
-from p2pdrl.strategies.judgement import Natural, Short
-from p2pdrl.strategies.pipeline.probe import Probe
+from p2pdrl.strategies.pipeline.link_probe import Probe
 
 __all__ = [
     "MAX_GENERATION",
-    "Done",
     "Form",
     "Leave",
-    "Note",
-    "Offer",
-    "Offered",
     "PipeHead",
+    "PipelineDone",
+    "PipelineNote",
+    "RankOffer",
+    "RankRequest",
     "Request",
     "as_reason",
 ]
@@ -42,7 +41,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 Cut = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
 
 
-class Note(GroupNote, frozen=True, array_like=True):
+class PipelineNote(GroupNote, frozen=True, array_like=True):
     """What a member says of itself when it acknowledges a view; under 256 bytes."""
 
     blocks: Natural = 0
@@ -57,14 +56,14 @@ class Note(GroupNote, frozen=True, array_like=True):
     """Whether all these ranks compute by themselves, because a pipeline would be slower."""
 
 
-class Offer(msgspec.Struct, frozen=True, tag="offer"):
+class RankRequest(msgspec.Struct, frozen=True, tag="offer"):
     """Be part of my pipeline: how do you stand?"""
 
     key: ViewKey
     call: Natural = 0
 
 
-class Offered(msgspec.Struct, frozen=True):
+class RankOffer(msgspec.Struct, frozen=True):
     """How a rank stands."""
 
     lineage: Short
@@ -89,7 +88,7 @@ class Offered(msgspec.Struct, frozen=True):
 
 
 class Form(msgspec.Struct, frozen=True, tag="form"):
-    """Be this rank; answered with `Done` once your learner is."""
+    """Be this rank; answered with `PipelineDone` once your learner is."""
 
     key: ViewKey
     generation: Generation
@@ -134,7 +133,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     call: Natural = 0
 
 
-class Done(msgspec.Struct, frozen=True):
+class PipelineDone(msgspec.Struct, frozen=True):
     """It is."""
 
     generation: Generation
@@ -149,7 +148,7 @@ class PipeHead(msgspec.Struct, frozen=True):
     """The sender's."""
 
 
-Request = Offer | Form | Leave | Probe
+Request = RankRequest | Form | Leave | Probe
 
 
 def as_reason(text: str) -> str:

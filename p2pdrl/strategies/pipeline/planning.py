@@ -10,16 +10,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from p2pdrl.config.pipeline import PipelineConfig, ScheduleName
-from p2pdrl.config.pipeline_checks import LIST_BLOCKS
+from p2pdrl.config.checks import LIST_BLOCKS
+from p2pdrl.config.strategy import PipelineConfig, ScheduleName
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.advice import Advice, Pipeline, Wishes, advise, bytes_alone, too_large
 from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer
-from p2pdrl.pipeline.plan import Plan
+from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.pipeline.timeline import Timeline
-from p2pdrl.pipeline.work import Work
+from p2pdrl.pipeline.work import UpdateWork
 
-__all__ = ["AUTO", "NO_PIPELINE", "Design", "Rank", "design", "measured_with", "schedule_of"]
+__all__ = ["AUTO", "NO_PIPELINE", "Design", "RankCandidate", "design", "measured_with", "schedule_of"]
 
 AUTO = (1, 2, 4, 8)
 """Numbers of microbatches that ``auto`` chooses from."""
@@ -30,7 +30,7 @@ ONE = "no other rank is in its pipeline"
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankCandidate:
     """One peer of a pipeline to be.
 
     Attributes:
@@ -62,7 +62,7 @@ class Design:
     """
 
     members: tuple[str, ...]
-    plan: Plan
+    plan: PipelinePlan
     alone: bool
     why: str
     step_s: float
@@ -89,7 +89,7 @@ def measured_with(config: PipelineConfig, rows: int = 0) -> int:
 def design(
     config: PipelineConfig,
     layers: Sequence[Layer],
-    ranks: Sequence[Rank],
+    ranks: Sequence[RankCandidate],
     links: Links = FREE,
     *,
     minibatches: int = 1,
@@ -110,14 +110,16 @@ def design(
     """
     blocks, most = len(layers), measured_with(config, rows)
     mine_s = max(ranks[0].seconds, LEAST_S)
-    single = Plan(blocks, (), schedule_of(config, 1), most, 1)
+    single = PipelinePlan(blocks, (), schedule_of(config, 1), most, 1)
     alone = Design((ranks[0].peer,), single, False, ONE, mine_s * most, 0.0)
     peers = [Peer(one.name, mine_s / max(one.seconds, LEAST_S), one.memory_bytes) for one in ranks]
-    work = Work(  # no bytes of the input: the first rank has the batch in any case, and cuts it into views
-        {most: layers},
-        minibatches=minibatches,
-        checkpoint=config.checkpoint_activations,
-        state_every=config.state_every,
+    work = (
+        UpdateWork(  # no bytes of the input: the first rank has the batch in any case, and cuts it into views
+            {most: layers},
+            minibatches=minibatches,
+            checkpoint=config.checkpoint_activations,
+            state_every=config.state_every,
+        )
     )
     fits = [bytes_alone(work, most) <= peer.memory_bytes for peer in peers]
     if not any(fits) and len(ranks) == 1:
@@ -164,22 +166,22 @@ def _wishes(config: PipelineConfig, ranks: int, most: int, blocks: int) -> Wishe
 def _allowed(microbatches: int, ranks: int, chunks: int) -> int:
     """The most microbatches of so many that an interleaved schedule takes."""
     stages = ranks * chunks
-    plan = Plan(stages, tuple(range(1, stages)), "interleaved", 1, ranks)
+    plan = PipelinePlan(stages, tuple(range(1, stages)), "interleaved", 1, ranks)
     return _with(plan, microbatches).microbatches
 
 
-def _most(plan: Plan) -> Plan:
+def _most(plan: PipelinePlan) -> PipelinePlan:
     """The plan with the most microbatches that ``auto`` tries."""
     return _with(plan, AUTO[-1])
 
 
-def _with(plan: Plan, microbatches: int) -> Plan:
+def _with(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
     for number in range(microbatches, 1, -1):
         try:
-            return Plan(plan.blocks, plan.cuts, plan.schedule, number, plan.ranks)
+            return PipelinePlan(plan.blocks, plan.cuts, plan.schedule, number, plan.ranks)
         except ConfigError:
             continue
-    return Plan(plan.blocks, plan.cuts, plan.schedule, 1, plan.ranks)
+    return PipelinePlan(plan.blocks, plan.cuts, plan.schedule, 1, plan.ranks)
 
 
 def _trainable(layers: Sequence[Layer], advice: Advice) -> Pipeline:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
-from p2pdrl.transport.pipe import Pipe
+from p2pdrl.transport.pipe.ticket import Pipe
 from p2pdrl.transport.protocol import Address
 
 __all__ = ["PIPE_ROUTE", "Measured", "Pipes", "Stages"]

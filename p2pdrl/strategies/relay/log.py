@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 from p2pdrl.errors import P2PDRLError
 
-__all__ = ["GapError", "History", "Origin", "Run", "StromLog"]
+__all__ = ["GapError", "History", "Run", "StromLog", "UpdateOrigin"]
 
 MAX_ORIGINS = 384
 """Origins that are remembered: the newest of each node, and of the most recent nodes."""
 
 
-class Origin(NamedTuple):
+class UpdateOrigin(NamedTuple):
     """Whose numbers.
 
     Args:
@@ -63,7 +63,7 @@ class Run(NamedTuple):
         oldest: number of the oldest one that the sender keeps.
     """
 
-    origin: Origin
+    origin: UpdateOrigin
     first: int
     messages: tuple[bytes, ...]
     oldest: int
@@ -102,12 +102,12 @@ class StromLog:
     """
 
     def __init__(self, me: str, boot: str, window_bytes: int) -> None:
-        self.own = Origin(me, boot)
+        self.own = UpdateOrigin(me, boot)
         self.history: History | None = None
-        self.have: dict[Origin, int] = {}
+        self.have: dict[UpdateOrigin, int] = {}
         self._window_bytes = window_bytes
-        self._kept: dict[Origin, _Kept] = {self.own: _Kept(1)}
-        self._known: dict[str, dict[Origin, int]] = {}
+        self._kept: dict[UpdateOrigin, _Kept] = {self.own: _Kept(1)}
+        self._known: dict[str, dict[UpdateOrigin, int]] = {}
 
     @property
     def kept_bytes(self) -> int:
@@ -126,11 +126,11 @@ class StromLog:
 
     # Sending
 
-    def known(self, peer: str, have: Mapping[Origin, int]) -> None:
+    def known(self, peer: str, have: Mapping[UpdateOrigin, int]) -> None:
         """A peer said what it has."""
         self._known.setdefault(peer, {}).update(have)
 
-    def origins(self, *, relay: bool) -> list[Origin]:
+    def origins(self, *, relay: bool) -> list[UpdateOrigin]:
         """Whose messages we send."""
         return list(self.have) if relay else [self.own]
 
@@ -213,7 +213,9 @@ class StromLog:
         """Begin a history with what we have."""
         self.history = History(era, self.own.node)
 
-    def contains(self, theirs: History | None, have: Mapping[Origin, int], own: Origin, oldest: int) -> bool:
+    def contains(
+        self, theirs: History | None, have: Mapping[UpdateOrigin, int], own: UpdateOrigin, oldest: int
+    ) -> bool:
         """Say whether our base can be given as it is to somebody who wants it.
 
         When it can't, and what is missing doesn't come in time either, `found` a greater history first, so
@@ -233,7 +235,7 @@ class StromLog:
                 return False
         return True
 
-    def take(self, history: History, have: Mapping[Origin, int], boot: str) -> Sequence[bytes]:
+    def take(self, history: History, have: Mapping[UpdateOrigin, int], boot: str) -> Sequence[bytes]:
         """Have another base.
 
         Args:
@@ -251,7 +253,7 @@ class StromLog:
             again = own.after(number)
             last = number + len(again)
         else:
-            self.own = Origin(self.own.node, boot)
+            self.own = UpdateOrigin(self.own.node, boot)
             last = have.get(self.own, 0)
             own = _Kept(last + 1)
         self.history = history
@@ -262,7 +264,7 @@ class StromLog:
         self._bound()
         return again
 
-    def covers(self, origins: Iterable[Origin]) -> dict[Origin, int]:
+    def covers(self, origins: Iterable[UpdateOrigin]) -> dict[UpdateOrigin, int]:
         """What we have of each."""
         return {origin: self.have.get(origin, 0) for origin in origins}
 

@@ -1,6 +1,6 @@
 """What members of a `strom` swarm say to each other on the route ``relay``.
 
-A `Push` is followed by its messages, one after another; a `State` by a base, as float32.
+A `RelayPush` is followed by its messages, one after another; a `BaseState` by a base, as float32.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.strategies.judgement import Natural, Short, Summary
-from p2pdrl.strategies.relay.log import MAX_ORIGINS, History, Origin, Run
+from p2pdrl.group.compatibility import Natural, Short, Summary
+from p2pdrl.strategies.relay.log import MAX_ORIGINS, History, Run, UpdateOrigin
 
 __all__ = [
     "MAX_MESSAGES",
     "ROUTE",
-    "Ask",
     "Asked",
+    "BaseRequest",
+    "BaseState",
     "Call",
     "Known",
-    "Push",
-    "Pushed",
-    "State",
+    "RelayPush",
+    "RelayPushed",
     "cut_runs",
     "run_head",
 ]
@@ -47,7 +47,7 @@ class RunHead(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of each; none says that the sender has lost what comes before ``oldest``."""
 
 
-class Push(msgspec.Struct, frozen=True, tag="push"):
+class RelayPush(msgspec.Struct, frozen=True, tag="push"):
     """Messages, perhaps none."""
 
     summary: Summary
@@ -58,7 +58,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     """Origins of which the sender wants to know what the receiver has."""
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class BaseRequest(msgspec.Struct, frozen=True, tag="ask"):
     """Give me your base."""
 
     summary: Summary
@@ -73,10 +73,10 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Only say which history you have."""
 
 
-Call = Push | Ask
+Call = RelayPush | BaseRequest
 
 
-class Pushed(msgspec.Struct, frozen=True, tag="pushed"):
+class RelayPushed(msgspec.Struct, frozen=True, tag="pushed"):
     """What became of a push."""
 
     summary: Summary
@@ -86,7 +86,7 @@ class Pushed(msgspec.Struct, frozen=True, tag="pushed"):
     have: Known = []
 
 
-class State(msgspec.Struct, frozen=True, tag="state"):
+class BaseState(msgspec.Struct, frozen=True, tag="state"):
     """A base."""
 
     summary: Summary
@@ -117,5 +117,5 @@ def cut_runs(heads: tuple[RunHead, ...], vector: memoryview) -> list[Run] | None
         for size in head.sizes:
             messages.append(bytes(vector[at : at + size]))
             at += size
-        runs.append(Run(Origin(head.node, head.boot), head.first, tuple(messages), head.oldest))
+        runs.append(Run(UpdateOrigin(head.node, head.boot), head.first, tuple(messages), head.oldest))
     return runs if at == len(vector) else None

@@ -1,51 +1,366 @@
-"""Threshold-compressed updates to everybody (Strom 2015, Interspeech, "Scalable distributed DNN training").
-
-Each node's learner trains freely. What it moved its parameters by, whatever its optimizer, is added to a
-residual; entries that have grown to ±τ go to all other nodes as ±τ, which add them to theirs (`state`).
-Each message is added exactly once by everybody (`log`), so replicas differ by their residuals, and by
-what is under way.
-
-**Learning rate**: N nodes add up all N nodes' updates, so the swarm steps N times as far in the same time as
-one node: begin with 1/N of the rate (or 1/√N) that suits one node. Adam's moments follow each node's own
-gradients only.
-
-**τ**: every entry of a replica may be off by about τ from each other's, in either direction. Lower is
-closer and costs more bytes; `facts` tells bytes for each update, and the residual.
-
-Up to `DIRECT_MEMBERS` nodes send straight to all others. More pass messages on along a random regular graph
-of degree `DEGREE`, each up to `DEGREE` times to everybody, who keeps what is new.
-
-When the mode begins, all take the base of one member, the one with the lowest id: so begin it when replicas
-are close. Whoever comes anew, was frozen for long, or meets a greater history takes a base (`sync`):
-exact, since it comes with the numbers of all messages it contains. After a partition that outlasted what is
-kept (messages of as many bytes as two vectors), one side's base is taken by the other, whose work since then
-is lost but for its last messages. A node that was alone for `ALONE_S` follows those it meets likewise.
-"""
+"""Threshold-compressed updates to everybody (Strom 2015, Interspeech)."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Literal
+
+import msgspec
+import numpy as np
 
 from p2pdrl.config.strategy import Mode, StromConfig
-from p2pdrl.errors import PoisonedVectorError
-from p2pdrl.strategies.arithmetic import Arithmetic
-from p2pdrl.strategies.door import Door
-from p2pdrl.strategies.protocol import Context
-from p2pdrl.strategies.relay.log import History
-from p2pdrl.strategies.relay.member import StromMember
-from p2pdrl.strategies.relay.messages import ROUTE, Ask, Call
-from p2pdrl.strategies.relay.push import StromPush
-from p2pdrl.strategies.relay.sync import StromSync
-from p2pdrl.strategies.runner import Runner
-from p2pdrl.strategies.tally import Tally
+from p2pdrl.errors import (
+    P2PDRLError,
+    PeerTimeoutError,
+    PoisonedVectorError,
+    TensorError,
+    TransportError,
+    WireError,
+)
+from p2pdrl.group.compatibility import Summary, Verdict
+from p2pdrl.strategies.admission import ExchangeAdmission
+from p2pdrl.strategies.call_timeouts import outcome_of
+from p2pdrl.strategies.offload import Arithmetic
+from p2pdrl.strategies.protocol import Merged, RoundReport, StrategyContext
+from p2pdrl.strategies.relay.log import History, UpdateOrigin
+from p2pdrl.strategies.relay.messages import (
+    MAX_MESSAGES,
+    ROUTE,
+    Asked,
+    BaseRequest,
+    BaseState,
+    Call,
+    Known,
+    RelayPush,
+    RelayPushed,
+    cut_runs,
+    run_head,
+)
+from p2pdrl.strategies.relay.state import Absorbed, GivenBase, StromMember
+from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
 from p2pdrl.strategies.topology import neighbours
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
 
-__all__ = ["DIRECT_MEMBERS", "StromStrategy"]
+__all__ = ["DIRECT_MEMBERS", "StromPush", "StromStrategy", "StromSync"]
+
+FIRST_PAUSE_S = 0.05
+MOST_PAUSE_S = 1.0
+URGENT_AFTER = 6
+"""Rounds of asking, with growing pauses: about two seconds."""
+SILENT_AFTER = 3
+"""Rounds of asking after which those who don't answer are no longer waited for."""
+STATE_DEADLINE_S = 30.0
+"""Longest time for a base; it begins with the strategy's deadline and doubles when that wasn't enough."""
+
+Heard = Literal["taken", "wait", "failed"]
+
+
+class StromSync:
+    """Asks for bases, and gives them.
+
+    Args:
+        config: the strategy's options.
+        context: what the node gives.
+        member: our part.
+        admission: judges peers.
+    """
+
+    def __init__(
+        self, config: StromConfig, context: StrategyContext, member: StromMember, admission: ExchangeAdmission
+    ) -> None:
+        self._context, self._member, self._admission = context, member, admission
+        self._swarm, self._rng = context.swarm, random.Random(context.rng.getrandbits(64))
+        self._first_deadline_s = self._deadline_s = config.deadline_s
+        self.hint = ""
+        """Who is known to have a base that we need."""
+        self.taken = 0
+        self.bytes_in = self.bytes_out = 0
+
+    async def run(self) -> None:
+        """Ask until we are in step."""
+        rounds = 0
+        while not self._member.in_step:
+            if self._swarm.summary() is not None and await self._round(rounds):
+                return
+            rounds += 1
+            pause_s = min(FIRST_PAUSE_S * 2.0**rounds, MOST_PAUSE_S)
+            await asyncio.sleep(self._rng.uniform(0.5, 1.0) * pause_s)
+
+    async def _round(self, rounds: int) -> bool:
+        """Ask everybody who has a base, then one of them for it."""
+        living = self._swarm.alive()
+        peers = sorted(living)
+        told = dict(
+            zip(
+                peers, await asyncio.gather(*(self._probe(peer, living[peer]) for peer in peers)), strict=True
+            )
+        )
+        histories = {peer: one.history for peer, one in told.items() if one is not None and one.history}
+        if histories:
+            best = [peer for peer in peers if histories.get(peer) == max(histories.values())]
+            giver = self.hint if self.hint in best else self._rng.choice(best)
+            heard = await self._ask(giver, living[giver], urgent=rounds >= URGENT_AFTER)
+            self.hint = giver if heard == "wait" else ""
+            return heard == "taken"
+        silent = [peer for peer in peers if told[peer] is None]
+        if silent and rounds < SILENT_AFTER:
+            return False
+        if any(peer < self._swarm.node_id for peer in peers if told[peer] is not None):
+            return False
+        history = self._member.log.history
+        await self._member.found(era=0 if history is None else history.era + 1)
+        return True
+
+    async def _probe(self, peer: str, address: Address) -> Asked | None:
+        """Ask which history a peer has; None when it doesn't say, or can't be mixed with."""
+        mine = self._swarm.summary()
+        if mine is None:
+            return None
+        try:
+            answer = await self._context.transport.call(
+                address,
+                peer,
+                ROUTE,
+                msgspec.msgpack.encode(BaseRequest(mine, self._member.log.own.boot, 0, probe=True)),
+                deadline_s=self._first_deadline_s,
+                lane="bulk",
+            )
+            told: Asked = decode(answer.meta, Asked, "answer of a member")
+        except (TransportError, TensorError):
+            return None
+        return told if self._admission.heard(peer, mine, told.summary, told.verdict) == "ok" else None
+
+    async def _ask(self, peer: str, address: Address, *, urgent: bool) -> Heard:
+        """Ask a peer for its base, and have it."""
+        mine, log = self._swarm.summary(), self._member.log
+        if mine is None:
+            return "failed"
+        have = [(origin.node, origin.boot, number) for origin, number in log.have.items()]
+        ask = BaseRequest(mine, log.own.boot, log.oldest_own, log.history, have, urgent)
+        base: Float32Array = np.empty(self._context.size, np.float32)
+        room = base.data.cast("B")
+        try:
+            answer = await self._context.transport.call(
+                address,
+                peer,
+                ROUTE,
+                msgspec.msgpack.encode(ask),
+                into=lambda _, nbytes: room if nbytes == len(room) else None,
+                deadline_s=self._deadline_s,
+                lane="bulk",
+            )
+            told: BaseState | Asked = decode(answer.meta, BaseState | Asked, "answer of a member")
+            if isinstance(told, Asked):
+                return "wait" if told.history is not None else "failed"
+            if answer.vector_nbytes != len(room):
+                return "failed"
+            self.bytes_in += len(room)
+            contains = {UpdateOrigin(node, boot): number for node, boot, number in told.have}
+            version = max(mine.policy_version, told.summary.policy_version)
+            done = await self._member.take(GivenBase(told.history, contains, base), version)
+        except (PoisonedVectorError, WireError) as error:
+            self._swarm.strike(peer, str(error))
+            return "failed"
+        except (TransportError, TensorError) as error:
+            if isinstance(error, PeerTimeoutError):
+                self._deadline_s = min(2 * self._deadline_s, max(STATE_DEADLINE_S, self._deadline_s))
+            return "failed"
+        self.taken += 1
+        return "taken" if done else "failed"
+
+    async def answer(self, sender: str, ask: BaseRequest) -> Reply:
+        """Give our base.
+
+        Raises:
+            Refusal: see `ExchangeAdmission`; our own numbers are unusable (503).
+        """
+        mine = self._admission.admit(sender, stopping=False)
+        verdict = self._admission.judge(sender, mine, ask.summary)
+        log = self._member.log
+        if ask.probe or verdict is not Verdict.MIX or not self._member.in_step or log.history is None:
+            history = log.history if self._member.in_step else None
+            return Reply(msgspec.msgpack.encode(Asked(mine, verdict.value, history)))
+        have = {UpdateOrigin(node, boot): number for node, boot, number in ask.have}
+        if not log.contains(ask.history, have, UpdateOrigin(sender, ask.boot), ask.oldest):
+            if not ask.urgent:
+                return Reply(msgspec.msgpack.encode(Asked(mine, history=log.history)))
+            await self._member.found(era=log.history.era + 1)
+        try:
+            given = await self._member.give()
+        except PoisonedVectorError as error:
+            self._swarm.heal(f"our own parameters are unusable: {error}")
+            raise Refusal(503, "our own numbers are unusable") from error
+        if given is None:
+            return Reply(msgspec.msgpack.encode(Asked(mine)))
+        contains = [(origin.node, origin.boot, number) for origin, number in given.have.items()]
+        vector = given.base.data.cast("B")
+        self.bytes_out += len(vector)
+        return Reply(msgspec.msgpack.encode(BaseState(mine, given.history, contains)), vector=vector)
+
+
+GAP_S = 1.0
+"""With relays, messages that one neighbour has lost may come from another one within this time."""
+BATCH_BYTES = 1 << 20
+
+
+class StromPush:
+    """Sends and takes messages.
+
+    Args:
+        config: the strategy's options.
+        context: what the node gives.
+        member: our part.
+        admission: judges peers.
+        sync: told who has a base when we need one.
+        outcomes: counts.
+    """
+
+    def __init__(  # noqa: PLR0917 - the parts of one strategy
+        self,
+        config: StromConfig,
+        context: StrategyContext,
+        member: StromMember,
+        admission: ExchangeAdmission,
+        sync: StromSync,
+        outcomes: OutcomeMetrics,
+    ) -> None:
+        self._config, self._context, self._member = config, context, member
+        self._admission, self._sync, self._outcomes = admission, sync, outcomes
+        self._swarm, self._clock = context.swarm, context.clock
+        self._most_bytes = max(BATCH_BYTES, member.state.max_nbytes)
+        self._gaps_s: dict[str, float] = {}
+
+    # As the one that calls
+
+    async def push(self, peer: str, address: Address, *, relay: bool) -> bool:
+        """Send a peer what it lacks; False when it is better left alone for a while."""
+        mine, log, began_s = self._swarm.summary(), self._member.log, self._clock.monotonic()
+        if mine is None or log.history is None:
+            return False
+        runs = log.runs_for(peer, relay=relay, most_bytes=self._most_bytes, most=MAX_MESSAGES)
+        vector = memoryview(b"".join(message for run in runs for message in run.messages))
+        asks = tuple((origin.node, origin.boot) for origin in log.origins(relay=relay))
+        head = RelayPush(
+            mine, log.history, self._member.state.tau, tuple(run_head(run) for run in runs), asks
+        )
+        report = RoundReport("failed", missing=(peer,), bytes_out=len(vector), round_trips=1)
+        try:
+            answer = await self._context.transport.call(
+                address,
+                peer,
+                ROUTE,
+                msgspec.msgpack.encode(head),
+                vector=vector if vector else None,
+                deadline_s=self._config.deadline_s,
+                lane="bulk",
+            )
+            report = self._heard(
+                peer, mine, head, decode(answer.meta, RelayPushed, "answer of a member"), report
+            )
+        except (TransportError, TensorError) as error:
+            report = replace(report, outcome=outcome_of(error), error=str(error))
+        if report.outcome != "pushed" or vector:
+            self._outcomes.ended(replace(report, seconds=self._clock.monotonic() - began_s))
+        return report.outcome == "pushed"
+
+    def _heard(
+        self, peer: str, mine: Summary, head: RelayPush, told: RelayPushed, report: RoundReport
+    ) -> RoundReport:
+        """Say what an answer means."""
+        heard = self._admission.heard(peer, mine, told.summary, told.verdict)
+        if heard != "ok":
+            return replace(report, outcome=heard, error=f"it answered {told.verdict}")
+        if told.history is None:
+            return replace(report, outcome="ahead", error="it has no base yet")
+        if told.history != head.history:
+            if told.history > head.history:
+                self._outranked(peer, told.history)
+                return replace(report, outcome="behind", error="it has a greater history")
+            return replace(report, outcome="ahead", error="it takes a base of our history first")
+        self._member.log.known(peer, {UpdateOrigin(node, boot): number for node, boot, number in told.have})
+        me, staleness = self._swarm.node_id, mine.policy_version - told.summary.policy_version
+        merged = (Merged(me, 0.5), Merged(peer, 0.5, staleness))  # both count alike
+        return replace(report, outcome="pushed", merged=merged, missing=())
+
+    def _outranked(self, peer: str, history: History) -> None:
+        """Somebody has a greater history: take its base."""
+        log = self._member.log
+        if log.history is None or history > log.history:
+            self._member.in_step, self._sync.hint = False, peer
+
+    # As the one that is called
+
+    async def answer(self, incoming: Incoming, push: RelayPush, *, relay: bool) -> Reply:
+        """Add what is new to our parameters.
+
+        Raises:
+            Refusal: see `StromStrategy.answer`.
+        """
+        sender, member, began_s = incoming.sender, self._member, self._clock.monotonic()
+        mine = self._admission.admit(sender, stopping=False)
+        verdict = self._admission.judge(sender, mine, push.summary)
+        if verdict is not Verdict.MIX:
+            return Reply(msgspec.msgpack.encode(RelayPushed(mine, verdict.value)))
+        if push.tau != member.state.tau:
+            raise Refusal(409, f"this node's tau is {member.state.tau:g}, not {push.tau:g}")
+        self._outranked(sender, push.history)
+        history = member.log.history if member.in_step else None
+        if history is None or push.history < history:
+            return Reply(msgspec.msgpack.encode(RelayPushed(mine, history=history)))
+        absorbed = await self._absorb(incoming, push, relay=relay)
+        self._note_gap(sender, absorbed.gap, relay=relay)
+        if incoming.vector_nbytes:
+            merged = Merged(sender, 0.5, mine.policy_version - push.summary.policy_version)
+            report = RoundReport(
+                "answered" if absorbed.messages else "known",
+                merged=(Merged(self._swarm.node_id, 0.5), merged) if absorbed.messages else (),
+                bytes_in=incoming.vector_nbytes,
+                changed=absorbed.changed,
+                seconds=self._clock.monotonic() - began_s,
+            )
+            self._outcomes.ended(report, ours=False)
+        history = member.log.history if member.in_step else None
+        return Reply(msgspec.msgpack.encode(RelayPushed(mine, history=history, have=self._have(push))))
+
+    async def _absorb(self, incoming: Incoming, push: RelayPush, *, relay: bool) -> Absorbed:
+        if incoming.vector_nbytes > self._most_bytes:
+            raise Refusal(422, f"more than {self._most_bytes} bytes at once")
+        vector = memoryview(bytearray(incoming.vector_nbytes))
+        if vector:
+            await incoming.read_vector_into(vector)
+        runs = cut_runs(push.runs, vector)
+        if runs is None:
+            raise Refusal(400, "the messages' lengths don't add up")
+        try:
+            return await self._member.absorb(runs, push.summary.policy_version, relay=relay)
+        except WireError as error:
+            self._strike(incoming.sender, error)
+            raise Refusal(422, f"a message can't be: {error}") from error
+
+    def _strike(self, sender: str, error: P2PDRLError) -> None:
+        self._swarm.strike(sender, str(error))
+
+    def _have(self, push: RelayPush) -> Known:
+        asked = self._member.log.covers(UpdateOrigin(node, boot) for node, boot in push.asks)
+        return [(origin.node, origin.boot, number) for origin, number in asked.items()]
+
+    def _note_gap(self, sender: str, gap: bool, *, relay: bool) -> None:
+        """Messages that nobody keeps are missing: take a base."""
+        if not gap:
+            self._gaps_s.pop(sender, None)
+            return
+        now_s = self._clock.monotonic()
+        since_s = self._gaps_s.setdefault(sender, now_s)
+        if not relay or now_s - since_s > GAP_S:
+            self._gaps_s.clear()
+            self._member.in_step, self._sync.hint = False, sender
+
 
 DIRECT_MEMBERS = 16
 DEGREE = 4
@@ -71,7 +386,7 @@ class StromStrategy:
     def __init__(
         self,
         config: StromConfig,
-        context: Context,
+        context: StrategyContext,
         *,
         direct_members: int = DIRECT_MEMBERS,
         window_bytes: int | None = None,
@@ -81,10 +396,10 @@ class StromStrategy:
         self._me, self._swarm, self._clock = context.swarm.node_id, context.swarm, context.clock
         self._heavy = Arithmetic(4 * context.size)
         self._member = StromMember(config, context, self._heavy, window_bytes)
-        self._door = Door(context.swarm, context.epoch, config.max_staleness)
-        self._sync = StromSync(config, context, self._member, self._door)
-        self._tally, self._runner = Tally(context.swarm), Runner()
-        self._pushes = StromPush(config, context, self._member, self._door, self._sync, self._tally)
+        self._admission = ExchangeAdmission(context.swarm, context.epoch, config.max_staleness)
+        self._sync = StromSync(config, context, self._member, self._admission)
+        self._outcomes, self._runner = OutcomeMetrics(context.swarm), TaskRunner()
+        self._pushes = StromPush(config, context, self._member, self._admission, self._sync, self._outcomes)
         self._updates = self._all_updates = 0
         self._next_s = 0.0
         self._met_s: float | None = None
@@ -118,7 +433,7 @@ class StromStrategy:
         Failed: ``timeout refused failed unsure busy poisoned``; ``behind`` and ``ahead``: one side's
         state or base is being taken by the other.
         """
-        return self._tally.outcomes
+        return self._outcomes.outcomes
 
     @property
     def facts(self) -> dict[str, float | str]:
@@ -253,6 +568,6 @@ class StromStrategy:
         call: Call = decode(incoming.meta, Call, "call of a member")
         if self._runner.stopping:
             raise Refusal(503, "the strategy stops")
-        if isinstance(call, Ask):
+        if isinstance(call, BaseRequest):
             return await self._sync.answer(incoming.sender, call)
         return await self._pushes.answer(incoming, call, relay=self._relay)

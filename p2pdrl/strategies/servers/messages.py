@@ -17,11 +17,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.strategies.group.view import MAX_MEMBERS, ViewKey
-from p2pdrl.strategies.judgement import Natural, Short
-from p2pdrl.strategies.servers.serving import Span
+from p2pdrl.group.compatibility import Natural, Short
+from p2pdrl.group.view import MAX_MEMBERS, ViewKey
+from p2pdrl.strategies.servers.shard_plan import ShardSpan
 
-__all__ = ["Given", "Op", "Pull", "Pulled", "Push", "ShardRequest", "Take"]
+__all__ = ["GradientPush", "Op", "Pull", "Pulled", "ServerAnswer", "ShardRequest", "Take"]
 
 Op = Literal["seed", "step", "idle", "fetch"]
 """``seed``: parameters, of which the first are the mean; ``step``: a gradient; ``idle``: nothing to give to
@@ -30,7 +30,7 @@ Weight = Annotated[float, Meta(ge=0, le=1e12)]
 Step = Annotated[int, Meta(ge=-1, lt=2**53)]
 
 
-class Push(msgspec.Struct, frozen=True):
+class GradientPush(msgspec.Struct, frozen=True):
     """From a worker to the server of one shard.
 
     Attributes:
@@ -38,7 +38,8 @@ class Push(msgspec.Struct, frozen=True):
         shard: index of the shard.
         op: what it is about.
         number: version of the shard that a gradient was computed on; the least one that a fetch is about.
-        base: version of the edition that the worker holds, to which a difference may be sent; -1 for none.
+        base: version of the version buffer that the worker holds, to which a difference may be sent; -1 for
+            none.
         weight: samples behind a gradient.
         policy: the worker's policy version.
         wants: whether the answer shall bring parameters.
@@ -58,7 +59,7 @@ class Push(msgspec.Struct, frozen=True):
     left: Natural = 0
 
 
-class Given(msgspec.Struct, frozen=True):
+class ServerAnswer(msgspec.Struct, frozen=True):
     """A server's answer.
 
     Attributes:
@@ -69,7 +70,7 @@ class Given(msgspec.Struct, frozen=True):
         progress: samples whose gradients are in the shard, since the seed.
         merged: sender and weight of each contribution to the round.
         missing: without whom it closed.
-        ends_update: whether the leader's update ended with the round (see `strategies.lockstep`).
+        ends_update: whether the leader's update ended with the round (see `group.round_collector`).
         staleness: steps that the shard had made since the parameters of an asynchronous gradient.
     """
 
@@ -103,9 +104,9 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     state: bool = False
 
     @property
-    def span(self) -> Span:
+    def span(self) -> ShardSpan:
         """What it asks for."""
-        return Span(self.start, self.stop)
+        return ShardSpan(self.start, self.stop)
 
 
 class Pulled(msgspec.Struct, frozen=True):

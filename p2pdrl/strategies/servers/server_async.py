@@ -1,39 +1,159 @@
-"""Asynchronous parameter servers: DistBelief's Downpour SGD (Dean 2012, section 4.1).
-
-A worker sends each server its slice of a gradient and, each ``fetch_every`` pushes, takes the server's
-slice of the parameters along; nobody waits for anybody else. Servers step as gradients come (`desk_async`).
-
-- One worker that pushes and fetches each gradient with ``ahead = 0`` is serial training.
-- Slices may be of different versions: shards are independent, as in the paper.
-- A push is sent once. A server that doesn't answer in time, or isn't at work at it, costs the worker that
-  slice of that gradient, never more than its patience, and keeps its slice of the parameters as it was; it is
-  counted as ``lost``.
-- Adagrad is the paper's optimizer: each parameter's step is γ / √Σ g².
-- A gradient that is older than ``max_staleness`` steps of its server counts for less, or is refused
-  (`desk_async.weight_of`). The worker's report of each push says its staleness and what it counted for, the
-  greatest and the least of its slices'.
-"""
+"""Asynchronous parameter servers: DistBelief's Downpour SGD (Dean 2012, section 4.1)."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 
+import numpy as np
+
 from p2pdrl.config.strategy import Mode, ServerAsyncConfig
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, PoisonedVectorError, TransportError
-from p2pdrl.strategies.calling import CallDeadline
-from p2pdrl.strategies.heavy import heavy
-from p2pdrl.strategies.protocol import Context, Merged, Post, RoundReport
-from p2pdrl.strategies.servers.bench import Bench
-from p2pdrl.strategies.servers.courier import BadServerError, Courier, Part, PoisonedPushError, together
-from p2pdrl.strategies.servers.desk import Desk, DeskOptions
-from p2pdrl.strategies.servers.desk_async import AsyncDesk
-from p2pdrl.strategies.servers.served import ServedStrategy
+from p2pdrl.strategies.call_timeouts import CallDeadline
+from p2pdrl.strategies.offload import heavy
+from p2pdrl.strategies.protocol import LearnerRequest, Merged, RoundReport, StrategyContext
+from p2pdrl.strategies.servers.base import ServedStrategy
+from p2pdrl.strategies.servers.messages import GradientPush, ServerAnswer
 from p2pdrl.strategies.servers.shard import Shard
-from p2pdrl.strategies.servers.term import Term
+from p2pdrl.strategies.servers.shard_client import (
+    BadServerError,
+    PoisonedPushError,
+    ServerWorker,
+    ShardClient,
+    SliceAnswer,
+    together,
+)
+from p2pdrl.strategies.servers.shard_server import (
+    Answered,
+    PushReader,
+    ReceivedPush,
+    Seeding,
+    ShardServer,
+    ShardServerOptions,
+    Turns,
+    give,
+)
+from p2pdrl.strategies.servers.view_session import ViewSession
+from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.transport.protocol import Refusal
 
-__all__ = ["ServerAsyncStrategy"]
+__all__ = ["AsyncShardServer", "ServerAsyncStrategy", "bucket_of", "weight_of"]
+
+
+class AsyncShardServer:
+    """One shard at work in one view.
+
+    Args:
+        shard: filled, unless ``seed``.
+        config: the strategy's options.
+        options: what the node and the view give.
+        seed: whether the shard becomes the mean of the givers' parameters first.
+    """
+
+    def __init__(
+        self, shard: Shard, config: ServerAsyncConfig, options: ShardServerOptions, *, seed: bool
+    ) -> None:
+        self._shard = shard
+        self._config = config
+        self._options = options
+        self._inbox = PushReader(config, shard.span.size, options.max_abs, options.strike)
+        self._turns = Turns()
+        self._gradient: Float32Array = np.empty(shard.span.size, np.float32)
+        self._seeding = Seeding(shard, options, self._inbox, self._turns.turn) if seed else None
+        self._why: str | None = None
+
+    async def push(self, sender: str, head: GradientPush, parcel: ReceivedPush) -> Answered:
+        """Take what a worker sends: apply its gradient, give the parameters if they are wanted.
+
+        Raises:
+            Refusal: the view has ended (409), or no parameters came in time (408).
+            TensorError: what it sent is poisoned.
+        """
+        given = ServerAnswer(self._shard.version)
+        if head.op == "seed" and self._seeding is not None:
+            await self._seeding.give(sender, parcel)
+        elif head.op == "step" and head.weight > 0:
+            await self._filled()
+            given = await self._step(sender, head, parcel)
+        else:
+            await self._filled()
+        await self._inbox.drain(parcel)
+        if head.wants:
+            await self._refresh()
+        return give(self._shard, head.base, given, wants=head.wants)
+
+    async def close(self, why: str) -> None:
+        """Refuse everybody, and wait for a step that is under way."""
+        self._why = why
+        self._turns.close(why)
+        if self._seeding is not None:
+            await self._seeding.close(why)
+        async with self._shard.lock:
+            pass
+
+    async def _filled(self) -> None:
+        while self._shard.version_buffer is None:
+            await self._turns.next(self._options.config.deadline_s)
+
+    async def _step(self, sender: str, head: GradientPush, parcel: ReceivedPush) -> ServerAnswer:
+        shard, options = self._shard, self._options
+        async with self._inbox.received(parcel, whole=False) as data, shard.lock:
+            if self._why is not None:
+                raise Refusal(409, self._why)
+            staleness = max(0, shard.version - head.number)
+            options.counts[bucket_of(staleness)] += 1
+            weight = weight_of(staleness, self._config)
+            if not weight:
+                options.counts["stale"] += 1
+                return ServerAnswer(shard.version, outcome="stale", staleness=staleness)
+            options.counts["scaled"] += weight < 1
+            # The step and not the gradient: adaptive optimizers would divide a factor of it out again.
+            rate = weight * options.learning_rate()
+
+            def work() -> None:
+                self._inbox.decode_now(sender, data, self._gradient, whole=False)
+                if math.isfinite(rate):
+                    shard.apply(self._gradient, rate)
+
+            shard.stepping = True
+            try:
+                await heavy(8 * shard.span.size, work)
+                shard.version += 1
+                shard.progress += int(head.weight)
+            finally:
+                shard.stepping = False
+            options.counts["steps"] += 1
+            return ServerAnswer(shard.version, merged=((sender, weight),), staleness=staleness)
+
+    async def _refresh(self) -> None:
+        """See to it that the newest version buffer is of the present version."""
+        shard = self._shard
+        async with shard.lock:
+            if shard.version_buffer is None or shard.version_buffer.version != shard.version:
+                version = shard.version
+                shard.publish(await shard.edit(), version)
+
+
+def weight_of(staleness: int, config: ServerAsyncConfig) -> float:
+    """Factor of the step along a gradient that is ``staleness`` steps old; 0 for one that is dropped.
+
+    1 up to τ = ``max_staleness``. Beyond it, with ``stale = "scale"``, (1 + τ) / (1 + s): it has no jump at
+    τ, and with τ = 0 it is 1 / (1 + s), as in staleness-aware SGD (Zhang 2016, arXiv 1511.05950, equation 6).
+    """
+    if staleness <= config.max_staleness:
+        return 1.0
+    return (1.0 + config.max_staleness) / (1.0 + staleness) if config.stale == "scale" else 0.0
+
+
+def bucket_of(staleness: int) -> str:
+    """Name the bucket of a histogram that ``staleness`` falls into: 0, 1, 2-3, 4-7, …."""
+    if staleness < 2:
+        return f"staleness_{staleness}"
+    low = 1 << (staleness.bit_length() - 1)
+    return f"staleness_{low}-{2 * low - 1}"
+
 
 SETS_REMEMBERED = 64
 LOST_CALLS = 2
@@ -54,10 +174,10 @@ class ServerAsyncStrategy(ServedStrategy):
 
     mode: Mode = "server-async"
 
-    def __init__(self, config: ServerAsyncConfig, context: Context) -> None:
+    def __init__(self, config: ServerAsyncConfig, context: StrategyContext) -> None:
         super().__init__(config, context, differences=False)
         self._config = config
-        self._bench = Bench(context, self._holdings)
+        self._worker = ServerWorker(context, self._store)
         self._learner = context.learner
         self._clock = context.clock
         self._versions: list[int] = []
@@ -68,22 +188,22 @@ class ServerAsyncStrategy(ServedStrategy):
         self._lost: Counter[str] = Counter()
         """Calls that failed in a row, by server."""
 
-    def _open_desk(self, term: Term, shard: Shard, options: DeskOptions) -> Desk:
-        return AsyncDesk(shard, self._config, options, seed=term.plan.seed)
+    def _open_server(self, session: ViewSession, shard: Shard, options: ShardServerOptions) -> ShardServer:
+        return AsyncShardServer(shard, self._config, options, seed=session.plan.seed)
 
-    async def _work(self, term: Term) -> None:
-        courier = Courier(term, self._context, self._config, differences=False)
-        self._versions = await self._bench.join(term, courier, settle=False)
+    async def _work(self, session: ViewSession) -> None:
+        client = ShardClient(session, self._context, self._config, differences=False)
+        self._versions = await self._worker.join(session, client, settle=False)
         self._sets.clear()
         self._sets.append((max(self._versions), list(self._versions)))
-        lanes = [courier]
+        lanes = [client]
         lanes += [
-            Courier(term, self._context, self._config, differences=False)
+            ShardClient(session, self._context, self._config, differences=False)
             for _ in range(self._config.ahead - 1)
         ]
         await together(*(self._lane(lane) for lane in lanes))
 
-    async def _lane(self, courier: Courier) -> None:
+    async def _lane(self, client: ShardClient) -> None:
         """Push one gradient after the other."""
         deadline = CallDeadline(self._config.deadline_s)
         while not self._stopped.is_set():
@@ -91,15 +211,15 @@ class ServerAsyncStrategy(ServedStrategy):
             if post is None:
                 continue
             try:
-                await self._push(courier, post, deadline)
+                await self._push(client, post, deadline)
             except asyncio.CancelledError:
                 # The view has ended: what was under way is lost, and the learner goes on.
                 self._end(post, RoundReport("regrouped"))
                 raise
 
-    async def _push(self, courier: Courier, post: Post, deadline: CallDeadline) -> None:
+    async def _push(self, client: ShardClient, post: LearnerRequest, deadline: CallDeadline) -> None:
         began_s = self._clock.monotonic()
-        enough = 0 < self._context.max_exchanges <= self._tally.count("ok")
+        enough = 0 < self._context.max_exchanges <= self._outcomes.count("ok")
         gradient = post.vector
         if gradient is None or enough:
             self._learner.answer(post, "none")
@@ -108,17 +228,17 @@ class ServerAsyncStrategy(ServedStrategy):
         self._pushes += 1
         wants = self._pushes % self._config.fetch_every == 0
         try:
-            await heavy(8 * gradient.size, lambda: courier.encode(gradient))
+            await heavy(8 * gradient.size, lambda: client.encode(gradient))
         except PoisonedVectorError as error:
             self._swarm.tell("servers", f"our gradient isn't given away: {error}", warning=True)
             self._end(post, RoundReport("poisoned", error=str(error)))
             return
-        shards = range(len(courier.spans))
+        shards = range(len(client.spans))
         outcomes: list[str] = []
         parts = await together(
             *(
                 self._ask(
-                    courier,
+                    client,
                     shard,
                     post,
                     base=bases[shard],
@@ -131,23 +251,28 @@ class ServerAsyncStrategy(ServedStrategy):
         )
         changed, fetched = 0.0, False
         if wants and any(part is not None for part in parts):
-            changed = await self._take(courier, parts)
+            changed = await self._take(client, parts)
             fetched = True
-        courier.release(parts)
+        client.release(parts)
         outcome = next((word for word in ("poisoned", "lost", "stale") if word in outcomes), "ok")
-        report = self._report(courier, parts, outcome, changed, self._clock.monotonic() - began_s)
+        report = self._report(client, parts, outcome, changed, self._clock.monotonic() - began_s)
         self._tell_aged(report)
         self._end(post, report, fetched=fetched)
 
     def _report(
-        self, courier: Courier, parts: Sequence[Part | None], outcome: str, changed: float, seconds: float
+        self,
+        client: ShardClient,
+        parts: Sequence[SliceAnswer | None],
+        outcome: str,
+        changed: float,
+        seconds: float,
     ) -> RoundReport:
         given = [part.given for part in parts if part is not None]
         shares = [share for one in given for peer, share in one.merged if peer == self._me]
         stalest = max((one.staleness for one in given if one.merged), default=0)
         refused = [one.staleness for one in given if one.outcome == "stale"]
-        servers = courier.term.plan.servers
-        bytes_out, bytes_in, trips = courier.traffic()
+        servers = client.session.plan.servers
+        bytes_out, bytes_in, trips = client.traffic()
         return RoundReport(
             outcome,
             merged=(Merged(self._me, min(shares), stalest),) if shares else (),
@@ -170,8 +295,8 @@ class ServerAsyncStrategy(ServedStrategy):
             word, what, advice = "own_scaled", "count for less", ""
         else:
             return
-        self._office.counts[word] += 1
-        count = self._office.counts[word]
+        self._host.counts[word] += 1
+        count = self._host.counts[word]
         if str(count).strip("0") != "1":
             return
         self._swarm.tell(
@@ -184,21 +309,21 @@ class ServerAsyncStrategy(ServedStrategy):
 
     async def _ask(
         self,
-        courier: Courier,
+        client: ShardClient,
         shard: int,
-        post: Post,
+        post: LearnerRequest,
         *,
         base: int,
         wants: bool,
         deadline: CallDeadline,
         outcomes: list[str],
-    ) -> Part | None:
+    ) -> SliceAnswer | None:
         """Push one slice, once; None when it is lost."""
-        server = courier.term.plan.servers[shard]
+        server = client.session.plan.servers[shard]
         began_s = self._clock.monotonic()
         word = "lost"
         try:
-            part = await courier.ask(
+            part = await client.ask(
                 shard,
                 "step",
                 base,
@@ -214,7 +339,7 @@ class ServerAsyncStrategy(ServedStrategy):
         except PoisonedPushError:
             word = "poisoned"
         except (PeerTimeoutError, PeerUnreachableError) as error:
-            await self._lose(courier.term, server, error)
+            await self._lose(client.session, server, error)
         except TransportError:
             pass
         finally:
@@ -223,14 +348,14 @@ class ServerAsyncStrategy(ServedStrategy):
             deadline.note(ended, self._clock.monotonic() - began_s)
         return None
 
-    async def _lose(self, term: Term, server: str, error: TransportError) -> None:
+    async def _lose(self, session: ViewSession, server: str, error: TransportError) -> None:
         """A call failed: when that happens time and again, doubt the server."""
         in_a_row = self._lost[server] = self._lost[server] + 1
         some = LOST_TIMEOUTS if isinstance(error, PeerTimeoutError) else LOST_CALLS
-        if in_a_row >= LOST_FOR_GOOD or (in_a_row % some == 0 and not await term.lives(server)):
-            term.doubt(server, str(error))
+        if in_a_row >= LOST_FOR_GOOD or (in_a_row % some == 0 and not await session.lives(server)):
+            session.doubt(server, str(error))
 
-    async def _take(self, courier: Courier, parts: Sequence[Part | None]) -> float:
+    async def _take(self, client: ShardClient, parts: Sequence[SliceAnswer | None]) -> float:
         """Put what is newer than what we have on the board."""
         async with self._taking:
             fresh = [
@@ -242,16 +367,16 @@ class ServerAsyncStrategy(ServedStrategy):
                 for part, version in zip(fresh, self._versions, strict=True)
             ]
             try:
-                changed = await self._bench.take(courier, fresh, max(versions), min(versions))
+                changed = await self._worker.take(client, fresh, max(versions), min(versions))
             except BadServerError as error:
                 self._swarm.strike(error.server, str(error))
-                courier.term.doubt(error.server, "its parameters are unusable")
+                client.session.doubt(error.server, "its parameters are unusable")
                 return 0.0
             self._versions = versions
             self._sets.append((max(versions), list(versions)))
             return changed
 
-    def _bases(self, post: Post) -> list[int]:
+    def _bases(self, post: LearnerRequest) -> list[int]:
         """Versions of the shards that a gradient was computed on: of the last set it can have seen."""
         sets = list(self._sets)
         if not self._learner.board.absorbed and len(sets) > 1:
@@ -259,7 +384,7 @@ class ServerAsyncStrategy(ServedStrategy):
         seen = [versions for policy, versions in sets if policy <= post.policy_version]
         return seen[-1] if seen else sets[0][1]
 
-    def _end(self, post: Post, report: RoundReport, *, fetched: bool = False) -> None:
+    def _end(self, post: LearnerRequest, report: RoundReport, *, fetched: bool = False) -> None:
         """Answer a post."""
-        self._tally.ended(report)
+        self._outcomes.ended(report)
         self._learner.answer(post, "set" if fetched else "none")

@@ -14,8 +14,8 @@ import numpy as np
 from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.errors import PeerRefusedError, TransportError
 from p2pdrl.strategies.registry import build
-from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
-from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.testing.virtual_swarm import SimNode, SimSwarm
 from p2pdrl.transport.protocol import Address, Answer
 
 from .promises import Case

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import pytest
 
-from p2pdrl.strategies.group.rendezvous import ranked
+from p2pdrl.group.rendezvous import ranked
 from p2pdrl.strategies.registry import build
-from p2pdrl.strategies.testing.simulator import SimNode
+from p2pdrl.testing.virtual_swarm import SimNode
 
 from .crowd import PERIOD_S, Crowd, Sent, moved, now
 from .promises import ALL, Case

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from p2pdrl.strategies.testing.simulator import SimNode
+from p2pdrl.testing.virtual_swarm import SimNode
 
 from .crowd import Crowd, moved, now, stall_s, victim
 from .promises import Case, every_tried

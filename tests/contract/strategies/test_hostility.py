@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.strategies.protocol import ROUTES
-from p2pdrl.strategies.testing.simulator import SimNode
+from p2pdrl.testing.virtual_swarm import SimNode
 from p2pdrl.transport.pieces import join_views
 from p2pdrl.transport.protocol import Incoming, Reply
 

@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 import pytest
 
-from p2pdrl.strategies.testing.simulator import SimNode
+from p2pdrl.testing.virtual_swarm import SimNode
 
 from .crowd import SIZE, Crowd, moved
 from .promises import ALL, Case

@@ -9,10 +9,10 @@ import pytest
 from aiohttp import web
 
 from p2pdrl.api.routes import mount
-from p2pdrl.api.testing import FakeNode
 from p2pdrl.clock import ManualClock
 from p2pdrl.errors import StorageError
 from p2pdrl.ids import PROTOCOL_VERSION
+from p2pdrl.testing.fake_node import FakeNode
 from p2pdrl.transport.auth import format_time, new_nonce, sign_api, target_proven
 
 KEY = bytes(range(32))

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from p2pdrl.api.answers import answers_errors
 from p2pdrl.api.sse import EventStreams
-from p2pdrl.api.testing import FakeEvents
+from p2pdrl.testing.fake_node import FakeEvents
 
 
 @pytest.fixture

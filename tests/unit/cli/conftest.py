@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from p2pdrl.api.testing import FakeNode, Served
 from p2pdrl.cli import main as cli_main
+from p2pdrl.testing.fake_node import FakeNode, ServedNode
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def node(tmp_path):
 @pytest.fixture
 def served(node):
     """The node's API, served."""
-    with Served(node) as running:
+    with ServedNode(node) as running:
         yield running
 
 

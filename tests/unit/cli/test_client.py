@@ -10,9 +10,9 @@ from http.client import HTTPConnection
 
 import pytest
 
-from p2pdrl.api.testing import FakeNode, Served
 from p2pdrl.cli.client import NodeClient, parse_api, read_token
 from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, StorageError, UsageError
+from p2pdrl.testing.fake_node import FakeNode, ServedNode
 from p2pdrl.transport.protocol import Address
 
 KEY = bytes(range(32))
@@ -66,7 +66,7 @@ def test_credentials_are_proven_and_never_sent(served, monkeypatch):
 def test_a_keyed_node_is_read_with_key_token_or_data_folder(tmp_path):
     node = FakeNode(swarm_key=KEY, data_dir="/nowhere")
     (tmp_path / "token").write_text(node.token)
-    with Served(node) as served:
+    with ServedNode(node) as served:
         assert client(served.address, swarm_key=KEY).status()["name"] == "node-1"
         assert client(served.address, token=node.token).status()["name"] == "node-1"
         assert client(served.address, data_dir=str(tmp_path)).status()["name"] == "node-1"

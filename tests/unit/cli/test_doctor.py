@@ -11,15 +11,15 @@ from importlib import metadata
 import pytest
 
 from p2pdrl.api.keyfile import read_swarm_key, write_swarm_key
-from p2pdrl.api.testing import FakeNode, Served
-from p2pdrl.cli import checks
+from p2pdrl.cli import doctor
 from p2pdrl.cli.client import NodeClient
 from p2pdrl.ids import swarm_id_from_key
+from p2pdrl.testing.fake_node import FakeNode, ServedNode
 
 
-def machine(name: str, data_dir: str | None = None, listen: str = "127.0.0.1:47946") -> checks.Check:
+def machine(name: str, data_dir: str | None = None, listen: str = "127.0.0.1:47946") -> doctor.Check:
     """One of the checks of this machine."""
-    return next(check for check in checks.machine_checks(data_dir, listen) if check.name == name)
+    return next(check for check in doctor.machine_checks(data_dir, listen) if check.name == name)
 
 
 def results(found):
@@ -76,7 +76,7 @@ def test_gpus_are_counted_by_the_drivers_tool(monkeypatch, tmp_path, code, out, 
 
 
 def test_a_good_peer(served):
-    assert set(results(checks.peer_checks(served.address, None)).values()) == {"ok"}
+    assert set(results(doctor.peer_checks(served.address, None)).values()) == {"ok"}
 
 
 def test_an_unreachable_peer_fails_the_command(p2pdrl, free_address):
@@ -92,13 +92,13 @@ def test_swarm_keys_are_compared(tmp_path):
     ours, theirs = read_swarm_key(tmp_path / "ours"), read_swarm_key(tmp_path / "theirs")
     node = FakeNode(swarm_key=theirs)
     node.state["swarm_id"] = swarm_id_from_key(theirs)
-    with Served(node) as served:
+    with ServedNode(node) as served:
         name = f"peer {served.address} swarm"
-        assert results(checks.peer_checks(served.address, theirs))[name] == "ok"
-        assert results(checks.peer_checks(served.address, ours))[name] == "fail"
-        assert results(checks.peer_checks(served.address, None))[name] == "fail"
+        assert results(doctor.peer_checks(served.address, theirs))[name] == "ok"
+        assert results(doctor.peer_checks(served.address, ours))[name] == "fail"
+        assert results(doctor.peer_checks(served.address, None))[name] == "fail"
         node.swarm_key = None
-        assert results(checks.peer_checks(served.address, ours))[name] == "fail"
+        assert results(doctor.peer_checks(served.address, ours))[name] == "fail"
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,9 @@ def test_swarm_keys_are_compared(tmp_path):
 def test_clocks_are_compared(served, monkeypatch, date, expected):
     monkeypatch.setattr(time, "time", lambda: 1_700_000_000.5)
     monkeypatch.setattr(NodeClient, "date", lambda _: date)
-    assert results(checks.peer_checks(served.address, None))[f"peer {served.address} clock"] == expected
+    assert results(doctor.peer_checks(served.address, None))[f"peer {served.address} clock"] == expected
 
 
 def test_another_protocol_fails(served, monkeypatch):
-    monkeypatch.setattr(checks, "PROTOCOL_VERSION", 99)
-    assert results(checks.peer_checks(served.address, None))[f"peer {served.address} protocol"] == "fail"
+    monkeypatch.setattr(doctor, "PROTOCOL_VERSION", 99)
+    assert results(doctor.peer_checks(served.address, None))[f"peer {served.address} protocol"] == "fail"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pdrl.cli.ports import ReservedPorts
+from p2pdrl.cli.fleet import ReservedPorts
 from p2pdrl.errors import UsageError
 
 FAKE_NODE = """
@@ -31,10 +31,10 @@ if "dies" in plan:
     print(json.dumps({"event": "told the log", "level": "info"}))
     print("p2pdrl: " + plan["dies"], file=sys.stderr)
     sys.exit(2)
-from p2pdrl.api.testing import FakeNode, Served
+from p2pdrl.testing.fake_node import FakeNode, Served
 from p2pdrl.cli.node import end_with_parent
 end_with_parent(int(arguments.parent_pid))
-import p2pdrl.api.testing as testing
+import p2pdrl.testing.fake_node as testing
 node = FakeNode(arguments.name)
 node.state.update(policy_version=100 + int(arguments.name[-1]), argv=sys.argv[1:])
 over = threading.Event()

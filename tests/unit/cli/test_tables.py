@@ -7,7 +7,6 @@ import math
 
 import pytest
 
-from p2pdrl.api.testing import FakeNode
 from p2pdrl.cli import formats
 from p2pdrl.cli.facts import status_view
 from p2pdrl.cli.tables import (
@@ -22,6 +21,7 @@ from p2pdrl.cli.tables import (
 )
 from p2pdrl.cli.watch import watch
 from p2pdrl.errors import DaemonUnreachableError
+from p2pdrl.testing.fake_node import FakeNode
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.workers.stage_protocol import Blocks
+from p2pdrl.workers.pipeline.protocol import Blocks
 
 PLAN = ("pipeline", "plan", "--config", "amb_pp")
 LAYERS = tuple(Layer(f"layer {number}", 0.01, 0.02, 1e6, 1e5, 5e4) for number in range(3))
@@ -37,7 +37,7 @@ def child(monkeypatch):
         blocks = Blocks(parts, answer["layers"], "cpu", answer["error"])
         return subprocess.CompletedProcess(command, answer["code"], msgspec.json.encode(blocks))
 
-    monkeypatch.setattr("p2pdrl.cli.task_plan.subprocess.run", run)
+    monkeypatch.setattr("p2pdrl.cli.pipeline_plan.subprocess.run", run)
     return calls, answer
 
 
@@ -72,7 +72,7 @@ def test_blocks_are_numbered_and_the_plan_of_the_task_is_drawn(p2pdrl, child):
         "bubble    33.3%, the ranks' mean\n"
     )
     ((command, task),) = calls
-    assert command[:2] == ["-m", "p2pdrl.workers.block_lister"]
+    assert command[:2] == ["-m", "p2pdrl.workers.pipeline.block_lister"]
     assert command[command.index("--parts") + 1] == "16", "an unroll has 4 minibatches of 4 microbatches"
     assert command[command.index("--threads") + 1] == "2"
     assert task.strategy.microbatches == 4

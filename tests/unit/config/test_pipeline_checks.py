@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from p2pdrl.config.checks import idle_keys, pipeline_problems, too_few_blocks
 from p2pdrl.config.node import LearnerConfig
-from p2pdrl.config.pipeline import PipelineConfig
-from p2pdrl.config.pipeline_checks import idle_keys, pipeline_problems, too_few_blocks
-from p2pdrl.config.strategy import AdpsgdConfig
+from p2pdrl.config.strategy import AdpsgdConfig, PipelineConfig
 from p2pdrl.config.task import NetworkConfig, RegressionConfig, TaskConfig
 
 INTERLEAVED = PipelineConfig(schedule="interleaved", chunks=2)

@@ -8,7 +8,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from p2pdrl.config.checks import trust_problems
+from p2pdrl.config.checks import strategy_problems, trust_problems
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.strategy import (
@@ -26,7 +26,6 @@ from p2pdrl.config.strategy import (
     ServerSyncConfig,
     StrategyConfig,
 )
-from p2pdrl.config.strategy_checks import strategy_problems
 from p2pdrl.errors import ConfigError
 
 ALL = get_args(StrategyConfig)

@@ -8,8 +8,15 @@ import pytest
 from p2pdrl.config import schema
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.strategy import AdpsgdConfig, LocalConfig
-from p2pdrl.config.task import A2CConfig, EnvConfig, RegressionConfig, StopConfig, TaskConfig
-from p2pdrl.config.task_hash import HASHED, task_hash
+from p2pdrl.config.task import (
+    HASHED,
+    A2CConfig,
+    EnvConfig,
+    RegressionConfig,
+    StopConfig,
+    TaskConfig,
+    task_hash,
+)
 
 
 def test_it_is_32_hex_digits_and_stable() -> None:

@@ -10,19 +10,18 @@ import msgspec
 from p2pdrl.membership.events import (
     Answered,
     Effect,
-    Failed,
     Input,
     MemberEvent,
+    Notified,
     Reject,
     Request,
     Respond,
     Send,
+    SendFailed,
     Tick,
-    Told,
 )
 from p2pdrl.membership.identity import Identity, verify
-from p2pdrl.membership.messages import Ack, Digest, Gossip, Message, Nack, Ping, PingReq, Sync
-from p2pdrl.membership.opening import own_record
+from p2pdrl.membership.messages import Ack, Digest, GossipMessage, Message, Nack, Ping, PingReq, Sync
 from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.membership.records import (
     Incarnation,
@@ -33,7 +32,7 @@ from p2pdrl.membership.records import (
     sign_member,
     sign_suspicion,
 )
-from p2pdrl.membership.state import Membership
+from p2pdrl.membership.state import Membership, own_record
 
 WALL_S = 1_000_000.0
 BOOT_MS = int(WALL_S * 1000)
@@ -78,7 +77,7 @@ class Bench:
     def feed(self, event: Input) -> list[Effect]:
         effects = self.core.handle(event, self.now)
         for effect in effects:
-            if isinstance(effect, Told):
+            if isinstance(effect, Notified):
                 self.events.append(effect.event)
             elif isinstance(effect, Send):
                 self.sent.append(effect)
@@ -104,7 +103,7 @@ class Bench:
             number = next(i for i, key in enumerate(KEYS) if key.node_id == send.target_id)
             if number in self.down:
                 kind = self.down[number]
-                self.feed(Failed(send.call_id, kind, f"it was {kind}"))  # type: ignore[arg-type]
+                self.feed(SendFailed(send.call_id, kind, f"it was {kind}"))  # type: ignore[arg-type]
             elif isinstance(send.message, PingReq):
                 self.feed(Answered(send.call_id, Nack("no answer")))
             elif isinstance(send.message, Sync):
@@ -123,7 +122,7 @@ class Bench:
         raise AssertionError("no answer")
 
     def gossip(self, *records: Record, sender: int = 1) -> Message | Reject:
-        return self.ask(sender, Gossip(Incarnation(BOOT_MS, 0), records))
+        return self.ask(sender, GossipMessage(Incarnation(BOOT_MS, 0), records))
 
     def state(self, number: int) -> str:
         view = self.core.member(KEYS[number].node_id, self.now)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from p2pdrl.membership.awareness import Awareness
+from p2pdrl.membership.suspicion import Awareness
 
 
 def test_it_stays_within_its_bounds_and_scales() -> None:

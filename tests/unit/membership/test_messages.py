@@ -19,11 +19,11 @@ ALL: list[messages.Message] = [
     messages.Ack(INC, RECORDS, True),
     messages.PingReq(ID, INC, RECORDS),
     messages.Nack("no answer", RECORDS),
-    messages.Gossip(INC, RECORDS),
+    messages.GossipMessage(INC, RECORDS),
     messages.Sync(b"h" * 16, RECORDS),
-    messages.Digest(False, (messages.Entry(b"i" * 16, INC, 2),), (messages.SwarmEntry("mode", 1, ID),)),
+    messages.Digest(False, (messages.DigestEntry(b"i" * 16, INC, 2),), (messages.SwarmEntry("mode", 1, ID),)),
     messages.Delta(RECORDS, (ID,), ("mode",)),
-    messages.Join(MEMBER, b"meta"),
+    messages.JoinRequest(MEMBER, b"meta"),
     messages.Welcome(RECORDS, b"info", "10.0.0.9"),
 ]
 

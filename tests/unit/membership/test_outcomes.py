@@ -4,14 +4,8 @@ import errno
 
 import pytest
 
-from p2pdrl.errors import (
-    PeerRefusedError,
-    PeerTimeoutError,
-    PeerUnreachableError,
-    TransportError,
-    WireError,
-)
-from p2pdrl.membership.outcomes import failed
+from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, TransportError, WireError
+from p2pdrl.membership.service import failed
 
 
 def caused(error: TransportError, number: int) -> TransportError:

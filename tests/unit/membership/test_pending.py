@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from p2pdrl.membership.messages import Welcome
-from p2pdrl.membership.pending import PendingRequests
+from p2pdrl.membership.service import PendingRequests
 from p2pdrl.transport.protocol import Refusal
 
 pytestmark = pytest.mark.looptime

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdrl.membership.events import Answered, Failed, Request, Respond, Tick
-from p2pdrl.membership.messages import Ack, Gossip, Nack, Ping, PingReq
+from p2pdrl.membership.events import Answered, Request, Respond, SendFailed, Tick
+from p2pdrl.membership.messages import Ack, GossipMessage, Nack, Ping, PingReq
 from p2pdrl.membership.records import Incarnation
 
 from .bench import BOOT_MS, KEYS, Bench, first_ping, record, suspicion
@@ -36,8 +36,8 @@ def test_a_timeout_asks_relays_and_counts_their_nacks() -> None:
     assert all(sent.target_id != send.target_id for sent in asked)
     bench.feed(Answered(asked[0].call_id, Nack("no answer")))
     bench.feed(Answered(asked[1].call_id, Nack("no answer")))
-    bench.feed(Failed(asked[2].call_id, "timeout", "no answer within 0.5 s"))
-    bench.feed(Failed(send.call_id, "timeout", "no answer within 1 s"))
+    bench.feed(SendFailed(asked[2].call_id, "timeout", "no answer within 0.5 s"))
+    bench.feed(SendFailed(send.call_id, "timeout", "no answer within 1 s"))
     view = bench.core.member(send.target_id, bench.now)
     assert view is not None
     assert view.state == "suspect"
@@ -60,18 +60,18 @@ def test_a_relay_that_reaches_it_saves_it() -> None:
 def test_a_refusal_shows_life_unless_somebody_else_gives_it() -> None:
     bench = Bench()
     send = first_ping(bench)
-    bench.feed(Failed(send.call_id, "refused", "it answered 429: busy", 429))
+    bench.feed(SendFailed(send.call_id, "refused", "it answered 429: busy", 429))
     assert bench.events == []
     bench.sent.clear()
     send = first_ping(bench)
-    bench.feed(Failed(send.call_id, "refused", "it answered 403: another node lives here", 403))
+    bench.feed(SendFailed(send.call_id, "refused", "it answered 403: another node lives here", 403))
     assert [event.kind for event in bench.events] == ["suspect"]
 
 
 def test_our_own_trouble_accuses_nobody_at_once() -> None:
     bench = Bench()
     send = first_ping(bench)
-    bench.feed(Failed(send.call_id, "local", "out of file descriptors"))
+    bench.feed(SendFailed(send.call_id, "local", "out of file descriptors"))
     assert bench.core.health == 1
     assert bench.events == []
 
@@ -101,7 +101,7 @@ def test_we_relay_only_to_addresses_that_we_know() -> None:
     (send,) = [sent for sent in bench.sent if isinstance(sent.message, Ping)]
     assert send.to == "10.0.0.2:7600"
     assert send.deadline_s == pytest.approx(0.4)  # the nack comes at 80 % of the timeout
-    bench.feed(Failed(send.call_id, "timeout", "no answer within 0.4 s"))
+    bench.feed(SendFailed(send.call_id, "timeout", "no answer within 0.4 s"))
     assert Respond(token, Nack("no answer within 0.4 s")) in bench.other_effects
 
 
@@ -110,6 +110,6 @@ def test_who_doesnt_know_us_asks_and_is_told() -> None:
     send = first_ping(bench)
     bench.sent.clear()
     bench.feed(Answered(send.call_id, Ack(Incarnation(BOOT_MS, 0), (), True)))
-    (introduction,) = [sent for sent in bench.sent if isinstance(sent.message, Gossip)]
-    assert isinstance(introduction.message, Gossip)
+    (introduction,) = [sent for sent in bench.sent if isinstance(sent.message, GossipMessage)]
+    assert isinstance(introduction.message, GossipMessage)
     assert bench.core.me in introduction.message.records

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from p2pdrl.membership.events import Answered, Reject, Send, Tick
-from p2pdrl.membership.messages import Ack, Join, Ping, Sync, Welcome
+from p2pdrl.membership.messages import Ack, JoinRequest, Ping, Sync, Welcome
 from p2pdrl.membership.records import Incarnation, Suspicion
 
 from .bench import BOOT_MS, KEYS, Bench, kill, record, suspicion
@@ -64,7 +64,7 @@ def test_an_incarnation_far_in_the_future_is_refused() -> None:
 def test_addresses_that_mustnt_be_dialled_are_refused() -> None:
     bench = Bench()
     for address in ("169.254.169.254:80", "127.0.0.1:7600"):
-        answer = bench.ask(6, Join(record(6, address=address)), told_by="10.0.0.6")
+        answer = bench.ask(6, JoinRequest(record(6, address=address)), told_by="10.0.0.6")
         assert isinstance(answer, Reject)
         assert answer.status == 400
     assert bench.state(6) == "unknown"
@@ -72,11 +72,11 @@ def test_addresses_that_mustnt_be_dialled_are_refused() -> None:
 
 def test_a_full_view_takes_nobody_but_in_place_of_a_tombstone() -> None:
     bench = Bench(others=4, max_members=4)
-    answer = bench.ask(6, Join(record(6)))
+    answer = bench.ask(6, JoinRequest(record(6)))
     assert isinstance(answer, Reject)
     assert answer.status == 429
     bench.gossip(record(1, 1, state="left"))
-    assert isinstance(bench.ask(6, Join(record(6))), Welcome)
+    assert isinstance(bench.ask(6, JoinRequest(record(6))), Welcome)
     assert (bench.state(1), bench.state(6)) == ("unknown", "alive")
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from p2pdrl.membership.seeds import SeedBook
+from p2pdrl.membership.joining import SeedBook
 from p2pdrl.transport.protocol import Address
 
 A, B, NAME = Address("10.0.0.1", 1), Address("10.0.0.2", 1), Address("swarm.local", 1)

@@ -9,17 +9,17 @@ import pytest
 
 from p2pdrl.clock import LoopClock
 from p2pdrl.errors import PeerRefusedError
-from p2pdrl.membership import opening
+from p2pdrl.membership import state
 from p2pdrl.membership.addresses import AddressPolicy
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.joining import JoinHooks
 from p2pdrl.membership.known_members import KnownMembers
-from p2pdrl.membership.messages import Join, Nack, encode
-from p2pdrl.membership.opening import open_core
+from p2pdrl.membership.messages import JoinRequest, Nack, encode
 from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.membership.service import MembershipService
-from p2pdrl.transport.memory import MemoryNetwork, MemoryTransport
+from p2pdrl.membership.state import open_core
+from p2pdrl.testing.memory_transport import MemoryNetwork, MemoryTransport
 from p2pdrl.transport.protocol import Address, Refusal
 
 pytestmark = pytest.mark.looptime
@@ -229,7 +229,7 @@ async def test_another_version_is_refused_once_in_plain_words(start: Start, monk
     told: list[tuple[str, str]] = []
     hooks = JoinHooks(on_refused=lambda *refusal: told.append(refusal))
     one = await start(1, [], hooks=hooks)
-    monkeypatch.setattr(opening, "PROTOCOL_VERSION", 1)
+    monkeypatch.setattr(state, "PROTOCOL_VERSION", 1)
     two = await start(2, ["10.0.0.1:7600"], hooks=hooks)
     await asyncio.sleep(20)
     words = "it speaks protocol 1, this swarm speaks 3"
@@ -321,7 +321,7 @@ async def test_malformed_requests_are_refused(start: Start) -> None:
     for route, meta, status in [
         ("swim/ping", b"\xc1", 400),
         ("swim/ping", encode(Nack("no")), 400),
-        ("swim/join", encode(Join(one.service.core.me)), 403),
+        ("swim/join", encode(JoinRequest(one.service.core.me)), 403),
     ]:
         with pytest.raises(PeerRefusedError) as caught:
             await two.transport.call(Address.parse(one.address), None, route, meta, deadline_s=1.0)

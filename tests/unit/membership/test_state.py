@@ -5,9 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from p2pdrl.membership.events import Answered, Failed, Reject, Send, SwarmChanged, Tick, TwinFound, Welcomed
+from p2pdrl.membership.events import (
+    Answered,
+    Reject,
+    Send,
+    SendFailed,
+    SwarmChanged,
+    Tick,
+    TwinFound,
+    Welcomed,
+)
 from p2pdrl.membership.identity import verify
-from p2pdrl.membership.messages import Ack, Gossip, Join, Nack, Ping, Welcome
+from p2pdrl.membership.messages import Ack, GossipMessage, JoinRequest, Nack, Ping, Welcome
 from p2pdrl.membership.records import BadRecordError, Incarnation, MemberRecord, Suspicion, Verifier
 
 from .bench import BOOT_MS, KEYS, WALL_S, Bench, first_ping, kill, record, suspicion
@@ -59,7 +68,7 @@ def test_leaving_is_signed_told_to_three_and_final() -> None:
     told = [effect for effect in effects if isinstance(effect, Send)]
     assert len(told) == 3
     for send in told:
-        assert isinstance(send.message, Gossip)
+        assert isinstance(send.message, GossipMessage)
         (goodbye,) = send.message.records
         assert isinstance(goodbye, MemberRecord)
         assert goodbye.state == "left"
@@ -99,7 +108,7 @@ def test_new_tags_raise_the_incarnation_and_spread() -> None:
 def test_a_join_is_answered_with_the_whole_view_and_the_settings() -> None:
     bench = Bench()
     bench.core.propose("mode", {"name": "adpsgd"}, 0.0)
-    answer = bench.ask(6, Join(record(6)), told_by="10.0.0.6")
+    answer = bench.ask(6, JoinRequest(record(6)), told_by="10.0.0.6")
     assert isinstance(answer, Welcome)
     ids = {item.id for item in answer.records if isinstance(item, MemberRecord)}
     assert ids == {KEYS[number].node_id for number in (0, 1, 2, 3, 4, 6)}
@@ -113,7 +122,7 @@ def test_a_join_is_answered_with_the_whole_view_and_the_settings() -> None:
 def test_a_dead_member_that_joins_in_the_same_incarnation_is_told_to_refute() -> None:
     bench = Bench()
     kill(bench)
-    answer = bench.ask(1, Join(record(1)))
+    answer = bench.ask(1, JoinRequest(record(1)))
     assert isinstance(answer, Welcome)
     assert any(isinstance(item, Suspicion) for item in answer.records)
 
@@ -154,5 +163,5 @@ def test_late_and_unknown_answers_are_ignored() -> None:
     send = first_ping(bench)
     for _ in range(2):
         bench.feed(Answered(send.call_id, Ack(Incarnation(BOOT_MS, 0))))
-    bench.feed(Failed(999_999, "timeout", "?"))
+    bench.feed(SendFailed(999_999, "timeout", "?"))
     assert bench.events == []

@@ -1,4 +1,4 @@
-"""What a node's conduct works on."""
+"""What a node's follower works on."""
 
 from __future__ import annotations
 

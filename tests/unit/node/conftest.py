@@ -14,34 +14,31 @@ import numpy as np
 import pytest
 
 from p2pdrl.clock import ManualClock
+from p2pdrl.config.learner_mode import FREE
 from p2pdrl.config.node import LearnerConfig
-from p2pdrl.config.regime import FREE
 from p2pdrl.config.root import Config
-from p2pdrl.config.strategy import (
-    AdpsgdConfig,
-)
-from p2pdrl.config.task import StopConfig, TaskConfig
-from p2pdrl.config.task_hash import task_hash
+from p2pdrl.config.strategy import AdpsgdConfig
+from p2pdrl.config.task import StopConfig, TaskConfig, task_hash
 from p2pdrl.errors import ConfigError
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.events import MemberView
 from p2pdrl.membership.identity import Identity, verify
 from p2pdrl.membership.records import Incarnation, Verifier
 from p2pdrl.membership.swarm_records import SwarmRecords
+from p2pdrl.node.accounting.exchanges import Accounting
+from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
+from p2pdrl.node.accounting.steps import StepAccounting
 from p2pdrl.node.children.deaths import Deaths
-from p2pdrl.node.conduct import Conduct
-from p2pdrl.node.counting.accounting import Accounting
-from p2pdrl.node.counting.ledger import Ledger
-from p2pdrl.node.counting.rumours import Rumours
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.parts import Parts
+from p2pdrl.node.parts import NodeParts
+from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
-from p2pdrl.tensors.layout import Entry, Layout
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.layout import Layout, TensorEntry
+from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
+from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.transport.counters import TrafficCounters
-from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address
 
 from .conducts import FakeFigures
@@ -49,7 +46,7 @@ from .supervised import QUICK, Supervised
 from .training_peers import Peer
 
 SPEC = BoardSpec(
-    Layout((Entry("w", (5,)),)),
+    Layout((TensorEntry("w", (5,)),)),
     SidecarLayout(
         (
             SidecarItem("adam.m", (5,)),
@@ -116,7 +113,7 @@ class FakeMembership:
 
 
 class FakeTraining:
-    """What figures, conduct and saving ask of `Training`, and what they told it."""
+    """What figures, follower and saving ask of `Training`, and what they told it."""
 
     def __init__(self, board: DaemonBoard | None = None) -> None:
         self.task = TaskConfig(stop=StopConfig(env_steps=1000, window=3))
@@ -157,7 +154,7 @@ class FakeTraining:
             speed=RateMeter(10.0),
             restarts=0,
             metrics={"loss": 0.5},
-            workplace=SimpleNamespace(regime=FREE),
+            io=SimpleNamespace(learner_mode=FREE),
             stages=SimpleNamespace(order=None),
             set_window=self.windows.append,
         )
@@ -233,9 +230,9 @@ def training(make_board: Callable[..., DaemonBoard]) -> FakeTraining:
 
 
 @pytest.fixture
-def parts(clock: ManualClock, events: EventLog, membership: FakeMembership, tmp_path: Path) -> Parts:
+def parts(clock: ManualClock, events: EventLog, membership: FakeMembership, tmp_path: Path) -> NodeParts:
     me = membership.identity.node_id
-    return Parts(
+    return NodeParts(
         config=Config(),
         name="me",
         node_id=me,
@@ -247,18 +244,18 @@ def parts(clock: ManualClock, events: EventLog, membership: FakeMembership, tmp_
         events=events,
         transport=SimpleNamespace(counters=TrafficCounters()),  # type: ignore[arg-type]
         membership=membership,  # type: ignore[arg-type]
-        ledger=Ledger(me, 5),
+        step_accounting=StepAccounting(me, 5),
         began_s=clock.monotonic(),
     )
 
 
 @pytest.fixture
-def talking(parts: Parts) -> Parts:
+def talking(parts: NodeParts) -> NodeParts:
     """A node that holds reports of others; it sends none by itself."""
-    parts.rumours = Rumours(
+    parts.rumours = MetricsGossip(
         me=parts.node_id,
         transport=parts.transport,
-        ledger=parts.ledger,
+        step_accounting=parts.step_accounting,
         clock=parts.clock,
         rng=random.Random(0),
         alive=parts.alive,
@@ -334,11 +331,11 @@ def figures() -> FakeFigures:
 
 
 @pytest.fixture
-def conduct(parts, figures, membership, training) -> Conduct:
+def follower(parts, figures, membership, training) -> RecordFollower:
     parts.training = training
     parts.state = "training"
     parts.saving = SimpleNamespace(stop_setting=None)
-    parts.ledger.follow(training.lineage)
-    made = Conduct(parts, figures)
+    parts.step_accounting.follow(training.lineage)
+    made = RecordFollower(parts, figures)
     membership.on_record = lambda record: made.record_changed()
     return made

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.tensors.layout import Entry, Layout
+from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.workers import learner
@@ -31,7 +31,7 @@ from p2pdrl.workers import learner
 class Trainer:
     """Adds one to each of four parameters with every step."""
 
-    layout = Layout((Entry("w", (4,)),))
+    layout = Layout((TensorEntry("w", (4,)),))
     sidecar_layout = SidecarLayout((SidecarItem("step", (), "int64"),))
     source = None
     ready = True

@@ -12,12 +12,12 @@ from p2pdrl.config.strategy import GradAverageConfig, LocalConfig, StrategyConfi
 from p2pdrl.errors import ConfigError, PeerRefusedError
 from p2pdrl.node import settings
 from p2pdrl.node.mode import ModeInForce
+from p2pdrl.strategies.gossip import adpsgd
+from p2pdrl.strategies.gossip.adpsgd import AdpsgdStrategy
 from p2pdrl.strategies.local import LocalStrategy
-from p2pdrl.strategies.pairwise import gossip
-from p2pdrl.strategies.pairwise.gossip import GossipStrategy
 from p2pdrl.strategies.protocol import RoundReport
 from p2pdrl.strategies.registry import build
-from p2pdrl.transport.pipe import PipeReply
+from p2pdrl.transport.pipe.ticket import PipeReply
 from p2pdrl.transport.protocol import Refusal
 
 from .training_peers import GOSSIP
@@ -34,7 +34,7 @@ async def test_the_mode_changes_and_outcomes_stay(pair, until):
     assert (two.training.mode.strategy.mode, two.training.mode.epoch) == ("local", 2)
     meta = b"whatever"
     with pytest.raises(PeerRefusedError) as caught:
-        await one.transport.call(two.address, two.id, gossip.ROUTE, meta, deadline_s=1.0)
+        await one.transport.call(two.address, two.id, adpsgd.ROUTE, meta, deadline_s=1.0)
     assert caught.value.status == 409
     await one.training.mode.use(GOSSIP, 2)
     assert one.training.outcomes["ok"] >= ok
@@ -47,7 +47,7 @@ async def mode(pair):
 
     def make(build, change=None) -> ModeInForce:
         one = pair[0].training
-        made.append(ModeInForce(one.context, change or one.crew.change, one.accounting, build))
+        made.append(ModeInForce(one.context, change or one.learner_pool.change, one.accounting, build))
         return made[-1]
 
     yield make
@@ -83,10 +83,10 @@ async def test_a_bug_in_a_strategy_is_told(mode):
 
 
 async def test_a_bug_is_told_after_modes_that_follow_closely(pair, mode):
-    async def dismiss_helpers_first(regime, epoch):
+    async def dismiss_helpers_first(learner_mode, epoch):
         if epoch > 1:
             await asyncio.sleep(0.01)
-        await pair[0].training.crew.change(regime, epoch)
+        await pair[0].training.learner_pool.change(learner_mode, epoch)
 
     one = mode(either, dismiss_helpers_first)
     watch = asyncio.create_task(one.watch())
@@ -111,7 +111,7 @@ async def test_rounds_are_counted_for_the_strategy_in_force(pair):
     ]  # fmt: skip
 
 
-class Unwilling(GossipStrategy):
+class Unwilling(AdpsgdStrategy):
     """Finds out as it starts that it can't run here."""
 
     stopped = 0
@@ -140,7 +140,7 @@ async def test_a_strategy_that_cant_run_here_leaves_the_node_alone(mode, when):
     assert one.outcomes["ok"] + one.outcomes["answered"] < 50, "no exchange counts twice"
 
 
-class Slow(GossipStrategy):
+class Slow(AdpsgdStrategy):
     """Takes pipes, and asks for time to end."""
 
     ends_within_s = 7.0

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from p2pdrl.config.task import StopConfig
-from p2pdrl.node.counting.digest import PeerReport
+from p2pdrl.node.accounting.report_table import PeerReport
 from p2pdrl.node.stop import judge, returns_ready
 
 

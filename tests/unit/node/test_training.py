@@ -15,9 +15,9 @@ from p2pdrl.config.node import DebugConfig, LearnerConfig, NodeConfig
 from p2pdrl.config.strategy import HogwildConfig, LocalConfig
 from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.errors import PeerRefusedError, WorkerError
-from p2pdrl.node.states import state_transfer
+from p2pdrl.node.state import state_transfer
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
-from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.workers.protocol import Report
 
 from .training_peers import GOSSIP, Peer
@@ -80,10 +80,10 @@ async def test_a_smaller_lineage_is_adopted_from(pair, until, kinds):
     assert "adopted" in kinds()
     sidecar = one.training.board.sidecar()
     assert (int(sidecar["adam.step"]), float(sidecar["observations.count"])) == (7, 0.0)
-    assert one.ledger.steps("aa" * 8) == 10
+    assert one.step_accounting.steps("aa" * 8) == 10
     one.reports(3)
-    assert one.ledger.steps("bb" * 8) == 20
-    assert one.ledger.total().env_steps == 30
+    assert one.step_accounting.steps("bb" * 8) == 20
+    assert one.step_accounting.total().env_steps == 30
 
 
 async def test_while_it_adopts_it_says_nothing(pair, until):
@@ -167,7 +167,7 @@ async def test_the_learner_begins_with_the_others_moments(pair, monkeypatch):
     monkeypatch.setattr(one.training.supervisor, "begin", begin)
     parts = (("count", ()), ("mean", (2,)), ("m2", (2,)))
     items = tuple(SidecarItem(f"obs.{part}", shape, "float64", "moments") for part, shape in parts)
-    one.ledger.open_streams(SidecarLayout(items))
+    one.step_accounting.open_streams(SidecarLayout(items))
     await one.training.begin(None, "cc" * 8)
     assert told == ["Others", "Pace", "begin"]
 
@@ -176,18 +176,18 @@ async def test_another_strategy_changes_the_work_of_a_live_learner(plan, events,
     plan("train")
     peer = Peer(MemoryNetwork(random.Random(0)), 1, events)
     training = peer.training
-    steps = lambda: peer.ledger.steps("cc" * 8)  # noqa: E731
+    steps = lambda: peer.step_accounting.steps("cc" * 8)  # noqa: E731
     try:
         await training.build()
         await training.begin(None, "cc" * 8)
         pid = training.supervisor.pid
         await training.mode.use(HogwildConfig(learners=3), 1)
-        assert training.supervisor.workplace.regime.learners == 3
+        assert training.supervisor.io.learner_mode.learners == 3
         await until(lambda: steps() > 10 * training.supervisor.totals.updates)
-        assert steps() == training.crew.totals.env_steps
+        assert steps() == training.learner_pool.totals.env_steps
         await training.mode.use(GOSSIP, 2)
-        assert (training.supervisor.workplace.regime.learners, training.crew.pids) == (1, ())
-        assert training.swarm.steps_since() == training.crew.totals.env_steps
+        assert (training.supervisor.io.learner_mode.learners, training.learner_pool.pids) == (1, ())
+        assert training.swarm.steps_since() == training.learner_pool.totals.env_steps
         assert training.supervisor.pid == pid
     finally:
         await training.stop()
@@ -232,7 +232,7 @@ async def test_a_life_with_a_learner(plan, events, until, noise):
         await training.mode.use(LocalConfig(), 1)
         await until(lambda: training.supervisor.totals.updates >= 2)
         assert training.ready
-        assert peer.ledger.steps("cc" * 8) == 10 * training.supervisor.totals.updates
+        assert peer.step_accounting.steps("cc" * 8) == 10 * training.supervisor.totals.updates
         await training.stop()
         assert bool(np.std(peer.now()) > 0.05) is (noise > 0)
     finally:

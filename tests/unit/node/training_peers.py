@@ -10,11 +10,11 @@ from p2pdrl.clock import SystemClock
 from p2pdrl.config.node import LearnerConfig, LimitsConfig, NodeConfig
 from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.config.task import StopConfig, TaskConfig
-from p2pdrl.node.counting.ledger import Ledger
-from p2pdrl.node.states import state_transfer
-from p2pdrl.node.states.giving import Giving
+from p2pdrl.node.accounting.steps import StepAccounting
+from p2pdrl.node.state import state_transfer
+from p2pdrl.node.state.state_server import StateServer
 from p2pdrl.node.training import Training
-from p2pdrl.strategies.pairwise import gossip
+from p2pdrl.strategies.gossip import adpsgd
 from p2pdrl.transport.protocol import Address
 from p2pdrl.workers.protocol import Report
 
@@ -34,7 +34,7 @@ class Peer:
         self.transport = network.join(self.id, self.address)
         self.peers: dict[str, Address] = {}
         self.seen: list[str] = []
-        self.ledger = Ledger(self.id, 1)
+        self.step_accounting = StepAccounting(self.id, 1)
         self.training = Training(
             me=self.id,
             task=TaskConfig(strategy=GOSSIP, stop=StopConfig(window=5)),
@@ -43,7 +43,7 @@ class Peer:
             transport=self.transport,
             clock=SystemClock(),
             events=events,
-            ledger=self.ledger,
+            step_accounting=self.step_accounting,
             rng=random.Random(number),
             alive=lambda: self.peers,
             donors=lambda: list(self.peers.items()),
@@ -55,10 +55,10 @@ class Peer:
             self.training.supervisor.board = board
             self.training.supervisor.spec = board.spec
             self.training.enter(lineage)
-        giving = Giving(self.training, self.ledger, self.events)
+        giving = StateServer(self.training, self.step_accounting, self.events)
         await self.transport.start()
         self.transport.serve(state_transfer.ROUTE, giving.answer)
-        self.transport.serve(gossip.ROUTE, self.training.mode.answer, max_vector_bytes=1 << 20)
+        self.transport.serve(adpsgd.ROUTE, self.training.mode.answer, max_vector_bytes=1 << 20)
 
     def now(self) -> list[float]:
         out = np.empty(self.training.spec.layout.size, np.float32)

@@ -8,11 +8,11 @@ import pytest
 
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.advice import Wishes, advise, bytes_alone
-from p2pdrl.pipeline.layers import FREE, Layer, Link, Peer
-from p2pdrl.pipeline.work import Work
+from p2pdrl.pipeline.layers import FREE, Layer, Peer, PeerLink
+from p2pdrl.pipeline.work import UpdateWork
 
 A, B, C = Peer("node a"), Peer("node b"), Peer("node c")
-SLOW = Link(0.04, 1e6)
+SLOW = PeerLink(0.04, 1e6)
 """40 ms, 1 MB/s."""
 
 
@@ -26,7 +26,7 @@ def wishes(*microbatches, **options):
 
 def test_over_links_that_cost_nothing_it_pays():
     """4 microbatches through 2 stages of 0.4 s: (4+1)·0.4 s; alone 4·0.8 s."""
-    advice = advise(Work({4: blocks()}, minibatches=3), [A, B])
+    advice = advise(UpdateWork({4: blocks()}, minibatches=3), [A, B])
     assert advice.take_pipeline
     assert advice.pipeline.step_s == pytest.approx(2.0)
     assert advice.pipeline.update_s == pytest.approx(6.0)
@@ -41,7 +41,7 @@ def test_over_links_that_cost_nothing_it_pays():
 
 def test_over_a_slow_link_it_is_refused_with_numbers():
     """One microbatch: 0.8 s and 2·(40+20) ms; 500 kB at the end: 500 ms and asking, 80 ms."""
-    advice = advise(Work({1: blocks()}, minibatches=3), [A, B], SLOW, wishes())
+    advice = advise(UpdateWork({1: blocks()}, minibatches=3), [A, B], SLOW, wishes())
     assert not advice.take_pipeline
     pipeline = advice.pipeline
     assert pipeline.minibatch_s == pytest.approx(0.92)
@@ -58,8 +58,8 @@ def test_over_a_slow_link_it_is_refused_with_numbers():
 @pytest.mark.parametrize(("bandwidth", "take"), [(12.1e6, False), (1e9, True)])
 def test_what_travels_at_the_end_of_an_update_decides(bandwidth, take):
     """34 MB at 12.1 MB/s take 2.8 s, more than the pipeline saves in one minibatch of four parts."""
-    work = Work({4: blocks(parameter_bytes=17e6, activation_bytes=0.0)})
-    advice = advise(work, [A, B], Link(0.0, bandwidth))
+    work = UpdateWork({4: blocks(parameter_bytes=17e6, activation_bytes=0.0)})
+    advice = advise(work, [A, B], PeerLink(0.0, bandwidth))
     assert advice.pipeline.update_s == pytest.approx(2.0 + 34e6 / bandwidth)
     assert advice.take_pipeline is take
     assert ("34.0 MB an update over 12.1 MB/s" in advice.why) is not take
@@ -67,7 +67,7 @@ def test_what_travels_at_the_end_of_an_update_decides(bandwidth, take):
 
 def test_the_optimizers_state_counts_by_how_often_it_travels():
     """Every 10th update 3 times as much comes up, and the whole 3 times goes down."""
-    work = Work({1: blocks(activation_bytes=0.0)}, state_every=10)
+    work = UpdateWork({1: blocks(activation_bytes=0.0)}, state_every=10)
     pipeline = advise(work, [A, B], SLOW, wishes()).pipeline
     up_s, down_s = 0.08 + 1.5, 0.04 + 3.0
     assert pipeline.fetch_s == pytest.approx(0.9 * 0.58 + 0.1 * (up_s + down_s))
@@ -77,7 +77,7 @@ def test_the_optimizers_state_counts_by_how_often_it_travels():
 def test_a_model_too_large_for_one_is_not_refused():
     """Alone 4 copies of 1 MB and 80 kB; a half each with 2.1 MB is possible, however slow."""
     peers = [peer._replace(memory_bytes=2.2e6) for peer in (A, B)]
-    advice = advise(Work({1: blocks()}), peers, SLOW, wishes())
+    advice = advise(UpdateWork({1: blocks()}), peers, SLOW, wishes())
     assert advice.take_pipeline
     assert advice.alone is None
     assert advice.pipeline.step_s == pytest.approx(1.5)
@@ -90,41 +90,41 @@ def test_a_model_too_large_for_one_is_not_refused():
 def test_a_model_too_large_for_all_is_an_error():
     peers = [peer._replace(memory_bytes=1e6) for peer in (A, B)]
     with pytest.raises(ConfigError, match="no cut fits the memory"):
-        advise(Work({1: blocks()}), peers, SLOW, wishes())
+        advise(UpdateWork({1: blocks()}), peers, SLOW, wishes())
     with pytest.raises(ConfigError, match=r"needs 4\.08 MB, and node a has 1\.00 MB"):
-        advise(Work({1: blocks()}), peers[:1], SLOW, wishes())
+        advise(UpdateWork({1: blocks()}), peers[:1], SLOW, wishes())
 
 
 def test_who_alone_has_the_memory_is_the_one_alone():
     """The fast one has too little: the slow one's 1.6 s is what counts."""
     peers = [A._replace(memory_bytes=2.2e6), B._replace(speed=0.5)]
-    advice = advise(Work({1: blocks()}), peers, FREE, wishes())
+    advice = advise(UpdateWork({1: blocks()}), peers, FREE, wishes())
     assert advice.alone.peer == 1
     assert advice.alone.step_s == pytest.approx(1.6)
 
 
 def test_the_fastest_peer_alone_is_the_measure():
-    advice = advise(Work({1: blocks()}), [A, B._replace(speed=4.0)], FREE, wishes())
+    advice = advise(UpdateWork({1: blocks()}), [A, B._replace(speed=4.0)], FREE, wishes())
     assert advice.alone.step_s == pytest.approx(0.2)
     assert not advice.take_pipeline
     assert "node b alone takes 0.20 s" in advice.why
 
 
 def test_one_peer_needs_no_pipeline():
-    advice = advise(Work({1: blocks()}), [A])
+    advice = advise(UpdateWork({1: blocks()}), [A])
     assert not advice.take_pipeline
     assert advice.pipeline is None
     assert advice.why == "node a alone takes 0.80 s a step: no pipeline, there is one peer only"
 
 
 def test_more_peers_than_blocks():
-    advice = advise(Work({1: blocks(2)}), [A, B, C], FREE, wishes())
+    advice = advise(UpdateWork({1: blocks(2)}), [A, B, C], FREE, wishes())
     assert not advice.take_pipeline
     assert "no pipeline, 2 layers can't be cut for 3 peers" in advice.why
 
 
 def test_costs_that_are_not_known_follow_from_the_nearest():
-    work = Work({1: blocks(), 8: [one._replace(inner_bytes=1e3) for one in blocks(forward_s=0.02)]})
+    work = UpdateWork({1: blocks(), 8: [one._replace(inner_bytes=1e3) for one in blocks(forward_s=0.02)]})
     assert work.layers(8)[0].forward_s == 0.02
     assert work.layers(4)[0].forward_s == pytest.approx(0.04)
     assert work.layers(2)[0].forward_s == pytest.approx(0.05)
@@ -135,7 +135,7 @@ def test_costs_that_are_not_known_follow_from_the_nearest():
 
 def test_the_best_number_of_microbatches_is_taken():
     """4 smaller parts are less efficient here; each way takes its own best number."""
-    work = Work({1: blocks(), 4: blocks(forward_s=0.03)})
+    work = UpdateWork({1: blocks(), 4: blocks(forward_s=0.03)})
     advice = advise(work, [A, B], FREE, wishes(1, 2, 4))
     # 1 part: 0.8; 2 parts of a half: 3·0.2; 4 parts: 5·0.12
     assert advice.pipeline.step_s == pytest.approx(0.6)
@@ -144,7 +144,7 @@ def test_the_best_number_of_microbatches_is_taken():
 
 
 def test_numbers_that_the_schedule_refuses_are_passed_over():
-    work = Work({1: blocks()})
+    work = UpdateWork({1: blocks()})
     options = {"schedule": "interleaved", "chunks": 2}
     assert advise(work, [A, B], FREE, wishes(5, 4, **options)).pipeline.plan.microbatches == 4
     advice = advise(work, [A, B], FREE, wishes(5, **options))
@@ -154,17 +154,17 @@ def test_numbers_that_the_schedule_refuses_are_passed_over():
 
 def test_what_is_computed_anew_takes_another_forward():
     """gpipe: each of 4 parts takes each of 2 stages 0.2 s, then 0.2 + 0.2 s. Alone nothing is done twice."""
-    advice = advise(Work({4: blocks()}, checkpoint=True), [A, B], FREE, wishes(4))
+    advice = advise(UpdateWork({4: blocks()}, checkpoint=True), [A, B], FREE, wishes(4))
     assert advice.pipeline.step_s == pytest.approx(5 * 0.6)
     assert advice.alone.step_s == pytest.approx(4 * 0.8)
     # with one part there is nothing to be saved
-    single = advise(Work({1: blocks()}, checkpoint=True), [A, B], FREE, wishes()).pipeline
+    single = advise(UpdateWork({1: blocks()}, checkpoint=True), [A, B], FREE, wishes()).pipeline
     assert single.step_s == pytest.approx(0.8)
 
 
 def test_a_rank_that_stores_one_microbatch_computes_nothing_anew():
     """With 1F1B the last rank's backward follows its forward: its layers take 2/3 of the others' time."""
-    work = Work({4: blocks(5)}, checkpoint=True)
+    work = UpdateWork({4: blocks(5)}, checkpoint=True)
     pipeline = advise(work, [A, B], FREE, wishes(4, schedule="1f1b")).pipeline
     assert pipeline.plan.cuts == (2,)
     # the first part's forward, 4 parts of the slower, the last part's backward
@@ -173,7 +173,7 @@ def test_a_rank_that_stores_one_microbatch_computes_nothing_anew():
 
 def test_an_interleaved_rank_stores_parts_in_one_stage_while_it_is_in_another():
     """Each of 2 ranks stores the only part in each of 2 stages, and so computes it anew."""
-    work = Work({1: blocks()}, checkpoint=True)
+    work = UpdateWork({1: blocks()}, checkpoint=True)
     links = {(0, 1): FREE, (1, 0): FREE}
     pipeline = advise(work, [A, B], links, wishes(1, schedule="interleaved", chunks=2)).pipeline
     assert pipeline.step_s == pytest.approx(4 * 0.3)
@@ -181,8 +181,8 @@ def test_an_interleaved_rank_stores_parts_in_one_stage_while_it_is_in_another():
 
 def test_memory_is_what_is_kept_and_links_carry_what_goes_out():
     layers = [layer._replace(inner_bytes=1e6) for layer in blocks(parameter_bytes=0.0)]
-    plain, anew = Work({4: layers}), Work({4: layers}, checkpoint=True)
-    pipeline = advise(plain, [A, B], Link(0.0, 1e6), wishes(4)).pipeline
+    plain, anew = UpdateWork({4: layers}), UpdateWork({4: layers}, checkpoint=True)
+    pipeline = advise(plain, [A, B], PeerLink(0.0, 1e6), wishes(4)).pipeline
     assert pipeline.slowest.update_bytes == pytest.approx(4 * 2 * 20e3)  # of 4 parts, there and back
     assert bytes_alone(plain, 4) == bytes_alone(anew, 4) == pytest.approx(4 * 1.02e6)  # one part at a time
     small = [peer._replace(memory_bytes=4e6) for peer in (A, B)]
@@ -193,7 +193,7 @@ def test_memory_is_what_is_kept_and_links_carry_what_goes_out():
 
 def test_interleaved_stages_go_round_the_peers():
     """Two chunks on two ranks with 4 microbatches idle 1/9 of the time: 4·0.4 s·9/8."""
-    work = Work({4: blocks()})
+    work = UpdateWork({4: blocks()})
     links = {(0, 1): FREE, (1, 0): FREE}
     pipeline = advise(work, [A, B], links, wishes(4, schedule="interleaved", chunks=2)).pipeline
     assert pipeline.plan.cuts == (1, 2, 3)
@@ -202,31 +202,31 @@ def test_interleaved_stages_go_round_the_peers():
 
 
 def test_cuts_by_hand_are_kept():
-    pipeline = advise(Work({1: blocks()}), [A, B], FREE, wishes(cuts=(1,))).pipeline
+    pipeline = advise(UpdateWork({1: blocks()}), [A, B], FREE, wishes(cuts=(1,))).pipeline
     assert pipeline.plan.cuts == (1,)
     assert pipeline.plan.blocks == 4
 
 
 def test_the_first_peer_stays_first():
     """The line c - a - b has quick links, and a must lead: a b c and a c b both cross one slow link."""
-    quick, slow = Link(0.001), Link(10.0)
+    quick, slow = PeerLink(0.001), PeerLink(10.0)
     links = {(0, 1): quick, (1, 0): quick, (0, 2): slow, (2, 0): slow, (1, 2): quick, (2, 1): quick}
-    pipeline = advise(Work({1: blocks()}), [A, C, B], links, wishes()).pipeline
+    pipeline = advise(UpdateWork({1: blocks()}), [A, C, B], links, wishes()).pipeline
     assert pipeline.order == (0, 1, 2)
     swapped = {({0: 0, 1: 2, 2: 1}[a], {0: 0, 1: 2, 2: 1}[b]): link for (a, b), link in links.items()}
-    pipeline = advise(Work({1: blocks()}), [A, B, C], swapped, wishes()).pipeline
+    pipeline = advise(UpdateWork({1: blocks()}), [A, B, C], swapped, wishes()).pipeline
     assert pipeline.order == (0, 2, 1)
 
 
 def test_links_that_nobody_measured_are_as_bad_as_the_worse_to_the_first():
-    good, bad = Link(0.01, 1e6), Link(0.2, 5e6)
+    good, bad = PeerLink(0.01, 1e6), PeerLink(0.2, 5e6)
     links = {(0, 1): good, (1, 0): good, (0, 2): bad, (2, 0): bad}
-    pipeline = advise(Work({1: blocks(3, activation_bytes=0.0)}), [A, B, C], links, wishes()).pipeline
+    pipeline = advise(UpdateWork({1: blocks(3, activation_bytes=0.0)}), [A, B, C], links, wishes()).pipeline
     assert pipeline.order == (0, 1, 2)
     assert pipeline.timeline.total_s == pytest.approx(0.6 + 2 * 0.01 + 2 * 0.2)
     with pytest.raises(ConfigError, match="nothing is known about the link from 0 to 2"):
         advise(
-            Work({1: blocks(3)}),
+            UpdateWork({1: blocks(3)}),
             [peer._replace(memory_bytes=2e6) for peer in (A, B, C)],
             {(0, 1): good, (1, 0): good},
             wishes(),
@@ -236,16 +236,16 @@ def test_links_that_nobody_measured_are_as_bad_as_the_worse_to_the_first():
 @pytest.mark.parametrize(
     ("work", "peers", "options"),
     [
-        (Work({}), [A, B], {}),
-        (Work({0: blocks()}), [A, B], {}),
-        (Work({1: []}), [A, B], {}),
-        (Work({1: blocks()}, minibatches=0), [A, B], {}),
-        (Work({1: blocks()}, state_every=-1), [A, B], {}),
-        (Work({1: blocks()}), [], {}),
-        (Work({1: blocks()}), [A._replace(speed=0.0)], {}),
-        (Work({1: blocks()}), [A, B], {"microbatches": ()}),
-        (Work({1: blocks()}), [A, B], {"microbatches": (0,)}),
-        (Work({1: blocks(forward_s=math.nan)}), [A], {}),
+        (UpdateWork({}), [A, B], {}),
+        (UpdateWork({0: blocks()}), [A, B], {}),
+        (UpdateWork({1: []}), [A, B], {}),
+        (UpdateWork({1: blocks()}, minibatches=0), [A, B], {}),
+        (UpdateWork({1: blocks()}, state_every=-1), [A, B], {}),
+        (UpdateWork({1: blocks()}), [], {}),
+        (UpdateWork({1: blocks()}), [A._replace(speed=0.0)], {}),
+        (UpdateWork({1: blocks()}), [A, B], {"microbatches": ()}),
+        (UpdateWork({1: blocks()}), [A, B], {"microbatches": (0,)}),
+        (UpdateWork({1: blocks(forward_s=math.nan)}), [A], {}),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(work, peers, options):

@@ -14,7 +14,7 @@ from torch import nn
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.schedule import make_schedule
-from p2pdrl.pipeline.timeline import Costs, predict
+from p2pdrl.pipeline.timeline import MicrobatchCosts, predict
 
 SCRIPTS = str(Path(__file__).parents[3] / "scripts")
 OURS = {"bench_pipeline", "pipeline_bench", "support"}
@@ -63,7 +63,7 @@ def test_the_ideal_is_that_of_the_papers_and_of_timelines(figures):
     for name, ranks, chunks in (("1f1b", 2, 1), ("gpipe", 3, 1), ("interleaved", 2, 2)):
         stages = ranks * chunks
         schedule = make_schedule(name, stages, 6, ranks=ranks)
-        ideal = predict(schedule, Costs((1.0,) * stages, (2.0,) * stages)).ideal_speedup
+        ideal = predict(schedule, MicrobatchCosts((1.0,) * stages, (2.0,) * stages)).ideal_speedup
         assert figures.ideal_speedup(ranks, 6, chunks) == pytest.approx(ideal)
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from p2pdrl.pipeline.drawing import draw
 from p2pdrl.pipeline.schedule import make_schedule
-from p2pdrl.pipeline.timeline import Costs, predict
+from p2pdrl.pipeline.timeline import MicrobatchCosts, predict
 
 
 def drawn(name, stages, microbatches, width, ranks=None, forward_s=1.0, backward_s=2.0):
-    costs = Costs((forward_s,) * stages, (backward_s,) * stages)
+    costs = MicrobatchCosts((forward_s,) * stages, (backward_s,) * stages)
     return draw(predict(make_schedule(name, stages, microbatches, ranks=ranks), costs), width)
 
 
@@ -68,7 +68,7 @@ def test_what_takes_no_time_isnt_drawn():
 
 
 def test_a_stage_far_quicker_than_another_leaves_room_for_it():
-    costs = Costs((1e-9, 1.0), (1e-9, 1.0))
+    costs = MicrobatchCosts((1e-9, 1.0), (1e-9, 1.0))
     assert draw(predict(make_schedule("gpipe", 2, 2), costs), 48) == [
         "rank 0  ........................................",
         "rank 1  F1------- F2------- B1------- B2------- ",

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.layers import Layer, Link, Peer
+from p2pdrl.pipeline.layers import Layer, Peer, PeerLink
 from p2pdrl.pipeline.ordering import MOST_PEERS, in_order, partition_in_best_order
 from p2pdrl.pipeline.partition import Demands, partition
 
 amounts = st.integers(0, 16).map(float)
-links = st.builds(Link, amounts, st.sampled_from([0.5, 2.0, math.inf]))
+links = st.builds(PeerLink, amounts, st.sampled_from([0.5, 2.0, math.inf]))
 
 
 @st.composite
@@ -67,24 +67,24 @@ def test_neighbours_are_those_with_a_good_link():
     layers = [Layer(str(i), 1.0, 1.0, 0.0, 10.0) for i in range(3)]
     good = {(0, 2), (2, 0), (2, 1), (1, 2)}
     between = {
-        pair: Link(0.0, 100.0 if pair in good else 1.0) for pair in itertools.permutations(range(3), 2)
+        pair: PeerLink(0.0, 100.0 if pair in good else 1.0) for pair in itertools.permutations(range(3), 2)
     }
     order, _ = partition_in_best_order(layers, [Peer(name) for name in "abc"], links=between)
     assert order in {(0, 2, 1), (1, 2, 0)}
 
 
 def test_links_follow_the_order():
-    between = {(0, 1): Link(1.0), (1, 0): Link(2.0), (0, 2): Link(3.0)}
-    assert in_order(between, (1, 0)) == {(1, 0): Link(1.0), (0, 1): Link(2.0)}
-    assert in_order(Link(1.0), (1, 0)) == Link(1.0)
+    between = {(0, 1): PeerLink(1.0), (1, 0): PeerLink(2.0), (0, 2): PeerLink(3.0)}
+    assert in_order(between, (1, 0)) == {(1, 0): PeerLink(1.0), (0, 1): PeerLink(2.0)}
+    assert in_order(PeerLink(1.0), (1, 0)) == PeerLink(1.0)
 
 
 def test_eight_different_peers_are_put_in_order():
     layers = [Layer(str(i), 1.0 + i % 5, 1.0, 1.0, 1.0) for i in range(24)]
     peers = [Peer(str(n), 1.0 + n / 8) for n in range(8)]
-    order, found = partition_in_best_order(layers, peers, links=Link(0.01, 1e3))
+    order, found = partition_in_best_order(layers, peers, links=PeerLink(0.01, 1e3))
     assert len(set(order)) == 8
-    assert found.slowest_s <= partition(layers, peers, links=Link(0.01, 1e3)).slowest_s
+    assert found.slowest_s <= partition(layers, peers, links=PeerLink(0.01, 1e3)).slowest_s
 
 
 def test_too_many_peers_are_told():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.layers import Layer, Link, Peer
+from p2pdrl.pipeline.layers import Layer, Peer, PeerLink
 from p2pdrl.pipeline.partition import Demands, partition, partition_at
 from p2pdrl.pipeline.schedule import make_schedule, peak_activations
 from p2pdrl.pipeline.timeline import predict
@@ -33,7 +33,7 @@ def stage_costs(layers, peers, edges, links, demands):
         total_s = sum((1 + anew) * layer.forward_s + layer.backward_s for layer in inside) / peer.speed
         if k + 1 < len(peers):
             for way in [(k, k + 1), (k + 1, k)]:
-                link = links if isinstance(links, Link) else links[way]
+                link = links if isinstance(links, PeerLink) else links[way]
                 total_s += link.latency_s + sizes[stop] / link.bandwidth_bytes_s
         stored = demands.stored if isinstance(demands.stored, int) else demands.stored[k]
         between = sum(layer.output_bytes + layer.inner_bytes for layer in inside) - sizes[stop]
@@ -52,7 +52,7 @@ def tried(layers, peers, links, demands):
 # Quarters and powers of two: sums are exact, so that ties are ties.
 quarters = st.integers(0, 40).map(lambda n: n / 4)
 sizes = st.integers(0, 64).map(lambda n: 2.0**20 * n)
-links = st.builds(Link, quarters, st.sampled_from([2.0**18, 2.0**20, 2.0**24, math.inf]))
+links = st.builds(PeerLink, quarters, st.sampled_from([2.0**18, 2.0**20, 2.0**24, math.inf]))
 
 
 @st.composite
@@ -118,8 +118,8 @@ def test_a_cut_avoids_what_is_slow_to_send():
     layers = [Layer(str(i), 0.5, 0.5, 0.0, size) for i, size in enumerate([1.0, 8.0, 1.0, 8.0])]
     peers = [Peer("a"), Peer("b")]
     assert partition(layers, peers).cuts == (2,)
-    assert partition(layers, peers, links=Link(0.0, 4.0)).cuts == (1,)
-    dear_back = {(0, 1): Link(), (1, 0): Link(0.0, 0.5)}
+    assert partition(layers, peers, links=PeerLink(0.0, 4.0)).cuts == (1,)
+    dear_back = {(0, 1): PeerLink(), (1, 0): PeerLink(0.0, 0.5)}
     found = partition(layers, peers, links=dear_back)
     assert [stage.transfer_s for stage in found.stages] == [2.0, 0.0]
 
@@ -187,8 +187,8 @@ def test_what_is_impossible_is_told_with_numbers():
         (plain(1.0), [Peer("a", 0.0)], {}, "speed of peer a must be positive, not 0.0"),
         (plain(1.0), [Peer("a", math.nan)], {}, "speed of peer a must be positive, not nan"),
         (plain(1.0), [Peer("a", 1.0, -1.0)], {}, "memory of peer a can't be -1.0 bytes"),
-        (plain(1.0, 2.0), [Peer("a"), Peer("b")], {"links": {(0, 1): Link()}}, "link from 1 to 0"),
-        (plain(1.0), [Peer("a")], {"links": Link(0.0, -1.0)}, "bandwidth of a link must be positive"),
+        (plain(1.0, 2.0), [Peer("a"), Peer("b")], {"links": {(0, 1): PeerLink()}}, "link from 1 to 0"),
+        (plain(1.0), [Peer("a")], {"links": PeerLink(0.0, -1.0)}, "bandwidth of a link must be positive"),
         (plain(1.0), [Peer("a")], {"demands": Demands(stored=(1, 1))}, "1 stages need as many numbers"),
         (plain(1.0), [Peer("a")], {"demands": Demands(stored=-1)}, "not negative, not -1"),
         (
@@ -227,7 +227,7 @@ def test_bad_cuts_are_told(cuts, why):
 
 def test_its_costs_are_the_timelines():
     layers = [Layer(str(i), 1.0, 2.0, 0.0, 10.0 * i) for i in range(6)]
-    link = Link(0.5, 100.0)
+    link = PeerLink(0.5, 100.0)
     found = partition_at(layers, [Peer("a"), Peer("b", 2.0), Peer("c")], [1, 4], links=link)
     costs = found.costs(link)
     assert costs.forward_s == (1.0, 1.5, 2.0)

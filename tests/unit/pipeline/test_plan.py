@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.plan import Plan
+from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.pipeline.schedule import make_schedule
 
 
 def test_stages_are_dealt_out_in_turn():
-    plan = Plan(blocks=9, cuts=(1, 3, 4, 6, 8), schedule="interleaved", microbatches=3, ranks=3)
+    plan = PipelinePlan(blocks=9, cuts=(1, 3, 4, 6, 8), schedule="interleaved", microbatches=3, ranks=3)
     assert plan.stages == 6
     assert [list(plan.stages_of(rank)) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
     assert [list(plan.blocks_of(stage)) for stage in range(6)] == [[0], [1, 2], [3], [4, 5], [6, 7], [8]]
@@ -27,13 +27,13 @@ def test_every_block_has_one_rank(data):
     schedule = "1f1b"
     if ranks % 2 == 0:
         schedule, ranks = "interleaved", ranks // 2
-    plan = Plan(blocks, cuts, schedule, 1, ranks)
+    plan = PipelinePlan(blocks, cuts, schedule, 1, ranks)
     numbers = [number for rank in range(ranks) for number in plan.numbers(rank)]
     assert sorted(numbers) == list(range(blocks))
 
 
 def test_actions_are_the_schedules():
-    plan = Plan(blocks=4, cuts=(2,), schedule="1f1b", microbatches=4, ranks=2)
+    plan = PipelinePlan(blocks=4, cuts=(2,), schedule="1f1b", microbatches=4, ranks=2)
     assert plan.actions(1, 3) == make_schedule("1f1b", 2, 3)[1]
 
 
@@ -42,7 +42,7 @@ def test_actions_are_the_schedules():
 )
 def test_a_batch_is_cut_as_far_as_its_rows_and_the_schedule_allow(rows, parts):
     """Interleaved on two ranks takes 1, 2, 3, and from there on even numbers."""
-    plan = Plan(blocks=4, cuts=(1, 2, 3), schedule="interleaved", microbatches=8, ranks=2)
+    plan = PipelinePlan(blocks=4, cuts=(1, 2, 3), schedule="interleaved", microbatches=8, ranks=2)
     assert plan.parts(rows) == parts
     plan.actions(0, parts)
 
@@ -61,6 +61,6 @@ def test_a_batch_is_cut_as_far_as_its_rows_and_the_schedule_allow(rows, parts):
 )
 def test_numbers_that_do_not_fit_are_refused(change, words):
     good = {"blocks": 4, "cuts": (2,), "schedule": "1f1b", "microbatches": 4, "ranks": 2}
-    Plan(**good)
+    PipelinePlan(**good)
     with pytest.raises(ConfigError, match=words):
-        Plan(**good | change)
+        PipelinePlan(**good | change)

@@ -12,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.schedule import (
-    Action,
-    check_schedule,
-    make_schedule,
-    peak_activations,
-    route,
-)
+from p2pdrl.pipeline.schedule import Action, check_schedule, make_schedule, peak_activations, route
 
 STAGES = [1, 2, 3, 4, 8]
 MICROBATCHES = [*range(1, 9), 16]

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.layers import Link
+from p2pdrl.pipeline.layers import PeerLink
 from p2pdrl.pipeline.schedule import make_schedule, route
-from p2pdrl.pipeline.timeline import Costs, predict
+from p2pdrl.pipeline.timeline import MicrobatchCosts, predict
 
 
 def even(stages, forward_s, backward_s, **more):
-    return Costs((forward_s,) * stages, (backward_s,) * stages, **more)
+    return MicrobatchCosts((forward_s,) * stages, (backward_s,) * stages, **more)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -50,8 +50,8 @@ def test_interleaved_takes_what_the_paper_says(ranks, chunks, rounds):
 
 def test_times_worked_out_by_hand():
     """Two stages, two microbatches; a message takes 0.5 s of the link and arrives 0.25 s later."""
-    link = Link(latency_s=0.25, bandwidth_bytes_s=2.0)
-    costs = Costs((1.0, 2.0), (3.0, 1.0), message_bytes=1.0, links=link)
+    link = PeerLink(latency_s=0.25, bandwidth_bytes_s=2.0)
+    costs = MicrobatchCosts((1.0, 2.0), (3.0, 1.0), message_bytes=1.0, links=link)
     timeline = predict(make_schedule("1f1b", 2, 2), costs)
     spans = [[(t.action.kind, t.action.microbatch, t.start_s, t.end_s) for t in row] for row in timeline.rows]
     assert spans[0] == [
@@ -73,7 +73,7 @@ def test_times_worked_out_by_hand():
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
-@pytest.mark.parametrize("link", [Link(0.25), Link(0.0, 4.0)])
+@pytest.mark.parametrize("link", [PeerLink(0.25), PeerLink(0.0, 4.0)])
 def test_1f1b_cant_hide_messages_as_gpipe_can(stages, link):
     f, b, t = 1.0, 1.0, 0.25
     for name, each_s in [("1f1b", f + b + 2 * t * (stages - 1) / stages), ("gpipe", f + b)]:
@@ -86,7 +86,7 @@ def test_1f1b_cant_hide_messages_as_gpipe_can(stages, link):
 
 def test_a_direction_of_a_link_carries_one_message_at_a_time():
     """Forwards take a tenth of a message's time: the second activation leaves when the first has left."""
-    costs = Costs((0.1, 0.1), (0.1, 0.1), message_bytes=10.0, links=Link(5.0, 10.0))
+    costs = MicrobatchCosts((0.1, 0.1), (0.1, 0.1), message_bytes=10.0, links=PeerLink(5.0, 10.0))
     timeline = predict(make_schedule("gpipe", 2, 3), costs)
     sends = [t for t in timeline.rows[0] if t.action.kind == "send_activation"]
     assert [t.start_s for t in sends] == pytest.approx([0.1, 1.1, 2.1])
@@ -94,14 +94,14 @@ def test_a_direction_of_a_link_carries_one_message_at_a_time():
 
 
 def test_directions_dont_share():
-    links = {(0, 1): Link(0.0, 1.0), (1, 0): Link(7.0)}
+    links = {(0, 1): PeerLink(0.0, 1.0), (1, 0): PeerLink(7.0)}
     timeline = predict(make_schedule("gpipe", 2, 1), even(2, 1.0, 1.0, message_bytes=2.0, links=links))
     assert timeline.total_s == 1 + 2 + 1 + 1 + 7 + 1
 
 
 def test_two_ranks_that_interleave_share_a_direction_between_activations_and_gradients():
     schedule = make_schedule("interleaved", 4, 2, ranks=2)
-    costs = even(4, 1.0, 1.0, message_bytes=(1.0, 2.0, 3.0), links=Link(0.0, 1.0))
+    costs = even(4, 1.0, 1.0, message_bytes=(1.0, 2.0, 3.0), links=PeerLink(0.0, 1.0))
     timeline = predict(schedule, costs)
     for rank in range(2):
         sends = sorted(t[1:] for t in timeline.rows[rank] if t.action.kind.startswith("send"))
@@ -129,7 +129,7 @@ def event_driven(schedule, costs):
             return
         busy.add(pair)
         way, microbatch = queues[pair].pop(0)
-        link = costs.links if isinstance(costs.links, Link) else costs.links[pair]
+        link = costs.links if isinstance(costs.links, PeerLink) else costs.links[pair]
         left = now + costs.boundary_bytes(way) / link.bandwidth_bytes_s
         heapq.heappush(events, (left, next(number), "free", pair))
         heapq.heappush(events, (left + link.latency_s, next(number), "arrive", (way, microbatch)))
@@ -179,9 +179,9 @@ def cases(draw):
     microbatches = ranks * draw(st.integers(1, 3)) if name == "interleaved" else draw(st.integers(1, 8))
     schedule = make_schedule(name, stages, microbatches, ranks=ranks)
     times = st.lists(seconds, min_size=stages, max_size=stages).map(tuple)
-    links = st.builds(Link, seconds, st.floats(0.5, 100.0))
+    links = st.builds(PeerLink, seconds, st.floats(0.5, 100.0))
     pairs = [(r, other) for r in range(ranks) for other in range(ranks)]
-    costs = Costs(
+    costs = MicrobatchCosts(
         draw(times.filter(any)),
         draw(times),
         tuple(draw(seconds) for _ in range(stages - 1)),
@@ -222,16 +222,19 @@ def test_what_holds_of_every_timeline(case):
 @pytest.mark.parametrize(
     ("costs", "why"),
     [
-        (Costs((1.0,), (1.0, 2.0)), "1 forward times need as many backward times, not 2"),
-        (Costs((1.0, -1.0), (1.0, 2.0)), "seconds of a stage must be finite and not negative, not -1.0"),
-        (Costs((1.0, math.nan), (1.0, 2.0)), "not nan"),
-        (Costs((1.0, math.inf), (1.0, 2.0)), "not inf"),
-        (Costs((0.0, 0.0), (0.0, 0.0)), "more than 0 seconds"),
+        (MicrobatchCosts((1.0,), (1.0, 2.0)), "1 forward times need as many backward times, not 2"),
+        (
+            MicrobatchCosts((1.0, -1.0), (1.0, 2.0)),
+            "seconds of a stage must be finite and not negative, not -1.0",
+        ),
+        (MicrobatchCosts((1.0, math.nan), (1.0, 2.0)), "not nan"),
+        (MicrobatchCosts((1.0, math.inf), (1.0, 2.0)), "not inf"),
+        (MicrobatchCosts((0.0, 0.0), (0.0, 0.0)), "more than 0 seconds"),
         (even(2, 1.0, 1.0, message_bytes=(1.0, 2.0)), "2 stages have 1 messages' bytes, not 2"),
         (even(2, 1.0, 1.0, message_bytes=-1.0), "bytes of a message"),
-        (even(2, 1.0, 1.0, links=Link(-1.0)), "latency of a link"),
-        (even(2, 1.0, 1.0, links={(0, 1): Link(0.0, 0.0)}), "bandwidth of a link must be positive"),
-        (even(2, 1.0, 1.0, links={(0, 1): Link()}), "nothing is known about the link from 1 to 0"),
+        (even(2, 1.0, 1.0, links=PeerLink(-1.0)), "latency of a link"),
+        (even(2, 1.0, 1.0, links={(0, 1): PeerLink(0.0, 0.0)}), "bandwidth of a link must be positive"),
+        (even(2, 1.0, 1.0, links={(0, 1): PeerLink()}), "nothing is known about the link from 1 to 0"),
         (even(3, 1.0, 1.0), "no schedule of 2 microbatches through 3 stages has 2 ranks"),
     ],
 )

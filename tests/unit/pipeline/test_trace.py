@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from p2pdrl.pipeline.layers import Link
+from p2pdrl.pipeline.layers import PeerLink
 from p2pdrl.pipeline.schedule import make_schedule
-from p2pdrl.pipeline.timeline import Costs, predict
-from p2pdrl.pipeline.trace import RankSpans, Span, predicted_trace, trace
+from p2pdrl.pipeline.timeline import MicrobatchCosts, predict
+from p2pdrl.pipeline.trace import RankSpans, TraceSpan, predicted_trace, trace
 
 
 def boxes(document):
@@ -32,8 +32,10 @@ def rows_overlap(document):
 
 
 def test_ranks_of_different_clocks_come_together():
-    head = RankSpans("node a", [Span("forward", 100.0, 100.5, 0, 0, 7), Span("step", 101.0, 101.25, step=7)])
-    tail = RankSpans("node b", [Span("recv_activation", 5.25, 5.75, 1, 0, 7)], offset_s=95.0)
+    head = RankSpans(
+        "node a", [TraceSpan("forward", 100.0, 100.5, 0, 0, 7), TraceSpan("step", 101.0, 101.25, step=7)]
+    )
+    tail = RankSpans("node b", [TraceSpan("recv_activation", 5.25, 5.75, 1, 0, 7)], offset_s=95.0)
     document = json.loads(json.dumps(trace({"pipeline 1": [head, tail]})))
     assert names(document, "process_name") == ["pipeline 1"]
     assert names(document, "thread_name") == ["node a", "node b"]
@@ -59,7 +61,7 @@ def test_ranks_of_different_clocks_come_together():
 
 
 def test_each_pipeline_is_a_process():
-    ranks = [RankSpans("a", [Span("forward", 1.0, 2.0)])]
+    ranks = [RankSpans("a", [TraceSpan("forward", 1.0, 2.0)])]
     document = trace({"one": ranks, "other": ranks})
     assert [box["pid"] for box in boxes(document)] == [0, 1]
     assert names(document, "process_name") == ["one", "other"]
@@ -71,16 +73,16 @@ def test_nothing_makes_an_empty_trace():
 
 
 def test_a_clock_that_went_back_makes_no_negative_box():
-    (box,) = boxes(trace({"one": [RankSpans("a", [Span("forward", 2.0, 1.0)])]}))
+    (box,) = boxes(trace({"one": [RankSpans("a", [TraceSpan("forward", 2.0, 1.0)])]}))
     assert box["dur"] == 0.0
 
 
-@pytest.mark.parametrize("link", [Link(), Link(0.3, 100.0), Link(5.0, 1000.0)])
+@pytest.mark.parametrize("link", [PeerLink(), PeerLink(0.3, 100.0), PeerLink(5.0, 1000.0)])
 @pytest.mark.parametrize(
     ("name", "stages", "ranks"), [("1f1b", 3, 3), ("gpipe", 3, 3), ("interleaved", 4, 2)]
 )
 def test_a_prediction_is_shown_whole(name, stages, ranks, link):
-    costs = Costs((1.0,) * stages, (2.0,) * stages, 50.0, link)
+    costs = MicrobatchCosts((1.0,) * stages, (2.0,) * stages, 50.0, link)
     timeline = predict(make_schedule(name, stages, 4, ranks=ranks), costs)
     document = json.loads(json.dumps(predicted_trace(timeline)))
     assert not rows_overlap(document)
@@ -92,5 +94,5 @@ def test_a_prediction_is_shown_whole(name, stages, ranks, link):
         assert sum(box["dur"] for box in computed if box["tid"] == rank) == pytest.approx(busy_s * 1e6)
     rows = names(document, "thread_name")
     assert rows[:ranks] == [f"rank {rank}" for rank in range(ranks)]
-    assert any("sends" in row for row in rows) == (link != Link())
+    assert any("sends" in row for row in rows) == (link != PeerLink())
     assert all(one <= other for one, other in itertools.pairwise(rows[ranks:]))

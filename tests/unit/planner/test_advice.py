@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from p2pdrl.planner.advice import advise
 from p2pdrl.planner.description import LAN, Churn, Machine, SwarmDescription
+from p2pdrl.planner.parsing import ALL_STRATEGIES, link_of, machines_of
 from p2pdrl.planner.simulate import predict
-from p2pdrl.planner.texts import ALL_STRATEGIES, link_of, machines_of
 
 
 def advice(swarm: SwarmDescription, trust="lan") -> list[str]:

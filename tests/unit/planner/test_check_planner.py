@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from p2pdrl.config.mode import protocol_of
-from p2pdrl.planner.texts import ALL_STRATEGIES, strategy_of
+from p2pdrl.planner.parsing import ALL_STRATEGIES, strategy_of
 
 SCRIPTS = str(Path(__file__).parents[3] / "scripts")
 

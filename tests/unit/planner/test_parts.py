@@ -7,31 +7,31 @@ import random
 import numpy as np
 import pytest
 
-from p2pdrl.planner.agenda import Agenda
-from p2pdrl.planner.books import Books
 from p2pdrl.planner.churn import moments
-from p2pdrl.planner.description import Costs, Link, Pair, SwarmDescription
+from p2pdrl.planner.description import CallCosts, NodeLink, Pair, SwarmDescription
+from p2pdrl.planner.event_queue import EventQueue
 from p2pdrl.planner.network import MSS, PACKET_BYTES, Network
 from p2pdrl.planner.payload import payload_nbytes, sparse_nbytes
 from p2pdrl.planner.processors import Processors
 from p2pdrl.planner.replicas import Replicas
+from p2pdrl.planner.statistics import Statistics
 from p2pdrl.tensors.compression import make_codec
 
 
 def network(**options: object) -> Network:
-    link = Link(delay_s=0.01, out_bytes_s=1e6, in_bytes_s=2e6)
-    return Network(SwarmDescription(**({"links": (link,)} | options)), 4, Books(4), random.Random(0))
+    link = NodeLink(delay_s=0.01, out_bytes_s=1e6, in_bytes_s=2e6)
+    return Network(SwarmDescription(**({"links": (link,)} | options)), 4, Statistics(4), random.Random(0))
 
 
 def test_agenda_keeps_the_order_of_moments_and_of_one_moment():
-    agenda, seen = Agenda(), []
-    agenda.at(2.0, seen.append, "c")
-    agenda.at(1.0, seen.append, "a")
-    agenda.at(1.0, seen.append, "b")
-    agenda.at(9.0, seen.append, "never")
-    agenda.run(5.0)
+    events, seen = EventQueue(), []
+    events.at(2.0, seen.append, "c")
+    events.at(1.0, seen.append, "a")
+    events.at(1.0, seen.append, "b")
+    events.at(9.0, seen.append, "never")
+    events.run(5.0)
     assert seen == ["a", "b", "c"]
-    assert agenda.now_s == 5.0
+    assert events.now_s == 5.0
 
 
 def test_a_message_takes_its_bytes_and_both_delays():
@@ -44,7 +44,7 @@ def test_messages_queue_at_the_sender_and_at_the_receiver():
     links = network()
     first, second = (links.send(0, 1, 1e5, 0.0, 0.0) for _ in range(2))
     assert second.written_s == pytest.approx(2 * first.written_s)
-    many = network(links=(Link(delay_s=0, out_bytes_s=1e9, in_bytes_s=1e6),))
+    many = network(links=(NodeLink(delay_s=0, out_bytes_s=1e9, in_bytes_s=1e6),))
     ends = [many.send(sender, 0, 1e5, 0.0, 0.0).arrived_s for sender in (1, 2, 3)]
     assert ends == pytest.approx([ends[0], 2 * ends[0], 3 * ends[0]], rel=0.01)
 
@@ -56,7 +56,7 @@ def test_a_pair_has_its_own_delay_and_rate():
 
 
 def test_loss_bounds_the_rate_as_mathis_has_it():
-    link = Link(delay_s=0.05, out_bytes_s=1e9, in_bytes_s=1e9, loss=0.005)
+    link = NodeLink(delay_s=0.05, out_bytes_s=1e9, in_bytes_s=1e9, loss=0.005)
     lossy = network(links=(link,))
     out, _ = lossy.rates(0, 1)
     loss = 1 - (1 - 0.005) ** 2
@@ -64,14 +64,14 @@ def test_loss_bounds_the_rate_as_mathis_has_it():
 
 
 def test_shared_cores_are_shared():
-    alone = Processors(Costs(call_s=1.0, byte_s=0.0), 4)
+    alone = Processors(CallCosts(call_s=1.0, byte_s=0.0), 4)
     assert [alone.work(node, 0.0, calls=1) for node in range(4)] == [1, 1, 1, 1]
-    shared = Processors(Costs(call_s=1.0, byte_s=0.0, cores=2), 4)
+    shared = Processors(CallCosts(call_s=1.0, byte_s=0.0, cores=2), 4)
     assert [shared.work(node, 0.0, calls=1) for node in range(4)] == [1, 1, 2, 2]
 
 
 def test_a_broadcast_counts_as_the_messages_that_it_is():
-    one_by_one, at_once = Books(4), Books(4)
+    one_by_one, at_once = Statistics(4), Statistics(4)
     for target in (0, 2, 3):
         one_by_one.message(1, target, 100.0, 120.0)
     at_once.broadcast(1, np.array([0, 2, 3]), 100.0, 120.0)

@@ -17,11 +17,11 @@ from p2pdrl.config.strategy import (
     SgpConfig,
     StromConfig,
 )
-from p2pdrl.planner.description import LAN, WAN, Churn, Costs, Link, Machine, SwarmDescription
+from p2pdrl.planner.description import LAN, WAN, CallCosts, Churn, Machine, NodeLink, SwarmDescription
 from p2pdrl.planner.gala import GalaModel
+from p2pdrl.planner.parsing import ALL_STRATEGIES
 from p2pdrl.planner.payload import sparse_nbytes
 from p2pdrl.planner.simulate import predict
-from p2pdrl.planner.texts import ALL_STRATEGIES
 from p2pdrl.planner.world import World
 
 STEADY = Machine(update_s=0.1, jitter=0.0)
@@ -81,8 +81,8 @@ def test_bytes_of_a_ring_are_two_vectors_a_round():
 
 
 def test_a_round_of_gradients_takes_the_slowest_and_the_wire():
-    costs = Costs(call_s=0, byte_s=0, post_s=0, call_bytes=0)
-    link = Link(delay_s=0.05, out_bytes_s=1e12, in_bytes_s=1e12)
+    costs = CallCosts(call_s=0, byte_s=0, post_s=0, call_bytes=0)
+    link = NodeLink(delay_s=0.05, out_bytes_s=1e12, in_bytes_s=1e12)
     found = predict(swarm(4, costs=costs, links=(link,)), GradAverageConfig(), seconds=60)
     assert 1 / found.updates_s == pytest.approx(0.1 + 4 * 0.05, rel=0.05)
     assert found.waiting == pytest.approx(0.2 / 0.3, rel=0.05)
@@ -151,7 +151,7 @@ def test_a_vector_that_comes_is_averaged_at_once_if_an_update_has_been_made_sinc
 @pytest.mark.parametrize("seed", [4, 8, 19, 30])
 def test_rounds_with_neighbours_go_on_after_one_came_late(seed):
     # These seeds have a learner that comes later than its neighbours' patience, which is short at first.
-    late = swarm(8, machines=(Machine(update_s=0.5, jitter=0.02),), costs=Costs(call_s=0.005))
+    late = swarm(8, machines=(Machine(update_s=0.5, jitter=0.02),), costs=CallCosts(call_s=0.005))
     found = predict(late, DsgdConfig(), seconds=60, seed=seed)
     assert found.outcomes["late edges"] > 0
     assert found.rounds_s == pytest.approx(1 / 0.53, rel=0.05)
@@ -183,7 +183,7 @@ def test_asynchronous_servers_refuse_a_straggler_or_take_it(stale):
 
 
 def test_a_thin_link_bounds_what_is_exchanged():
-    thin = Link(delay_s=0.001, out_bytes_s=1e5, in_bytes_s=1e5)
+    thin = NodeLink(delay_s=0.001, out_bytes_s=1e5, in_bytes_s=1e5)
     found = predict(
         swarm(4, size=100_000, links=(thin,)), SgpConfig(partners="ring", deadline_s=60), seconds=60
     )
@@ -192,7 +192,7 @@ def test_a_thin_link_bounds_what_is_exchanged():
 
 
 def test_loss_costs_time_on_long_ways():
-    far = Link(delay_s=0.05, out_bytes_s=1e8, in_bytes_s=1e8)
+    far = NodeLink(delay_s=0.05, out_bytes_s=1e8, in_bytes_s=1e8)
     lossy = msgspec.structs.replace(far, loss=0.01)
     clean = predict(swarm(4, size=1_000_000, links=(far,)), GradAverageConfig(), seconds=60)
     worse = predict(swarm(4, size=1_000_000, links=(lossy,)), GradAverageConfig(), seconds=60)

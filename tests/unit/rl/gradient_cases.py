@@ -13,7 +13,7 @@ from p2pdrl.rl.envs import Continuous, Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.forward import module_forward, policy_forward
 from p2pdrl.rl.gradients import Minibatch
-from p2pdrl.rl.networks.lstm import Context
+from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.objectives.a2c import A2CObjective
 from p2pdrl.rl.objectives.ppo import PPOObjective
 from p2pdrl.rl.objectives.regression import TARGETS, CrossEntropy, LeastSquares
@@ -80,7 +80,7 @@ def policy_case(
         targets["valid"] = valid
         size = policy.initial_state(ROWS).shape[1]
         starts = torch.cat((torch.zeros_like(valid[:, :1]), ~valid[:, :-1]), 1)
-        batch = Minibatch(obs, targets, int(valid.sum()), Context(starts, draw(ROWS, size)))
+        batch = Minibatch(obs, targets, int(valid.sum()), RecurrentContext(starts, draw(ROWS, size)))
     return Case(flat, policy, batch, objective, policy_forward(policy, **how))
 
 

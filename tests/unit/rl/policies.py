@@ -7,7 +7,7 @@ import torch
 
 from p2pdrl.config.task import NetworkConfig
 from p2pdrl.rl.envs import Continuous, Discrete, EnvSpec
-from p2pdrl.rl.networks.lstm import Context
+from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.policy import ActorCritic
 
 VECTOR = EnvSpec((5,), "float32", Discrete(3))
@@ -57,7 +57,9 @@ def make_policy(name: str, seed: int | None = 0, *, log_std: float = -0.5) -> Ac
     return policy
 
 
-def make_inputs(name: str, rows: int = 4, *, seed: int = 0, steps: int = 5) -> tuple[torch.Tensor, Context]:
+def make_inputs(
+    name: str, rows: int = 4, *, seed: int = 0, steps: int = 5
+) -> tuple[torch.Tensor, RecurrentContext]:
     """Return float64 observations (rows, or rows x steps) and their context, in which episodes end."""
     spec, network = POLICIES[name]
     generator = torch.Generator().manual_seed(seed)
@@ -67,7 +69,7 @@ def make_inputs(name: str, rows: int = 4, *, seed: int = 0, steps: int = 5) -> t
     if spec.is_image:
         obs = obs.mul(80.0).add(128.0).clamp(0.0, 255.0).floor()
     if not recurrent:
-        return obs, Context()
+        return obs, RecurrentContext()
     starts_BT = torch.rand((rows, steps), generator=generator) < 0.3
     state_BS = torch.randn((rows, 2 * network.core_size), generator=generator, dtype=torch.float64).tanh()
-    return obs, Context(starts_BT, state_BS)
+    return obs, RecurrentContext(starts_BT, state_BS)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from p2pdrl.rl.activations import ActivationLimitError, Meter, limited
+from p2pdrl.rl.tuned_gradients import ActivationLimitError, Meter, limited
 
 PARAMETERS = torch.ones(1000, requires_grad=True)
 

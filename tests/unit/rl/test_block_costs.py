@@ -10,7 +10,7 @@ from torch import nn
 
 from p2pdrl.rl.block_costs import measure_blocks
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.sequential import Rows, block_map, blocks
+from p2pdrl.rl.sequential import RowBlock, block_map, blocks
 
 from .policies import make_inputs, make_policy
 
@@ -58,7 +58,7 @@ def test_parameters_and_gradients_stay():
 
 
 def rows_of(*layers):
-    return [Rows(layer, time=False) for layer in layers]
+    return [RowBlock(layer, time=False) for layer in layers]
 
 
 def test_what_a_block_keeps_beside_its_output_is_told_apart():

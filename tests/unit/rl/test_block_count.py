@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdrl.config.block_count import as_built, block_count
+from p2pdrl.config.checks import as_built, block_count
 from p2pdrl.config.task import NetworkConfig, RegressionConfig, TaskConfig
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.policy import ActorCritic

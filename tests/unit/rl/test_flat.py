@@ -10,7 +10,7 @@ from torch import nn
 from p2pdrl.errors import ConfigError, LayoutMismatchError
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.optimizers import Adam
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.shared_memory import SharedRegion
 
 CPU = torch.device("cpu")
 

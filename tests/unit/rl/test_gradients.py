@@ -9,7 +9,7 @@ import torch
 from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
 from p2pdrl.rl.engines import EngineOptions
 from p2pdrl.rl.gradients import Accumulated, Minibatch, WholeBatch, cut
-from p2pdrl.rl.networks.lstm import Context
+from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.optimizers import SGD
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.stepping import OwnStepper
@@ -97,15 +97,15 @@ def test_parts_differ_by_one_row_at_most_and_none_is_empty(rows, parts, sizes):
 
 
 def test_environments_are_cut_and_time_is_not():
-    context = Context(torch.zeros(5, 7, dtype=torch.bool), torch.arange(5.0)[:, None])
+    context = RecurrentContext(torch.zeros(5, 7, dtype=torch.bool), torch.arange(5.0)[:, None])
     batch = Minibatch(torch.zeros(5, 7, 2), {"x": torch.zeros(5, 7)}, 35, context)
     first, second = cut(batch, 2)
     assert first.inputs.shape == (3, 7, 2)
     assert second.targets["x"].shape == (2, 7)
-    assert isinstance(first.context, Context)
+    assert isinstance(first.context, RecurrentContext)
     assert first.context.starts_BT.shape == (3, 7)
     assert second.context.state_BS.tolist() == [[3.0], [4.0]]
-    alone = cut(batch._replace(context=Context(None, context.state_BS)), 2)[1]
+    alone = cut(batch._replace(context=RecurrentContext(None, context.state_BS)), 2)[1]
     assert alone.context.starts_BT is None
 
 

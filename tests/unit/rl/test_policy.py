@@ -10,7 +10,7 @@ from p2pdrl.config.task import NetworkConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.envs import Continuous, Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.networks.lstm import Context
+from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.policy import ActorCritic
 
 from .policies import POLICIES, make_inputs, make_policy
@@ -139,4 +139,4 @@ def test_a_memory_begins_empty():
     with torch.no_grad():
         assert torch.equal(policy.act(obs, noise), policy.act(obs, noise, state_BS))
     assert state_BS.any()
-    torch.testing.assert_close(policy.values(obs[:, None]), policy.values(obs[:, None], Context()))
+    torch.testing.assert_close(policy.values(obs[:, None]), policy.values(obs[:, None], RecurrentContext()))

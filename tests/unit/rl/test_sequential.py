@@ -12,7 +12,7 @@ from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
-from p2pdrl.rl.sequential import Heads, block_map, blocks, chain
+from p2pdrl.rl.sequential import HeadsBlock, block_map, blocks, chain
 
 from .policies import POLICIES, make_inputs, make_policy
 
@@ -40,7 +40,7 @@ def test_the_chain_gives_the_policys_outputs_and_gradients(name):
     policy = make_policy(name).double()
     obs, context = make_inputs(name)
     *_, heads = made = blocks(policy)
-    assert isinstance(heads, Heads)
+    assert isinstance(heads, HeadsBlock)
     chained = heads.unpack(chain(made, obs, context))
     whole = policy.outputs(obs, context)
     for ours, theirs in zip(chained, whole, strict=True):
@@ -135,7 +135,7 @@ def test_blocks_stay_in_the_flat_vector(name):
     flat.parameters_D.mul_(0.5)
     assert not torch.equal(before, chain(made, obs, context))
     heads = made[-1]
-    assert isinstance(heads, Heads)
+    assert isinstance(heads, HeadsBlock)
     loss_of(heads.unpack(chain(made, obs, context))).backward()
     through_blocks = flat.gradients_D.clone()
     flat.gradients_D.zero_()

@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from p2pdrl.config.task import (
-    A2CConfig,
-    EnvConfig,
-    NetworkConfig,
-    PPOConfig,
-    RegressionConfig,
-    TaskConfig,
-)
+from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError, LayoutMismatchError
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.tensors.moments import Moments

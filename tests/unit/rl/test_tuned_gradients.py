@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from p2pdrl.rl.activations import ActivationLimitError
-from p2pdrl.rl.tuned_gradients import Tuned
+from p2pdrl.rl.tuned_gradients import ActivationLimitError, Tuned
 
 from .gradient_cases import CASES, reference
 

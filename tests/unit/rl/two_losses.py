@@ -17,7 +17,7 @@ from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
 from p2pdrl.rl.algorithms.batches import full_batch
 from p2pdrl.rl.algorithms.registry import AlgorithmEntry, Materials, register
 from p2pdrl.rl.algorithms.targets import HardCopy, SoftCopy, TargetNetwork
-from p2pdrl.rl.networks.lstm import NO_CONTEXT, Context
+from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.objectives.objective import Summed
 from p2pdrl.rl.optimizers import SGD, Adam
 from p2pdrl.rl.rollout import Unroll
@@ -63,7 +63,7 @@ class Separate(nn.Module):
         any_B = (noise[..., 1] * self.spec.action.n).long()
         return torch.where(noise[..., 0] < self.exploration, any_B, greedy_B)
 
-    def outputs(self, obs: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
+    def outputs(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> tuple[Tensor, Tensor]:
         return self.actor(obs), self.critic(obs).squeeze(-1)
 
     def evaluate(self, obs, actions, context=NO_CONTEXT):

@@ -12,15 +12,15 @@ import pytest
 
 from p2pdrl.clock import LoopClock
 from p2pdrl.config.strategy import AdpsgdConfig
-from p2pdrl.strategies.judgement import Summary
-from p2pdrl.strategies.pairwise import gossip
-from p2pdrl.strategies.pairwise.gossip import GossipStrategy
-from p2pdrl.strategies.protocol import Context
-from p2pdrl.strategies.testing.swarm import FakeSwarm
+from p2pdrl.group.compatibility import Summary
+from p2pdrl.strategies.gossip import adpsgd
+from p2pdrl.strategies.gossip.adpsgd import AdpsgdStrategy
+from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
-from p2pdrl.tensors.layout import Entry, Layout
-from p2pdrl.tensors.shm import SharedRegion
-from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.tensors.layout import Layout, TensorEntry
+from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.testing.virtual_swarm import FakeSwarm
 from p2pdrl.transport.protocol import Address, Incoming, Reply
 
 SIZE = 16
@@ -37,7 +37,7 @@ class GossipNode:
         self.address = Address("10.0.0.1", 7000 + number)
         self.transport = network.join(self.id, self.address)
         self.swarm = FakeSwarm(self.id)
-        spec = BoardSpec(Layout((Entry("x", (start_D.size,)),)))
+        spec = BoardSpec(Layout((TensorEntry("x", (start_D.size,)),)))
         self.region = SharedRegion.create(spec.nbytes, "gossip")
         self.board, self.own = DaemonBoard(self.region, spec), LearnerBoard(self.region, spec)
         self.x_D = start_D.astype(np.float32)
@@ -48,9 +48,9 @@ class GossipNode:
 
     def use(self, transport: Any, **options: Any) -> None:
         """Gossip over ``transport``."""
-        self.strategy = GossipStrategy(
+        self.strategy = AdpsgdStrategy(
             self.config,
-            Context(
+            StrategyContext(
                 swarm=self.swarm,
                 learner=self,
                 transport=transport,
@@ -72,7 +72,7 @@ class GossipNode:
 
     async def start(self) -> None:
         await self.transport.start()
-        self.transport.serve(gossip.ROUTE, self.answer, max_vector_bytes=1 << 22)
+        self.transport.serve(adpsgd.ROUTE, self.answer, max_vector_bytes=1 << 22)
         await self.strategy.start()
 
     async def answer(self, incoming: Incoming) -> Reply:
@@ -173,7 +173,7 @@ def make_board() -> Iterator[Callable[[np.ndarray], DaemonBoard]]:
     regions = []
 
     def make(start_D: np.ndarray) -> DaemonBoard:
-        spec = BoardSpec(Layout((Entry("x", (start_D.size,)),)))
+        spec = BoardSpec(Layout((TensorEntry("x", (start_D.size,)),)))
         regions.append(SharedRegion.create(spec.nbytes, "pair"))
         board = DaemonBoard(regions[-1], spec)
         board.seed(start_D.astype(np.float32), None, 1)

@@ -9,8 +9,8 @@ from collections import Counter
 import numpy as np
 
 from p2pdrl.config.strategy import StrategyConfig
-from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
-from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.testing.virtual_swarm import SimNode, SimSwarm
 
 SIZE = 12
 

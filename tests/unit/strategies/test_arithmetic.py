@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from p2pdrl.strategies.arithmetic import Arithmetic
+from p2pdrl.strategies.offload import Arithmetic
 from p2pdrl.transport.protocol import Refusal
 
 

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import PoisonedVectorError
-from p2pdrl.strategies.reading import read_now
+from p2pdrl.strategies.own_vector import read_now
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
-from p2pdrl.tensors.chunks import WALK
-from p2pdrl.tensors.layout import Entry, Layout
-from p2pdrl.tensors.shm import SharedRegion
-from p2pdrl.tensors.wire import decode, encoded_nbytes, round_trip
+from p2pdrl.tensors.layout import Layout, TensorEntry
+from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.tensors.wire import WALK, decode, encoded_nbytes, round_trip
 
 WIRES = ("float32", "bf16")
 D = 2 * WALK + 7
@@ -17,7 +16,7 @@ D = 2 * WALK + 7
 
 @pytest.fixture
 def ends():
-    spec = BoardSpec(Layout((Entry("w", (D,)),)))
+    spec = BoardSpec(Layout((TensorEntry("w", (D,)),)))
     region = SharedRegion.create(spec.nbytes, "reading")
     yield LearnerBoard(region, spec), DaemonBoard(region, spec)
     region.close()

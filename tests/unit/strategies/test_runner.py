@@ -4,18 +4,18 @@ import asyncio
 
 import pytest
 
-from p2pdrl.strategies.runner import Runner
+from p2pdrl.strategies.task_runner import TaskRunner
 
 pytestmark = pytest.mark.looptime
 
 
-async def rests(runner: Runner) -> None:
+async def rests(runner: TaskRunner) -> None:
     while not runner.stopping:
         await runner.rest(1.0)
 
 
 async def test_it_ends_what_it_began():
-    runner, ended = Runner(), []
+    runner, ended = TaskRunner(), []
     runner.start(rests(runner), asyncio.Event().wait())
 
     async def brief() -> None:
@@ -38,7 +38,7 @@ async def test_whatever_ends_while_it_is_stopped_it_goes_on(steps):
         for _ in range(steps):
             await asyncio.sleep(0)
 
-    runner = Runner()
+    runner = TaskRunner()
     runner.start(asyncio.sleep(0))
     task = runner.briefly(ends_after())
     await asyncio.wait_for(runner.stop(1.0), 1.0)
@@ -47,7 +47,7 @@ async def test_whatever_ends_while_it_is_stopped_it_goes_on(steps):
 
 @pytest.mark.parametrize("where", ["main", "other", "brief"])
 async def test_a_bug_is_told(where):
-    runner = Runner()
+    runner = TaskRunner()
 
     async def broken() -> None:
         await asyncio.sleep(0.1)

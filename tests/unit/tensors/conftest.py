@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from p2pdrl.tensors.board import BoardSpec
-from p2pdrl.tensors.layout import Entry, Layout
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.layout import Layout, TensorEntry
+from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 
 
 @pytest.fixture
 def spec() -> BoardSpec:
     return BoardSpec(
-        Layout((Entry("w", (2,)), Entry("b", ()))),
+        Layout((TensorEntry("w", (2,)), TensorEntry("b", ()))),
         SidecarLayout((SidecarItem("m", (3,)), SidecarItem("step", (), "int64"))),
     )
 

@@ -10,9 +10,9 @@ import pytest
 
 from p2pdrl.errors import LayoutMismatchError, TensorError, WireError
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
-from p2pdrl.tensors.board_memory import Slot
-from p2pdrl.tensors.layout import Entry, Layout
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.board_memory import InboxSlot
+from p2pdrl.tensors.layout import Layout, TensorEntry
+from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 
 
@@ -160,7 +160,7 @@ def test_facts_can_be_read_while_another_thread_copies(
     memory, copying, go_on = daemon._memory, threading.Event(), threading.Event()  # noqa: SLF001 - a moment within a copy
     write_slot = memory.write_slot
 
-    def slow(slot: Slot) -> None:
+    def slow(slot: InboxSlot) -> None:
         copying.set()
         assert go_on.wait(10)
         write_slot(slot)
@@ -305,9 +305,9 @@ def test_both_ends_must_have_the_same_spec(
     region: SharedRegion, spec: BoardSpec, daemon: DaemonBoard
 ) -> None:
     others = (
-        BoardSpec(Layout((Entry("w", (2,)), Entry("c", ()))), spec.sidecar),
+        BoardSpec(Layout((TensorEntry("w", (2,)), TensorEntry("c", ()))), spec.sidecar),
         BoardSpec(spec.layout, SidecarLayout((SidecarItem("m", (3,)), SidecarItem("steps", (), "int64")))),
-        BoardSpec(Layout((Entry("w", (1000,)),)), spec.sidecar),
+        BoardSpec(Layout((TensorEntry("w", (1000,)),)), spec.sidecar),
     )
     for other in others:
         with pytest.raises(LayoutMismatchError):

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
-from p2pdrl.tensors.layout import Entry, Layout
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.layout import Layout, TensorEntry
+from p2pdrl.tensors.shared_memory import SharedRegion
 
-SPEC = BoardSpec(Layout((Entry("x", (3,)),)))
+SPEC = BoardSpec(Layout((TensorEntry("x", (3,)),)))
 # Whole numbers, so that float32 sums are exact whatever their order.
 vectors = st.lists(st.integers(-50, 50), min_size=3, max_size=3).map(lambda x: np.array(x, np.float32))
 versions = st.integers(0, 100)

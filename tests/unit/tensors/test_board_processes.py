@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
-from p2pdrl.tensors.layout import Entry, Layout
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.layout import Layout, TensorEntry
+from p2pdrl.tensors.shared_memory import SharedRegion
 
 SIZE = 20_000
-SPEC = BoardSpec(Layout((Entry("x", (SIZE,)),)))
+SPEC = BoardSpec(Layout((TensorEntry("x", (SIZE,)),)))
 
 # A learner on the board whose descriptor it is given; it says a word after each step, and reads commands.
 CHILD = f"""
@@ -23,7 +23,7 @@ import socket, sys
 import numpy as np
 from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.layout import Entry, Layout
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.shared_memory import SharedRegion
 
 spec = BoardSpec(Layout((Entry("x", ({SIZE},)),)))
 how, fd = sys.argv[1], int(sys.argv[2])

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from p2pdrl.errors import CheckpointError
 from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes, to_bytes
-from p2pdrl.tensors.layout import Entry, Layout
+from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 
-LAYOUT = Layout((Entry("w", (2, 2)), Entry("b", ())))
+LAYOUT = Layout((TensorEntry("w", (2, 2)), TensorEntry("b", ())))
 SIDECAR = SidecarLayout(
     (
         SidecarItem("m", (5,)),

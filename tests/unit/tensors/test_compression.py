@@ -12,8 +12,8 @@ from hypothesis.extra.numpy import arrays
 
 from p2pdrl.config.strategy import Compression
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError, WireError
-from p2pdrl.tensors.chunks import CHUNK
 from p2pdrl.tensors.compression import Codec, make_codec
+from p2pdrl.tensors.wire import CHUNK
 
 KINDS = get_args(Compression)
 KEEPING = ("int8", "topk", "threshold")

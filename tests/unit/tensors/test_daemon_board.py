@@ -8,7 +8,7 @@ import pytest
 from p2pdrl.errors import TensorError
 from p2pdrl.tensors import daemon_board
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.shared_memory import SharedRegion
 
 
 def vec(*values: float) -> np.ndarray:

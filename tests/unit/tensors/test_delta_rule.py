@@ -9,11 +9,11 @@ import pytest
 
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
-from p2pdrl.tensors.layout import Entry, Layout
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.layout import Layout, TensorEntry
+from p2pdrl.tensors.shared_memory import SharedRegion
 
 NODES, SIZE, SWEEPS, SLOW_EVERY = 8, 16, 400, 5
-SPEC = BoardSpec(Layout((Entry("x", (SIZE,)),)))
+SPEC = BoardSpec(Layout((TensorEntry("x", (SIZE,)),)))
 
 
 class Node:

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdrl.errors import LayoutMismatchError, WireError
-from p2pdrl.tensors.layout import MAX_ENTRIES, Entry, Layout
+from p2pdrl.tensors.layout import MAX_ENTRIES, Layout, TensorEntry
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=200)
 shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
-layouts = st.lists(st.builds(Entry, names, shapes), min_size=1, max_size=8, unique_by=lambda e: e.name).map(
-    lambda entries: Layout(tuple(entries))
-)
+layouts = st.lists(
+    st.builds(TensorEntry, names, shapes), min_size=1, max_size=8, unique_by=lambda e: e.name
+).map(lambda entries: Layout(tuple(entries)))
 
 
 @given(layouts)
@@ -45,32 +45,32 @@ def test_any_plain_object_gives_a_layout_or_one_of_two_errors(obj: object) -> No
 
 
 def test_hash_tells_names_shapes_and_order_apart() -> None:
-    a, b = Entry("a", (2, 3)), Entry("b", (6,))
-    different = [(a, b), (b, a), (a,), (Entry("a", (3, 2)), b), (Entry("A", (2, 3)), b)]
+    a, b = TensorEntry("a", (2, 3)), TensorEntry("b", (6,))
+    different = [(a, b), (b, a), (a,), (TensorEntry("a", (3, 2)), b), (TensorEntry("A", (2, 3)), b)]
     assert len({Layout(entries).hash for entries in different}) == len(different)
 
 
 def test_hash_is_stable_across_releases() -> None:
-    assert Layout((Entry("w", (2, 3)), Entry("b", ()))).hash == "8b0cdab226b4b5800e77b253f64b9cfb"
+    assert Layout((TensorEntry("w", (2, 3)), TensorEntry("b", ()))).hash == "8b0cdab226b4b5800e77b253f64b9cfb"
 
 
 @pytest.mark.parametrize(
     "entries",
     [
         (),
-        (Entry("a", (1,)), Entry("a", (2,))),
-        (Entry("", (1,)),),
-        (Entry("x" * 201, (1,)),),
-        (Entry("a", (0,)),),
-        (Entry("a", (-1, -1)),),
-        (Entry("a", (1,) * 9),),
-        (Entry("a", (1 << 16, 1 << 16)),),
-        (Entry("a", (1 << 31,)), Entry("b", (1,))),
-        (Entry("a", (1,), "float16"),),
-        tuple(Entry(str(n), (1,)) for n in range(MAX_ENTRIES + 1)),
+        (TensorEntry("a", (1,)), TensorEntry("a", (2,))),
+        (TensorEntry("", (1,)),),
+        (TensorEntry("x" * 201, (1,)),),
+        (TensorEntry("a", (0,)),),
+        (TensorEntry("a", (-1, -1)),),
+        (TensorEntry("a", (1,) * 9),),
+        (TensorEntry("a", (1 << 16, 1 << 16)),),
+        (TensorEntry("a", (1 << 31,)), TensorEntry("b", (1,))),
+        (TensorEntry("a", (1,), "float16"),),
+        tuple(TensorEntry(str(n), (1,)) for n in range(MAX_ENTRIES + 1)),
     ],
 )
-def test_out_of_bounds_layouts_are_refused(entries: tuple[Entry, ...]) -> None:
+def test_out_of_bounds_layouts_are_refused(entries: tuple[TensorEntry, ...]) -> None:
     with pytest.raises(LayoutMismatchError):
         Layout(entries)
 
@@ -101,4 +101,4 @@ def test_malformed_wire_objects_are_refused(obj: object) -> None:
 )
 def test_views_refuse_another_vector(vector: np.ndarray) -> None:
     with pytest.raises(LayoutMismatchError):
-        Layout((Entry("a", (3,)),)).views(vector)
+        Layout((TensorEntry("a", (3,)),)).views(vector)

@@ -10,8 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
 from p2pdrl.tensors import mix
-from p2pdrl.tensors.chunks import CHUNK
-from p2pdrl.tensors.wire import WireDtype, encode, encoded_nbytes, round_trip
+from p2pdrl.tensors.wire import CHUNK, WireDtype, encode, encoded_nbytes, round_trip
 
 values = st.floats(-(2.0**99), 2.0**99, width=32)
 pairs = st.integers(0, 40).flatmap(

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdrl.errors import WireError
-from p2pdrl.tensors.moments import Moments
-from p2pdrl.tensors.moments_table import MomentsTable
+from p2pdrl.tensors.moments import Moments, MomentsTable
 
 NODES = [f"{n:032x}" for n in range(4)]
 

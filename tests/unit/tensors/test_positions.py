@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError, WireError
 from p2pdrl.tensors import positions
-from p2pdrl.tensors.chunks import CHUNK
+from p2pdrl.tensors.wire import CHUNK
 
 LONG = 2 * CHUNK + 3
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from p2pdrl.tensors.seqlock import SeqLock
+from p2pdrl.tensors.shared_memory import SeqLock
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import ActingPolicy, SharedPolicy
-from p2pdrl.tensors.shm import SharedRegion
 
 
 @pytest.fixture

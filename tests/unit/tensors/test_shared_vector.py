@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import LayoutMismatchError
-from p2pdrl.tensors.shared_vector import SharedVector
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.shared_memory import SharedRegion, SharedVector
 
 
 def test_all_see_one_vector_and_when_it_is_there():

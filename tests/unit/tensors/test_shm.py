@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import TensorError
-from p2pdrl.tensors.shm import SharedRegion, fence
+from p2pdrl.tensors.shared_memory import SharedRegion, fence
 
 
 def open_fds() -> int:

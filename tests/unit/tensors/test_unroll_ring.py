@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdrl.errors import LayoutMismatchError, WireError
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.unroll_ring import UnrollItem, UnrollRing, UnrollSpec, shares_of
 
 ITEMS = (UnrollItem("obs", "float32", (5, -1, 3)), UnrollItem("valid", "bool", (4, -1)))
@@ -176,7 +176,7 @@ def test_concurrent_writers_never_show_a_torn_unroll(made):
 KILLED = """
 import os, sys
 import msgspec
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.unroll_ring import UnrollRing, UnrollSpec
 spec = UnrollSpec.from_wire(msgspec.json.decode(sys.argv[2]))
 lane = UnrollRing(SharedRegion.attach(int(sys.argv[1]), spec.nbytes), spec).lanes[0]

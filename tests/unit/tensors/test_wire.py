@@ -6,7 +6,7 @@ import torch
 
 from p2pdrl.errors import LayoutMismatchError, WireError
 from p2pdrl.tensors import wire
-from p2pdrl.tensors.chunks import CHUNK, WALK, spans
+from p2pdrl.tensors.wire import CHUNK, WALK, spans
 
 torch.set_num_threads(1)
 

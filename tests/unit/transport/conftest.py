@@ -11,11 +11,11 @@ from aiohttp import web
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.transport.auth import SwarmKeys, format_time, new_nonce
-from p2pdrl.transport.guard import guard_middleware
-from p2pdrl.transport.headers import RequestHead
+from p2pdrl.transport.http.guard import guard_middleware
+from p2pdrl.transport.http.headers import RequestHead
+from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import PIECE_BYTES, TransportLimits
-from p2pdrl.transport.listener import Listener
 from p2pdrl.transport.protocol import Address, Incoming, Reply
 
 KEY = b"the swarm's key"

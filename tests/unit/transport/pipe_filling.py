@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from p2pdrl.errors import PeerTimeoutError
 from p2pdrl.transport.limits import PIECE_BYTES, PipeBounds
-from p2pdrl.transport.pipe_end import PipeEnd
+from p2pdrl.transport.pipe.end import PipeEnd
 
 SMALL = PipeBounds(queued_bytes=5 << 19, prefetched_bytes=2 << 20, vector_bytes=8 << 20)
 

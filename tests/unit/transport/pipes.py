@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from p2pdrl.transport.auth import SerialMac
 from p2pdrl.transport.limits import PipeBounds
 from p2pdrl.transport.pieces import batches
-from p2pdrl.transport.pipe import Pipe
-from p2pdrl.transport.pipe_end import PipeEnd
-from p2pdrl.transport.pipe_frames import pack_head
+from p2pdrl.transport.pipe.end import PipeEnd
+from p2pdrl.transport.pipe.frames import pack_head
+from p2pdrl.transport.pipe.ticket import Pipe
 
 OURS, THEIRS = bytes(range(32)), bytes(range(100, 132))
 KEYS = (OURS, THEIRS)

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from p2pdrl.clock import SystemClock
-from p2pdrl.transport.headers import RequestHead
+from p2pdrl.transport.http.headers import RequestHead
 from p2pdrl.transport.http_transport import HttpTransport
-from p2pdrl.transport.pipe import Pipe, PipeReply
+from p2pdrl.transport.pipe.ticket import Pipe, PipeReply
 from p2pdrl.transport.protocol import Incoming, Refusal
 
 from .conftest import CLIENT_ID, KEY, SERVER_ID

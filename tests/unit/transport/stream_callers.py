@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from p2pdrl.transport.auth import MAC_BYTES, SerialMac
-from p2pdrl.transport.headers import AnswerHead, RequestHead
+from p2pdrl.transport.http.headers import AnswerHead, RequestHead
+from p2pdrl.transport.http.upgrade import read_header
 from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.pieces import batches
-from p2pdrl.transport.stream_frames import HEAD_BYTES, AnswerFrame, CallFrame
-from p2pdrl.transport.upgrading import read_header
+from p2pdrl.transport.stream.frames import HEAD_BYTES, AnswerFrame, CallFrame
 
 Served = Any
 Change = Callable[[RequestHead], RequestHead]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2pdrl.transport.auth import MAC_BYTES, SerialMac, new_nonce
-from p2pdrl.transport.headers import AnswerHead
+from p2pdrl.transport.http.headers import AnswerHead
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.pieces import batches
 from p2pdrl.transport.protocol import Address
-from p2pdrl.transport.stream_frames import HEAD_BYTES, AnswerFrame, CallFrame
+from p2pdrl.transport.stream.frames import HEAD_BYTES, AnswerFrame, CallFrame
 
 from .liars import KEYS, PEER, listening, request_of
 from .liars import ask as ask_over

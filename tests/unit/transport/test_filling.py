@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from p2pdrl.errors import WireError
 from p2pdrl.transport.auth import MAC_BYTES, SerialMac, SwarmKeys
-from p2pdrl.transport.filling import STAGE_BYTES, Filling, Stage
+from p2pdrl.transport.filling import STAGE_BYTES, Filling, UnreadBytes
 from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.pieces import batches
 
@@ -72,7 +72,7 @@ def test_a_stage_gives_what_it_took(seed: int) -> None:
     rng = np.random.default_rng(seed)
     source = rng.bytes(20 * STAGE_BYTES)
     came = int(rng.integers(STAGE_BYTES + 1))
-    stage, taken = Stage(source[:came]), 0
+    stage, taken = UnreadBytes(source[:came]), 0
     while taken < 15 * STAGE_BYTES:
         wanted = int(rng.integers(STAGE_BYTES + 1))
         while len(stage) < wanted:
@@ -89,7 +89,7 @@ def test_a_stage_gives_what_it_took(seed: int) -> None:
 
 def test_a_stage_pours_what_a_filling_needs() -> None:
     vector = bytes(range(100))
-    stage = Stage(joined(b"x", [memoryview(vector)], True)[1 + MAC_BYTES :] + b"next")
+    stage = UnreadBytes(joined(b"x", [memoryview(vector)], True)[1 + MAC_BYTES :] + b"next")
     check = mac()
     check.skip(1)
     filling = Filling(memoryview(bytearray(100)), check)

@@ -11,7 +11,7 @@ import pytest
 
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, TransportError, WireError
 from p2pdrl.transport.auth import new_nonce
-from p2pdrl.transport.headers import AnswerHead
+from p2pdrl.transport.http.headers import AnswerHead
 from p2pdrl.transport.protocol import Address
 
 from .liars import KEYS, PEER, Talk, client, listening, request_of

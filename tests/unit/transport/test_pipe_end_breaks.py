@@ -14,8 +14,8 @@ import pytest
 
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
 from p2pdrl.transport.limits import PIECE_BYTES, PipeBounds
-from p2pdrl.transport.pipe_end import PipeEnd
-from p2pdrl.transport.pipe_frames import HEAD_BYTES
+from p2pdrl.transport.pipe.end import PipeEnd
+from p2pdrl.transport.pipe.frames import HEAD_BYTES
 
 from .pipe_filling import SMALL, fill, threads
 from .pipes import KEYS, LONG_S, Writer, anywhere, end_and_socket, tcp_pair, two_ends, until

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
-from p2pdrl.transport.fault_proxy import FaultProxy
+from p2pdrl.testing.fault_proxy import FaultProxy
 from p2pdrl.transport.limits import PIECE_BYTES, PipeBounds
-from p2pdrl.transport.pipe_end import PipeEnd
+from p2pdrl.transport.pipe.end import PipeEnd
 from p2pdrl.transport.protocol import Address
 
 from .pipes import KEYS, LONG_S, anywhere, tcp_pair
@@ -28,7 +28,7 @@ ECHO = textwrap.dedent(
     """
     import socket, sys
     from p2pdrl.errors import TransportError
-    from p2pdrl.transport.pipe_end import PipeEnd
+    from p2pdrl.transport.pipe.end import PipeEnd
 
     def into(kind, meta, nbytes):
         return memoryview(bytearray(nbytes))

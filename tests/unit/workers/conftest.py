@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from p2pdrl.config.regime import Regime
+from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.workers.mailbox import Mailbox
-from p2pdrl.workers.protocol import (
-    FrameBuffer,
-    FromLearner,
-    ToLearner,
-    decode_from_learner,
-    frame,
-)
+from p2pdrl.workers.protocol import FrameBuffer, FromLearner, ToLearner, decode_from_learner, frame
 
 from .rigs import Rig, Script
 from .stage_learners import Team
@@ -61,11 +55,11 @@ def ends() -> Iterator[tuple[Mailbox, Daemon]]:
 
 
 @pytest.fixture
-def rig() -> Iterator[Callable[[Regime, Script], Rig]]:
+def rig() -> Iterator[Callable[[LearnerMode, Script], Rig]]:
     made: list[Rig] = []
 
-    def make(regime: Regime, script: Script) -> Rig:
-        made.append(Rig(regime, script))
+    def make(learner_mode: LearnerMode, script: Script) -> Rig:
+        made.append(Rig(learner_mode, script))
         return made[-1]
 
     yield make

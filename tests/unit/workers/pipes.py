@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from p2pdrl.transport.pipe import PipeTicket
+from p2pdrl.transport.pipe.ticket import PipeTicket
 
 from ..transport.pipes import KEYS, tcp_pair
 

@@ -8,24 +8,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from p2pdrl.config.regime import Regime
+from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.optimizers import SGD
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
 from p2pdrl.tensors.gradient_ring import GradientRing
-from p2pdrl.tensors.shm import SharedRegion
-from p2pdrl.workers.posts import Posts
-from p2pdrl.workers.protocol import Answer, Posted, Work
+from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
-from p2pdrl.workers.stepping import PostingStepper
+from p2pdrl.workers.requests import PostingStepper, RequestPoster
 
 SIZE = 3
 
 EPOCH = 9
 
-WAIT = Regime("gradients")
+WAIT = LearnerMode("gradients")
 
-SERVED = Regime("gradients", steps=False, clip="before")
+SERVED = LearnerMode("gradients", steps=False, clip="before")
 
 Script = Callable[[Posted, np.ndarray], str | None]
 
@@ -54,9 +53,9 @@ class Trainer:
 
 
 class Rig:
-    """A learner under one regime, and its strategy."""
+    """A learner under one learner mode, and its strategy."""
 
-    def __init__(self, regime: Regime, script: Script) -> None:
+    def __init__(self, learner_mode: LearnerMode, script: Script) -> None:
         self.trainer = Trainer()
         self.script = script
         self.said: list[Posted] = []
@@ -68,13 +67,13 @@ class Rig:
         self.now_s = 0.0
         self.paused = False
         spec = BoardSpec(self.trainer.module.layout)
-        ring_nbytes = GradientRing.nbytes_of(regime.slots, SIZE)
+        ring_nbytes = GradientRing.nbytes_of(learner_mode.slots, SIZE)
         self.regions = [SharedRegion.create(n, "test") for n in (spec.nbytes, ring_nbytes)]
         self.board = DaemonBoard(self.regions[0], spec)
-        self.ring = GradientRing(self.regions[1], regime.slots, SIZE)
+        self.ring = GradientRing(self.regions[1], learner_mode.slots, SIZE)
         self.replica = Replica(self.trainer, LearnerBoard(self.regions[0], spec))
-        self.posts = Posts(
-            Work(regime, EPOCH),
+        self.posts = RequestPoster(
+            WorkMode(learner_mode, EPOCH),
             first=1,
             say=self.say,
             listen=self.listen,
@@ -82,7 +81,7 @@ class Rig:
             clock=lambda: self.now_s,
         )
         self.stepper = PostingStepper(
-            regime, self.posts, self.replica, GradientRing(self.regions[1], regime.slots, SIZE)
+            learner_mode, self.posts, self.replica, GradientRing(self.regions[1], learner_mode.slots, SIZE)
         )
 
     def say(self, posted: Posted) -> None:
@@ -98,7 +97,9 @@ class Rig:
                 self.waiting.remove(posted)
                 content = self.board.content_id
                 ends = posted.number == self.ends_at
-                self.posts.hear(Answer(posted.number, EPOCH, kind, content, self.told_rate, end_update=ends))
+                self.posts.hear(
+                    RequestAnswer(posted.number, EPOCH, kind, content, self.told_rate, end_update=ends)
+                )
         self.board.flush()
 
     def step(

@@ -14,35 +14,35 @@ import msgspec
 import numpy as np
 import torch
 
-from p2pdrl.config.regime import Regime
+from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.config.task import EnvConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
 from p2pdrl.pipeline.order import StageOrder
 from p2pdrl.rl.engines import EngineOptions
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.workers.learner import Learner
 from p2pdrl.workers.mailbox import Mailbox
+from p2pdrl.workers.pipeline.protocol import Finish, News, StartStage
 from p2pdrl.workers.protocol import (
     Alive,
     Attach,
     FrameBuffer,
-    Pace,
+    LearnerPace,
     Report,
     Start,
     Stop,
-    Work,
+    WorkMode,
     decode_from_learner,
     frame,
 )
-from p2pdrl.workers.stage_protocol import Finish, News, Stage
 
 from ..transport.pipes import KEYS
 from .pipes import joined
 
 PATIENCE_S = 20.0
 """No test waits for it."""
-STAGES = Regime(stages=True)
+STAGES = LearnerMode(stages=True)
 
 CARTPOLE = TaskConfig(
     seed=5,
@@ -140,7 +140,7 @@ class Side:
 
     def order(self, order, pipes):
         tickets = tuple((side, ticket) for side, (_, ticket) in pipes.items())
-        self.send_fds(Stage(order, tickets), [fd for fd, _ in pipes.values()])
+        self.send_fds(StartStage(order, tickets), [fd for fd, _ in pipes.values()])
         for fd, _ in pipes.values():
             os.close(fd)
 
@@ -201,8 +201,8 @@ class Hosted(Side):
         self.learner = Learner(trainer, LearnerBoard(self.region, self.spec), self.mailbox)
         self._thread = threading.Thread(target=self._live)
 
-    def start(self, regime=STAGES):
-        self.say(Work(regime, 1), Pace(paused=False, max_updates_per_s=0.0))
+    def start(self, learner_mode=STAGES):
+        self.say(WorkMode(learner_mode, 1), LearnerPace(paused=False, max_updates_per_s=0.0))
         self._thread.start()
         self._reader.start()
         return self
@@ -233,7 +233,7 @@ class Hosted(Side):
 class Spawned(Side):
     """A learner in a process of its own, as the daemon starts it."""
 
-    def __init__(self, task, seed, regime=STAGES):
+    def __init__(self, task, seed, learner_mode=STAGES):
         sock, theirs = socket.socketpair()
         super().__init__(sock)
         self.process = subprocess.Popen(
@@ -247,14 +247,14 @@ class Spawned(Side):
         theirs.close()
         self._reader.start()
         self.say(Start(msgspec.json.encode(task), seed, "cpu", 1, False))
-        self._regime = regime
+        self._learner_mode = learner_mode
 
     def begin(self):
         """Wait until it is built, and let it go on."""
         hello = self.hear(120.0)
         self.attach(BoardSpec.from_wire(msgspec.msgpack.decode(hello.spec)))
         self.send_fds(Attach(self.region.nbytes, restore=False), [self.region.fd])
-        self.say(Work(self._regime, 1), Pace(paused=False, max_updates_per_s=0.0))
+        self.say(WorkMode(self._learner_mode, 1), LearnerPace(paused=False, max_updates_per_s=0.0))
 
     def close(self):
         super().close()
@@ -264,11 +264,11 @@ class Spawned(Side):
 class Team:
     """Learners that hold one model among them."""
 
-    def __init__(self, task, ranks, regime=STAGES):
+    def __init__(self, task, ranks, learner_mode=STAGES):
         self.task = task
         self.members = [Hosted(build(task, seed=1 + rank)) for rank in range(ranks)]
         for member in self.members:
-            member.start(regime)
+            member.start(learner_mode)
 
     @property
     def head(self):

@@ -18,8 +18,8 @@ from p2pdrl.rl.performer import Performer
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.rollout import Collector
 from p2pdrl.rl.sources.inline import InlineSource
+from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import SharedPolicy
-from p2pdrl.tensors.shm import SharedRegion
 from p2pdrl.tensors.unroll_ring import UnrollRing
 from p2pdrl.workers.actor import make_unroll
 from p2pdrl.workers.actor_protocol import actor_seed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from p2pdrl.workers.crash import LONGEST_MESSAGE, LONGEST_TRACE, crash_of
+from p2pdrl.workers.child import LONGEST_MESSAGE, LONGEST_TRACE, crash_of
 from p2pdrl.workers.protocol import Crashed, decode_from_learner, frame
 
 

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from p2pdrl.rl.stages.framed_links import FramedLinks
-from p2pdrl.workers.pipe_carrier import PipeCarrier
+from p2pdrl.rl.pipeline.links import FramedLinks
+from p2pdrl.workers.pipeline.pipe_carrier import PipeCarrier
 
 from ..rl.gradient_cases import reference
-from ..rl.stages.pipelines import BOUNDS, MODELS, Pipeline, make_case, make_plan, relative, step_with
+from ..rl.pipeline.pipelines import BOUNDS, MODELS, Pipeline, make_case, make_plan, relative, step_with
 from .pipes import joined
 
 LAYOUTS = [

@@ -13,14 +13,14 @@ import pytest
 from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import WorkerError
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
-from p2pdrl.tensors.layout import Entry, Layout
+from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.moments import Moments
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.workers.learner import Learner
-from p2pdrl.workers.protocol import Attach, Others, Pace, Progress, Report, Start, Stop
+from p2pdrl.workers.protocol import Attach, LearnerPace, Others, Progress, Report, Start, Stop
 
-SPEC = BoardSpec(Layout((Entry("w", (3,)),)), SidecarLayout((SidecarItem("step", (), "int64"),)))
+SPEC = BoardSpec(Layout((TensorEntry("w", (3,)),)), SidecarLayout((SidecarItem("step", (), "int64"),)))
 
 
 class FakeTrainer:
@@ -160,7 +160,7 @@ def test_a_paused_learner_holds_and_still_takes_deltas(world):
     friend = threading.Thread(target=act)
 
     def pause() -> None:
-        world.daemon.say(Pace(paused=True, max_updates_per_s=0.0))
+        world.daemon.say(LearnerPace(paused=True, max_updates_per_s=0.0))
         friend.start()
 
     world.events[2] = pause
@@ -187,8 +187,8 @@ def test_the_pace_is_kept_and_lifted(world, monkeypatch):
         drain=world.mailbox.drain,
         backlog=False,
     )
-    world.daemon.say(Pace(paused=False, max_updates_per_s=10.0))
-    world.events[21] = Pace(paused=False, max_updates_per_s=0.0)
+    world.daemon.say(LearnerPace(paused=False, max_updates_per_s=10.0))
+    world.events[21] = LearnerPace(paused=False, max_updates_per_s=0.0)
     world.events[60] = Stop()
     learner.begin(restore=False)
     learner.run()
@@ -212,7 +212,7 @@ def test_no_update_before_the_first_words_are_obeyed(world, monkeypatch):
     def slow_daemon() -> None:
         world.daemon.say(Progress(0.5))
         time.sleep(0.1)
-        world.daemon.say(Pace(paused=False, max_updates_per_s=0.0), Others(others))
+        world.daemon.say(LearnerPace(paused=False, max_updates_per_s=0.0), Others(others))
 
     friend = threading.Thread(target=slow_daemon)
     known: list[int] = []
@@ -226,7 +226,7 @@ def test_no_update_before_the_first_words_are_obeyed(world, monkeypatch):
 @pytest.mark.parametrize("wait_s", [0.0, 60.0])
 def test_a_paused_learner_makes_no_update(world, monkeypatch, wait_s):
     monkeypatch.setattr("p2pdrl.workers.learner.FIRST_WORDS_S", wait_s)
-    world.daemon.say(Pace(paused=True, max_updates_per_s=0.0))
+    world.daemon.say(LearnerPace(paused=True, max_updates_per_s=0.0))
     friend = threading.Timer(0.2, lambda: world.daemon.say(Stop()))
     friend.start()
     assert world.live()[-1].updates == 0

@@ -7,19 +7,19 @@ import time
 
 import pytest
 
-from p2pdrl.config.regime import FREE
+from p2pdrl.config.learner_mode import FREE
 from p2pdrl.errors import WireError, WorkerError
 from p2pdrl.workers.protocol import (
     Alive,
     Attach,
-    Failed,
-    Join,
+    JoinHogwild,
+    LearnerFailed,
+    LearnerPace,
     Others,
-    Pace,
     Progress,
     Report,
     Stop,
-    Work,
+    WorkMode,
     frame,
 )
 
@@ -30,8 +30,8 @@ def report(updates: int, size: int = 0) -> Report:
 
 def test_what_the_daemon_says_arrives_in_order(ends):
     mailbox, daemon = ends
-    daemon.say(Pace(True, 0.0), Progress(0.25), Stop())
-    assert mailbox.receive(1.0) == [Pace(True, 0.0), Progress(0.25), Stop()]
+    daemon.say(LearnerPace(True, 0.0), Progress(0.25), Stop())
+    assert mailbox.receive(1.0) == [LearnerPace(True, 0.0), Progress(0.25), Stop()]
     assert mailbox.receive(0.0) == []
 
 
@@ -128,21 +128,23 @@ def test_what_comes_right_behind_the_board_isnt_lost(ends):
     mailbox, daemon = ends
     read_end, write_end = os.pipe()
     os.close(write_end)
-    frames = [frame(message) for message in (Attach(64, restore=False), Pace(True, 0.0), Others({"a": b"b"}))]
+    frames = [
+        frame(message) for message in (Attach(64, restore=False), LearnerPace(True, 0.0), Others({"a": b"b"}))
+    ]
     socket.send_fds(daemon.sock, [b"".join(frames)], [read_end])
     os.close(read_end)
     _, fd = mailbox.attach()
     os.close(fd)
-    assert mailbox.receive(0.0) == [Pace(True, 0.0), Others({"a": b"b"})]
+    assert mailbox.receive(0.0) == [LearnerPace(True, 0.0), Others({"a": b"b"})]
     assert mailbox.receive(0.0) == []
 
 
 def test_descriptors_are_claimed_in_the_order_of_their_messages(ends):
     mailbox, daemon = ends
     pipes = [os.pipe() for _ in range(3)]
-    socket.send_fds(daemon.sock, [frame(Join(64))], [pipes[0][0]])
+    socket.send_fds(daemon.sock, [frame(JoinHogwild(64))], [pipes[0][0]])
     mailbox_join, first = mailbox.attach()
-    for (read_end, _), word in zip(pipes[1:], (Work(FREE, 1, 64), Work(FREE, 2, 64)), strict=True):
+    for (read_end, _), word in zip(pipes[1:], (WorkMode(FREE, 1, 64), WorkMode(FREE, 2, 64)), strict=True):
         socket.send_fds(daemon.sock, [frame(word)], [read_end])
     messages = []
     while len(messages) < 2:
@@ -150,7 +152,7 @@ def test_descriptors_are_claimed_in_the_order_of_their_messages(ends):
     fds = [first, mailbox.take_fd(), mailbox.take_fd()]
     with pytest.raises(WorkerError, match="didn't send the memory"):
         mailbox.take_fd()
-    assert (mailbox_join, [word.epoch for word in messages]) == (Join(64), [1, 2])
+    assert (mailbox_join, [word.epoch for word in messages]) == (JoinHogwild(64), [1, 2])
     for number, ((read_end, write_end), fd) in enumerate(zip(pipes, fds, strict=True)):
         os.write(write_end, bytes([number]))
         assert os.read(fd, 1) == bytes([number])
@@ -158,7 +160,7 @@ def test_descriptors_are_claimed_in_the_order_of_their_messages(ends):
             os.close(each)
 
 
-@pytest.mark.parametrize("message", [Pace(False, 0.0), Attach(64, restore=False)])
+@pytest.mark.parametrize("message", [LearnerPace(False, 0.0), Attach(64, restore=False)])
 def test_anything_but_a_board_is_refused(ends, message):
     mailbox, daemon = ends
     daemon.say(message)  # without a descriptor
@@ -169,7 +171,7 @@ def test_anything_but_a_board_is_refused(ends, message):
 def test_descriptors_that_nobody_took_are_closed(ends):
     mailbox, daemon = ends
     read_end, write_end = os.pipe()
-    socket.send_fds(daemon.sock, [frame(Pace(False, 0.0))], [read_end])
+    socket.send_fds(daemon.sock, [frame(LearnerPace(False, 0.0))], [read_end])
     os.close(read_end)
     mailbox.receive(1.0)
     mailbox.close()
@@ -199,11 +201,11 @@ def test_the_last_words_wait_for_room(ends):
     mailbox, daemon = ends
     while not mailbox.backlog:
         mailbox.send(report(1, size=2000))
-    mailbox.send(Failed("the last word", usage=True))
+    mailbox.send(LearnerFailed("the last word", usage=True))
     heard = []
 
     def read() -> None:
-        while not heard or not isinstance(heard[-1], Failed):
+        while not heard or not isinstance(heard[-1], LearnerFailed):
             heard.extend(daemon.hear())
 
     reader = threading.Thread(target=read)
@@ -211,7 +213,7 @@ def test_the_last_words_wait_for_room(ends):
     mailbox.drain(5.0)
     reader.join(5.0)
     assert not mailbox.backlog
-    assert heard[-1] == Failed("the last word", usage=True)
+    assert heard[-1] == LearnerFailed("the last word", usage=True)
 
 
 def test_signs_of_life_wait_for_room_and_never_pile_up(ends):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from p2pdrl.workers.output import PatientFile
+from p2pdrl.workers.child import PatientFile
 
 FILL = b"x" * (1 << 20)
 """More than a pipe holds."""
@@ -75,7 +75,7 @@ def test_a_reader_that_is_gone_hurts_nobody(pipe):
 
 PRINTS = """
 import os, sys
-from p2pdrl.workers.output import print_patiently
+from p2pdrl.workers.child import print_patiently
 print_patiently()
 print("one")
 print("two", file=sys.stderr)

@@ -7,33 +7,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pdrl.config.regime import Regime
+from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.errors import WireError
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import Meeting, StageNews, StageOrder
-from p2pdrl.pipeline.trace import Span
-from p2pdrl.transport.pipe import PipeTicket
+from p2pdrl.pipeline.trace import TraceSpan
+from p2pdrl.transport.pipe.ticket import PipeTicket
+from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, News, StartStage, Trace, Traced
 from p2pdrl.workers.protocol import (
     MAX_FRAME_BYTES,
-    Answer,
     Attach,
-    Failed,
     FrameBuffer,
     Hello,
-    Join,
+    JoinHogwild,
+    LearnerFailed,
+    LearnerPace,
     Others,
-    Pace,
     Posted,
     Progress,
     Report,
+    RequestAnswer,
     Start,
     Stop,
-    Work,
+    WorkMode,
     decode_from_learner,
     decode_to_learner,
     frame,
 )
-from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
 
 ORDER = StageOrder(
     generation=3,
@@ -51,17 +51,17 @@ TO = [
     Start(b"{}", 7, "cpu", 1, False),
     Start(b"{}", 7, "cpu", 1, False, microbatches="auto", activation_limit_bytes=1 << 40),
     Attach(4096, True),
-    Join(4096),
-    Work(Regime("gradients", every=2, ahead=1, steps=False, clip="before"), 2**60, 4096, 0),
-    Answer(7, 2**60, "replace", 3),
+    JoinHogwild(4096),
+    WorkMode(LearnerMode("gradients", every=2, ahead=1, steps=False, clip="before"), 2**60, 4096, 0),
+    RequestAnswer(7, 2**60, "replace", 3),
     Others({"observations": b"\x01"}),
     Progress(0.5),
-    Pace(True, 2.5),
+    LearnerPace(True, 2.5),
     Stop(),
-    Stage(
+    StartStage(
         ORDER, (("previous", PipeTicket((b"k" * 32, b"q" * 32), b"left")), ("next", PipeTicket(None, b"")))
     ),
-    Stage(msgspec.structs.replace(ORDER, backend="torch", meeting=Meeting("127.0.0.1", 0))),
+    StartStage(msgspec.structs.replace(ORDER, backend="torch", meeting=Meeting("127.0.0.1", 0))),
     Finish(3),
     Measure(4),
     Trace(1, 2.0),
@@ -70,13 +70,13 @@ FROM = [
     Hello("cpu", b"spec"),
     Report(3, 2, 100, 4, [1.0, -2.0], {"loss": float("inf")}, {"returns": b"x"}),
     Posted(7, 2**60, "gradients", 1, 1000, 128),
-    Failed("no such environment", True),
+    LearnerFailed("no such environment", True),
     Blocks(4, (Layer("dense 0", 1e-3, 2e-3, 4096, 512, 2048), Layer("heads", 1e-3, 2e-3, 64, 8)), "cpu"),
     Blocks(4, (), "cpu", "one block can't be cut"),
     Blocks(4, (), "cuda:0", usable_bytes=10**11, gpu="41ab-7"),
     News(StageNews(3, "broken", side="next", why="gone")),
     News(StageNews(3, "meeting", port=4711)),
-    Traced(1, 4.0, 5.0, (Span("forward", 1.0, 2.0, 1, 3, 7), Span("step", 2.0, 2.5))),
+    Traced(1, 4.0, 5.0, (TraceSpan("forward", 1.0, 2.0, 1, 3, 7), TraceSpan("step", 2.0, 2.5))),
 ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.pipeline.order import Meeting
-from p2pdrl.workers.stage_protocol import Finish
+from p2pdrl.workers.pipeline.protocol import Finish
 
 from .pipes import joined
 from .stage_learners import CLASSIFIER, Hosted, Spawned, build, orders

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from p2pdrl.config.regime import FREE
-from p2pdrl.rl.stages.pipelined import Pipelined
+from p2pdrl.config.learner_mode import FREE
+from p2pdrl.rl.pipeline.pipelined import Pipelined
 from p2pdrl.rl.stepping import OwnStepper
-from p2pdrl.workers import block_measuring
-from p2pdrl.workers.protocol import Pace, Stop, Work
-from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, Stage, Trace, Traced
-from p2pdrl.workers.staging import Staging
+from p2pdrl.workers.pipeline import measure
+from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, StartStage, Trace, Traced
+from p2pdrl.workers.pipeline.stage_runner import StageRunner
+from p2pdrl.workers.protocol import LearnerPace, Stop, WorkMode
 
 from ..transport.pipes import KEYS
 from .pipes import close_all, joined
@@ -71,7 +71,7 @@ def test_in_a_seat_gradients_and_optimizer_are_the_shares_alone_and_the_trainers
         member.news("over")
     assert len(told) >= 6  # at the beginning, after a copy, and at the end
     assert set(told) == {(True, True, True)}
-    team.head.say(Work(FREE, 2))
+    team.head.say(WorkMode(FREE, 2))
     team.head.wait(lambda: team.head.steps >= 5)
     assert team.head.trainer.engine is own
     moments = team.head.trainer.sidecar()["optimizer.m"]
@@ -104,13 +104,13 @@ def test_another_regime_ends_a_stage_and_the_learner_goes_on_by_itself(team):
     first, second = team.members
     team.form(state_every=1)
     second.news("copied")
-    first.say(Work(FREE, 2))
+    first.say(WorkMode(FREE, 2))
     assert second.news("broken").side == "previous"
     count = first.steps
     first.wait(lambda: first.steps > count + 3)
     assert isinstance(first.trainer.stepper, OwnStepper)
     assert first.heard.empty() or first.news("copied")
-    second.say(Work(FREE, 2))
+    second.say(WorkMode(FREE, 2))
     second.wait(lambda: second.steps > 3)
     assert isinstance(second.trainer.stepper, OwnStepper)
 
@@ -164,15 +164,15 @@ def test_a_pause_holds_the_head_and_nobody_times_out(team):
     first, second = team.members
     second.news("copied")
     for member in team.members:
-        member.say(Pace(paused=True, max_updates_per_s=0.0))
+        member.say(LearnerPace(paused=True, max_updates_per_s=0.0))
     first.wait(lambda: len(first.reports) > 2 and first.reports[-1].updates == first.reports[-3].updates)
     steps, reports = first.steps, len(second.reports)
     second.wait(lambda: len(second.reports) > reports + 12)
     assert first.steps == steps
     for member in reversed(team.members):
-        member.say(Pace(paused=False, max_updates_per_s=0.0))
+        member.say(LearnerPace(paused=False, max_updates_per_s=0.0))
     first.wait(lambda: first.steps > steps + 2)
-    first.say(Pace(paused=True, max_updates_per_s=0.0))
+    first.say(LearnerPace(paused=True, max_updates_per_s=0.0))
     broken = second.news("broken")
     assert (broken.side, "no update for 0.3 s" in broken.why) == ("previous", True)
     assert first.news("broken").side == "next"  # though it is paused
@@ -199,7 +199,7 @@ def test_a_head_that_freezes_between_two_minibatches_is_late_like_any_neighbour(
 
 def test_the_pace_is_kept(team):
     team = team(CLASSIFIER, 2)
-    team.head.say(Pace(paused=False, max_updates_per_s=0.5))
+    team.head.say(LearnerPace(paused=False, max_updates_per_s=0.5))
     team.form(state_every=1)
     team.members[1].news("copied")
     team.members[1].wait(lambda: len(team.members[1].reports) > 8)
@@ -247,11 +247,11 @@ def test_orders_that_dont_fit_are_broken_at_once(team):
 
 
 def test_an_order_under_another_regime_is_refused(team):
-    team = team(CLASSIFIER, 1, regime=FREE)
+    team = team(CLASSIFIER, 1, learner_mode=FREE)
     one, other = joined(2)
     team.head.order(orders(team.blocks, 2)[0], one)
     assert "without stages" in team.head.news("broken").why
-    team.head.say(Work(STAGES, 2))
+    team.head.say(WorkMode(STAGES, 2))
     team.form(generation=2)
     assert team.head.news("ready", "broken").what == "ready"
     close_all([other])
@@ -261,14 +261,14 @@ def test_pipes_of_an_order_are_closed_when_blocks_cant_be_measured(monkeypatch):
     def measured(*_arguments):
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(block_measuring, "measured", measured)
+    monkeypatch.setattr(measure, "measured", measured)
     one, other = joined(2)
     (fd, ticket) = one["next"]
     replica = SimpleNamespace(take=lambda: None, publish=lambda: None)
-    staging = Staging(None, replica, say=print, listen=lambda: None, paused=lambda: False)
+    staging = StageRunner(None, replica, say=print, listen=lambda: None, paused=lambda: False)
     staging.end(stages=True)
     staging.hear(Measure(4), lambda: -1)
-    staging.hear(Stage(orders(4, 2)[0], (("next", ticket),)), lambda: fd)
+    staging.hear(StartStage(orders(4, 2)[0], (("next", ticket),)), lambda: fd)
     with pytest.raises(RuntimeError, match="no kernel image"):
         staging.turn(stages=True)
     staging.close()

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from p2pdrl.config.regime import FREE, Regime
-from p2pdrl.workers import posts as posts_module
-from p2pdrl.workers.protocol import Answer, Posted
+from p2pdrl.config.learner_mode import FREE, LearnerMode
+from p2pdrl.workers import requests as posts_module
+from p2pdrl.workers.protocol import Posted, RequestAnswer
 
 from .rigs import EPOCH, SERVED, SIZE, WAIT
 
@@ -23,7 +23,7 @@ def test_it_runs_ahead_and_adds_what_comes_to_the_next_gradient(rig):
         vector[:] = 100.0
         return "add"
 
-    it = rig(Regime("gradients", ahead=2), answer)
+    it = rig(LearnerMode("gradients", ahead=2), answer)
     it.step([1, 1, 1])
     it.step([1, 1, 1])
     assert it.x == [-2.0] * 3
@@ -43,7 +43,7 @@ def test_clipping_before_or_after(rig, clip, sent, moved):
         vector *= 3
         return "replace"
 
-    it = rig(Regime("gradients", clip=clip), triple)
+    it = rig(LearnerMode("gradients", clip=clip), triple)
     assert it.step([0, 3, 4], bound=1.0) == pytest.approx(3 * sent)
     assert np.linalg.norm(it.seen[0]) == pytest.approx(sent)
     assert np.linalg.norm(it.x) == pytest.approx(moved)
@@ -65,7 +65,7 @@ def test_what_isnt_finite_stays_but_nobody_waits_in_vain(rig, bad):
 
 
 def test_what_isnt_finite_isnt_posted_where_nobody_waits(rig):
-    it = rig(Regime("gradients", ahead=1), lambda *_: "none")
+    it = rig(LearnerMode("gradients", ahead=1), lambda *_: "none")
     assert math.isnan(it.step([1, math.nan, 1]))
     assert (it.said, it.x) == ([], [0.0] * 3)
 
@@ -165,6 +165,6 @@ def test_deltas_are_taken_after_the_step(rig):
 def test_answers_of_another_epoch_are_passed_over(rig):
     it = rig(WAIT, lambda *_: None)
     it.posts.post("gradients", 0, 0, 1)
-    it.posts.hear(Answer(1, EPOCH + 1, "replace"))
-    it.posts.hear(Answer(2, EPOCH, "replace"))
+    it.posts.hear(RequestAnswer(1, EPOCH + 1, "replace"))
+    it.posts.hear(RequestAnswer(2, EPOCH, "replace"))
     assert it.posts.crowded

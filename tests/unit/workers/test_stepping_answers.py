@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from p2pdrl.config.regime import Regime
+from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.config.task import EnvConfig, PPOConfig, TaskConfig
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.gradient_ring import GradientRing
-from p2pdrl.tensors.shm import SharedRegion
-from p2pdrl.workers.posts import Posts
-from p2pdrl.workers.protocol import Answer, Posted, Work
+from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
-from p2pdrl.workers.stepping import PostingStepper
+from p2pdrl.workers.requests import PostingStepper, RequestPoster
 
 from .rigs import EPOCH, SERVED, SIZE, WAIT, Trainer
 
@@ -78,9 +77,11 @@ def test_ppo_through_it_is_ppo_to_the_bit(kind):
 
     def answer(posted: Posted) -> None:
         samples.append(posted.samples)
-        posts.hear(Answer(posted.number, EPOCH, kind))
+        posts.hear(RequestAnswer(posted.number, EPOCH, kind))
 
-    posts = Posts(Work(WAIT, EPOCH), first=1, say=answer, listen=lambda _: None, paused=lambda: False)
+    posts = RequestPoster(
+        WorkMode(WAIT, EPOCH), first=1, say=answer, listen=lambda _: None, paused=lambda: False
+    )
     replica = Replica(posting, LearnerBoard(regions[0], spec))
     posting.stepper = PostingStepper(WAIT, posts, replica, GradientRing(regions[1], 1, size))
     for _ in range(2):
@@ -94,16 +95,16 @@ def test_ppo_through_it_is_ppo_to_the_bit(kind):
         region.close()
 
 
-@pytest.mark.parametrize("regime", [WAIT, SERVED])
-def test_an_answer_may_end_the_update(rig, regime):
-    it = rig(regime, lambda *_: "replace" if regime.steps else "set")
+@pytest.mark.parametrize("learner_mode", [WAIT, SERVED])
+def test_an_answer_may_end_the_update(rig, learner_mode):
+    it = rig(learner_mode, lambda *_: "replace" if learner_mode.steps else "set")
     it.ends_at = 2
     ended = []
     for left in (3, 2, 1):
         it.step([1, 1, 1], left=left)
         ended.append(it.stepper.ends_update)
     assert ended == [False, True, False]
-    assert it.x == [-3.0 if regime.steps else 0.0] * 3  # it steps with the gradient all the same
+    assert it.x == [-3.0 if learner_mode.steps else 0.0] * 3  # it steps with the gradient all the same
     assert [posted.left for posted in it.said] == [3, 2, 1]
 
 
@@ -126,9 +127,11 @@ def test_ppo_leaves_out_what_an_answer_ends(rig):
 
     def answer(posted: Posted) -> None:
         said.append(posted.left)
-        posts.hear(Answer(posted.number, EPOCH, "replace", end_update=posted.number == 3))
+        posts.hear(RequestAnswer(posted.number, EPOCH, "replace", end_update=posted.number == 3))
 
-    posts = Posts(Work(WAIT, EPOCH), first=1, say=answer, listen=lambda _: None, paused=lambda: False)
+    posts = RequestPoster(
+        WorkMode(WAIT, EPOCH), first=1, say=answer, listen=lambda _: None, paused=lambda: False
+    )
     replica = Replica(trainer, LearnerBoard(regions[0], spec))
     trainer.stepper = PostingStepper(WAIT, posts, replica, GradientRing(regions[1], 1, size))
     assert [trainer.step().metrics["gradient_steps"] for _ in range(2)] == [3, 16]
@@ -173,8 +176,8 @@ def test_no_answer_of_a_server_lets_it_step_by_itself(rig):
 
 
 def test_several_gradients_go_out_as_their_sum(rig):
-    regime = Regime("gradients", every=3, ahead=1, steps=True, clip="before")
-    it = rig(regime, lambda *_: "none")
+    learner_mode = LearnerMode("gradients", every=3, ahead=1, steps=True, clip="before")
+    it = rig(learner_mode, lambda *_: "none")
     rng = np.random.default_rng(1)
     gradients, samples = rng.normal(size=(6, SIZE)), [1, 2, 3, 4, 5, 6]
     for gradient, count in zip(gradients, samples, strict=True):
@@ -186,7 +189,7 @@ def test_several_gradients_go_out_as_their_sum(rig):
 
 
 def test_what_isnt_finite_adds_nothing_to_a_sum(rig):
-    it = rig(Regime("gradients", every=3, ahead=1, steps=True, clip="before"), lambda *_: "none")
+    it = rig(LearnerMode("gradients", every=3, ahead=1, steps=True, clip="before"), lambda *_: "none")
     for gradient in ([1, 2, 3], [math.nan, 0, 0], [4, 5, 6]):
         it.step(gradient, samples=2)
     assert ([posted.samples for posted in it.said], it.seen[0].tolist()) == ([4], [5, 7, 9])
@@ -205,7 +208,7 @@ def test_pushing_each_fourth_gradient_to_a_server_with_sgd(rig, local_steps):
         it.board.post_set(server.astype(np.float32), None, posted.number)
         return "set"
 
-    it = rig(Regime("gradients", every=4, steps=local_steps, clip="before"), serve)
+    it = rig(LearnerMode("gradients", every=4, steps=local_steps, clip="before"), serve)
     it.trainer.module.set_(np.ones(SIZE, np.float32))
     for _ in range(40):
         it.step(it.x, rate=rate)

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from p2pdrl.clock import SystemClock
+from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.config.node import LearnerConfig
-from p2pdrl.config.regime import FREE, Regime
 from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import WorkerError
-from p2pdrl.node.children.crew import Crew, pooled
+from p2pdrl.node.children.learner_pool import LearnerPool, pooled
 from p2pdrl.node.children.supervisor import LearnerSupervisor
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.tensors.moments import Moments
-from p2pdrl.workers.protocol import Others, Pace, Progress, Report, Start
+from p2pdrl.workers.protocol import LearnerPace, Others, Progress, Report, Start
 
 START = Start(b"{}", 0, "cpu", 1, False)
 QUICK = LearnerConfig(restart_min_s=0.01, restart_max_s=0.05)
-GO = Pace(paused=False, max_updates_per_s=0.0)
+GO = LearnerPace(paused=False, max_updates_per_s=0.0)
 
 
 def packed(count: float, value: float) -> bytes:
@@ -35,7 +35,7 @@ def count_of(moments: dict[str, bytes]) -> float:
 
 
 class Node:
-    """A first learner and its crew."""
+    """A first learner and its learner_pool."""
 
     def __init__(self, events, start: Start = START, config: LearnerConfig = QUICK) -> None:
         self.events = events
@@ -43,7 +43,7 @@ class Node:
         options = {"start": start, "config": config, "clock": SystemClock(), "events": events}
         self.first = LearnerSupervisor(**options, window=1000, on_report=self.heard)
         self.on_help = self.heard
-        self.crew = Crew(
+        self.learner_pool = LearnerPool(
             supervisor=self.first,
             **options,
             on_report=lambda *report: self.on_help(*report),  # noqa: PLW0108 - a test replaces it
@@ -52,9 +52,9 @@ class Node:
     def heard(self, report: Report, new: int) -> None:
         self.new += new
 
-    async def begin(self, pace: Pace = GO) -> None:
+    async def begin(self, pace: LearnerPace = GO) -> None:
         await self.first.build()
-        self.crew.tell(pace)
+        self.learner_pool.tell(pace)
         await self.first.begin(restore=False)
 
     def told(self, kind: str) -> int:
@@ -67,7 +67,7 @@ class Node:
 
     @property
     def helped(self) -> int:
-        return self.crew.totals.updates - self.first.totals.updates
+        return self.learner_pool.totals.updates - self.first.totals.updates
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ async def make(events):
 
     yield node
     for each in made:
-        await each.crew.stop()
+        await each.learner_pool.stop()
         await each.first.stop()
         each.first.close()
 
@@ -90,22 +90,22 @@ async def test_helpers_come_and_go_while_the_first_learner_runs(plan, make, unti
     it = make()
     await it.begin()
     pid = it.first.pid
-    await it.crew.change(Regime(learners=3), 1)
-    it.crew.tell(Progress(0.5))
-    await until(lambda: len(it.crew.pids) == 2 and it.helped >= 20)
-    # They step one vector: what is published holds the helpers' steps too.
+    await it.learner_pool.change(LearnerMode(learners=3), 1)
+    it.learner_pool.tell(Progress(0.5))
+    await until(lambda: len(it.learner_pool.pids) == 2 and it.helped >= 20)
+    # They step one vector: what is published holds the workers' steps too.
     await until(lambda: it.now()[0] > it.first.totals.updates + 5)
-    await it.crew.change(FREE, 2)
-    assert it.crew.pids == ()
+    await it.learner_pool.change(FREE, 2)
+    assert it.learner_pool.pids == ()
     helped, before = it.helped, it.first.totals.updates
     await until(lambda: it.first.totals.updates > before + 10)
     assert it.helped == helped
-    assert (it.first.pid, it.first.restarts, it.told("helper-died")) == (pid, 0, 0)
+    assert (it.first.pid, it.first.restarts, it.told("worker-died")) == (pid, 0, 0)
     # Each process' work is counted once, for this node.
-    totals = it.crew.totals
+    totals = it.learner_pool.totals
     assert (totals.env_steps, totals.episodes) == (10 * totals.updates, totals.updates)
     assert it.new == totals.updates
-    assert count_of(it.crew.moments) == totals.updates
+    assert count_of(it.learner_pool.moments) == totals.updates
     assert len(it.first.returns) == min(1000, totals.updates)
     # Alone again, one step is one.
     value, version = it.now()[0], it.first.board.policy_version
@@ -117,14 +117,14 @@ async def test_a_helper_that_dies_is_replaced_and_stays_counted(plan, make, unti
     plan("train")
     it = make()
     await it.begin()
-    await it.crew.change(Regime(learners=2), 1)
+    await it.learner_pool.change(LearnerMode(learners=2), 1)
     await until(lambda: it.helped >= 5)
-    helped, (pid,) = it.helped, it.crew.pids
+    helped, (pid,) = it.helped, it.learner_pool.pids
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: it.told("helper-died") == 1)
+    await until(lambda: it.told("worker-died") == 1)
     await until(lambda: it.helped > helped + 5)
-    assert it.crew.pids not in ((), (pid,))
-    assert count_of(it.crew.moments) == it.crew.totals.updates
+    assert it.learner_pool.pids not in ((), (pid,))
+    assert count_of(it.learner_pool.moments) == it.learner_pool.totals.updates
     assert it.first.restarts == 0
 
 
@@ -132,44 +132,44 @@ async def test_the_first_learner_dies_and_its_helpers_work_on(plan, make, until)
     plan("train")
     it = make()
     await it.begin()
-    await it.crew.change(Regime(learners=2), 1)
+    await it.learner_pool.change(LearnerMode(learners=2), 1)
     await until(lambda: it.helped >= 5)
-    pids = it.crew.pids
+    pids = it.learner_pool.pids
     os.kill(it.first.pid, signal.SIGKILL)
     await until(lambda: it.first.restarts == 1)
     before = it.first.totals.updates
-    await until(lambda: it.now()[0] > it.crew.totals.updates - it.helped + 5)
+    await until(lambda: it.now()[0] > it.learner_pool.totals.updates - it.helped + 5)
     await until(lambda: it.first.totals.updates > before + 5)
-    assert it.crew.pids == pids
+    assert it.learner_pool.pids == pids
 
 
 async def test_each_is_told_what_all_others_counted(plan, make, until):
     plan("train")
     it = make()
     await it.begin()
-    it.crew.share({})
-    it.crew.share({"obs": packed(1000, 2.0)})
+    it.learner_pool.share({})
+    it.learner_pool.share({"obs": packed(1000, 2.0)})
     await until(lambda: it.first.metrics.get("others") == 1000)
-    await it.crew.change(Regime(learners=2), 1)
+    await it.learner_pool.change(LearnerMode(learners=2), 1)
     await until(lambda: it.helped >= 5)
-    it.crew.tell(Pace(paused=True, max_updates_per_s=0.0))
-    (helper,) = it.crew.helpers
+    it.learner_pool.tell(LearnerPace(paused=True, max_updates_per_s=0.0))
+    (worker,) = it.learner_pool.workers
     heard: list[int] = []
     await until(lambda: heard.append(it.helped) or (len(heard) > 50 and heard[-50] == heard[-1]))
-    it.crew.share({"obs": packed(1000, 2.0)})
-    assert count_of(helper.told[Others].moments) == 1000 + count_of(it.first.moments)
-    assert count_of(it.first.told[Others].moments) == 1000 + helper.last.updates
+    it.learner_pool.share({"obs": packed(1000, 2.0)})
+    assert count_of(worker.told[Others].moments) == 1000 + count_of(it.first.moments)
+    assert count_of(it.first.told[Others].moments) == 1000 + worker.last.updates
 
 
 async def test_they_share_the_nodes_pace(plan, make, until):
     plan("train")
     it = make()
-    await it.begin(Pace(paused=False, max_updates_per_s=90.0))
-    await it.crew.change(Regime(learners=3), 1)
-    for process in (it.first, *it.crew.helpers):
-        assert process.told[Pace] == Pace(paused=False, max_updates_per_s=30.0)
-    await it.crew.change(FREE, 2)
-    assert it.first.told[Pace].max_updates_per_s == 90.0
+    await it.begin(LearnerPace(paused=False, max_updates_per_s=90.0))
+    await it.learner_pool.change(LearnerMode(learners=3), 1)
+    for process in (it.first, *it.learner_pool.workers):
+        assert process.told[LearnerPace] == LearnerPace(paused=False, max_updates_per_s=30.0)
+    await it.learner_pool.change(FREE, 2)
+    assert it.first.told[LearnerPace].max_updates_per_s == 90.0
 
 
 async def test_a_gpu_works_alone(plan, make):
@@ -177,35 +177,35 @@ async def test_a_gpu_works_alone(plan, make):
     it = make()
     await it.begin()
     it.first.device = "cuda:0"
-    await it.crew.change(Regime(learners=4), 1)
-    assert (it.crew.pids, it.told("one-learner"), it.first.workplace.regime) == ((), 1, FREE)
+    await it.learner_pool.change(LearnerMode(learners=4), 1)
+    assert (it.learner_pool.pids, it.told("one-learner"), it.first.io.learner_mode) == ((), 1, FREE)
 
 
 async def test_leaving_while_helpers_are_built(plan, make, until):
     plan("train", "mute")
     it = make()
     await it.begin()
-    await it.crew.change(Regime(learners=2), 1)
-    await until(lambda: it.crew.pids)
+    await it.learner_pool.change(LearnerMode(learners=2), 1)
+    await until(lambda: it.learner_pool.pids)
     async with asyncio.timeout(2.0):
-        await it.crew.stop()
-    assert it.crew.pids == ()
+        await it.learner_pool.stop()
+    assert it.learner_pool.pids == ()
 
 
 async def test_a_bug_in_what_hears_them_is_raised(plan, make):
     plan("train")
     it = make()
     await it.begin()
-    watch = asyncio.create_task(it.crew.watch())
+    watch = asyncio.create_task(it.learner_pool.watch())
     it.on_help = lambda *_: 1 / 0
-    await it.crew.change(Regime(learners=2), 1)
+    await it.learner_pool.change(LearnerMode(learners=2), 1)
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(watch, 20)
 
 
 async def test_without_a_first_learner_there_is_no_crew(make):
     with pytest.raises(WorkerError, match="isn't built"):
-        await make().crew.change(Regime(learners=2), 1)
+        await make().learner_pool.change(LearnerMode(learners=2), 1)
 
 
 def test_moments_pool_by_stream():
@@ -236,23 +236,23 @@ def test_one_process_on_shared_memory_is_serial_sgd_to_the_bit():
 
 async def test_four_processes_solve_sparse_least_squares(make, until):
     it = make(Start(msgspec.json.encode(SPARSE), 1, "cpu", 1, False))
-    await it.begin(Pace(paused=True, max_updates_per_s=0.0))
-    await it.crew.change(Regime(learners=4), 1)
-    await until(lambda: all(helper.last for helper in it.crew.helpers), 60.0)
-    it.crew.tell(GO)
+    await it.begin(LearnerPace(paused=True, max_updates_per_s=0.0))
+    await it.learner_pool.change(LearnerMode(learners=4), 1)
+    await until(lambda: all(worker.last for worker in it.learner_pool.workers), 60.0)
+    it.learner_pool.tell(GO)
     await until(lambda: it.first.returns and it.first.returns[-1] > -1e-3, 60.0)
-    assert all(helper.last.updates > 100 for helper in it.crew.helpers)
-    assert it.told("helper-died") == 0
+    assert all(worker.last.updates > 100 for worker in it.learner_pool.workers)
+    assert it.told("worker-died") == 0
 
 
 async def test_a_helper_whose_environment_always_fails_ends_the_watch(plan, make):
     plan("train", "raise:3")
     it = make(config=LearnerConfig(restart_min_s=0.01, restart_max_s=0.05, give_up_after=2))
     await it.begin()
-    await it.crew.change(Regime(learners=2), 1)
+    await it.learner_pool.change(LearnerMode(learners=2), 1)
     with pytest.raises(WorkerError, match=r"2 times in a row in the same way.*ValueError: the environment"):
-        await asyncio.wait_for(it.crew.watch(), 20)
-    died = [event for event in it.events.since(0) if event["kind"] == "helper-died"]
+        await asyncio.wait_for(it.learner_pool.watch(), 20)
+    died = [event for event in it.events.since(0) if event["kind"] == "worker-died"]
     assert [event["error"]["type"] for event in died] == ["ValueError"] * 2
 
 
@@ -262,8 +262,8 @@ async def test_a_bug_of_a_helpers_keeping_before_anybody_watches_is_raised_later
     plan("train")
     it = make()
     await it.begin()
-    monkeypatch.setattr(it.crew, "_on_report", lambda *_: 1 / 0)
-    await it.crew.change(Regime(learners=2), 1)
-    await until(lambda: it.crew.pids == ())
+    monkeypatch.setattr(it.learner_pool, "_on_report", lambda *_: 1 / 0)
+    await it.learner_pool.change(LearnerMode(learners=2), 1)
+    await until(lambda: it.learner_pool.pids == ())
     with pytest.raises(ZeroDivisionError):
-        await asyncio.wait_for(it.crew.watch(), 1)
+        await asyncio.wait_for(it.learner_pool.watch(), 1)

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from p2pdrl.clock import SystemClock
+from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.config.node import LearnerConfig
-from p2pdrl.config.regime import FREE, Regime
 from p2pdrl.config.task import A2CConfig, PPOConfig
 from p2pdrl.errors import WorkerError
-from p2pdrl.node.children.learner_port import LearnerPort
-from p2pdrl.node.children.supervisor import LearnerSupervisor
-from p2pdrl.strategies.protocol import Post
-from p2pdrl.workers.protocol import Pace, Start
+from p2pdrl.node.children.supervisor import LearnerPort, LearnerSupervisor
+from p2pdrl.strategies.protocol import LearnerRequest
+from p2pdrl.workers.protocol import LearnerPace, Start
 
 START = Start(b"{}", 0, "cpu", 1, False)
 
@@ -37,10 +36,10 @@ class Port(LearnerPort):
         self.fraction = 0.0
         super().__init__(self.supervisor, PPOConfig(), lambda: self.fraction)
 
-    async def begin(self, regime: Regime) -> None:
+    async def begin(self, learner_mode: LearnerMode) -> None:
         await self.supervisor.build()
-        self.supervisor.work(regime, 1)
-        self.supervisor.tell(Pace(paused=False, max_updates_per_s=0.0))
+        self.supervisor.work(learner_mode, 1)
+        self.supervisor.tell(LearnerPace(paused=False, max_updates_per_s=0.0))
         await self.supervisor.begin(restore=False)
 
     async def post(self):
@@ -62,7 +61,7 @@ async def port(events):
 
 async def test_a_strategy_replaces_gradients(plan, port):
     plan("gradients")
-    await port.begin(Regime("gradients"))
+    await port.begin(LearnerMode("gradients"))
     for number in range(1, 6):
         post = await port.post()
         assert (post.kind, post.samples, post.policy_version) == ("gradients", number, number - 1)
@@ -74,7 +73,7 @@ async def test_a_strategy_replaces_gradients(plan, port):
 
 async def test_a_strategy_serves_parameters(plan, port):
     plan("gradients")
-    await port.begin(Regime("gradients", steps=False))
+    await port.begin(LearnerMode("gradients", steps=False))
     for number in range(1, 6):
         post = await port.post()
         port.board.post_set(np.full(4, float(number), np.float32), None, 10 * number)
@@ -86,7 +85,7 @@ async def test_a_strategy_serves_parameters(plan, port):
 
 async def test_rounds_of_parameters(plan, port):
     plan("train")
-    await port.begin(Regime("parameters", every=2))
+    await port.begin(LearnerMode("parameters", every=2))
     for number in range(1, 6):
         post = await port.post()
         assert (post.kind, post.vector) == ("parameters", None)
@@ -97,26 +96,26 @@ async def test_rounds_of_parameters(plan, port):
 
 async def test_a_live_learner_changes_its_regime(plan, port, until):
     plan("gradients")
-    await port.begin(Regime("gradients"))
+    await port.begin(LearnerMode("gradients"))
     old = await port.post()
     pid = port.supervisor.pid
     port.supervisor.work(FREE, 2)
     updates = port.supervisor.totals.updates
     await until(lambda: port.supervisor.totals.updates > updates + 5)
-    port.supervisor.work(Regime("gradients", ahead=1), 3)
+    port.supervisor.work(LearnerMode("gradients", ahead=1), 3)
     posts = [await port.post() for _ in range(2)]
     assert posts[0].vector.ctypes.data != posts[1].vector.ctypes.data
     port.answer(old, "replace")
     port.answer(posts[0], "none")
     await port.post()
-    port.supervisor.work(Regime("parameters"), 4)
+    port.supervisor.work(LearnerMode("parameters"), 4)
     assert (await port.post()).kind == "parameters"
     assert (port.supervisor.pid, port.supervisor.restarts) == (pid, 0)
 
 
 async def test_the_successor_of_one_that_died_waiting_works_the_same_way(plan, port, until):
     plan("train")
-    await port.begin(Regime("parameters", every=3))
+    await port.begin(LearnerMode("parameters", every=3))
     old = await port.post()
     os.kill(port.supervisor.pid, signal.SIGKILL)
     await until(lambda: port.supervisor.restarts == 1)
@@ -132,9 +131,9 @@ async def test_the_successor_of_one_that_died_waiting_works_the_same_way(plan, p
 
 async def test_a_paused_learner_that_waits_can_be_stopped(plan, port):
     plan("train")
-    await port.begin(Regime("parameters"))
+    await port.begin(LearnerMode("parameters"))
     await port.post()
-    port.supervisor.tell(Pace(paused=True, max_updates_per_s=0.0))
+    port.supervisor.tell(LearnerPace(paused=True, max_updates_per_s=0.0))
     async with asyncio.timeout(2.0):
         await port.supervisor.stop()
     assert port.supervisor.totals.updates == 1
@@ -161,7 +160,7 @@ async def test_what_peers_say_never_raises_the_learning_rate(port, monkeypatch, 
     supervisor = port.supervisor
     port = LearnerPort(supervisor, PPOConfig(learning_rate=0.5), lambda: 0.0)
     monkeypatch.setattr(supervisor, "answer", lambda *answer, **more: answers.append((*answer, more)))
-    post = Post(1, "gradients", 0, 1, None)
+    post = LearnerRequest(1, "gradients", 0, 1, None)
     for end in (False, True):
         port.answer(post, "replace", said, end_update=end)
         assert answers.pop() == (post, "replace", told, {"end_update": end})

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from p2pdrl.node.children.process_link import ProcessLink
+from p2pdrl.node.children.child_process import ProcessLink
 from p2pdrl.telemetry.logging import configure
 
 TALKS = """
 import os, socket, sys
-from p2pdrl.workers.output import print_patiently
+from p2pdrl.workers.child import print_patiently
 print_patiently()
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 with socket.socket(fileno=int(given["--fd"])) as sock:

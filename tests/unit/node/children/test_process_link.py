@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from p2pdrl.errors import WorkerError
-from p2pdrl.node.children.process_link import ProcessLink
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.node.children.child_process import ProcessLink
+from p2pdrl.tensors.shared_memory import SharedRegion
 
 ECHO = """
 import socket, sys

@@ -14,11 +14,11 @@ from p2pdrl.node.children.learner_link import LearnerLink
 from p2pdrl.node.children.stage_port import StagePort
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import StageNews
-from p2pdrl.pipeline.trace import Span
+from p2pdrl.pipeline.trace import TraceSpan
 from p2pdrl.strategies.pipeline.port import Measured
-from p2pdrl.transport.pipe import Pipe, PipeTicket
+from p2pdrl.transport.pipe.ticket import Pipe, PipeTicket
+from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, News, StartStage, Trace, Traced
 from p2pdrl.workers.protocol import frame
-from p2pdrl.workers.stage_protocol import Blocks, Finish, Measure, News, Stage, Trace, Traced
 
 from .orders import stage_order
 
@@ -80,7 +80,7 @@ async def test_an_order_goes_with_its_pipes_which_are_the_learners_then(port, le
     up, down = pipes(), pipes()
     fds = [down.fd, up.fd]
     port.work(stage_order(), {"next": down, "previous": up})
-    assert learner.told == [Stage(stage_order(), (("next", TICKET), ("previous", TICKET)))]
+    assert learner.told == [StartStage(stage_order(), (("next", TICKET), ("previous", TICKET)))]
     assert learner.fds == [fds]
     assert (up.fd, down.fd) == (fds[1], fds[0])  # until they were sent
     learner.sent()
@@ -138,7 +138,7 @@ async def test_another_regime_drops_orders_and_news(port, learner, pipes):
     assert learner.told[-1] == Finish(5)
     port.heard(News(StageNews(5, "ready")))
     port.close()
-    assert learner.withdrawn == [Stage, Finish]
+    assert learner.withdrawn == [StartStage, Finish]
     assert pipe.closed == 1
     port.heard(News(StageNews(5, "over")))
     await nothing(port)
@@ -178,8 +178,8 @@ async def test_what_a_stage_did_is_told_in_the_machines_time(port, learner):
     two = asyncio.create_task(port.trace(3.0, deadline_s=5))
     await asyncio.sleep(0.1)
     assert learner.told == [Trace(1, 2.0), Trace(2, 3.0)]
-    port.heard(Traced(2, 10.0, 110.0, (Span("forward", 7.0, 8.0, 1, 2, 3),)))
-    assert await two == [Span("forward", 107.0, 108.0, 1, 2, 3)]
+    port.heard(Traced(2, 10.0, 110.0, (TraceSpan("forward", 7.0, 8.0, 1, 2, 3),)))
+    assert await two == [TraceSpan("forward", 107.0, 108.0, 1, 2, 3)]
     port.heard(Traced(2, 10.0, 110.0))  # nobody asks any more
     with pytest.raises(WorkerError, match="within 5 s"):
         await one
@@ -252,15 +252,15 @@ async def test_a_later_order_goes_after_what_was_said_meanwhile(tmp_path, until)
     link = LearnerLink(
         *await LearnerLink.launch("writes", {"--to": said}, os.environ | {"PYTHONPATH": str(tmp_path)})
     )
-    link.tell(Stage(stage_order(1)))
+    link.tell(StartStage(stage_order(1)))
     link.tell(Finish(1))
-    link.tell(Stage(stage_order(2)))
+    link.tell(StartStage(stage_order(2)))
     link.tell(Measure(4))
     link.withdraw(Measure)
     talking = asyncio.create_task(link.converse(lambda _: None))
     try:
         await until(lambda: len(frames(said)) == 2)
-        assert frames(said) == [frame(Finish(1)), frame(Stage(stage_order(2)))]
+        assert frames(said) == [frame(Finish(1)), frame(StartStage(stage_order(2)))]
     finally:
         await link.kill()
         await talking

@@ -15,7 +15,7 @@ import pytest
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.node.children import supervisor as supervisor_module
 from p2pdrl.node.children.learner_link import LearnerLink
-from p2pdrl.strategies.protocol import Post
+from p2pdrl.strategies.protocol import LearnerRequest
 
 from ..supervised import START
 
@@ -46,13 +46,15 @@ async def test_a_flush_under_way_ends_before_the_board_is_freed(plan, supervise,
     it = supervise()
     await it.begin()
     await it.one.stop()
-    gate = threading.Event()
+    admission = threading.Event()
     flushed = []
-    it.one.board = SimpleNamespace(pending=True, content_id=0, flush=lambda: flushed.append(gate.wait(10)))
-    it.one.answer(Post(1, "gradients", 0, 1, None), "set")
+    it.one.board = SimpleNamespace(
+        pending=True, content_id=0, flush=lambda: flushed.append(admission.wait(10))
+    )
+    it.one.answer(LearnerRequest(1, "gradients", 0, 1, None), "set")
     stopping = asyncio.create_task(it.one.stop())
     _, under_way = await asyncio.wait([stopping], timeout=0.05)
-    gate.set()
+    admission.set()
     await stopping
     assert under_way
     assert flushed == [True]

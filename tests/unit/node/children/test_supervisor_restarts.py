@@ -14,15 +14,15 @@ import pytest
 
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import WorkerError
-from p2pdrl.node.children import hanging
-from p2pdrl.node.children import process_link as link_module
+from p2pdrl.node.children import child_process as link_module
+from p2pdrl.node.children import hang_watchdog
 from p2pdrl.node.children import supervisor as supervisor_module
 from p2pdrl.node.children.learner_link import LearnerLink
 from p2pdrl.pipeline.order import StageNews
 from p2pdrl.tensors.board import BoardSpec
-from p2pdrl.tensors.layout import Entry, Layout
-from p2pdrl.workers.protocol import Pace, Progress
-from p2pdrl.workers.stage_protocol import News
+from p2pdrl.tensors.layout import Layout, TensorEntry
+from p2pdrl.workers.pipeline.protocol import News
+from p2pdrl.workers.protocol import LearnerPace, Progress
 
 from ..supervised import START
 from .orders import stage_order
@@ -78,7 +78,7 @@ async def test_a_delta_posted_while_it_is_down_isnt_lost(plan, supervise, until)
 async def test_a_paused_successor_stays_paused(plan, supervise, until):
     plan("train")
     it = supervise()
-    it.one.tell(Pace(paused=True, max_updates_per_s=0.0))
+    it.one.tell(LearnerPace(paused=True, max_updates_per_s=0.0))
     await it.begin()
     os.kill(it.one.pid, signal.SIGKILL)
     await until(lambda: it.one.restarts == 1)
@@ -110,7 +110,7 @@ async def test_a_successor_of_another_layout_is_tried_again(plan, supervise, unt
     plan("die:50", "train")
     it = supervise()
     await it.begin()
-    spec, it.one.spec = it.one.spec, BoardSpec(Layout((Entry("other", (4,)),)))
+    spec, it.one.spec = it.one.spec, BoardSpec(Layout((TensorEntry("other", (4,)),)))
     await until(lambda: it.told("learner-failed") >= 1)
     it.one.spec = spec
     await until(lambda: it.one.restarts == 1)
@@ -156,7 +156,7 @@ async def test_stopping_ends_a_successor_that_builds(plan, supervise, until, mon
 
 async def test_one_that_hangs_instead_of_becoming_a_stage_is_replaced(plan, supervise, until, monkeypatch):
     """A frozen process stands for one that waits in a library without end."""
-    monkeypatch.setattr(hanging, "HANGS_S", 0.4)
+    monkeypatch.setattr(hang_watchdog, "HANGS_S", 0.4)
     plan("train")
     it = supervise()
     await it.begin()
@@ -171,7 +171,7 @@ async def test_one_that_hangs_instead_of_becoming_a_stage_is_replaced(plan, supe
 
 
 async def test_a_head_that_freezes_at_work_is_replaced(plan, supervise, until, monkeypatch):
-    monkeypatch.setattr(hanging, "HANGS_S", 0.4)
+    monkeypatch.setattr(hang_watchdog, "HANGS_S", 0.4)
     plan("train")
     it = supervise()
     await it.begin()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import PoisonedVectorError
+from p2pdrl.strategies.gossip.pair_average import Bounds
 from p2pdrl.strategies.neighbours.mixing import measure, round_delta
-from p2pdrl.strategies.pairwise.pair import Bounds
 from p2pdrl.strategies.topology import matrix, metropolis
 
 TOPOLOGIES = ["ring", "torus", "exponential", "random_regular", "complete"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdrl.strategies.group.view import ViewKey
+from p2pdrl.group.view import ViewKey
 from p2pdrl.strategies.pipeline.messages import Form
 
 __all__ = ["make_form"]

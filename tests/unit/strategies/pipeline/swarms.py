@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from p2pdrl.config.pipeline import PipelineConfig
+from p2pdrl.config.strategy import PipelineConfig
 from p2pdrl.strategies.pipeline.strategy import PipelineStrategy
-from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
-from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.testing.virtual_swarm import SimNode, SimSwarm
 
 SIZE = 8
 CONFIG = PipelineConfig(backend="stream", state_every=3, deadline_s=2.0, gossip_every_s=0.3)

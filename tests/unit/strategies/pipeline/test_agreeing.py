@@ -9,14 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from p2pdrl.config.pipeline import PipelineConfig
-from p2pdrl.config.strategy import AdpsgdConfig
+from p2pdrl.config.strategy import AdpsgdConfig, PipelineConfig
 from p2pdrl.errors import ConfigError, PeerRefusedError
-from p2pdrl.strategies.group.view import ViewKey
-from p2pdrl.strategies.pipeline.messages import Leave, Offer, PipeHead
+from p2pdrl.group.view import ViewKey
+from p2pdrl.strategies.pipeline.messages import Leave, PipeHead, RankRequest
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.registry import build
-from p2pdrl.strategies.testing.stages import blocks_of
+from p2pdrl.testing.fake_stages import blocks_of
 
 from .forms import make_form
 from .swarms import CONFIG, strategy, swarm_of
@@ -201,9 +200,9 @@ async def test_what_is_stale_or_not_for_us_is_refused():
         old = ViewKey(key.epoch, key.generation - 1, key.proposer)
         another = ViewKey(key.epoch + 1, key.generation, key.proposer)
         cases = [
-            (head, Offer(old)),
-            (head, Offer(another)),
-            (other, Offer(key)),
+            (head, RankRequest(old)),
+            (head, RankRequest(another)),
+            (other, RankRequest(key)),
             (other, form),
             (head, msgspec.structs.replace(form, generation=generation)),
             (head, msgspec.structs.replace(form, members=(head.id, other.id))),

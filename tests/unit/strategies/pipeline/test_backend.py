@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from p2pdrl.strategies.pipeline.backend import Choice, chosen
-from p2pdrl.strategies.pipeline.messages import Offered
+from p2pdrl.strategies.pipeline.messages import RankOffer
 
-GOOD = Offered("aa", 0, 0, b"", 0, 0.1, 6, "cuda:0", True, gpu="G0", direct=True)
+GOOD = RankOffer("aa", 0, 0, b"", 0, 0.1, 6, "cuda:0", True, gpu="G0", direct=True)
 
 
-def ranks(count: int = 3, **of_rank: dict[str, object]) -> list[tuple[str, Offered]]:
+def ranks(count: int = 3, **of_rank: dict[str, object]) -> list[tuple[str, RankOffer]]:
     """Ranks n0, n1, … with all that torch needs, but for what is said of some."""
     offers = {f"n{one}": msgspec.structs.replace(GOOD, gpu=f"G{one}") for one in range(count)}
     for name, changes in of_rank.items():
@@ -66,5 +66,5 @@ def test_one_alone_sends_nothing():
 
 def test_who_says_nothing_of_gpus_has_none():
     """Defaults of the message: a rank of another release."""
-    silent = Offered("aa", 0, 0, b"", 0, 0.1, 6, "cuda:0", True)
+    silent = RankOffer("aa", 0, 0, b"", 0, 0.1, 6, "cuda:0", True)
     assert chosen("auto", [("n0", GOOD), ("n1", silent)]).backend == "stream"

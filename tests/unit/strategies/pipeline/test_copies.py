@@ -7,9 +7,9 @@ import pytest
 
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.order import StageOrder
-from p2pdrl.strategies.pipeline.copies import Moved, copy_bytes, state_vectors
+from p2pdrl.strategies.pipeline.generation import Moved, copy_bytes, state_vectors
 from p2pdrl.tensors.board import BoardSpec
-from p2pdrl.tensors.layout import Entry, Layout
+from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 
 from .swarms import CONFIG, swarm_of
@@ -53,8 +53,8 @@ def test_what_goes_out_comes_in(cuts):
 def test_the_state_has_the_optimizers_vectors():
     items = [("optimizer.m", (6,)), ("optimizer.v", (6,)), ("optimizer.steps", ()), ("moments.mean", (6,))]
     sidecar = SidecarLayout(tuple(SidecarItem(name, shape, "float32", "copy") for name, shape in items))
-    assert state_vectors(BoardSpec(Layout((Entry("w", (2, 3)),)), sidecar)) == 3
-    assert state_vectors(BoardSpec(Layout((Entry("w", (6,)),)))) == 1
+    assert state_vectors(BoardSpec(Layout((TensorEntry("w", (2, 3)),)), sidecar)) == 3
+    assert state_vectors(BoardSpec(Layout((TensorEntry("w", (6,)),)))) == 1
 
 
 @pytest.mark.looptime

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from p2pdrl.strategies.pipeline.layout import lay_out, width
-from p2pdrl.strategies.pipeline.messages import Note
+from p2pdrl.strategies.pipeline.messages import PipelineNote
 
 
 def members(count: int) -> tuple[str, ...]:
@@ -18,8 +18,11 @@ def short(places) -> list[str]:
     return ["".join(member[-1] for member in place.members) for place in places]
 
 
-def in_pipeline(generation: int, *ranks: str, alone: bool = False) -> dict[str, Note]:
-    return {peer: Note(6, generation, ranks[0], rank, len(ranks), alone) for rank, peer in enumerate(ranks)}
+def in_pipeline(generation: int, *ranks: str, alone: bool = False) -> dict[str, PipelineNote]:
+    return {
+        peer: PipelineNote(6, generation, ranks[0], rank, len(ranks), alone)
+        for rank, peer in enumerate(ranks)
+    }
 
 
 @pytest.mark.parametrize(
@@ -53,7 +56,7 @@ def test_one_that_lost_a_rank_or_grows_is_formed_anew():
     a, b, c, _ = members(4)
     assert lay_out((a, c), in_pipeline(7, a, b), 2).pipelines[0].generation == 0
     assert lay_out((a, b, c), in_pipeline(7, a, b), 3).pipelines[0].generation == 0
-    broken = in_pipeline(7, a, b) | {b: Note(6)}
+    broken = in_pipeline(7, a, b) | {b: PipelineNote(6)}
     assert lay_out((a, b), broken, 2).pipelines[0].generation == 0
 
 
@@ -69,7 +72,7 @@ def test_notes_of_any_kind_give_each_member_one_place(seed: int):
     rng = random.Random(seed)
     people = members(rng.randint(1, 9))
     notes = {
-        member: Note(
+        member: PipelineNote(
             6,
             rng.choice([0, 1, 2]),
             rng.choice(people),
@@ -90,16 +93,16 @@ def test_notes_of_any_kind_give_each_member_one_place(seed: int):
 
 
 def test_no_more_ranks_than_there_are_blocks():
-    notes = {"a": Note(5), "b": Note(5), "c": Note()}
+    notes = {"a": PipelineNote(5), "b": PipelineNote(5), "c": PipelineNote()}
     assert width(notes, 8, 1) == 5
     assert width(notes, 8, 2) == 2
     assert width(notes, 3, 1) == 3
-    assert width({"a": Note(1)}, 3, 2) == 1
+    assert width({"a": PipelineNote(1)}, 3, 2) == 1
     assert width({}, 3, 2) == 3
 
 
 def test_notes_are_short_and_what_cannot_be_read_says_nothing():
-    longest = Note(2**52, 2**61, "f" * 64, 63, 64, True)
+    longest = PipelineNote(2**52, 2**61, "f" * 64, 63, 64, True)
     assert len(longest.encode()) <= 256
-    assert Note.read(longest.encode()) == longest
-    assert Note.read(b"\xc1") == Note.read(None) == Note()
+    assert PipelineNote.read(longest.encode()) == longest
+    assert PipelineNote.read(b"\xc1") == PipelineNote.read(None) == PipelineNote()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from p2pdrl.config.pipeline import PipelineConfig
-from p2pdrl.strategies.pipeline.layout import Place
-from p2pdrl.strategies.pipeline.limits import limits
-from p2pdrl.strategies.pipeline.messages import Note
+from p2pdrl.config.strategy import PipelineConfig
+from p2pdrl.strategies.pipeline.layout import PipelineMembers, limits
+from p2pdrl.strategies.pipeline.messages import PipelineNote
 
-PAIR = Place(0, ("a", "b"))
+PAIR = PipelineMembers(0, ("a", "b"))
 
 
-def told(config: PipelineConfig, blocks: int, place: Place | None = PAIR) -> dict[str, str]:
-    notes = {"a": Note(blocks), "b": Note(blocks)}
+def told(config: PipelineConfig, blocks: int, place: PipelineMembers | None = PAIR) -> dict[str, str]:
+    notes = {"a": PipelineNote(blocks), "b": PipelineNote(blocks)}
     return {problem.key: problem.message for problem in limits(config, notes, place)}
 
 
@@ -31,5 +30,5 @@ def test_cuts_go_unused_while_there_are_fewer_peers():
     unused = told(config, 6)
     assert list(unused) == ["task.strategy.cuts"]
     assert "pipelines of 3 peers, and go unused while this one has 2" in unused["task.strategy.cuts"]
-    assert told(config, 6, Place(0, ("a", "b", "c"))) == {}
+    assert told(config, 6, PipelineMembers(0, ("a", "b", "c"))) == {}
     assert told(config, 6, None) == {}

@@ -11,20 +11,18 @@ import pytest
 
 from p2pdrl.clock import LoopClock
 from p2pdrl.errors import PeerUnreachableError
-from p2pdrl.pipeline.layers import FREE, Link
-from p2pdrl.strategies.pipeline.links import ALL_S, GOOD_FOR_S, LinkBook
+from p2pdrl.pipeline.layers import FREE, PeerLink
+from p2pdrl.strategies.pipeline.link_probe import ALL_S, GOOD_FOR_S, LinkBook, LinkPair
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
-from p2pdrl.strategies.pipeline.probe import LinkPair
-from p2pdrl.strategies.protocol import Context
-from p2pdrl.strategies.testing.simulator import SimNode
-from p2pdrl.strategies.testing.swarm import FakeSwarm
+from p2pdrl.strategies.protocol import StrategyContext
+from p2pdrl.testing.virtual_swarm import FakeSwarm, SimNode
 from p2pdrl.transport.protocol import Refusal
 
 from .swarms import CONFIG, now, strategy, swarm_of
 
 pytestmark = pytest.mark.looptime
 
-FAST, SLOW = Link(0.0001, 1e9), Link(0.02, 1e6)
+FAST, SLOW = PeerLink(0.0001, 1e9), PeerLink(0.02, 1e6)
 
 
 class World:
@@ -32,7 +30,7 @@ class World:
 
     def __init__(self, took_s: float = 0.1) -> None:
         self.took_s, self.asked, self.gone = took_s, [], set()
-        context = Context(FakeSwarm("0"), None, None, LoopClock(), random.Random(0), 1, 4, 1e6)
+        context = StrategyContext(FakeSwarm("0"), None, None, LoopClock(), random.Random(0), 1, 4, 1e6)
         self.book = LinkBook(context, self.measure)
 
     def address(self, peer: str) -> str:
@@ -45,7 +43,7 @@ class World:
             raise PeerUnreachableError("gone")
         return LinkPair(SLOW, FAST)
 
-    async def between(self, *ranks: str) -> dict[tuple[int, int], Link]:
+    async def between(self, *ranks: str) -> dict[tuple[int, int], PeerLink]:
         return await self.book.between(self, ranks)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from p2pdrl.strategies.group.view import ViewKey
+from p2pdrl.group.view import ViewKey
 from p2pdrl.strategies.pipeline.messages import Form, as_reason
 
 

@@ -11,12 +11,12 @@ from aiohttp import web
 
 from p2pdrl.clock import ManualClock, SystemClock
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, WireError
-from p2pdrl.strategies.pipeline.probe import MAX_PROBE_BYTES, Probe, ProbeDesk, measure_link
-from p2pdrl.transport.fault_proxy import FaultProxy
+from p2pdrl.strategies.pipeline.link_probe import MAX_PROBE_BYTES, Probe, ProbeServer, measure_link
+from p2pdrl.testing.fault_proxy import FaultProxy
+from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.listener import Listener
-from p2pdrl.transport.memory import MemoryNetwork
 from p2pdrl.transport.protocol import Address, Answer
 
 KEY, SERVER, CALLER = b"the swarm's key", "b" * 32, "a" * 32
@@ -134,7 +134,7 @@ def probe(answer_bytes=0):
 
 
 async def test_few_are_served_at_once():
-    desk = ProbeDesk(2)
+    desk = ProbeServer(2)
     calls = [Call(probe(), 10) for _ in range(2)]
     tasks = [asyncio.create_task(desk.serve_probe(call)) for call in calls]
     await asyncio.sleep(0)
@@ -154,7 +154,7 @@ async def test_few_are_served_at_once():
 
 
 async def test_a_vector_that_breaks_off_frees_its_place():
-    desk = ProbeDesk(1)
+    desk = ProbeServer(1)
     for _ in range(3):
         task = asyncio.create_task(desk.serve_probe(Call(probe(10), 10)))
         await asyncio.sleep(0)
@@ -177,12 +177,12 @@ async def test_a_vector_that_breaks_off_frees_its_place():
 )
 async def test_metadata_that_are_none_are_refused(meta):
     with pytest.raises(WireError):
-        await ProbeDesk().serve_probe(Call(meta))
+        await ProbeServer().serve_probe(Call(meta))
 
 
 async def test_a_vector_that_is_too_long_is_not_read():
     with pytest.raises(Exception, match="at most"):
-        await ProbeDesk().serve_probe(Call(probe(), MAX_PROBE_BYTES + 1))
+        await ProbeServer().serve_probe(Call(probe(), MAX_PROBE_BYTES + 1))
 
 
 # Over transports
@@ -192,7 +192,7 @@ async def test_a_vector_that_is_too_long_is_not_read():
 async def test_over_a_network_in_memory():
     network = MemoryNetwork(delay_s=(0.05, 0.05))
     one, other = (network.join(name, Address(name[0], 1)) for name in (CALLER, SERVER))
-    other.serve("stage", ProbeDesk().serve_probe, max_vector_bytes=1 << 30)
+    other.serve("stage", ProbeServer().serve_probe, max_vector_bytes=1 << 30)
     for node in (one, other):
         await node.start()
     now = asyncio.get_running_loop().time
@@ -212,7 +212,7 @@ async def served():
     transport = HttpTransport(SERVER, "default", KEY, clock=SystemClock(), limits=limits)
     app = web.Application(client_max_size=limits.max_api_body_bytes)
     transport.mount(app)
-    transport.serve("stage", ProbeDesk().serve_probe, max_vector_bytes=1 << 30)
+    transport.serve("stage", ProbeServer().serve_probe, max_vector_bytes=1 << 30)
     listener = Listener(limits, SystemClock(), transport.counters)
     address = await listener.listen(app, "127.0.0.1", 0, has_key=True)
     await transport.start()

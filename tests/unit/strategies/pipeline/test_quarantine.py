@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from p2pdrl.errors import PeerRefusedError
-from p2pdrl.strategies.pipeline.messages import Offer, PipeHead
+from p2pdrl.strategies.pipeline.messages import PipeHead, RankRequest
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 
 from .swarms import swarm_of
@@ -24,7 +24,7 @@ async def test_calls_and_pipes_from_quarantine_are_refused():
         key = rank.group.view.key
         for ask in (
             head.transport.call(
-                rank.address, rank.id, PIPE_ROUTE, msgspec.msgpack.encode(Offer(key)), deadline_s=3.0
+                rank.address, rank.id, PIPE_ROUTE, msgspec.msgpack.encode(RankRequest(key)), deadline_s=3.0
             ),
             head.pipes.open_pipe(
                 rank.address, rank.id, PIPE_ROUTE, msgspec.msgpack.encode(PipeHead(key, 9, 0)), deadline_s=3.0

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from p2pdrl.clock import LoopClock
-from p2pdrl.strategies.group.view import ViewKey
-from p2pdrl.strategies.pipeline.layout import Place
-from p2pdrl.strategies.pipeline.recruit import Recruit
-from p2pdrl.strategies.protocol import Context
-from p2pdrl.strategies.testing.swarm import FakeSwarm
+from p2pdrl.group.view import ViewKey
+from p2pdrl.strategies.pipeline.layout import PipelineMembers
+from p2pdrl.strategies.pipeline.rank_setup import RankSetup
+from p2pdrl.strategies.protocol import StrategyContext
+from p2pdrl.testing.virtual_swarm import FakeSwarm
 from p2pdrl.transport.protocol import Refusal
 
 from .forms import make_form
@@ -26,12 +26,12 @@ KEY = ViewKey(1, 2, "h")
 FORM = make_form(key=KEY, members=("h", "a"))
 
 
-class Slow(Recruit):
+class Slow(RankSetup):
     """It takes a while to take its place, and to give it up."""
 
     began: list[int]
 
-    async def _take(self, term, form, joints):
+    async def _take(self, generation, form, connections):
         self.began.append(form.generation)
         try:
             await asyncio.sleep(1.0)
@@ -39,11 +39,11 @@ class Slow(Recruit):
             await asyncio.sleep(0.2)  # a thread that has to end first
             raise
         self.began.append(-form.generation)
-        return term
+        return generation
 
 
-def recruit() -> Slow:
-    context = Context(FakeSwarm("a"), None, None, LoopClock(), random.Random(0), 1, 4, 1e6)
+def setup() -> Slow:
+    context = StrategyContext(FakeSwarm("a"), None, None, LoopClock(), random.Random(0), 1, 4, 1e6)
     side = SimpleNamespace(last=0, layers=[None] * 6, drop=lambda: None)
     made = Slow(
         context,
@@ -52,7 +52,7 @@ def recruit() -> Slow:
         side=side,
         peers=None,
         key=KEY,
-        place=Place(0, ("h", "a")),
+        place=PipelineMembers(0, ("h", "a")),
         doubt=lambda *_: None,
     )
     made.began = []
@@ -60,13 +60,13 @@ def recruit() -> Slow:
 
 
 async def test_of_two_orders_at_once_one_counts():
-    one = recruit()
+    one = setup()
     first = asyncio.create_task(one.take_place("h", FORM))
     await asyncio.sleep(0.1)
     newer = msgspec.structs.replace(FORM, generation=10)
     twice = [asyncio.create_task(one.take_place("h", newer)) for _ in range(2)]
-    terms = await asyncio.gather(*twice)
-    assert terms[0] is terms[1]
+    generations = await asyncio.gather(*twice)
+    assert generations[0] is generations[1]
     with pytest.raises(Refusal):
         await first
     assert one.began == [9, 10, -10]
@@ -74,7 +74,7 @@ async def test_of_two_orders_at_once_one_counts():
 
 
 async def test_an_order_that_waits_while_the_view_ends_comes_too_late():
-    one = recruit()
+    one = setup()
     first = asyncio.create_task(one.take_place("h", FORM))
     await asyncio.sleep(0.1)
     late = asyncio.create_task(one.take_place("h", msgspec.structs.replace(FORM, generation=10)))

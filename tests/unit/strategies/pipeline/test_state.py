@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from p2pdrl.strategies.pipeline.messages import Offered
-from p2pdrl.strategies.pipeline.state import newest, read_state
+from p2pdrl.strategies.pipeline.messages import RankOffer
+from p2pdrl.strategies.pipeline.rank_setup import newest, read_state
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
-from p2pdrl.tensors.layout import Entry, Layout
-from p2pdrl.tensors.shm import SharedRegion
+from p2pdrl.tensors.layout import Layout, TensorEntry
+from p2pdrl.tensors.shared_memory import SharedRegion
 
 
-def offer(version: int, lineage: str = "aa", steps: int = 100) -> Offered:
-    return Offered(lineage, steps, version, b"", 0, 1.0, 6, "cpu", False)
+def offer(version: int, lineage: str = "aa", steps: int = 100) -> RankOffer:
+    return RankOffer(lineage, steps, version, b"", 0, 1.0, 6, "cpu", False)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_the_newest(offers, wins):
 
 
 async def test_a_digest_tells_what_is_on_a_board_with_what_was_posted():
-    spec = BoardSpec(Layout((Entry("x", (4,)),)))
+    spec = BoardSpec(Layout((TensorEntry("x", (4,)),)))
     region = SharedRegion.create(spec.nbytes, "state")
     board = DaemonBoard(region, spec)
     board.seed(np.arange(4, dtype=np.float32), None, 7)

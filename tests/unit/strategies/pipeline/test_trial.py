@@ -5,23 +5,23 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from p2pdrl.config.pipeline import PipelineConfig
+from p2pdrl.config.strategy import PipelineConfig
 from p2pdrl.pipeline.order import StageNews
-from p2pdrl.strategies.pipeline.orders import term_of
-from p2pdrl.strategies.pipeline.term import Term
-from p2pdrl.strategies.pipeline.trial import LONGEST, Trial
-from p2pdrl.strategies.testing.swarm import FakeSwarm
+from p2pdrl.strategies.pipeline.backend import LONGEST, BackendFallback
+from p2pdrl.strategies.pipeline.generation import Generation
+from p2pdrl.strategies.pipeline.rank_setup import generation_of
+from p2pdrl.testing.virtual_swarm import FakeSwarm
 
 from .forms import make_form
 
 FORM = make_form(backend="torch")
 
 
-def ended(*said: StageNews, rank: int = 0, **changes: object) -> tuple[Term, StageNews]:
-    term = term_of(PipelineConfig(), msgspec.structs.replace(FORM, **changes), rank, "10.0.0.1")
+def ended(*said: StageNews, rank: int = 0, **changes: object) -> tuple[Generation, StageNews]:
+    generation = generation_of(PipelineConfig(), msgspec.structs.replace(FORM, **changes), rank, "10.0.0.1")
     for news in said:
-        term.hear(news)
-    return term, said[-1]
+        generation.hear(news)
+    return generation, said[-1]
 
 
 def news(what, version: int = 0) -> StageNews:
@@ -45,34 +45,34 @@ READY = news("ready", 40)
 )
 async def test_it_fails_by_breaking_before_the_first_update(said, fails: bool):
     swarm = FakeSwarm("a")
-    trial = Trial(swarm, counts=True)
-    trial.ended(*ended(*said))
-    assert bool(trial.failed) == fails
+    fallback = BackendFallback(swarm, counts=True)
+    fallback.ended(*ended(*said))
+    assert bool(fallback.failed) == fails
     assert [kind for kind, _ in swarm.told] == ["pipeline-backend"] * fails
     if fails:
-        assert trial.failed == "generation 9 broke over torch before its first update: no NCCL here"
+        assert fallback.failed == "generation 9 broke over torch before its first update: no NCCL here"
         assert "run over stream" in swarm.told[0][1]
 
 
 async def test_only_of_pipelines_over_torch_that_we_head():
-    trial = Trial(FakeSwarm("a"), counts=True)
-    trial.ended(*ended(READY, news("broken", 40), backend="stream"))
-    trial.ended(*ended(READY, news("broken", 40), rank=1))
-    assert not trial.failed
+    fallback = BackendFallback(FakeSwarm("a"), counts=True)
+    fallback.ended(*ended(READY, news("broken", 40), backend="stream"))
+    fallback.ended(*ended(READY, news("broken", 40), rank=1))
+    assert not fallback.failed
 
 
 async def test_ranks_that_dont_meet_fail_too_and_the_first_failure_is_told():
     swarm = FakeSwarm("a")
-    trial = Trial(swarm, counts=True)
-    trial.unmet(3, "x" * 1000)
-    trial.unmet(4, "later")
-    assert trial.failed == "the ranks of generation 3 couldn't meet over torch: " + "x" * LONGEST
+    fallback = BackendFallback(swarm, counts=True)
+    fallback.unmet(3, "x" * 1000)
+    fallback.unmet(4, "later")
+    assert fallback.failed == "the ranks of generation 3 couldn't meet over torch: " + "x" * LONGEST
     assert len(swarm.told) == 1
 
 
 async def test_what_people_asked_for_is_tried_again_and_again():
     swarm = FakeSwarm("a")
-    trial = Trial(swarm, counts=False)
-    trial.unmet(3, "no NCCL")
-    trial.ended(*ended(READY, news("broken", 40)))
-    assert (trial.failed, swarm.told) == ("", [])
+    fallback = BackendFallback(swarm, counts=False)
+    fallback.unmet(3, "no NCCL")
+    fallback.ended(*ended(READY, news("broken", 40)))
+    assert (fallback.failed, swarm.told) == ("", [])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdrl.strategies.relay.log import GapError, History, Origin, Run, StromLog
+from p2pdrl.strategies.relay.log import GapError, History, Run, StromLog, UpdateOrigin
 
 
 @dataclass
@@ -182,7 +182,7 @@ def test_who_was_away_for_too_long_takes_a_base():
     world.sync("n2", "n0")
     world.settle()
     assert world.totals() == {sum(range(30)) + 5000}
-    assert world.nodes["n1"].log.own == Origin("n1", "b0")
+    assert world.nodes["n1"].log.own == UpdateOrigin("n1", "b0")
 
 
 def test_what_both_sides_of_a_partition_lost_calls_for_a_greater_history():
@@ -195,7 +195,7 @@ def test_what_both_sides_of_a_partition_lost_calls_for_a_greater_history():
     one.found(era=2)
     assert one.history > two.history
     world.sync("n1", "n0")
-    assert two.own == Origin("n1", "b1")  # what it had sent is gone; it counts anew
+    assert two.own == UpdateOrigin("n1", "b1")  # what it had sent is gone; it counts anew
     world.make("n1", 7)
     world.settle()
     assert world.totals() == {sum(range(30)) + 7}

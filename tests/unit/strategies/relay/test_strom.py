@@ -9,7 +9,7 @@ import pytest
 
 from p2pdrl.config.strategy import StromConfig
 from p2pdrl.strategies.relay.strom import StromStrategy
-from p2pdrl.strategies.testing.simulator import SimNode
+from p2pdrl.testing.virtual_swarm import SimNode
 
 from ..graphs import SIZE, Crowd, still
 

@@ -10,7 +10,7 @@ import pytest
 from p2pdrl.config.strategy import StromConfig
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.strategies.relay.log import History
-from p2pdrl.strategies.relay.messages import Push, RunHead, cut_runs
+from p2pdrl.strategies.relay.messages import RelayPush, RunHead, cut_runs
 
 from ..graphs import Crowd
 
@@ -24,7 +24,7 @@ async def pushed(change: dict, vector: bytes = b"", run: RunHead | None = None) 
         await asyncio.sleep(1)
         one, two = crowd.nodes
         runs = () if run is None else (run,)
-        push = Push(two.swarm.says, one.strategy.history, one.strategy.facts["tau"], runs)
+        push = RelayPush(two.swarm.says, one.strategy.history, one.strategy.facts["tau"], runs)
         push = msgspec.structs.replace(push, **change)
         with pytest.raises(PeerRefusedError) as refused:
             await two.transport.call(
@@ -67,7 +67,7 @@ async def test_another_mode_is_refused():
         await asyncio.sleep(1)
         one, two = crowd.nodes
         says = msgspec.structs.replace(two.swarm.says, mode_epoch=9)
-        push = Push(says, History(1, one.id), one.strategy.facts["tau"])
+        push = RelayPush(says, History(1, one.id), one.strategy.facts["tau"])
         with pytest.raises(PeerRefusedError) as refused:
             await two.transport.call(
                 one.address, one.id, "relay", msgspec.msgpack.encode(push), deadline_s=1.0

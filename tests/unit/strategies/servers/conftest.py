@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from p2pdrl.strategies.testing.simulator import SimSwarm
-from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.testing.virtual_swarm import SimSwarm
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 
 from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.strategies.servers.messages import Pull, Pulled
-from p2pdrl.strategies.testing.simulator import SimNode, SimSwarm
+from p2pdrl.testing.virtual_swarm import SimNode, SimSwarm
 
 SIZE = 10
 COMMON = {"compression": "none", "servers": 2, "optimizer": "sgd", "deadline_s": 2.0}

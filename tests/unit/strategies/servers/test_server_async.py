@@ -13,11 +13,11 @@ import pytest
 from p2pdrl.clock import LoopClock
 from p2pdrl.config.strategy import ServerAsyncConfig
 from p2pdrl.errors import PeerRefusedError
-from p2pdrl.node.counting.accounting import Accounting
-from p2pdrl.strategies.servers.desk_async import bucket_of, weight_of
-from p2pdrl.strategies.servers.messages import Given, Push
-from p2pdrl.strategies.testing.simulator import SimSwarm
-from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.node.accounting.exchanges import Accounting
+from p2pdrl.strategies.servers.messages import GradientPush, ServerAnswer
+from p2pdrl.strategies.servers.server_async import bucket_of, weight_of
+from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.testing.virtual_swarm import SimSwarm
 
 from .swarms import COMMON, SIZE, grow, progress, pulled, servers_of
 
@@ -184,7 +184,7 @@ async def test_local_steps_between_fetches(sim):
 
 
 async def push(caller, server, version: int, gradient: np.ndarray):
-    head = Push(server.group.view.key, 0, "step", version, weight=1.0, wants=False)
+    head = GradientPush(server.group.view.key, 0, "step", version, weight=1.0, wants=False)
     return await caller.transport.call(
         server.address,
         server.id,
@@ -208,7 +208,7 @@ async def test_stale_gradients(sim, stale, most, counted):
     for staleness, factor in zip((7, 12), counted, strict=True):
         _, version, before, _ = await pulled(server, worker)
         answer = await push(worker, server, version - staleness, np.ones(SIZE))
-        given = msgspec.msgpack.decode(answer.meta, type=Given)
+        given = msgspec.msgpack.decode(answer.meta, type=ServerAnswer)
         after = await pulled(server, worker)
         assert np.allclose(before - after.parameters, LR * factor, rtol=1e-4, atol=1e-7)
         assert after.version == version + (factor > 0)

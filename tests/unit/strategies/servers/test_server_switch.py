@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.strategy import AdpsgdConfig, LocalConfig, ServerAsyncConfig, ServerSyncConfig
-from p2pdrl.strategies.testing.simulator import SimSwarm
-from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.testing.virtual_swarm import SimSwarm
 
 pytestmark = pytest.mark.looptime
 
@@ -42,7 +42,7 @@ async def test_the_mean_is_kept_at_every_switch():
         for epoch, config in enumerate(WALK, start=2):
             await asyncio.gather(*(node.switch(config, epoch) for node in sim.nodes))
             for node in sim.nodes:
-                # A learner that waits for the old strategy drops its post at the next regime.
+                # A learner that waits for the old strategy drops its post at the next learner_mode.
                 node.learner.drop_posts()
             await asyncio.sleep(3.0)
             assert np.abs(mean() - first).max() <= 1e-5 * np.abs(first).max(), config

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.strategy import ServerSyncConfig
-from p2pdrl.strategies.testing.simulator import SimSwarm
-from p2pdrl.transport.memory import MemoryNetwork
+from p2pdrl.testing.memory_transport import MemoryNetwork
+from p2pdrl.testing.virtual_swarm import SimSwarm
 
 from .swarms import COMMON
 

@@ -10,7 +10,7 @@ import pytest
 
 from p2pdrl.config.strategy import ServerSyncConfig
 from p2pdrl.errors import PeerRefusedError
-from p2pdrl.strategies.servers.messages import Pull, Push
+from p2pdrl.strategies.servers.messages import GradientPush, Pull
 
 from .swarms import COMMON, SIZE, grow, progress, servers_of
 
@@ -254,8 +254,8 @@ async def test_messages_of_another_view_are_refused(sim, network):
     caller = workers[0]
     key = caller.group.view.key
     for route, message in (
-        ("push", Push(msgspec.structs.replace(key, generation=key.generation - 1), 0, "fetch", 0)),
-        ("push", Push(key, 1, "fetch", 0)),
+        ("push", GradientPush(msgspec.structs.replace(key, generation=key.generation - 1), 0, "fetch", 0)),
+        ("push", GradientPush(key, 1, "fetch", 0)),
         ("shard", Pull(msgspec.structs.replace(key, epoch=key.epoch + 1), 0, 1, 0)),
         ("shard", Pull(key, 0, SIZE, 10**9)),
         ("exchange", Pull(key, 0, 1, 0)),
@@ -273,7 +273,7 @@ async def test_messages_of_another_view_are_refused(sim, network):
         await node.pause()
     for nbytes in (1, 4 * SIZE + 4):
         await asyncio.sleep(1.5)
-        bad = Push(key, 0, "step", int(server.strategy.facts["shard_version"]), weight=1.0)
+        bad = GradientPush(key, 0, "step", int(server.strategy.facts["shard_version"]), weight=1.0)
         with pytest.raises(PeerRefusedError) as refused:
             await caller.transport.call(
                 server.address,

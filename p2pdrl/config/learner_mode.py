@@ -1,0 +1,81 @@
+"""How a learner works under a strategy: what it sends, whether it waits, who steps.
+
+A pure function of the strategy's options, so that daemon and learner can't disagree. `node` sends the
+learner mode to the learner process; `strategies` answer what the learner posts.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from p2pdrl.config.strategy import (
+    AdpsgdConfig,
+    DsgdConfig,
+    FederatedConfig,
+    GalaConfig,
+    GradAverageConfig,
+    HogwildConfig,
+    ParamAverageConfig,
+    PipelineConfig,
+    ServerAsyncConfig,
+    ServerSyncConfig,
+    StrategyConfig,
+)
+
+__all__ = ["FREE", "LearnerMode", "learner_mode_of"]
+
+
+class LearnerMode(msgspec.Struct, frozen=True):
+    """What a learner does between two of its steps."""
+
+    sends: Literal["nothing", "parameters", "gradients"] = "nothing"
+    """``nothing``: it publishes, and takes what comes; ``parameters``: every ``every`` updates it says that
+    it is ready and waits; ``gradients``: each gradient goes out before (or instead of) a step."""
+    every: int = 1
+    """Updates (parameters) or gradients (gradients, whose sum is posted) to one post."""
+    ahead: int = 0
+    """Posts that may be unanswered while the learner goes on; 0 waits for the answer to each."""
+    steps: bool = True
+    """Whether the learner's own optimizer steps; else parameters come back as a set."""
+    clip: Literal["before", "after"] = "after"
+    """Whether a gradient's norm is clipped before it is sent, or after the answer was merged."""
+    learners: int = 1
+    """Processes that share one vector."""
+    stages: bool = False
+    """Whether the learner trains as a stage of a pipeline only: it stands still until it is told of which."""
+
+    @property
+    def slots(self) -> int:
+        """Gradients that the shared ring holds."""
+        return self.ahead + 1 if self.sends == "gradients" else 0
+
+
+FREE = LearnerMode()
+"""The learner trains by itself; deltas and sets come by the board."""
+
+
+def learner_mode_of(strategy: StrategyConfig) -> LearnerMode:
+    """How learners work under ``strategy``."""
+    match strategy:
+        case HogwildConfig(learners=learners):
+            return LearnerMode(learners=learners)
+        case DsgdConfig(exchanges="gradients"):
+            return LearnerMode("gradients")
+        case DsgdConfig(every_updates=every):
+            return LearnerMode("parameters", every=every)
+        case AdpsgdConfig(exchanges="gradients") | GalaConfig(exchanges="gradients"):
+            return LearnerMode("gradients", ahead=2)
+        case GradAverageConfig():
+            return LearnerMode("gradients")
+        case ParamAverageConfig(every_updates=every) | FederatedConfig(every_updates=every):
+            return LearnerMode("parameters", every=every)
+        case ServerSyncConfig():
+            return LearnerMode("gradients", steps=False, clip="before")
+        case ServerAsyncConfig(push_every=every, ahead=ahead, local_steps=steps):
+            return LearnerMode("gradients", every=every, ahead=ahead, steps=steps, clip="before")
+        case PipelineConfig():
+            return LearnerMode(stages=True)
+        case _:
+            return FREE

@@ -1,0 +1,375 @@
+"""The group of a strategy: its view in force, and the messages by which the members agree on one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+
+import msgspec
+
+from p2pdrl.clock import Clock
+from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, TransportError
+from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
+from p2pdrl.group.agreement import GroupCall, GroupCore
+from p2pdrl.group.held_calls import AtWork, HeldCalls
+from p2pdrl.group.retries import repeated
+from p2pdrl.group.view import (
+    Activate,
+    ActiveView,
+    Doubt,
+    GroupPing,
+    GroupView,
+    Held,
+    Holding,
+    Request,
+    Response,
+    Timing,
+    ViewKey,
+)
+from p2pdrl.strategies.protocol import StrategyContext
+from p2pdrl.transport.codec import decode
+from p2pdrl.transport.protocol import Address, Answer, Incoming, Refusal, Reply, Transport
+
+__all__ = ["ELSEWHERE", "ROUTE", "ActiveView", "Group", "GroupView", "Sender", "ViewKey"]
+
+ROUTE = "group"
+ELSEWHERE = 409
+"""Refusal by which a peer says that it is in another mode."""
+GONE = frozenset({403, 404})
+"""Refusals by which a peer says that it is in no group of ours; others may pass."""
+LIVES_S = 1.0
+"""Who answers nothing at all for so long is taken for dead."""
+
+
+class Sender:
+    """Sends messages of the group.
+
+    Args:
+        transport: carries them.
+        clock: monotonic time.
+        epoch: mode epoch.
+        timing: how long things take.
+    """
+
+    def __init__(self, transport: Transport, clock: Clock, epoch: int, timing: Timing) -> None:
+        self._transport, self._clock, self._epoch, self._timing = transport, clock, epoch, timing
+        self._timeout = AdaptiveTimeout(
+            timing.answer_s / 2, least_s=timing.again_s, quantile=0.25, margin=3.0
+        )
+
+    async def send(self, to: Address | None, call: GroupCall) -> Response | str:
+        """Send a message of the core's; return the answer, or the word for what became of it.
+
+        Args:
+            to: where its receiver listens; None where nobody knows.
+            call: the message.
+        """
+        if to is None:
+            return "unreachable"
+        try:
+            answer = await self._repeated(to, call.to, call.message, call.deadline_s)
+            response: Response = decode(answer.meta, Response, "group message")
+        except PeerTimeoutError:
+            return "timeout"
+        except PeerRefusedError as refusal:
+            if refusal.status == ELSEWHERE:
+                return "elsewhere"
+            return "refused" if refusal.status in GONE else "hindered"
+        except TransportError:
+            return "unreachable"
+        return response
+
+    async def holding(self, to: Address, peer: str, number: int) -> bool:
+        """Whether ``peer`` works at our call of that number.
+
+        Raises:
+            TransportError: it doesn't say.
+        """
+        message = Holding(self._epoch, number)
+        answer = await self._repeated(to, peer, message, self._timing.answer_s)
+        held: Held = decode(answer.meta, Held, "group message")
+        return held.yes
+
+    async def lives(self, to: Address, peer: str) -> bool:
+        """Whether ``peer`` answers anything at all, a refusal too."""
+        try:
+            await self._repeated(to, peer, GroupPing(self._epoch, proposes=False, active=None), LIVES_S)
+        except (PeerTimeoutError, PeerUnreachableError):
+            return False
+        except TransportError:
+            return True
+        return True
+
+    async def _repeated(self, to: Address, peer: str, message: msgspec.Struct, deadline_s: float) -> Answer:
+        meta, began_s = msgspec.msgpack.encode(message), self._clock.monotonic()
+
+        async def call(left_s: float) -> Answer:
+            return await self._transport.call(to, peer, ROUTE, meta, deadline_s=left_s)
+
+        again_s = self._timeout.deadline_s
+        answer = await repeated(call, again_s=again_s, deadline_s=deadline_s, clock=self._clock)
+        self._timeout.observe(self._clock.monotonic() - began_s)
+        return answer
+
+
+GOODBYE_S = 0.3
+ERA_S = 1_767_225_600
+"""Generations begin at the seconds since 2026, so that a node that restarted gives out no key twice."""
+
+
+class Group:
+    """One node's place in its group.
+
+    Args:
+        context: what the node gives.
+        note: called when a view is acknowledged: what to hand out to all members with it, at most 256 bytes.
+        timing: how long things take.
+    """
+
+    def __init__(
+        self, context: StrategyContext, note: Callable[[], bytes], timing: Timing | None = None
+    ) -> None:
+        self._swarm = context.swarm
+        self._clock = context.clock
+        self._epoch = context.epoch
+        self._timing = timing if timing is not None else Timing()
+        self._core = GroupCore(
+            context.swarm.node_id,
+            context.epoch,
+            note,
+            context.clock.monotonic(),
+            first_generation=max(0, int(context.clock.wall()) - ERA_S),
+            timing=self._timing,
+        )
+        self._sender = Sender(context.transport, context.clock, context.epoch, self._timing)
+        self._at_work = AtWork()
+        self.calls = HeldCalls(context.transport, context.clock, self._sender.holding)
+        """Makes calls whose answers members hold, see `hold`."""
+        self._addresses: dict[str, Address] = {}
+        self._changed = asyncio.Event()
+        self._shown: ActiveView | None = None
+        self._told: tuple[str, ...] = ()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._over: asyncio.Future[None] | None = None
+
+    @property
+    def view(self) -> GroupView | None:
+        """The view in force; None while there is none."""
+        active = self._core.active
+        return None if active is None else active.view
+
+    @property
+    def proposer(self) -> str:
+        """Node id of the one whose turn it is to propose, as far as we know."""
+        return self._core.proposer
+
+    async def active(self, after: ViewKey | None = None) -> ActiveView:
+        """Wait for a view in force here that is greater than ``after``.
+
+        Raises:
+            Refusal: 503, the group was stopped meanwhile.
+        """
+        while True:
+            active = self._core.active
+            if active is not None and (after is None or active.view.key > after):
+                return active
+            await self._change()
+
+    async def ended(self, key: ViewKey) -> None:
+        """Wait until view ``key`` is no longer in force here.
+
+        Raises:
+            Refusal: 503, the group was stopped meanwhile.
+        """
+        while self._core.active is not None and self._core.active.view.key == key:
+            await self._change()
+
+    def doubt(self, peer: str, why: str) -> None:
+        """Ask for a view without ``peer``, which didn't do its part.
+
+        It comes back when it answers: after half a second, and later each time it is doubted within a minute,
+        up to 30 s. The proposer itself is passed over only when it doesn't answer either when it is asked.
+
+        Args:
+            peer: node id.
+            why: in words.
+        """
+        if self._running:
+            self._look()
+            self._carry_out(self._core.doubt(peer, why, self._clock.monotonic()))
+
+    def renew(self, key: ViewKey, why: str) -> None:
+        """Ask for a view after ``key``: something that its members share broke, and nobody knows by whom.
+
+        Args:
+            key: of a view that was in force here; nothing happens once a later one is.
+            why: in words.
+        """
+        if self._running:
+            self._look()
+            self._carry_out(self._core.renew(key, why, self._clock.monotonic()))
+
+    def poke(self) -> None:
+        """Look at membership now: somebody came or went."""
+        if self._running:
+            self._look()
+
+    def check(self, key: ViewKey) -> None:
+        """Let a message of view ``key`` pass.
+
+        Raises:
+            Refusal: 409, another view is in force here, or none.
+        """
+        active = self._core.active
+        if active is not None and active.view.key == key:
+            return
+        if active is not None:
+            raise Refusal(409, f"group view {key} isn't in force here, {active.view.key} is")
+        coming = self._core.acknowledged
+        after = "none is" if coming is None else f"{coming.key} is being formed"
+        raise Refusal(409, f"group view {key} isn't in force here, {after}")
+
+    async def start(self) -> None:
+        """Begin to find a view; alone, one is in force at once."""
+        self._over = asyncio.get_running_loop().create_future()
+        self._look()
+        self._spawn(self._watch_time(), "group")
+
+    async def stop(self) -> None:
+        """Leave the group: say so to the proposer, and end everything. Calling it again does nothing."""
+        try:
+            await self._say_goodbye()
+        finally:
+            self._end(None)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _say_goodbye(self) -> None:
+        if not self._running:
+            return
+        self._look()
+        goodbyes = self._core.leave()
+        self._end(None)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                for call in goodbyes:
+                    await self._sender.send(self._addresses.get(call.to), call)
+
+    async def watch(self) -> None:
+        """Wait until the group is stopped; raise what ended it before: a bug of ours."""
+        if self._over is not None:
+            await asyncio.shield(self._over)
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        """Serve a member's call on route ``group``.
+
+        Raises:
+            Refusal: the group is stopped, or of another mode epoch (409).
+            WireError: malformed.
+        """
+        if not self._running:
+            raise Refusal(409, "this node is in no group, or no longer")
+        message: Request | Holding = decode(incoming.meta, Request | Holding, "group message")
+        self._same_epoch(message)
+        if isinstance(message, Holding):
+            yes = (incoming.sender, message.call) in self._at_work
+            return Reply(msgspec.msgpack.encode(Held(yes)))
+        self._look()
+        response, calls = self._core.request(incoming.sender, message, self._clock.monotonic())
+        self._carry_out(calls)
+        return Reply(msgspec.msgpack.encode(response))
+
+    async def hold(self, sender: str, number: int, work: Awaitable[Reply]) -> Reply:
+        """Do what a member called for with `calls`, and tell it so when it asks."""
+        return await self._at_work.serve(sender, number, work)
+
+    async def lives(self, peer: str, at: Address) -> bool:
+        """Whether ``peer`` answers anything: to be asked before it is doubted for what got lost."""
+        return await self._sender.lives(at, peer)
+
+    def _same_epoch(self, message: Request | Holding) -> None:
+        if isinstance(message, GroupPing | Doubt | Holding):
+            epoch = message.epoch
+        elif isinstance(message, Activate):
+            epoch = message.key.epoch
+        else:
+            epoch = message.view.key.epoch
+        if epoch != self._epoch:
+            raise Refusal(409, f"this node is in mode epoch {self._epoch}, the message in {epoch}")
+
+    # The core's effects
+
+    @property
+    def _running(self) -> bool:
+        return self._over is not None and not self._over.done()
+
+    def _look(self) -> None:
+        """Tell the core who lives."""
+        self._addresses = self._swarm.alive()
+        self._carry_out(self._core.tick(self._addresses, self._clock.monotonic()))
+
+    async def _watch_time(self) -> None:
+        while True:
+            await asyncio.sleep(self._timing.poll_s)
+            self._look()
+
+    def _carry_out(self, calls: Iterable[GroupCall]) -> None:
+        for call in calls:
+            self._spawn(self._make(call), f"group {call.number}")
+        if self._core.active is not self._shown:
+            self._shown = self._core.active
+            self._notify()
+            self._tell()
+
+    async def _make(self, call: GroupCall) -> None:
+        """Send a message and hand its answer, or what became of it, to the core."""
+        outcome = await self._sender.send(self._addresses.get(call.to), call)
+        now_s = self._clock.monotonic()
+        if isinstance(outcome, str):
+            self._carry_out(self._core.failed(call.number, outcome, now_s))
+        else:
+            self._carry_out(self._core.answered(call.number, outcome, now_s))
+
+    def _tell(self) -> None:
+        """Tell people who is in the group, when that is others than before."""
+        if self._shown is None or self._shown.view.members == self._told:
+            return
+        self._told = self._shown.view.members
+        names = ", ".join(self._swarm.name_of(member) for member in self._told[:20])
+        more = f" and {len(self._told) - 20} more" if len(self._told) > 20 else ""
+        self._swarm.tell("group", f"group of {len(self._told)}: {names}{more}")
+
+    # Waiting
+
+    async def _change(self) -> None:
+        if not self._running:
+            raise Refusal(503, "the group has stopped")
+        await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._end(task.exception())
+
+    def _end(self, error: BaseException | None) -> None:
+        """Be stopped: by ourselves, or by a bug."""
+        if self._over is None:
+            self._over = asyncio.get_running_loop().create_future()
+        if not self._over.done():
+            if error is None:
+                self._over.set_result(None)
+            else:
+                self._over.set_exception(error)
+                self._over.exception()  # told by `watch`; nobody need ask
+        self._notify()

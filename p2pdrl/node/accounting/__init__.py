@@ -1,0 +1,8 @@
+"""What was done, by whom, and what it cost.
+
+| to … | modules |
+|---|---|
+| count by lineage, once for each node | `counters`, `steps` (and moments) |
+| tell the others | `metrics_gossip`, `report_table` |
+| know what agreeing cost | `exchanges` |
+"""

@@ -1,0 +1,228 @@
+"""Spreads each node's report, everybody's counts and moments, by push-pull gossip of bounded size."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from p2pdrl.clock import Clock
+from p2pdrl.errors import TransportError, WireError
+from p2pdrl.node.accounting.counters import Counts, CountsWire, NodeCounts
+from p2pdrl.node.accounting.report_table import FAN_OUT, PeerReport, ReportTable, period_s
+from p2pdrl.node.accounting.steps import StepAccounting
+from p2pdrl.transport.codec import decode
+from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
+
+__all__ = ["MAX_META_BYTES", "ROUTE", "GossipBudget", "MetricsGossip", "by_table", "rows_of"]
+
+BOOTS_A_ROW = 64
+
+T = TypeVar("T")
+
+
+class GossipBudget:
+    """Whose turn it is to be sent."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def take(self, first: Sequence[T], rest: Sequence[T], room: int) -> list[T]:
+        """Return as many rows as ``room`` bytes hold, beginning after those that went last time.
+
+        Args:
+            first: rows that go before the others, each time, until they take half of the room.
+            rest: rows that take turns.
+            room: bytes; a row that is longer than that never goes.
+        """
+        taken: list[T] = []
+        left = room
+        for row in first:
+            size = _nbytes(row)
+            if left > room // 2 and size <= left:
+                taken.append(row)
+                left -= size
+        begin = self._turn % max(len(rest), 1)
+        for place, row in enumerate((*rest[begin:], *rest[:begin])):
+            size = _nbytes(row)
+            if left < size <= room:
+                self._turn = begin + max(place, 1)
+                break
+            if size <= room:
+                taken.append(row)
+                left -= size
+        return taken
+
+
+CountRows = list[tuple[str, NodeCounts]]
+
+
+def rows_of(counts: dict[str, CountsWire]) -> tuple[CountRows, CountRows]:
+    """Return counts as short rows (lineage, node's counts): each node's newest boots, and what remains.
+
+    A node's counters may be told in parts: each part says of its boots what the whole says.
+    """
+    newest: CountRows = []
+    older: CountRows = []
+    for lineage, wire in counts.items():
+        for node in wire.nodes:
+            if len(node.boots) <= BOOTS_A_ROW:
+                newest.append((lineage, node))
+                continue
+            newest.append((lineage, _part(node, node.boots[-BOOTS_A_ROW:])))
+            earlier = node.boots[:-BOOTS_A_ROW]
+            for at in range(0, len(earlier), BOOTS_A_ROW):
+                older.append((lineage, _part(node, earlier[at : at + BOOTS_A_ROW])))
+    return newest, older
+
+
+def by_table(rows: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
+    """Return the rows of each table."""
+    tables: dict[str, list[T]] = {}
+    for table, row in rows:
+        tables.setdefault(table, []).append(row)
+    return tables
+
+
+def _part(node: NodeCounts, boots: tuple[tuple[int, Counts], ...]) -> NodeCounts:
+    return msgspec.structs.replace(node, boots=boots)
+
+
+def _nbytes(row: object) -> int:
+    return len(msgspec.msgpack.encode(row))
+
+
+ROUTE = "gossip"
+MAX_META_BYTES = 1 << 20
+SPOKEN_BYTES = MAX_META_BYTES // 2
+REPORTS = 12
+DEADLINE_S = 2.0
+BOOT_AHEAD_MS = 600_000
+
+
+class MetricsExchange(msgspec.Struct, frozen=True):
+    """One side's part of a round."""
+
+    reports: list[PeerReport]
+    counts: dict[str, CountsWire]
+    """By lineage: some 60 bytes for every node ever heard of, at a period that grows with them."""
+    moments: dict[str, list[object]]
+    holds: dict[str, object]
+    """Which moments the sender holds, so that the answer brings only newer ones."""
+
+
+class MetricsGossip:
+    """The table of reports and the loop that spreads it.
+
+    Args:
+        me: own node id.
+        transport: how peers are reached; the node routes `ROUTE` to `answer`.
+        step_accounting: counts and moments.
+        clock: time.
+        rng: source of the random choices.
+        alive: the living members, without ourselves.
+        make_report: makes our own report.
+        on_round: called after each change of the tables.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: str,
+        transport: Transport,
+        step_accounting: StepAccounting,
+        clock: Clock,
+        rng: random.Random,
+        alive: Callable[[], dict[str, Address]],
+        make_report: Callable[[], PeerReport],
+        on_round: Callable[[], None],
+    ) -> None:
+        self._transport = transport
+        self._step_accounting = step_accounting
+        self._clock = clock
+        self._rng = rng
+        self._alive = alive
+        self._make_report = make_report
+        self._on_round = on_round
+        self._me = me
+        self._counts_ration, self._moments_ration, self._holds_ration = (
+            GossipBudget(),
+            GossipBudget(),
+            GossipBudget(),
+        )
+        self.table = ReportTable(me)
+
+    async def run(self) -> None:
+        """Go round for ever."""
+        while True:
+            self.refresh()
+            alive = self._alive()
+            chosen = self._rng.sample(sorted(alive), min(FAN_OUT, len(alive)))
+            await asyncio.gather(*(self.tell(peer, alive[peer]) for peer in chosen))
+            self._on_round()
+            await asyncio.sleep(period_s(len(alive) + 1) * self._rng.uniform(0.9, 1.1))
+
+    def refresh(self) -> None:
+        """Put our own newest report into the table."""
+        self.table.put(self._make_report(), self._clock.monotonic())
+
+    async def tell(self, peer: str, address: Address) -> bool:
+        """Do one round with ``peer``; return whether it answered."""
+        meta = msgspec.msgpack.encode(self._speak(None))
+        try:
+            answer = await self._transport.call(address, peer, ROUTE, meta, deadline_s=DEADLINE_S)
+            self._listen(answer.meta)
+        except TransportError:
+            return False
+        return True
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        """Serve a peer's round.
+
+        Raises:
+            Refusal: 400 when it can't be read.
+        """
+        try:
+            said = self._speak(self._listen(incoming.meta).holds)
+        except WireError as error:
+            raise Refusal(400, str(error)) from error
+        return Reply(msgspec.msgpack.encode(said))
+
+    def _speak(self, they_hold: dict[str, object] | None) -> MetricsExchange:
+        reports = self.table.outgoing(self._clock.monotonic(), REPORTS)
+        room = SPOKEN_BYTES - len(msgspec.msgpack.encode(reports))
+        first = {report.id: place for place, report in enumerate(reports, 1)} | {self._me: 0}
+        counts = self._counts(first, room // 3)
+        holds = _share(self._holds_ration, self._step_accounting.moments_digest(), first, room // 3)
+        room -= len(msgspec.msgpack.encode((counts, holds)))
+        lacks = {} if they_hold is None else self._step_accounting.moments_since(they_hold)
+        moments = _share(self._moments_ration, lacks, first, room)
+        return MetricsExchange(reports=reports, counts=counts, moments=moments, holds=dict(holds))
+
+    def _counts(self, first: dict[str, int], room: int) -> dict[str, CountsWire]:
+        newest, older = rows_of(self._step_accounting.counts())
+        ahead = sorted((row for row in newest if row[1].node in first), key=lambda row: first[row[1].node])
+        others = [row for row in newest if row[1].node not in first]
+        rows = by_table(self._counts_ration.take(ahead, others + older, room))
+        return {lineage: CountsWire(tuple(nodes)) for lineage, nodes in rows.items()}
+
+    def _listen(self, meta: bytes) -> MetricsExchange:
+        heard: MetricsExchange = decode(meta, MetricsExchange, "rumour")
+        latest_boot = int(self._clock.wall() * 1000) + BOOT_AHEAD_MS
+        self.table.merge(heard.reports, self._clock.monotonic(), latest_boot=latest_boot)
+        self._step_accounting.merge_counts(heard.counts, latest_boot=latest_boot)
+        self._step_accounting.merge_moments(heard.moments, latest_boot=latest_boot)
+        return heard
+
+
+def _share(
+    ration: GossipBudget, tables: dict[str, list[Any]], first: dict[str, int], room: int
+) -> dict[str, list[Any]]:
+    """Return what ``room`` bytes hold of rows that begin with their node's id."""
+    rows = [(name, row) for name, rows in tables.items() for row in rows]
+    ahead = sorted((row for row in rows if row[1][0] in first), key=lambda row: first[row[1][0]])
+    others = [row for row in rows if row[1][0] not in first]
+    return by_table(ration.take(ahead, others, room))

@@ -1,0 +1,374 @@
+"""All learners of this node: the first, which the supervisor keeps, and further ones under Hogwild."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from p2pdrl.clock import Clock
+from p2pdrl.config.learner_mode import LearnerMode
+from p2pdrl.config.node import LearnerConfig
+from p2pdrl.errors import ConfigError, LayoutMismatchError, TensorError, WorkerError
+from p2pdrl.node.children.deaths import Death, Deaths
+from p2pdrl.node.children.learner_link import LearnerLink
+from p2pdrl.node.children.supervisor import LearnerSupervisor, LearnerTotals
+from p2pdrl.node.events import EventLog
+from p2pdrl.tensors.board import BoardSpec
+from p2pdrl.tensors.moments import Moments
+from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.transport.codec import decode
+from p2pdrl.workers.protocol import LearnerPace, Others, Progress, Report, Start, Stop
+
+__all__ = ["HogwildWorker", "LearnerPool", "pooled"]
+
+News = LearnerPace | Progress | Others
+
+
+class HogwildWorker:
+    """A worker, through all its restarts.
+
+    Args:
+        start: what it is told first; its seed is its own.
+        region: the `SharedVector` that it steps.
+        spec: the first learner's layout.
+        config: restart options.
+        clock: time.
+        events: where its deaths are told.
+        on_report: called with each report and the one before it of the same process.
+        on_end: called with the last report of a process that has ended, if there was one.
+    """
+
+    def __init__(
+        self,
+        *,
+        start: Start,
+        region: SharedRegion,
+        spec: BoardSpec,
+        config: LearnerConfig,
+        clock: Clock,
+        events: EventLog,
+        on_report: Callable[[Report, Report | None], None],
+        on_end: Callable[[Report], None],
+    ) -> None:
+        self._start = start
+        self._region = region
+        self._spec = spec
+        self._config = config
+        self._clock = clock
+        self._events = events
+        self._on_report = on_report
+        self._on_end = on_end
+        self._link: LearnerLink | None = None
+        self.told: dict[type[News], News] = {}
+        """What each process is told, by the kind of message."""
+        self._conversing = False
+        self._began_s = float("inf")
+        self._stopping = False
+        self.last: Report | None = None
+        """The present process' last report."""
+        self.restarts = -1
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None while there is none."""
+        return None if self._link is None else self._link.pid
+
+    def tell(self, message: News) -> None:
+        """Send a message to the worker, and to each that replaces it."""
+        self.told[type(message)] = message
+        if self._conversing and self._link is not None:
+            self._link.tell(message)
+
+    def stop(self) -> bool:
+        """Ask it to end; False when nobody is there who could hear that: cancel `run` then."""
+        self._stopping = True
+        if self._conversing and self._link is not None:
+            self._link.tell(Stop())
+        return self._conversing
+
+    async def run(self) -> None:
+        """Keep it running until it is stopped.
+
+        Raises:
+            WorkerError: it died of the same so often that another try is in vain.
+        """
+        deaths = Deaths(self._config)
+        while True:
+            self._began_s = float("inf")
+            error = None
+            try:
+                death = await self._live()
+            except (WorkerError, ConfigError, LayoutMismatchError) as problem:
+                deaths.failed()
+                how = f"can't work: {problem}"
+            else:
+                deaths.add(death, max(0.0, self._clock.monotonic() - self._began_s))
+                how, error = death.how, death.document
+            if self._stopping:
+                return
+            in_vain = deaths.in_vain
+            then = f"; next try in {deaths.rest_s:g} s" if in_vain is None else ""
+            self._events.emit(
+                "worker-died", f"worker of the learner {how}{then}", level="warning", error=error
+            )
+            if in_vain is not None:
+                raise WorkerError(f"a worker: {in_vain}")
+            await asyncio.sleep(deaths.rest_s)
+
+    async def _live(self) -> Death:
+        """Live one life; return how it ended.
+
+        Raises:
+            WorkerError: it can't be started.
+            ConfigError: it can't run as configured.
+            LayoutMismatchError: it has another layout than the first learner.
+        """
+        link = self._link = await LearnerLink.spawn(self._start, self._config)
+        try:
+            hello = await link.hello()
+            if BoardSpec.from_wire(msgspec.msgpack.decode(hello.spec)) != self._spec:
+                raise LayoutMismatchError("it has another layout than the first learner")
+            await link.join(self._region)
+            for message in self.told.values():
+                link.tell(message)
+            self._conversing = True
+            self._began_s = self._clock.monotonic()
+            self.restarts += 1
+            await link.converse(self._report)
+            if self._stopping:
+                await link.kill()
+            return await link.ended()
+        except WorkerError:
+            return await link.ended()
+        finally:
+            self._conversing = False
+            self._link = None
+            await link.kill()
+            if self.last is not None:
+                self._on_end(self.last)
+                self.last = None
+
+    def _report(self, report: Report) -> None:
+        before, self.last = self.last, report
+        self._on_report(report, before)
+
+
+LEAVE_S = 1.0
+ACCELERATORS = ("cuda", "mps", "xpu")
+_SEED_STEP = 0x9E3779B1  # 2³²/φ, odd: seeds of workers and of neighbouring nodes don't meet
+
+
+class LearnerPool:
+    """The learners of this node.
+
+    Args:
+        supervisor: keeps the first.
+        start: what that one is told first; workers get other seeds.
+        config: restart options.
+        clock: time.
+        events: what is told.
+        on_report: called after a worker's report, with the number of new updates.
+    """
+
+    def __init__(
+        self,
+        *,
+        supervisor: LearnerSupervisor,
+        start: Start,
+        config: LearnerConfig,
+        clock: Clock,
+        events: EventLog,
+        on_report: Callable[[Report, int], None],
+    ) -> None:
+        self._supervisor = supervisor
+        self._start = start
+        self._config = config
+        self._clock = clock
+        self._events = events
+        self._on_report = on_report
+        self._workers: dict[HogwildWorker, asyncio.Task[None]] = {}
+        self._helped = LearnerTotals()
+        self._gone: dict[str, bytes] = {}
+        self._pace: LearnerPace | None = None
+        self._progress: Progress | None = None
+        self._learners = 1
+        self._failed: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the workers that run."""
+        return tuple(worker.pid for worker in self._workers if worker.pid is not None)
+
+    @property
+    def workers(self) -> tuple[HogwildWorker, ...]:
+        """The workers, whether or not they run at the moment."""
+        return tuple(self._workers)
+
+    @property
+    def totals(self) -> LearnerTotals:
+        """What all learners of this boot did."""
+        first, helped = self._supervisor.totals, self._helped
+        return LearnerTotals(
+            first.updates + helped.updates,
+            first.env_steps + helped.env_steps,
+            first.episodes + helped.episodes,
+        )
+
+    @property
+    def moments(self) -> dict[str, bytes]:
+        """What the normalisers of all learners of this boot counted, msgpack by stream."""
+        return pooled([self._supervisor.moments, self._gone, *self._workers_moments()])
+
+    async def change(self, learner_mode: LearnerMode, epoch: int) -> None:
+        """Let the learners work by another learner_mode.
+
+        Raises:
+            ConfigError: there is no memory for it.
+            WorkerError: the first learner isn't built yet.
+        """
+        await self._dismiss()
+        device = self._supervisor.device
+        if learner_mode.learners > 1 and device.startswith(ACCELERATORS):
+            learner_mode = msgspec.structs.replace(learner_mode, learners=1)
+            text = f"learners on {device} can't share a vector: one runs (node.learner.device=cpu lets more)"
+            self._events.emit("one-learner", text, level="warning")
+        try:
+            self._supervisor.work(learner_mode, epoch)
+        except TensorError as error:
+            raise ConfigError(f"the learner can't work so: {error}") from error
+        self._learners = learner_mode.learners
+        if self._pace is not None:
+            self.tell(self._pace)
+        region = self._supervisor.io.shared
+        for number in range(1, learner_mode.learners):
+            if region is not None:
+                self._employ(number, region)
+
+    def tell(self, message: LearnerPace | Progress) -> None:
+        """Send a message to all learners, and to each that replaces one of them."""
+        if isinstance(message, LearnerPace):
+            self._pace = message
+            # The bound is the node's; its learners share it.
+            message = LearnerPace(message.paused, message.max_updates_per_s / self._learners)
+        else:
+            self._progress = message
+        self._supervisor.tell(message)
+        for worker in self._workers:
+            worker.tell(message)
+
+    def share(self, others: dict[str, bytes]) -> None:
+        """Tell each learner what all others, here and elsewhere, counted.
+
+        Args:
+            others: of all other nodes and of this node's earlier boots, msgpack by stream.
+        """
+        if not others:
+            return
+        helped = self._workers_moments()
+        self._supervisor.tell(Others(pooled([others, self._gone, *helped])))
+        first = self._supervisor.moments
+        for number, worker in enumerate(self._workers):
+            rest = helped[:number] + helped[number + 1 :]
+            worker.tell(Others(pooled([others, self._gone, first, *rest])))
+
+    async def watch(self) -> None:
+        """Wait for ever; raise what ended a worker's keeping, before or by now.
+
+        Raises:
+            WorkerError: it died of the same so often that another try is in vain; else it is a bug of ours.
+        """
+        if self._error is not None:
+            raise self._error
+        self._failed = asyncio.get_running_loop().create_future()
+        await self._failed
+
+    async def stop(self) -> None:
+        """End the workers, once their last reports are read; calling it again does nothing."""
+        await self._dismiss()
+
+    def _employ(self, number: int, region: SharedRegion) -> None:
+        spec = self._supervisor.spec
+        if spec is None:
+            return
+        worker = HogwildWorker(
+            start=msgspec.structs.replace(
+                self._start, seed=(self._start.seed + number * _SEED_STEP) % 2**31, actors=0
+            ),
+            region=region,
+            spec=spec,
+            config=self._config,
+            clock=self._clock,
+            events=self._events,
+            on_report=self._heard,
+            on_end=self._ended,
+        )
+        if self._pace is not None:
+            worker.tell(LearnerPace(self._pace.paused, self._pace.max_updates_per_s / self._learners))
+        if self._progress is not None:
+            worker.tell(self._progress)
+        task = asyncio.create_task(worker.run(), name=f"worker {number}")
+        task.add_done_callback(self._done)
+        self._workers[worker] = task
+
+    async def _dismiss(self) -> None:
+        tasks = set(self._workers.values())
+        if not tasks:
+            return
+        for worker, task in self._workers.items():
+            if not worker.stop():
+                task.cancel()
+        _, late = await asyncio.wait(tasks, timeout=LEAVE_S)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)
+        self._workers.clear()
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is None or self._error is not None:
+            return
+        self._error = error
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _heard(self, report: Report, before: Report | None) -> None:
+        updates, env_steps, episodes = (
+            (0, 0, 0) if before is None else (before.updates, before.env_steps, before.episodes)
+        )
+        new = report.updates - updates
+        self._helped.updates += new
+        self._helped.env_steps += report.env_steps - env_steps
+        self._helped.episodes += report.episodes - episodes
+        self._supervisor.returns.extend(report.returns)
+        self._supervisor.speed.add(report.env_steps - env_steps, self._clock.monotonic())
+        self._on_report(report, new)
+
+    def _ended(self, last: Report) -> None:
+        self._gone = pooled([self._gone, last.moments])
+
+    def _workers_moments(self) -> list[dict[str, bytes]]:
+        return [{} if worker.last is None else worker.last.moments for worker in self._workers]
+
+
+def pooled(parts: Iterable[dict[str, bytes]]) -> dict[str, bytes]:
+    """Merge moments of disjoint sets of samples, msgpack by stream.
+
+    Raises:
+        WireError: one can't be read.
+        LayoutMismatchError: a stream has two shapes.
+    """
+    by_name: dict[str, list[bytes]] = {}
+    for part in parts:
+        for name, data in part.items():
+            by_name.setdefault(name, []).append(data)
+    return {name: data[0] if len(data) == 1 else _merge(data) for name, data in by_name.items()}
+
+
+def _merge(data: list[bytes]) -> bytes:
+    moments = Moments.merge(Moments.from_wire(decode(one, Any, "moments")) for one in data)
+    return msgspec.msgpack.encode(moments.to_wire())

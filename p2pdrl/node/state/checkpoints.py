@@ -1,0 +1,358 @@
+"""Checkpoints on a node's own disk, written now and then and at the end: always one whole one."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from p2pdrl.clock import Clock
+from p2pdrl.config.node import CheckpointConfig
+from p2pdrl.errors import CheckpointError, StorageError
+from p2pdrl.node.accounting.steps import StepAccounting
+from p2pdrl.node.events import EventLog
+from p2pdrl.node.settings import StopSetting
+from p2pdrl.node.state.atomic import fsync_folder, remove_leftovers, storage_error, write_beside
+from p2pdrl.node.state.state_transfer import StateHead, TransferredState, params_hash
+from p2pdrl.node.training import Training
+from p2pdrl.tensors.board import BoardSpec
+from p2pdrl.tensors.checkpoint import Checkpoint, chunks, from_bytes, to_bytes
+
+__all__ = ["Checkpoint", "CheckpointStore", "Loaded", "Saving", "as_state", "from_bytes", "load", "to_bytes"]
+
+LAST = "last.safetensors"
+BEST = "best.safetensors"
+_NUMBERED = "checkpoint-{:08d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `CheckpointStore.load_latest` found.
+
+    Attributes:
+        checkpoint: the newest whole checkpoint; None when there is none.
+        path: its file.
+        skipped: newer files that couldn't be used, each with the reason.
+    """
+
+    checkpoint: Checkpoint | None
+    path: Path | None
+    skipped: tuple[str, ...]
+
+
+def load(path: Path) -> Checkpoint:
+    """Read one checkpoint.
+
+    Raises:
+        CheckpointError: if the file is missing, damaged, truncated or something else.
+        StorageError: if the disk can't read it.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint {path}") from None
+    except OSError as error:
+        raise storage_error("read the checkpoint", path, error) from error
+    try:
+        return from_bytes(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+class CheckpointStore:
+    """Checkpoints of one node in one folder.
+
+    Args:
+        folder: created when missing; used by this store alone.
+        keep: how many numbered checkpoints stay besides ``last`` and ``best``; 0 keeps none.
+
+    Raises:
+        StorageError: if the folder can't be made or read.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._lock = threading.Lock()
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            remove_leftovers(folder)
+            self._number = max((number for number, _ in self._history()), default=0)
+        except OSError as error:
+            raise storage_error("use the checkpoint folder", folder, error) from error
+
+    @property
+    def last(self) -> Path:
+        """Where the newest checkpoint is, once one was saved."""
+        return self._folder / LAST
+
+    @property
+    def best(self) -> Path:
+        """Where the best checkpoint is, once one was saved as such."""
+        return self._folder / BEST
+
+    def save(self, checkpoint: Checkpoint, *, best: bool = False) -> Path:
+        """Write a checkpoint as the newest; and as the best, if ``best``.
+
+        Returns:
+            Path of ``last.safetensors``.
+
+        Raises:
+            CheckpointError: if the checkpoint holds NaN, or doesn't fit its layout; nothing is written.
+            StorageError: if the disk is full, read-only or failing; the previous one stays.
+        """
+        content = chunks(checkpoint)
+        with self._lock:
+            try:
+                temporary = write_beside(self.last, content)
+                try:
+                    if self._keep > 0:
+                        self._number += 1
+                        self._twin(temporary, self._folder / _NUMBERED.format(self._number))
+                    if best:
+                        self._twin(temporary, self.best)
+                    temporary.replace(self.last)
+                finally:
+                    temporary.unlink(missing_ok=True)
+                fsync_folder(self._folder)
+                self._prune()
+            except OSError as error:
+                raise storage_error("write the checkpoint", self.last, error) from error
+        return self.last
+
+    def load_latest(self, accept: Callable[[Checkpoint], None] | None = None) -> Loaded:
+        """Find the newest whole checkpoint: ``last``, then the history from its end, then ``best``.
+
+        Never raises for a file that is damaged or unreadable; it is passed over and told.
+
+        Args:
+            accept: looks at each candidate, and raises CheckpointError for one that is of no use.
+        """
+        skipped: list[str] = []
+        history = [path for _, path in sorted(self._history(), reverse=True)]
+        for path in (self.last, *history, self.best):
+            if not path.exists():
+                continue
+            try:
+                checkpoint = load(path)
+            except StorageError as error:
+                skipped.append(str(error))
+                continue
+            try:
+                if accept is not None:
+                    accept(checkpoint)
+            except CheckpointError as error:
+                skipped.append(f"{path}: {error}")
+                continue
+            return Loaded(checkpoint, path, tuple(skipped))
+        return Loaded(None, None, tuple(skipped))
+
+    def _history(self) -> list[tuple[int, Path]]:
+        found = []
+        for path in self._folder.glob("checkpoint-*.safetensors"):
+            number = path.name.removeprefix("checkpoint-").removesuffix(".safetensors")
+            if number.isascii() and number.isdigit() and len(number) <= 15:
+                found.append((int(number), path))
+        return found
+
+    def _twin(self, source: Path, target: Path) -> None:
+        """Let ``target`` hold what ``source`` holds, in one step: a link, or a copy where none can be."""
+        temporary = source.with_name(source.name.removesuffix(".tmp") + f".{target.stem}.tmp")
+        try:
+            try:
+                os.link(source, temporary)
+            except OSError:
+                with source.open("rb") as original, temporary.open("wb") as copy:
+                    shutil.copyfileobj(original, copy, 1 << 20)
+                    copy.flush()
+                    os.fsync(copy.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _prune(self) -> None:
+        history = sorted(self._history(), reverse=True)
+        for _, path in history[self._keep :]:
+            path.unlink(missing_ok=True)
+
+
+class Saving:
+    """The checkpoints of this node's training.
+
+    Args:
+        store: where they go.
+        config: how often.
+        training: what is saved.
+        step_accounting: counts and moments, saved too.
+        clock: time.
+        events: what is told.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: CheckpointStore,
+        config: CheckpointConfig,
+        training: Training,
+        step_accounting: StepAccounting,
+        clock: Clock,
+        events: EventLog,
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._training = training
+        self._step_accounting = step_accounting
+        self._clock = clock
+        self._events = events
+        self._best: float | None = None
+        self._saved_s: float | None = None
+        self._lock = asyncio.Lock()
+        self.stop_setting: StopSetting | None = None
+        self.mean_return: float | None = None
+        self.error: str | None = None
+        """Why the last one couldn't be written."""
+        self.failures = 0
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the last one was written; None before the first."""
+        return None if self._saved_s is None else self._clock.monotonic() - self._saved_s
+
+    @property
+    def path(self) -> str | None:
+        """Where the last one is; None before the first."""
+        return None if self._saved_s is None else str(self._store.last)
+
+    def was_best(self, mean_return: float | None) -> None:
+        """Set the mean return that a better one must beat, as an earlier boot left it."""
+        self._best = mean_return
+
+    async def run(self) -> None:
+        """Write one each ``every_s`` seconds, for ever."""
+        while self._config.every_s > 0:
+            await asyncio.sleep(self._config.every_s)
+            await self.try_save()
+        await asyncio.Event().wait()
+
+    async def try_save(self) -> bool:
+        """Write one; return whether it worked. A failure is told once until it works again."""
+        try:
+            await self.save()
+        except (StorageError, CheckpointError) as error:
+            self.failures += 1
+            if self.error is None:
+                self._events.emit(
+                    "checkpoint-failed", f"{error}; training goes on without checkpoints", level="warning"
+                )
+            self.error = str(error)
+            return False
+        if self.error is not None:
+            self._events.emit("checkpoint-works", "checkpoints can be written again")
+            self.error = None
+        return True
+
+    async def save(self) -> str:
+        """Write one now; return its path.
+
+        Raises:
+            StorageError: the disk doesn't take it.
+            CheckpointError: there is no state yet, or it holds NaN.
+        """
+        async with self._lock:
+            mean = self.mean_return
+            checkpoint = await self.snapshot()
+            best = mean is not None and (self._best is None or mean > self._best)
+            await asyncio.to_thread(self._store.save, checkpoint, best=best)
+            if best:
+                self._best = mean
+            self._saved_s = self._clock.monotonic()
+            return str(self._store.last)
+
+    async def export(self) -> bytes:
+        """Return the present state as the bytes of a checkpoint file.
+
+        Raises:
+            CheckpointError: there is no state yet.
+        """
+        return await asyncio.to_thread(to_bytes, await self.snapshot())
+
+    async def snapshot(self) -> Checkpoint:
+        """Return the present state as a checkpoint.
+
+        Raises:
+            CheckpointError: there is no state yet.
+        """
+        if not self._training.ready:
+            raise CheckpointError("this node has no state yet; wait until it trains")
+        meta = self._meta()
+        return await asyncio.to_thread(self._gather, meta)
+
+    def _gather(self, meta: dict[str, Any]) -> Checkpoint:
+        spec = self._training.spec
+        vector = np.empty(spec.layout.size, np.float32)
+        meta["policy_version"] = self._training.board.now(vector).policy_version
+        meta["params_hash"] = params_hash(vector)
+        sidecar = self._training.board.sidecar()
+        if sidecar is not None:
+            meta["sidecar_layout"] = spec.sidecar.to_wire()
+        return Checkpoint(vector, sidecar or {}, meta)
+
+    def _known_means(self) -> list[float]:
+        """The best mean return so far, and that of the state which is about to be saved."""
+        return [mean for mean in (self._best, self.mean_return) if mean is not None]
+
+    def _meta(self) -> dict[str, Any]:
+        training = self._training
+        total = self._step_accounting.total()
+        return {
+            "layout": training.spec.layout.to_wire(),
+            "task": msgspec.to_builtins(training.task),
+            "task_hash": training.task_hash,
+            "lineage": training.lineage,
+            "env_steps": total.env_steps,
+            "counts": msgspec.to_builtins(self._step_accounting.counts()),
+            "moments": _text(msgspec.msgpack.encode(self._step_accounting.moments_since({}))),
+            "others_moments": _text(msgspec.msgpack.encode(self._step_accounting.others_moments())),
+            "stop": None if self.stop_setting is None else msgspec.to_builtins(self.stop_setting),
+            "mean_return": self.mean_return,
+            "best_mean_return": max(self._known_means(), default=None),
+            "saved_at": self._clock.wall(),
+        }
+
+
+def as_state(checkpoint: Checkpoint, spec: BoardSpec) -> TransferredState:
+    """Return a checkpoint as a state to begin from.
+
+    Raises:
+        CheckpointError: it is of another layout than the task's.
+    """
+    if checkpoint.layout != spec.layout:
+        raise CheckpointError(
+            "the checkpoint in the data folder has another layout than the task's network; "
+            "give another --data-dir, or the task it was made with"
+        )
+    meta = checkpoint.meta
+    fits = bool(checkpoint.sidecar) and checkpoint.sidecar_layout == spec.sidecar
+    head = StateHead(
+        policy_version=int(meta.get("policy_version", 0)),
+        lineage=str(meta.get("lineage", "")),
+        lineage_steps=int(meta.get("env_steps", 0)),
+        params_hash=params_hash(checkpoint.params),
+        sidecar_hash="",
+        params_bytes=checkpoint.params.nbytes,
+        sidecar_bytes=0,
+    )
+    return TransferredState(head, checkpoint.params, dict(checkpoint.sidecar) if fits else None)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

@@ -1,0 +1,145 @@
+"""Where the node's figures go: the metrics page, TensorBoard, and at the end ``summary.json``."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+import p2pdrl
+from p2pdrl.node.parts import NodeParts
+from p2pdrl.node.state.atomic import storage_error, write_atomic
+from p2pdrl.node.status.pipeline import pipeline_document
+from p2pdrl.node.status.reporter import StatusReporter
+from p2pdrl.strategies.protocol import RoundReport
+from p2pdrl.telemetry.metrics import Registry
+from p2pdrl.telemetry.tensorboard import TensorBoardWriter
+
+__all__ = ["NAME", "Meters", "summary", "write_summary"]
+
+NAME = "summary.json"
+
+
+def summary(parts: NodeParts, figures: StatusReporter, reason: str) -> dict[str, object]:
+    """The document, as JSON types.
+
+    Args:
+        parts: the node.
+        figures: its figures.
+        reason: why it ended.
+    """
+    status = figures.status()
+    ended = parts.clock.wall()
+    training = parts.training
+    return {
+        "name": parts.name,
+        "id": parts.node_id,
+        "boot": parts.boot,
+        "began": ended - (parts.clock.monotonic() - parts.began_s),
+        "ended": ended,
+        "reason": reason,
+        "env_steps": status["env_steps"],
+        "swarm_env_steps": status["swarm_env_steps"],
+        "updates": status["updates"],
+        "episodes": status["episodes"],
+        "mean_return": status["mean_return"],
+        "modes": [] if training is None else training.accounting.walk(),
+        "accounting": status["accounting"],
+        "exchanges": status["exchanges"],
+        "status": status,
+    }
+
+
+async def write_summary(parts: NodeParts, figures: StatusReporter, reason: str) -> None:
+    """Write it; a disk that doesn't take it is told and does no other harm."""
+    path = Path(parts.data_dir) / NAME
+    content = msgspec.json.format(msgspec.json.encode(summary(parts, figures, reason)), indent=2) + b"\n"
+    try:
+        await asyncio.to_thread(write_atomic, path, content)
+    except OSError as error:
+        told = storage_error("write the summary", path, error)
+        parts.events.emit("summary-failed", str(told), level="warning")
+
+
+SCALARS_EVERY_S = 5.0
+
+
+class Meters:
+    """Prometheus metrics of this node, filled whenever somebody reads them; and TensorBoard scalars.
+
+    Args:
+        parts: the node.
+        figures: its figures.
+        writer: where scalars go; None writes none.
+    """
+
+    def __init__(self, parts: NodeParts, figures: StatusReporter, writer: TensorBoardWriter | None) -> None:
+        self._parts = parts
+        self._figures = figures
+        self._writer = writer
+        self._written_s = float("-inf")
+        self.registry = Registry(p2pdrl.__version__)
+
+    def round(self, report: RoundReport) -> None:
+        """Count a round of the strategy."""
+        self.registry.observe_round(
+            report.outcome,
+            seconds=report.seconds,
+            waited_s=report.waited_s,
+            bytes_in=report.bytes_in,
+            bytes_out=report.bytes_out,
+            round_trips=report.round_trips,
+            staleness=report.staleness(self._parts.node_id),
+        )
+
+    def write_scalars(self) -> None:
+        """Write the newest figures over the swarm's environment steps, at most every five seconds."""
+        now_s = self._parts.clock.monotonic()
+        training = self._parts.training
+        if self._writer is None or training is None or now_s < self._written_s + SCALARS_EVERY_S:
+            return
+        self._written_s = now_s
+        report = self._figures.report()
+        values = {
+            "swarm/mean_return": report.mean_return,
+            "swarm/consensus_distance": report.consensus_distance,
+            "node/policy_version": float(report.policy_version),
+            "node/steps_per_s": report.steps_per_s,
+            "node/loop_lag_s": report.loop_lag_s,
+        }
+        values |= {f"train/{name}": value for name, value in training.supervisor.metrics.items()}
+        known = {name: value for name, value in values.items() if value is not None}
+        self._writer.scalars(self._parts.step_accounting.total().env_steps, known)
+
+    def render(self) -> bytes:
+        """Return the page of ``/metrics``."""
+        parts, registry = self._parts, self.registry
+        report = self._figures.report()
+        training, saving = parts.training, parts.saving
+        registry.env_steps_total.advance_to(report.env_steps)
+        registry.episodes_total.advance_to(report.episodes)
+        registry.updates_total.advance_to(report.updates)
+        registry.steps_per_second.set(report.steps_per_s)
+        registry.mean_return.set(float("nan") if report.mean_return is None else report.mean_return)
+        registry.policy_version.set(report.policy_version)
+        distance = report.consensus_distance
+        registry.consensus_distance.set(float("nan") if distance is None else distance)
+        registry.rss_bytes.set(report.rss_bytes)
+        counters = parts.transport.counters
+        registry.bytes_in_total.advance_to(counters.bytes_in)
+        registry.bytes_out_total.advance_to(counters.bytes_out)
+        for status, count in counters.refused.items():
+            registry.refused_total.of(str(status)).advance_to(count)
+        registry.records_refused_total.advance_to(parts.membership.core.refused_records)
+        for state, count in parts.member_counts().items():
+            registry.members.set(state, count)
+        if training is not None:
+            registry.learner_restarts_total.advance_to(training.supervisor.restarts)
+            registry.strikes_total.advance_to(training.swarm.quarantine.total)
+            if training.actors is not None:
+                registry.set_actors(training.actors.figures())
+            registry.set_pipeline(pipeline_document(training) or {})
+        if saving is not None:
+            registry.checkpoint_failures_total.advance_to(saving.failures)
+        return registry.render()

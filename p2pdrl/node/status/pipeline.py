@@ -1,0 +1,127 @@
+"""What a node tells of its part in a pipeline: ``pipeline`` of ``/v1/status``, and a word of it to all peers.
+
+The order that its learner works at says who it is; the learner's own figures say how well that goes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from p2pdrl.node.training import Training
+from p2pdrl.strategies.pipeline.events import PipelineStatus
+
+__all__ = ["measured_facts", "pipeline_bubble", "pipeline_document", "serves", "stage_words", "trains"]
+
+PREFIX = "pipeline_"
+"""Of the learner's figures that are about its stage."""
+KNOWN = ("generation", "rank", "ranks", "stages")
+"""Figures that the order says as well, as whole numbers."""
+LONGEST_STAGE = 64
+"""Characters of `stage_words`."""
+
+
+def trains(training: Training) -> bool:
+    """Whether the learner makes experience and updates of its own.
+
+    Not so under a pipeline, unless it is the first rank of one: then it computes for another, or stands by.
+    """
+    learner = training.supervisor
+    if not learner.io.learner_mode.stages:
+        return True
+    return learner.stages.order is not None and learner.stages.order.rank == 0
+
+
+def serves(training: Training) -> bool:
+    """Whether the learner computes for another, or stands by: returns that it had before are out of date."""
+    learner = training.supervisor
+    if not learner.io.learner_mode.stages:
+        return False
+    if learner.stages.order is not None:
+        return learner.stages.order.rank > 0
+    figures = getattr(training.mode.strategy, "figures", None)
+    return isinstance(figures, PipelineStatus) and figures.standby
+
+
+def stage_words(training: Training) -> str:
+    """``2/3`` for the second of three stages, ``1+3/4`` for two of four; empty without a pipeline."""
+    order = training.supervisor.stages.order
+    if order is None:
+        return ""
+    plan = order.plan
+    held = "+".join(str(stage + 1) for stage in plan.stages_of(order.rank))
+    return f"{held}/{plan.stages}"[:LONGEST_STAGE]
+
+
+def pipeline_bubble(training: Training) -> float | None:
+    """Part of its time that the learner waited for its neighbours, 0 to 1; None without a pipeline."""
+    return _metrics(training).get("bubble")
+
+
+def measured_facts(training: Training) -> dict[str, float]:
+    """What was measured here of that which the strategy's facts predict; empty without a pipeline."""
+    measured = _metrics(training)
+    return {f"measured_{name}": measured[name] for name in ("step_s", "bubble") if name in measured}
+
+
+def pipeline_document(training: Training) -> dict[str, Any] | None:
+    """All of it as JSON types; None in another mode.
+
+    ``rank``, ``stage`` and what else comes of an order are missing as long as there is none. Stages count
+    from 1, ranks from 0.
+    """
+    if not training.supervisor.io.learner_mode.stages:
+        return None
+    document = _ordered(training)
+    order = training.supervisor.stages.order
+    if order is not None:
+        plan = order.plan
+        stages = plan.stages_of(order.rank)
+        document |= {
+            "generation": order.generation,
+            "rank": order.rank,
+            "ranks": order.ranks,
+            "stage": [stage + 1 for stage in stages],
+            "stages": plan.stages,
+            "blocks": [[plan.blocks_of(stage)[0], plan.blocks_of(stage)[-1]] for stage in stages],
+            "schedule": order.schedule,
+            "microbatches": order.microbatches,
+            "backend": order.backend if order.ranks > 1 else "none",
+            "state_every": order.state_every,
+        }
+        measured = _metrics(training)
+        document |= {name: value for name, value in measured.items() if name not in KNOWN}
+    return document
+
+
+def _ordered(training: Training) -> dict[str, Any]:
+    """What the strategy knows: who is with us, what was predicted."""
+    figures = getattr(training.mode.strategy, "figures", None)
+    if not isinstance(figures, PipelineStatus):
+        return {}
+    return {
+        "role": figures.role,
+        "pipeline": figures.pipeline,
+        "pipelines": figures.pipelines,
+        "peers": list(figures.ranks),
+        "alone": figures.alone,
+        "why": figures.why,
+        "limit": figures.limit,
+        "copies": figures.copies,
+        "from_version": figures.from_version,
+        "predicted_step_s": figures.step_s,
+        "predicted_bubble": figures.bubble,
+    }
+
+
+def _metrics(training: Training) -> dict[str, float]:
+    """The learner's figures of its stage, without their prefix; none that are of an earlier pipeline."""
+    learner = training.supervisor
+    order = learner.stages.order
+    if order is None or learner.metrics.get(f"{PREFIX}generation", order.generation) != order.generation:
+        return {}
+    return {
+        name.removeprefix(PREFIX): value
+        for name, value in learner.metrics.items()
+        if name.startswith(PREFIX) and math.isfinite(value)
+    }

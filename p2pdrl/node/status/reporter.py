@@ -1,0 +1,396 @@
+"""What a node says of itself and of its peers: its report, ``status``, ``peers``, health.
+
+Reads the parts, changes nothing. The API and the gossip call it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+import p2pdrl
+from p2pdrl.config.mode import protocol_of
+from p2pdrl.config.roles import roles_in
+from p2pdrl.config.strategy import mode_of
+from p2pdrl.ids import short
+from p2pdrl.membership.events import MemberView
+from p2pdrl.node import settings
+from p2pdrl.node.accounting.report_table import PeerReport
+from p2pdrl.node.parts import NodeParts
+from p2pdrl.node.status import health, pipeline
+from p2pdrl.node.status.mode import describe, facts_of, mode_document
+
+__all__ = ["StatusReporter"]
+
+PLACE_FIELDS = ("role", "stage", "bubble")
+"""What a node does in its group."""
+REPORT_FIELDS = (
+    "policy_version",
+    "env_steps",
+    "steps_per_s",
+    "mean_return",
+    "episodes_in_window",
+    "bytes_in",
+    "bytes_out",
+    "consensus_distance",
+    "loop_lag_s",
+    "rss_bytes",
+    "device",
+    "learner_restarts",
+    "strategy",
+    *PLACE_FIELDS,
+)
+
+
+class StatusReporter:
+    """Figures of one node.
+
+    Args:
+        parts: the node.
+    """
+
+    def __init__(self, parts: NodeParts) -> None:
+        self._parts = parts
+        self._seq = 0
+
+    # --- of this node ---------------------------------------------------------------------------
+
+    @property
+    def mean_return(self) -> float | None:
+        """Mean return of the last sampled training episodes; None without any, or if not finite."""
+        training = self._parts.training
+        if training is None or pipeline.serves(training) or not training.supervisor.returns:
+            return None
+        returns = training.supervisor.returns
+        mean = sum(returns) / len(returns)
+        return mean if math.isfinite(mean) else None
+
+    @property
+    def rss_bytes(self) -> int:
+        """Memory of the daemon, its learner and its actors; what can't be read counts nothing."""
+        training = self._parts.training
+        learner = None if training is None else training.supervisor.pid
+        children: tuple[int, ...] = () if learner is None else (learner,)
+        if training is not None and training.actors is not None:
+            children += training.actors.pids
+        return sum(_rss_bytes(pid) for pid in (os.getpid(), *children))
+
+    def health(self) -> tuple[bool, list[str]]:
+        """Whether this node is well, and why not."""
+        parts = self._parts
+        now_s = parts.clock.monotonic()
+        training = parts.training
+        inputs: dict[str, Any] = {}
+        if training is None and parts.learner is not None:
+            inputs = {"learner_starting_s": parts.learner.starting_s}
+        if training is not None:
+            learner = training.supervisor
+            reported_s = learner.reported_s
+            wanted = parts.state == "training"
+            due = wanted and pipeline.trains(training)
+            inputs |= {
+                "learner_down_s": learner.down_s if wanted else None,
+                "learner_restarts_in_a_row": learner.failures,
+                "learner_death": "" if learner.deaths.last is None else learner.deaths.last.how,
+                "learner_stopped_s": learner.stopped_s,
+                "progress_age_s": None if not due or reported_s is None else now_s - reported_s,
+                "quarantined": tuple(self.namer()(peer) for peer in training.swarm.quarantine.held(now_s)),
+                "adopting_s": training.adoptions.seconds,
+                "mode_error": parts.mode_error,
+            }
+        me = parts.membership.members()[0]
+        return health.judge(
+            health.HealthInputs(
+                loop_lag_s=parts.lag.p99_s,
+                storage_error=None if parts.saving is None else parts.saving.error,
+                seeds_given=bool(parts.config.node.peers),
+                alone_s=0.0 if parts.alone_since_s is None else now_s - parts.alone_since_s,
+                join_refused=parts.join_refused,
+                suspected_by=len(me.suspected_by),
+                **inputs,
+            )
+        )
+
+    def ready(self) -> tuple[bool, list[str]]:
+        """Whether this node trains, and why not."""
+        state, learner = self._parts.state, self._parts.learner
+        if state == "training":
+            return True, []
+        starting_s = None if learner is None else learner.starting_s
+        why = "" if starting_s is None else f": its learner is starting for {starting_s:.0f} s"
+        return False, [f"this node is {state}{why}"]
+
+    def report(self) -> PeerReport:
+        """Our own report, to be spread."""
+        parts = self._parts
+        training = parts.training
+        healthy, reasons = self.health()
+        counts = parts.step_accounting.of_node(parts.node_id)
+        self._seq += 1
+        mean, window = self.mean_return, 0
+        fields: dict[str, Any] = {}
+        if training is not None:
+            window = 0 if pipeline.serves(training) else len(training.supervisor.returns)
+            fields = {
+                "lineage": training.lineage,
+                "policy_version": training.policy_version,
+                "consensus_distance": training.mode.strategy.consensus_distance,
+                "device": training.supervisor.device,
+                "steps_per_s": training.supervisor.speed.rate(parts.clock.monotonic()),
+                "learner_restarts": training.supervisor.restarts,
+                "mode_epoch": training.mode.epoch,
+                "strategy": protocol_of(training.mode.config),
+                "role": str(facts_of(training.mode.strategy).get("role", ""))[:64],
+                "trains": pipeline.trains(training),
+                "stage": pipeline.stage_words(training),
+                "bubble": pipeline.pipeline_bubble(training),
+            }
+        return PeerReport(
+            id=parts.node_id,
+            boot=parts.boot,
+            seq=self._seq,
+            name=parts.name,
+            state=parts.state,
+            env_steps=counts.env_steps,
+            updates=counts.updates,
+            episodes=counts.episodes,
+            episodes_in_window=window,
+            mean_return=mean,
+            loop_lag_s=parts.lag.p99_s,
+            rss_bytes=self.rss_bytes,
+            bytes_in=parts.transport.counters.bytes_in,
+            bytes_out=parts.transport.counters.bytes_out,
+            healthy=healthy,
+            reasons=tuple(reasons[:5]),
+            **fields,
+        )
+
+    def status(self) -> dict[str, object]:
+        """The document of ``/v1/status``."""
+        parts = self._parts
+        report = self.report()
+        training, saving = parts.training, parts.saving
+        alive = [report, *self._reports(parts.alive())]
+        return {
+            "name": parts.name,
+            "id": parts.node_id,
+            "swarm_id": parts.swarm_id,
+            "address": str(parts.address),
+            "pid": os.getpid(),
+            "version": p2pdrl.__version__,
+            "mode": "none" if training is None else mode_of(training.mode.config),
+            "mode_epoch": settings.epoch_of(report.mode_epoch),
+            "mode_error": parts.mode_error,
+            "strategy": None if training is None else describe(training.mode.config),
+            "lineage": report.lineage,
+            "state": parts.state,
+            "members": parts.member_counts(),
+            "policy_version": report.policy_version,
+            "env_steps": report.env_steps,
+            "swarm_env_steps": parts.step_accounting.total().env_steps,
+            "steps_per_s": report.steps_per_s,
+            "swarm_steps_per_s": sum(one.steps_per_s for one in alive),
+            "mean_return": report.mean_return,
+            "episodes": report.episodes,
+            "episodes_in_window": report.episodes_in_window,
+            "updates": report.updates,
+            "consensus_distance": report.consensus_distance,
+            "loop_lag_s": report.loop_lag_s,
+            "rss_bytes": report.rss_bytes,
+            "bytes_in": report.bytes_in,
+            "bytes_out": report.bytes_out,
+            "exchanges": {} if training is None else training.outcomes,
+            "accounting": self.accounting(),
+            "trains": report.at_work,
+            "collects": report.trains,
+            **{name: getattr(report, name) for name in PLACE_FIELDS},
+            "pipeline": None if training is None else pipeline.pipeline_document(training),
+            "learner": self._learner(),
+            "actors": [] if training is None or training.actors is None else training.actors.figures(),
+            "stop": {"reached": parts.halted is not None, "reason": parts.halted} | self._stop_config(),
+            "healthy": report.healthy,
+            "reasons": list(report.reasons),
+            "uptime_s": parts.clock.monotonic() - parts.began_s,
+            "data_dir": parts.data_dir,
+            "last_checkpoint": {
+                "path": None if saving is None else saving.path,
+                "age_s": None if saving is None else saving.age_s,
+                "error": None if saving is None else saving.error,
+            },
+        }
+
+    def accounting(self) -> dict[str, object]:
+        """What each strategy cost and brought, by its name."""
+        training = self._parts.training
+        if training is None:
+            return {}
+        training.accounting.saw_distance(training.mode.strategy.consensus_distance)
+        return training.accounting.document(self.namer())
+
+    def rounds(self) -> list[dict[str, object]]:
+        """The document of ``/v1/rounds``: the last rounds, oldest first."""
+        training = self._parts.training
+        return [] if training is None else training.accounting.rounds(self.namer())
+
+    # --- of everybody ---------------------------------------------------------------------------
+
+    def peers(self) -> list[dict[str, object]]:
+        """The document of ``/v1/peers``: every known member, ourselves first, then by name."""
+        rows = [self._row(member) for member in self._parts.membership.members()]
+        return sorted(rows, key=lambda row: (not row["self"], str(row["name"]), str(row["id"])))
+
+    def donors(self) -> list[str]:
+        """Ids of the living members, those that train and are well and ahead first."""
+        alive = self._parts.alive()
+        return sorted(alive, key=self._donor_rank)
+
+    def living_reports(self) -> list[PeerReport] | None:
+        """Our own report and those of all living members; None while one is unheard of."""
+        alive = self._parts.alive()
+        reports = self._reports(alive)
+        return [self.report(), *reports] if len(reports) == len(alive) else None
+
+    def mode(self) -> dict[str, object]:
+        """The document of ``/v1/mode``."""
+        alive = {
+            m.id: m.name for m in self._parts.membership.members() if m.state == "alive" and not m.is_self
+        }
+        heard = {report.id: report for report in self._reports(alive)}
+        others = [
+            (name, heard.get(node)) for node, name in sorted(alive.items(), key=lambda item: item[::-1])
+        ]
+        return mode_document(self._parts, [(self._parts.name, self.report()), *others])
+
+    def newest_mode(self) -> tuple[int, str]:
+        """The greatest mode stamp of the living members of our lineage, and whose it is; (0, "") for none."""
+        lineage = "" if self._parts.training is None else self._parts.training.lineage
+        reports = [report for report in self._reports(self._parts.alive()) if report.lineage in ("", lineage)]
+        return max(((report.mode_epoch, report.id) for report in reports), default=(0, ""))
+
+    def greater_lineage(self) -> tuple[str, str, str] | None:
+        """A living member whose lineage stays when it meets ours, that lineage, and why; None for none.
+
+        The one with more environment steps stays, then the lower id: as in an exchange.
+        """
+        training, step_accounting = self._parts.training, self._parts.step_accounting
+        if training is None or not training.lineage:
+            return None
+        ours = (-step_accounting.steps(training.lineage), training.lineage)
+        found = min(
+            (
+                ((-step_accounting.steps(report.lineage), report.lineage), report.id)
+                for report in self._reports(self._parts.alive())
+                if report.lineage not in ("", training.lineage) and report.state in ("training", "paused")
+            ),
+            default=None,
+        )
+        if found is None or found[0] > ours:
+            return None
+        (steps, lineage), donor = found
+        return donor, lineage, f"lineage {lineage} has {-steps} steps, ours {-ours[0]}"
+
+    def _row(self, member: MemberView) -> dict[str, object]:
+        now_s = self._parts.clock.monotonic()
+        if member.is_self:
+            found: tuple[PeerReport, float] | None = (self.report(), 0.0)
+        else:
+            gossip = self._parts.gossip
+            found = None if gossip is None else gossip.table.get(member.id, now_s)
+        row: dict[str, object] = {
+            "name": member.name,
+            "id": member.id,
+            "address": member.address,
+            "state": member.state,
+            "state_reason": member.state_reason,
+            "incarnation": list(member.incarnation),
+            "rtt_s": member.rtt_s,
+            "last_seen_s": member.last_seen_s,
+            "self": member.is_self,
+            "roles": list(roles_in(member.tags)),
+        }
+        report, age_s = found if found is not None else (None, None)
+        row |= {name: getattr(report, name, None) for name in REPORT_FIELDS}
+        row["report_age_s"] = age_s
+        row["healthy"] = member.state == "alive" and (report is None or report.healthy)
+        row["reasons"] = self._reasons(member, report)
+        row["training_state"] = None if report is None else report.state
+        row["trains"] = member.state == "alive" and report is not None and report.at_work
+        row["collects"] = None if report is None else report.trains
+        row["mode_epoch"] = None if report is None else settings.epoch_of(report.mode_epoch)
+        training = self._parts.training
+        behind = training.policy_version - report.policy_version if report and training else None
+        row["staleness"] = None if behind is None else max(behind, 0)
+        return row
+
+    def _reasons(self, member: MemberView, report: PeerReport | None) -> list[str]:
+        reasons = [] if member.state == "alive" else [f"{member.state}: {member.state_reason}"]
+        return reasons + (list(report.reasons) if report is not None and member.state == "alive" else [])
+
+    def _reports(self, ids: dict[str, Any]) -> list[PeerReport]:
+        gossip = self._parts.gossip
+        if gossip is None:
+            return []
+        now_s = self._parts.clock.monotonic()
+        found = (gossip.table.get(node, now_s) for node in ids)
+        return [entry[0] for entry in found if entry is not None]
+
+    def _donor_rank(self, node: str) -> tuple[bool, bool, int, str]:
+        reports = self._reports({node: None})
+        if not reports:
+            return (True, True, 0, node)
+        report = reports[0]
+        return (report.state not in ("training", "paused"), not report.healthy, -report.policy_version, node)
+
+    def _learner(self) -> dict[str, object] | None:
+        training = self._parts.training
+        learner = self._parts.learner if training is None else training.supervisor
+        if learner is None:
+            return None
+        state = "running" if learner.pid else "down"
+        if training is not None and training.paused:
+            state = "paused"
+        elif learner.stopped_s > 0:
+            state = "stopped"
+        elif learner.starting_s is not None:
+            state = "starting"
+        last = learner.deaths.last
+        return {
+            "pid": learner.pid,
+            "state": state,
+            "starting_s": learner.starting_s,
+            "stopped_s": learner.stopped_s,
+            "restarts": learner.restarts,
+            "last_death": None
+            if last is None
+            else {"how": last.how, "code": last.code, "error": last.document},
+            "device": learner.device,
+            "metrics": learner.metrics,
+        }
+
+    def _stop_config(self) -> dict[str, object]:
+        training = self._parts.training
+        if training is None:
+            return {}
+        config = training.stop_config
+        return {
+            "env_steps": config.env_steps,
+            "time_s": config.time_s,
+            "mean_return": config.mean_return,
+            "window": config.window,
+        }
+
+    def namer(self) -> Callable[[str], str]:
+        """From a node id to the name that people gave it, or to its first digits."""
+        names = {member.id: member.name for member in self._parts.membership.members()}
+        return lambda node: names.get(node) or short(node)
+
+
+def _rss_bytes(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except (psutil.Error, OSError):
+        return 0

@@ -1,0 +1,331 @@
+"""A model over several devices of one machine: every rank in this process, one thread and one device each."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from p2pdrl.errors import ConfigError, TransportError
+from p2pdrl.pipeline.layers import Layer, Peer
+from p2pdrl.pipeline.partition import partition
+from p2pdrl.pipeline.plan import PipelinePlan
+from p2pdrl.rl.block_costs import measure_blocks
+from p2pdrl.rl.engines import EngineOptions
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.gradients import Minibatch
+from p2pdrl.rl.networks.lstm import RecurrentContext
+from p2pdrl.rl.objectives.objective import Objective, Outputs
+from p2pdrl.rl.optimizers import SGD, Optimizer
+from p2pdrl.rl.pipeline.links import ring
+from p2pdrl.rl.pipeline.parts import ModelParts
+from p2pdrl.rl.pipeline.pipelined import Pipelined
+from p2pdrl.rl.pipeline.server import StageServer
+from p2pdrl.rl.pipeline.stage_parameters import StageParameters
+from p2pdrl.rl.pipeline.tensor_specs import RowSpec
+
+__all__ = ["ModelSplit", "SplitEngine", "split_engine"]
+
+_IDLE_TIMEOUT_S = 7 * 24 * 3600.0
+"""Closing wakes whoever waits; this is for programs that forget to."""
+
+
+class ModelSplit(Generic[Outputs]):
+    """Implements ``gradients.GradientEngine`` and ``stepping.Stepper``; close it when done.
+
+    At the end of each update the algorithm's own parameters and optimizer have become what they would have
+    become without it.
+
+    Args:
+        parts: of the model, as it is now.
+        plan: who holds what.
+        devices: one for each rank; the same one may come twice.
+        timeout_s: bound on each wait of one rank for another within a minibatch.
+        checkpoint_activations: keep only what comes into a stage, and compute the rest anew.
+        tune: as of ``Pipelined``.
+        clock: likewise.
+        say: likewise.
+        make_share: makes the share of each rank.
+
+    Attributes:
+        ends_update: false.
+        shares: of each rank.
+
+    Raises:
+        ConfigError: there aren't as many devices as ranks.
+
+    Example:
+        ::
+
+            split = ModelSplit(trainer.parts(), plan, [torch.device("cuda:0"), torch.device("cuda:1")])
+            trainer.engine = trainer.stepper = split
+            stats = trainer.step()
+    """
+
+    ends_update = False
+
+    def __init__(
+        self,
+        parts: ModelParts[Outputs],
+        plan: PipelinePlan,
+        devices: Sequence[torch.device],
+        *,
+        timeout_s: float = 600.0,
+        checkpoint_activations: bool = False,
+        tune: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+        say: Callable[[str], None] = lambda _: None,
+        make_share: type[StageParameters[Outputs]] = StageParameters,
+    ) -> None:
+        if len(devices) != plan.ranks:
+            raise ConfigError(f"a model over {plan.ranks} devices needs as many, not {len(devices)}")
+        links = ring(plan.ranks)
+        self.shares = shares = [
+            make_share(parts, plan, rank, device, checkpoint_activations=checkpoint_activations)
+            for rank, device in enumerate(devices)
+        ]
+        first = links[0] if plan.ranks > 1 else None
+        self._head = Pipelined(
+            shares[0],
+            first,
+            generation=0,
+            timeout_s=timeout_s,
+            state_every=1,
+            tune=tune,
+            clock=clock,
+            say=say,
+        )
+        self._errors: list[Exception] = []
+        self._threads = [
+            threading.Thread(
+                target=self._serve,
+                args=(
+                    StageServer(
+                        share,
+                        link,
+                        generation=0,
+                        timeout_s=timeout_s,
+                        idle_timeout_s=_IDLE_TIMEOUT_S,
+                        clock=clock,
+                    ),
+                ),
+                name=f"stage {share.rank}",
+                daemon=True,
+            )
+            for share, link in zip(shares[1:], links[1:], strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def gradients(self, batch: Minibatch, objective: Objective[Outputs]) -> Tensor:
+        """Compute the mean gradient; each device keeps its part. See ``Pipelined.gradients``."""
+        with self._explained():
+            return self._head.gradients(batch, objective)
+
+    def step(
+        self,
+        flat: FlatModule,
+        optimizer: Optimizer,
+        *,
+        learning_rate: float,
+        max_grad_norm: float,
+        samples: int,
+        left: int,
+    ) -> float:
+        """Step on all devices. See ``Pipelined.step``."""
+        with self._explained():
+            return self._head.step(
+                flat,
+                optimizer,
+                learning_rate=learning_rate,
+                max_grad_norm=max_grad_norm,
+                samples=samples,
+                left=left,
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """See ``Pipelined.metrics``."""
+        return self._head.metrics()
+
+    def close(self) -> None:
+        """End all threads. What an unfinished update has done is lost."""
+        self._head.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self, server: StageServer[Outputs]) -> None:
+        try:
+            while True:
+                server.serve()
+        except TransportError:
+            pass  # closed, or another thread has an error to tell
+        except Exception as error:  # noqa: BLE001 - raised where the trainer runs
+            self._errors.append(error)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise what went wrong in a thread instead of saying that its links are closed."""
+        try:
+            yield
+        except TransportError as error:
+            self.close()
+            if self._errors:
+                raise self._errors[0] from error
+            raise
+
+
+MOST_TUNED = 8
+"""Microbatches beyond which ``auto`` doesn't look."""
+
+
+class Copy(StageParameters[Outputs]):
+    """A share whose parameters are stepped by somebody else: it brings gradients, and takes what they become.
+
+    Steps are counted, so that ranks agree about where they are, and change nothing.
+    """
+
+    def step(self, squares: float, learning_rate: float, max_grad_norm: float) -> float:
+        """Count."""
+        del learning_rate, max_grad_norm
+        self.steps += 1
+        return math.sqrt(squares)
+
+    def take(self, parameters_D: Tensor) -> None:
+        """Copy this share's parameters from the whole."""
+        for whole, own in self._pieces():
+            self.parameters_P[own].copy_(parameters_D[whole])
+
+    def bring(self, gradients_D: Tensor) -> None:
+        """Copy this share's gradients to where they belong in the whole."""
+        for whole, own in self._pieces():
+            gradients_D[whole].copy_(self.gradients_P[own])
+
+    def _pieces(self) -> list[tuple[slice, slice]]:
+        pieces, at = [], 0
+        for start, stop in self.parts.block_map.spans(self.plan.numbers(self.rank)):
+            pieces.append((slice(start, stop), slice(at, at + stop - start)))
+            at += stop - start
+        return pieces
+
+
+class SplitEngine(Generic[Outputs]):
+    """Implements ``gradients.GradientEngine``; close it when done.
+
+    Args:
+        flat: the model, as for any other engine.
+        parts: of the same model.
+        plan: who holds what.
+        devices: one for each rank; the same one may come twice.
+        options: of which checkpointing, ``auto``, clock and words count.
+
+    Raises:
+        ConfigError: there aren't as many devices as ranks.
+    """
+
+    def __init__(
+        self,
+        flat: FlatModule,
+        parts: ModelParts[Outputs],
+        plan: PipelinePlan,
+        devices: Sequence[torch.device],
+        options: EngineOptions,
+    ) -> None:
+        self._flat = flat
+        self._optimizer = SGD(flat.parameters_D, flat.gradients_D)  # has no state to be copied
+        self._split = ModelSplit(
+            replace(parts, optimizer=self._optimizer),
+            plan,
+            devices,
+            checkpoint_activations=options.checkpoint_activations,
+            tune=options.microbatches == "auto",
+            clock=options.clock,
+            say=options.say,
+            make_share=Copy,
+        )
+
+    def gradients(self, batch: Minibatch, objective: Objective[Outputs]) -> Tensor:
+        """See ``GradientEngine.gradients``."""
+        copies = [share for share in self._split.shares if isinstance(share, Copy)]
+        for copy in copies:
+            copy.take(self._flat.parameters_D)
+        terms = self._split.gradients(batch, objective)  # no rank is behind it: their sums are in
+        for copy in copies:
+            copy.bring(self._flat.gradients_D)
+        self._split.step(self._flat, self._optimizer, learning_rate=0.0, max_grad_norm=1.0, samples=0, left=1)
+        return terms
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of microbatches and of stages, and how the first device fares."""
+        return self._split.metrics()
+
+    def close(self) -> None:
+        """End the devices' threads."""
+        self._split.close()
+
+
+def split_engine(
+    flat: FlatModule, parts: ModelParts[Outputs], options: EngineOptions
+) -> SplitEngine[Outputs]:
+    """Return the engine over ``options.split_devices``, cut where they say, or balanced by measured times.
+
+    Raises:
+        ConfigError: a device isn't there, or the model can't be cut like that.
+    """
+    count, blocks = len(options.split_devices), len(parts.blocks)
+    if count > blocks:
+        raise ConfigError(
+            f"node.learner.split_devices: {count} devices are more than the {blocks} blocks that this "
+            f"network has ({', '.join(parts.block_map.titles)}); name {blocks} at most"
+        )
+    cuts = options.split_cuts
+    if cuts and (
+        len(cuts) != count - 1 or list(cuts) != sorted({*cuts}) or not 0 < cuts[0] <= cuts[-1] < blocks
+    ):
+        raise ConfigError(
+            f"node.learner.split_cuts: {count} devices and {blocks} blocks need {count - 1} numbers that "
+            f"rise from 1 to at most {blocks - 1}, not {list(cuts)}"
+        )
+    devices = [_device(name) for name in options.split_devices]
+    microbatches = MOST_TUNED if options.microbatches == "auto" else options.microbatches
+    if not cuts:
+        layers = _measured(parts, microbatches, options)
+        cuts = partition(layers, [Peer(str(device)) for device in devices]).cuts
+    plan = PipelinePlan(blocks, tuple(cuts), "1f1b", microbatches, count)
+    options.say(f"the model's {blocks} blocks are cut before {', '.join(map(str, cuts))} for {count} devices")
+    return SplitEngine(flat, parts, plan, devices, options)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"node.learner.split_devices: {name!r} can't be used here ({reason})") from error
+    return device
+
+
+def _measured(parts: ModelParts[Any], microbatches: int, options: EngineOptions) -> list[Layer]:
+    """What blocks cost with a microbatch of the longest batch; all devices are taken to be alike."""
+    device = next(parameter.device for block in parts.blocks for parameter in block.parameters())
+    rows = math.ceil(parts.most_rows / microbatches)
+
+    def zeros(spec: RowSpec) -> Tensor:
+        return torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=device)
+
+    context = {name: zeros(spec) for name, spec in parts.context.items()}
+    return measure_blocks(
+        parts.blocks,
+        zeros(parts.inputs),
+        RecurrentContext(**context),
+        titles=parts.block_map.titles,
+        precision=parts.precision,
+        clock=options.clock,
+    )

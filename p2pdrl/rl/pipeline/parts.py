@@ -1,0 +1,229 @@
+"""What stages are made of: a model as a chain of blocks, and all that one must know to train it.
+
+Trainers give theirs (``parts``); a rank takes its share of it.
+
+Shape suffix: D parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from p2pdrl.config.gradients import Precision
+from p2pdrl.errors import LayoutMismatchError, WireError
+from p2pdrl.rl.block_map import BlockMap
+from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.gradients import Minibatch
+from p2pdrl.rl.networks.lstm import NO_CONTEXT
+from p2pdrl.rl.objectives.objective import VALID, Objective, Outputs
+from p2pdrl.rl.optimizers import Optimizer
+from p2pdrl.rl.outputs import PolicyOutputs
+from p2pdrl.rl.pipeline.frames import decode
+from p2pdrl.rl.pipeline.messages import Opening
+from p2pdrl.rl.pipeline.tensor_specs import RowSpec
+from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.sequential import Block, HeadsBlock, RowBlock, block_map, blocks, map_blocks
+
+__all__ = ["ModelParts", "module_parts", "policy_parts"]
+
+_MOST = 1e30
+"""Larger numbers may not fit in float32."""
+
+
+@dataclass(frozen=True)
+class ModelParts(Generic[Outputs]):
+    """A model, its optimizer and its objective.
+
+    Attributes:
+        blocks: in a row; each takes a tensor and a context. They stay as they are: shares are copies.
+        block_map: where their parameters lie in the flat vector.
+        unpack: what the objective wants, from the last block and its output.
+        inputs: of the first block.
+        targets: of the objective, by name.
+        context: of a model that remembers, by the names of ``Context``'s fields; empty for others.
+        objective: as it is at first; each batch may bring another one of its type.
+        optimizer: of the whole model.
+        most_rows: that a batch may have.
+        precision: of the model while it learns.
+    """
+
+    blocks: Sequence[Block]
+    block_map: BlockMap
+    unpack: Callable[[Block, Tensor], Outputs]
+    inputs: RowSpec
+    targets: Mapping[str, RowSpec]
+    context: Mapping[str, RowSpec]
+    objective: Objective[Outputs]
+    optimizer: Optimizer
+    most_rows: int
+    precision: Precision = "float32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the parameters."""
+        return next(parameter.dtype for block in self.blocks for parameter in block.parameters())
+
+    @property
+    def travelling(self) -> torch.dtype:
+        """Type of activations and their gradients between stages."""
+        return torch.bfloat16 if self.precision == "bf16" else self.dtype
+
+    @cached_property
+    def extras(self) -> tuple[tuple[str, RowSpec], ...]:
+        """Names and rows of what rides along with activations: targets, then the context."""
+        return *sorted(self.targets.items()), *self.context.items()
+
+    @cached_property
+    def outputs(self) -> tuple[RowSpec, ...]:
+        """What each block's output looks like on its way: found with one row."""
+        device = next(parameter.device for block in self.blocks for parameter in block.parameters())
+        x = torch.zeros((1, *self.inputs.shape), dtype=self.inputs.dtype, device=device)
+        specs = []
+        with torch.no_grad():
+            for block in self.blocks:
+                x = block(x, NO_CONTEXT)
+                specs.append(RowSpec(tuple(x.shape[1:]), self.travelling))
+        return tuple(specs)
+
+    @cached_property
+    def longest_nbytes(self) -> int:
+        """Bytes of the most that one message brings: all slices with the optimizer, or an activation."""
+        vectors = 1 + sum(1 for item in self.optimizer.items() if item.shape)
+        return max(vectors * self.block_map.layout.size * self.dtype.itemsize, self.activation_nbytes)
+
+    @cached_property
+    def activation_nbytes(self) -> int:
+        """Bytes of the longest activation of a whole batch, with what rides along."""
+        riding = sum(spec.nbytes(self.most_rows) for _, spec in self.extras)
+        return riding + max(spec.nbytes(self.most_rows) for spec in self.outputs)
+
+    def objective_of(self, opening: Opening) -> Objective[Outputs]:
+        """Return the objective that a minibatch brings, its sums divided by the minibatch's rows.
+
+        Raises:
+            WireError: there is none like that.
+        """
+        objective = decode(opening.objective, type(self.objective))
+        given = msgspec.to_builtins(objective).items()
+        wrong = [name for name, x in given if isinstance(x, float) and not abs(x) <= _MOST]
+        if wrong:
+            raise WireError(f"{', '.join(wrong)} of the objective can't be reckoned with")
+        return objective.over(opening.rows)
+
+    def check(self, batch: Minibatch) -> None:
+        """Check that a batch is what was promised.
+
+        Raises:
+            LayoutMismatchError: its rows are others, or too many.
+        """
+        given = {**batch.targets, **{k: v for k, v in batch.context._asdict().items() if v is not None}}
+        missing = {name for name, _ in self.extras} - given.keys()
+        if missing or len(batch.inputs) > self.most_rows:
+            raise LayoutMismatchError(
+                f"a batch of {len(batch.inputs)} rows (at most {self.most_rows}) lacks {sorted(missing)}"
+            )
+        self.inputs.check(batch.inputs, "the inputs")
+        for name, spec in self.extras:
+            spec.check(given[name], f"target {name!r}")
+
+
+def policy_parts(
+    policy: ActorCritic,
+    objective: Objective[PolicyOutputs],
+    optimizer: Optimizer,
+    *,
+    steps: int,
+    most_rows: int,
+    precision: Precision = "float32",
+) -> ModelParts[PolicyOutputs]:
+    """Return the parts of a policy.
+
+    Args:
+        policy: its parameters are the optimizer's.
+        objective: of the algorithm; its targets are one number a row, all but ``actions``.
+        optimizer: of the algorithm.
+        steps: T, of unrolls, where the policy remembers.
+        most_rows: that a batch may have: environments, where the policy remembers.
+        precision: of the model while it learns.
+    """
+    dtype = policy.policy_head.weight.dtype
+    leading = () if policy.core is None else (steps,)
+    targets = {name: RowSpec(leading, dtype) for name in objective.target_names}
+    context: dict[str, RowSpec] = {}
+    if policy.core is not None:
+        targets[VALID] = RowSpec(leading, torch.bool)
+        context = {
+            "starts_BT": RowSpec(leading, torch.bool),
+            "state_BS": RowSpec((policy.core.state_size,), dtype),
+        }
+    targets["actions"] = _actions(policy.spec, leading, dtype)
+    return ModelParts(
+        blocks=blocks(policy),
+        block_map=block_map(policy),
+        unpack=_unpack,
+        inputs=RowSpec(
+            (*leading, *policy.spec.obs_shape), torch.uint8 if policy.spec.obs_dtype == "uint8" else dtype
+        ),
+        targets=targets,
+        context=context,
+        objective=objective,
+        optimizer=optimizer,
+        most_rows=most_rows,
+        precision=precision,
+    )
+
+
+def module_parts(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    objective: Objective[Tensor],
+    optimizer: Optimizer,
+    *,
+    inputs: RowSpec,
+    targets: RowSpec,
+    most_rows: int,
+    precision: Precision = "float32",
+) -> ModelParts[Tensor]:
+    """Return the parts of a model of layers in a row that remember nothing.
+
+    Args:
+        model: its parameters are the optimizer's.
+        layers: of the model, each one tensor in, one out.
+        objective: of what the last layer gives.
+        optimizer: of the model.
+        inputs: of the first layer.
+        targets: of the objective, all of them.
+        most_rows: that a batch may have.
+        precision: of the model while it learns.
+    """
+    row = [RowBlock(layer, time=False) for layer in layers]
+    return ModelParts(
+        blocks=row,
+        block_map=map_blocks(model, row),
+        unpack=lambda _, output: output,
+        inputs=inputs,
+        targets=dict.fromkeys(objective.target_names, targets),
+        context={},
+        objective=objective,
+        optimizer=optimizer,
+        most_rows=most_rows,
+        precision=precision,
+    )
+
+
+def _actions(spec: EnvSpec, leading: tuple[int, ...], dtype: torch.dtype) -> RowSpec:
+    if isinstance(spec.action, Discrete):
+        return RowSpec(leading, torch.int64, spec.action.n)
+    return RowSpec((*leading, spec.action.dim), dtype)
+
+
+def _unpack(block: Block, output: Tensor) -> PolicyOutputs:
+    assert isinstance(block, HeadsBlock)  # noqa: S101 - the last block always is
+    return block.unpack(output)

@@ -1,0 +1,87 @@
+"""Data parallelism: the mean of everybody's gradients goes to every learner, and all take the same step.
+
+A worker's gradient is a mean over its samples, so weighted by samples the average is the gradient of the
+one big batch. Everybody steps with the same bits, and at the same learning rate (the lower median of what the
+givers would take), from the same state, so replicas stay equal without ever sending parameters (PyTorch
+DDP, Li 2020, arXiv 2006.15704; Horovod, Sergeev 2018, arXiv 1802.05799). All collect at the same time, too
+(`group.round_collector`).
+
+All must begin with the same parameters and optimizer state. When the mode begins, a first round, always in
+float32, averages everybody's parameters; the member with most steps begins with that mean and its own
+optimizer's state, and all others adopt both from it. So the mean of all members is what it was. A member
+that missed a step, whose learner was started anew, or whose state the node replaced, adopts a member's
+state while that one stands still before its next step.
+
+Shapes: every vector is flat, of D elements (all parameters); names carry no suffix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from p2pdrl.strategies.allreduce.averager import NOTHING, Average, RoundContribution
+from p2pdrl.strategies.offload import heavy
+from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, StrategyContext
+from p2pdrl.tensors.mix import check_finite
+
+__all__ = ["GradientWork"]
+
+
+class GradientWork:
+    """`Work` on gradients.
+
+    Args:
+        context: what the node gives.
+    """
+
+    led = True
+    seeded = True
+    synchronous = True
+
+    def __init__(self, context: StrategyContext) -> None:
+        self._learner, self._max_abs = context.learner, context.max_abs
+
+    @property
+    def facts(self) -> dict[str, float | str]:
+        """Nothing besides what all rounds tell."""
+        return {}
+
+    async def found(self) -> None:
+        """The learner has the state."""
+
+    def state(self) -> Sequence[memoryview]:
+        """The learner has the state."""
+        return ()
+
+    def room(self) -> memoryview:
+        """Nothing is sent."""
+        return memoryview(b"")
+
+    async def take(self) -> None:
+        """The learner has the state."""
+
+    async def part(self, post: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
+        """The gradient, weighted by its samples; see `Work`."""
+        del number, members
+        vector = post.vector
+        rate = self._learner.learning_rate
+        if vector is None or post.samples <= 0:
+            return NOTHING._replace(policy_version=post.policy_version, learning_rate=rate, left=post.left)
+        await heavy(vector.nbytes, lambda: check_finite(vector, self._max_abs))
+        return RoundContribution(vector, float(post.samples), post.policy_version, rate, post.left)
+
+    async def apply(
+        self, post: LearnerRequest | None, average: Average, number: int
+    ) -> tuple[AnswerKind, float]:
+        """Put the mean in the gradient's place; the change told is the learning rate times its norm."""
+        del number
+        vector = None if post is None else post.vector
+        if vector is None:
+            return "none", 0.0
+        changed = average.learning_rate * average.norm
+        if len(average.weights) == 1 and average.total:
+            return "none", changed
+        await heavy(vector.nbytes, lambda: np.copyto(vector, average.vector))
+        return "replace", changed

@@ -1,0 +1,205 @@
+"""Everybody's parameters are averaged each H local updates (local SGD, FedAvg; with momentum: DiLoCo).
+
+All members agree on a vector x, which each daemon keeps. A round averages the differences Δ_k = x_k − x
+that the learners made since, which may be compressed far more than parameters could be, and takes an
+outer step (Douillard 2023, arXiv 2311.08105, algorithm 1; Sutskever 2013 for the Nesterov form):
+
+    Δ = Σ w_k Δ_k / Σ w_k        v ← μ v + Δ        x ← x + lr · (Δ + μ v)   (or lr · v without nesterov)
+
+and all learners are set to x. With lr = 1 and μ = 0 that is the plain weighted mean of the parameters
+(McMahan 2017, arXiv 1602.05629). x and v come from the same bytes everywhere, so they are the same bits
+everywhere; a newcomer gets both from a member.
+
+Equal starts aren't needed: the first round averages the parameters themselves, as float32. A learner that
+missed a round gives nothing to the next one: its difference would count from another x; it is set to x.
+
+With H = 1 and plain SGD this is the same as one big batch. With Adam it isn't: the mean of the steps of n
+optimizers isn't the step of one on the mean gradient, since each divides by its own second moments.
+
+Shapes: every vector is flat, of D elements (all parameters); names carry no suffix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from p2pdrl.config.strategy import Averaged
+from p2pdrl.strategies.allreduce.averager import NOTHING, Average, RoundContribution
+from p2pdrl.strategies.offload import heavy
+from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, StrategyContext
+from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.tensors.mix import check_finite
+from p2pdrl.tensors.wire import spans
+
+__all__ = ["OuterOptimizer", "ParameterWork", "Shaping"]
+
+CHUNK = 1 << 16
+
+
+class OuterOptimizer:
+    """The step along the mean difference.
+
+    Args:
+        learning_rate: lr.
+        momentum: μ; 0 keeps no v.
+        nesterov: whether it looks ahead.
+    """
+
+    def __init__(self, learning_rate: float, momentum: float, *, nesterov: bool) -> None:
+        self._rate, self._momentum = np.float32(learning_rate), np.float32(momentum)
+        self._nesterov = nesterov
+
+    def step(self, x: Float32Array, v: Float32Array, delta: Float32Array, own: Float32Array) -> float:
+        """Move ``x``, and ``v`` where there is momentum, in place.
+
+        Args:
+            x: what all agreed on.
+            v: momentum, or empty.
+            delta: Δ.
+            own: our own difference, from the old ``x``.
+
+        Returns:
+            Norm of what our own vector has to change to be the new ``x``.
+        """
+        total = 0.0
+        scratch = np.empty(min(CHUNK, x.size), np.float32)
+        for span in spans(x.size, CHUNK):
+            step = scratch[: span.stop - span.start]
+            np.copyto(step, delta[span])
+            if v.size:
+                v[span] *= self._momentum
+                v[span] += step
+                if self._nesterov:
+                    step += self._momentum * v[span]
+                else:
+                    np.copyto(step, v[span])
+            step *= self._rate
+            x[span] += step
+            step -= own[span]
+            total += float(np.sum(np.square(step), dtype=np.float64))
+        return float(np.sqrt(total))
+
+
+class Shaping(Protocol):
+    """What becomes of a difference before anybody gets it; `federated` clips and noises it."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether all parts must count the same, whatever the options say."""
+        ...
+
+    @property
+    def facts(self) -> dict[str, float | str]:
+        """Figures for people."""
+        ...
+
+    def shape(self, difference: Float32Array, number: int, members: Sequence[str]) -> bool:
+        """Change ``difference`` in place; False when we take no part in round ``number``."""
+        ...
+
+    def ended(self, number: int, givers: int) -> None:
+        """Round ``number`` has counted; so many members gave something to it."""
+        ...
+
+
+class ParameterWork:
+    """`Work` on parameters.
+
+    Args:
+        config: the strategy's options.
+        context: what the node gives.
+        shaping: of the differences; a history then begins with one member's parameters, for nobody's own
+            parameters are to be seen.
+    """
+
+    seeded = False
+    synchronous = False
+
+    def __init__(self, config: Averaged, context: StrategyContext, shaping: Shaping | None = None) -> None:
+        self._config, self._board, self._max_abs = config, context.learner.board, context.max_abs
+        self._shaping = shaping
+        self._by_samples = config.weighting == "samples" and (shaping is None or not shaping.equal)
+        self.led = shaping is not None
+        size = context.size
+        self._outer = OuterOptimizer(
+            config.outer_learning_rate, config.outer_momentum, nesterov=config.nesterov
+        )
+        self._kept: Float32Array = np.zeros(2 * size if config.outer_momentum else size, np.float32)
+        self._x, self._v = self._kept[:size], self._kept[size:]
+        self._room: Float32Array = np.empty(0, np.float32)
+        self._own: Float32Array = np.zeros(size, np.float32)
+        self._agreed = False
+        self._apart = False
+
+    @property
+    def facts(self) -> dict[str, float | str]:
+        """Figures for people."""
+        return {} if self._shaping is None else self._shaping.facts
+
+    async def found(self) -> None:
+        """Begin with our own parameters."""
+        await heavy(self._x.nbytes, lambda: self._board.now(self._x))
+        self._v[:] = 0
+        self._agreed, self._apart = True, False
+
+    def state(self) -> Sequence[memoryview]:
+        """The vector that was agreed on, and momentum."""
+        return (self._kept.data.cast("B"),) if self._agreed else ()
+
+    def room(self) -> memoryview:
+        """Of the same length."""
+        self._room = np.empty_like(self._kept)
+        return self._room.data.cast("B")
+
+    async def take(self) -> None:
+        """Have a member's vector and momentum; our learner's next difference doesn't count."""
+        room, self._room = self._room, self._room[:0]
+        await heavy(room.nbytes, lambda: check_finite(room, self._max_abs))
+        np.copyto(self._kept, room)
+        self._agreed, self._apart = True, True
+
+    async def part(self, post: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
+        """What our learner changed; see `Work`."""
+        await heavy(self._own.nbytes, self._difference)
+        weight = float(max(post.samples, 1)) if self._by_samples else 1.0
+        part = self._shaping is None or await heavy(self._own.nbytes, lambda: self._shape(number, members))
+        if self._apart or not part:
+            return NOTHING._replace(policy_version=post.policy_version)
+        return RoundContribution(self._own, weight, post.policy_version)
+
+    async def apply(
+        self, post: LearnerRequest | None, average: Average, number: int
+    ) -> tuple[AnswerKind, float]:
+        """Take the outer step, and set our learner to where it leads."""
+        if self._shaping is not None:
+            self._shaping.ended(number, sum(weight > 0 for weight in average.weights))
+        changed = 0.0
+        if average.total:
+            changed = await heavy(self._kept.nbytes, lambda: self._step(average, self._own))
+        self._apart = post is None
+        if post is None or not self._agreed:
+            return "none", 0.0
+        version = max(post.policy_version, *average.versions)
+        await heavy(self._x.nbytes, lambda: self._board.post_set(self._x, None, version))
+        return "set", changed
+
+    def _difference(self) -> None:
+        self._board.now(self._own)
+        if self._agreed:
+            np.subtract(self._own, self._x, out=self._own)
+        check_finite(self._own, self._max_abs)
+
+    def _shape(self, number: int, members: Sequence[str]) -> bool:
+        return self._shaping is None or self._shaping.shape(self._own, number, members)
+
+    def _step(self, average: Average, own: Float32Array) -> float:
+        if self._agreed:
+            return self._outer.step(self._x, self._v, average.vector, own)
+        np.copyto(self._x, average.vector)
+        np.subtract(self._x, own, out=own)
+        self._v[:] = 0
+        self._agreed = True
+        return float(np.linalg.norm(own))

@@ -1,0 +1,479 @@
+"""Reduce-scatter and all-gather by owner: each member averages the piece it owns and hands it to all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from p2pdrl.config.strategy import Compressed, Grouped, Robust
+from p2pdrl.errors import PoisonedVectorError
+from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
+from p2pdrl.group.round_collector import Contribution, RoundCollector, UpdatePosition, leader_ends
+from p2pdrl.group.service import Group, GroupView
+from p2pdrl.strategies.allreduce.averager import RoundContribution
+from p2pdrl.strategies.allreduce.messages import ReduceAnswer, ReduceRequest
+from p2pdrl.strategies.offload import heavy
+from p2pdrl.strategies.protocol import StrategyContext
+from p2pdrl.tensors import wire
+from p2pdrl.tensors.compression import Codec, make_codec
+from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.tensors.mix import check_finite
+from p2pdrl.tensors.robust import combine
+from p2pdrl.tensors.wire import DOT_CHUNK, WireDtype, spans
+from p2pdrl.transport.protocol import Incoming, Refusal, Reply
+
+__all__ = [
+    "CHUNK",
+    "AverageMemory",
+    "Formats",
+    "OwnedPiece",
+    "PieceOwner",
+    "PieceWriter",
+    "ReductionStats",
+    "is_lossy",
+    "piece_codec",
+    "reduce_piece",
+]
+
+CHUNK = 1 << 16
+"""Elements per step: a few vectors' worth stays in the second-level cache."""
+
+
+class ReductionStats(NamedTuple):
+    """What was measured on the way.
+
+    Args:
+        square: ‖result‖².
+        spread: Σ w_k ‖x_k − mean‖² / Σ w_k; 0 unless asked for.
+    """
+
+    square: float
+    spread: float
+
+
+def reduce_piece(
+    vectors: Sequence[Float32Array],
+    weights: Sequence[float],
+    rule: Robust,
+    dtype: WireDtype,
+    *,
+    out: Float32Array,
+    encoded: memoryview,
+    reference: Float32Array | None = None,
+    spread: bool = False,
+) -> ReductionStats:
+    """Write what ``vectors`` come to into ``out``, rounded as it travels, and as it travels into ``encoded``.
+
+    The mean is Σ w_k x_k / Σ w_k, summed in float32 in the order given.
+
+    Args:
+        vectors: of those with a weight above 0; none gives zeros.
+        weights: theirs, above 0.
+        rule: how they are mixed.
+        dtype: how the result travels; with ``float32``, ``encoded`` isn't written: it is ``out`` itself.
+        out: the result.
+        encoded: room for the result's bytes.
+        reference: of ``clipped``; without one the first vector serves.
+        spread: whether to measure how far the vectors are from their mean.
+    """
+    mean = rule.mixing == "mean" or len(vectors) < 2
+    if not mean:
+        combine(
+            vectors,
+            weights,
+            mixing=rule.mixing,
+            clip_distance=rule.clip_distance,
+            trim=rule.trim,
+            reference=vectors[0] if reference is None else reference,
+            out=out,
+        )
+    heaviest, total = max(weights, default=1.0), sum(weights)
+    factors = [np.float32(weight / heaviest) for weight in weights]
+    share = np.float32(heaviest / total if weights else 0.0)
+    scratch = np.empty(min(CHUNK, out.size), np.float32)
+    square = energy = 0.0
+    for span in spans(out.size, CHUNK):
+        piece, parts = out[span], [vector[span] for vector in vectors]
+        if mean:
+            _mean(parts, factors, share, piece, scratch)
+        if dtype == "bf16":
+            part = encoded[2 * span.start : 2 * span.stop]
+            wire.encode(piece, dtype, part)
+            wire.decode(part, dtype, piece)
+        square += _square(piece)
+        if spread:
+            energy += sum(weight * _square(part) for part, weight in zip(parts, weights, strict=True))
+    return ReductionStats(square, max(0.0, energy / total - square) if spread and weights else 0.0)
+
+
+def _mean(
+    parts: Sequence[Float32Array],
+    factors: Sequence[np.float32],
+    share: np.float32,
+    out: Float32Array,
+    scratch: Float32Array,
+) -> None:
+    if not parts:
+        out[:] = 0
+        return
+    np.multiply(parts[0], factors[0], out=out)
+    for part, factor in zip(parts[1:], factors[1:], strict=True):
+        if factor == 1:
+            np.add(out, part, out=out)
+        else:
+            np.multiply(part, factor, out=scratch[: out.size])
+            np.add(out, scratch[: out.size], out=out)
+    np.multiply(out, share, out=out)
+
+
+def _square(vector: Float32Array) -> float:
+    total = 0.0
+    for span in spans(vector.size, DOT_CHUNK):
+        part = vector[span]
+        total += float(np.dot(part, part))
+    return total
+
+
+def is_lossy(config: Compressed) -> bool:
+    """Whether so much is lost at once that it has to be kept for the next time."""
+    return config.compression not in ("none", "bf16")
+
+
+def piece_codec(config: Compressed, size: int, *, raw: bool) -> Codec:
+    """Return the codec for a piece.
+
+    Args:
+        config: which compression.
+        size: elements.
+        raw: float32 whatever the config says.
+    """
+    kind = "none" if raw else config.compression
+    return make_codec(kind, size, keep=config.keep, threshold=config.threshold, feedback=False)
+
+
+class PieceWriter:
+    """One node's stream of contributions, through all views of a strategy.
+
+    Args:
+        config: which compression.
+        size: D.
+    """
+
+    def __init__(self, config: Compressed, size: int) -> None:
+        self._config = config
+        self._raw = False
+        self._keeps = is_lossy(config)
+        self._codecs: dict[int, tuple[Codec, memoryview]] = {}
+        self._written: dict[int, int] = {}
+        self._whole = memoryview(bytearray(2 * size)) if config.compression == "bf16" else memoryview(b"")
+        kept = size if self._keeps else 0
+        self._lost: Float32Array = np.zeros(kept, np.float32)
+        self._given: Float32Array = np.zeros(kept, np.float32)
+        self._sent: Float32Array = np.zeros(kept, np.float32)
+        self._counted = False
+        self._vector: Float32Array = np.empty(0, np.float32)
+
+    def load(self, vector: Float32Array, *, raw: bool) -> None:
+        """Begin a contribution; ``vector`` stays unchanged until the last piece is written and sent.
+
+        Args:
+            vector: what is contributed.
+            raw: write float32, and leave what is kept alone.
+        """
+        self._raw, self._vector = raw, vector
+        if raw or not self._keeps:
+            return
+        if self._counted:
+            np.subtract(self._given, self._sent, out=self._lost)
+            self._counted = False
+        np.add(vector, self._lost, out=self._given)
+        np.copyto(self._sent, self._given)  # our own piece loses nothing
+        self._vector = self._given
+
+    def own(self, span: slice) -> Float32Array:
+        """Our own piece, as it counts."""
+        return self._vector[span]
+
+    def encode(self, span: slice) -> memoryview:
+        """Return the bytes of one piece; valid until the next `load`."""
+        piece = self._vector[span]
+        if self._raw or self._config.compression == "none":
+            return piece.data.cast("B")
+        if not self._keeps:
+            room = self._whole[2 * span.start : 2 * span.stop]
+            wire.encode(piece, "bf16", room)
+            return room
+        codec, room = self._codec(span)
+        written = room[: codec.encode(piece, room)]
+        codec.decode(written, self._sent[span])
+        self._written[span.start] = written.nbytes
+        return written
+
+    def _codec(self, span: slice) -> tuple[Codec, memoryview]:
+        """Each piece has its own: several may be written at a time, in threads."""
+        if span.start not in self._codecs:
+            codec = piece_codec(self._config, span.stop - span.start, raw=False)
+            self._codecs[span.start] = codec, memoryview(bytearray(codec.max_nbytes))
+        return self._codecs[span.start]
+
+    def nbytes(self, span: slice, *, raw: bool) -> int:
+        """Bytes that a piece took on the wire; of a sparse kind, when it was last written."""
+        if raw or self._config.compression == "none":
+            return int(4 * (span.stop - span.start))
+        if not self._keeps:
+            return int(2 * (span.stop - span.start))
+        return self._written.get(span.start, 0)
+
+    def counted(self) -> None:
+        """The round that the contribution was for has ended with it."""
+        self._counted = self._keeps and not self._raw
+
+    def recut(self) -> None:
+        """A new view began: free the room of the old one's pieces."""
+        self._codecs.clear()
+        self._written.clear()
+
+    def reset(self) -> None:
+        """Forget what was kept: the parameters were replaced."""
+        self._lost[:] = 0
+        self._counted = False
+
+
+class Formats(NamedTuple):
+    """How vectors travel in each round.
+
+    Args:
+        config: which compression.
+        raw_number: the round whose vectors travel as float32 whatever the config says; -1 for none.
+    """
+
+    config: Compressed
+    raw_number: int
+
+    def raw(self, number: int) -> bool:
+        """Whether it is that round."""
+        return number == self.raw_number
+
+    def dtype(self, number: int) -> WireDtype:
+        """Of the average on its way back."""
+        return "float32" if self.raw(number) or self.config.compression == "none" else "bf16"
+
+
+class OwnedPiece(NamedTuple):
+    """A run of the vector and its owner."""
+
+    owner: str
+    span: slice
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return int(self.span.stop - self.span.start)
+
+    def result_nbytes(self, formats: Formats, number: int) -> int:
+        """Bytes of its average on the wire."""
+        return wire.encoded_nbytes(self.size, formats.dtype(number))
+
+
+class AverageMemory:
+    """Buffers that outlive a view.
+
+    Args:
+        config: which compression.
+        size: D.
+    """
+
+    def __init__(self, config: Grouped, size: int) -> None:
+        self.writer = PieceWriter(config, size)
+        self.results: tuple[Float32Array, ...] = tuple(np.empty(size, np.float32) for _ in range(2))
+        self.arriving = memoryview(bytearray(0 if config.compression == "none" else 2 * size))
+
+
+class PieceOwner:
+    """Our own piece, in one view.
+
+    Args:
+        context: what the node gives.
+        config: the strategy's options.
+        group: told whom we doubt.
+        view: the members.
+        piece: ours.
+        memory: where results go: those of even and odd rounds in turn.
+        formats: how vectors travel.
+        first: number of the first round.
+        spread: whether to measure how far parts are apart.
+    """
+
+    def __init__(
+        self,
+        context: StrategyContext,
+        config: Grouped,
+        group: Group,
+        view: GroupView,
+        *,
+        piece: OwnedPiece,
+        memory: AverageMemory,
+        formats: Formats,
+        first: int,
+        spread: bool,
+    ) -> None:
+        self.piece = piece
+        self._swarm, self._max_abs = context.swarm, context.max_abs
+        self._config, self._group, self._memory = config, group, memory
+        self._formats, self._spread = formats, spread
+        self._encoded = tuple(memoryview(bytearray(2 * piece.size)) for _ in range(2))
+        self._rooms: dict[str, memoryview] = {}
+        self._heads: dict[int, ReduceAnswer] = {}
+        self._received: dict[int, int] = {}
+        self._gathering = RoundCollector(
+            size=piece.size,
+            members=view.members,
+            clock=context.clock,
+            timeout=AdaptiveTimeout(config.deadline_s),
+            reduce=self._reduce,
+            first=first,
+        )
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Members whose parts of the present round haven't come."""
+        return self._gathering.missing
+
+    @property
+    def overdue(self) -> tuple[str, ...]:
+        """Members for whose sake a round was given up."""
+        return self._gathering.overdue
+
+    def received_bytes(self, number: int) -> int:
+        """Bytes of others' parts of a round, the last or the one before."""
+        return self._received.get(number, 0)
+
+    async def give(self, number: int, part: RoundContribution) -> ReduceAnswer:
+        """Give our own part, which was loaded into the writer; wait for the round's end.
+
+        Raises:
+            Refusal: too few came (408), or the view has ended (409).
+        """
+
+        async def fill(_: Float32Array) -> None:
+            return  # `_reduce` takes it where it is
+
+        me = self.piece.owner
+        await self._gathering.contribute(
+            number,
+            me,
+            part.weight,
+            part.policy_version,
+            fill,
+            learning_rate=part.learning_rate,
+            left=part.left,
+        )
+        return self._heads[number]
+
+    async def serve(self, incoming: Incoming, ask: ReduceRequest) -> Reply:
+        """Take a member's part; see `ViewAverager.serve`."""
+        if bool(ask.weight) != bool(incoming.vector_nbytes):
+            raise Refusal(400, "a part has a vector exactly when it has a weight")
+
+        async def fill(out: Float32Array) -> None:
+            if incoming.vector_nbytes:
+                await self._read(incoming, ask.number, out)
+                self._received[ask.number] = self.received_bytes(ask.number) + incoming.vector_nbytes
+
+        try:
+            await self._gathering.contribute(
+                ask.number,
+                incoming.sender,
+                ask.weight,
+                ask.policy_version,
+                fill,
+                learning_rate=ask.learning_rate,
+                left=ask.left,
+            )
+        except PoisonedVectorError as error:
+            self._swarm.strike(incoming.sender, str(error))
+            self._group.doubt(incoming.sender, "its part is poisoned")
+            raise
+        head = self._heads.get(ask.number)
+        if head is None:
+            raise Refusal(409, f"round {ask.number} is long over")
+        return Reply(msgspec.msgpack.encode(head), vector=self._result(ask.number))
+
+    def close(self) -> None:
+        """The view has ended: whoever waits is told (409)."""
+        self._gathering.close("the group's view has ended")
+
+    async def closed(self) -> None:
+        """Wait, after `close`, for a reduction under way."""
+        await self._gathering.closed()
+
+    async def _read(self, incoming: Incoming, number: int, out: Float32Array) -> None:
+        """Read a part into ``out``, and check it.
+
+        Raises:
+            Refusal: its length can't be right (400).
+            PoisonedVectorError: NaN, or beyond the bound.
+            WireError: malformed.
+        """
+        if self._formats.raw(number) or self._config.compression == "none":
+            if incoming.vector_nbytes != out.nbytes:
+                raise Refusal(400, f"a part of {incoming.vector_nbytes} bytes doesn't fit the piece")
+            await incoming.read_vector_into(out.data.cast("B"))
+            await heavy(out.nbytes, lambda: check_finite(out, self._max_abs))
+            return
+        reader = piece_codec(self._config, out.size, raw=False)
+        if incoming.vector_nbytes > reader.max_nbytes:
+            raise Refusal(400, f"a part of {incoming.vector_nbytes} bytes is longer than the piece")
+        if incoming.sender not in self._rooms:
+            self._rooms[incoming.sender] = memoryview(bytearray(reader.max_nbytes))
+        room = self._rooms[incoming.sender][: incoming.vector_nbytes]
+        await incoming.read_vector_into(room)
+
+        def decode() -> None:
+            reader.decode(room, out)
+            check_finite(out, self._max_abs)
+
+        await heavy(out.nbytes, decode)
+
+    async def _reduce(self, contributions: Sequence[Contribution]) -> Float32Array:
+        number, span, me = self._gathering.number, self.piece.span, self.piece.owner
+        counting = [part for part in contributions if part.weight > 0]
+        own = self._memory.writer.own(span)
+        vectors = [own if part.sender == me else part.vector for part in counting]
+        ours = any(part.sender == me for part in counting)
+        out = self._memory.results[number % 2][span]
+        figures = await heavy(
+            out.nbytes * len(contributions),
+            lambda: reduce_piece(
+                vectors,
+                [part.weight for part in counting],
+                self._config,
+                self._formats.dtype(number),
+                out=out,
+                encoded=self._encoded[number % 2],
+                reference=own if ours else None,
+                spread=self._spread,
+            ),
+        )
+        self._heads.pop(number - 2, None)
+        self._received.pop(number - 2, None)
+        self._heads[number] = ReduceAnswer(
+            number,
+            tuple(part.weight for part in contributions),
+            tuple(part.policy_version for part in contributions),
+            figures.square,
+            figures.spread,
+            learning_rates=tuple(part.learning_rate for part in contributions),
+            ends_update=leader_ends(
+                UpdatePosition(part.sender, part.weight, part.left) for part in contributions
+            ),
+        )
+        return out
+
+    def _result(self, number: int) -> memoryview:
+        if self._formats.dtype(number) == "float32":
+            return self._memory.results[number % 2][self.piece.span].data.cast("B")
+        return self._encoded[number % 2]

@@ -1,0 +1,1 @@
+"""Gossip among peers, asynchronously: AD-PSGD, stochastic gradient push, GALA."""

@@ -1,0 +1,651 @@
+"""Stochastic gradient push (Assran 2019, arXiv 1811.10792): push-sum over a directed graph."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from p2pdrl.config.strategy import SgpConfig
+from p2pdrl.errors import (
+    P2PDRLError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    PoisonedVectorError,
+    TensorError,
+    TransportError,
+)
+from p2pdrl.group.compatibility import Summary, Verdict
+from p2pdrl.ids import new_exchange_id
+from p2pdrl.strategies.call_timeouts import outcome_of, unready
+from p2pdrl.strategies.gossip.asynchronous import AsynchronousStrategy
+from p2pdrl.strategies.gossip.pair_average import Bounds, PairUpdate, pair_report, pair_step
+from p2pdrl.strategies.gossip.push import (
+    Arrivals,
+    BufferPool,
+    PushAnswer,
+    PushCore,
+    PushHead,
+    decode_push_answer,
+    decode_push_head,
+)
+from p2pdrl.strategies.own_vector import read_now
+from p2pdrl.strategies.protocol import RoundReport, StrategyContext
+from p2pdrl.tensors import mix
+from p2pdrl.tensors.board import DaemonBoard
+from p2pdrl.tensors.wire import WireDtype, decode, encode, encoded_nbytes
+from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
+
+__all__ = [
+    "FLOOR",
+    "OPEN",
+    "ROUTE",
+    "Arrival",
+    "Outbox",
+    "PushInFlight",
+    "PushSum",
+    "PushVectors",
+    "Result",
+    "SgpStrategy",
+    "Unsettled",
+]
+
+FLOOR = 2.0**-20
+"""A node keeps at least this weight: one that only gives would underflow, and with it what it stands for."""
+
+CEILING = 2.0**40
+"""No honest swarm has this much weight in one place."""
+
+SENDERS = 1024
+NUMBERS = 1024
+"""How much is remembered of what arrived: (sender, boot) pairs, and numbers of each."""
+
+Result = Literal["new", "taken", "void"]
+
+
+class Arrival(NamedTuple):
+    """What names a message."""
+
+    sender: str
+    boot: str
+    number: int
+
+
+class PushInFlight(NamedTuple):
+    """A message under way.
+
+    Args:
+        number: names it, with the sender and its boot.
+        peer: to whom.
+        mass: weight set aside for it.
+        left: weight that the sender kept.
+    """
+
+    number: int
+    peer: str
+    mass: float
+    left: float
+
+
+class PushSum:
+    """One node's weight and its messages; the caller moves the vectors by the factors it is given."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self._number = 0
+        self._open: dict[int, PushInFlight] = {}
+        self._seen: OrderedDict[tuple[str, str], _Numbers] = OrderedDict()
+
+    @property
+    def under_way(self) -> float:
+        """Mass that is set aside."""
+        return sum(parcel.mass for parcel in self._open.values())
+
+    def send(self, peer: str, share: float) -> PushInFlight | None:
+        """Set aside ``share`` of the weight; None when too little is left to give.
+
+        Args:
+            peer: to whom.
+            share: in (0, 1); less is given where the weight would fall below `FLOOR`.
+        """
+        if self.weight < 2 * FLOOR:
+            return None
+        mass = min(share * self.weight, self.weight - FLOOR)
+        self._number += 1
+        self.weight -= mass
+        parcel = PushInFlight(self._number, peer, mass, self.weight)
+        self._open[parcel.number] = parcel
+        return parcel
+
+    def acknowledged(self, number: int) -> None:
+        """The peer has it."""
+        self._open.pop(number, None)
+
+    def lost(self, number: int) -> None:
+        """Nobody will ever tell what became of it."""
+        self._open.pop(number, None)
+
+    def returned(self, number: int) -> float:
+        """It came to nothing: have the mass back.
+
+        Returns:
+            How far z is to move towards the z that was sent.
+        """
+        parcel = self._open.pop(number, None)
+        return 0.0 if parcel is None else self._gain(parcel.mass)
+
+    def restart(self) -> None:
+        """Another vector is in place of ours: begin anew with weight 1, and forget what is under way."""
+        self.weight = 1.0
+        self._open.clear()
+
+    def result(self, arrival: Arrival) -> Result:
+        """What became of a message that arrives, if it was here before."""
+        numbers = self._seen.get(arrival[:2])
+        return "new" if numbers is None else numbers.result(arrival.number)
+
+    def acceptable(self, mass: float) -> bool:
+        """Whether an honest peer could send so much."""
+        return 0 < mass < CEILING and self.weight + mass < CEILING
+
+    def factor(self, mass: float) -> float:
+        """How far z would move towards the z that came with ``mass``."""
+        return mass / (self.weight + mass)
+
+    def take(self, arrival: Arrival, mass: float) -> float:
+        """Take a new message.
+
+        Returns:
+            How far z is to move towards the z that came.
+
+        Raises:
+            ValueError: it was here before, or the mass isn't acceptable.
+        """
+        if self.result(arrival) != "new" or not self.acceptable(mass):
+            raise ValueError(f"message {arrival.number} of {arrival.sender} can't be taken")
+        self._numbers(arrival).note(arrival.number, "taken")
+        return self._gain(mass)
+
+    def refuse(self, arrival: Arrival) -> Result:
+        """Never take a message, unless that is done already; return what became of it."""
+        if self.result(arrival) == "new":
+            self._numbers(arrival).note(arrival.number, "void")
+        return self.result(arrival)
+
+    def _gain(self, mass: float) -> float:
+        factor = self.factor(mass)
+        self.weight += mass
+        return factor
+
+    def _numbers(self, arrival: Arrival) -> _Numbers:
+        numbers = self._seen.setdefault(arrival[:2], _Numbers())
+        self._seen.move_to_end(arrival[:2])
+        while len(self._seen) > SENDERS:
+            self._seen.popitem(last=False)
+        return numbers
+
+
+class _Numbers:
+    """What became of one sender's messages; those too old to be remembered count as void."""
+
+    def __init__(self) -> None:
+        self._results: dict[int, Result] = {}
+        self._forgotten = 0
+
+    def result(self, number: int) -> Result:
+        return "void" if number <= self._forgotten else self._results.get(number, "new")
+
+    def note(self, number: int, result: Result) -> None:
+        self._results[number] = result
+        if len(self._results) > NUMBERS:
+            self._forgotten = min(self._results)
+            del self._results[self._forgotten]
+
+
+class PushVectors:
+    """Reads our vector, writes it for the wire, moves it towards one that came.
+
+    Args:
+        board: where our vector is.
+        size: D, float32 parameters.
+        wire: number format.
+        bounds: what is accepted of peers.
+    """
+
+    def __init__(self, board: DaemonBoard, size: int, wire: WireDtype, bounds: Bounds) -> None:
+        self._board = board
+        self._wire: WireDtype = wire
+        self._bounds = bounds
+        self._mine_D = np.zeros(size, np.float32)
+        self._theirs_D = np.zeros(size, np.float32)
+        self._sets = 0
+        self._version = 0
+        self.nbytes = encoded_nbytes(size, wire)
+
+    @property
+    def sets(self) -> int:
+        """Sets on the board when it was last read."""
+        return self._sets
+
+    def read(self) -> None:
+        """Take our vector off the board.
+
+        Raises:
+            PoisonedVectorError: it holds NaN, infinity or a huge entry.
+            TensorError: it can't be read now.
+        """
+        snapshot = read_now(self._board, self._mine_D, self._bounds.max_abs)
+        self._sets, self._version = snapshot.sets, snapshot.policy_version
+
+    def pack(self, out: memoryview, ratio: float) -> None:
+        """Write what was read for the wire.
+
+        What the wire rounds off stays ours: x = w·z loses m·round(z), so that z moves by
+        m / (w − m) · (z − round(z)).
+
+        Args:
+            out: of `nbytes`.
+            ratio: m / (w − m); above 1 it would amplify the rounding, so no more than 1 is applied.
+
+        Raises:
+            PoisonedVectorError: rounded, it is beyond the bound: its peer would refuse it and strike us.
+        """
+        encode(self._mine_D, self._wire, out)
+        if self._wire == "float32":
+            return
+        decode(out, self._wire, self._theirs_D)
+        mix.check_finite(self._theirs_D, self._bounds.max_abs)
+        mix.pair_delta(self._theirs_D, self._mine_D, min(ratio, 1.0), out=self._theirs_D)
+        self._board.post_delta(self._theirs_D, self._version, sets=self._sets)
+
+    def merge(self, message: memoryview, factor: float, policy_version: int) -> PairUpdate | None:
+        """Move our vector, as it was read, by ``factor`` towards the one that came.
+
+        Returns:
+            What was done; None when our vector was replaced since it was read.
+
+        Raises:
+            PoisonedVectorError: what came is unusable.
+            WireError: it is malformed.
+        """
+        decode(message, self._wire, self._theirs_D)
+        step = pair_step(self._mine_D, self._theirs_D, factor, self._bounds)
+        posted = self._board.post_delta(self._theirs_D, policy_version, sets=self._sets)
+        return step if posted else None
+
+    def regain(self, message: memoryview, factor: float) -> None:
+        """Move our vector, as it was read, by ``factor`` towards what we sent in vain."""
+        decode(message, self._wire, self._theirs_D)
+        mix.pair_delta(self._mine_D, self._theirs_D, factor, out=self._theirs_D)
+        self._board.post_delta(self._theirs_D, self._version, sets=self._sets)
+
+
+OPEN = 4
+"""Pushes whose fate may be unknown at once: each holds its bytes, and a part of our weight."""
+
+AGAIN_FIRST_S = 0.25
+AGAIN_MAX_S = 5.0
+ABSENT_S = 10.0
+"""A peer that nobody counted among the living for so long is taken for dead; suspects come back sooner."""
+
+
+@dataclass(slots=True)
+class Unsettled:
+    """A push whose fate isn't known yet.
+
+    Attributes:
+        parcel: its number, peer and mass.
+        summary: what we said of ourselves when its vector was read.
+        message: the vector as it travels; the same each time.
+        attempts: how often it was sent.
+        next_s: monotonic time before which it isn't sent again.
+        missed_s: since when its peer isn't among the living; None while it is.
+    """
+
+    parcel: PushInFlight
+    summary: Summary
+    message: memoryview
+    attempts: int = 0
+    next_s: float = float("-inf")
+    missed_s: float | None = None
+
+
+class Outbox:
+    """The pushes under way.
+
+    Args:
+        nbytes: length of a message.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._pool = BufferPool(nbytes, OPEN)
+        self._pushes: dict[int, Unsettled] = {}
+
+    @property
+    def room(self) -> bool:
+        """Whether another may be begun."""
+        return self._pool.any_free
+
+    @property
+    def peers(self) -> set[str]:
+        """To whom something is under way."""
+        return {push.parcel.peer for push in self._pushes.values()}
+
+    def buffer(self) -> memoryview:
+        """Borrow a buffer for a new push; only while there is `room`.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        buffer = self._pool.take()
+        if buffer is None:
+            raise RuntimeError("no push may be begun now: all buffers are under way")
+        return buffer
+
+    def give_back(self, buffer: memoryview) -> None:
+        """The push that it was for isn't begun."""
+        self._pool.give(buffer)
+
+    def add(self, push: Unsettled) -> None:
+        """A push begins."""
+        self._pushes[push.parcel.number] = push
+
+    def settle(self, push: Unsettled) -> None:
+        """Its fate is known."""
+        if self._pushes.pop(push.parcel.number, None) is not None:
+            self._pool.give(push.message)
+
+    def unknown(self, push: Unsettled, now_s: float) -> None:
+        """Nothing was heard of it: it goes out again after a while that doubles."""
+        push.next_s = now_s + min(AGAIN_FIRST_S * 2.0 ** min(push.attempts - 1, 16), AGAIN_MAX_S)
+
+    def due(self, alive: Collection[str], now_s: float) -> Unsettled | None:
+        """The push to send again now, if there is one."""
+        for push in self._pushes.values():
+            if push.attempts and push.next_s <= now_s and push.parcel.peer in alive:
+                return push
+        return None
+
+    def dead(self, alive: Collection[str], now_s: float) -> list[Unsettled]:
+        """Pushes whose peer has been gone for `ABSENT_S`."""
+        gone = []
+        for push in self._pushes.values():
+            if push.parcel.peer in alive:
+                push.missed_s = None
+            elif push.missed_s is None:
+                push.missed_s = now_s
+            elif now_s - push.missed_s >= ABSENT_S:
+                gone.append(push)
+        return gone
+
+    def clear(self) -> list[Unsettled]:
+        """Forget all; return them."""
+        pushes = list(self._pushes.values())
+        for push in pushes:
+            self.settle(push)
+        return pushes
+
+
+ROUTE = "push"
+ARRIVING = 2
+"""Pushes that are read at once; more are refused."""
+
+
+class SgpStrategy(AsynchronousStrategy[PushCore]):
+    """Push-sum gossip; see `Strategy`.
+
+    Outcomes of our pushes: ``pushed`` (arrived), ``busy refused failed`` (taken back), ``behind`` and
+    ``ahead`` (somebody adopts), ``timeout unsure`` (sent again later), ``lost`` (the peer died first). Of
+    those that came: ``ok``, ``unchanged``, ``poisoned``.
+    """
+
+    DONE = "pushed"
+
+    def __init__(self, config: SgpConfig, context: StrategyContext) -> None:
+        self._wire: WireDtype = "float32" if config.compression == "none" else "bf16"
+        clip = config.clip_distance if config.mixing == "clipped" else None
+        bounds = Bounds(context.max_abs, config.max_distance, clip)
+        self._vectors = PushVectors(context.learner.board, context.size, self._wire, bounds)
+        core = PushCore(config, context.swarm.node_id, context.rng)
+        super().__init__(config, context, core, self._vectors.nbytes)
+        self._config = config
+        self._sum = PushSum()
+        self._boot = new_exchange_id()
+        self._sets = self._board.sets
+        self._outbox = Outbox(self._vectors.nbytes)
+        self._arriving = Arrivals(self._vectors.nbytes, ARRIVING)
+        self._books = asyncio.Lock()
+
+    @property
+    def weight(self) -> float:
+        """Our w, without what is under way."""
+        return self._sum.weight
+
+    @property
+    def under_way(self) -> float:
+        """Weight that is under way."""
+        return self._sum.under_way
+
+    # --- pushing ----------------------------------------------------------------------------------
+
+    async def _turn(self) -> bool:
+        self._follow(self._board.sets)
+        alive, now_s = self._swarm.alive(), self._clock.monotonic()
+        for push in self._outbox.dead(alive, now_s):
+            self._lose(push)
+        push_due = self._outbox.due(alive, now_s) or await self._new_push(alive, now_s)
+        if push_due is None:
+            return False
+        await self._deliver(push_due, alive[push_due.parcel.peer])
+        return True
+
+    async def _new_push(self, alive: dict[str, Address], now_s: float) -> Unsettled | None:
+        """Begin a push if one is due; None when there is none to begin."""
+        summary = self._swarm.summary()
+        if summary is None or not self._outbox.room or not self._may_begin(now_s, len(alive) + 1):
+            return None
+        peer = self._core.choose(alive, now_s, without=self._outbox.peers)
+        if peer is None:
+            return None
+        self._core.began(now_s)
+        buffer = self._outbox.buffer()
+        async with self._books:
+            readable = await self._read()
+            parcel = self._sum.send(peer, self._config.share) if readable else None
+            if parcel is not None and not await self._pack(parcel, buffer):
+                self._sum.returned(parcel.number)
+                readable = False
+            if not readable:
+                self._outcomes.ended(RoundReport("failed", error="our own parameters are unusable"))
+            if parcel is None or not readable:
+                self._outbox.give_back(buffer)
+                return None
+            push = Unsettled(parcel, summary, buffer)
+            self._outbox.add(push)
+        return push
+
+    async def _pack(self, parcel: PushInFlight, buffer: memoryview) -> bool:
+        """Write what was read for a peer; False when no peer would take it (then it is healed)."""
+        try:
+            await self._heavy.run(lambda: self._vectors.pack(buffer, parcel.mass / parcel.left))
+        except PoisonedVectorError as error:
+            self._swarm.heal(f"our own parameters are unusable: {error}")
+            return False
+        return True
+
+    async def _deliver(self, push: Unsettled, address: Address) -> None:
+        """Send a push once, and do what its answer asks for."""
+        began_s = self._clock.monotonic()
+        peer, attempts = push.parcel.peer, push.attempts
+        push.attempts += 1
+        report = RoundReport("unsure", missing=(peer,), bytes_out=self._vectors.nbytes, round_trips=1)
+        known = False
+        try:
+            answer = await self._call(push, address)
+            if answer is None or answer.number != push.parcel.number:
+                report = replace(report, error="the answer can't be read")
+            else:
+                known = True
+                report = await self._answered(push, answer, report)
+        except TransportError as error:
+            report = replace(report, outcome=outcome_of(error), error=str(error), unready=unready(error))
+            if not attempts and _never_arrived(error):
+                known = True
+                await self._take_back(push)
+        if known:
+            self._outbox.settle(push)
+        else:
+            self._outbox.unknown(push, self._clock.monotonic())
+        self._ended(peer, report, began_s)
+
+    async def _call(self, push: Unsettled, address: Address) -> PushAnswer | None:
+        head = PushHead(
+            boot=self._boot,
+            number=push.parcel.number,
+            wire=self._wire,
+            summary=push.summary,
+            mass=push.parcel.mass,
+        )
+        answer = await self._transport.call(
+            address,
+            push.parcel.peer,
+            ROUTE,
+            msgspec.msgpack.encode(head),
+            vector=push.message,
+            deadline_s=self._deadline.seconds,
+            lane="bulk",
+        )
+        return decode_push_answer(answer.meta)
+
+    async def _answered(self, push: Unsettled, answer: PushAnswer, report: RoundReport) -> RoundReport:
+        """The peer says what became of a push."""
+        if answer.result == "taken":
+            self._sum.acknowledged(push.parcel.number)
+            return replace(report, outcome="pushed", missing=())
+        await self._take_back(push)
+        heard = self._admission.heard(push.parcel.peer, push.summary, answer.summary, answer.verdict)
+        outcome = "refused" if heard in ("ok", "failed") else heard
+        return replace(report, outcome=outcome, error="it didn't take the push")
+
+    async def _take_back(self, push: Unsettled) -> None:
+        """A push came to nothing: its mass and what it stands for are ours again."""
+        async with self._books:
+            readable = await self._read()
+            factor = self._sum.returned(push.parcel.number)
+            if readable and factor:
+                await self._heavy.run(lambda: self._vectors.regain(push.message, factor))
+
+    def _lose(self, push: Unsettled) -> None:
+        self._sum.lost(push.parcel.number)
+        self._outbox.settle(push)
+        error = "the peer died before it answered"
+        self._outcomes.ended(RoundReport("lost", missing=(push.parcel.peer,), error=error))
+
+    # --- what comes -------------------------------------------------------------------------------
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        """Take a peer's push, once.
+
+        Raises:
+            Refusal: too many at once (423), no state yet (503), another task or mode (409), poisoned (422),
+                quarantined (403), malformed (400), late (408). The push is void then, whenever it comes.
+        """
+        if incoming.route != ROUTE:
+            raise Refusal(409, f"this node's strategy is sgp, which has no {incoming.route}")
+        head = decode_push_head(incoming.meta)
+        if head is None:
+            raise Refusal(400, "the push's head can't be read")
+        arrival = Arrival(incoming.sender, head.boot, head.number)
+        try:
+            return await self._receive(incoming, head, arrival)
+        except P2PDRLError:  # a refusal, or a vector that was cut off
+            self._sum.refuse(arrival)
+            raise
+
+    async def _receive(self, incoming: Incoming, head: PushHead, arrival: Arrival) -> Reply:
+        mine = self._admission.admit(incoming.sender, stopping=self._runner.stopping)
+        if self._sum.result(arrival) != "new":
+            return self._reply(mine, arrival)
+        verdict = self._admission.judge(incoming.sender, mine, head.summary)
+        if verdict is not Verdict.MIX:
+            return self._reply(mine, arrival, verdict)
+        same = head.wire == self._wire and head.content == "parameters"
+        if not same or incoming.vector_nbytes != self._vectors.nbytes or not self._sum.acceptable(head.mass):
+            raise Refusal(422, "the push has another format, length or weight than can be")
+        began_s = self._clock.monotonic()
+        message = await self._arriving.read(incoming, self._config.deadline_s)
+        # From here on it is taken or refused for good, whether or not the caller still waits.
+        merging = self._runner.briefly(self._merge(message, head, arrival, mine, began_s))
+        refusal = await asyncio.shield(merging)
+        if refusal is not None:
+            raise refusal
+        return self._reply(mine, arrival)
+
+    def _reply(self, mine: Summary, arrival: Arrival, verdict: Verdict = Verdict.MIX) -> Reply:
+        """Say what became of a push; one that wasn't taken by now never will be."""
+        result = self._sum.refuse(arrival)
+        said = PushAnswer(arrival.number, "taken" if result == "taken" else "void", mine, verdict.value)
+        return Reply(msgspec.msgpack.encode(said))
+
+    async def _merge(
+        self, message: memoryview, head: PushHead, arrival: Arrival, mine: Summary, began_s: float
+    ) -> Refusal | None:
+        """Take a push that has arrived; return why not, if it is refused."""
+        try:
+            async with self._books:
+                if self._sum.result(arrival) != "new":
+                    return None  # another copy of it was quicker
+                if not await self._read():
+                    return Refusal(503, "our own parameters are unusable; taking a donor's")
+                factor = self._sum.factor(head.mass)
+                version = max(mine.policy_version, head.summary.policy_version)
+                step = await self._heavy.run(lambda: self._vectors.merge(message, factor, version))
+                if step is None:
+                    return Refusal(503, "our vector was replaced meanwhile")
+                self._sum.take(arrival, head.mass)
+        except PoisonedVectorError as error:
+            self._swarm.strike(arrival.sender, str(error))
+            return Refusal(422, f"poisoned vector: {error}")
+        except Refusal as refusal:
+            return refusal
+        finally:
+            self._arriving.give(message)
+        self._merged(step, arrival.sender, mine.policy_version - head.summary.policy_version, began_s)
+        return None
+
+    def _merged(self, step: PairUpdate, peer: str, staleness: int, began_s: float) -> None:
+        self._outcomes.met(step.distance)
+        took_s = self._clock.monotonic() - began_s
+        report = RoundReport("ok", seconds=took_s, bytes_in=self._vectors.nbytes)
+        self._outcomes.ended(pair_report(report, self._swarm.node_id, peer, step, staleness), ours=False)
+
+    # --- what we hold -----------------------------------------------------------------------------
+
+    async def _read(self) -> bool:
+        """Take our vector off the board; False when it can't be given to anybody (then it is healed)."""
+        try:
+            await self._heavy.run(self._vectors.read)
+        except PoisonedVectorError as error:
+            self._swarm.heal(f"our own parameters are unusable: {error}")
+            return False
+        except TensorError:
+            return False
+        self._follow(self._vectors.sets)
+        return True
+
+    def _follow(self, sets: int) -> None:
+        """When our vector was replaced by another, begin anew with it."""
+        if sets != self._sets:
+            self._sets = sets
+            self._sum.restart()
+            self._outbox.clear()
+
+
+def _never_arrived(error: TransportError) -> bool:
+    """Whether a push that was sent once, and never before, is known not to have been taken."""
+    return isinstance(error, PeerRefusedError) or (isinstance(error, PeerUnreachableError) and not error.sent)

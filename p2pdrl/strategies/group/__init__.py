@@ -1,1 +1,0 @@
-"""One agreed, numbered list of members for strategies that need one: `service` runs `core`, which is pure."""

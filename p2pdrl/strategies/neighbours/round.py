@@ -1,0 +1,319 @@
+"""One round with one's neighbours: their graph, what was sent, whose edge has counted, whose not and why."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from p2pdrl.config.strategy import Content, DsgdConfig, Mixing
+from p2pdrl.group.view import GroupView, ViewKey
+from p2pdrl.strategies.neighbours.messages import Position
+from p2pdrl.strategies.neighbours.mixing import Edge
+from p2pdrl.strategies.protocol import Merged, RoundReport
+from p2pdrl.strategies.topology import matrix, metropolis, spectral_gap
+from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.transport.protocol import Reply
+
+__all__ = ["Line", "Met", "NeighbourRound", "Neighbourhood", "SentMessage", "SentMessages", "stage_report"]
+
+
+class Line:
+    """What an edge keeps from round to round.
+
+    Args:
+        size: D.
+        max_nbytes: of the longest message.
+
+    Attributes:
+        theirs: what the neighbour sent last, decoded.
+        lock: held while the buffer is filled and read.
+        newest: the latest position that the neighbour called with.
+    """
+
+    def __init__(self, size: int, max_nbytes: int) -> None:
+        self._buffer = memoryview(bytearray(max_nbytes))
+        self.theirs: Float32Array = np.zeros(size, np.float32)
+        self.lock = asyncio.Lock()
+        self.newest = Position(-1, 0)
+
+    def room(self, nbytes: int) -> memoryview | None:
+        """Where ``nbytes`` go; None when they can't be right."""
+        return self._buffer[:nbytes] if 0 < nbytes <= len(self._buffer) else None
+
+
+class Neighbourhood:
+    """Neighbours in a view.
+
+    Args:
+        config: the strategy's options.
+        me: own node id.
+        view: in force.
+        first: number of the view's first round.
+    """
+
+    def __init__(self, config: DsgdConfig, me: str, view: GroupView, first: int) -> None:
+        self.view, self.key, self.first = view, view.key, first
+        row = metropolis(config.topology, view.members, degree=config.degree, seed=str(view.key))[me]
+        self.weights = {peer: weight for peer, weight in row.items() if peer != me}
+        W_NN = matrix(config.topology, view.members, degree=config.degree, seed=str(view.key))
+        self.spectral_gap = spectral_gap(W_NN)
+        self.lines: dict[str, Line] = {}
+
+    def line(self, peer: str, size: int, max_nbytes: int) -> Line:
+        """The edge to a neighbour."""
+        line = self.lines.get(peer)
+        if line is None:
+            line = self.lines[peer] = Line(size, max_nbytes)
+        return line
+
+    def inherit(self, before: Neighbourhood) -> None:
+        """Keep the buffers of those who were neighbours before."""
+        for peer, line in before.lines.items():
+            if peer in self.weights:
+                line.newest = Position(-1, 0)
+                self.lines[peer] = line
+
+
+@dataclass(eq=False)
+class SentMessage:
+    """Our message of one round.
+
+    Attributes:
+        room: where it is; longer than it.
+        nbytes: its length.
+        key: view that the round is of.
+        position: of the round.
+        answers: what went before it to those neighbours who called and whose edges count.
+        writing: answers under way that show it.
+    """
+
+    room: bytearray
+    nbytes: int
+    key: ViewKey
+    position: Position
+    answers: dict[str, bytes] = field(default_factory=dict)
+    writing: int = 0
+
+    @property
+    def view(self) -> memoryview:
+        """The message; it stays as it is while ``writing``, and for one more round."""
+        return memoryview(self.room)[: self.nbytes]
+
+    def reply(self, meta: bytes, ended: Callable[[bool], None] = lambda _: None) -> Reply:
+        """An answer that shows it; ``ended`` is told whether that was written."""
+        self.writing += 1
+
+        def done(sent: bool) -> None:
+            self.writing -= 1
+            ended(sent)
+
+        return Reply(meta, vector=self.view, on_end=done)
+
+
+class SentMessages:
+    """The messages of this round and of the one before.
+
+    Args:
+        max_nbytes: of the longest.
+    """
+
+    def __init__(self, max_nbytes: int) -> None:
+        self._max_nbytes = max_nbytes
+        self._last: list[SentMessage] = []
+
+    def begin(self, key: ViewKey, position: Position, message: memoryview) -> SentMessage:
+        """Return a copy of a round's message."""
+        oldest = self._last.pop(0) if len(self._last) > 1 else None
+        room = bytearray(self._max_nbytes) if oldest is None or oldest.writing else oldest.room
+        made = SentMessage(room, len(message), key, position)
+        made.view[:] = message
+        self._last.append(made)
+        return made
+
+    def again(self, key: ViewKey, position: Position, peer: str) -> Reply | None:
+        """The answer that a neighbour got, or should have got; None where its edge doesn't count."""
+        for message in self._last:
+            if (message.key, message.position) == (key, position) and peer in message.answers:
+                return message.reply(message.answers[peer])
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """An edge that counts.
+
+    Args:
+        edge: how.
+        policy_version: the neighbour's.
+        theirs: what it sent; of the edge's buffer.
+    """
+
+    edge: Edge
+    policy_version: int
+    theirs: Float32Array
+
+
+@dataclass(eq=False)
+class NeighbourRound:
+    """A round, or one of the two of a round of gradients.
+
+    Attributes:
+        key: of the view.
+        number: of the round in the view.
+        content: what is mixed.
+        weights: W_ij of each neighbour j.
+        began_s: monotonic.
+        until_s: when it is cut off.
+        message: ours.
+        met: edges that count.
+        missing: why the others don't, in a word.
+        busy: neighbours to whom a call or an answer is under way.
+        half: neighbours who called, and to whom our answer couldn't be written: they may have moved.
+        cut_off: it waits for nobody any more who isn't busy.
+        regrouped: it was cut off by the end of the view.
+        closed: it has ended; whatever comes now doesn't count.
+    """
+
+    key: ViewKey
+    number: int
+    content: Content
+    weights: Mapping[str, float]
+    began_s: float
+    until_s: float
+    message: SentMessage
+    bytes_out: int = 0
+    bytes_in: int = 0
+    round_trips: int = 0
+    met: dict[str, Met] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    busy: set[str] = field(default_factory=set)
+    half: set[str] = field(default_factory=set)
+    cut_off: bool = False
+    regrouped: bool = False
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._open = set(self.weights)
+        self._cut, self._settled = asyncio.Event(), asyncio.Event()
+        self._check()
+
+    @property
+    def position(self) -> Position:
+        """Where it is in the view."""
+        return Position(self.number, int(self.content == "parameters"))
+
+    def awaits(self, peer: str) -> bool:
+        """Whether the edge to ``peer`` isn't settled, and nobody works at it."""
+        return peer in self._open and peer not in self.busy and not self.closed
+
+    def settle(self, peer: str, met: Met) -> bool:
+        """The edge counts; False when it is too late for that."""
+        if self.closed or peer not in self._open:
+            return False
+        self.met[peer] = met
+        self._end(peer)
+        return True
+
+    def miss(self, peer: str, why: str) -> None:
+        """The edge doesn't count."""
+        if peer in self._open:
+            self.missing[peer] = "unsure" if peer in self.half else why
+            self._end(peer)
+
+    def broke(self, peer: str) -> None:
+        """Our answer couldn't be written: while the round lasts, the neighbour may call again."""
+        if peer in self._open:
+            self.half.add(peer)
+            self.busy.discard(peer)
+            if self.cut_off:
+                self.miss(peer, "unsure")
+
+    def cut(self, why: str, *, regrouped: bool = False) -> None:
+        """Wait no longer for those who haven't come."""
+        self.regrouped |= regrouped and not self._settled.is_set()
+        self.cut_off = True
+        for peer in sorted(self._open - self.busy):
+            self.miss(peer, why)
+        self._cut.set()
+
+    def close(self) -> None:
+        """Leave out what isn't settled."""
+        self.closed = self.cut_off = True
+        for peer in sorted(self._open):
+            self.miss(peer, "timeout")
+
+    async def wait(self, seconds: float) -> None:
+        """Wait until it is cut off or settled, at most so long."""
+        await _within(self._cut, seconds)
+
+    async def wait_settled(self, seconds: float) -> None:
+        """Wait until all edges are settled, at most so long."""
+        await _within(self._settled, seconds)
+
+    def _end(self, peer: str) -> None:
+        self._open.discard(peer)
+        self.busy.discard(peer)
+        self._check()
+
+    def _check(self) -> None:
+        if not self._open:
+            self._cut.set()
+            self._settled.set()
+
+
+async def _within(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(max(seconds, 0.0)):
+            await event.wait()
+    except TimeoutError:
+        return
+
+
+def stage_report(
+    stage: NeighbourRound, mixing: Mixing, me: str, policy_version: int, changed: float | None
+) -> RoundReport:
+    """Say how a round went.
+
+    Args:
+        stage: the round, closed.
+        mixing: how it was mixed; ``trimmed`` counts all alike.
+        me: own node id.
+        policy_version: ours.
+        changed: norm of what was added to ours; None when ours was replaced meanwhile.
+    """
+    met = sorted(stage.met.items())
+    weights = {peer: edge.edge.weight for peer, edge in met}
+    if mixing == "trimmed":
+        weights = dict.fromkeys(weights, 1.0 / (len(met) + 1))
+    merged = [Merged(me, 1.0 - math.fsum(weights.values()))] if met else []
+    merged += [Merged(peer, weights[peer], policy_version - edge.policy_version) for peer, edge in met]
+    square = sum(edge.edge.distance**2 for _, edge in met)
+    outcome, error = "ok", ""
+    if not met:
+        outcome = "regrouped" if stage.regrouped else _commonest(stage)
+        error = f"no neighbour came: {outcome}"
+    elif changed is None:
+        outcome, error = "unsure", "our vector was replaced meanwhile"
+    elif changed == 0 and square > 0:
+        outcome, error = "unchanged", "the vectors differ, but the step rounds or clips to nothing"
+    return RoundReport(
+        outcome,
+        merged=tuple(merged),
+        missing=tuple(sorted(stage.missing)),
+        bytes_out=stage.bytes_out,
+        bytes_in=stage.bytes_in,
+        round_trips=stage.round_trips,
+        changed=changed or 0.0,
+        distance=math.sqrt(square / len(met)) if met else None,
+        error=error,
+    )
+
+
+def _commonest(stage: NeighbourRound) -> str:
+    counts = Counter(stage.missing.values()).most_common(1)
+    return counts[0][0] if counts else "timeout"

@@ -1,0 +1,79 @@
+"""This node's own vector as its peers see it: read off the board, checked, rounded as the wire rounds it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from p2pdrl.tensors.board import DaemonBoard, Snapshot
+from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.tensors.mix import check_finite
+from p2pdrl.tensors.wire import WireDtype, as_wire, encode_rounding_span
+
+__all__ = ["OwnVector", "read_now"]
+
+
+def read_now(
+    board: DaemonBoard,
+    out: Float32Array,
+    max_abs: float,
+    wire: WireDtype = "float32",
+    message: memoryview | None = None,
+) -> Snapshot:
+    """Write the vector as it is now, as the peer will see it, into ``out``.
+
+    Args:
+        board: holds the vector.
+        out: D float32.
+        max_abs: largest entry that peers accept.
+        wire: number format that it is rounded to.
+        message: what goes to the peer is written there; None where float32 goes straight from ``out``.
+
+    Raises:
+        PoisonedVectorError: it holds NaN, infinity or a huge entry; peers would strike us for it.
+        TensorError: there is nothing to read.
+    """
+    target = None if message is None else as_wire(message, wire, out.size)
+
+    def finish(span: slice) -> None:
+        piece = out[span]
+        if target is not None and wire == "bf16":
+            encode_rounding_span(piece, target[span])
+        elif target is not None:
+            np.copyto(target[span], piece)
+        check_finite(piece, max_abs)  # once rounded, for that is what peers check
+
+    return board.now(out, finish)
+
+
+class OwnVector:
+    """A copy of what is on the board.
+
+    Args:
+        board: where the learner's vector is.
+        size: D.
+    """
+
+    def __init__(self, board: DaemonBoard, size: int) -> None:
+        self._board = board
+        self._sets = board.sets
+        self._followed = board.sets
+        self.vector: Float32Array = np.zeros(size, np.float32)
+        self.policy_version = 0
+
+    def read(self) -> None:
+        """Copy the vector as it is now.
+
+        Raises:
+            TensorError: there is none, or it can't be read now.
+        """
+        snapshot = self._board.now(self.vector)
+        self._sets, self.policy_version = snapshot.sets, snapshot.policy_version
+
+    def add(self, delta: Float32Array, policy_version: int) -> bool:
+        """Move the learner's vector by ``delta``; False when it was replaced since `read`."""
+        return self._board.post_delta(delta, policy_version, sets=self._sets)
+
+    def replaced(self) -> bool:
+        """Whether it was replaced by another since the last time this was asked."""
+        before, self._followed = self._followed, self._board.sets
+        return before != self._followed

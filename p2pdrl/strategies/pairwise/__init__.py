@@ -1,1 +1,0 @@
-"""AD-PSGD: two nodes average at a time, asynchronously."""

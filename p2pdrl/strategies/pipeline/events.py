@@ -1,0 +1,284 @@
+"""What people are told of pipelines, and what is counted: state copies, ends, what nodes show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from p2pdrl.config.checks import Problem
+from p2pdrl.pipeline.order import StageNews
+from p2pdrl.pipeline.wording import in_seconds
+from p2pdrl.strategies.pipeline.generation import Generation, blamed
+from p2pdrl.strategies.pipeline.layout import PipelineLayout, PipelineMembers
+from p2pdrl.strategies.pipeline.planning import NO_PIPELINE
+from p2pdrl.strategies.protocol import Merged, RoundReport, StrategyContext
+from p2pdrl.strategies.task_runner import OutcomeMetrics
+
+__all__ = ["PipelineEvents", "PipelineStatus"]
+
+
+class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Where this node stands; all of it as it was ordered or predicted, nothing measured."""
+
+    standby: bool = False
+    """Whether it is in no pipeline, although others are."""
+    pipeline: int | None = None
+    """Number of its pipeline, from 0; None without one."""
+    pipelines: int = 0
+    """How many there are."""
+    rank: int | None = None
+    """Its place; 0 is the head."""
+    ranks: tuple[str, ...] = ()
+    """Names of all ranks' nodes."""
+    stages: tuple[int, ...] = ()
+    """Numbers of the stages that it holds."""
+    blocks: tuple[int, ...] = ()
+    """Numbers of the blocks in them."""
+    schedule: str = ""
+    microbatches: int = 0
+    """At most, where the head measures which number is fastest."""
+    generation: int = 0
+    from_version: int = 0
+    """Policy version with which the generation began."""
+    backend: str = ""
+    """``stream`` or ``torch``; ``none`` where a node computes by itself."""
+    alone: bool = False
+    """Whether all ranks compute by themselves, because a pipeline would be slower."""
+    why: str = ""
+    """Why it is as it is, with numbers, as the head told all ranks."""
+    limit: str = ""
+    """What can't be as the strategy's options ask, and which of them to change; empty when all can."""
+    step_s: float = 0.0
+    """Predicted for one minibatch."""
+    bubble: float = 0.0
+    """Predicted part of the time in which ranks idle."""
+    copies: int = 0
+    """State copies in this generation."""
+
+    @property
+    def role(self) -> str:
+        """In a few words."""
+        if self.standby:
+            return "standby"
+        if self.rank is None:
+            return "forming"
+        if self.alone:
+            return "alone"
+        return f"pipeline {self.pipeline} rank {self.rank}"
+
+
+class PipelineEvents:
+    """One node's account.
+
+    Args:
+        context: what the node gives.
+    """
+
+    def __init__(self, context: StrategyContext) -> None:
+        self._swarm, self._clock = context.swarm, context.clock
+        self._me = context.swarm.node_id
+        self._outcomes = OutcomeMetrics(context.swarm)
+        self._since_s = 0.0
+        self._told = ""
+        self._limit = ""
+        self._told_end = 0
+        self._reached: tuple[str, int] | None = None
+        """Lineage and version that our last generation had come to; None while we don't know."""
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Rounds by outcome."""
+        return self._outcomes.outcomes
+
+    def count(self, outcome: str) -> int:
+        """How many rounds ended so."""
+        return self._outcomes.count(outcome)
+
+    # Events
+
+    def standing_by(self, layout: PipelineLayout) -> None:
+        """We are left over."""
+        heads = self._names(layout.heads)
+        full = f"pipelines of {', '.join(heads)} have" if len(heads) > 1 else f"pipeline of {heads[0]} has"
+        self._once("standby", f"stands by: the {full} all peers; it takes part once peers come or go")
+
+    def limited(self, problems: Iterable[Problem]) -> None:
+        """Our pipeline won't be what the strategy's options ask for, until there are no such problems."""
+        limit = "; ".join(f"{problem.key}: {problem.message}" for problem in problems)
+        if limit and limit != self._limit:
+            text = f"a pipeline can't be as its options ask. {limit}"
+            self._swarm.tell("pipeline-refused", text, warning=True)
+        self._limit = limit
+
+    def formed(self, generation: Generation, carried: str = "") -> None:
+        """We are in a pipeline that was formed, or compute by ourselves as all peers of one do.
+
+        Args:
+            generation: its generation.
+            carried: why activations travel as they do; empty where nobody chose.
+        """
+        self._since_s = self._clock.monotonic()
+        if generation.alone:
+            names = ", ".join(self._names(generation.members))
+            text = (
+                f"no pipeline of {names}: each computes by itself. {generation.why.removeprefix(NO_PIPELINE)}"
+            )
+            self._swarm.tell("pipeline-refused", text, warning=True, facts=self._begun(generation))
+            return
+        plan = generation.order.plan
+        if plan.ranks == 1:
+            text = f"pipeline of one: this node holds all {plan.blocks} blocks"
+        else:
+            held = [
+                f"{name} blocks {_ranges(plan.numbers(rank))}"
+                for rank, name in enumerate(self._names(generation.members))
+            ]
+            text = (
+                f"pipeline formed: {', '.join(held)}; {plan.schedule}, {plan.microbatches} microbatches, "
+                f"{in_seconds(generation.step_s)} a step and bubbles of {generation.bubble:.0%} predicted"
+            )
+            if carried:
+                text = f"{text}; {carried}"
+        begun = self._begun(generation)
+        back = begun.get("updates_back")
+        where = f"from version {generation.policy_version}" + (f", {back} updates back" if back else "")
+        self._swarm.tell("pipeline", f"{text} (generation {generation.generation}, {where})", facts=begun)
+        self._told = ""
+
+    def _begun(self, generation: Generation) -> dict[str, int]:
+        """With what a generation begins, and if we know, how many updates that is behind our last one's end.
+
+        We don't where that one neither ended nor broke here before this one's order came.
+        """
+        begun = {"generation": generation.generation, "policy_version": generation.policy_version}
+        reached, self._reached = self._reached, None
+        if reached is not None and reached[0] == generation.lineage:
+            begun["updates_back"] = max(0, reached[1] - generation.policy_version)
+        return begun
+
+    def unformed(self, place: PipelineMembers, why: str, suspect: str) -> None:
+        """A pipeline couldn't be formed."""
+        names = ", ".join(self._names(place.members))
+        self._swarm.tell(
+            "pipeline-failed", f"the pipeline of {names} couldn't be formed: {why}", warning=True
+        )
+        missing = (suspect,) if suspect else ()
+        self._outcomes.ended(RoundReport("unformed", missing=missing, error=why))
+
+    def copied(self, generation: Generation) -> None:
+        """All ranks have the whole state."""
+        now_s = self._clock.monotonic()
+        since_s, self._since_s = self._since_s, now_s
+        merged = (self._me,) if generation.alone else generation.members
+        weight = 1.0 / len(merged)
+        self._outcomes.ended(
+            RoundReport(
+                "ok",
+                tuple(Merged(peer, weight) for peer in merged),
+                seconds=now_s - since_s if since_s else 0.0,
+                bytes_out=generation.moves.bytes_out,
+                bytes_in=generation.moves.bytes_in,
+            )
+        )
+
+    def ended(self, generation: Generation, news: StageNews) -> bool:
+        """A generation ended; False when that was told before."""
+        if generation.generation == self._told_end:
+            return False
+        self._told_end = generation.generation
+        self._reached = (generation.lineage, news.policy_version + news.behind)
+        if news.what == "over":
+            self.copied(generation)
+            return True
+        neighbour = blamed(generation, news)
+        by = f", with {self._swarm.name_of(neighbour)}" if neighbour else ""
+        text = f"generation {generation.generation} broke{by}: {news.why}"
+        self._swarm.tell("pipeline-broken", text, warning=True)
+        missing = (neighbour,) if neighbour else ()
+        self._outcomes.ended(RoundReport("broken", missing=missing, error=news.why))
+        return True
+
+    def learner_lost(self, why: str) -> None:
+        """Our own learner doesn't answer."""
+        self._swarm.tell(
+            "pipeline-learner", f"this node's learner is gone for the moment: {why}", warning=True
+        )
+
+    def _once(self, kind: str, text: str) -> None:
+        if text != self._told:
+            self._told = text
+            self._swarm.tell(kind, text)
+
+    def _names(self, peers: tuple[str, ...]) -> list[str]:
+        return [self._swarm.name_of(peer) for peer in peers]
+
+    # Figures
+
+    def figures(
+        self, layout: PipelineLayout | None, me: str, generation: Generation | None
+    ) -> PipelineStatus:
+        """Say where we stand.
+
+        Args:
+            layout: of the view in force; None before the first.
+            me: own node id.
+            generation: our generation, while it runs.
+        """
+        if layout is None:
+            return PipelineStatus()
+        place = layout.place_of(me)
+        if place is None:
+            return PipelineStatus(standby=True, pipelines=len(layout.pipelines), limit=self._limit)
+        if generation is None or not generation.formed:
+            ranks = tuple(self._names(place.members))
+            return PipelineStatus(
+                pipeline=place.number, pipelines=len(layout.pipelines), ranks=ranks, limit=self._limit
+            )
+        order = generation.order
+        plan = order.plan
+        return PipelineStatus(
+            pipeline=place.number,
+            pipelines=len(layout.pipelines),
+            rank=generation.rank,
+            ranks=tuple(self._names(generation.members)),
+            stages=tuple(plan.stages_of(order.rank)),
+            blocks=plan.numbers(order.rank),
+            schedule=order.schedule,
+            microbatches=order.microbatches,
+            generation=order.generation,
+            from_version=generation.policy_version,
+            backend=order.backend if order.ranks > 1 else "none",
+            alone=generation.alone,
+            why=generation.why,
+            limit=self._limit,
+            step_s=generation.step_s,
+            bubble=generation.bubble,
+            copies=generation.copies,
+        )
+
+    def facts(self, figures: PipelineStatus) -> dict[str, float | str]:
+        """The same for people."""
+        facts: dict[str, float | str] = {"role": figures.role, "pipelines": figures.pipelines}
+        if figures.limit:
+            facts["limited"] = figures.limit
+        if figures.rank is None:
+            return facts
+        facts |= {"ranks": ", ".join(figures.ranks), "blocks": _ranges(figures.blocks)}
+        facts |= {"schedule": figures.schedule, "microbatches": figures.microbatches}
+        facts |= {"generation": figures.generation, "backend": figures.backend}
+        facts |= {"predicted_step_s": figures.step_s, "predicted_bubble": figures.bubble}
+        if figures.why:
+            facts["why"] = figures.why
+        return facts
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Write numbers as people do: 0-3, 8."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(one) if one == other else f"{one}-{other}" for one, other in runs)

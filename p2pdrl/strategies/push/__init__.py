@@ -1,1 +1,0 @@
-"""Push without waiting for an answer: stochastic gradient push (push-sum) and GALA."""

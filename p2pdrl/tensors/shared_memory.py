@@ -1,0 +1,243 @@
+"""Shared memory between the daemon and its children: regions, the sequence lock, Hogwild's vector."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from p2pdrl.errors import LayoutMismatchError, TensorError
+from p2pdrl.tensors.layout import Float32Array
+
+__all__ = ["SeqLock", "SharedRegion", "SharedVector", "fence"]
+
+_fence_lock = threading.Lock()
+
+
+class SharedRegion:
+    """A mapping of ``nbytes`` shared bytes, zero when created.
+
+    Use `create` or `attach`, and pass ``fd`` on. The memory is unmapped once `close` has been called and
+    the last array that views it is gone.
+
+    Args:
+        fd: descriptor of the memory; owned by the region from now on.
+        nbytes: bytes to map.
+        writable: False maps them for reading only.
+    """
+
+    def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self._map = mmap.mmap(fd, nbytes, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+        self._buf = memoryview(self._map)
+
+    @classmethod
+    def create(cls, nbytes: int, label: str) -> SharedRegion:
+        """Make new memory, filled with zeros.
+
+        Args:
+            nbytes: at least 1. Pages take real memory only once they are touched.
+            label: shown in ``/proc/<pid>/maps``; no name that could be opened.
+
+        Raises:
+            TensorError: the system gives no such memory.
+        """
+        if nbytes < 1:
+            raise TensorError(f"shared memory {label!r}: {nbytes} bytes asked for")
+        try:
+            fd = _anonymous_file(nbytes, label)
+        except OSError as error:
+            raise TensorError(f"shared memory {label!r} of {nbytes} bytes can't be made: {error}") from error
+        return cls._mapped(fd, nbytes)
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int, *, writable: bool = True) -> SharedRegion:
+        """Map memory that another process made; ``fd`` belongs to the region from now on.
+
+        Raises:
+            TensorError: ``fd`` is no such memory, or smaller than ``nbytes`` (touching what lies beyond
+                would end the process with SIGBUS).
+        """
+        try:
+            have = os.fstat(fd).st_size
+        except OSError as error:
+            raise TensorError(f"descriptor {fd} isn't open: {error}") from error
+        if nbytes < 1 or have < nbytes:
+            raise TensorError(f"descriptor {fd} holds {have} bytes of shared memory, not {nbytes}")
+        return cls._mapped(fd, nbytes, writable=writable)
+
+    @classmethod
+    def _mapped(cls, fd: int, nbytes: int, *, writable: bool = True) -> SharedRegion:
+        try:
+            return cls(fd, nbytes, writable=writable)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise TensorError(f"{nbytes} bytes of shared memory can't be mapped: {error}") from error
+
+    @property
+    def buf(self) -> memoryview:
+        """The bytes; writable, unless it was mapped for reading only."""
+        return self._buf
+
+    def close(self) -> None:
+        """Close the descriptor and let go of the mapping; closing twice is fine."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        try:
+            self._buf.release()
+            self._map.close()
+        except BufferError:
+            # An array still views the memory; its end unmaps it.
+            return
+
+
+def fence() -> None:
+    """Keep loads and stores before this call before those after it, as other processes see them.
+
+    Python has no atomics, but taking and releasing a lock orders memory (POSIX 4.12). One pair lets
+    neighbours slide into the critical section; with two, what comes before is ordered before the first
+    release, what comes after is ordered after the second acquire, and that release before that acquire.
+    """
+    with _fence_lock:
+        pass
+    with _fence_lock:
+        pass
+
+
+def _anonymous_file(nbytes: int, label: str) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    else:
+        with tempfile.TemporaryFile(prefix="p2pdrl-") as file:
+            fd = os.dup(file.fileno())
+    try:
+        os.ftruncate(fd, nbytes)
+        if hasattr(os, "memfd_create"):
+            # Nobody who holds the descriptor can shrink it under a reader's feet (SIGBUS).
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+T = TypeVar("T")
+
+_BEGUN, _DONE = 0, 1
+
+
+class SeqLock:
+    """Counts the writes begun and done; write ``n`` goes to copy ``n % 2``.
+
+    Args:
+        words: two aligned uint64 in shared memory, zero at first; aligned 8-byte stores are atomic.
+
+    Example:
+        >>> import numpy as np
+        >>> lock, copies = SeqLock(np.zeros(2, np.uint64)), np.zeros((2, 3))
+        >>> with lock.write() as copy:
+        ...     copies[copy] = 7
+        >>> lock.read(lambda copy: copies[copy].sum())
+        np.float64(21.0)
+    """
+
+    def __init__(self, words: npt.NDArray[np.uint64]) -> None:
+        self._words = words
+
+    @property
+    def writes(self) -> int:
+        """How many writes are done; 0 means that there is nothing to read."""
+        return int(self._words[_DONE])
+
+    @contextmanager
+    def write(self) -> Iterator[int]:
+        """Give the copy (0 or 1) to fill; readers see it once the block ends without an exception."""
+        number = self.writes + 1
+        self._words[_BEGUN] = number
+        fence()
+        yield number % 2
+        fence()
+        self._words[_DONE] = number
+
+    def read(self, take: Callable[[int], T], attempts: int = 1000) -> T | None:
+        """Call ``take(copy)`` until the copy stood still meanwhile; return what it gave, or raise its error.
+
+        ``take`` may see a copy in mid-write, in an attempt whose result or error is then thrown away.
+
+        Returns:
+            None when nothing has been written, or when no attempt went undisturbed.
+        """
+        for _ in range(attempts):
+            number = self.writes
+            if number == 0:
+                return None
+            fence()
+            try:
+                result = take(number % 2)
+            except Exception:
+                if self._still(number):
+                    raise
+                continue
+            if self._still(number):
+                return result
+        return None
+
+    def _still(self, number: int) -> bool:
+        """Whether the copy of write ``number`` has stood still since."""
+        fence()
+        return int(self._words[_BEGUN]) <= number + 1
+
+
+_HEADER_BYTES = 64
+
+
+class SharedVector:
+    """Views of the vector and of the word before it.
+
+    Args:
+        region: shared memory, of at least `nbytes_of` bytes.
+        size: D.
+
+    Raises:
+        LayoutMismatchError: the region is too small.
+
+    Example:
+        >>> region = SharedRegion.create(SharedVector.nbytes_of(2), "vector")
+        >>> first, other = SharedVector(region, 2), SharedVector(region, 2)
+        >>> first.vector[:] = (1, 2)
+        >>> first.fill()
+        >>> other.filled, other.vector.tolist()
+        (True, [1.0, 2.0])
+    """
+
+    def __init__(self, region: SharedRegion, size: int) -> None:
+        if size < 1 or region.nbytes < self.nbytes_of(size):
+            raise LayoutMismatchError(f"{size} shared floats don't fit into {region.nbytes} bytes")
+        self._words = np.frombuffer(region.buf, np.uint64, 1)
+        self.vector: Float32Array = np.frombuffer(region.buf, np.float32, size, _HEADER_BYTES)
+
+    @staticmethod
+    def nbytes_of(size: int) -> int:
+        """Bytes of shared memory that a vector of ``size`` float32 takes."""
+        return _HEADER_BYTES + 4 * size
+
+    @property
+    def filled(self) -> bool:
+        """Whether the vector holds parameters."""
+        return bool(self._words[0])
+
+    def fill(self) -> None:
+        """Say that the vector holds parameters, after they were written."""
+        fence()
+        self._words[0] = 1

@@ -1,0 +1,1 @@
+"""Pipes: a connection between two processes of two nodes, opened by their daemons."""

@@ -1,0 +1,1 @@
+"""Streams: many calls over one connection, taken over from HTTP."""

@@ -1,0 +1,319 @@
+"""The serving half of streams: takes connections over from aiohttp; answers one call after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from p2pdrl.clock import Clock
+from p2pdrl.errors import PeerTimeoutError, WireError
+from p2pdrl.transport.admission import Admission
+from p2pdrl.transport.auth import MAC_BYTES, SerialMac, SwarmKeys
+from p2pdrl.transport.calls import BodyIncoming
+from p2pdrl.transport.counters import TrafficCounters
+from p2pdrl.transport.filling import STAGE_BYTES, Filling
+from p2pdrl.transport.http.headers import AnswerHead, RequestHead
+from p2pdrl.transport.http.upgrade import DetachedTransport, switching, take_over
+from p2pdrl.transport.http.watchdog import ConnectionPace, Watched
+from p2pdrl.transport.limits import TransportLimits
+from p2pdrl.transport.pieces import batches, body_nbytes, pieces_of, views_of
+from p2pdrl.transport.protocol import Refusal, Reply
+from p2pdrl.transport.routes import Routes, report_end, run_handler
+from p2pdrl.transport.stream.frames import HEAD_BYTES, UPGRADE, AnswerFrame, CallFrame
+from p2pdrl.transport.stream.socket import StreamSocket
+
+__all__ = ["ServedStream", "Shared", "StreamServer"]
+
+_SMALL_REST_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What all streams of a node share.
+
+    Attributes:
+        routes: what is served.
+        admission: how much one peer may ask.
+        tell: ``(refusal, host) -> (status, reason)``: counts a refusal, and says how it is told.
+        clock: monotonic time.
+        limits: all bounds.
+        counters: written to.
+    """
+
+    routes: Routes[Reply]
+    admission: Admission
+    tell: Callable[[Refusal, str], tuple[int, str]]
+    clock: Clock
+    limits: TransportLimits
+    counters: TrafficCounters
+
+
+class ServedStream:
+    """One stream: serves its calls one after another.
+
+    Args:
+        shared: what all streams of a node share.
+        sock: carries it.
+        peer: node id of the caller.
+        remote_host: its IP.
+        macs: of calls and of answers.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        sock: socket.socket,
+        peer: str,
+        remote_host: str,
+        macs: tuple[SerialMac | None, SerialMac | None],
+    ) -> None:
+        self.peer = peer
+        self.busy = False
+        self._shared = shared
+        self._limits = shared.limits
+        self._clock = shared.clock
+        self._remote_host = remote_host
+        self._in, self._out = macs
+        self._mac_nbytes = MAC_BYTES if self._in is not None else 0
+        self.idle_since_s = self._clock.monotonic()
+        self._pace = ConnectionPace(self._limits, self.idle_since_s)
+        self._pace.request_ended()
+        self._sock = StreamSocket(sock, self._arrived)
+        self._closing = False
+        self._rest_nbytes = 0
+        self._rest_pieces = 0
+        self._broken = False
+
+    def tick(self, now_s: float) -> bool:
+        """Look at the stream; return whether it is too slow to be kept."""
+        if not self.busy and self._sock.open and now_s - self.idle_since_s >= self._limits.keepalive_s:
+            self._sock.close("idle for too long")
+            return False
+        body_open = self.busy and self._sock.receiving
+        verdict = self._pace.verdict(now_s, body_open=body_open, unsent_bytes=self._sock.unsent_nbytes)
+        return verdict is not None
+
+    def abort(self) -> None:
+        """Cut it."""
+        self._sock.close()
+
+    def end(self) -> None:
+        """Close it when the call that runs is done, at once if there is none."""
+        self._closing = True
+        if not self.busy:
+            self._sock.close()
+
+    def _arrived(self, nbytes: int) -> None:
+        self._pace.arrived(nbytes, self._clock.monotonic())
+
+    async def run(self, hello: bytes) -> None:
+        """Say ``hello``, then serve until the stream ends; raises nothing that a peer can cause."""
+        try:
+            await self._sock.send(iter([[hello]]), len(hello))
+            while not self._closing:
+                raw = await self._sock.read(HEAD_BYTES)
+                self.busy = True
+                await self._serve(raw)
+                self.busy = False
+                self.idle_since_s = self._clock.monotonic()
+                self._pace.request_ended()
+        except (ConnectionError, PeerTimeoutError):
+            pass  # the caller is gone, or was cut
+        finally:
+            self._sock.close()
+
+    async def _serve(self, raw: bytes) -> None:
+        """Serve one call.
+
+        Raises:
+            ConnectionError: there can be no further one.
+        """
+        try:
+            incoming = await self._incoming(raw)
+            with self._shared.admission.slot(self.peer):
+                reply = await run_handler(self._shared.routes.find(incoming.route), incoming)
+                await self._answer(incoming.route, reply)
+        except Refusal as refusal:
+            status, reason = self._shared.tell(refusal, self._remote_host)
+            await self._send(status, reason.encode(), ())
+        await self._finish()
+
+    async def _incoming(self, raw: bytes) -> BodyIncoming:
+        """Judge a call by its head, then read and check its metadata.
+
+        Raises:
+            Refusal: with the status of the abuse table.
+            ConnectionError: the caller went away.
+        """
+        self._broken = True  # until it is known where this call ends
+        try:
+            frame = CallFrame.decode(raw)
+            name = await self._sock.read(frame.route_nbytes, self._limits.stall_deadline_s)
+            self._pace.request_started(self._clock.monotonic())
+            self._rest_nbytes = body_nbytes(frame.meta_nbytes, frame.vector_nbytes, self._in is not None)
+            self._rest_pieces = 1 + pieces_of(frame.vector_nbytes)
+            self._broken = False
+            route = self._shared.routes.find(name.decode("ascii", "replace"))
+            route.admit(frame.meta_nbytes, frame.vector_nbytes)
+            self._broken = True
+            meta = await self._meta(raw + name, frame.meta_nbytes)
+        except WireError as error:
+            raise Refusal(400, str(error)) from error
+        except PeerTimeoutError as error:
+            raise Refusal(408, str(error)) from error
+        self._broken = False
+        self._rest_nbytes -= frame.meta_nbytes + self._mac_nbytes
+        self._rest_pieces -= 1
+        return BodyIncoming(
+            sender=self.peer,
+            route=route.name,
+            meta=meta,
+            vector_nbytes=frame.vector_nbytes,
+            remote_host=self._remote_host,
+            body=self,
+        )
+
+    async def _meta(self, before: bytes, nbytes: int) -> bytes:
+        wanted, stall_s = nbytes + self._mac_nbytes, self._limits.stall_deadline_s
+        if wanted <= STAGE_BYTES:
+            data = await self._sock.read(wanted, stall_s)
+        else:
+            filling = Filling(memoryview(bytearray(wanted)), None)
+            await self._sock.fill(filling, stall_s)
+            data = bytes(filling.out)
+        self._shared.counters.received(self.peer, wanted)
+        meta = data[:nbytes]
+        if self._in is not None and not self._in.good(before + meta, data[nbytes:]):
+            raise Refusal(401, "the call isn't authentic")
+        return meta
+
+    async def vector_into(self, out: memoryview) -> None:
+        """Read the vector of the call that runs; see `Incoming.read_vector_into`."""
+        self._rest_nbytes = 0
+        self._broken = True
+        filling = Filling(out, self._in)
+        try:
+            await self._sock.fill(filling, self._limits.stall_deadline_s)
+        except ConnectionError as error:
+            raise WireError(f"the body broke off: {error}") from error
+        finally:
+            self._shared.counters.received(self.peer, filling.taken_nbytes)
+        self._broken = False
+
+    async def _answer(self, route: str, reply: Reply) -> None:
+        """Send an answer, and tell the handler whether that went well.
+
+        Raises:
+            ConnectionError: the caller went away.
+        """
+        sent = False
+        try:
+            await self._send(200, reply.meta, views_of(reply.vector))
+            self._sock.check()
+            sent = True
+        finally:
+            report_end(route, reply, sent)
+
+    async def _send(self, status: int, meta: bytes, views: Iterable[memoryview]) -> None:
+        views = list(views)
+        vector_nbytes = sum(view.nbytes for view in views)
+        self._closing = self._closing or self._broken or self._rest_nbytes > _SMALL_REST_BYTES
+        first = AnswerFrame(status, len(meta), vector_nbytes, self._closing).encode() + meta
+        nbytes = body_nbytes(len(meta), vector_nbytes, self._out is not None)
+        await self._sock.send(batches(first, views, self._out), nbytes + HEAD_BYTES)
+        self._shared.counters.sent(self.peer, nbytes)
+
+    async def _finish(self) -> None:
+        """Pass over what nobody read of the call; when that is much, only for a moment.
+
+        Raises:
+            ConnectionError: the caller went away.
+        """
+        if self._broken or (self._closing and self._rest_nbytes):
+            try:
+                async with asyncio.timeout(self._limits.lingering_s):
+                    while True:
+                        await self._sock.read(1)
+                        await self._sock.read(self._sock.staged_nbytes)
+            except TimeoutError:
+                return
+        while self._rest_nbytes:
+            count = min(self._rest_nbytes, STAGE_BYTES)
+            await self._sock.read(count, self._limits.stall_deadline_s)
+            self._rest_nbytes -= count
+            if not self._rest_nbytes and self._in is not None:
+                self._in.skip(self._rest_pieces)
+
+
+class StreamServer:
+    """Every stream that peers have opened here.
+
+    Args:
+        node_id: our id.
+        keys: the swarm's keys; None without a key.
+        shared: what all streams share.
+    """
+
+    def __init__(self, node_id: str, keys: SwarmKeys | None, shared: Shared) -> None:
+        self._node_id = node_id
+        self._keys = keys
+        self._shared = shared
+        self._streams: dict[str, set[ServedStream]] = {}
+
+    def mount(self, app: web.Application) -> None:
+        """End streams in good order when ``app`` does."""
+
+        async def end(_: web.Application) -> None:
+            for stream in self._all():
+                stream.end()
+
+        async def abort(_: web.Application) -> None:
+            for stream in self._all():
+                stream.abort()
+
+        app.on_shutdown.append(end)
+        app.on_cleanup.append(abort)
+
+    def _all(self) -> tuple[ServedStream, ...]:
+        return tuple(stream for streams in self._streams.values() for stream in streams)
+
+    async def serve(self, request: web.Request, head: RequestHead, watched: Watched) -> web.StreamResponse:
+        """Take the connection of ``request`` over, and serve calls on it until it ends.
+
+        Raises:
+            Refusal: 429, the peer has too many streams.
+            ConnectionError: the caller went away.
+        """
+        self._make_room(head.sender)
+        answer = AnswerHead.answering(head, self._node_id, self._keys)
+        macs = self._keys.stream(head.nonce, answer.nonce) if self._keys is not None else (None, None)
+        stream = ServedStream(self._shared, take_over(request), head.sender, request.remote or "", macs)
+        self._streams.setdefault(head.sender, set()).add(stream)
+        watched.lend(stream)
+        try:
+            await stream.run(switching(UPGRADE, answer))
+        finally:
+            stream.abort()
+            streams = self._streams[head.sender]
+            streams.discard(stream)
+            if not streams:
+                del self._streams[head.sender]
+        return DetachedTransport()
+
+    def _make_room(self, peer: str) -> None:
+        """Close the peer's longest idle stream when it has too many.
+
+        Raises:
+            Refusal: 429, none is idle.
+        """
+        streams = self._streams.get(peer, ())
+        if len(streams) < self._shared.limits.max_streams_per_peer:
+            return
+        idle = [stream for stream in streams if not stream.busy]
+        if not idle:
+            raise Refusal(429, f"{len(streams)} of your streams are busy: wait for their answers")
+        min(idle, key=lambda stream: stream.idle_since_s).abort()

@@ -1,0 +1,117 @@
+"""What every child process does: prints unhindered, ends when its daemon does, tells what ended it."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import select
+import signal
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from p2pdrl.workers.protocol import Crashed
+
+__all__ = ["PatientFile", "crash_of", "die_with_parent", "print_patiently"]
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+PATIENCE_S = 1.0
+
+
+class PatientFile(io.FileIO):
+    """A pipe whose writes never fail and take a bounded time.
+
+    Args:
+        fd: stays open.
+        patience_s: longest wait for a reader. After that none is waited for until it has read again.
+    """
+
+    def __init__(self, fd: int, patience_s: float = PATIENCE_S) -> None:
+        super().__init__(fd, "w", closefd=False)
+        self._patience_s = patience_s
+        self._waits = True
+        self._lost = 0
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Write what is taken in time; return the length of all of it, in bytes."""
+        given = bytes(data)
+        if self._lost:
+            note = f"\n[{self._lost} bytes left out]\n".encode()
+            if self._put(note) < len(note):  # so short that a pipe takes all of it or nothing
+                self._lost += len(given)
+                return len(given)
+        self._lost = len(given) - self._put(given)
+        return len(given)
+
+    def _put(self, data: bytes) -> int:
+        """Write what is taken in time; return how many bytes that was."""
+        done = 0
+        while done < len(data):
+            try:
+                taken = super().write(data[done:])
+            except OSError:
+                break  # the daemon is gone, and this process about to follow
+            if taken is None:
+                self._waits = self._waits and bool(select.select([], [self], [], self._patience_s)[1])
+                if not self._waits:
+                    break
+            else:
+                done += taken
+                self._waits = True
+        return done
+
+
+def print_patiently() -> None:
+    """Let all that Python prints in this process go through a `PatientFile`, line by line."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        raw = io.BufferedWriter(PatientFile(fd))
+        text = io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", line_buffering=True)
+        setattr(sys, name, text)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel (Linux) to kill this process when its parent dies.
+
+    Elsewhere the closed socket pair is what ends the child. The parent may have died before
+    the call; ``parent_pid`` tells.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+LONGEST_MESSAGE = 1000
+"""Characters."""
+LONGEST_TRACE = 6000
+"""Characters; what came first is left out."""
+
+
+def crash_of(error: BaseException) -> Crashed:
+    """Describe ``error``, whatever it is: its own ``str`` may fail, and its text be as long as it likes."""
+    seen = traceback.TracebackException.from_exception(error)
+    last = seen.stack[-1] if seen.stack else None
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    trace = "".join(seen.format()).rstrip("\n")
+    if len(trace) > LONGEST_TRACE:
+        tail = trace[-LONGEST_TRACE:]
+        trace = tail.partition("\n")[2] or tail
+    return Crashed(
+        kind=_plain(name, LONGEST_MESSAGE),
+        message=_plain(str(seen), LONGEST_MESSAGE),
+        where="nowhere" if last is None else _plain(f"{last.filename}:{last.lineno} in {last.name}", 500),
+        trace=_plain(trace, LONGEST_TRACE),
+    )
+
+
+def _plain(text: str, longest: int) -> str:
+    """Return text that can be encoded, and no more than so much of it."""
+    return text[:longest].encode("utf-8", "backslashreplace").decode()

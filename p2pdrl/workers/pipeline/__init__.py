@@ -1,0 +1,1 @@
+"""A learner as one rank of a pipeline over several peers."""

@@ -1,0 +1,1 @@
+"""The process in which torch.distributed runs for a daemon."""

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import math
+import random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pdrl.errors import WireError
+from p2pdrl.node.accounting.report_table import FAN_OUT, PeerReport, ReportTable, period_s
+
+
+def node_id(number: int) -> str:
+    return f"{number:032x}"
+
+
+ME = node_id(0)
+
+
+def report(number: int, boot: int = 1, seq: int = 1, **fields) -> PeerReport:
+    return PeerReport(id=node_id(number), boot=boot, seq=seq, **fields)
+
+
+def held(table: ReportTable) -> dict[str, tuple[int, int]]:
+    found = {node: table.get(node, 0.0) for node in table.ids()}
+    return {node: (got[0].boot, got[0].seq) for node, got in found.items()}
+
+
+def test_the_newer_boot_and_seq_win():
+    table = ReportTable(ME)
+    assert table.merge([report(1, 5, 9)], 0.0) == [node_id(1)]
+    assert table.merge([report(1, 5, 9), report(1, 5, 8), report(1, 4, 99)], 0.0) == []
+    assert table.merge([report(1, 6, 0)], 0.0) == [node_id(1)]
+    assert held(table) == {node_id(1): (6, 0)}
+
+
+news = st.lists(st.builds(report, st.integers(1, 4), st.integers(0, 3), st.integers(0, 3)), max_size=12)
+
+
+@given(news, news)
+def test_merge_is_commutative_idempotent_and_grows_only(first, second):
+    ours, theirs = ReportTable(ME), ReportTable(ME)
+    ours.merge(first, 0.0)
+    before = held(ours)
+    ours.merge(second, 0.0)
+    theirs.merge(second, 0.0)
+    theirs.merge(first, 0.0)
+    assert held(ours) == held(theirs)
+    assert all(held(ours)[node] >= stamp for node, stamp in before.items())
+    assert ours.merge([*first, *second], 1.0) == []
+
+
+def test_what_others_say_about_me_is_ignored():
+    table = ReportTable(ME)
+    table.put(report(0, name="me"), 0.0)
+    assert table.merge([report(0, 9, 9, name="forged")], 0.0) == []
+    got = table.get(ME, 2.0)
+    assert got is not None
+    assert (got[0].name, got[1]) == ("me", 2.0)
+
+
+def test_far_future_boots_are_ignored():
+    table = ReportTable(ME)
+    assert table.merge([report(1, boot=11), report(2, boot=10)], 0.0, latest_boot=10) == [node_id(2)]
+
+
+def test_age_travels_with_the_report():
+    first, second = ReportTable(node_id(1)), ReportTable(node_id(2))
+    first.put(report(1), 100.0)
+    (sent,) = first.outgoing(103.0)
+    assert sent.age_s == pytest.approx(3.0)
+    second.merge([sent], 1000.0)
+    got = second.get(node_id(1), 1002.0)
+    assert got is not None
+    assert got[1] == pytest.approx(5.0)
+    assert second.get(node_id(7), 0.0) is None
+
+
+def test_outgoing_is_bounded_and_starts_with_my_own():
+    table = ReportTable(ME)
+    table.put(report(0), 0.0)
+    table.merge([report(number) for number in range(1, 50)], 0.0)
+    sent = table.outgoing(0.0, limit=8)
+    assert len(sent) == 8
+    assert sent[0].id == ME
+    assert [one.id for one in table.outgoing(0.0, limit=1)] == [ME]
+
+
+def test_changes_go_first_and_everything_gets_around():
+    table = ReportTable(ME)
+    table.put(report(0), 0.0)
+    table.merge([report(number) for number in range(1, 50)], 0.0)
+    seen: set[str] = set()
+    for turn in range(12):
+        table.merge([report(49, seq=2 + turn)], 0.0)
+        sent = [one.id for one in table.outgoing(0.0, limit=8)]
+        assert sent[1] == node_id(49)
+        seen.update(sent)
+    assert len(seen) == 50
+
+
+def test_drop_forgets():
+    table = ReportTable(ME)
+    table.merge([report(1), report(2)], 0.0)
+    table.drop([node_id(1), node_id(9)])
+    assert table.ids() == [node_id(2)]
+
+
+def test_a_full_table_forgets_the_one_silent_longest_but_never_me():
+    table = ReportTable(ME, capacity=3)
+    table.put(report(0), 0.0)
+    table.merge([report(1)], 2.0)
+    table.merge([report(2)], 1.0)
+    table.merge([report(3)], 3.0)
+    assert set(table.ids()) == {ME, node_id(1), node_id(3)}
+    assert len(table) == 3
+
+
+def test_period_grows_with_the_swarm():
+    assert [period_s(n) for n in (1, 6, 24, 120)] == [1.0, 1.0, 4.0, 20.0]
+
+
+def simulate(nodes: int, rounds: int, seed: int) -> list[float]:
+    """Gossip with reports renewed each period; the oldest report of each node's table, in periods."""
+    rng = random.Random(seed)
+    tables = [ReportTable(node_id(number)) for number in range(nodes)]
+    for now in range(rounds):
+        for number, table in enumerate(tables):
+            table.put(report(number, seq=now), float(now))
+        for number in rng.sample(range(nodes), nodes):
+            for partner in rng.sample([other for other in range(nodes) if other != number], FAN_OUT):
+                mine = tables[number].outgoing(float(now))
+                theirs = tables[partner].outgoing(float(now))
+                tables[partner].merge(mine, float(now))
+                tables[number].merge(theirs, float(now))
+    ages = []
+    for table in tables:
+        found = [table.get(node_id(number), float(rounds)) for number in range(nodes)]
+        ages.append(max(math.inf if got is None else rounds - got[0].seq for got in found))
+    return ages
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_32_nodes_are_all_fresh_within_3_log_n_periods(seed):
+    bound = 3 * math.ceil(math.log2(32))
+    assert max(simulate(32, bound, seed)) <= bound
+    assert max(simulate(32, 2 * bound, seed)) <= bound
+
+
+def test_more_nodes_than_a_message_holds_stay_fresh_too():
+    bound = 3 * math.ceil(math.log2(80))
+    assert max(simulate(80, 2 * bound, seed=1)) <= bound
+
+
+def decoded(value: object) -> list[PeerReport]:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=list[PeerReport])
+
+
+def plain(**changes) -> list[object]:
+    fields = dict(zip(PeerReport.__struct_fields__, msgspec.to_builtins(report(1)), strict=True))
+    return [list({**fields, **changes}.values())]
+
+
+def test_wire_round_trip():
+    reports = [report(1, name="n", mean_return=-3.5, consensus_distance=0.25, reasons=("a", "b"))]
+    assert decoded(reports) == reports
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"id": "x"},
+        {"boot": -1},
+        {"seq": "1"},
+        {"seq": 2**53},
+        {"name": "n" * 65},
+        {"age_s": -1.0},
+        {"steps_per_s": math.nan},
+        {"reasons": ["r" * 201]},
+        {"reasons": ["r"] * 6},
+    ],
+)
+def test_reports_out_of_bounds_are_not_decoded(changes):
+    with pytest.raises(msgspec.ValidationError):
+        decoded(plain(**changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mean_return", math.nan),
+        ("mean_return", -math.inf),
+        ("steps_per_s", math.inf),
+        ("consensus_distance", math.inf),
+        ("loop_lag_s", math.inf),
+        ("age_s", math.inf),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused_and_nothing_is_taken_in(name, value):
+    table = ReportTable(ME)
+    with pytest.raises(WireError, match=name):
+        table.merge(decoded([*plain(id=node_id(2)), *plain(**{name: value})]), 0.0)
+    assert len(table) == 0
+
+
+def test_numbers_of_my_own_that_are_not_finite_are_told_as_unknown():
+    table = ReportTable(ME)
+    table.put(report(0, mean_return=math.nan, steps_per_s=math.inf, consensus_distance=2.0), 0.0)
+    (sent,) = table.outgoing(0.0)
+    assert (sent.mean_return, sent.steps_per_s, sent.consensus_distance) == (None, 0.0, 2.0)
+
+
+def test_fields_of_newer_nodes_are_passed_over():
+    assert decoded(plain(later="x")) == [report(1)]

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import socket
+
+import msgspec
+import pytest
+
+from p2pdrl.config.task import A2CConfig, EnvConfig, TaskConfig, task_hash
+from p2pdrl.errors import UsageError, WireError
+from p2pdrl.node.bootstrap.joining import JoinInfo, advertised, decode_info, direct, refuse_task, seed_address
+from p2pdrl.transport.protocol import Address
+
+TASK = TaskConfig()
+HASH = task_hash(TASK)
+INFO = JoinInfo(TASK, HASH, "ab" * 8, 420, 42, 1000.0)
+
+
+def test_the_swarms_task_arrives():
+    assert decode_info(msgspec.msgpack.encode(INFO)) == INFO
+
+
+def without_hash(info: JoinInfo) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(info, task_hash="0" * 32))
+
+
+def of_a_newer_release() -> bytes:
+    plain = msgspec.to_builtins(INFO)
+    plain["task"]["env"]["gravity"] = 9.81
+    return msgspec.msgpack.encode(plain)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "another release"),
+        (b"\xc1", "another release"),
+        (of_a_newer_release(), "another release"),
+        (without_hash(INFO), "doesn't have the hash"),
+    ],
+)
+def test_a_task_that_cant_be_trusted(data, words):
+    with pytest.raises(WireError, match=words):
+        decode_info(data)
+
+
+def test_who_is_let_in():
+    other = TaskConfig(env=EnvConfig(id="Acrobot-v1"), algorithm=A2CConfig())
+    assert refuse_task("", TASK, HASH) is None
+    assert refuse_task(HASH, TASK, HASH) is None
+    why = refuse_task(HASH, other, task_hash(other))
+    assert why is not None
+    assert "Acrobot-v1 with a2c" in why
+    assert HASH[:8] in why
+
+
+@pytest.mark.parametrize(
+    ("given", "bound", "seeds", "expected"),
+    [
+        (None, "127.0.0.1:7701", (), "127.0.0.1:7701"),
+        (None, "10.0.0.5:7701", ("10.0.0.1:1",), "10.0.0.5:7701"),
+        ("node5.example", "0.0.0.0:7701", (), "node5.example:7701"),
+        ("node5.example:80", "0.0.0.0:7701", (), "node5.example:80"),
+        (None, "0.0.0.0:7701", ("127.0.0.1:7700",), "127.0.0.1:7701"),
+        (None, "0.0.0.0:7701", ("[::1]:7700",), "127.0.0.1:7701"),
+    ],
+)
+def test_the_address_that_others_are_told(given, bound, seeds, expected):
+    assert str(advertised(given, Address.parse(bound), seeds)) == expected
+
+
+def test_a_wildcard_without_seeds_becomes_some_address():
+    told = advertised(None, Address("0.0.0.0", 7701), ())
+    assert told.port == 7701
+    assert told.host != "0.0.0.0"
+
+
+def test_a_bad_advertised_address_is_told():
+    with pytest.raises(UsageError, match="isn't an address"):
+        advertised("not an address", Address("0.0.0.0", 7701), ())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, True),
+        ("127.0.0.1:7700", True),
+        ("localhost", True),
+        (f"{socket.gethostname().upper()}:9", True),
+        ("192.0.2.7:7700", False),
+        ("[2001:db8::7]:7700", False),
+        ("0.0.0.0:7700", False),
+        ("rig.example.org:7700", False),
+    ],
+)
+def test_a_machine_is_reached_itself_where_what_people_say_is_its_own(given, expected: bool):
+    assert direct(given) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("nonsense", "nohost.invalid:7700", "swarm_1.default.svc.", "3com.example:1", "x" * 63),
+        *("10.0.0.1", "10.0.0.1:7700", "[::1]:7700", "[fe80::1%eth0]:7700"),
+    ],
+)
+def test_what_may_be_a_peer(text):
+    assert seed_address(text) == Address.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("7700", "neither an IP address"),
+        ("300.1.1.1:7700", "neither an IP address"),
+        ("10.0.0:7700", "neither an IP address"),
+        ("a..b:7700", "neither an IP address"),
+        (".", "neither an IP address"),
+        ("-rf:7700", "neither an IP address"),
+        ("x" * 64, "neither an IP address"),
+        ("eth0%1:7700", "neither an IP address"),
+        ("[12345::]:7700", "neither an IP address"),
+        ("host:0", "port 0"),
+        ("host:http", "no good port"),
+        ("http://host:7700", "isn't an address"),
+        ("two words", "isn't an address"),
+    ],
+)
+def test_what_cant_be_a_peer(text, why):
+    with pytest.raises(UsageError, match=why):
+        seed_address(text)

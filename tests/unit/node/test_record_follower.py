@@ -1,0 +1,270 @@
+"""What the swarm's records make this node do: stop, halt, pause."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from p2pdrl.config.learner_mode import LearnerMode
+from p2pdrl.config.strategy import AdpsgdConfig, LocalConfig
+from p2pdrl.config.task import StopConfig
+from p2pdrl.node import settings
+from p2pdrl.node.accounting.counters import Counts
+from p2pdrl.node.settings import HaltSetting, ModeSetting, StopSetting
+
+from .conducts import at, stop_setting
+
+
+async def test_a_founder_writes_the_first_records(follower, membership, training, parts, kinds):
+    follower.found(training, 500.0)
+    await follower.follow(training)
+    assert training.used == [(training.task.strategy, at(1, membership))]
+    assert training.stop_config == training.task.stop
+    assert follower.founded_at == 500.0
+    assert parts.saving.stop_setting == StopSetting.of(training.task, 500.0)
+    assert kinds() == ["mode"]
+    follower.found(training, 900.0)
+    await follower.follow(training)
+    assert follower.founded_at == 500.0
+    assert len(training.used) == 1
+
+
+async def test_without_records_nothing_happens(follower, training):
+    await follower.follow(training)
+    follower.look(training)
+    assert training.used == []
+    assert training.shared == 1
+    assert follower.founded_at is None
+
+
+async def test_two_founders_records_end_alike(follower, membership, training, make_membership):
+    stranger = make_membership(2)
+    mine = ModeSetting.of(AdpsgdConfig(partners="ring"))
+    theirs = ModeSetting.of(AdpsgdConfig(partners="exponential"))
+    records = [membership.propose(settings.MODE, mine), stranger.propose(settings.MODE, theirs)]
+    records += [
+        membership.propose(settings.STOP, stop_setting(env_steps=10)),
+        stranger.propose(settings.STOP, stop_setting(env_steps=20)),
+    ]
+    await follower.follow(training)
+    for record in records:
+        membership.records.merge(record)
+        stranger.records.merge(record)
+    assert membership.records.all() == stranger.records.all()
+    await follower.follow(training)
+    winner = max([membership, stranger], key=lambda one: one.identity.node_id)
+    assert training.used[-1][0] == (mine if winner is membership else theirs).strategy
+    assert training.stop_config.env_steps == (10 if winner is membership else 20)
+
+
+@pytest.mark.parametrize(("rank", "kept"), [(None, [9.0]), (0, [9.0]), (1, [])])
+async def test_returns_from_before_a_pipeline_are_dropped_where_another_trains(
+    follower, training, rank, kept
+):
+    training.supervisor.returns.append(9.0)
+    learner = training.supervisor
+    learner.io = SimpleNamespace(learner_mode=LearnerMode(stages=True))
+    learner.stages = SimpleNamespace(order=None if rank is None else SimpleNamespace(rank=rank))
+    follower.look(training)
+    assert training.supervisor.returns == kept
+
+
+async def test_the_window_follows_the_record(follower, membership, training):
+    for window in (30, 50):
+        membership.propose(settings.STOP, stop_setting(window=window))
+        await follower.follow(training)
+    assert training.windows == [30, 50]
+
+
+async def test_the_halt_ends_training(follower, membership, training, parts, kinds):
+    membership.propose(settings.STOP, stop_setting(env_steps=100))
+    await follower.follow(training)
+    membership.propose(
+        settings.HALT, HaltSetting("env_steps", "100 of 100 steps are done", 1, membership.identity.node_id)
+    )
+    await follower.follow(training)
+    assert follower.halted.is_set()
+    assert training.paused
+    assert (parts.halted, parts.state) == ("100 of 100 steps are done", "stopping")
+    assert kinds() == ["halted"]
+
+
+async def test_a_halt_of_another_stop_record_is_void(follower, membership, training):
+    membership.propose(settings.STOP, stop_setting(env_steps=100))
+    membership.propose(settings.HALT, HaltSetting("env_steps", "old", 1, membership.identity.node_id))
+    membership.propose(settings.STOP, stop_setting(env_steps=1000))
+    await follower.follow(training)
+    assert not follower.halted.is_set()
+    assert training.stop_config.env_steps == 1000
+    membership.propose(settings.HALT, HaltSetting("env_steps", "new", 2, membership.identity.node_id))
+    await follower.follow(training)
+    assert follower.halted.is_set()
+
+
+async def test_a_halt_that_came_before_its_stop_record_waits(follower, membership, training):
+    membership.propose(settings.HALT, HaltSetting("time_s", "over", 1, membership.identity.node_id))
+    await follower.follow(training)
+    assert not follower.halted.is_set()
+    membership.propose(settings.STOP, stop_setting(time_s=1.0))
+    await follower.follow(training)
+    assert follower.halted.is_set()
+
+
+async def test_who_sees_the_stop_condition_met_halts_the_swarm(follower, membership, training, parts):
+    membership.propose(settings.STOP, stop_setting(env_steps=100))
+    await follower.follow(training)
+    parts.step_accounting.credit(Counts(40))
+    follower.look(training)
+    assert membership.records.get(settings.HALT) is None
+    assert training.fractions == [0.4]
+    parts.step_accounting.credit(Counts(130))
+    follower.look(training)
+    record = membership.records.get(settings.HALT)
+    assert settings.decode(record.value, HaltSetting).stop_epoch == 1
+    assert training.fractions == [0.4, 1.0]
+    await follower.follow(training)
+    follower.look(training)
+    assert membership.records.get(settings.HALT) is record
+
+
+async def test_returns_are_judged_once_everybody_is_heard(follower, membership, training, figures):
+    report = SimpleNamespace(state="training", trains=True, episodes_in_window=3, mean_return=500.0)
+    membership.propose(settings.STOP, stop_setting(mean_return=475.0, window=3))
+    await follower.follow(training)
+    follower.look(training)
+    assert membership.records.get(settings.HALT) is None
+    figures.reports = [
+        report,
+        SimpleNamespace(state="training", trains=True, episodes_in_window=3, mean_return=100.0),
+    ]
+    follower.look(training)
+    assert membership.records.get(settings.HALT) is None
+    figures.reports = [report, report]
+    follower.look(training)
+    assert membership.records.get(settings.HALT) is not None
+
+
+async def test_time_is_counted_from_the_founding(follower, membership, training, clock):
+    membership.propose(settings.STOP, StopSetting(StopConfig(time_s=60.0), clock.wall() - 50.0))
+    await follower.follow(training)
+    follower.look(training)
+    assert membership.records.get(settings.HALT) is None
+    clock.advance(11.0)
+    follower.look(training)
+    assert membership.records.get(settings.HALT) is not None
+
+
+async def test_pause_and_resume_for_all(follower, training, parts, kinds):
+    follower.pause(paused=True)
+    await follower.follow(training)
+    await follower.follow(training)
+    assert training.paused
+    assert parts.state == "paused"
+    follower.pause(paused=False)
+    await follower.follow(training)
+    assert not training.paused
+    assert parts.state == "training"
+    assert kinds() == ["paused", "resumed"]
+
+
+async def test_an_old_pause_record_doesnt_undo_what_was_asked_of_this_node(follower, membership, training):
+    follower.pause(paused=False)
+    await follower.follow(training)
+    follower.hold(training, paused=True)
+    membership.propose(settings.MODE, ModeSetting.of(LocalConfig()))
+    await follower.follow(training)
+    assert training.paused
+
+
+async def test_nothing_sets_a_halted_node_going_again(follower, membership, training):
+    follower.pause(paused=False)
+    membership.propose(settings.STOP, stop_setting(env_steps=100))
+    membership.propose(settings.HALT, HaltSetting("env_steps", "done", 1, membership.identity.node_id))
+    await follower.follow(training)
+    assert training.paused
+    await follower.follow(training)
+    follower.pause(paused=False)
+    await follower.follow(training)
+    assert training.paused
+
+
+@pytest.mark.parametrize("key", [settings.MODE, settings.STOP, settings.PAUSE])
+async def test_a_record_of_a_newer_release_is_left_alone(follower, membership, training, kinds, key):
+    membership.propose(key, {"from": "the future"})
+    await follower.follow(training)
+    assert kinds() == ["record-unreadable"]
+    assert training.used == []
+    assert training.stop_config == training.task.stop
+
+
+async def test_stamps_order_as_records_do():
+    names = ["0" * 32, "00ff" + "0" * 28, "f" * 32]
+    records = [(epoch, name) for epoch in (1, 2, 2**36) for name in names]
+    stamps = [settings.stamp(*record) for record in records]
+    assert stamps == sorted(set(stamps))
+    assert max(stamps) < 2**53
+    assert [settings.epoch_of(stamp) for stamp in stamps] == [epoch for epoch, _ in records]
+
+
+async def test_an_unreadable_record_is_told_once(follower, membership, training, kinds):
+    for key in (settings.MODE, settings.STOP, settings.PAUSE):
+        membership.propose(key, {"from": "the future"})
+    for _ in range(3):
+        await follower.follow(training)
+    assert kinds() == ["record-unreadable"] * 3
+    membership.propose(settings.STOP, {"from": "farther"})
+    await follower.follow(training)
+    assert kinds() == ["record-unreadable"] * 4
+
+
+async def test_another_swarms_records_change_nothing_however_great_they_are(
+    follower, membership, training, make_membership
+):
+    stranger = make_membership(2)
+    membership.follow("old")
+    stranger.follow("new")
+    follower.found(training, 500.0)
+    await follower.follow(training)
+    for _ in range(5):
+        theirs = [
+            stranger.propose(settings.MODE, ModeSetting.of(LocalConfig())),
+            stranger.propose(settings.STOP, stop_setting(env_steps=0)),
+        ]
+    for record in theirs:
+        membership.recall(record)
+    await follower.follow(training)
+    assert training.used == [(training.task.strategy, at(1, membership))]
+    assert training.stop_config == training.task.stop
+
+
+async def test_who_adopts_another_lineage_follows_its_records(
+    follower, membership, training, make_membership
+):
+    stranger = make_membership(2)
+    membership.follow("new")
+    stranger.follow("old")
+    membership.propose(settings.STOP, stop_setting(env_steps=7))
+    await follower.follow(training)
+    theirs = stranger.propose(settings.STOP, stop_setting(env_steps=100_000_000))
+    follower.enter("old")
+    assert membership.records.all() == ()
+    follower.look(training)  # judges by no condition until the swarm's is there
+    membership.recall(theirs)
+    await follower.follow(training)
+    assert training.stop_config.env_steps == 100_000_000
+
+
+async def test_a_greater_lineage_that_a_member_reports_is_adopted_whatever_the_modes(
+    follower, training, figures
+):
+    begun = []
+    assert training.ready
+    training.adoptions = SimpleNamespace(under_way=False, begin=lambda *what: begun.append(what))
+    follower.look(training)
+    assert begun == []
+    figures.greater = ("d" * 32, "old", "lineage old has 9 steps, ours 1")
+    follower.look(training)
+    training.adoptions.under_way = True
+    follower.look(training)
+    assert begun == [figures.greater]

@@ -1,0 +1,13 @@
+"""Rounds with an owner for each piece, or with one for all."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pdrl.strategies.allreduce import own_averager
+
+
+@pytest.fixture(params=[1, pytest.param(1 << 16, marks=pytest.mark.slow)], ids=["all-own", "one-owns"])
+def owners(request, monkeypatch):
+    """Short vectors have one owner; cut as long ones are, all members own a piece."""
+    monkeypatch.setattr(own_averager, "LEAST_PIECE", request.param)
