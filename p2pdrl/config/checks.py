@@ -459,7 +459,8 @@ def _fixed_problems(task: TaskConfig) -> Iterator[Problem]:
     if isinstance(task.algorithm, RegressionConfig):
         yield from _regression_problems(task.algorithm)
     else:
-        yield from _batch_problems(task.algorithm, task.env.num_envs)
+        if isinstance(task.algorithm, PPOConfig | A2CConfig):
+            yield from _batch_problems(task.algorithm, task.env.num_envs)
         yield from _network_problems(task.network)
         yield from _memory_problems(task)
     if task.algorithm.anneal == "linear" and task.stop.env_steps == 0:
