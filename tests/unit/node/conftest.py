@@ -252,7 +252,7 @@ def parts(clock: ManualClock, events: EventLog, membership: FakeMembership, tmp_
 @pytest.fixture
 def talking(parts: NodeParts) -> NodeParts:
     """A node that holds reports of others; it sends none by itself."""
-    parts.rumours = MetricsGossip(
+    parts.gossip = MetricsGossip(
         me=parts.node_id,
         transport=parts.transport,
         step_accounting=parts.step_accounting,
