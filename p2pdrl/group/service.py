@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Protocol
 
 import msgspec
 
@@ -27,11 +28,10 @@ from p2pdrl.group.view import (
     Timing,
     ViewKey,
 )
-from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Address, Answer, Incoming, Refusal, Reply, Transport
 
-__all__ = ["ELSEWHERE", "ROUTE", "ActiveView", "Group", "GroupView", "Sender", "ViewKey"]
+__all__ = ["ELSEWHERE", "ROUTE", "ActiveView", "Group", "GroupSwarm", "GroupView", "Sender", "ViewKey"]
 
 ROUTE = "group"
 ELSEWHERE = 409
@@ -118,33 +118,62 @@ ERA_S = 1_767_225_600
 """Generations begin at the seconds since 2026, so that a node that restarted gives out no key twice."""
 
 
+class GroupSwarm(Protocol):
+    """What a group asks of its node: who lives where, and whom to tell people of."""
+
+    @property
+    def node_id(self) -> str:
+        """Own id."""
+        ...
+
+    def alive(self) -> dict[str, Address]:
+        """The peers that may be in the group, without ourselves."""
+        ...
+
+    def name_of(self, peer: str) -> str:
+        """The name that people gave a member; its id when it is unknown."""
+        ...
+
+    def tell(self, kind: str, message: str) -> None:
+        """Tell people of a new group."""
+        ...
+
+
 class Group:
     """One node's place in its group.
 
     Args:
-        context: what the node gives.
+        swarm: the node.
+        transport: carries the group's messages.
+        clock: time.
+        epoch: mode epoch; messages of another are refused.
         note: called when a view is acknowledged: what to hand out to all members with it, at most 256 bytes.
         timing: how long things take.
     """
 
     def __init__(
-        self, context: StrategyContext, note: Callable[[], bytes], timing: Timing | None = None
+        self,
+        swarm: GroupSwarm,
+        transport: Transport,
+        clock: Clock,
+        epoch: int,
+        note: Callable[[], bytes],
+        *,
+        timing: Timing | None = None,
     ) -> None:
-        self._swarm = context.swarm
-        self._clock = context.clock
-        self._epoch = context.epoch
+        self._swarm, self._clock, self._epoch = swarm, clock, epoch
         self._timing = timing if timing is not None else Timing()
         self._core = GroupCore(
-            context.swarm.node_id,
-            context.epoch,
+            swarm.node_id,
+            epoch,
             note,
-            context.clock.monotonic(),
-            first_generation=max(0, int(context.clock.wall()) - ERA_S),
+            clock.monotonic(),
+            first_generation=max(0, int(clock.wall()) - ERA_S),
             timing=self._timing,
         )
-        self._sender = Sender(context.transport, context.clock, context.epoch, self._timing)
+        self._sender = Sender(transport, clock, epoch, self._timing)
         self._at_work = AtWork()
-        self.calls = HeldCalls(context.transport, context.clock, self._sender.holding)
+        self.calls = HeldCalls(transport, clock, self._sender.holding)
         """Makes calls whose answers members hold, see `hold`."""
         self._addresses: dict[str, Address] = {}
         self._changed = asyncio.Event()
@@ -174,16 +203,55 @@ class Group:
             active = self._core.active
             if active is not None and (after is None or active.view.key > after):
                 return active
-            await self._change()
+            if not self._running:
+                raise Refusal(503, "the group has stopped")
+            await self._changed.wait()
 
     async def ended(self, key: ViewKey) -> None:
-        """Wait until view ``key`` is no longer in force here.
+        """Wait until view ``key`` is no longer in force here, or the group is stopped."""
+        while self._running and self._core.active is not None and self._core.active.view.key == key:
+            await self._changed.wait()
+
+    async def run(
+        self,
+        act: Callable[[ActiveView], Coroutine[Any, Any, None]],
+        *,
+        done: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Do ``act`` in each view in turn, for as long as that is in force; return when the group is stopped.
+
+        The end of a view cancels ``act``, which cleans up in a ``finally``; the next view is acted in only
+        after that. An ``act`` that has nothing more to do in its view returns, and is called again in the
+        next one. Cancelling `run` cancels ``act`` likewise; the group goes on until `stop`.
+
+        Args:
+            act: the work of one view.
+            done: asked before each view, and when ``act`` returns: whether to return without another one.
 
         Raises:
-            Refusal: 503, the group was stopped meanwhile.
+            BaseException: what ``act`` raises, or what ended the group: a bug of ours.
         """
-        while self._core.active is not None and self._core.active.view.key == key:
-            await self._change()
+        key: ViewKey | None = None
+        while self._running and not done():
+            active = self._core.active
+            if active is None or (key is not None and active.view.key <= key):
+                await self._changed.wait()
+                continue
+            key = active.view.key
+            work = asyncio.create_task(act(active), name=f"view {key}")
+            ended = asyncio.create_task(self.ended(key), name=f"end of view {key}")
+            try:
+                await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if work.done() and not work.cancelled() and work.exception() is None and not done():
+                    await ended
+            finally:
+                for task in (work, ended):
+                    task.cancel()
+                await asyncio.gather(work, ended, return_exceptions=True)
+            if not work.cancelled():
+                work.result()
+        if not self._running:
+            await self.watch()
 
     def doubt(self, peer: str, why: str) -> None:
         """Ask for a view without ``peer``, which didn't do its part.
@@ -340,13 +408,6 @@ class Group:
         names = ", ".join(self._swarm.name_of(member) for member in self._told[:20])
         more = f" and {len(self._told) - 20} more" if len(self._told) > 20 else ""
         self._swarm.tell("group", f"group of {len(self._told)}: {names}{more}")
-
-    # Waiting
-
-    async def _change(self) -> None:
-        if not self._running:
-            raise Refusal(503, "the group has stopped")
-        await self._changed.wait()
 
     def _notify(self) -> None:
         self._changed.set()

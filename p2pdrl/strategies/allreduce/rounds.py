@@ -106,7 +106,7 @@ class GroupRounds:
     def __init__(self, config: Grouped, context: StrategyContext, work: RoundQuantity) -> None:
         self._config, self._context, self._work = config, context, work
         self._me, self._swarm, self._clock = context.swarm.node_id, context.swarm, context.clock
-        self._group = Group(context, self._note)
+        self._group = Group(context.swarm, context.transport, context.clock, context.epoch, self._note)
         self._requests = RequestQueue(context.learner, context.clock, GRACE * config.deadline_s)
         self._memory = AverageMemory(config, context.size)
         self._backend = backend_of(config, context, self._memory)
@@ -173,15 +173,8 @@ class GroupRounds:
     async def _run(self) -> None:
         await self._until_ready()
         await self._group.start()
-        key = None
         try:
-            while not self._runner.stopping and not self._enough:
-                active = await self._group.active(after=key)
-                key = active.view.key
-                await self._in_view(active)
-        except Refusal:
-            await self._group.watch()  # raises what ended it: a bug
-            return
+            await self._group.run(self._in_view, done=lambda: self._runner.stopping or self._enough)
         finally:
             await self._group.stop()
         while not self._runner.stopping:
@@ -221,19 +214,12 @@ class GroupRounds:
             spread=not self._work.synchronous,
         )
         self._averager = averager
-        rounds = asyncio.create_task(self._rounds(plan, averager), name="rounds")
-        ended = asyncio.create_task(self._group.ended(view.key), name="view-ended")
         try:
-            await asyncio.wait({rounds, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await self._rounds(plan, averager)
         finally:
             self._averager = None
-            for task in (rounds, ended):
-                task.cancel()
-            await asyncio.gather(rounds, ended, return_exceptions=True)
             averager.close()
             await averager.closed()
-        if not rounds.cancelled():
-            rounds.result()
 
     async def _rounds(self, plan: CatchUpPlan, averager: Averager) -> None:
         await self._begin(plan, averager)

@@ -22,7 +22,7 @@ from p2pdrl.errors import (
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.group.compatibility import Summary, Verdict
 from p2pdrl.group.service import ROUTE as GROUP_ROUTE
-from p2pdrl.group.service import Group
+from p2pdrl.group.service import ActiveView, Group
 from p2pdrl.group.view import ViewKey
 from p2pdrl.strategies.admission import ExchangeAdmission
 from p2pdrl.strategies.call_timeouts import outcome_of
@@ -522,7 +522,7 @@ class DsgdStrategy:
         )
         longest = max(offer.max_nbytes for offer in (self._parameters, self._gradients) if offer is not None)
         self._outcomes = OutcomeMetrics(context.swarm)
-        self._group = Group(context, self._note)
+        self._group = Group(context.swarm, context.transport, context.clock, context.epoch, self._note)
         self._state = PeerState(
             config,
             context,
@@ -576,7 +576,7 @@ class DsgdStrategy:
 
     async def start(self) -> None:
         """Begin."""
-        self._runner.start(self._run(), self._pump(), self._watch_group(), self._follow_views())
+        self._runner.start(self._run(), self._pump(), self._follow_views())
 
     async def stop(self, timeout_s: float) -> None:
         """Let the round under way end with the edges that it has, and end everything."""
@@ -615,19 +615,16 @@ class DsgdStrategy:
             await asyncio.sleep(POLL_S)
         await self._group.start()
         self._group_runs.set()
-        key = None
-        while True:
-            active = await self._group.active(after=key)
-            key = active.view.key
-            firsts = [int.from_bytes(note[:NOTE_BYTES], "big") for note in active.notes.values()]
-            first = min(max(firsts, default=0), MAX_NUMBER)
-            self._state.enter(Neighbourhood(self._config, self._swarm.node_id, active.view, first))
-            await self._group.ended(key)
-            self._state.leave()
+        await self._group.run(self._in_view)
 
-    async def _watch_group(self) -> None:
-        await self._group_runs.wait()
-        await self._group.watch()
+    async def _in_view(self, active: ActiveView) -> None:
+        firsts = [int.from_bytes(note[:NOTE_BYTES], "big") for note in active.notes.values()]
+        first = min(max(firsts, default=0), MAX_NUMBER)
+        self._state.enter(Neighbourhood(self._config, self._swarm.node_id, active.view, first))
+        try:
+            await self._group.ended(active.view.key)
+        finally:
+            self._state.leave()
 
     # Turns of the learner
 

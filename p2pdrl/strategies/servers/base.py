@@ -91,7 +91,7 @@ class ServedStrategy(ABC):
         self._swarm = context.swarm
         self._differences = differences
         self._me = context.swarm.node_id
-        self._group = Group(context, self._note)
+        self._group = Group(context.swarm, context.transport, context.clock, context.epoch, self._note)
         self._store = ReplicaStore(context.size)
         self._stopped = asyncio.Event()
         self._stop_s = 0.0
