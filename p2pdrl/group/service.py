@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
 from p2pdrl.clock import Clock
-from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, TransportError
+from p2pdrl.errors import (
+    PeerRefusedError,
+    PeerTimeoutError,
+    PeerUnreachableError,
+    TensorError,
+    TransportError,
+)
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.group.agreement import GroupCall, GroupCore
 from p2pdrl.group.held_calls import AtWork, HeldCalls
@@ -29,7 +36,7 @@ from p2pdrl.group.view import (
     ViewKey,
 )
 from p2pdrl.transport.codec import decode
-from p2pdrl.transport.protocol import Address, Answer, Incoming, Refusal, Reply, Transport
+from p2pdrl.transport.protocol import Address, Answer, Incoming, Refusal, Reply, Transport, VectorBuffer
 
 __all__ = ["ELSEWHERE", "ROUTE", "ActiveView", "Group", "GroupSwarm", "GroupView", "Sender", "ViewKey"]
 
@@ -114,8 +121,15 @@ class Sender:
 
 
 GOODBYE_S = 0.3
+INSIST_S = (0.01, 0.25)
+"""First and longest pause before a failed call to a member is made again."""
+RENEW_S = 3.0
+"""A new view is asked for again after this."""
 ERA_S = 1_767_225_600
 """Generations begin at the seconds since 2026, so that a node that restarted gives out no key twice."""
+
+
+T = TypeVar("T")
 
 
 class GroupSwarm(Protocol):
@@ -176,6 +190,8 @@ class Group:
         self.calls = HeldCalls(transport, clock, self._sender.holding)
         """Makes calls whose answers members hold, see `hold`."""
         self._addresses: dict[str, Address] = {}
+        self._known: dict[str, Address] = {}
+        """Where everybody listened when the view in force began."""
         self._changed = asyncio.Event()
         self._shown: ActiveView | None = None
         self._told: tuple[str, ...] = ()
@@ -278,6 +294,105 @@ class Group:
             self._look()
             self._carry_out(self._core.renew(key, why, self._clock.monotonic()))
 
+    async def break_up(self, view: GroupView, why: str) -> NoReturn:
+        """Ask for another view until ``view`` ends, and the caller with it: what its members share broke.
+
+        Members that answer nothing are doubted.
+        """
+        others = [peer for peer in view.members if peer != self._swarm.node_id]
+        while True:
+            for peer, lives in zip(others, await asyncio.gather(*map(self.lives, others)), strict=True):
+                if not lives:
+                    self.doubt(peer, f"it doesn't answer: {why}")
+            self.renew(view.key, why)
+            await asyncio.sleep(RENEW_S)
+
+    # Calls to members
+
+    def address(self, peer: str) -> Address:
+        """Where a member listens, or did when the view in force began.
+
+        Raises:
+            PeerUnreachableError: nobody knows.
+        """
+        address = self._swarm.alive().get(peer, self._known.get(peer))
+        if address is None:
+            raise PeerUnreachableError(f"{peer} isn't known to be alive")
+        return address
+
+    async def call(
+        self,
+        peer: str,
+        route: str,
+        message: msgspec.Struct,
+        *,
+        vector: memoryview | None = None,
+        into: VectorBuffer | None = None,
+        deadline_s: float,
+        once: bool = False,
+    ) -> Answer:
+        """Call a member that may hold its answer, as often as that is lost; see `HeldCalls.call`.
+
+        Args:
+            peer: who must answer.
+            route: of the call.
+            message: its metadata; the field ``call`` is filled in.
+            vector: as in `Transport.call`.
+            into: as in `Transport.call`.
+            deadline_s: for all of it.
+            once: it would do harm twice.
+
+        Raises:
+            TransportError: as `HeldCalls.call`; nobody knows where the peer listens.
+        """
+
+        def meta(number: int) -> bytes:
+            return msgspec.msgpack.encode(msgspec.structs.replace(message, call=number))
+
+        return await self.calls.call(
+            self.address(peer), peer, route, meta, vector=vector, into=into, deadline_s=deadline_s, once=once
+        )
+
+    async def insist(
+        self, peer: str, attempt: Callable[[], Awaitable[T]], *, late_after_s: float = math.inf
+    ) -> T:
+        """Try until ``attempt`` succeeds or the view ends, which cancels us; doubt a peer that is at fault.
+
+        A peer is doubted when it doesn't answer in time; when it can't be reached (twice in a row, for a
+        connection may break by itself) and answers nothing else either; and for any failure once it is late.
+
+        Args:
+            peer: whom ``attempt`` calls.
+            attempt: one try; its transport and tensor errors are failures.
+            late_after_s: seconds after which it is late.
+        """
+        pause_s, broken, late_s = INSIST_S[0], False, self._clock.monotonic() + late_after_s
+        while True:
+            try:
+                return await attempt()
+            except PeerTimeoutError as error:
+                self.doubt(peer, str(error))
+            except (TransportError, TensorError) as error:
+                gone = False
+                if isinstance(error, PeerUnreachableError):
+                    gone = (broken or not error.sent) and not await self.lives(peer)
+                    broken = True
+                if gone or self._clock.monotonic() >= late_s:
+                    self.doubt(peer, str(error))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, INSIST_S[1])
+
+    async def lives(self, peer: str) -> bool:
+        """Whether a member answers anything: to be asked before it is doubted for what got lost."""
+        try:
+            return await self._sender.lives(self.address(peer), peer)
+        except PeerUnreachableError:
+            return False
+
+    async def hold(self, sender: str, number: int, work: Awaitable[Reply]) -> Reply:
+        """Do what a member called for with `call`, and tell it so when it asks."""
+        return await self._at_work.serve(sender, number, work)
+
     def poke(self) -> None:
         """Look at membership now: somebody came or went."""
         if self._running:
@@ -349,14 +464,6 @@ class Group:
         self._carry_out(calls)
         return Reply(msgspec.msgpack.encode(response))
 
-    async def hold(self, sender: str, number: int, work: Awaitable[Reply]) -> Reply:
-        """Do what a member called for with `calls`, and tell it so when it asks."""
-        return await self._at_work.serve(sender, number, work)
-
-    async def lives(self, peer: str, at: Address) -> bool:
-        """Whether ``peer`` answers anything: to be asked before it is doubted for what got lost."""
-        return await self._sender.lives(at, peer)
-
     def _same_epoch(self, message: Request | Holding) -> None:
         if isinstance(message, GroupPing | Doubt | Holding):
             epoch = message.epoch
@@ -388,6 +495,7 @@ class Group:
             self._spawn(self._make(call), f"group {call.number}")
         if self._core.active is not self._shown:
             self._shown = self._core.active
+            self._known = self._addresses
             self._notify()
             self._tell()
 
