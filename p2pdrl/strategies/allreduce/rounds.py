@@ -27,7 +27,7 @@ from p2pdrl.strategies.allreduce.reduce_scatter import AverageMemory
 from p2pdrl.strategies.allreduce.torch_averager import TorchBackend
 from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.strategies.offload import through
-from p2pdrl.strategies.protocol import LearnerRequest, Merged, RoundReport, StrategyContext
+from p2pdrl.strategies.protocol import LearnerRequest, Merged, RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
@@ -89,7 +89,7 @@ MOST_POISONED = 3
 """Unusable parts in a row after which a member takes another's state."""
 
 
-class GroupRounds:
+class GroupRounds(Strategy):
     """A strategy whose rounds take the whole group.
 
     Args:

@@ -44,7 +44,7 @@ from p2pdrl.strategies.neighbours.round import (
     stage_report,
 )
 from p2pdrl.strategies.offload import Arithmetic
-from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, RoundReport, StrategyContext
+from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
@@ -500,7 +500,7 @@ NOTE_BYTES = 8
 MAX_NUMBER = 2**52
 
 
-class DsgdStrategy:
+class DsgdStrategy(Strategy):
     """D-PSGD over the transport; see `Strategy`.
 
     Args:

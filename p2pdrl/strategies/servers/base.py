@@ -13,7 +13,7 @@ from p2pdrl.config.strategy import Mode, ServerOptions
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.group.service import ActiveView, Group
 from p2pdrl.group.view import ViewKey
-from p2pdrl.strategies.protocol import LearnerHandle, LearnerRequest, StrategyContext
+from p2pdrl.strategies.protocol import LearnerHandle, LearnerRequest, Strategy, StrategyContext
 from p2pdrl.strategies.servers.messages import GradientPush, Pull, ShardRequest
 from p2pdrl.strategies.servers.replica_store import ReplicaStore
 from p2pdrl.strategies.servers.server_host import ServerHost
@@ -74,7 +74,7 @@ ROUND_SHARE = 0.4
 T = TypeVar("T")
 
 
-class ServedStrategy(ABC):
+class ServedStrategy(Strategy, ABC):
     """Parameter servers among the nodes themselves.
 
     Args:
