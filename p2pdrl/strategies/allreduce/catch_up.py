@@ -22,13 +22,15 @@ from p2pdrl.errors import PeerRefusedError, TensorError, TransportError
 from p2pdrl.group.service import Group
 from p2pdrl.strategies.allreduce.averager import (
     NOTHING,
+    ROUTE,
     Average,
     Averager,
+    ReduceAnswer,
+    ReduceRequest,
     RoundContribution,
     RoundQuantity,
 )
 from p2pdrl.strategies.allreduce.history import CatchUpPlan, RoundHistory
-from p2pdrl.strategies.allreduce.messages import ROUTE, ReduceAnswer, ReduceRequest
 from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.strategies.offload import heavy, through
 from p2pdrl.strategies.own_vector import read_now

@@ -28,7 +28,6 @@ from p2pdrl.strategies.admission import ExchangeAdmission
 from p2pdrl.strategies.call_timeouts import outcome_of
 from p2pdrl.strategies.gossip.pair_average import Bounds
 from p2pdrl.strategies.learner_requests import RequestQueue
-from p2pdrl.strategies.neighbours.messages import PAST, ROUTE, NeighbourHead, Position, decode_neighbour_head
 from p2pdrl.strategies.neighbours.mixing import (
     GradientContribution,
     NeighbourContribution,
@@ -36,11 +35,16 @@ from p2pdrl.strategies.neighbours.mixing import (
     measure,
 )
 from p2pdrl.strategies.neighbours.round import (
+    PAST,
+    ROUTE,
     Line,
     Met,
+    NeighbourHead,
     Neighbourhood,
     NeighbourRound,
+    Position,
     SentMessages,
+    decode_neighbour_head,
     stage_report,
 )
 from p2pdrl.strategies.offload import Arithmetic
