@@ -9,7 +9,7 @@
 | `calls`, `dial` | outgoing calls, served routes, rates; names to addresses that may be dialled |
 | `http.headers`, `http.body` | head and body of a posted call, and what proves them |
 | `http.upgrade` | the request that makes a connection a stream or a pipe |
-| `http.server`, `http.listener`, `http.guard` | peer routes; the port, slow connections; foreign hosts and origins |
+| `http.server`, `http.listener`, `http.guard` | peer routes; the port and slow connections; foreign origins |
 | `stream.client`, `stream.server`, `stream.socket` | many calls over one connection: the bulk lane |
 | `pipe.ticket`, `pipe.opening` | a connection that the daemon opens and another process uses |
 | `pipe.end`, `pipe.frames` | that process's end of it, and its messages |
