@@ -55,10 +55,6 @@ class HttpServer:
         limits: all bounds.
         counters: written to.
         allowed_hosts: our names that a Host header may hold.
-
-    Attributes:
-        routes: what is served to calls.
-        pipes: the pipes that were opened here, and the routes of those that can be.
     """
 
     def __init__(
@@ -118,7 +114,7 @@ class HttpServer:
         """Judge a request for a stream, and serve the stream.
 
         Raises:
-            Refusal: with the status of the abuse table.
+            Refusal: the request is refused.
             ConnectionError: the caller went away.
         """
         head = self._head(request, "GET")
@@ -138,7 +134,7 @@ class HttpServer:
         """Judge a request for a pipe, let its handler decide, and hand the pipe over.
 
         Raises:
-            Refusal: with the status of the abuse table.
+            Refusal: the request is refused.
             ConnectionError: the caller went away.
         """
         head, route = self._judge(request, self.pipes.routes)
@@ -151,7 +147,7 @@ class HttpServer:
         """Decide from the header alone.
 
         Raises:
-            Refusal: with the status of the abuse table.
+            Refusal: the request is refused.
         """
         head = self._head(request, "POST")
         route = routes.find(request.match_info["route"])
@@ -163,7 +159,7 @@ class HttpServer:
         """Read the header, and check everything that is cheap to check.
 
         Raises:
-            Refusal: with the status of the abuse table.
+            Refusal: the request is refused.
         """
         foreign = refuse_foreign(request, self._allowed_hosts(), own_origin_allowed=False)
         if foreign is not None:

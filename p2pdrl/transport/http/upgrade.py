@@ -66,7 +66,7 @@ def switching(protocol: str, answer: AnswerHead) -> bytes:
 
 
 class DetachedTransport(web.StreamResponse):
-    """What is left to aiohttp of a connection that was taken over: to close its socket."""
+    """The response after which aiohttp closes its own socket of a connection that was taken over."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,12 +93,7 @@ class NotOfferedError(Exception):
 
 
 class Upgrader:
-    """Makes connections that speak another protocol than HTTP.
-
-    Args:
-        credentials: sign requests, check answers.
-        limits: all bounds.
-    """
+    """Makes connections that speak another protocol than HTTP."""
 
     def __init__(self, credentials: Credentials, limits: TransportLimits) -> None:
         self._credentials = credentials
@@ -141,11 +136,11 @@ class Upgrader:
 
         Args:
             sock: from `connection`; what it holds afterwards is of the new protocol.
-            address: where that is.
+            address: of the peer.
             head: of the request.
-            protocol: its name.
+            protocol: name in the Upgrade header.
             body: of the request.
-            absent: statuses by which a peer says that it has no such thing.
+            absent: statuses by which a peer says that it has no such protocol.
 
         Raises:
             NotOfferedError: the answer was one of ``absent``.
@@ -173,7 +168,7 @@ class Upgrader:
         return answer
 
     async def _reason(self, sock: StreamSocket, headers: CIMultiDict[str]) -> bytes:
-        """Return what comes of a refusal's text."""
+        """Return as much of a refusal's text as comes."""
         length, text = headers.get("Content-Length", ""), b""
         most = self._limits.max_refusal_bytes
         if length.isascii() and length.isdigit() and len(length) < 10:

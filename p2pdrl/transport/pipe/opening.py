@@ -1,4 +1,4 @@
-"""How a pipe comes to be: one side asks like for a call, the other accepts and hands the connection over."""
+"""Opening of pipes: one side asks as for a call, the other accepts, and both detach the connection."""
 
 from __future__ import annotations
 
@@ -31,12 +31,7 @@ __all__ = ["PipeOpener", "PipeServer"]
 
 
 class PipeOpener:
-    """Opens pipes.
-
-    Args:
-        credentials: sign requests, check answers.
-        limits: all bounds.
-    """
+    """Opens pipes."""
 
     def __init__(self, credentials: Credentials, limits: TransportLimits) -> None:
         self._credentials = credentials
@@ -65,12 +60,12 @@ class PipeOpener:
         body = credentials.sealed(head, meta)
         async with self._upgrader.connection(address) as sock:
             answer = await self._upgrader.ask(sock, address, head, PIPE_UPGRADE, body=body)
-            said = await self._said(sock, head, answer)
+            said = await self._answer_meta(sock, head, answer)
         keys = credentials.keys.pipe(head.nonce, answer.nonce) if credentials.keys is not None else None
         connection, leftover = sock.detach()
         return Pipe(connection, answer.sender, said, PipeTicket(keys, leftover))
 
-    async def _said(self, sock: StreamSocket, request: RequestHead, answer: AnswerHead) -> bytes:
+    async def _answer_meta(self, sock: StreamSocket, request: RequestHead, answer: AnswerHead) -> bytes:
         """Read and check the metadata of the answer."""
         if answer.vector_nbytes or answer.meta_nbytes > MAX_PIPE_META_BYTES:
             raise WireError(f"the answer announces {answer.meta_nbytes} bytes of metadata")
@@ -81,16 +76,7 @@ class PipeOpener:
 
 
 class PipeServer:
-    """Every pipe that peers have opened here.
-
-    Args:
-        node_id: our id.
-        keys: the swarm's keys; None without a key.
-        limits: how many there may be, and how long a write may stall.
-
-    Attributes:
-        routes: what is served.
-    """
+    """Every pipe that peers have opened here, and the routes under which they can."""
 
     def __init__(self, node_id: str, keys: SwarmKeys | None, limits: TransportLimits) -> None:
         self.routes: Routes[PipeReply] = Routes()
@@ -117,29 +103,29 @@ class PipeServer:
             ConnectionError: the caller went away.
         """
         peer = head.sender
-        self._take_place(peer)
+        self._count(peer)
         try:
             reply = await ask()
         except BaseException:
-            self._free_place(peer)
+            self._uncount(peer)
             raise
         pipe: Pipe | None = None
         try:
             pipe = await self._switch(request, head, reply.meta)
         finally:
             if pipe is None:
-                self._free_place(peer)
+                self._uncount(peer)
             if not report(f"taking a pipe of {head.path}", reply.take, pipe) and pipe is not None:
                 pipe.close()
         return DetachedTransport()
 
-    def _take_place(self, peer: str) -> None:
+    def _count(self, peer: str) -> None:
         limits = self._limits
         if self._open[peer] >= limits.max_pipes_per_peer or self._open.total() >= limits.max_pipes:
             raise Refusal(429, f"{self._open[peer]} pipes of yours are open here, {len(self)} in all")
         self._open[peer] += 1
 
-    def _free_place(self, peer: str) -> None:
+    def _uncount(self, peer: str) -> None:
         self._open[peer] -= 1
         if not self._open[peer]:
             del self._open[peer]
@@ -169,4 +155,4 @@ class PipeServer:
             raise
         connection, leftover = sock.detach()
         ticket = PipeTicket(keys, leftover)
-        return Pipe(connection, head.sender, b"", ticket, partial(self._free_place, head.sender))
+        return Pipe(connection, head.sender, b"", ticket, partial(self._uncount, head.sender))

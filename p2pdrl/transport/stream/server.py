@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -42,12 +42,7 @@ class Shared:
     """What all streams of a node share.
 
     Attributes:
-        routes: what is served.
-        admission: how much one peer may ask.
-        tell: ``(refusal, host) -> (status, reason)``: counts a refusal, and says how it is told.
-        clock: monotonic time.
-        limits: all bounds.
-        counters: written to.
+        tell: ``(refusal, host) -> (status, reason)``: counts a refusal, and says what ``host`` is answered.
     """
 
     routes: Routes[Reply]
@@ -63,9 +58,9 @@ class ServedStream:
 
     Args:
         shared: what all streams of a node share.
-        sock: carries it.
+        sock: carries the stream.
         peer: node id of the caller.
-        remote_host: its IP.
+        remote_host: IP of the caller.
         macs: of calls and of answers.
     """
 
@@ -152,7 +147,7 @@ class ServedStream:
         """Judge a call by its head, then read and check its metadata.
 
         Raises:
-            Refusal: with the status of the abuse table.
+            Refusal: the call is refused.
             ConnectionError: the caller went away.
         """
         self._broken = True  # until it is known where this call ends
@@ -218,8 +213,7 @@ class ServedStream:
         finally:
             report_end(route, reply, sent)
 
-    async def _send(self, status: int, meta: bytes, views: Iterable[memoryview]) -> None:
-        views = list(views)
+    async def _send(self, status: int, meta: bytes, views: Sequence[memoryview]) -> None:
         vector_nbytes = sum(view.nbytes for view in views)
         self._closing = self._closing or self._broken or self._rest_nbytes > _SMALL_REST_BYTES
         first = AnswerFrame(status, len(meta), vector_nbytes, self._closing).encode() + meta
@@ -250,13 +244,7 @@ class ServedStream:
 
 
 class StreamServer:
-    """Every stream that peers have opened here.
-
-    Args:
-        node_id: our id.
-        keys: the swarm's keys; None without a key.
-        shared: what all streams share.
-    """
+    """Every stream that peers have opened here."""
 
     def __init__(self, node_id: str, keys: SwarmKeys | None, shared: Shared) -> None:
         self._node_id = node_id
@@ -293,7 +281,7 @@ class StreamServer:
         macs = self._keys.stream(head.nonce, answer.nonce) if self._keys is not None else (None, None)
         stream = ServedStream(self._shared, take_over(request), head.sender, request.remote or "", macs)
         self._streams.setdefault(head.sender, set()).add(stream)
-        watched.lend(stream)
+        watched.hand_over(stream)
         try:
             await stream.run(switching(STREAM_UPGRADE, answer))
         finally:

@@ -8,8 +8,10 @@ from p2pdrl.membership.records import AddressPolicy
 @pytest.mark.parametrize(
     ("address", "told_by", "words"),
     [
-        ("169.254.169.254:80", "10.0.0.1", "link-local"),
-        ("[::ffff:169.254.169.254]:80", "10.0.0.1", "link-local"),
+        ("169.254.169.254:80", "10.0.0.1", "metadata"),
+        ("[::ffff:169.254.169.254]:80", "10.0.0.1", "metadata"),
+        ("[fd00:ec2::254%eth0]:80", "10.0.0.1", "metadata"),
+        ("169.254.7.7:80", "10.0.0.1", "link-local"),
         ("[fd00:ec2::254]:80", "10.0.0.1", "metadata"),
         ("metadata.google.internal:80", "10.0.0.1", "metadata"),
         ("127.0.0.1:7600", "10.0.0.1", "loopback"),
