@@ -211,26 +211,6 @@ class Sighting:
     words: str = ""
 
 
-def _nothing() -> bytes:
-    return b""
-
-
-def _welcome(content: bytes) -> str | None:
-    return None
-
-
-def _not_starting() -> Starting | None:
-    return None
-
-
-def _no_lineage(content: bytes) -> str:
-    return ""
-
-
-def _ignore(address: str, reason: str) -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class JoinHooks:
     """The daemon's part in joins.
@@ -247,13 +227,13 @@ class JoinHooks:
         on_refused: told ``(address, reason)`` of every refusal that is news, on either side.
     """
 
-    meta: Callable[[], bytes] = _nothing
-    check_join: Callable[[bytes], str | None] = _welcome
-    info: Callable[[], bytes] = _nothing
-    check_welcome: Callable[[bytes], str | None] = _welcome
-    starting: Callable[[], Starting | None] = _not_starting
-    lineage: Callable[[bytes], str] = _no_lineage
-    on_refused: Callable[[str, str], None] = _ignore
+    meta: Callable[[], bytes] = lambda: b""
+    check_join: Callable[[bytes], str | None] = lambda content: None
+    info: Callable[[], bytes] = lambda: b""
+    check_welcome: Callable[[bytes], str | None] = lambda content: None
+    starting: Callable[[], Starting | None] = lambda: None
+    lineage: Callable[[bytes], str] = lambda content: ""
+    on_refused: Callable[[str, str], None] = lambda address, reason: None
 
 
 @dataclass(frozen=True, slots=True)
