@@ -12,7 +12,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from p2pdrl.clock import Clock
-from p2pdrl.errors import PeerTimeoutError, WireError
+from p2pdrl.errors import WireError
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.transport.auth import ReplayGuard, SwarmKeys, parse_time
 from p2pdrl.transport.calls import (
@@ -22,10 +22,11 @@ from p2pdrl.transport.calls import (
     R,
     Routes,
     ServedRoute,
+    errors_refused,
     report_end,
     run_handler,
 )
-from p2pdrl.transport.framing import OverlongError, body_nbytes, views_of
+from p2pdrl.transport.framing import body_nbytes, views_of
 from p2pdrl.transport.http.body import BodyReader, body_chunks
 from p2pdrl.transport.http.guard import refuse_foreign
 from p2pdrl.transport.http.headers import CONTENT_TYPE, NO_TARGET, AnswerHead, RequestHead
@@ -222,9 +223,10 @@ class HttpServer:
         mac = self._keys.request_pieces(head.nonce) if self._keys is not None else None
         body = BodyReader(request.content, mac, self._limits.stall_deadline_s)
         try:
-            meta = await body.meta(head.meta_nbytes)
-            if head.vector_nbytes == 0:
-                await body.end()
+            with errors_refused():
+                meta = await body.meta(head.meta_nbytes)
+                if head.vector_nbytes == 0:
+                    await body.end()
             incoming = IncomingCall(
                 sender=head.sender,
                 route=route.name,
@@ -234,12 +236,6 @@ class HttpServer:
                 read_vector=body.vector_into,
             )
             return await run_handler(route, incoming)
-        except OverlongError as error:
-            raise Refusal(413, str(error)) from error
-        except WireError as error:
-            raise Refusal(400, str(error)) from error
-        except PeerTimeoutError as error:
-            raise Refusal(408, str(error)) from error
         finally:
             self._counters.received(head.sender, body.nbytes)
 

@@ -96,8 +96,8 @@ class Upgrader:
     """Makes connections that speak another protocol than HTTP."""
 
     def __init__(self, credentials: Credentials, limits: TransportLimits) -> None:
-        self._credentials = credentials
-        self._limits = limits
+        self.credentials = credentials
+        self.limits = limits
         self._opening: set[StreamSocket] = set()
 
     def close(self) -> None:
@@ -164,18 +164,18 @@ class Upgrader:
         if fields.get("Upgrade", "").lower() != protocol:
             raise WireError("the peer speaks another protocol")
         answer = AnswerHead.from_headers(fields)
-        self._credentials.check(answer, head)
+        self.credentials.check(answer, head)
         return answer
 
     async def _reason(self, sock: StreamSocket, headers: CIMultiDict[str]) -> bytes:
         """Return as much of a refusal's text as comes."""
         length, text = headers.get("Content-Length", ""), b""
-        most = self._limits.max_refusal_bytes
+        most = self.limits.max_refusal_bytes
         if length.isascii() and length.isdigit() and len(length) < 10:
             most = min(most, int(length))
         try:
             while len(text) < most:
-                text += await sock.read(1, self._limits.stall_deadline_s)
+                text += await sock.read(1, self.limits.stall_deadline_s)
                 text += await sock.read(min(sock.staged_nbytes, most - len(text)))
         except (PeerTimeoutError, ConnectionError):
             pass  # the status alone says enough

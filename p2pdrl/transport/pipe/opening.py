@@ -13,7 +13,7 @@ from p2pdrl.errors import WireError
 from p2pdrl.transport.auth import SwarmKeys
 from p2pdrl.transport.calls import Routes, report
 from p2pdrl.transport.framing import body_nbytes, seal, unseal
-from p2pdrl.transport.http.headers import AnswerHead, Credentials, RequestHead
+from p2pdrl.transport.http.headers import AnswerHead, RequestHead
 from p2pdrl.transport.http.upgrade import (
     PIPE_PREFIX,
     PIPE_UPGRADE,
@@ -27,52 +27,35 @@ from p2pdrl.transport.pipe.ticket import MAX_PIPE_META_BYTES, Pipe, PipeReply, P
 from p2pdrl.transport.protocol import Address, Refusal, check_route
 from p2pdrl.transport.stream.socket import StreamSocket
 
-__all__ = ["PipeOpener", "PipeServer"]
+__all__ = ["PipeServer", "open_pipe"]
 
 
-class PipeOpener:
-    """Opens pipes."""
+async def open_pipe(upgrader: Upgrader, address: Address, peer_id: str, route: str, meta: bytes) -> Pipe:
+    """Open a pipe to the node at an IP address.
 
-    def __init__(self, credentials: Credentials, limits: TransportLimits) -> None:
-        self._credentials = credentials
-        self._limits = limits
-        self._upgrader = Upgrader(credentials, limits)
-
-    def close(self) -> None:
-        """End what is being opened."""
-        self._upgrader.close()
-
-    async def open(self, address: Address, peer_id: str, route: str, meta: bytes) -> Pipe:
-        """Return a new pipe to the node at an IP address.
-
-        Raises:
-            NotConnectedError: nothing listens there.
-            ConnectionError: the connection broke.
-            PeerRefusedError: the peer said no.
-            WireError: the answer breaks the protocol.
-            PeerTimeoutError: the answer stopped coming.
-            ValueError: the name is malformed, or the metadata are too long.
-        """
-        if len(meta) > MAX_PIPE_META_BYTES:
-            raise ValueError(f"{len(meta)} bytes of metadata are too many for the request")
-        credentials = self._credentials
-        head = credentials.head(PIPE_PREFIX + check_route(route), peer_id, meta_nbytes=len(meta))
-        body = credentials.sealed(head, meta)
-        async with self._upgrader.connection(address) as sock:
-            answer = await self._upgrader.ask(sock, address, head, PIPE_UPGRADE, body=body)
-            said = await self._answer_meta(sock, head, answer)
-        keys = credentials.keys.pipe(head.nonce, answer.nonce) if credentials.keys is not None else None
-        connection, leftover = sock.detach()
-        return Pipe(connection, answer.sender, said, PipeTicket(keys, leftover))
-
-    async def _answer_meta(self, sock: StreamSocket, request: RequestHead, answer: AnswerHead) -> bytes:
-        """Read and check the metadata of the answer."""
+    Raises:
+        NotConnectedError: nothing listens there.
+        ConnectionError: the connection broke.
+        PeerRefusedError: the peer said no.
+        WireError: the answer breaks the protocol.
+        PeerTimeoutError: the answer stopped coming.
+        ValueError: the name is malformed, or the metadata are too long.
+    """
+    if len(meta) > MAX_PIPE_META_BYTES:
+        raise ValueError(f"{len(meta)} bytes of metadata are too many for the request")
+    credentials, keys = upgrader.credentials, upgrader.credentials.keys
+    head = credentials.head(PIPE_PREFIX + check_route(route), peer_id, meta_nbytes=len(meta))
+    body = credentials.sealed(head, meta)
+    async with upgrader.connection(address) as sock:
+        answer = await upgrader.ask(sock, address, head, PIPE_UPGRADE, body=body)
         if answer.vector_nbytes or answer.meta_nbytes > MAX_PIPE_META_BYTES:
             raise WireError(f"the answer announces {answer.meta_nbytes} bytes of metadata")
-        keys = self._credentials.keys
-        mac = keys.answer_pieces(request.nonce, answer.nonce) if keys is not None else None
+        mac = keys.answer_pieces(head.nonce, answer.nonce) if keys is not None else None
         nbytes = body_nbytes(answer.meta_nbytes, 0, mac is not None)
-        return unseal(await sock.read(nbytes, self._limits.stall_deadline_s), mac, "the answer")
+        answered = unseal(await sock.read(nbytes, upgrader.limits.stall_deadline_s), mac, "the answer")
+    pipe_keys = keys.pipe(head.nonce, answer.nonce) if keys is not None else None
+    connection, leftover = sock.detach()
+    return Pipe(connection, answer.sender, answered, PipeTicket(pipe_keys, leftover))
 
 
 class PipeServer:

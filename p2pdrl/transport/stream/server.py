@@ -12,7 +12,15 @@ from aiohttp import web
 from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerTimeoutError, WireError
 from p2pdrl.transport.auth import MAC_BYTES, PieceMac, SwarmKeys
-from p2pdrl.transport.calls import Admission, IncomingCall, Routes, report_end, run_handler
+from p2pdrl.transport.calls import (
+    Admission,
+    IncomingCall,
+    Routes,
+    ServedRoute,
+    errors_refused,
+    report_end,
+    run_handler,
+)
 from p2pdrl.transport.framing import (
     HEAD_BYTES,
     STAGE_BYTES,
@@ -134,16 +142,16 @@ class ServedStream:
             ConnectionError: there can be no further one.
         """
         try:
-            incoming = await self._incoming(raw)
+            route, incoming = await self._incoming(raw)
             with self._shared.admission.slot(self.peer):
-                reply = await run_handler(self._shared.routes.find(incoming.route), incoming)
-                await self._answer(incoming.route, reply)
+                reply = await run_handler(route, incoming)
+                await self._answer(route.name, reply)
         except Refusal as refusal:
             status, reason = self._shared.tell(refusal, self._remote_host)
             await self._send(status, reason.encode(), ())
         await self._finish()
 
-    async def _incoming(self, raw: bytes) -> IncomingCall:
+    async def _incoming(self, raw: bytes) -> tuple[ServedRoute[Reply], IncomingCall]:
         """Judge a call by its head, then read and check its metadata.
 
         Raises:
@@ -151,7 +159,7 @@ class ServedStream:
             ConnectionError: the caller went away.
         """
         self._broken = True  # until it is known where this call ends
-        try:
+        with errors_refused():
             frame = CallFrame.decode(raw)
             name = await self._sock.read(frame.route_nbytes, self._limits.stall_deadline_s)
             self._pace.request_started(self._clock.monotonic())
@@ -162,14 +170,10 @@ class ServedStream:
             route.admit(frame.meta_nbytes, frame.vector_nbytes)
             self._broken = True
             meta = await self._meta(raw + name, frame.meta_nbytes)
-        except WireError as error:
-            raise Refusal(400, str(error)) from error
-        except PeerTimeoutError as error:
-            raise Refusal(408, str(error)) from error
         self._broken = False
         self._rest_nbytes -= frame.meta_nbytes + self._mac_nbytes
         self._rest_pieces -= 1
-        return IncomingCall(
+        incoming = IncomingCall(
             sender=self.peer,
             route=route.name,
             meta=meta,
@@ -177,6 +181,7 @@ class ServedStream:
             remote_host=self._remote_host,
             read_vector=self._vector_into,
         )
+        return route, incoming
 
     async def _meta(self, before: bytes, nbytes: int) -> bytes:
         sealed = await self._sock.read(nbytes + self._mac_nbytes, self._limits.stall_deadline_s)
