@@ -1,7 +1,6 @@
 """Proof that a message was made by a holder of the swarm key, and was made for us, now.
 
-Pure functions and one small cache; `http.headers` and `framing` call them, and the API uses
-`sign_api` and `verify_api` for requests from other machines.
+The API uses `sign_api` and `verify_api` for requests from other machines.
 
 All keys come from the swarm key by HKDF-SHA256 (RFC 5869), one per purpose. A header carries
 an HMAC-SHA256, checked before the body is read. A piece carries a GMAC (AES-128-GCM with
@@ -220,9 +219,9 @@ def sign_api(
 
     Args:
         key: the swarm's key, or the node's local token.
-        method: HTTP method in upper case.
-        path: path with query, as sent.
-        wall_s: wall time of sending, seconds; sent along with three decimals.
+        method: in upper case.
+        path: with its query, as sent.
+        wall_s: wall time of sending; sent along with three decimals.
         nonce: from `new_nonce`; sent along.
         target: the node and the run of it that the request is for, as it has proven by `prove_target`; never
             sent. A request that somebody has listened to is worth nothing to any other node, nor to this one
