@@ -23,13 +23,14 @@ from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.objectives.objective import Objective, Outputs
-from p2pdrl.rl.optimizers import SGD, Optimizer
+from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.links import ring
 from p2pdrl.rl.pipeline.parts import ModelParts
 from p2pdrl.rl.pipeline.pipelined import Pipelined
 from p2pdrl.rl.pipeline.server import StageServer
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
 from p2pdrl.rl.pipeline.tensor_specs import RowSpec
+from p2pdrl.tensors.optimizers import SGD
 
 __all__ = ["ModelSplit", "SplitEngine", "split_engine"]
 
@@ -238,7 +239,7 @@ class SplitEngine(Generic[Outputs]):
         options: EngineOptions,
     ) -> None:
         self._flat = flat
-        self._optimizer = SGD(flat.parameters_D, flat.gradients_D)  # has no state to be copied
+        self._optimizer = Optimizer(SGD(), flat.parameters_D, flat.gradients_D)  # has no state to be copied
         self._split = ModelSplit(
             replace(parts, optimizer=self._optimizer),
             plan,
