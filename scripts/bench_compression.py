@@ -21,8 +21,7 @@ from typing import get_args
 import numpy as np
 
 from p2pdrl.config.strategy import Compression, Mixing
-from p2pdrl.tensors.compression import make_codec
-from p2pdrl.tensors.compression_threshold import ThresholdResidual, add_message
+from p2pdrl.tensors.compression import ThresholdResidual, add_message, make_codec
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.optimizers import OptimizerName, ShardOptimizer, update_rule
 from p2pdrl.tensors.robust import combine

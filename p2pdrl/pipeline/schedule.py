@@ -228,11 +228,6 @@ def check_schedule(schedule: Sequence[Sequence[Action]], stages: int, microbatch
     once, each after what it needs, in the order of its stream; and running it comes to its end. The work is
     linear in the number of actions, which is compared with S and M first.
 
-    Args:
-        schedule: the actions of each rank.
-        stages: S, of the whole model.
-        microbatches: M.
-
     Raises:
         ConfigError: something of this doesn't hold; says what, and on which rank.
     """

@@ -66,8 +66,8 @@ def clip_gradients(gradients_D: Tensor, max_norm: float) -> float:
     return norm
 
 
-class _TorchArithmetic:
-    """`Arithmetic` on tensors.
+class _TorchOps:
+    """`VectorOps` on tensors.
 
     On the CPU the memory of roots is kept, since fresh memory costs more there than the root. Other devices'
     allocators keep theirs.
@@ -139,14 +139,14 @@ class Optimizer:
         self._gradients_D = gradients_D
         self._vectors = {name: torch.zeros_like(parameters_D) for name in rule.slots}
         self._steps = 0
-        self._arithmetic = _TorchArithmetic()
+        self._ops = _TorchOps()
         self._aside: Arrays | None = None
 
     def step(self, learning_rate: float) -> None:
         """Move the parameters against the gradients."""
         self._steps += 1
         for x, g, *slots in self._pieces():
-            self._rule.step(self._arithmetic, x, g, tuple(slots), rate=learning_rate, count=self._steps)
+            self._rule.step(self._ops, x, g, tuple(slots), rate=learning_rate, count=self._steps)
 
     @property
     def steps(self) -> int:
@@ -185,7 +185,7 @@ class Optimizer:
         if aside and self._aside is None:
             self._aside = self.state()
             self._vectors = {name: self._parameters_D.new_empty(0) for name in self._vectors}
-            self._arithmetic = _TorchArithmetic()
+            self._ops = _TorchOps()
         elif not aside and self._aside is not None:
             arrays, self._aside = self._aside, None
             self._vectors = {name: torch.empty_like(self._parameters_D) for name in self._vectors}

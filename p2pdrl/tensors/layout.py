@@ -69,7 +69,7 @@ class Layout:
         LayoutMismatchError: an entry, their number or their total is out of bounds.
 
     Example:
-        >>> layout = Layout((Entry("w", (2, 3)), Entry("b", (3,))))
+        >>> layout = Layout((TensorEntry("w", (2, 3)), TensorEntry("b", (3,))))
         >>> layout.size, layout.offsets
         (9, (0, 6))
     """

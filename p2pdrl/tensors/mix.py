@@ -49,13 +49,7 @@ def pair_delta(mine: Float32Array, theirs: Float32Array, weight: float = 0.5, *,
 
 
 class PairFigures(NamedTuple):
-    """What `pair_step` measured on its way: Euclidean norms, to about 1e-6 relative.
-
-    Args:
-        mine: of this side's vector.
-        theirs: of the other's.
-        distance: between the two.
-    """
+    """What `pair_step` measured on its way: Euclidean norms, to about 1e-6 relative."""
 
     mine: float
     theirs: float
@@ -73,13 +67,8 @@ def pair_step(
 ) -> PairFigures:
     """Decode what arrived, check it, write `pair_delta` into ``out`` and measure, in one walk over memory.
 
-    Args:
-        mine: this side's values, as the other side sees them; checked by the caller.
-        incoming: the other side's values, encoded.
-        dtype: how they are encoded.
-        weight: as in `pair_delta`.
-        max_abs: as in `check_finite`.
-        out: may lie where ``incoming`` does when that is float32; rubbish after an error.
+    ``mine`` is as the other side sees it, and was checked by the caller. ``out`` may lie where ``incoming``
+    does when that is float32; it holds rubbish after an error.
 
     Raises:
         PoisonedVectorError: an element is NaN or beyond the bound.
@@ -140,9 +129,7 @@ def distance(a: Float32Array, b: Float32Array) -> float:
 def check_finite(vector: Float32Array, max_abs: float) -> None:
     """Check every element of a vector that came from elsewhere before it touches ours.
 
-    Args:
-        vector: what arrived.
-        max_abs: bound on each element's magnitude; ``inf`` still refuses NaN but lets infinity pass.
+    ``max_abs`` bounds each element's magnitude; ``inf`` still refuses NaN but lets infinity pass.
 
     Raises:
         PoisonedVectorError: an element is NaN or beyond the bound.

@@ -41,8 +41,6 @@ class Moments:
     """Count, mean and sum of squared deviations of the samples seen.
 
     Args:
-        count: samples seen.
-        mean: their mean, float64.
         m2: sum of (sample - mean)², float64, of the same shape.
     """
 
@@ -174,9 +172,7 @@ class MomentsTable:
     """One stream's moments of every node that was ever heard of.
 
     Args:
-        shape: of the stream.
         owner: id of the node that keeps this table; what others say about its present boot is ignored.
-        boot: the owner's present boot.
         capacity: entries kept beside the owner's; beyond it the one that changed longest ago goes.
     """
 
@@ -195,10 +191,7 @@ class MomentsTable:
         return len(self._now())
 
     def put_own(self, moments: Moments) -> bool:
-        """Keep a copy of what the owner saw in this boot, if it is more than before.
-
-        Returns:
-            Whether the table changed.
+        """Keep a copy of what the owner saw in this boot if it is more than before; tell whether it is.
 
         Raises:
             WireError: the moments are of another shape.
@@ -210,14 +203,9 @@ class MomentsTable:
         return True
 
     def merge(self, entries: object, admit: Admit | None = None) -> int:
-        """Put what a peer's `delta_since` made; a broken answer changes nothing.
+        """Take in what a peer's `delta_since` made, and return how much of it was news.
 
-        Args:
-            entries: as they came.
-            admit: says which of them may be taken in; None takes all.
-
-        Returns:
-            How many entries were news.
+        A broken answer changes nothing. ``admit`` says which entries may be taken in; None takes all.
 
         Raises:
             WireError: it isn't of that form.

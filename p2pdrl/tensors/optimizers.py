@@ -1,7 +1,7 @@
 """Optimizers: the formula of each once, and what a parameter server steps its shard with.
 
 An `UpdateRule` is a formula with its hyper-parameters and the names of its state. It is written in the
-operations of `Arithmetic`, which has two implementations: NumPy here, for shards (`ShardOptimizer`, called by
+operations of `VectorOps`, which has two implementations: NumPy here, for shards (`ShardOptimizer`, called by
 the server strategies, in a thread where shards are long), and torch in `rl.optimizers`, for learners.
 
 All rules treat each entry by itself, so vectors may be stepped in pieces that stay in the cache: the five or
@@ -28,13 +28,13 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
-    "Arithmetic",
     "Arrays",
     "Momentum",
     "OptimizerName",
     "RMSProp",
     "ShardOptimizer",
     "UpdateRule",
+    "VectorOps",
     "update_rule",
 ]
 
@@ -48,7 +48,7 @@ _PIECE = 1 << 15
 """Elements of a piece: four vectors and one of scratch stay in the cache, in float64 too."""
 
 
-class Arithmetic(Protocol[V_contra]):
+class VectorOps(Protocol[V_contra]):
     """What update rules are written in; everything in place."""
 
     def accumulate(self, m: V_contra, g: V_contra, decay: float) -> None:
@@ -100,7 +100,7 @@ class UpdateRule(ABC):
     slots: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def step(self, by: Arithmetic[V], x: V, g: V, slots: tuple[V, ...], *, rate: float, count: int) -> None:
+    def step(self, by: VectorOps[V], x: V, g: V, slots: tuple[V, ...], *, rate: float, count: int) -> None:
         """Move ``x`` against ``g``: step number ``count``, from 1."""
 
 
@@ -116,7 +116,7 @@ class SGD(UpdateRule):
 
     sparse: bool = False
 
-    def step(self, by: Arithmetic[V], x: V, g: V, slots: tuple[V, ...], *, rate: float, count: int) -> None:
+    def step(self, by: VectorOps[V], x: V, g: V, slots: tuple[V, ...], *, rate: float, count: int) -> None:
         """X ← x − lr · g."""
         (by.descend_sparse if self.sparse else by.descend)(x, g, rate)
 
@@ -134,7 +134,7 @@ class Momentum(UpdateRule):
     momentum: float = 0.9
     nesterov: bool = False
 
-    def step(self, by: Arithmetic[V], x: V, g: V, slots: tuple[V, ...], *, rate: float, count: int) -> None:
+    def step(self, by: VectorOps[V], x: V, g: V, slots: tuple[V, ...], *, rate: float, count: int) -> None:
         """M ← μ m + g; x ← x − lr · m, with Nesterov x ← x − lr · (g + μ m)."""
         (m,) = slots
         by.accumulate(m, g, self.momentum)
@@ -158,7 +158,7 @@ class RMSProp(UpdateRule):
     decay: float = 0.99
     eps: float = 1e-5
 
-    def step(self, by: Arithmetic[V], x: V, g: V, slots: tuple[V, ...], *, rate: float, count: int) -> None:
+    def step(self, by: VectorOps[V], x: V, g: V, slots: tuple[V, ...], *, rate: float, count: int) -> None:
         """V ← α v + (1 − α) g²; x ← x − lr · g / (√v + ε)."""
         (v,) = slots
         by.average_squares(v, g, self.decay)
@@ -172,7 +172,7 @@ class Adagrad(UpdateRule):
     slots = ("v",)
     eps: float = 1e-10
 
-    def step(self, by: Arithmetic[V], x: V, g: V, slots: tuple[V, ...], *, rate: float, count: int) -> None:
+    def step(self, by: VectorOps[V], x: V, g: V, slots: tuple[V, ...], *, rate: float, count: int) -> None:
         """V ← v + g²; x ← x − lr · g / (√v + ε)."""
         (v,) = slots
         by.add_squares(v, g)
@@ -196,7 +196,7 @@ class Adam(UpdateRule):
         if not (self.beta_1 < 1 and self.beta_2 < 1):
             raise ValueError(f"Adam's momentum and decay are below 1, not {self.beta_1} and {self.beta_2}")
 
-    def step(self, by: Arithmetic[V], x: V, g: V, slots: tuple[V, ...], *, rate: float, count: int) -> None:
+    def step(self, by: VectorOps[V], x: V, g: V, slots: tuple[V, ...], *, rate: float, count: int) -> None:
         """M ← β₁ m + (1 − β₁) g; v ← β₂ v + (1 − β₂) g²; x ← x − lr · m̂ / (√v̂ + ε).
 
         m̂ = m / (1 − β₁ᵗ) and v̂ = v / (1 − β₂ᵗ).
@@ -235,8 +235,8 @@ def update_rule(
             return Adam(momentum, decay, eps)
 
 
-class _NumpyArithmetic:
-    """`Arithmetic` on NumPy vectors of at most `_PIECE` elements, without allocating any."""
+class _NumpyOps:
+    """`VectorOps` on NumPy vectors of at most `_PIECE` elements, without allocating any."""
 
     def __init__(self, size: int, dtype: npt.DTypeLike) -> None:
         self._scratch: FloatVector = np.empty(min(_PIECE, size), dtype)
@@ -299,8 +299,6 @@ class ShardOptimizer:
     threads at once.
 
     Args:
-        rule: formula.
-        size: D.
         dtype: float32 or float64, of the parameters, gradients and state.
 
     Raises:
@@ -315,7 +313,7 @@ class ShardOptimizer:
             raise ValueError(f"optimizers step in float32 or float64, not {self._dtype}")
         self._vectors: dict[str, FloatVector] = {name: np.zeros(size, self._dtype) for name in rule.slots}
         self._steps = 0
-        self._arithmetic = _NumpyArithmetic(size, self._dtype)
+        self._ops = _NumpyOps(size, self._dtype)
 
     @property
     def steps(self) -> int:
@@ -338,7 +336,7 @@ class ShardOptimizer:
         for span in spans(self._size, _PIECE):
             slots = tuple(vector[span] for vector in self._vectors.values())
             self._rule.step(
-                self._arithmetic,
+                self._ops,
                 parameters[span],
                 gradient[span],
                 slots,

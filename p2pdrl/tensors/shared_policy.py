@@ -59,7 +59,6 @@ class SharedPolicy:
 
     Args:
         region: shared memory, of at least `nbytes_of` bytes, zero at first; readers may map it read-only.
-        size: D.
         obs_shape: X; empty dimensions where observations aren't normalised.
 
     Raises:

@@ -43,7 +43,6 @@ class SidecarItem:
     Args:
         name: unique within the sidecar, at most 200 characters.
         shape: at most 8 dimensions; ``()`` is a scalar.
-        dtype: element type.
         rule: how two nodes' values are brought together; ``moments`` takes float64.
     """
 

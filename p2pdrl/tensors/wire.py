@@ -1,4 +1,4 @@
-"""Long vectors are walked in pieces that stay in the processor's cache; used by `mix` and `wire`.
+"""float32 and bfloat16 on the wire, and the pieces in which long vectors are walked.
 
 Several passes over one piece of 2^18 float32 (1 MiB) cost about as much as one pass over main memory.
 Scratch is kept per thread, so no call allocates it anew and no two threads share it.
@@ -131,12 +131,7 @@ def decode(buffer: bytes | bytearray | memoryview, dtype: WireDtype, out: Float3
 
 
 def encode_rounding_span(piece: Float32Array, wire: npt.NDArray[np.uint16]) -> None:
-    """Encode a piece as bfloat16, and leave in it what the peer will decode; for walks over a vector.
-
-    Args:
-        piece: at most `WALK` elements.
-        wire: `as_wire` of where it goes, as long.
-    """
+    """Encode at most `WALK` elements as bfloat16, and leave in them what the peer will decode; for walks."""
     rounded = _rounded(piece)
     np.bitwise_and(rounded, 0xFFFF0000, out=piece.view(np.uint32))
     np.right_shift(rounded, 16, out=rounded)
@@ -144,14 +139,7 @@ def encode_rounding_span(piece: Float32Array, wire: npt.NDArray[np.uint16]) -> N
 
 
 def decode_span(source: npt.NDArray[Any], dtype: WireDtype, span: slice, out: Float32Array) -> None:
-    """Decode the elements of ``span`` into ``out``; for walks that do more with each piece.
-
-    Args:
-        source: `as_wire` of the buffer.
-        dtype: of the buffer.
-        span: elements, not bytes.
-        out: as long as the span.
-    """
+    """Decode the elements of ``span`` of `as_wire` into ``out``; for walks that do more with each piece."""
     if dtype == "float32":
         np.copyto(out, source[span])
         return

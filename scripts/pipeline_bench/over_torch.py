@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from p2pdrl.pipeline.order import Meeting, StageOrder
+from p2pdrl.pipeline.plan import Meeting, StageOrder
 from p2pdrl.rl.pipeline.links import FramedLinks, Links
 from p2pdrl.rl.pipeline.runner import Running
 from p2pdrl.workers.pipeline import torch_stages

@@ -18,8 +18,7 @@ from p2pdrl.config.task import RegressionConfig
 from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine, Minibatch
-from p2pdrl.rl.networks.layers import Dense, initialise, mlp
-from p2pdrl.rl.networks.trunk import in_pairs
+from p2pdrl.rl.networks.layers import Dense, in_pairs, initialise, mlp
 from p2pdrl.rl.objectives.objective import Objective
 from p2pdrl.rl.objectives.regression import TARGETS, CrossEntropy, LeastSquares
 from p2pdrl.rl.optimizers import Optimizer

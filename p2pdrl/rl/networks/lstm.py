@@ -57,16 +57,7 @@ class Cells(nn.LSTM):
 
 
 class LSTM(nn.Module):
-    """One layer of ``size`` units.
-
-    Args:
-        features: F.
-        size: H.
-
-    Attributes:
-        size: H.
-        state_size: S.
-    """
+    """One layer of ``size`` (H) units, from ``features`` (F)."""
 
     def __init__(self, features: int, size: int) -> None:
         super().__init__()

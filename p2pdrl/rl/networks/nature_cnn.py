@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.rl.networks.layers import RELU_GAIN, Convolution, Pixels, mlp
-from p2pdrl.rl.networks.trunk import Trunk, in_pairs
+from p2pdrl.rl.networks.layers import RELU_GAIN, Convolution, Pixels, Trunk, in_pairs, mlp
 
 __all__ = ["NatureCNN"]
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.rl.networks.layers import RELU_GAIN, Dense, Norm, Pixels
-from p2pdrl.rl.networks.trunk import Trunk
+from p2pdrl.rl.networks.layers import RELU_GAIN, Dense, Norm, Pixels, Trunk
 
 __all__ = ["Transformer"]
 
@@ -95,7 +94,6 @@ class Attention(nn.Module):
     """x + attention of every token to every token, on normalised x.
 
     Args:
-        width: W.
         heads: H; divides W.
         gain: of the last projection: scales what the layer adds at first.
     """
@@ -120,7 +118,6 @@ class FeedForward(nn.Module):
     """x + two dense layers with a gelu between them, on normalised x.
 
     Args:
-        width: W.
         gain: of the second layer: scales what it adds at first.
     """
 
@@ -155,9 +152,7 @@ class Transformer(Trunk):
     Args:
         obs_shape: of a vector (any shape) or a picture (CHW, or HWC when the last is the small one).
         is_image: which of the two.
-        layers: pairs of attention and feed-forward.
         heads: of each attention; divides ``width``.
-        width: of a token; also the number of features.
         patch: features of one token, or the side of a patch in pixels; 0 chooses.
 
     Raises:

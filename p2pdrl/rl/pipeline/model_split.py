@@ -25,11 +25,10 @@ from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.objectives.objective import Objective, Outputs
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.links import ring
+from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import ModelParts
-from p2pdrl.rl.pipeline.pipelined import Pipelined
-from p2pdrl.rl.pipeline.server import StageServer
+from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.pipeline.tensor_specs import RowSpec
 from p2pdrl.tensors.optimizers import SGD
 
 __all__ = ["ModelSplit", "SplitEngine", "split_engine"]
@@ -45,19 +44,9 @@ class ModelSplit(Generic[Outputs]):
     become without it.
 
     Args:
-        parts: of the model, as it is now.
-        plan: who holds what.
         devices: one for each rank; the same one may come twice.
         timeout_s: bound on each wait of one rank for another within a minibatch.
         checkpoint_activations: keep only what comes into a stage, and compute the rest anew.
-        tune: as of ``Pipelined``.
-        clock: likewise.
-        say: likewise.
-        make_share: makes the share of each rank.
-
-    Attributes:
-        ends_update: false.
-        shares: of each rank.
 
     Raises:
         ConfigError: there aren't as many devices as ranks.
@@ -220,9 +209,6 @@ class SplitEngine(Generic[Outputs]):
     """Implements ``gradients.GradientEngine``; close it when done.
 
     Args:
-        flat: the model, as for any other engine.
-        parts: of the same model.
-        plan: who holds what.
         devices: one for each rank; the same one may come twice.
         options: of which checkpointing, ``auto``, clock and words count.
 

@@ -23,10 +23,9 @@ from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.objectives.objective import Objective, Outputs
 from p2pdrl.rl.pipeline.links import Links
-from p2pdrl.rl.pipeline.messages import Activation, Opening
+from p2pdrl.rl.pipeline.messages import Activation, Opening, RowSpec, TensorSlot
 from p2pdrl.rl.pipeline.runner import ActivationBytes, ActivationMemory, Recorder
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.pipeline.tensor_specs import RowSpec, TensorSlot
 
 __all__ = ["TorchRunner", "peer_error"]
 
@@ -54,16 +53,11 @@ class TorchRunner(Generic[Outputs]):
     """Implements ``runner.Running`` on this process' torch.distributed group, whose ranks are the plan's.
 
     Args:
-        share: gets the gradients.
-        links: to the neighbours.
         travelling: device that tensors are on when they are sent: the CPU with gloo, with NCCL the share's.
         leave: leaves the group; called once something went wrong, since others wait for this rank then.
         blame: finds out who is to blame; called when torch says that something went wrong.
-        clock: seconds, monotonic.
 
     Attributes:
-        waited_s: see ``Running``.
-        ran_s: see ``Running``.
         recorder: see ``Running``. A wait ends with the computation that it was for, and begins with the end
             of the one before.
     """

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from p2pdrl.config.checks import LIST_BLOCKS
 from p2pdrl.config.strategy import PipelineConfig, ScheduleName
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.advice import Advice, Pipeline, Wishes, advise, bytes_alone, too_large
+from p2pdrl.pipeline.advice import Advice, Pipeline, UpdateWork, Wishes, advise, bytes_alone, too_large
 from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer
 from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.pipeline.timeline import Timeline
-from p2pdrl.pipeline.work import UpdateWork
 
 __all__ = ["AUTO", "NO_PIPELINE", "Design", "RankCandidate", "design", "measured_with", "schedule_of"]
 

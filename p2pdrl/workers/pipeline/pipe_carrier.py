@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError, WireError
-from p2pdrl.pipeline.order import StageSide
+from p2pdrl.pipeline.plan import StageSide
 from p2pdrl.transport.limits import PipeBounds
 from p2pdrl.transport.pipe.end import PipeEnd, PipeMessage
 from p2pdrl.transport.pipe.ticket import PipeTicket
@@ -63,7 +63,6 @@ class PipeCarrier:
             for, and about as often while messages come all the time.
         interrupted: whether the pipeline is to end because the daemon said so; asked after each ``listen``.
         allocate: gives memory for what comes, such as pinned one for a GPU; used again and again.
-        clock: seconds, monotonic.
 
     Attributes:
         side: of the neighbour to blame, once one of the methods raised an error; None when none is.
@@ -117,13 +116,7 @@ class PipeCarrier:
             raise
 
     def receive(self, way: Way, timeout_s: float) -> tuple[bytes, memoryview]:
-        """See ``Carrier.receive``.
-
-        Raises:
-            PeerUnreachableError: also when the daemon's words ended the wait.
-            PeerTimeoutError: see ``Carrier``.
-            WireError: see ``Carrier``.
-        """
+        """See ``Carrier.receive``; what the daemon said may end the wait, too."""
         self._give_back()
         side = _FROM[way]
         message = self._early.pop(way, None) or self._await(side, timeout_s)
@@ -256,12 +249,7 @@ class PipeCarrier:
 
 
 class _BufferPool:
-    """Memory of one pipe's messages, most of which are as long as others before.
-
-    Args:
-        allocate: see `PipeCarrier`.
-        kept_nbytes: of all buffers that nobody reads.
-    """
+    """Memory of one pipe's messages, most of which are as long as others before."""
 
     def __init__(self, allocate: Allocate, kept_nbytes: int) -> None:
         self._allocate = allocate

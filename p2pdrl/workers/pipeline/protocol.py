@@ -25,7 +25,7 @@ from __future__ import annotations
 import msgspec
 
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.pipeline.plan import StageNews, StageOrder, StageSide
 from p2pdrl.pipeline.trace import TraceSpan
 from p2pdrl.transport.pipe.ticket import PipeTicket
 

@@ -14,13 +14,11 @@ import numpy as np
 import torch
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
-from p2pdrl.pipeline.plan import PipelinePlan
+from p2pdrl.pipeline.plan import PipelinePlan, StageNews, StageOrder, StageSide
 from p2pdrl.rl.pipeline.links import FramedLinks, Links, Way
 from p2pdrl.rl.pipeline.parts import ModelParts
-from p2pdrl.rl.pipeline.pipelined import Pipelined
+from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
 from p2pdrl.rl.pipeline.runner import Recorder, Running
-from p2pdrl.rl.pipeline.server import StageServer
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
 from p2pdrl.transport.pipe.ticket import PipeTicket
 from p2pdrl.workers.pipeline.pipe_carrier import PipeCarrier
@@ -98,18 +96,9 @@ class Ears(NamedTuple):
 class WorkerRank:
     """A rank of a pipeline; `make_rank` makes it.
 
-    Args:
-        order: of the daemon.
-        share: this rank's part of the model.
-        connected: it and its neighbours.
-        leave: called by `close`, beside what closes connections.
-
     Attributes:
-        order: as given.
-        neighbours: its connections.
         head: gradient engine and stepper, of the first rank.
         server: of any other.
-        recorder: told what it does.
     """
 
     def __init__(
@@ -158,11 +147,7 @@ class WorkerRank:
         return 0 if self.server is None else self.server.behind
 
     def figures(self, measured: Mapping[str, float]) -> dict[str, float]:
-        """Return what the daemon is told of this rank.
-
-        Args:
-            measured: what ``head`` or ``server`` tells of itself.
-        """
+        """Return what the daemon is told of this rank."""
         order = self.order
         figures = {
             "generation": float(order.generation),
@@ -205,13 +190,7 @@ class _Nobody:
 
 
 def make_rank(order: StageOrder, pipes: Pipes, trainer: Pipelineable, ears: Ears) -> WorkerRank:
-    """Build what an order asks for, from the trainer's model as it is now.
-
-    Args:
-        order: of the daemon.
-        pipes: owned from now on, whatever comes of it.
-        trainer: of the model.
-        ears: for while it waits.
+    """Build what an order asks for, from the trainer's model as it is now; the pipes are owned from now on.
 
     Raises:
         ConfigError: the order doesn't fit the model, or the pipes don't fit the order.

@@ -26,14 +26,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from p2pdrl.errors import ConfigError, PeerTimeoutError, TransportError
-from p2pdrl.pipeline.order import StageNews, StageOrder
+from p2pdrl.pipeline.plan import StageNews, StageOrder
 from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, News, StartStage, Trace, Traced
 from p2pdrl.workers.protocol import ToLearner
 from p2pdrl.workers.replica import Replica
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.pipeline.pipelined import Pipelined
-    from p2pdrl.rl.pipeline.rank import Assembled
+    from p2pdrl.rl.pipeline.rank import Assembled, Pipelined
     from p2pdrl.rl.pipeline.runner import Recorder
     from p2pdrl.rl.trainer import StepStats, Trainer
     from p2pdrl.workers.pipeline.rank import Pipes, WorkerRank

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError, TransportError, WorkerError
-from p2pdrl.pipeline.order import Meeting, StageOrder, StageSide
+from p2pdrl.pipeline.plan import Meeting, StageOrder, StageSide
 from p2pdrl.rl.pipeline.torch_runner import peer_error
 from p2pdrl.transport.pipe.ticket import PipeTicket
 from p2pdrl.workers.pipeline.protocol import Measure, StartStage
@@ -47,14 +47,11 @@ _ENDS = (StartStage, WorkMode, Stop)
 
 
 class OrderWatch:
-    """Ends waits once the daemon has said something by which they end.
+    """Ends waits once the daemon has said something by which they end; calls both in a thread of its own.
 
     Args:
         ahead: what the daemon has said and wasn't heard yet: `mailbox.Mailbox.ahead`.
         end: ends the waits; called again until `close`, for another wait may have begun meanwhile.
-        every_s: seconds between two looks.
-
-    Both are called in the thread, and not any more after `close`.
 
     Attributes:
         meeting: whether the wait is for others to come. The daemon asks what blocks cost only when it has
@@ -75,14 +72,7 @@ class OrderWatch:
         self._thread.start()
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Look no more; calling it again does nothing.
-
-        Args:
-            timeout_s: the longest that is waited for ``end`` to return.
-
-        Returns:
-            Whether it has.
-        """
+        """Look no more, and return whether ``end`` has returned in time; calling it again does nothing."""
         self._closed.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -135,7 +125,6 @@ class TorchStages:
     Args:
         order: with ``meeting``, and at least 2 ranks. Its ``timeout_s`` bounds each wait, and how long
             those who have all come take to connect.
-        device: of the stage.
         say_port: told the store's port, where this is rank 0.
         ahead: what the daemon has said and wasn't heard yet, called in a thread: some of it ends all waits.
 
@@ -194,10 +183,7 @@ class TorchStages:
     ) -> TorchRunner[Outputs]:
         """Return what computes the gradients of this rank's share.
 
-        Args:
-            share: of the model.
-            links: to the neighbours.
-            carrier: on `pipes`. torch doesn't say who is gone: the pipe that broke does, if one did.
+        torch doesn't say who is gone: the pipe of ``carrier`` that broke does, if one did.
         """
         from p2pdrl.rl.pipeline.torch_runner import TorchRunner  # takes a second; see `_meet`
 
@@ -302,13 +288,9 @@ def connect_to_rank(where: str, until_s: float) -> socket.socket:
 def accept_rank(
     listener: socket.socket, token: bytes, until_s: float, check: Callable[[], None] = lambda: None
 ) -> socket.socket:
-    """Return the connection of the rank behind; whoever else comes is sent away.
+    """Return the connection of the rank behind, which says ``token``; whoever else comes is sent away.
 
-    Args:
-        listener: where it connects.
-        token: its word.
-        until_s: by ``time.monotonic``.
-        check: called often; its errors end the wait.
+    ``check`` is called often; its errors end the wait.
 
     Raises:
         TimeoutError: it didn't come in time.

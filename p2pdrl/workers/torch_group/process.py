@@ -165,13 +165,7 @@ MOST_CHARS = 300
 
 
 def serve(sock: socket.socket, group: TorchGroup, device: str) -> None:
-    """Do the daemon's orders until it closes its end of the socket.
-
-    Args:
-        sock: this process' end, blocking.
-        group: does them.
-        device: told at once.
-    """
+    """Do the daemon's orders until it closes its end of the socket."""
     frames = FrameBuffer()
     sock.sendall(frame(Ready(device)))
     while data := sock.recv(READ_BYTES):

@@ -12,9 +12,8 @@ from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
-from p2pdrl.tensors.gradient_ring import GradientRing
 from p2pdrl.tensors.optimizers import SGD
-from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion
 from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
 from p2pdrl.workers.requests import PostingStepper, RequestPoster

@@ -19,11 +19,10 @@ from p2pdrl.rl.objectives.a2c import A2CObjective
 from p2pdrl.rl.objectives.ppo import PPOObjective
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.links import FramedLinks, ring
+from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import policy_parts
-from p2pdrl.rl.pipeline.pipelined import Pipelined
-from p2pdrl.rl.pipeline.server import StageServer
+from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.pipeline.tensor_specs import RowSpec
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.tensors.optimizers import Adam
 

@@ -11,9 +11,9 @@ from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import WholeBatch
 from p2pdrl.rl.optimizers import Optimizer
+from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import policy_parts
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.pipeline.tensor_specs import RowSpec
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.sequential import chain

@@ -14,7 +14,7 @@ from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.rl.gradients import Accumulated, WholeBatch
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.optimizers import Optimizer
-from p2pdrl.rl.pipeline.pipelined import Pipelined
+from p2pdrl.rl.pipeline.rank import Pipelined
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
 from p2pdrl.rl.stepping import OwnStepper
 from p2pdrl.tensors.optimizers import SGD, Adagrad, Adam, Momentum, RMSProp
@@ -204,7 +204,7 @@ def test_the_number_of_microbatches_can_be_measured():
     with Pipeline(parts, make_plan(parts, 3, 6)) as pipeline:
         tuned = Pipelined(
             pipeline.shares[0],
-            pipeline.head._rank._links,
+            pipeline.head._links,
             generation=7,
             timeout_s=TIMEOUT_S,
             tune=True,
@@ -214,7 +214,7 @@ def test_the_number_of_microbatches_can_be_measured():
         expected, _ = reference(case)
         used = []
         pipeline.head = tuned
-        original = tuned._rank.gather
+        original = tuned.gather
 
         def gather(terms):
             number = tuned._microbatches
@@ -222,7 +222,7 @@ def test_the_number_of_microbatches_can_be_measured():
             time[0] += (number + 2) / number + 0.3 * number
             return original(terms)
 
-        tuned._rank.gather = gather
+        tuned.gather = gather
         for _ in range(20):
             tuned.gradients(case.batch, case.objective)
             step_with(pipeline, learning_rate=0.0, max_grad_norm=1e9)
@@ -277,9 +277,9 @@ def test_with_one_microbatch_every_rank_idles_while_each_of_the_others_computes(
         members = [pipeline.head, *pipeline.servers]
         pipeline.head._clock = lambda: now_s
         for rank, member in enumerate(members):
-            member._rank._clock = member._rank.runner._clock = lambda: now_s
+            member._clock = member.runner._clock = lambda: now_s
             if ranks > 1:
-                watched(member._rank._links, rank)
+                watched(member._links, rank)
         for _ in range(3):
             pipeline.head.gradients(case.batch, case.objective)
             step_with(pipeline)

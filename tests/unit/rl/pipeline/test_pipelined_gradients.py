@@ -15,8 +15,8 @@ from p2pdrl.rl.forward import module_forward
 from p2pdrl.rl.gradients import Accumulated, Minibatch, WholeBatch
 from p2pdrl.rl.objectives.regression import TARGETS, CrossEntropy
 from p2pdrl.rl.optimizers import Optimizer
+from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import module_parts
-from p2pdrl.rl.pipeline.tensor_specs import RowSpec
 from p2pdrl.tensors.optimizers import SGD
 
 from ..gradient_cases import reference

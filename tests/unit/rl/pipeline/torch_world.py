@@ -24,7 +24,7 @@ class World:
     def meet(self, ranks, timeout_s=TIMEOUT_S, rank=None, ahead=list, others=None):
         import torch
 
-        from p2pdrl.pipeline.order import Meeting, StageOrder
+        from p2pdrl.pipeline.plan import Meeting, StageOrder
         from p2pdrl.workers.pipeline.torch_stages import TorchStages
 
         rank = self.rank if rank is None else rank
@@ -55,8 +55,7 @@ class Member:
     """One rank of a pipeline."""
 
     def __init__(self, stages, links, share, generation, carrier=None):
-        from p2pdrl.rl.pipeline.pipelined import Pipelined
-        from p2pdrl.rl.pipeline.server import StageServer
+        from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
 
         self.share = share
         self.runner = stages.runner(share, links, carrier)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError
-from p2pdrl.pipeline.order import Meeting, StageOrder
+from p2pdrl.pipeline.plan import Meeting, StageOrder
 from p2pdrl.workers.pipeline import torch_stages
 from p2pdrl.workers.pipeline.protocol import Blocks, Measure
 from p2pdrl.workers.pipeline.torch_stages import TorchStages
