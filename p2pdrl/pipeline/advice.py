@@ -204,8 +204,6 @@ class Wishes:
 
     Attributes:
         microbatches: numbers to choose from.
-        chunks: stages of each peer; more than one with ``interleaved`` only.
-        cuts: where to cut; empty has it chosen.
     """
 
     schedule: ScheduleName = "1f1b"
@@ -260,8 +258,6 @@ class Advice:
     Attributes:
         take_pipeline: whether the pipeline is at least as fast as the fastest peer alone, or the only way.
         why: in a sentence, with numbers.
-        pipeline: the best one; None where there is none that fits the peers, or only one peer.
-        alone: the fastest single peer; None where the model fits none.
     """
 
     take_pipeline: bool

@@ -92,11 +92,7 @@ class Peer(NamedTuple):
 
 
 def link_between(links: Links, sender: int, receiver: int) -> PeerLink:
-    """The link of one direction.
-
-    Raises:
-        ConfigError: it isn't among them.
-    """
+    """The link of one direction."""
     if isinstance(links, PeerLink):
         return links
     if (sender, receiver) not in links:

@@ -185,11 +185,7 @@ def _messages(action: Action, stages: int, ranks: int) -> tuple[list[Action], li
 
 
 def route(action: Action) -> MessageRoute:
-    """From which stage to which the message of a send or receive goes.
-
-    Raises:
-        ValueError: the action is a forward or backward.
-    """
+    """From which stage to which the message of a send or receive goes."""
     stage = action.stage
     if action.kind == "send_activation":
         return MessageRoute(stage, stage + 1)

@@ -423,7 +423,6 @@ class DaemonBoard:
 
         Raises:
             TensorError: nothing has been published, seeded or set yet.
-            LayoutMismatchError: ``out`` isn't a float32 vector of D elements.
         """
         memory = self._memory
         check_vector(out, memory.spec.layout.size, "the output")
@@ -458,7 +457,6 @@ class DaemonBoard:
 
         Raises:
             TensorError: nothing has been published or seeded yet.
-            LayoutMismatchError: ``out`` isn't a float32 vector of D elements.
         """
         check_vector(out, self._memory.spec.layout.size, "the output")
         with self._lock:
@@ -503,19 +501,13 @@ class DaemonBoard:
                     memory.spec.sidecar.write(sidecar, memory.sidecars[number % 2])
 
     def post_delta(self, delta: Float32Array, policy_version: int, *, sets: int | None = None) -> bool:
-        """Give the learner ``mixed - now`` to add.
+        """Give the learner ``mixed - now`` to add; tell whether it was, or was dropped.
 
         Args:
             delta: copied before this returns.
             policy_version: the greater of the two peers' versions.
             sets: ``Snapshot.sets`` of the `now` that was mixed. When a set has been posted since, the
                 delta belongs to a vector that is gone, and is dropped.
-
-        Returns:
-            False when the delta was dropped.
-
-        Raises:
-            LayoutMismatchError: ``delta`` isn't a float32 vector of D elements.
         """
         check_vector(delta, self._memory.spec.layout.size, "the delta")
         with self._lock:
@@ -540,9 +532,6 @@ class DaemonBoard:
             vector: copied before this returns.
             sidecar: replaces the learner's; None leaves it alone.
             policy_version: becomes the learner's, also when it is lower.
-
-        Raises:
-            LayoutMismatchError: the vector or the sidecar isn't as the spec says.
         """
         check_vector(vector, self._memory.spec.layout.size, "the vector to set")
         if sidecar is not None:

@@ -75,13 +75,10 @@ class Codec(ABC):
     def encode(self, vector: Float32Array, out: memoryview) -> int:
         """Write ``vector``, and what was kept from earlier ones, into ``out``; return how many bytes.
 
-        Args:
-            vector: D elements; unchanged.
-            out: of at least ``max_nbytes`` bytes.
+        ``out`` has at least ``max_nbytes`` bytes; ``vector`` stays unchanged.
 
         Raises:
             PoisonedVectorError: a kind that keeps something met NaN or infinity; nothing is kept then.
-            LayoutMismatchError: ``vector`` isn't a float32 vector of D elements, or ``out`` is too short.
         """
 
     @abstractmethod
@@ -92,7 +89,6 @@ class Codec(ABC):
 
         Raises:
             WireError: the message is malformed; ``out`` is unchanged.
-            LayoutMismatchError: ``out`` isn't a float32 vector of D elements.
         """
 
     @abstractmethod
@@ -115,10 +111,6 @@ def make_codec(
         keep: share of the entries that ``topk`` sends, in (0, 1].
         threshold: τ of ``threshold``, above zero; both sides need the same.
         feedback: whether ``int8``, ``topk`` and ``threshold`` keep what they lose for the next time.
-
-    Raises:
-        ValueError: ``keep`` or ``threshold`` is out of its range.
-        LayoutMismatchError: a sparse kind was asked for no element at all, or for more than 2^31.
     """
     match kind:
         case "none":
@@ -418,11 +410,7 @@ class ThresholdResidual:
         self.residual: Float32Array = np.zeros(size, np.float32)
 
     def add(self, update: Float32Array) -> None:
-        """Count ``update`` in; the next `take` sends what has grown beyond τ.
-
-        Raises:
-            LayoutMismatchError: it isn't a float32 vector of D elements.
-        """
+        """Count ``update`` in; the next `take` sends what has grown beyond τ."""
         check_vector(update, self.residual.size, "the update")
         np.add(self.residual, update, out=self.residual)
 
@@ -441,7 +429,6 @@ class ThresholdResidual:
 
         Raises:
             PoisonedVectorError: the residual holds NaN or infinity; it has been set to zero.
-            LayoutMismatchError: ``out`` is too short, or ``add`` isn't a float32 vector of D elements.
         """
         if add is not None:
             check_vector(add, self.residual.size, "the update")
@@ -512,7 +499,6 @@ def add_message(buffer: memoryview, tau: float, target: Float32Array) -> None:
 
     Raises:
         WireError: the message is malformed, or of another τ; ``target`` is unchanged.
-        LayoutMismatchError: ``target`` isn't a float32 vector.
     """
     check_vector(target, target.size, "the vector to add to")
     found, values = _read_threshold(buffer, _usable(tau), target.size)

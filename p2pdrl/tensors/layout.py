@@ -43,7 +43,6 @@ class TensorEntry:
     """One parameter tensor.
 
     Args:
-        name: unique within the layout, at most 200 characters.
         shape: at most 8 dimensions, each at least 1; ``()`` is a scalar.
         dtype: always ``"float32"`` in this version; recorded so that the hash covers it.
     """
@@ -61,9 +60,6 @@ class TensorEntry:
 @dataclass(frozen=True)
 class Layout:
     """An ordered list of parameter tensors, laid end to end.
-
-    Args:
-        entries: in the order in which they lie in the vector.
 
     Raises:
         LayoutMismatchError: an entry, their number or their total is out of bounds.
@@ -115,11 +111,7 @@ class Layout:
         return hash_of("p2pdrl layout", self.to_wire())
 
     def views(self, flat: Float32Array) -> dict[str, Float32Array]:
-        """Return one shaped view into ``flat`` per parameter, by name; nothing is copied.
-
-        Raises:
-            LayoutMismatchError: ``flat`` isn't a contiguous float32 vector of D elements.
-        """
+        """Return one shaped view into ``flat`` per parameter, by name; nothing is copied."""
         check_vector(flat, self.size, "the vector")
         return {
             entry.name: flat[at : at + entry.size].reshape(entry.shape)

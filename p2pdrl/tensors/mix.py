@@ -32,10 +32,6 @@ def pair_delta(mine: Float32Array, theirs: Float32Array, weight: float = 0.5, *,
         theirs: the other side's values, as they arrived.
         weight: the mixing matrix's W_ij, the same on both sides, in [0, 1].
         out: may be ``mine`` or ``theirs``.
-
-    Raises:
-        LayoutMismatchError: the three differ in shape or dtype.
-        ValueError: ``weight`` is out of its range.
     """
     if not 0 <= weight <= 1:
         raise ValueError(f"a mixing weight lies between 0 and 1, not at {weight}")
@@ -72,7 +68,6 @@ def pair_step(
 
     Raises:
         PoisonedVectorError: an element is NaN or beyond the bound.
-        LayoutMismatchError: the vectors differ in shape or dtype.
         WireError: ``incoming`` has another length.
     """
     check_vector(mine, mine.size, "the vector of this side")
@@ -111,11 +106,7 @@ def norm(vector: Float32Array) -> float:
 
 
 def distance(a: Float32Array, b: Float32Array) -> float:
-    """Euclidean distance.
-
-    Raises:
-        LayoutMismatchError: the two differ in shape.
-    """
+    """Euclidean distance."""
     if a.shape != b.shape:
         raise LayoutMismatchError(f"vectors of shapes {a.shape} and {b.shape} have no distance")
     total = 0.0

@@ -74,9 +74,6 @@ class Moments:
         """Count a batch of samples in, in place; those that aren't finite, or beyond 1e100, are left out.
 
         An environment that gives infinity or NaN once would otherwise spoil the counters for good.
-
-        Raises:
-            LayoutMismatchError: the samples aren't of the stream's shape.
         """
         if batch.ndim < 1 or batch.shape[1:] != self.mean.shape:
             raise LayoutMismatchError(f"expected samples of shape {self.mean.shape}, not {batch.shape[1:]}")
@@ -94,12 +91,7 @@ class Moments:
 
     @classmethod
     def merge(cls, parts: Iterable[Moments]) -> Moments:
-        """Moments of the union of disjoint sets of samples; the parts stay as they are.
-
-        Raises:
-            LayoutMismatchError: the shapes differ.
-            ValueError: there is no part.
-        """
+        """Moments of the union of disjoint sets of samples; the parts stay as they are."""
         total: Moments | None = None
         for part in parts:
             if total is None:
@@ -191,11 +183,7 @@ class MomentsTable:
         return len(self._now())
 
     def put_own(self, moments: Moments) -> bool:
-        """Keep a copy of what the owner saw in this boot if it is more than before; tell whether it is.
-
-        Raises:
-            WireError: the moments are of another shape.
-        """
+        """Keep a copy of what the owner saw in this boot if it is more than before; tell whether it is."""
         self._check(moments)
         if moments.count <= self._own.count:
             return False

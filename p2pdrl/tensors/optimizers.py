@@ -181,11 +181,7 @@ class Adagrad(UpdateRule):
 
 @dataclass(frozen=True)
 class Adam(UpdateRule):
-    """Adam (Kingma and Ba 2015, arXiv 1412.6980, algorithm 1).
-
-    Raises:
-        ValueError: β₁ or β₂ isn't below 1.
-    """
+    """Adam (Kingma and Ba 2015, arXiv 1412.6980, algorithm 1)."""
 
     slots = ("m", "v")
     beta_1: float = 0.9
@@ -218,9 +214,6 @@ def update_rule(
         momentum: of ``momentum``; β₁ of ``adam``.
         decay: β₂ of ``adam``; α of ``rmsprop``.
         eps: of the last three.
-
-    Raises:
-        ValueError: an average of ``adam`` has no end.
     """
     match name:
         case "sgd":
@@ -300,9 +293,6 @@ class ShardOptimizer:
 
     Args:
         dtype: float32 or float64, of the parameters, gradients and state.
-
-    Raises:
-        ValueError: ``dtype`` is another.
     """
 
     def __init__(self, rule: UpdateRule, size: int, dtype: npt.DTypeLike = np.float32) -> None:
@@ -321,11 +311,7 @@ class ShardOptimizer:
         return self._steps
 
     def step(self, parameters: FloatVector, gradient: FloatVector, learning_rate: float) -> None:
-        """Move ``parameters`` against ``gradient``, which stays as it is.
-
-        Raises:
-            LayoutMismatchError: a vector's length or type differs.
-        """
+        """Move ``parameters`` against ``gradient``, which stays as it is."""
         for what, vector in (("parameters", parameters), ("gradient", gradient)):
             if vector.dtype != self._dtype or vector.shape != (self._size,):
                 raise LayoutMismatchError(

@@ -94,11 +94,7 @@ def gather_beyond(vector: Float32Array, bound: float, *, add: Float32Array | Non
 
 
 def encode(positions: Positions, size: int, out: memoryview) -> int:
-    """Write ascending ``positions``, none twice, into ``out``; return how many bytes that took.
-
-    Raises:
-        LayoutMismatchError: ``out`` is shorter than `encoded_nbytes`.
-    """
+    """Write ascending ``positions``, none twice, into ``out``; return how many bytes that took."""
     nbytes = encoded_nbytes(positions.size, size)
     if out.nbytes < nbytes:
         raise LayoutMismatchError(f"{positions.size} positions take {nbytes} bytes, not {out.nbytes}")

@@ -204,9 +204,6 @@ _HEADER_BYTES = 64
 class SharedVector:
     """One vector of D float32 for several learners, and a word that says whether it is filled (Hogwild).
 
-    Raises:
-        LayoutMismatchError: the region is too small.
-
     Example:
         >>> region = SharedRegion.create(SharedVector.nbytes_of(2), "vector")
         >>> first, other = SharedVector(region, 2), SharedVector(region, 2)
@@ -250,10 +247,6 @@ class GradientRing:
     Args:
         region: shared memory, of at least `nbytes_of` bytes.
 
-    Raises:
-        LayoutMismatchError: the region is too small for them.
-        TensorError: no slots, or vectors of no elements, were asked for.
-
     Example:
         >>> region = SharedRegion.create(GradientRing.nbytes_of(slots=2, size=3), "ring")
         >>> learner, daemon = GradientRing(region, 2, 3), GradientRing(region, 2, 3)
@@ -273,11 +266,7 @@ class GradientRing:
 
     @staticmethod
     def nbytes_of(slots: int, size: int) -> int:
-        """Bytes of shared memory that ``slots`` vectors of ``size`` float32 take.
-
-        Raises:
-            TensorError: no slots, or vectors of no elements, were asked for.
-        """
+        """Bytes of shared memory that ``slots`` vectors of ``size`` float32 take."""
         if slots < 1 or size < 1:
             raise TensorError(f"a ring of {slots} vectors of {size} floats can't be made")
         return slots * _section(4 * size)
@@ -286,11 +275,7 @@ class GradientRing:
         return len(self._slots)
 
     def slot(self, number: int) -> Float32Array:
-        """A slot's vector: D float32, writable.
-
-        Raises:
-            TensorError: there is no such slot.
-        """
+        """A slot's vector: D float32, writable."""
         if not 0 <= number < len(self._slots):
             raise TensorError(f"the ring has slots 0 to {len(self._slots) - 1}, no {number}")
         return self._slots[number]

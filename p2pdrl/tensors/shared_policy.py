@@ -33,7 +33,6 @@ class ActingPolicy(NamedTuple):
     """What one acts with, beside the parameters.
 
     Args:
-        version: of the policy.
         exploration: ε; how far to stray from the best actions.
         mean_X: of observations.
         scale_X: 1 / their deviation.
@@ -60,9 +59,6 @@ class SharedPolicy:
     Args:
         region: shared memory, of at least `nbytes_of` bytes, zero at first; readers may map it read-only.
         obs_shape: X; empty dimensions where observations aren't normalised.
-
-    Raises:
-        LayoutMismatchError: the region is too small.
     """
 
     def __init__(self, region: SharedRegion, size: int, obs_shape: tuple[int, ...]) -> None:

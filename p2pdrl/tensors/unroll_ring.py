@@ -294,9 +294,6 @@ class UnrollRing:
 
     Args:
         region: shared memory, of at least ``spec.nbytes`` bytes, zero at first.
-
-    Raises:
-        LayoutMismatchError: the region is too small.
     """
 
     def __init__(self, region: SharedRegion, spec: UnrollSpec) -> None:

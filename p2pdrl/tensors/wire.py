@@ -78,23 +78,14 @@ _BYTES = {"float32": 4, "bf16": 2}
 
 
 def encoded_nbytes(size: int, dtype: WireDtype) -> int:
-    """Bytes that ``size`` elements take.
-
-    Raises:
-        WireError: ``dtype`` is unknown.
-    """
+    """Bytes that ``size`` elements take."""
     if dtype not in _BYTES:
         raise WireError(f"the wire carries {' or '.join(_BYTES)}, not {dtype!r}")
     return size * _BYTES[dtype]
 
 
 def encode(vector: Float32Array, dtype: WireDtype, out: bytearray | memoryview) -> None:
-    """Write ``vector`` into ``out``, which has exactly `encoded_nbytes` bytes.
-
-    Raises:
-        LayoutMismatchError: ``vector`` isn't a float32 vector, or ``out`` has another length.
-        WireError: ``dtype`` is unknown.
-    """
+    """Write ``vector`` into ``out``, which has exactly `encoded_nbytes` bytes."""
     check_vector(vector, vector.size, "the vector to send")
     expected, have = encoded_nbytes(vector.size, dtype), memoryview(out).nbytes
     if have != expected:
@@ -114,7 +105,6 @@ def decode(buffer: bytes | bytearray | memoryview, dtype: WireDtype, out: Float3
 
     Raises:
         WireError: the buffer's length doesn't fit, or ``dtype`` is unknown.
-        LayoutMismatchError: ``out`` isn't a float32 vector.
     """
     check_vector(out, out.size, "the vector to receive into")
     expected, have = encoded_nbytes(out.size, dtype), memoryview(buffer).nbytes
@@ -161,12 +151,7 @@ def as_wire(buffer: bytes | bytearray | memoryview, dtype: WireDtype, size: int)
 
 
 def round_trip(vector: Float32Array, dtype: WireDtype, out: Float32Array) -> None:
-    """Write into ``out`` what the peer will decode; ``out`` may be ``vector``.
-
-    Raises:
-        LayoutMismatchError: the two differ in shape or dtype.
-        WireError: ``dtype`` is unknown.
-    """
+    """Write into ``out`` what the peer will decode; ``out`` may be ``vector``."""
     check_vector(vector, vector.size, "the vector")
     check_vector(out, vector.size, "the output")
     encoded_nbytes(0, dtype)

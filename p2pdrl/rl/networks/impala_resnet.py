@@ -43,7 +43,6 @@ class ImpalaResNet(Trunk):
     """Fifteen convolutions in three sections, and a dense layer.
 
     Args:
-        obs_shape: CHW (frames stacked), or HWC when the last dimension is the small one.
         channels: of each section; the paper has 16, 32, 32.
         hidden: widths of the dense layers; the paper has one of 256.
     """

@@ -20,7 +20,6 @@ class NatureCNN(Trunk):
     """Three convolutions and dense layers, relu between them.
 
     Args:
-        obs_shape: CHW (frames stacked), or HWC when the last dimension is the small one.
         hidden: widths of the dense layers behind the convolutions; the paper has one of 512.
 
     Raises:

@@ -38,9 +38,7 @@ class Groups(nn.Module):
     """Cuts vectors into tokens of ``size`` features; the last is filled up with zeros.
 
     Args:
-        features: length of a vector, flattened.
         size: P.
-        width: W.
     """
 
     def __init__(self, features: int, size: int, width: int) -> None:
@@ -68,8 +66,6 @@ class Patches(nn.Module):
 
     Args:
         shape: C, H, W of the pixels; the side divides both H and W.
-        side: of a patch.
-        width: W.
     """
 
     def __init__(self, shape: tuple[int, int, int], side: int, width: int) -> None:
@@ -152,7 +148,6 @@ class Transformer(Trunk):
     Args:
         obs_shape: of a vector (any shape) or a picture (CHW, or HWC when the last is the small one).
         is_image: which of the two.
-        heads: of each attention; divides ``width``.
         patch: features of one token, or the side of a patch in pixels; 0 chooses.
 
     Raises:

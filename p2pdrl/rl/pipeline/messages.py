@@ -178,7 +178,6 @@ class RowSpec(NamedTuple):
     """Tensors that differ in their number of rows alone.
 
     Attributes:
-        shape: of one row.
         below: what whole numbers are to be smaller than, as indices are; None where any will do.
     """
 
@@ -191,11 +190,7 @@ class RowSpec(NamedTuple):
         return rows * math.prod(self.shape) * self.dtype.itemsize
 
     def check(self, tensor: Tensor, what: str) -> None:
-        """Check a tensor of this process.
-
-        Raises:
-            LayoutMismatchError: its rows are of another shape or type.
-        """
+        """Check a tensor of this process."""
         if tensor.dtype != self.dtype or tuple(tensor.shape[1:]) != self.shape:
             raise LayoutMismatchError(
                 f"{what} should have rows of {self.dtype} {self.shape}, "
@@ -243,9 +238,6 @@ class Frame(NamedTuple):
         tensors: views of their memory, in order, one dimension of bytes each.
     """
 
-    message: bytes
-    tensors: list[memoryview]
-
 
 def encode(message: Message, tensors: Sequence[Tensor]) -> Frame:
     """Return the bytes of a message and of its tensors, which are on the CPU and in one piece."""
@@ -265,11 +257,7 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
 
 
 def fill(slots: Sequence[TensorSlot], data: memoryview) -> None:
-    """Copy the bytes of tensors to where they belong.
-
-    Args:
-        slots: on any device; to another than the CPU tensors are copied from the memory that they came in.
-        data: all tensors.
+    """Copy the bytes of all tensors to where they belong; to other devices from the memory that they came in.
 
     Raises:
         WireError: they have another length, or numbers among them would do harm.

@@ -65,8 +65,6 @@ class Assembled:
     """All slices, put together.
 
     Attributes:
-        step: minibatches done.
-        vector_D: the parameters.
         optimizer: the optimizer's arrays, as ``Optimizer.state`` names them; None where nobody asked.
         version: policy version that the first rank gave it, where it was spread.
         place: likewise its trainer's in the data, as ``RegressionTrainer.place`` counts.
@@ -266,11 +264,7 @@ class Rank(Generic[Outputs]):
         return self._empty(self.share.parts.block_map.layout.size, state=True)
 
     def room(self, whole: Whole, tensors: list[Tensor]) -> list[TensorSlot]:
-        """Return room for a whole.
-
-        Raises:
-            WireError: it is of another step.
-        """
+        """Return room for a whole."""
         share = self.share
         theirs, ours = (whole.step, whole.optimizer_steps), (share.steps, share.optimizer.steps)
         if theirs != ours and not (whole.changed and whole.step == share.steps):
@@ -308,11 +302,7 @@ class Rank(Generic[Outputs]):
         return Assembled(share.steps, vector_D, optimizer if state else None)
 
     def _vectors(self, way: Way, wanted: Slice, size: int, *, state: bool) -> list[Tensor]:
-        """Receive vectors of the same length.
-
-        Raises:
-            WireError: they are of another step, or something in them isn't finite.
-        """
+        """Receive vectors of the same length."""
         tensors = self._empty(size, state=state)
         assert self._links is not None  # noqa: S101 - or there is nobody to hear from
         receive(self._links, way, wanted, lambda: [TensorSlot(tensor) for tensor in tensors], self._timeout_s)
@@ -548,16 +538,8 @@ class Pipelined(Rank[Outputs]):
     ) -> float:
         """Step on all ranks with the gradient that ``gradients`` left there; see ``Stepper.step``.
 
-        Args:
-            flat: the whole vector; not touched but at the end of an update.
-            optimizer: likewise.
-            learning_rate: after annealing.
-            max_grad_norm: bound on the norm of the whole gradient.
-            samples: not used.
-            left: gradients of the same update that come after this one.
-
-        Raises:
-            TransportError: as in ``gradients``.
+        ``flat`` and ``optimizer`` are the whole's, not touched but at the end of an update. Errors are those
+        of ``gradients``, here and below.
         """
         del samples
         sums, self._sums = self._sums, None
@@ -583,12 +565,7 @@ class Pipelined(Rank[Outputs]):
     def collect(self, *, state: bool, spread: bool = False) -> Assembled:
         """End the update: fetch the other ranks' slices and put them together.
 
-        Args:
-            state: with the optimizer's state.
-            spread: all ranks get what was put together; needs the state.
-
-        Raises:
-            TransportError: as in ``gradients``.
+        ``state`` adds the optimizer's; with ``spread``, which needs it, all ranks get what was put together.
         """
         whole = self.fetch(state=state, spread=spread)
         if spread:
@@ -599,9 +576,6 @@ class Pipelined(Rank[Outputs]):
         """Do what ``collect`` does, but leave the spreading to ``give``, for which all ranks wait.
 
         With ``last`` the pipeline ends with this, of which the other ranks hear.
-
-        Raises:
-            TransportError: as in ``gradients``.
         """
         if spread and not state:
             raise ValueError("what is spread must have the optimizer's state")
@@ -621,12 +595,7 @@ class Pipelined(Rank[Outputs]):
     def give(self, whole: Assembled, *, changed: bool = False) -> None:
         """Let all ranks have what was fetched; its arrays stay as they are until it has arrived.
 
-        Args:
-            whole: with the optimizer's state.
-            changed: whether it became something else since; then all ranks go on with that, this one too.
-
-        Raises:
-            TransportError: as in ``gradients``.
+        ``changed`` says that it became something else since: then all ranks go on with that, this one too.
         """
         self.held = None
         with self.whole_or_broken():

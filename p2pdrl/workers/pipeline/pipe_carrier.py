@@ -139,7 +139,6 @@ class PipeCarrier:
 
         Raises:
             PeerUnreachableError: a pipe broke, of either neighbour; or the daemon's words ended the wait.
-            WireError: what came is no message.
         """
         self._give_back()
         if way not in self._early:

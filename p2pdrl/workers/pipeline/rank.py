@@ -68,7 +68,6 @@ class Connected(NamedTuple):
 
     Attributes:
         links: what ranks say to each other goes over them; None where one rank is all.
-        neighbours: the same connections.
         runner: computes gradients; None for one that does so over the links.
     """
 
@@ -94,12 +93,7 @@ class Ears(NamedTuple):
 
 
 class WorkerRank:
-    """A rank of a pipeline; `make_rank` makes it.
-
-    Attributes:
-        head: gradient engine and stepper, of the first rank.
-        server: of any other.
-    """
+    """A rank of a pipeline; `make_rank` makes it."""
 
     def __init__(
         self,
@@ -252,11 +246,7 @@ def _meet(order: StageOrder, device: torch.device, ears: Ears) -> tuple[TorchSta
 
 
 def _plan(order: StageOrder, parts: ModelParts[Any], pipes: Pipes) -> PipelinePlan:
-    """Return the order's plan, once it is sure that it fits.
-
-    Raises:
-        ConfigError: it doesn't.
-    """
+    """Return the order's plan, once it is sure that it fits."""
     plan = order.plan
     if plan.blocks != len(parts.blocks):
         raise ConfigError(f"the policy has {len(parts.blocks)} blocks here, not {plan.blocks}")

@@ -48,13 +48,9 @@ class StageRunner:
     """The rank that is taken, and the order that was heard.
 
     Args:
-        trainer: of the model.
-        replica: its parameters.
-        say: sends a message to the daemon.
         listen: hears the daemon's messages, without waiting, obeys them, and reports when that is due.
         paused: whether the learner is held.
         ahead: what the daemon has said and wasn't heard yet; called in other threads.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -115,9 +111,7 @@ class StageRunner:
     def hear(self, message: StartStage | Finish | Measure | Trace, take_fd: Callable[[], int]) -> None:
         """Note what is to be done between two updates; another order ends the wait for a neighbour at once.
 
-        Args:
-            message: it.
-            take_fd: claims the next descriptor that came along.
+        ``take_fd`` claims the next descriptor that came along.
 
         Raises:
             WorkerError: a descriptor is missing.
@@ -141,8 +135,7 @@ class StageRunner:
     def end(self, *, stages: bool) -> None:
         """Another learner mode comes, or none: whatever is under way ends, and no order before it counts.
 
-        Args:
-            stages: whether the next learner mode has any.
+        ``stages``: whether the next learner mode has any.
         """
         self._ended = True
         self._stages_next = stages
@@ -156,11 +149,7 @@ class StageRunner:
             self._rise()
 
     def turn(self, *, stages: bool) -> None:
-        """Carry out the order that was heard last.
-
-        Args:
-            stages: whether the learner mode in force has any.
-        """
+        """Carry out the order that was heard last; ``stages``: whether the learner mode in force has any."""
         self._stages, self._ended = stages, False
         if self._order is None:
             return

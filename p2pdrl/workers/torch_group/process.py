@@ -58,12 +58,7 @@ class TorchGroup:
         self._nccl = False
 
     def host(self, order: Host) -> Hosting:
-        """Open a store.
-
-        Raises:
-            OSError: no such address, no free port.
-            RuntimeError: torch says no.
-        """
+        """Open a store."""
         self.leave()
         self._store, port = open_store(order.others, order.timeout_s)
         return Hosting(port)
