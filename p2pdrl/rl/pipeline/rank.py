@@ -116,12 +116,12 @@ class Rank(Generic[Outputs]):
         self._squares_s = self._busy_s = self._whole_s = 0.0
 
     @property
-    def last(self) -> bool:
+    def _last(self) -> bool:
         """Whether there is no rank below."""
         return self.share.rank == self.share.plan.ranks - 1
 
     @contextmanager
-    def whole_or_broken(self) -> Iterator[None]:
+    def _whole_or_broken(self) -> Iterator[None]:
         """Close the links when something in here goes wrong: neighbours needn't wait for it to show.
 
         Raises:
@@ -137,7 +137,7 @@ class Rank(Generic[Outputs]):
             raise
 
     @contextmanager
-    def noted(self, what: str) -> Iterator[None]:
+    def _noted(self, what: str) -> Iterator[None]:
         """Record what is done in here, unless it fails."""
         step, begin_s = self.share.steps, self._clock()
         yield
@@ -164,12 +164,12 @@ class Rank(Generic[Outputs]):
         kept = {"activation_bytes": float(most)} if most else {}
         return {"stages": float(self.share.plan.stages), "bubble": bubble, "step_s": step_s, **kept}
 
-    def send(self, way: Way, message: Message, tensors: list[Tensor] | None = None) -> None:
+    def _send(self, way: Way, message: Message, tensors: list[Tensor] | None = None) -> None:
         """Send to a neighbour, if there is one that way: not from the last rank down to the first."""
-        if self._links is not None and not (way == "down" and self.last):
+        if self._links is not None and not (way == "down" and self._last):
             self._links.send(way, message, tensors or [])
 
-    def receive(
+    def _receive(
         self,
         way: Way,
         kind: type[_Kind],
@@ -180,27 +180,27 @@ class Rank(Generic[Outputs]):
         assert self._links is not None  # noqa: S101 - or there is nobody to hear from
         return receive_kind(self._links, way, kind, room, waits * self._timeout_s)
 
-    def receive_any(self, way: Way, room: Room, timeout_s: float, what: str) -> Message:
+    def _receive_any(self, way: Way, room: Room, timeout_s: float, what: str) -> Message:
         """Receive from a neighbour; see ``links.receive_any``."""
         assert self._links is not None  # noqa: S101 - or there is nobody to hear from
         return receive_any(self._links, way, room, timeout_s, what)
 
-    def gather(self, terms: Tensor | None) -> Sums:
+    def _gather(self, terms: Tensor | None) -> Sums:
         """Return the sums of this rank and all below, once they are there."""
-        with self.noted("sums"):
+        with self._noted("sums"):
             begin_s = self._clock()
             squares = self.share.squares()
             self._squares_s = self._clock() - begin_s
             if terms is not None:
                 return Sums(self.share.steps, squares, tuple(terms.tolist()))
-            below = self.receive("up", Sums, self._sums_room)
+            below = self._receive("up", Sums, self._sums_room)
             return Sums(self.share.steps, squares + below.squares, below.terms)
 
-    def step_by(self, step: StepMessage) -> float:
+    def _step_by(self, step: StepMessage) -> float:
         """Pass a step on, and step; return the gradient's norm."""
         begin_s = self._clock()
-        with self.noted("step"):
-            self.send("down", step)
+        with self._noted("step"):
+            self._send("down", step)
             norm = self.share.step(step.squares, step.learning_rate, step.max_grad_norm)
         step_s, runner = self._clock() - begin_s, self.runner
         self._busy_s += runner.ran_s - runner.waited_s + self._squares_s + step_s
@@ -208,7 +208,7 @@ class Rank(Generic[Outputs]):
         runner.ran_s = runner.waited_s = 0.0
         return norm
 
-    def bare(self, message: Sums | StepMessage | UpdateOver) -> list[TensorSlot]:
+    def _bare(self, message: Sums | StepMessage | UpdateOver) -> list[TensorSlot]:
         """Return room for a message without tensors.
 
         Raises:
@@ -230,40 +230,40 @@ class Rank(Generic[Outputs]):
         """Do what ``bare`` does; the algorithm counts on as many terms as its objective has."""
         if len(sums.terms) != self.share.parts.objective.terms:
             raise WireError(f"{sums} should have {self.share.parts.objective.terms} terms")
-        return self.bare(sums)
+        return self._bare(sums)
 
-    def slices(self, *, state: bool) -> Iterator[tuple[int, list[Tensor]]]:
+    def _slices(self, *, state: bool) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield the vectors of each rank from this one on, with its number."""
         share = self.share
         yield share.rank, share.vectors(state=state)
         for rank in range(share.rank + 1, share.plan.ranks):
             size = share.parts.block_map.size(share.plan.numbers(rank))
-            yield rank, self._vectors("up", self.slice(rank), size, state=state)
+            yield rank, self._vectors("up", self._slice(rank), size, state=state)
 
-    def slice(self, rank: int) -> Slice:
+    def _slice(self, rank: int) -> Slice:
         """Return what comes with a rank's vectors."""
         return Slice(rank, self.share.steps, self.share.optimizer.steps)
 
-    def send_whole(self, assembled: Assembled, *, changed: bool = False) -> None:
+    def _send_whole(self, assembled: Assembled, *, changed: bool = False) -> None:
         """Tell the ranks below what was put together; or with ``changed``, what all are to go on with."""
         optimizer = assembled.optimizer or {}
         vectors = [assembled.vector_D, *(optimizer[name] for name in self.share.vector_names)]
         steps = int(optimizer["optimizer.steps"])
         whole = Whole(self.share.steps, steps, assembled.version, assembled.place, changed)
-        self.send("down", whole, [torch.from_numpy(vector) for vector in vectors])
+        self._send("down", whole, [torch.from_numpy(vector) for vector in vectors])
 
-    def receive_whole(self) -> Assembled:
+    def _receive_whole(self) -> Assembled:
         """Return what the first rank has put together, and pass it on; go on with it where it changed."""
-        tensors = self.whole_tensors()
+        tensors = self._whole_tensors()
         # it comes whole to one rank after the other
-        whole = self.receive("down", Whole, lambda whole: self.room(whole, tensors), waits=self.share.rank)
-        return self.take_whole(whole, tensors)
+        whole = self._receive("down", Whole, lambda whole: self._room(whole, tensors), waits=self.share.rank)
+        return self._take_whole(whole, tensors)
 
-    def whole_tensors(self) -> list[Tensor]:
+    def _whole_tensors(self) -> list[Tensor]:
         """Return memory for a whole, with the optimizer's."""
         return self._empty(self.share.parts.block_map.layout.size, state=True)
 
-    def room(self, whole: Whole, tensors: list[Tensor]) -> list[TensorSlot]:
+    def _room(self, whole: Whole, tensors: list[Tensor]) -> list[TensorSlot]:
         """Return room for a whole."""
         share = self.share
         theirs, ours = (whole.step, whole.optimizer_steps), (share.steps, share.optimizer.steps)
@@ -271,7 +271,7 @@ class Rank(Generic[Outputs]):
             raise WireError(f"{whole} came at step and optimizer's step {ours}")
         return [TensorSlot(tensor) for tensor in tensors]
 
-    def take_whole(self, whole: Whole, tensors: list[Tensor]) -> Assembled:
+    def _take_whole(self, whole: Whole, tensors: list[Tensor]) -> Assembled:
         """Pass a whole on that came, and go on with it where it changed; return it.
 
         Raises:
@@ -279,9 +279,9 @@ class Rank(Generic[Outputs]):
         """
         share = self.share
         _check_finite(tensors, whole)
-        self.send("down", whole, tensors)
+        self._send("down", whole, tensors)
         assembled = replace(
-            self.assembled(tensors, state=True, steps=whole.optimizer_steps),
+            self._assembled(tensors, state=True, steps=whole.optimizer_steps),
             version=whole.version,
             place=whole.place,
         )
@@ -289,7 +289,7 @@ class Rank(Generic[Outputs]):
             share.load(assembled.vector_D, assembled.optimizer or {})
         return assembled
 
-    def assembled(self, vectors: list[Tensor], *, state: bool, steps: int | None = None) -> Assembled:
+    def _assembled(self, vectors: list[Tensor], *, state: bool, steps: int | None = None) -> Assembled:
         """Return whole vectors (parameters, with ``state`` the optimizer's too) under their names.
 
         ``steps`` are the optimizer's; None for this share's.
@@ -314,7 +314,7 @@ class Rank(Generic[Outputs]):
         vectors = 1 + (len(share.vector_names) if state else 0)
         return [torch.empty(size, dtype=share.parts.dtype) for _ in range(vectors)]
 
-    def check_opening(self, opening: Opening) -> None:
+    def _check_opening(self, opening: Opening) -> None:
         """Check that a minibatch fits this pipeline, and that it is the next one.
 
         Raises:
@@ -385,22 +385,22 @@ class StageServer(Rank[Outputs]):
         Raises:
             TransportError: a neighbour is gone, late or talks nonsense. The pipeline has ended then.
         """
-        with self.whole_or_broken():
+        with self._whole_or_broken():
             tensors: list[Tensor] = []
             over = self._next(tensors, self._idle_timeout_s)
             while isinstance(over, Activation):
-                self.send("up", self.gather(self.runner.run()))
-                self.step_by(self.receive("down", StepMessage, self.bare))
+                self._send("up", self._gather(self.runner.run()))
+                self._step_by(self._receive("down", StepMessage, self._bare))
                 over = self._next(tensors, self._within_s)
             if isinstance(over, Whole):
-                return self.take_whole(over, tensors)
-            self.send("down", over)
-            for number, vectors in self.slices(state=over.state):
-                self.send("up", self.slice(number), vectors)
+                return self._take_whole(over, tensors)
+            self._send("down", over)
+            for number, vectors in self._slices(state=over.state):
+                self._send("up", self._slice(number), vectors)
             self.behind += not over.last
             if not over.spread:
                 return None
-            whole = replace(self.receive_whole(), last=over.last)
+            whole = replace(self._receive_whole(), last=over.last)
             self.behind = 0
             return whole
 
@@ -412,19 +412,19 @@ class StageServer(Rank[Outputs]):
 
         def room(message: Message) -> list[TensorSlot]:
             if isinstance(message, UpdateOver):
-                return self.bare(message)
+                return self._bare(message)
             if isinstance(message, Whole) and message.changed and message.step == 0:
-                tensors[:] = self.whole_tensors()
-                return self.room(message, tensors)
+                tensors[:] = self._whole_tensors()
+                return self._room(message, tensors)
             own = self.share.rank
             opening = message.opening if isinstance(message, Activation) else None
             if opening is None or message != Activation(own, 0, opening):
                 raise WireError(f"{str(message)[:200]} came instead")
-            self.check_opening(opening)
+            self._check_opening(opening)
             self.runner.begin(opening)
             return self.runner.room(own, 0)
 
-        message = self.receive_any("down", room, timeout_s, "the next minibatch")
+        message = self._receive_any("down", room, timeout_s, "the next minibatch")
         assert isinstance(message, Activation | UpdateOver | Whole)  # noqa: S101 - checked above
         return message
 
@@ -519,9 +519,9 @@ class Pipelined(Rank[Outputs]):
             precision=share.parts.precision,
             objective=msgspec.msgpack.encode(objective),
         )
-        with self.whole_or_broken():
+        with self._whole_or_broken():
             self.runner.begin(opening, batches)
-            self._sums = self.gather(self.runner.run())
+            self._sums = self._gather(self.runner.run())
         if tuner is not None and not tuner.done:
             self._measured(tuner, (self._clock() - begin) / max(batch.rows, 1))
         return torch.tensor(self._sums.terms, dtype=share.parts.dtype, device=batch.inputs.device)
@@ -546,8 +546,8 @@ class Pipelined(Rank[Outputs]):
         if sums is None:
             raise RuntimeError("there is no gradient of this pipeline to step with")
         took_s = self._clock() - self._began_s
-        with self.whole_or_broken():
-            norm = self.step_by(StepMessage(sums.step, sums.squares, learning_rate, max_grad_norm, took_s))
+        with self._whole_or_broken():
+            norm = self._step_by(StepMessage(sums.step, sums.squares, learning_rate, max_grad_norm, took_s))
         if left == 0 and self._state_every is not None:
             self._updates += 1
             state = self._updates % self._state_every == 0
@@ -581,16 +581,16 @@ class Pipelined(Rank[Outputs]):
             raise ValueError("what is spread must have the optimizer's state")
         share = self.share
         parts = share.parts
-        with self.whole_or_broken():
-            self.send("down", UpdateOver(share.steps, state, spread, last))
+        with self._whole_or_broken():
+            self._send("down", UpdateOver(share.steps, state, spread, last))
             whole: list[Tensor] = []
-            for number, vectors in self.slices(state=state):
+            for number, vectors in self._slices(state=state):
                 whole = whole or [
                     torch.empty(parts.block_map.layout.size, dtype=parts.dtype) for _ in vectors
                 ]
                 for vector_P, vector_D in zip(vectors, whole, strict=True):
                     parts.block_map.put(vector_P.numpy(), vector_D.numpy(), share.plan.numbers(number))
-            return self.assembled(whole, state=state)
+            return self._assembled(whole, state=state)
 
     def give(self, whole: Assembled, *, changed: bool = False) -> None:
         """Let all ranks have what was fetched; its arrays stay as they are until it has arrived.
@@ -598,8 +598,8 @@ class Pipelined(Rank[Outputs]):
         ``changed`` says that it became something else since: then all ranks go on with that, this one too.
         """
         self.held = None
-        with self.whole_or_broken():
-            self.send_whole(whole, changed=changed)
+        with self._whole_or_broken():
+            self._send_whole(whole, changed=changed)
             if changed:
                 self.share.load(whole.vector_D, whole.optimizer or {})
 

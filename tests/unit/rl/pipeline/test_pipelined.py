@@ -214,7 +214,7 @@ def test_the_number_of_microbatches_can_be_measured():
         expected, _ = reference(case)
         used = []
         pipeline.head = tuned
-        original = tuned.gather
+        original = tuned._gather
 
         def gather(terms):
             number = tuned._microbatches
@@ -222,7 +222,7 @@ def test_the_number_of_microbatches_can_be_measured():
             time[0] += (number + 2) / number + 0.3 * number
             return original(terms)
 
-        tuned.gather = gather
+        tuned._gather = gather
         for _ in range(20):
             tuned.gradients(case.batch, case.objective)
             step_with(pipeline, learning_rate=0.0, max_grad_norm=1e9)
