@@ -231,12 +231,10 @@ class Buffers:
 
 
 class Frame(NamedTuple):
-    """A message, encoded.
+    """A message, encoded (at most some 4 KiB), and views of the memory of its tensors, as bytes."""
 
-    Attributes:
-        message: at most some 4 KiB.
-        tensors: views of their memory, in order, one dimension of bytes each.
-    """
+    message: bytes
+    tensors: list[memoryview]
 
 
 def encode(message: Message, tensors: Sequence[Tensor]) -> Frame:

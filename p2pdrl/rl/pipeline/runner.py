@@ -159,7 +159,7 @@ class ScheduleRunner(Generic[Outputs]):
         self._clock = clock
         self.recorder = recorder or Recorder()
         self._buffers = Buffers(share.device)
-        self._keeping = ActivationMemory(share)
+        self._activations = ActivationMemory(share)
         self.waited_s = self.ran_s = 0.0
         self._do = {
             "recv_activation": self._recv_activation,
@@ -240,7 +240,7 @@ class ScheduleRunner(Generic[Outputs]):
         share, inputs = self._share, self._inputs[stage, microbatch]
         extras = self._extras.get(microbatch, {})
         context = RecurrentContext(extras.get("starts_BT"), extras.get("state_BS"))
-        output, kept = self._keeping.forward(stage, inputs, context, stored=self._stored)
+        output, kept = self._activations.forward(stage, inputs, context, stored=self._stored)
         self._keep((stage, microbatch), inputs, output, kept)
         if stage == self._plan.stages - 1:
             assert self._objective is not None  # noqa: S101 - this is the last rank

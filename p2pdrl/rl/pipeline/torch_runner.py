@@ -82,7 +82,7 @@ class TorchRunner(Generic[Outputs]):
         self._schedules: OrderedDict[tuple[int, int], _Schedule] = OrderedDict()
         self._computed_s = self._idle_since_s = 0.0
         self._kept_bytes = 0
-        self._keeping = ActivationMemory(share)
+        self._activations = ActivationMemory(share)
         self.recorder = Recorder()
         self.waited_s = self.ran_s = 0.0
         self._now: _Minibatch[Outputs] | None = None
@@ -169,7 +169,7 @@ class TorchRunner(Generic[Outputs]):
         before = parts.outputs[numbers[0] - 1] if stage > 0 else parts.inputs
         behind = parts.outputs[numbers[-1]]
         return _Stage(
-            _Blocks(self._share, self._keeping, stage, stored, self._travelling),
+            _Blocks(self._share, self._activations, stage, stored, self._travelling),
             stage,
             plan.stages,
             self._travelling,
@@ -262,14 +262,14 @@ class _Blocks(nn.Module):
     def __init__(
         self,
         share: StageParameters[Any],
-        keeping: ActivationMemory[Any],
+        activations: ActivationMemory[Any],
         stage: int,
         stored: int,
         travelling: torch.device,
     ) -> None:
         super().__init__()
         self._share = share
-        self._keeping = keeping
+        self._activations = activations
         self._stage = stage
         self._stored = stored
         self._travelling = travelling
@@ -284,7 +284,7 @@ class _Blocks(nn.Module):
     ) -> Tensor:
         """Return the stage's output, where it travels from."""
         share = self._share
-        output, self.kept = self._keeping.forward(
+        output, self.kept = self._activations.forward(
             self._stage, x.to(share.device), RecurrentContext(starts_BT, state_BS), stored=self._stored
         )
         if self._stage == share.plan.stages - 1:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from p2pdrl.rl.trainer import Pipelineable
     from p2pdrl.workers.pipeline.torch_stages import TorchStages
 
-__all__ = ["Connected", "Ears", "Neighbours", "Pipes", "WorkerRank", "make_rank"]
+__all__ = ["Connected", "DaemonCallbacks", "Neighbours", "Pipes", "WorkerRank", "make_rank"]
 
 _KEPT_ACTIVATIONS = 4
 """Each pipe keeps memory for so many of a whole batch: in microbatches, more than wait to be read at once."""
@@ -76,7 +76,7 @@ class Connected(NamedTuple):
     runner: Running | None
 
 
-class Ears(NamedTuple):
+class DaemonCallbacks(NamedTuple):
     """How a rank hears its daemon, and tells it something, while it waits.
 
     Attributes:
@@ -165,7 +165,7 @@ class WorkerRank:
 _MEASURED = ("microbatches", "bubble", "step_s", "activation_bytes")
 
 
-class _Nobody:
+class _NoNeighbours:
     """Implements `Neighbours` for a rank that is alone."""
 
     side: StageSide | None = None
@@ -183,7 +183,9 @@ class _Nobody:
         pass
 
 
-def make_rank(order: StageOrder, pipes: Pipes, trainer: Pipelineable, ears: Ears) -> WorkerRank:
+def make_rank(
+    order: StageOrder, pipes: Pipes, trainer: Pipelineable, callbacks: DaemonCallbacks
+) -> WorkerRank:
     """Build what an order asks for, from the trainer's model as it is now; the pipes are owned from now on.
 
     Raises:
@@ -200,20 +202,20 @@ def make_rank(order: StageOrder, pipes: Pipes, trainer: Pipelineable, ears: Ears
             parts, plan, order.rank, device, checkpoint_activations=order.checkpoint_activations
         )
         if order.backend == "torch":
-            torch_stages, pipes = _meet(order, device, ears)
+            torch_stages, pipes = _meet(order, device, callbacks)
     except BaseException:
         for fd, _ in pipes.values():
             os.close(fd)
         raise
     if not pipes:
-        return WorkerRank(order, share, Connected(None, _Nobody(), None))
+        return WorkerRank(order, share, Connected(None, _NoNeighbours(), None))
     try:
         carrier = PipeCarrier(
             pipes,
             parts.longest_nbytes,
             kept_nbytes=_KEPT_ACTIVATIONS * parts.activation_nbytes,
-            listen=ears.listen,
-            interrupted=ears.interrupted,
+            listen=callbacks.listen,
+            interrupted=callbacks.interrupted,
             allocate=_pinned if device.type == "cuda" else _plain,
         )
     except BaseException:
@@ -231,7 +233,7 @@ def make_rank(order: StageOrder, pipes: Pipes, trainer: Pipelineable, ears: Ears
     )
 
 
-def _meet(order: StageOrder, device: torch.device, ears: Ears) -> tuple[TorchStages, Pipes]:
+def _meet(order: StageOrder, device: torch.device, callbacks: DaemonCallbacks) -> tuple[TorchStages, Pipes]:
     """Join the other ranks' torch.distributed group; return it, and connections to the neighbours."""
     # Not above: torch.distributed is slow to import, and most pipelines have no need of it.
     from p2pdrl.workers.pipeline.torch_stages import TorchStages
@@ -239,8 +241,8 @@ def _meet(order: StageOrder, device: torch.device, ears: Ears) -> tuple[TorchSta
     stages = TorchStages(
         order,
         device,
-        lambda port: ears.tell(StageNews(order.generation, "meeting", port=port)),
-        ahead=ears.ahead,
+        lambda port: callbacks.tell(StageNews(order.generation, "meeting", port=port)),
+        ahead=callbacks.ahead,
     )
     return stages, stages.pipes
 

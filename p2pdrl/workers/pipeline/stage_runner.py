@@ -146,27 +146,26 @@ class StageRunner:
     def leave(self) -> None:
         """Leave the rank if another order or learner mode has ended it; before that one comes into force."""
         if self._interrupted():
-            self._rise()
+            self._leave_rank()
 
     def turn(self, *, stages: bool) -> None:
         """Carry out the order that was heard last; ``stages``: whether the learner mode in force has any."""
         self._stages, self._ended = stages, False
         if self._order is None:
             return
-        from p2pdrl.workers.pipeline.rank import (  # torch is slow to import, and few are stages
-            Ears,
-            make_rank,
-        )
+        from p2pdrl.workers.pipeline.rank import DaemonCallbacks, make_rank
 
         self._replica.take()
         self._replica.publish()
-        ears = Ears(self._listen, self._interrupted, lambda news: self._say(News(news)), self._ahead)
+        callbacks = DaemonCallbacks(
+            self._listen, self._interrupted, lambda news: self._say(News(news)), self._ahead
+        )
         self._answer()
         # Not before: until a rank has them, the descriptors are closed with the order.
         (order, pipes), self._order = self._order, None
         self._replica.set_aside(aside=True)  # a share of the model has its own gradients and optimizer
         try:
-            rank = make_rank(order, pipes, self._trainer, ears)
+            rank = make_rank(order, pipes, self._trainer, callbacks)
         except (TransportError, ConfigError, OSError) as error:
             self._replica.set_aside(aside=False)
             if not self._interrupted():
@@ -231,7 +230,7 @@ class StageRunner:
     def close(self) -> None:
         """Leave, and let go of everything."""
         self._forget_order()
-        self._rise()
+        self._leave_rank()
 
     def _interrupted(self) -> bool:
         return self._ended or self._order is not None
@@ -295,12 +294,12 @@ class StageRunner:
         """Leave in good order: the ranks behind get what is on its way to them."""
         with contextlib.suppress(TransportError):  # they tell themselves if they didn't
             rank.neighbours.flush(rank.order.timeout_s)
-        self._rise()
+        self._leave_rank()
         self._tell(rank.order, "over")
 
     def _break(self, rank: WorkerRank, error: TransportError) -> None:
         """Leave, and say why, unless the daemon itself had it end."""
-        self._rise()
+        self._leave_rank()
         if self._interrupted():
             return
         side, why = rank.neighbours.side, str(error)
@@ -308,7 +307,7 @@ class StageRunner:
         self._replica.publish()
         self._tell(rank.order, "broken", side=side, why=why, behind=rank.behind)
 
-    def _rise(self) -> None:
+    def _leave_rank(self) -> None:
         """Leave the rank; the trainer works by itself again."""
         rank, self._rank, self._figures = self._rank, None, {}
         if rank is None:

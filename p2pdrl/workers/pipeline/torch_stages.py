@@ -26,15 +26,15 @@ from p2pdrl.transport.pipe.ticket import PipeTicket
 from p2pdrl.workers.pipeline.protocol import Measure, StartStage
 from p2pdrl.workers.protocol import Stop, ToLearner, WorkMode
 from p2pdrl.workers.torch_group.rendezvous import (
+    abort_group,
     bounded,
-    break_off,
-    come,
-    cut_off,
-    find_store,
+    connect_store,
+    cut_connections,
     join,
     leave,
     local_address,
     open_store,
+    wait_for_all,
 )
 
 __all__ = ["OrderWatch", "TorchStages", "import_schedules"]
@@ -200,15 +200,15 @@ class TorchStages:
     def break_off(self) -> None:
         """End all waits at once, here and at the others; from any thread, but not after `close`."""
         if self._watch.meeting and self._store_port:
-            cut_off(self._store_port)
+            cut_connections(self._store_port)
         now_s = time.monotonic()
-        if now_s >= self._again_s and break_off():
+        if now_s >= self._again_s and abort_group():
             self._broken, self._again_s = True, now_s + AGAIN_S
 
     def close(self) -> None:
         """Leave the group; calling it again does nothing."""
         if self._watch.close() and not self._broken:
-            break_off()
+            abort_group()
         leave()
         self._store = None
 
@@ -220,7 +220,7 @@ class TorchStages:
             return store
         self._store_port = meeting.port
         with self._bounded(order):
-            return find_store(meeting.host, meeting.port, order.timeout_s)
+            return connect_store(meeting.host, meeting.port, order.timeout_s)
 
     def _bounded(self, order: StageOrder) -> contextlib.AbstractContextManager[None]:
         """Bound waits for the store of another process; rank 0 has its own."""
@@ -247,7 +247,7 @@ class TorchStages:
                 with self._bounded(order):
                     store.set(f"link/{rank}", f"{address} {own_port} {token.hex()}")
             bound, here_s = functools.partial(self._bounded, order), meeting.come_s
-            if not come(store, rank, order.ranks, within_s=here_s, bound=bound, wanted=self._wanted):
+            if not wait_for_all(store, rank, order.ranks, within_s=here_s, bound=bound, wanted=self._wanted):
                 raise PeerTimeoutError(f"not all ranks came within {here_s:g} s, or before another order")
             until_s = time.monotonic() + timeout_s
             with self._bounded(order):

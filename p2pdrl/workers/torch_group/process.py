@@ -34,7 +34,7 @@ from p2pdrl.workers.torch_group.protocol import (
     frame,
     memory_nbytes,
 )
-from p2pdrl.workers.torch_group.rendezvous import find_store, join, leave, open_store
+from p2pdrl.workers.torch_group.rendezvous import connect_store, join, leave, open_store
 
 __all__ = ["TorchGroup", "main", "serve"]
 
@@ -73,7 +73,7 @@ class TorchGroup:
         """
         if order.rank > 0:
             self.leave()
-            self._store = find_store(order.host, order.port, order.timeout_s)
+            self._store = connect_store(order.host, order.port, order.timeout_s)
         if self._store is None:
             raise WorkerError("the first member opens the store before it joins")
         self._nccl = join(

@@ -25,16 +25,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # it lists 
 from p2pdrl.workers.pipeline.measure import identity
 
 __all__ = [
+    "abort_group",
     "bounded",
-    "break_off",
-    "come",
+    "connect_store",
     "cuda_device",
-    "cut_off",
-    "find_store",
+    "cut_connections",
     "join",
     "leave",
     "local_address",
     "open_store",
+    "wait_for_all",
 ]
 
 _INTERFACES = tuple(name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ)
@@ -68,7 +68,7 @@ def open_store(others: Sequence[str], timeout_s: float) -> tuple[TCPStore, int]:
     return store, port
 
 
-def find_store(host: str, port: int, timeout_s: float) -> TCPStore:
+def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """Connect to the store that the first one opened.
 
     Raises:
@@ -83,7 +83,7 @@ def bounded(port: int, timeout_s: float) -> Iterator[None]:
 
     After ``timeout_s`` the connections to the store, at ``port`` of another process, are cut off.
     """
-    timer = threading.Timer(timeout_s, cut_off, [port])
+    timer = threading.Timer(timeout_s, cut_connections, [port])
     timer.start()
     try:
         yield
@@ -92,7 +92,7 @@ def bounded(port: int, timeout_s: float) -> Iterator[None]:
         timer.join()
 
 
-def come(
+def wait_for_all(
     store: TCPStore,
     rank: int,
     size: int,
@@ -152,7 +152,7 @@ def join(
     return nccl
 
 
-def break_off() -> bool:
+def abort_group() -> bool:
     """Break the group, if there is one: all its waits end at once, here and at the others. From any thread.
 
     NCCL can be told to. gloo can't, but closes all connections when a wait takes too long.
@@ -215,7 +215,7 @@ def _use_interface_towards(peer: str) -> None:
             return
 
 
-def cut_off(port: int) -> None:
+def cut_connections(port: int) -> None:
     """End this process' connections to a store, and so all waits for it. From any thread."""
     for connection in psutil.Process().net_connections("tcp"):
         if getattr(connection.raddr, "port", None) == port and connection.fd >= 0:

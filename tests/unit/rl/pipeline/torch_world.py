@@ -269,7 +269,7 @@ def frozen_host(world, phase, timeout_s, wanted_s=None):
         os.kill(os.getpid(), signal.SIGSTOP)
 
     if world.rank == 0:
-        come, join = torch_stages.come, torch_stages.join
+        come, join = torch_stages.wait_for_all, torch_stages.join
 
         def coming(*args, **options):
             if phase == "opened":
@@ -286,7 +286,7 @@ def frozen_host(world, phase, timeout_s, wanted_s=None):
                 freeze()
             return nccl
 
-        torch_stages.come, torch_stages.join = coming, joining
+        torch_stages.wait_for_all, torch_stages.join = coming, joining
 
     def ahead():
         frozen_s = world.clock.value

@@ -19,7 +19,7 @@ def listed(monkeypatch, capsys):
     """Run it on a task; returns its code, its answer, and what it told."""
 
     def run(task: TaskConfig, *args: str):
-        monkeypatch.setattr(sys, "argv", ["block_lister", "--device", "cpu", *args])
+        monkeypatch.setattr(sys, "argv", ["measure", "--device", "cpu", *args])
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(msgspec.json.encode(task))))
         code = measure.main()
         out, err = capsys.readouterr()
