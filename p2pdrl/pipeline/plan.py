@@ -1,8 +1,7 @@
 """Who holds which blocks of a model, and in which schedule they run it: what all ranks must know alike.
 
-Whoever forms a pipeline makes a plan, from `partition` or by hand, and an order for each learner that is to
-become a rank; the learner answers with news. Orders and news pass between processes of one node: nothing here
-comes from the network.
+The coordinator of a pipeline makes a plan, from `partition` or by hand. A daemon orders its learner to become
+one rank of it; the learner answers with news. Orders and news don't come from the network.
 """
 
 from __future__ import annotations

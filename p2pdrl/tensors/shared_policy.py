@@ -2,7 +2,7 @@
 
 A sequence lock over two copies (`shared_memory`): readers never block the writer, and a learner that is
 killed while it writes leaves the copy before whole. Beside the parameters lie the moments that observations
-are normalised with, as merged over the swarm, so that whoever acts sees what the learner will.
+are normalised with, as merged over the swarm, so that actors see what the learner will.
 
 Shape suffixes: D parameters, X the observation's own dimensions.
 """

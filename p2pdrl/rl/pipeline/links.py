@@ -42,7 +42,7 @@ class Links(Protocol):
     def send(self, way: Way, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message and its tensors, in one piece each, on any device, without waiting for anybody.
 
-        Whoever sends doesn't write to the tensors before it knows that they have arrived.
+        The sender doesn't write to the tensors before it knows that they have arrived.
 
         Raises:
             PeerUnreachableError: the link is broken.
@@ -60,7 +60,7 @@ class Links(Protocol):
         ...
 
     def close(self) -> None:
-        """Break all four streams; whoever waits for a message, here and there, is told at once."""
+        """Break all four streams; waits for messages, here and at the neighbours, end at once."""
         ...
 
 
@@ -195,7 +195,7 @@ class Carrier(Protocol):
         ...
 
     def close(self) -> None:
-        """Break all four streams, and wake whoever waits."""
+        """Break all four streams, and end all waits."""
         ...
 
 

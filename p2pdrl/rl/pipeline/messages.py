@@ -18,7 +18,7 @@ no Gradient: torch.distributed brings what they are named for.
 A tensor on its way has rows first; the rest of its shape and its type are known to both sides from the task
 (`RowSpec`), so nothing but the number of rows is taken from a message. As bytes, a message is a frame: itself
 as MessagePack, and the memory of its tensors as it lies there (little-endian, rows first), one right after
-the other. Whoever carries it keeps the two apart and their lengths. Nothing in a frame says how tensors are
+the other. Its carrier keeps the two apart and their lengths. Nothing in a frame says how tensors are
 cut out of its bytes.
 """
 
@@ -166,7 +166,7 @@ class Whole(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="whole"
     version: Count = 0
     """Policy version that the first rank gives it."""
     place: Count = 0
-    """Of the first rank in its data, where that goes on in order: whoever is first next goes on there."""
+    """Of the first rank in its data, where that goes on in order: the next first rank goes on there."""
     changed: bool = False
     """Whether it isn't what the slices say: every rank goes on with its part of this."""
 
@@ -203,7 +203,7 @@ class TensorSlot(NamedTuple):
 
     Attributes:
         tensor: in one piece; filled as a whole.
-        below: as in ``RowSpec``: whoever reads from a network checks it.
+        below: as in ``RowSpec``: checked where tensors come from a network.
     """
 
     tensor: Tensor

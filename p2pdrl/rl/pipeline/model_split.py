@@ -34,7 +34,7 @@ from p2pdrl.tensors.optimizers import SGD
 __all__ = ["ModelSplit", "SplitEngine", "split_engine"]
 
 _IDLE_TIMEOUT_S = 7 * 24 * 3600.0
-"""Closing wakes whoever waits; this is for programs that forget to."""
+"""Closing ends all waits; this is for programs that forget to."""
 
 
 class ModelSplit(Generic[Outputs]):
@@ -155,7 +155,7 @@ class ModelSplit(Generic[Outputs]):
             while True:
                 server.serve()
         except TransportError:
-            pass  # closed, or another thread has an error to tell
+            pass  # closed, or another thread has the error
         except Exception as error:  # noqa: BLE001 - raised where the trainer runs
             self._errors.append(error)
 
@@ -249,7 +249,7 @@ class SplitEngine(Generic[Outputs]):
         return terms
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of microbatches and of stages, and how the first device fares."""
+        """Return the number of microbatches and of stages, and the figures of the first device."""
         return self._split.metrics()
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ class Rank(Generic[Outputs]):
     Args:
         links: to the neighbours; None where one rank is all.
         generation: of the pipeline.
-        timeout_s: bound on each wait for a message, but for those that wait for the first rank's next idea.
+        timeout_s: bound on each wait for a message, but for that for the first rank's next minibatch.
         clock: seconds, monotonic; for ``runner``'s figures.
         runner: computes gradients; None for one that does so over the links.
         recorder: of what this rank does; None for one of its own.
@@ -383,7 +383,7 @@ class StageServer(Rank[Outputs]):
             are to begin with.
 
         Raises:
-            TransportError: a neighbour is gone, late or talks nonsense. The pipeline has ended then.
+            TransportError: a neighbour is gone, late or sent what doesn't fit. The pipeline has ended then.
         """
         with self._whole_or_broken():
             tensors: list[Tensor] = []
@@ -498,7 +498,7 @@ class Pipelined(Rank[Outputs]):
             The objective's terms as means over the rows.
 
         Raises:
-            TransportError: a neighbour is gone, late or talks nonsense. The pipeline has ended then.
+            TransportError: a neighbour is gone, late or sent what doesn't fit. The pipeline has ended then.
             LayoutMismatchError: the batch isn't what the parts promised.
         """
         share = self.share

@@ -125,7 +125,7 @@ class Running(Protocol):
             The objective's terms, where this is the last rank.
 
         Raises:
-            TransportError: a neighbour is gone, late or talks nonsense.
+            TransportError: a neighbour is gone, late or sent what doesn't fit.
         """
         ...
 

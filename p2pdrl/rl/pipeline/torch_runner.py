@@ -54,8 +54,8 @@ class TorchRunner(Generic[Outputs]):
 
     Args:
         travelling: device that tensors are on when they are sent: the CPU with gloo, with NCCL the share's.
-        leave: leaves the group; called once something went wrong, since others wait for this rank then.
-        blame: finds out who is to blame; called when torch says that something went wrong.
+        leave: leaves the group; called after an error, since others wait for this rank then.
+        blame: finds out which neighbour failed; called after an error of torch.
 
     Attributes:
         recorder: see ``Running``. A wait ends with the computation that it was for, and begins with the end
@@ -181,7 +181,7 @@ class TorchRunner(Generic[Outputs]):
         )
 
     def _loss(self, output: Tensor, microbatch: Tensor) -> Tensor:
-        """Return the loss of one microbatch, by the rows that it has by rights."""
+        """Return the loss of one microbatch, by its own rows, without those that fill it up."""
         now = self._minibatch
         assert now.objective is not None  # noqa: S101 - this is the last rank
         with self._computing():

@@ -65,7 +65,7 @@ class PipeCarrier:
         allocate: gives memory for what comes, such as pinned one for a GPU; used again and again.
 
     Attributes:
-        side: of the neighbour to blame, once one of the methods raised an error; None when none is.
+        side: of the neighbour that caused the last error; None where none did.
 
     Raises:
         OSError: a descriptor isn't a socket's.
@@ -123,7 +123,7 @@ class PipeCarrier:
         if message is None:
             self.side = side
             raise PeerTimeoutError(f"the {side} rank didn't say a whole message within {timeout_s:g} s")
-        # Until the next message, what is wrong is this one: whoever reads it may find more than we can.
+        # Until the next message this neighbour is to blame: the reader may find more wrong than we can.
         self.side = side
         if message.kind != _KINDS[way]:
             raise WireError(f"the {side} rank sent a message of kind {message.kind}")

@@ -57,7 +57,7 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     """Say what each block costs here; answered with `Blocks`.
 
     Done between two updates, or between two of those that a rank serves; so by one in a pipeline it may take
-    as long as an update takes. It ends a meeting of a torch.distributed group: whoever asks has given it up.
+    as long as an update takes. It ends a meeting of a torch.distributed group, which the daemon gave up.
     """
 
     microbatches: int

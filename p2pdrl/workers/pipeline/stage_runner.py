@@ -237,7 +237,7 @@ class StageRunner:
 
     def _serve(self, rank: WorkerRank) -> None:
         """Take part in an update, if one comes soon."""
-        assert rank.server is not None  # noqa: S101 - whoever calls has looked
+        assert rank.server is not None  # noqa: S101 - callers check
         if not rank.neighbours.waiting("down", POLL_S):
             now_s = self._clock()
             if self._paused():
@@ -261,7 +261,7 @@ class StageRunner:
 
     def _end(self, rank: WorkerRank) -> None:
         """End the pipeline, with a copy of the whole state to all ranks."""
-        assert rank.head is not None  # noqa: S101 - whoever calls has looked
+        assert rank.head is not None  # noqa: S101 - callers check
         whole = rank.head.fetch(state=True, spread=True, last=True)
         assert whole.optimizer is not None  # noqa: S101 - fetched
         self._replica.become(whole.vector_D, whole.optimizer, self._replica.version, self._trainer.place)
@@ -270,7 +270,7 @@ class StageRunner:
 
     def _copy(self, rank: WorkerRank, whole: Assembled) -> None:
         """Take what peers have posted, let all ranks have what has become of it, and publish."""
-        assert rank.head is not None  # noqa: S101 - whoever calls has looked
+        assert rank.head is not None  # noqa: S101 - callers check
         changed = self._replica.take()
         whole = replace(whole, version=self._replica.version, place=self._trainer.place)
         if changed:

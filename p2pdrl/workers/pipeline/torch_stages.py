@@ -1,4 +1,4 @@
-"""This process as one rank of a pipeline over torch.distributed: meets the others, gives links."""
+"""One rank of a pipeline over torch.distributed: meets the others, connects to its neighbours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -37,8 +37,25 @@ from p2pdrl.workers.torch_group.rendezvous import (
     wait_for_all,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # it lists no exports
+
+    from p2pdrl.rl.objectives.objective import Outputs
+    from p2pdrl.rl.pipeline.links import Links
+    from p2pdrl.rl.pipeline.stage_parameters import StageParameters
+    from p2pdrl.rl.pipeline.torch_runner import TorchRunner
+    from p2pdrl.workers.pipeline.pipe_carrier import PipeCarrier
+
 __all__ = ["OrderWatch", "TorchStages", "import_schedules"]
 
+POLL_S = 0.05
+AGAIN_S = 1.0
+"""Seconds after which a group is broken off again: a wait that begins at that moment may be missed."""
+TOKEN_TIMEOUT_S = 1.0
+"""How long a connection may take to bring its token: others may be waiting behind it."""
+
+_TOKEN_BYTES = 16
+_TICKET = PipeTicket(keys=None, leftover=b"")
 EVERY_S = 0.05
 CLOSE_S = 2.0
 """To end waits takes milliseconds, but it asks the same library that may hang."""
@@ -93,29 +110,6 @@ class OrderWatch:
         return any(isinstance(message, ends) for message in ahead)
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # it lists no exports
-
-    from p2pdrl.rl.objectives.objective import Outputs
-    from p2pdrl.rl.pipeline.links import Links
-    from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-    from p2pdrl.rl.pipeline.torch_runner import TorchRunner
-    from p2pdrl.workers.pipeline.pipe_carrier import PipeCarrier
-    from p2pdrl.workers.protocol import ToLearner
-
-
-POLL_S = 0.05
-AGAIN_S = 1.0
-"""Seconds after which a group is broken off again: a wait that begins at that moment may be missed."""
-STRANGER_S = 1.0
-"""How long whoever connects may take to say its word: others may be waiting behind it."""
-
-_TOKEN_BYTES = 16
-_TICKET = PipeTicket(keys=None, leftover=b"")
-
-
 class TorchStages:
     """Meets the other ranks, and leaves them with `close`. Made and closed by the same thread.
 
@@ -129,7 +123,7 @@ class TorchStages:
         ahead: what the daemon has said and wasn't heard yet, called in a thread: some of it ends all waits.
 
     Attributes:
-        pipes: connections to the neighbours, as `PipeCarrier` takes them: it owns the descriptors. Whoever
+        pipes: connections to the neighbours, as `PipeCarrier` takes them: it owns the descriptors. Who
             makes none closes them.
         nccl: whether activations stay on GPUs; else they travel through the memory of the host.
 
@@ -155,7 +149,7 @@ class TorchStages:
         self._store: TCPStore | None = None
         self._store_port = 0
         self._broken, self._again_s = False, -math.inf
-        # A wait that takes too long is to raise an error in whoever waits, as it does with gloo.
+        # A wait that takes too long is to raise an error, as it does with gloo.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         # On errors it prints whole schedules; neighbours that die are an event here.
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
@@ -241,7 +235,7 @@ class TorchStages:
             import_schedules()  # all ranks at the same time
             listener = None
             token = secrets.token_bytes(_TOKEN_BYTES)
-            if rank < order.ranks - 1:  # before it comes: whoever finds all there finds this
+            if rank < order.ranks - 1:  # before this rank counts as there: once all do, this is set
                 listener = stack.enter_context(_listener(local_address(host)))
                 address, own_port = listener.getsockname()[:2]
                 with self._bounded(order):
@@ -274,7 +268,7 @@ def _listener(address: str) -> socket.socket:
 
 
 def connect_to_rank(where: str, until_s: float) -> socket.socket:
-    """Connect to the rank before, and say its word."""
+    """Connect to the rank before, and send its token."""
     address, port, token = where.split()
     sock = socket.create_connection((address, int(port)), timeout=_left_s(until_s))
     try:
@@ -288,7 +282,7 @@ def connect_to_rank(where: str, until_s: float) -> socket.socket:
 def accept_rank(
     listener: socket.socket, token: bytes, until_s: float, check: Callable[[], None] = lambda: None
 ) -> socket.socket:
-    """Return the connection of the rank behind, which says ``token``; whoever else comes is sent away.
+    """Return the connection of the rank behind, which says ``token``; any other connection is closed.
 
     ``check`` is called often; its errors end the wait.
 
@@ -305,7 +299,7 @@ def accept_rank(
                 raise
             continue
         try:
-            known = secrets.compare_digest(_word(sock, len(token), until_s), token)
+            known = secrets.compare_digest(_read_token(sock, len(token), until_s), token)
         except BaseException:
             sock.close()
             raise
@@ -314,18 +308,18 @@ def accept_rank(
         sock.close()
 
 
-def _word(sock: socket.socket, nbytes: int, until_s: float) -> bytes:
-    """Return what whoever connected says first, as far as it says it in time."""
-    until_s = min(until_s, time.monotonic() + STRANGER_S)
-    said = b""
+def _read_token(sock: socket.socket, nbytes: int, until_s: float) -> bytes:
+    """Return the first bytes of a connection, as many as come in time."""
+    until_s = min(until_s, time.monotonic() + TOKEN_TIMEOUT_S)
+    token = b""
     with contextlib.suppress(OSError):  # it broke off, or took too long
-        while len(said) < nbytes and time.monotonic() < until_s:
+        while len(token) < nbytes and time.monotonic() < until_s:
             sock.settimeout(_left_s(until_s))
-            data = sock.recv(nbytes - len(said))
+            data = sock.recv(nbytes - len(token))
             if not data:
                 break
-            said += data
-    return said
+            token += data
+    return token
 
 
 def _detached(sock: socket.socket) -> int:

@@ -34,7 +34,7 @@ from p2pdrl.workers.torch_group.protocol import (
     frame,
     memory_nbytes,
 )
-from p2pdrl.workers.torch_group.rendezvous import connect_store, join, leave, open_store
+from p2pdrl.workers.torch_group.rendezvous import connect_store, cuda_device, join, leave, open_store
 
 __all__ = ["TorchGroup", "main", "serve"]
 
@@ -43,7 +43,7 @@ _NORM_SPAN = 1 << 18
 
 
 class TorchGroup:
-    """This process' place in a group, and the next one's, one after another.
+    """This process' membership in one group after another.
 
     Args:
         own: D float32 of this member, shared with the daemon.
@@ -201,10 +201,6 @@ def main() -> int:
     die_with_parent(arguments.parent)
     print_patiently()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import torch
-
-    from p2pdrl.workers.torch_group.rendezvous import cuda_device
-
     torch.set_num_threads(arguments.threads)
     size = arguments.size
     region = SharedRegion.attach(arguments.memory, memory_nbytes(size))

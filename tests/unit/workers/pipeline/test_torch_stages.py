@@ -1,4 +1,4 @@
-"""Meetings that fail. Those that don't are in ``rl/pipeline/test_torch_runner``, whose ranks are processes."""
+"""Meetings that fail; others are in ``rl/pipeline/test_torch_runner``, whose ranks are processes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_only_who_knows_the_word_becomes_a_neighbour():
 
 
 def test_strangers_who_say_nothing_or_break_off_do_not_keep_a_neighbour_away(monkeypatch):
-    monkeypatch.setattr(torch_stages, "STRANGER_S", 0.05)
+    monkeypatch.setattr(torch_stages, "TOKEN_TIMEOUT_S", 0.05)
     token = bytes(range(16))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
