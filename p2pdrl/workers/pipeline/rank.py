@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.plan import PipelinePlan, StageNews, StageOrder, StageSide
-from p2pdrl.rl.pipeline.links import FramedLinks, Links, Way
+from p2pdrl.rl.pipeline.links import FramedLinks, Links
 from p2pdrl.rl.pipeline.parts import ModelParts
 from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
 from p2pdrl.rl.pipeline.runner import Recorder, Running
@@ -28,52 +28,16 @@ if TYPE_CHECKING:
     from p2pdrl.rl.trainer import Pipelineable
     from p2pdrl.workers.pipeline.torch_stages import TorchStages
 
-__all__ = ["Connected", "DaemonCallbacks", "Neighbours", "Pipes", "WorkerRank", "make_rank"]
+__all__ = ["DaemonCallbacks", "Pipes", "WorkerRank", "make_rank"]
 
 _KEPT_ACTIVATIONS = 4
 """Each pipe keeps memory for so many of a whole batch: in microbatches, more than wait to be read at once."""
 
+_MEASURED = ("microbatches", "bubble", "step_s", "activation_bytes")
+"""Figures of a rank that its gradient engine or server measures."""
+
 Pipes = Mapping[StageSide, tuple[int, PipeTicket]]
 """Descriptors, and what goes with them."""
-
-
-class Neighbours(Protocol):
-    """What a rank asks of its connections beside `Links`; `PipeCarrier` says what each means.
-
-    Attributes:
-        side: of the neighbour to blame for the last error; None when none is.
-    """
-
-    side: StageSide | None
-
-    def waiting(self, way: Way, timeout_s: float) -> bool:
-        """Tell whether a message that goes this way is there, or comes in time."""
-        ...
-
-    def check(self) -> None:
-        """Raise a TransportError once a neighbour is known to be gone."""
-        ...
-
-    def flush(self, timeout_s: float) -> None:
-        """Wait until all that was sent has left."""
-        ...
-
-    def close(self) -> None:
-        """Be done with it; calling it again does nothing."""
-        ...
-
-
-class Connected(NamedTuple):
-    """A rank with its neighbours.
-
-    Attributes:
-        links: what ranks say to each other goes over them; None where one rank is all.
-        runner: computes gradients; None for one that does so over the links.
-    """
-
-    links: Links | None
-    neighbours: Neighbours
-    runner: Running | None
 
 
 class DaemonCallbacks(NamedTuple):
@@ -93,21 +57,30 @@ class DaemonCallbacks(NamedTuple):
 
 
 class WorkerRank:
-    """A rank of a pipeline; `make_rank` makes it."""
+    """A rank of a pipeline; `make_rank` makes it.
+
+    Attributes:
+        carrier: on its pipes, of which a rank that is alone has none.
+        head: gradient engine and stepper, of the first rank.
+        server: of any other.
+    """
 
     def __init__(
         self,
         order: StageOrder,
         share: StageParameters[Any],
-        connected: Connected,
+        carrier: PipeCarrier,
+        *,
+        links: Links | None,
+        runner: Running | None = None,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
         self.order = order
+        self.carrier = carrier
         self._leave = leave
         self.recorder = Recorder()
         self.head: Pipelined[Any] | None = None
         self.server: StageServer[Any] | None = None
-        links, self.neighbours, runner = connected
         if order.rank == 0:
             self.head = Pipelined(
                 share,
@@ -158,29 +131,8 @@ class WorkerRank:
         work = self.head or self.server
         if work is not None:
             work.close()
-        self.neighbours.close()
+        self.carrier.close()
         self._leave()
-
-
-_MEASURED = ("microbatches", "bubble", "step_s", "activation_bytes")
-
-
-class _NoNeighbours:
-    """Implements `Neighbours` for a rank that is alone."""
-
-    side: StageSide | None = None
-
-    def waiting(self, _way: Way, _timeout_s: float) -> bool:
-        return False
-
-    def check(self) -> None:
-        pass
-
-    def flush(self, _timeout_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def make_rank(
@@ -207,8 +159,6 @@ def make_rank(
         for fd, _ in pipes.values():
             os.close(fd)
         raise
-    if not pipes:
-        return WorkerRank(order, share, Connected(None, _NoNeighbours(), None))
     try:
         carrier = PipeCarrier(
             pipes,
@@ -222,15 +172,11 @@ def make_rank(
         if torch_stages is not None:
             torch_stages.close()
         raise
-    links = FramedLinks(carrier)
-    if torch_stages is None:
-        return WorkerRank(order, share, Connected(links, carrier, None))
-    return WorkerRank(
-        order,
-        share,
-        Connected(links, carrier, torch_stages.runner(share, links, carrier)),
-        torch_stages.close,
-    )
+    links = FramedLinks(carrier) if pipes else None
+    if torch_stages is None or links is None:
+        return WorkerRank(order, share, carrier, links=links)
+    runner = torch_stages.runner(share, links, carrier)
+    return WorkerRank(order, share, carrier, links=links, runner=runner, leave=torch_stages.close)
 
 
 def _meet(order: StageOrder, device: torch.device, callbacks: DaemonCallbacks) -> tuple[TorchStages, Pipes]:

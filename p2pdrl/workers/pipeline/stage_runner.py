@@ -223,7 +223,7 @@ class StageRunner:
             elif self._finish == rank.order.generation:
                 self._end(rank)
             else:
-                rank.neighbours.check()
+                rank.carrier.check()
         except TransportError as error:
             self._break(rank, error)
 
@@ -238,12 +238,12 @@ class StageRunner:
     def _serve(self, rank: WorkerRank) -> None:
         """Take part in an update, if one comes soon."""
         assert rank.server is not None  # noqa: S101 - callers check
-        if not rank.neighbours.waiting("down", POLL_S):
+        if not rank.carrier.waiting("down", POLL_S):
             now_s = self._clock()
             if self._paused():
                 self._idle_since_s = now_s
             elif now_s > self._idle_since_s + rank.order.idle_timeout_s:
-                rank.neighbours.side = "previous"
+                rank.carrier.side = "previous"
                 raise PeerTimeoutError(f"there was no update for {rank.order.idle_timeout_s:g} s")
             return
         whole = rank.server.serve()
@@ -293,7 +293,7 @@ class StageRunner:
     def _over(self, rank: WorkerRank) -> None:
         """Leave in good order: the ranks behind get what is on its way to them."""
         with contextlib.suppress(TransportError):  # they tell themselves if they didn't
-            rank.neighbours.flush(rank.order.timeout_s)
+            rank.carrier.flush(rank.order.timeout_s)
         self._leave_rank()
         self._tell(rank.order, "over")
 
@@ -302,7 +302,7 @@ class StageRunner:
         self._leave_rank()
         if self._interrupted():
             return
-        side, why = rank.neighbours.side, str(error)
+        side, why = rank.carrier.side, str(error)
         print(f"learner: generation {rank.order.generation} of the pipeline broke: {why}", file=sys.stderr)
         self._replica.publish()
         self._tell(rank.order, "broken", side=side, why=why, behind=rank.behind)
