@@ -110,7 +110,8 @@ class BoardSpec:
 class _Published:
     """Facts of one publication.
 
-    Args:
+    Attributes:
+        delta_id: id of the last slot content that the vector contains.
         sidecar_number: how many sidecars have been published; 0 means none, else it lies in copy
             ``sidecar_number % 2``.
     """
@@ -163,9 +164,15 @@ class _BoardMemory:
         """Read the facts of a copy; meaningful inside `SeqLock.read` or for the writer itself."""
         return _Published(*(int(word) for word in self._facts[copy]))
 
-    def write_published(self, copy: int, facts: _Published) -> None:
-        """Write the facts of the copy that `SeqLock.write` gave."""
-        self._facts[copy][:] = (facts.policy_version, facts.delta_id, facts.sidecar_number)
+    def publish(
+        self, facts: _Published, vector: Float32Array, sidecar: Mapping[str, AnyArray] | None
+    ) -> None:
+        """Write the next publication; without a sidecar the one before stays."""
+        with self.lock.write() as copy:
+            self._facts[copy][:] = (facts.policy_version, facts.delta_id, facts.sidecar_number)
+            np.copyto(self.vectors[copy], vector)
+            if sidecar is not None:
+                self.spec.sidecar.write(sidecar, self.sidecars[facts.sidecar_number % 2])
 
     def slot(self) -> InboxSlot:
         """Read the slot's facts: the id first, then what it promises."""
@@ -307,11 +314,7 @@ class LearnerBoard:
             memory.spec.sidecar.check(sidecar)
             number += 1
         facts = _Published(policy_version, self._taken_id, number)
-        with memory.lock.write() as copy:
-            memory.write_published(copy, facts)
-            np.copyto(memory.vectors[copy], flat)
-            if sidecar is not None:
-                memory.spec.sidecar.write(sidecar, memory.sidecars[number % 2])
+        memory.publish(facts, flat, sidecar)
         self._facts = facts
 
     def take(self) -> Taken | None:
@@ -494,11 +497,7 @@ class DaemonBoard:
             if memory.lock.writes:
                 raise TensorError("the board has a publication already; post a set instead of seeding it")
             number = 0 if sidecar is None else 1
-            with memory.lock.write() as copy:
-                memory.write_published(copy, _Published(policy_version, delta_id=0, sidecar_number=number))
-                np.copyto(memory.vectors[copy], vector)
-                if sidecar is not None:
-                    memory.spec.sidecar.write(sidecar, memory.sidecars[number % 2])
+            memory.publish(_Published(policy_version, delta_id=0, sidecar_number=number), vector, sidecar)
 
     def post_delta(self, delta: Float32Array, policy_version: int, *, sets: int | None = None) -> bool:
         """Give the learner ``mixed - now`` to add; tell whether it was, or was dropped.
