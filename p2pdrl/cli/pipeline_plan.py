@@ -19,11 +19,10 @@ from p2pdrl.config.loader import resolve
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import PipelineConfig
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.drawing import draw, legend
 from p2pdrl.pipeline.layers import FREE, Layer, PeerLink
 from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.pipeline.schedule import make_schedule
-from p2pdrl.pipeline.timeline import MicrobatchCosts, Timeline, predict
+from p2pdrl.pipeline.timeline import MicrobatchCosts, Timeline, draw, legend, predict
 from p2pdrl.pipeline.wording import in_bytes, in_seconds
 from p2pdrl.strategies.pipeline.planning import Design, RankCandidate, design, measured_with
 from p2pdrl.workers.pipeline.protocol import Blocks
@@ -171,7 +170,7 @@ def _resolve(files: Sequence[str], sets: Sequence[str]) -> tuple[Config, str]:
 def _measure(config: Config, parts: int) -> Blocks:
     """Have the child measure blocks with one of so many parts of the longest batch."""
     learner = config.node.learner
-    command = [sys.executable, "-m", "p2pdrl.workers.pipeline.block_lister", "--parts", str(parts)]
+    command = [sys.executable, "-m", "p2pdrl.workers.pipeline.measure", "--parts", str(parts)]
     command += ["--device", learner.device, "--threads", str(learner.threads)]
     if config.node.allow_import:
         command.append("--allow-import")

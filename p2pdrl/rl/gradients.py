@@ -9,7 +9,7 @@ in how they get there; the gradient is the same but for rounding:
 | ``WholeBatch`` | goes through the model at once |
 | ``Accumulated`` | is cut into microbatches, one after the other: less memory for activations |
 | ``tuned_gradients.Tuned`` | as ``Accumulated``, in the number of microbatches that proves fastest |
-| ``pipeline.pipelined.Pipelined`` | is cut, and so is the model: several devices, each a stage of it |
+| ``pipeline.rank.Pipelined`` | is cut, and so is the model: several devices, each a stage of it |
 
 With g_m the mean gradient over the n_m rows of microbatch m, the full batch's is Σ_m n_m/n · g_m. Objectives
 are sums over rows, so it is enough to divide each by the n of the full batch (``Objective.over``): uneven

@@ -25,8 +25,8 @@ from p2pdrl.rl.envs import EnvSpec, make_vector_env
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.forward import module_forward, policy_forward
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
+from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import ModelParts, module_parts, policy_parts
-from p2pdrl.rl.pipeline.tensor_specs import RowSpec
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.regression_data import make_rows
 from p2pdrl.rl.rollout import Collector, Unroll

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from p2pdrl.rl.block_map import BlockMap
+from p2pdrl.rl.networks.layers import Trunk
 from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
-from p2pdrl.rl.networks.trunk import Trunk
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.tensors.layout import Layout, TensorEntry

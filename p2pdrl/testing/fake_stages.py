@@ -15,7 +15,7 @@ from p2pdrl.errors import (
     WorkerError,
 )
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.pipeline.plan import StageNews, StageOrder, StageSide
 from p2pdrl.strategies.pipeline.port import Measured
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.testing.fake_learner import FakeLearner

@@ -9,6 +9,6 @@ shared with the daemon; everything else here runs in a child.
 | as a stage | `pipeline.stage_runner`, `pipeline.rank`, `pipeline.pipe_carrier`, `pipeline.measure` |
 | over torch.distributed | `pipeline.torch_stages` |
 | `torch_group.process` | `torch_group.process`, `torch_group.rendezvous` |
-| `evaluator`, `pipeline.block_lister` (for the command line) | |
+| `evaluator`, `pipeline.measure` (for the command line) | |
 | all | `child` |
 """

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from p2pdrl.config.learner_mode import FREE, LearnerMode
-from p2pdrl.tensors.gradient_ring import GradientRing
-from p2pdrl.tensors.shared_memory import SharedRegion, SharedVector
+from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion, SharedVector
 from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
 from p2pdrl.workers.requests import RequestPoster

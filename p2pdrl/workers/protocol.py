@@ -142,7 +142,7 @@ class WorkMode(msgspec.Struct, frozen=True, tag="work"):
     epoch: int
     """Of the mode; posts and answers carry it."""
     ring_nbytes: int = 0
-    """Of the `tensors.gradient_ring`; 0 when gradients don't travel."""
+    """Of the `tensors.shared_memory`; 0 when gradients don't travel."""
     shared_nbytes: int = 0
     """Of the `tensors.shared_memory`; 0 when the learner has its parameters for itself."""
 

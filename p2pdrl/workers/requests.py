@@ -13,7 +13,7 @@ from torch import Tensor
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.rl.flat import FlatSpan
 from p2pdrl.rl.optimizers import Optimizer, clip_gradients, gradient_norm
-from p2pdrl.tensors.gradient_ring import GradientRing
+from p2pdrl.tensors.shared_memory import GradientRing
 from p2pdrl.workers.protocol import Posted, PostKind, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
 

@@ -27,7 +27,7 @@ import psutil
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.node.events import EventLog
-from p2pdrl.pipeline.order import StageOrder
+from p2pdrl.pipeline.plan import StageOrder
 from p2pdrl.workers.protocol import FromLearner, Report
 
 __all__ = [

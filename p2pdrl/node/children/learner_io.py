@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.errors import TensorError
 from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest
-from p2pdrl.tensors.gradient_ring import GradientRing
-from p2pdrl.tensors.shared_memory import SharedRegion, SharedVector
+from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion, SharedVector
 from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
 
 __all__ = ["LearnerIO"]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.node.children.child_process import HasDescriptor
-from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.pipeline.plan import StageNews, StageOrder, StageSide
 from p2pdrl.pipeline.trace import TraceSpan
 from p2pdrl.strategies.pipeline.port import Measured
 from p2pdrl.transport.pipe.ticket import Pipe

@@ -25,7 +25,7 @@ from p2pdrl.errors import (
     WorkerError,
 )
 from p2pdrl.node.children.stage_port import StagePort
-from p2pdrl.pipeline.order import StageOrder
+from p2pdrl.pipeline.plan import StageOrder
 from p2pdrl.pipeline.trace import MOST_SPANS, RankSpans, TraceSpan, trace
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport

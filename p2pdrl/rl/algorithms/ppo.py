@@ -20,11 +20,12 @@ from p2pdrl.rl.algorithms.batches import full_batch, minibatch, normalized
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine
 from p2pdrl.rl.objectives.ppo import PPOObjective
-from p2pdrl.rl.optimizers import Adam
+from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.returns import gae
 from p2pdrl.rl.rollout import Unroll
 from p2pdrl.rl.schedules import annealed
+from p2pdrl.tensors.optimizers import Adam
 
 __all__ = ["PPO"]
 
@@ -55,7 +56,7 @@ class PPO(Algorithm[Unroll]):
             value_coef=config.value_coef,
             entropy_coef=config.entropy_coef,
         )
-        optimizer = Adam(flat.parameters_D, flat.gradients_D)
+        optimizer = Optimizer(Adam(), flat.parameters_D, flat.gradients_D)
         self._loss = Loss(objective, optimizer, flat, engine, max_grad_norm=config.max_grad_norm)
         self.losses = (self._loss,)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from p2pdrl.pipeline.order import StageBackend, StageNews
+from p2pdrl.pipeline.plan import StageBackend, StageNews
 from p2pdrl.strategies.pipeline.generation import Generation
 from p2pdrl.strategies.pipeline.messages import RankOffer
 from p2pdrl.strategies.protocol import SwarmView

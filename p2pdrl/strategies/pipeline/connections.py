@@ -12,7 +12,7 @@ import msgspec
 
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, WireError
 from p2pdrl.group.view import ViewKey
-from p2pdrl.pipeline.order import StageSide
+from p2pdrl.pipeline.plan import StageSide
 from p2pdrl.strategies.pipeline.messages import PipeHead
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE, Pipes
 from p2pdrl.transport.pipe.ticket import Pipe, PipeReply

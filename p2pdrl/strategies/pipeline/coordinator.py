@@ -19,8 +19,8 @@ from p2pdrl.config.strategy import PipelineConfig
 from p2pdrl.errors import ConfigError, PeerUnreachableError, TransportError, WorkerError
 from p2pdrl.group.view import ViewKey
 from p2pdrl.pipeline.layers import FREE, Links
-from p2pdrl.pipeline.order import StageSide
-from p2pdrl.pipeline.ordering import MOST_PEERS
+from p2pdrl.pipeline.partition import MOST_PEERS
+from p2pdrl.pipeline.plan import StageSide
 from p2pdrl.strategies.pipeline.backend import BackendFallback, Choice, chosen
 from p2pdrl.strategies.pipeline.calls import Peers, Unformed
 from p2pdrl.strategies.pipeline.connections import RankConnections

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from p2pdrl.config.checks import Problem
-from p2pdrl.pipeline.order import StageNews
+from p2pdrl.pipeline.plan import StageNews
 from p2pdrl.pipeline.wording import in_seconds
 from p2pdrl.strategies.pipeline.generation import Generation, blamed
 from p2pdrl.strategies.pipeline.layout import PipelineLayout, PipelineMembers

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.pipeline.plan import StageNews, StageOrder, StageSide
 from p2pdrl.strategies.pipeline.port import Stages
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.transport.pipe.ticket import Pipe

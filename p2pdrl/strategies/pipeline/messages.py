@@ -14,7 +14,7 @@ from msgspec import Meta
 from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES
 from p2pdrl.group.compatibility import Natural, Short
 from p2pdrl.group.view import GroupNote, ViewKey
-from p2pdrl.pipeline.order import StageBackend
+from p2pdrl.pipeline.plan import StageBackend
 from p2pdrl.strategies.pipeline.link_probe import Probe
 
 __all__ = [

@@ -14,11 +14,10 @@ from p2pdrl.config.checks import LIST_BLOCKS
 from p2pdrl.config.schedules import ScheduleName
 from p2pdrl.config.strategy import PipelineConfig
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.advice import Advice, Pipeline, Wishes, advise, bytes_alone, too_large
+from p2pdrl.pipeline.advice import Advice, Pipeline, UpdateWork, Wishes, advise, bytes_alone, too_large
 from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer
 from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.pipeline.timeline import Timeline
-from p2pdrl.pipeline.work import UpdateWork
 
 __all__ = ["AUTO", "NO_PIPELINE", "Design", "RankCandidate", "design", "measured_with", "schedule_of"]
 

@@ -14,7 +14,7 @@ import psutil
 from p2pdrl.config.strategy import PipelineConfig
 from p2pdrl.errors import ConfigError, TensorError, TransportError, WorkerError
 from p2pdrl.group.view import ViewKey
-from p2pdrl.pipeline.order import Meeting, StageOrder, StageSide
+from p2pdrl.pipeline.plan import Meeting, StageOrder, StageSide
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.pipeline.calls import BLAMELESS, Peers
 from p2pdrl.strategies.pipeline.connections import RankConnections

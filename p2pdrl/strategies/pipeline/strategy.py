@@ -15,7 +15,7 @@ from p2pdrl.config.strategy import Mode, PipelineConfig
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.group.service import ROUTE as GROUP_ROUTE
 from p2pdrl.group.service import ActiveView, Group, GroupView
-from p2pdrl.pipeline.order import StageNews
+from p2pdrl.pipeline.plan import StageNews
 from p2pdrl.strategies.pipeline.backend import BackendFallback
 from p2pdrl.strategies.pipeline.calls import Peers, Unformed
 from p2pdrl.strategies.pipeline.coordinator import Coordinator

@@ -30,7 +30,7 @@ from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.strategies.relay.log import GapError, History, Run, StromLog, UpdateOrigin
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import DaemonBoard
-from p2pdrl.tensors.compression_threshold import ThresholdResidual, add_message, entries_in
+from p2pdrl.tensors.compression import ThresholdResidual, add_message, entries_in
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.wire import WALK, spans
 

@@ -14,7 +14,7 @@ from p2pdrl.strategies.servers.shard_plan import Claim, ShardSpan
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.compression import Codec, make_codec
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.tensors.optimizers import ShardOptimizer, make_optimizer
+from p2pdrl.tensors.optimizers import ShardOptimizer, update_rule
 
 __all__ = ["AnyArray", "Shard", "ShardVersion", "ShardVersions", "difference_codec", "optimizer_of"]
 
@@ -92,9 +92,8 @@ AnyArray = npt.NDArray[np.generic]
 
 def optimizer_of(config: ServerOptions, size: int) -> ShardOptimizer:
     """A fresh optimizer for ``size`` entries, as the strategy's options say."""
-    return make_optimizer(
-        config.optimizer, size, momentum=config.momentum, decay=config.decay, eps=config.eps
-    )
+    rule = update_rule(config.optimizer, momentum=config.momentum, decay=config.decay, eps=config.eps)
+    return ShardOptimizer(rule, size)
 
 
 def difference_codec(kind: Compression, size: int) -> Codec | None:

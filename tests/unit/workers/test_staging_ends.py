@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.learner_mode import FREE
-from p2pdrl.rl.pipeline.pipelined import Pipelined
+from p2pdrl.rl.pipeline.rank import Pipelined
 from p2pdrl.rl.stepping import OwnStepper
 from p2pdrl.workers.pipeline import measure
 from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, StartStage, Trace, Traced

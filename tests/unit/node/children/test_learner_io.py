@@ -12,8 +12,7 @@ from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.errors import TensorError
 from p2pdrl.node.children.learner_io import LearnerIO
 from p2pdrl.strategies.learner_requests import RequestQueue
-from p2pdrl.tensors.gradient_ring import GradientRing
-from p2pdrl.tensors.shared_memory import SharedVector
+from p2pdrl.tensors.shared_memory import GradientRing, SharedVector
 from p2pdrl.workers.protocol import Posted, RequestAnswer
 
 SIZE = 5

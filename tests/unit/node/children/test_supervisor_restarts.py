@@ -18,7 +18,7 @@ from p2pdrl.node.children import child_process as link_module
 from p2pdrl.node.children import hang_watchdog
 from p2pdrl.node.children import supervisor as supervisor_module
 from p2pdrl.node.children.learner_link import LearnerLink
-from p2pdrl.pipeline.order import StageNews
+from p2pdrl.pipeline.plan import StageNews
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.workers.pipeline.protocol import News

@@ -11,7 +11,7 @@ from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.node.status.meters import Meters
 from p2pdrl.node.status.pipeline import pipeline_bubble, pipeline_document, stage_words, trains
 from p2pdrl.node.status.reporter import StatusReporter as NodeFigures
-from p2pdrl.pipeline.order import StageOrder
+from p2pdrl.pipeline.plan import StageOrder
 from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.strategies.pipeline.events import PipelineStatus
 from p2pdrl.strategies.pipeline.strategy import PipelineStrategy

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.pipeline.order import StageOrder
+from p2pdrl.pipeline.plan import StageOrder
 from p2pdrl.strategies.pipeline.generation import Moved, copy_bytes, state_vectors
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.layout import Layout, TensorEntry

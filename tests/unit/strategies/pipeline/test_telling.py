@@ -10,7 +10,7 @@ import pytest
 from p2pdrl.clock import LoopClock
 from p2pdrl.config.checks import Problem
 from p2pdrl.config.strategy import PipelineConfig
-from p2pdrl.pipeline.order import StageNews
+from p2pdrl.pipeline.plan import StageNews
 from p2pdrl.strategies.pipeline.events import PipelineEvents, PipelineStatus
 from p2pdrl.strategies.pipeline.layout import lay_out
 from p2pdrl.strategies.pipeline.rank_setup import generation_of

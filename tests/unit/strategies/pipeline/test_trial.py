@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from p2pdrl.config.strategy import PipelineConfig
-from p2pdrl.pipeline.order import StageNews
+from p2pdrl.pipeline.plan import StageNews
 from p2pdrl.strategies.pipeline.backend import LONGEST, BackendFallback
 from p2pdrl.strategies.pipeline.generation import Generation
 from p2pdrl.strategies.pipeline.rank_setup import generation_of

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from p2pdrl.config.task import EnvConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
-from p2pdrl.workers.pipeline import block_lister
+from p2pdrl.workers.pipeline import measure
 from p2pdrl.workers.pipeline.protocol import Blocks
 
 
@@ -19,9 +19,9 @@ def listed(monkeypatch, capsys):
     """Run it on a task; returns its code, its answer, and what it told."""
 
     def run(task: TaskConfig, *args: str):
-        monkeypatch.setattr(sys, "argv", ["block_lister", "--device", "cpu", *args])
+        monkeypatch.setattr(sys, "argv", ["measure", "--device", "cpu", *args])
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(msgspec.json.encode(task))))
-        code = block_lister.main()
+        code = measure.main()
         out, err = capsys.readouterr()
         return code, msgspec.json.decode(out, type=Blocks) if out else None, err
 
