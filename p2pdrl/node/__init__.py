@@ -2,11 +2,11 @@
 
 | to … | modules |
 |---|---|
-| come up, live and go down | `daemon` (order of life), `parts` (what it is made of), `shutdown` |
-| run the learner by a strategy | `training`, `swarm_side` (the node as strategies see it) |
-| follow the swarm's records | `record_follower`, `mode` (the strategy in force), `settings`, `stop` |
+| come up, live and go down | `daemon` (order of life), `context` (what it is made of), `daemon` |
+| run the learner by a strategy | `training`, `swarm_view` (the node as strategies see it) |
+| follow the swarm's records | `record_follower`, `training` (the strategy in force), `settings`, `stop` |
 | tell what happens, and notice being slow | `events`, `looplag` |
-| run something as long as a block | `background` |
+| run something as long as a block | `children.child_process` |
 
 | package | what for |
 |---|---|

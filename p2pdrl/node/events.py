@@ -31,7 +31,6 @@ class EventLog:
 
     Args:
         capacity: events remembered.
-        clock: gives each event's wall time.
         queue_size: events that a subscriber may lag behind.
     """
 
@@ -50,7 +49,6 @@ class EventLog:
             kind: what sort of thing happened, in a few lower-case words joined by ``-``.
             text: what happened, for people.
             level: how grave it is, for the log.
-            fields: more, in JSON types; never secrets.
 
         Raises:
             ValueError: if a field is named as one of the event's own.

@@ -35,7 +35,6 @@ def judge(
     """Tell whether the swarm is done.
 
     Args:
-        stop: the conditions; zero or none never ends it.
         swarm_env_steps: environment steps of all nodes and boots.
         swarm_age_s: seconds since the swarm was founded.
         reports: the newest report of every living node, this one's included. A node that is still
@@ -70,7 +69,6 @@ def returns_ready(stop: StopConfig, episodes_in_window: int, mean_return: float 
     """Tell whether one node's returns meet the condition; False when there is none.
 
     Args:
-        stop: the conditions.
         episodes_in_window: episodes that ``mean_return`` is taken over.
         mean_return: the node's own, None before its first episode.
     """

@@ -153,7 +153,6 @@ class CounterTable:
         """Take in another table; return whether this one changed.
 
         Args:
-            wire: what a peer sent or a checkpoint held.
             latest_boot: boots beyond this (the far future) are ignored; None takes all.
         """
         changed = False

@@ -90,12 +90,7 @@ class Account:
 
 
 class Accounting:
-    """Accounts of every strategy of this boot, the walk from one to the next, and the last rounds.
-
-    Args:
-        me: own node id.
-        clock: time.
-    """
+    """Accounts of every strategy of this boot, the walk from one to the next, and the last rounds."""
 
     def __init__(self, me: str, clock: Clock) -> None:
         self._me = me
@@ -113,7 +108,6 @@ class Accounting:
         """Another strategy is in force from now on.
 
         Args:
-            strategy: its options.
             epoch: of the mode record, as people see it.
         """
         self._leave()
@@ -141,11 +135,7 @@ class Accounting:
             self._present().distance = distance
 
     def document(self, named: Named) -> dict[str, object]:
-        """Each strategy's account, with who was merged in its last round; JSON types.
-
-        Args:
-            named: from a node id to a name.
-        """
+        """Each strategy's account, with who was merged in its last round; JSON types."""
         last = {protocol: report for _, _, protocol, report in self._rounds if report.merged}
         stay_s = self._clock.monotonic() - self._since_s
         documents: dict[str, object] = {}
@@ -156,11 +146,7 @@ class Accounting:
         return documents
 
     def rounds(self, named: Named) -> list[dict[str, object]]:
-        """The last rounds, oldest first; JSON types.
-
-        Args:
-            named: from a node id to a name.
-        """
+        """The last rounds, oldest first; JSON types."""
         return [
             {
                 "number": number,

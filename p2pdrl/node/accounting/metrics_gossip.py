@@ -12,8 +12,8 @@ import msgspec
 from p2pdrl.clock import Clock
 from p2pdrl.errors import TransportError, WireError
 from p2pdrl.node.accounting.counters import Counts, CountsWire, NodeCounts
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.accounting.report_table import FAN_OUT, PeerReport, ReportTable, period_s
-from p2pdrl.node.accounting.steps import StepAccounting
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
@@ -35,7 +35,6 @@ class GossipBudget:
 
         Args:
             first: rows that go before the others, each time, until they take half of the room.
-            rest: rows that take turns.
             room: bytes; a row that is longer than that never goes.
         """
         taken: list[T] = []
@@ -118,12 +117,6 @@ class MetricsGossip:
     """The table of reports and the loop that spreads it.
 
     Args:
-        me: own node id.
-        transport: how peers are reached; the node routes `ROUTE` to `answer`.
-        step_accounting: counts and moments.
-        clock: time.
-        rng: source of the random choices.
-        alive: the living members, without ourselves.
         make_report: makes our own report.
         on_round: called after each change of the tables.
     """
@@ -133,7 +126,7 @@ class MetricsGossip:
         *,
         me: str,
         transport: Transport,
-        step_accounting: StepAccounting,
+        progress_tracker: ProgressTracker,
         clock: Clock,
         rng: random.Random,
         alive: Callable[[], dict[str, Address]],
@@ -141,7 +134,7 @@ class MetricsGossip:
         on_round: Callable[[], None],
     ) -> None:
         self._transport = transport
-        self._step_accounting = step_accounting
+        self._progress_tracker = progress_tracker
         self._clock = clock
         self._rng = rng
         self._alive = alive
@@ -196,14 +189,14 @@ class MetricsGossip:
         room = SPOKEN_BYTES - len(msgspec.msgpack.encode(reports))
         first = {report.id: place for place, report in enumerate(reports, 1)} | {self._me: 0}
         counts = self._counts(first, room // 3)
-        holds = _share(self._holds_ration, self._step_accounting.moments_digest(), first, room // 3)
+        holds = _share(self._holds_ration, self._progress_tracker.moments_digest(), first, room // 3)
         room -= len(msgspec.msgpack.encode((counts, holds)))
-        lacks = {} if they_hold is None else self._step_accounting.moments_since(they_hold)
+        lacks = {} if they_hold is None else self._progress_tracker.moments_since(they_hold)
         moments = _share(self._moments_ration, lacks, first, room)
         return MetricsExchange(reports=reports, counts=counts, moments=moments, holds=dict(holds))
 
     def _counts(self, first: dict[str, int], room: int) -> dict[str, CountsWire]:
-        newest, older = rows_of(self._step_accounting.counts())
+        newest, older = rows_of(self._progress_tracker.counts())
         ahead = sorted((row for row in newest if row[1].node in first), key=lambda row: first[row[1].node])
         others = [row for row in newest if row[1].node not in first]
         rows = by_table(self._counts_ration.take(ahead, others + older, room))
@@ -213,8 +206,8 @@ class MetricsGossip:
         heard: MetricsExchange = decode(meta, MetricsExchange, "rumour")
         latest_boot = int(self._clock.wall() * 1000) + BOOT_AHEAD_MS
         self.table.merge(heard.reports, self._clock.monotonic(), latest_boot=latest_boot)
-        self._step_accounting.merge_counts(heard.counts, latest_boot=latest_boot)
-        self._step_accounting.merge_moments(heard.moments, latest_boot=latest_boot)
+        self._progress_tracker.merge_counts(heard.counts, latest_boot=latest_boot)
+        self._progress_tracker.merge_moments(heard.moments, latest_boot=latest_boot)
         return heard
 
 

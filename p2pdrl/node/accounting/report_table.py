@@ -122,7 +122,6 @@ class ReportTable:
     """The newest report of every node.
 
     Args:
-        me: id of the node that keeps the table; what others say about it is ignored.
         capacity: most nodes held; the one that has been silent longest makes room.
     """
 

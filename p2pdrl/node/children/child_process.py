@@ -134,13 +134,7 @@ class HasDescriptor(Protocol):
 
 
 class ProcessLink:
-    """A running child process.
-
-    Args:
-        process: the child.
-        sock: our end of the socket pair, non-blocking.
-        output: what it prints.
-    """
+    """A running child process."""
 
     NAME: ClassVar[str]
     """As errors and log lines call the process."""
@@ -163,9 +157,6 @@ class ProcessLink:
 
         Args:
             module: run by Python; it is told its end of the socket pair as ``--fd`` and us as ``--parent``.
-            options: its further arguments.
-            environment: its environment variables.
-            fds: file descriptors that it inherits.
 
         Raises:
             WorkerError: it can't be started.

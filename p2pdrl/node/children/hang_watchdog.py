@@ -74,7 +74,6 @@ class HangWatchdog:
 
     Args:
         ordered: what it is to be.
-        clock: time.
     """
 
     def __init__(self, ordered: Ordered, clock: Clock) -> None:
@@ -144,8 +143,6 @@ async def kill_if_it_hangs(pid: int, watch: HangWatchdog, events: EventLog) -> N
 
     Args:
         pid: of the process.
-        watch: judges it.
-        events: where it is told.
     """
     while not (silent_s := watch.look()):  # noqa: ASYNC110 - nothing tells of silence
         await asyncio.sleep(HANGS_S / LOOKS)

@@ -22,8 +22,8 @@ from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.node.background import beside
 from p2pdrl.node.children.child_process import ChildOutput, HasDescriptor, ProcessLink
-from p2pdrl.node.children.deaths import Death, death_of
 from p2pdrl.node.children.hang_watchdog import Standstill, activity_of
+from p2pdrl.node.children.restarts import Death, death_of
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.workers.pipeline.protocol import Blocks, News, Traced
 from p2pdrl.workers.protocol import (
@@ -65,15 +65,7 @@ class _InLine(NamedTuple):
 
 
 class LearnerLink(ProcessLink):
-    """A running learner process.
-
-    Args:
-        process: the child.
-        sock: our end of the socket pair, non-blocking.
-        output: what it prints.
-        config: how long the process may stand still.
-        stopped: told once when it is found stopped, with its id.
-    """
+    """A running learner process."""
 
     NAME = "learner"
 
@@ -103,11 +95,6 @@ class LearnerLink(ProcessLink):
         cls, start: Start, config: LearnerConfig = DEFAULT, stopped: Callable[[int], None] = _unheard
     ) -> LearnerLink:
         """Start a learner process and tell it what to train.
-
-        Args:
-            start: that.
-            config: how long it may stand still while somebody waits in `hello` or `converse`.
-            stopped: told once when it is found stopped, with its id.
 
         Raises:
             WorkerError: the process can't be started.

@@ -40,11 +40,7 @@ class LearnerChannel(Protocol):
 
 
 class StagePort:
-    """See `strategies.pipeline.port.Stages`.
-
-    Args:
-        learner: the one that runs and can be told something; None while there is none.
-    """
+    """See `strategies.pipeline.port.Stages`."""
 
     def __init__(self, learner: Callable[[], LearnerChannel | None]) -> None:
         self._learner = learner

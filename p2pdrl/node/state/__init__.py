@@ -2,7 +2,7 @@
 
 | to … | modules |
 |---|---|
-| take one from a peer | `adoption`, `state_transfer`, `node.swarm_side` |
-| give one | `state_server` |
-| keep it on disk | `checkpoints`, `saved_mode`, `atomic` |
+| take one from a peer | `state_transfer`, `state_transfer`, `node.swarm_view` |
+| give one | `state_transfer` |
+| keep it on disk | `checkpoints`, `swarm_memory`, `atomic` |
 """

@@ -34,8 +34,6 @@ def storage_error(doing: str, path: Path, error: OSError) -> StorageError:
 
     Args:
         doing: what was tried, as in "write the checkpoint".
-        path: the file or folder it was tried on.
-        error: what the operating system said.
     """
     advice = _ADVICE.get(error.errno or 0, error.strerror or str(error))
     return StorageError(f"can't {doing} {path}: {advice}")
@@ -45,7 +43,6 @@ def write_beside(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0
     """Write ``chunks`` to a new temporary file in the folder of ``path``, flushed to disk.
 
     Args:
-        path: the file it is meant to replace; not touched here.
         chunks: the content in order.
         mode: permission bits of the new file.
 

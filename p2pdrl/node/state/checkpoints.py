@@ -18,7 +18,7 @@ import numpy as np
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import CheckpointConfig
 from p2pdrl.errors import CheckpointError, StorageError
-from p2pdrl.node.accounting.steps import StepAccounting
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.settings import StopSetting
 from p2pdrl.node.state.atomic import fsync_folder, remove_leftovers, storage_error, write_beside
@@ -27,7 +27,16 @@ from p2pdrl.node.training import Training
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.checkpoint import Checkpoint, chunks, from_bytes, to_bytes
 
-__all__ = ["Checkpoint", "CheckpointStore", "Loaded", "Saving", "as_state", "from_bytes", "load", "to_bytes"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointStore",
+    "Checkpointer",
+    "Loaded",
+    "as_state",
+    "from_bytes",
+    "load",
+    "to_bytes",
+]
 
 LAST = "last.safetensors"
 BEST = "best.safetensors"
@@ -185,17 +194,8 @@ class CheckpointStore:
             path.unlink(missing_ok=True)
 
 
-class Saving:
-    """The checkpoints of this node's training.
-
-    Args:
-        store: where they go.
-        config: how often.
-        training: what is saved.
-        step_accounting: counts and moments, saved too.
-        clock: time.
-        events: what is told.
-    """
+class Checkpointer:
+    """The checkpoints of this node's training."""
 
     def __init__(
         self,
@@ -203,14 +203,14 @@ class Saving:
         store: CheckpointStore,
         config: CheckpointConfig,
         training: Training,
-        step_accounting: StepAccounting,
+        progress_tracker: ProgressTracker,
         clock: Clock,
         events: EventLog,
     ) -> None:
         self._store = store
         self._config = config
         self._training = training
-        self._step_accounting = step_accounting
+        self._progress_tracker = progress_tracker
         self._clock = clock
         self._events = events
         self._best: float | None = None
@@ -312,16 +312,16 @@ class Saving:
 
     def _meta(self) -> dict[str, Any]:
         training = self._training
-        total = self._step_accounting.total()
+        total = self._progress_tracker.total()
         return {
             "layout": training.spec.layout.to_wire(),
             "task": msgspec.to_builtins(training.task),
             "task_hash": training.task_hash,
             "lineage": training.lineage,
             "env_steps": total.env_steps,
-            "counts": msgspec.to_builtins(self._step_accounting.counts()),
-            "moments": _text(msgspec.msgpack.encode(self._step_accounting.moments_since({}))),
-            "others_moments": _text(msgspec.msgpack.encode(self._step_accounting.others_moments())),
+            "counts": msgspec.to_builtins(self._progress_tracker.counts()),
+            "moments": _text(msgspec.msgpack.encode(self._progress_tracker.moments_since({}))),
+            "others_moments": _text(msgspec.msgpack.encode(self._progress_tracker.others_moments())),
             "stop": None if self.stop_setting is None else msgspec.to_builtins(self.stop_setting),
             "mean_return": self.mean_return,
             "best_mean_return": max(self._known_means(), default=None),

@@ -2,7 +2,7 @@
 
 | to … | modules |
 |---|---|
-| collect it | `reporter`, `mode`, `pipeline`, `health` |
+| collect it | `reporter`, `reporter`, `pipeline`, `health` |
 | show it | `view` (HTTP), `meters` (Prometheus), `meters` (a file at the end) |
 | show what a pipeline did | `traces` |
 """

@@ -71,17 +71,7 @@ class TraceAnswer(msgspec.Struct, frozen=True):
 
 
 class TraceCollector:
-    """Tells peers of our learner's part, and puts all parts of our pipeline together.
-
-    Args:
-        me: own node id.
-        stages: our learner as a rank.
-        members: tells the node ids of our pipeline's ranks, in their order.
-        transport: how peers are reached; the node routes `ROUTE` to `answer`.
-        clock: time.
-        alive: the living members, without ourselves.
-        named: from a node id to a name.
-    """
+    """Tells peers of our learner's part, and puts all parts of our pipeline together."""
 
     def __init__(
         self,

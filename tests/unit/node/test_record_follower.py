@@ -16,13 +16,13 @@ from p2pdrl.node.settings import HaltSetting, ModeSetting, StopSetting
 from .conducts import at, stop_setting
 
 
-async def test_a_founder_writes_the_first_records(follower, membership, training, parts, kinds):
+async def test_a_founder_writes_the_first_records(follower, membership, training, context, kinds):
     follower.found(training, 500.0)
     await follower.follow(training)
     assert training.used == [(training.task.strategy, at(1, membership))]
     assert training.stop_config == training.task.stop
     assert follower.founded_at == 500.0
-    assert parts.saving.stop_setting == StopSetting.of(training.task, 500.0)
+    assert context.checkpointer.stop_setting == StopSetting.of(training.task, 500.0)
     assert kinds() == ["mode"]
     follower.found(training, 900.0)
     await follower.follow(training)
@@ -64,7 +64,7 @@ async def test_returns_from_before_a_pipeline_are_dropped_where_another_trains(
 ):
     training.supervisor.returns.append(9.0)
     learner = training.supervisor
-    learner.io = SimpleNamespace(learner_mode=LearnerMode(stages=True))
+    learner.requests = SimpleNamespace(learner_mode=LearnerMode(stages=True))
     learner.stages = SimpleNamespace(order=None if rank is None else SimpleNamespace(rank=rank))
     follower.look(training)
     assert training.supervisor.returns == kept
@@ -77,7 +77,7 @@ async def test_the_window_follows_the_record(follower, membership, training):
     assert training.windows == [30, 50]
 
 
-async def test_the_halt_ends_training(follower, membership, training, parts, kinds):
+async def test_the_halt_ends_training(follower, membership, training, context, kinds):
     membership.propose(settings.STOP, stop_setting(env_steps=100))
     await follower.follow(training)
     membership.propose(
@@ -86,7 +86,7 @@ async def test_the_halt_ends_training(follower, membership, training, parts, kin
     await follower.follow(training)
     assert follower.halted.is_set()
     assert training.paused
-    assert (parts.halted, parts.state) == ("100 of 100 steps are done", "stopping")
+    assert (context.halted, context.state) == ("100 of 100 steps are done", "stopping")
     assert kinds() == ["halted"]
 
 
@@ -111,14 +111,14 @@ async def test_a_halt_that_came_before_its_stop_record_waits(follower, membershi
     assert follower.halted.is_set()
 
 
-async def test_who_sees_the_stop_condition_met_halts_the_swarm(follower, membership, training, parts):
+async def test_who_sees_the_stop_condition_met_halts_the_swarm(follower, membership, training, context):
     membership.propose(settings.STOP, stop_setting(env_steps=100))
     await follower.follow(training)
-    parts.step_accounting.credit(Counts(40))
+    context.progress_tracker.credit(Counts(40))
     follower.look(training)
     assert membership.records.get(settings.HALT) is None
     assert training.fractions == [0.4]
-    parts.step_accounting.credit(Counts(130))
+    context.progress_tracker.credit(Counts(130))
     follower.look(training)
     record = membership.records.get(settings.HALT)
     assert settings.decode(record.value, HaltSetting).stop_epoch == 1
@@ -155,16 +155,16 @@ async def test_time_is_counted_from_the_founding(follower, membership, training,
     assert membership.records.get(settings.HALT) is not None
 
 
-async def test_pause_and_resume_for_all(follower, training, parts, kinds):
+async def test_pause_and_resume_for_all(follower, training, context, kinds):
     follower.pause(paused=True)
     await follower.follow(training)
     await follower.follow(training)
     assert training.paused
-    assert parts.state == "paused"
+    assert context.state == "paused"
     follower.pause(paused=False)
     await follower.follow(training)
     assert not training.paused
-    assert parts.state == "training"
+    assert context.state == "training"
     assert kinds() == ["paused", "resumed"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.errors import TensorError
-from p2pdrl.node.children.learner_io import LearnerIO
+from p2pdrl.node.children.supervisor import LearnerRequestChannel
 from p2pdrl.strategies.allreduce.averager import RequestQueue
 from p2pdrl.tensors.gradient_ring import GradientRing
 from p2pdrl.tensors.shared_memory import SharedVector
@@ -21,7 +21,7 @@ SIZE = 5
 
 @pytest.fixture
 def place():
-    made = LearnerIO()
+    made = LearnerRequestChannel()
     yield made
     made.close()
 

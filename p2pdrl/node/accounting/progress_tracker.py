@@ -4,7 +4,7 @@ Counts are kept apart by lineage, because the lineage with more environment step
 that stays when two meet; the swarm's total is the sum over all of them, so no step is lost by
 an adoption. All merging is idempotent: a message that comes twice changes nothing.
 
-Called by `training` (our own counts), `metrics_gossip` (others') and `saving` (checkpoints).
+Called by `training` (our own counts), `metrics_gossip` (others') and `checkpoints` (checkpoints).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from p2pdrl.tensors.moments import Moments, MomentsTable
 from p2pdrl.tensors.sidecar import SidecarLayout
 from p2pdrl.transport.codec import decode
 
-__all__ = ["LineageCounts", "StepAccounting"]
+__all__ = ["LineageCounts", "ProgressTracker"]
 
 MAX_LINEAGES = 64
 MAX_NAME_CHARS = 64
@@ -30,11 +30,10 @@ SAMPLES_PER_STEP = 2
 LineageCounts = dict[str, CountsWire]
 
 
-class StepAccounting:
+class ProgressTracker:
     """Counts and moments, as far as known to this node.
 
     Args:
-        me: own node id.
         boot: own boot id.
     """
 
@@ -155,7 +154,6 @@ class StepAccounting:
         known, allow. Merge the counts of the same message first.
 
         Args:
-            entries: rows by stream.
             latest_boot: boots beyond this (the far future) are ignored; None takes all.
 
         Raises:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.workers.protocol import Crashed
 
-__all__ = ["Death", "Deaths", "advice", "death_of"]
+__all__ = ["Death", "RestartPolicy", "advice", "death_of"]
 
 LONG_LIFE_S = 60.0
 """Who lived so long begins anew at the shortest wait."""
@@ -89,7 +89,7 @@ def _name(number: int) -> str:
         return "a real-time one"
 
 
-class Deaths:
+class RestartPolicy:
     """The deaths of one learner or actor, through all its lives.
 
     Args:
@@ -103,39 +103,38 @@ class Deaths:
         self._alike = 0
         self.in_a_row = 0
         """Deaths without a minute of life between."""
-        self.last: Death | None = None
+        self.last_death: Death | None = None
 
-    def add(self, death: Death, lived_s: float) -> None:
+    def died(self, death: Death, lived_s: float) -> None:
         """Count one.
 
         Args:
-            death: it.
             lived_s: how long that process had lived.
         """
         brief = lived_s < LONG_LIFE_S
-        again = brief and self.last is not None and self.last.cause == death.cause
+        again = brief and self.last_death is not None and self.last_death.cause == death.cause
         self._alike = 0 if death.cause is None else self._alike + 1 if again else 1
         self.in_a_row = self.in_a_row + 1 if brief else 0
-        self.last = death
+        self.last_death = death
 
-    def failed(self) -> None:
+    def failed_to_start(self) -> None:
         """Count a try that came to nothing before there was a learner."""
         self.in_a_row += 1
 
     @property
-    def rest_s(self) -> float:
+    def backoff_s(self) -> float:
         """The wait before the next try."""
         doublings = min(max(self.in_a_row - 1, 0), 16)
         return min(self._config.restart_min_s * 2.0**doublings, self._config.restart_max_s)
 
     @property
-    def in_vain(self) -> str | None:
+    def give_up_reason(self) -> str | None:
         """Why another try would end as the last ones did; None while it may not."""
         most = self._config.give_up_after
-        if not most or self._alike < most or self.last is None:
+        if not most or self._alike < most or self.last_death is None:
             return None
         row = f"died {self._alike} times in a row in the same way, each within a minute: it "
-        return f"{self._who} {row if most > 1 else ''}{self.last.how}. {advice(self.last)}"
+        return f"{self._who} {row if most > 1 else ''}{self.last_death.how}. {advice(self.last_death)}"
 
 
 def advice(death: Death) -> str:
