@@ -367,7 +367,7 @@ class Node:
             return
         if context.checkpointer is not None:
             context.checkpointer.mean_return = self._reporter.mean_return
-        self._follower.look(training)
+        self._follower.on_gossip_round(training)
         self._meters.write_scalars()
 
     def _on_member(self, event: MemberEvent) -> None:

@@ -1,9 +1,12 @@
-"""Keeps this node in line with the swarm's records: mode, stop condition, halt, pause.
+"""Follows and writes the swarm's records: mode, stop condition, halt, pause.
 
 The founder writes the first mode and stop records. Every node follows what the records say, and
 whichever first sees the stop condition met writes the halt record that ends training everywhere. A change
 of mode waits for the exchange in flight, so it has a task of its own and the other records never wait.
-`saved_mode` keeps the mode for the next start.
+
+``p2pdrl mode set``: `cli.mode` → `cli.client` → `api.routes` → `status.view` → `RecordFollower.propose_mode` →
+`membership.service`, which signs and gossips the record → on each node `_follow_mode` →
+`training.ActiveMode.use` → `LearnerPool.change` and `strategies.registry.build` → the new strategy.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ CATCH_UP_EVERY_S = 2.0
 
 
 class RecordFollower:
-    """Follows and writes the swarm's records."""
+    """Keeps this node in line with the swarm's records."""
 
     def __init__(self, context: NodeContext, reporter: StatusReporter) -> None:
         self._context = context
@@ -50,12 +53,12 @@ class RecordFollower:
         """Wall time of the swarm's founding; None until the records tell."""
 
     def record_changed(self) -> None:
-        """A swarm record was replaced: look at all of them soon."""
+        """Look at the records soon: one was replaced."""
         self._changed.set()
         self._mode_changed.set()
 
     def enter(self, lineage: str) -> None:
-        """Our state is of ``lineage`` now: its records count from now on, and no other's."""
+        """Follow the records of ``lineage``, which our state belongs to now, and no other's."""
         membership = self._context.membership
         if membership.records.lineage == lineage:
             return
@@ -109,7 +112,7 @@ class RecordFollower:
         await self._follow_mode(training)
 
     def _follow_settings(self, training: Training) -> None:
-        """Follow all records but the mode: none of them has to wait for anything."""
+        """Follow all records but the mode: none of them has to wait for an exchange."""
         record = self._context.membership.records.get(settings.STOP)
         if record is not None:
             condition = settings.decode(record.value, StopSetting)
@@ -142,8 +145,8 @@ class RecordFollower:
             "paused" if paused else "resumed", "paused" if paused else "training goes on"
         )
 
-    def look(self, training: Training) -> None:
-        """Judge the stop condition from the newest reports, and pass figures on to the learner."""
+    def judge_stop(self, training: Training) -> None:
+        """Act on the newest reports: catch up, adopt a greater lineage, judge the stop condition."""
         context = self._context
         training.share_moments()
         if serves(training):
@@ -173,7 +176,7 @@ class RecordFollower:
             self._unreadable(record)
             return
         await self._use(training, mode.strategy, record)
-        await self._keep(record, mode.strategy)
+        await self._save_mode(record, mode.strategy)
 
     async def _use(self, training: Training, strategy: StrategyConfig, record: SwarmRecord) -> None:
         """Train by a strategy; alone if it can't work here."""
@@ -202,8 +205,8 @@ class RecordFollower:
         )
         self._tell_idle_keys(strategy)
 
-    async def _keep(self, record: SwarmRecord, strategy: StrategyConfig) -> None:
-        """Keep the mode for the next start; a disk that doesn't take it is told of, no more."""
+    async def _save_mode(self, record: SwarmRecord, strategy: StrategyConfig) -> None:
+        """Save the mode for the next start; a disk that doesn't take it is told of, no more."""
         try:
             if self.saved_mode is not None:
                 await asyncio.to_thread(self.saved_mode.write, record, strategy)
@@ -222,9 +225,9 @@ class RecordFollower:
             self._context.membership.catch_up(peer)
 
     def _adopt_greater(self, training: Training) -> None:
-        """Take the state of a greater lineage that a living member reports, whatever the mode of either is.
+        """Adopt the state of a greater lineage that a living member reports.
 
-        Nodes of two lineages follow other records, so their strategies may never meet.
+        Nodes of two lineages follow different records, so their strategies may never meet.
         """
         found = self._reporter.greater_lineage()
         if found is not None and training.ready and not training.adoptions.under_way:
@@ -234,9 +237,8 @@ class RecordFollower:
     def _impossible(self, strategy: StrategyConfig, *, exact: bool = False) -> str | None:
         """Why a strategy can't run here, as far as options and task tell: a peer may propose anything.
 
-        Args:
-            exact: count blocks of the network as our learner has built it. What only this finds a person is
-                told; a swarm that is in such a mode makes the best of it.
+        With ``exact``, blocks are counted in the network that our learner has built: a person who proposes
+        the mode is told what only this finds; a swarm that is in such a mode makes the best of it.
         """
         context = self._context
         task = context.config.task if context.training is None else context.training.task

@@ -1,8 +1,4 @@
-"""When the swarm is done: judged by each node from what all of them report. Pure.
-
-The daemon judges at every digest round; the first node to find the condition met proposes the
-swarm record that ends training everywhere.
-"""
+"""When the swarm is done: judged by each node from the reports of all, at every gossip round. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +14,7 @@ __all__ = ["StopReached", "judge", "returns_ready"]
 
 @dataclass(frozen=True, slots=True)
 class StopReached:
-    """Why the swarm is done.
-
-    Attributes:
-        kind: the field of the stop configuration that was met.
-        reason: the same in plain words, with the numbers.
-    """
+    """Why the swarm is done: the stop condition that was met, and the same in words with the numbers."""
 
     kind: Literal["env_steps", "time_s", "mean_return"]
     reason: str

@@ -23,7 +23,6 @@ from p2pdrl.errors import ConfigError, WireError, WorkerError
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.ids import short
 from p2pdrl.node import settings
-from p2pdrl.node.accounting.counters import Counts
 from p2pdrl.node.accounting.exchanges import Accounting
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.children.actors import ActorPool, actor_count
@@ -466,8 +465,7 @@ class Training:
         return LearnerPace(paused=self._paused, max_updates_per_s=self._config.learner.max_updates_per_s)
 
     def _report(self, report: Report, new_updates: int) -> None:
-        totals = self.learners.totals
-        self._progress_tracker.credit(Counts(totals.env_steps, totals.episodes, totals.updates))
+        self._progress_tracker.credit(self.learners.totals)
         if report.moments:
             try:
                 self._progress_tracker.put_moments(self.learners.moments)

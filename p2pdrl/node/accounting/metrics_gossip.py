@@ -19,13 +19,20 @@ from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transpo
 
 __all__ = ["MAX_META_BYTES", "ROUTE", "GossipBudget", "MetricsGossip", "by_table", "rows_of"]
 
+ROUTE = "gossip"
+MAX_META_BYTES = 1 << 20
+MESSAGE_BYTES = MAX_META_BYTES // 2
+REPORTS = 12
+DEADLINE_S = 2.0
+BOOT_AHEAD_MS = 600_000
+"""A boot id further in the future isn't believed."""
 BOOTS_A_ROW = 64
 
 T = TypeVar("T")
 
 
 class GossipBudget:
-    """Whose turn it is to be sent."""
+    """Which rows go into a message of bounded size: all in turn, over several messages."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -79,7 +86,7 @@ def rows_of(counts: dict[str, CountsWire]) -> tuple[CountRows, CountRows]:
 
 
 def by_table(rows: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
-    """Return the rows of each table."""
+    """Group rows by their table."""
     tables: dict[str, list[T]] = {}
     for table, row in rows:
         tables.setdefault(table, []).append(row)
@@ -92,14 +99,6 @@ def _part(node: NodeCounts, boots: tuple[tuple[int, Counts], ...]) -> NodeCounts
 
 def _nbytes(row: object) -> int:
     return len(msgspec.msgpack.encode(row))
-
-
-ROUTE = "gossip"
-MAX_META_BYTES = 1 << 20
-SPOKEN_BYTES = MAX_META_BYTES // 2
-REPORTS = 12
-DEADLINE_S = 2.0
-BOOT_AHEAD_MS = 600_000
 
 
 class MetricsExchange(msgspec.Struct, frozen=True):
@@ -141,15 +140,13 @@ class MetricsGossip:
         self._make_report = make_report
         self._on_round = on_round
         self._me = me
-        self._counts_ration, self._moments_ration, self._holds_ration = (
-            GossipBudget(),
-            GossipBudget(),
-            GossipBudget(),
-        )
+        self._counts_budget = GossipBudget()
+        self._moments_budget = GossipBudget()
+        self._holds_budget = GossipBudget()
         self.table = ReportTable(me)
 
     async def run(self) -> None:
-        """Go round for ever."""
+        """Gossip for ever."""
         while True:
             self.refresh()
             alive = self._alive()
@@ -164,10 +161,10 @@ class MetricsGossip:
 
     async def tell(self, peer: str, address: Address) -> bool:
         """Do one round with ``peer``; return whether it answered."""
-        meta = msgspec.msgpack.encode(self._speak(None))
+        meta = msgspec.msgpack.encode(self._compose(None))
         try:
             answer = await self._transport.call(address, peer, ROUTE, meta, deadline_s=DEADLINE_S)
-            self._listen(answer.meta)
+            self._merge(answer.meta)
         except TransportError:
             return False
         return True
@@ -179,31 +176,31 @@ class MetricsGossip:
             Refusal: 400 when it can't be read.
         """
         try:
-            said = self._speak(self._listen(incoming.meta).holds)
+            said = self._compose(self._merge(incoming.meta).holds)
         except WireError as error:
             raise Refusal(400, str(error)) from error
         return Reply(msgspec.msgpack.encode(said))
 
-    def _speak(self, they_hold: dict[str, object] | None) -> MetricsExchange:
+    def _compose(self, peer_holds: dict[str, object] | None) -> MetricsExchange:
         reports = self.table.outgoing(self._clock.monotonic(), REPORTS)
-        room = SPOKEN_BYTES - len(msgspec.msgpack.encode(reports))
+        room = MESSAGE_BYTES - len(msgspec.msgpack.encode(reports))
         first = {report.id: place for place, report in enumerate(reports, 1)} | {self._me: 0}
         counts = self._counts(first, room // 3)
-        holds = _share(self._holds_ration, self._progress_tracker.moments_digest(), first, room // 3)
+        holds = _share(self._holds_budget, self._progress_tracker.moments_digest(), first, room // 3)
         room -= len(msgspec.msgpack.encode((counts, holds)))
-        lacks = {} if they_hold is None else self._progress_tracker.moments_since(they_hold)
-        moments = _share(self._moments_ration, lacks, first, room)
+        lacks = {} if peer_holds is None else self._progress_tracker.moments_since(peer_holds)
+        moments = _share(self._moments_budget, lacks, first, room)
         return MetricsExchange(reports=reports, counts=counts, moments=moments, holds=dict(holds))
 
     def _counts(self, first: dict[str, int], room: int) -> dict[str, CountsWire]:
         newest, older = rows_of(self._progress_tracker.counts())
         ahead = sorted((row for row in newest if row[1].node in first), key=lambda row: first[row[1].node])
         others = [row for row in newest if row[1].node not in first]
-        rows = by_table(self._counts_ration.take(ahead, others + older, room))
+        rows = by_table(self._counts_budget.take(ahead, others + older, room))
         return {lineage: CountsWire(tuple(nodes)) for lineage, nodes in rows.items()}
 
-    def _listen(self, meta: bytes) -> MetricsExchange:
-        heard: MetricsExchange = decode(meta, MetricsExchange, "rumour")
+    def _merge(self, meta: bytes) -> MetricsExchange:
+        heard: MetricsExchange = decode(meta, MetricsExchange, "metrics gossip")
         latest_boot = int(self._clock.wall() * 1000) + BOOT_AHEAD_MS
         self.table.merge(heard.reports, self._clock.monotonic(), latest_boot=latest_boot)
         self._progress_tracker.merge_counts(heard.counts, latest_boot=latest_boot)
@@ -212,10 +209,10 @@ class MetricsGossip:
 
 
 def _share(
-    ration: GossipBudget, tables: dict[str, list[Any]], first: dict[str, int], room: int
+    budget: GossipBudget, tables: dict[str, list[Any]], first: dict[str, int], room: int
 ) -> dict[str, list[Any]]:
     """Return what ``room`` bytes hold of rows that begin with their node's id."""
     rows = [(name, row) for name, rows in tables.items() for row in rows]
     ahead = sorted((row for row in rows if row[1][0] in first), key=lambda row: first[row[1][0]])
     others = [row for row in rows if row[1][0] not in first]
-    return by_table(ration.take(ahead, others, room))
+    return by_table(budget.take(ahead, others, room))

@@ -31,11 +31,7 @@ LineageCounts = dict[str, CountsWire]
 
 
 class ProgressTracker:
-    """Counts and moments, as far as known to this node.
-
-    Args:
-        boot: own boot id.
-    """
+    """Counts and moments, as far as known to this node."""
 
     def __init__(self, me: str, boot: int) -> None:
         self._me = me
@@ -54,13 +50,7 @@ class ProgressTracker:
 
     def credit(self, totals: Counts) -> None:
         """Raise our own counts of this boot to ``totals``."""
-        gone = self._elsewhere
-        mine = Counts(
-            totals.env_steps - gone.env_steps,
-            totals.episodes - gone.episodes,
-            totals.updates - gone.updates,
-        )
-        self._table(self._lineage).raise_to(self._me, self._boot, mine)
+        self._table(self._lineage).raise_to(self._me, self._boot, totals - self._elsewhere)
 
     def fold_own(self) -> None:
         """Fold our earlier boots, once peers have had time to tell what they know of them."""
@@ -92,9 +82,7 @@ class ProgressTracker:
         Of lineages that we don't know yet, those in which nothing was done are passed over. When there
         is no room, a lineage makes room for one with more steps, unless it is or was our own.
 
-        Args:
-            counts: tables by lineage.
-            latest_boot: boots beyond this (the far future) are ignored; None takes all.
+        Boots beyond ``latest_boot`` (the far future) are ignored; None takes all.
         """
         for lineage, wire in counts.items():
             known = self._lineages.get(lineage)
@@ -107,8 +95,7 @@ class ProgressTracker:
     def open_streams(self, sidecar: SidecarLayout) -> None:
         """Make room for the moments of the learner's normalisers, so that peers' are taken in at once.
 
-        Args:
-            sidecar: as the learner declared it; ``<stream>.mean`` by rule ``moments`` gives a stream's shape.
+        In the sidecar, ``<stream>.mean`` by rule ``moments`` gives a stream's shape.
 
         Raises:
             WireError: there are too many streams.
@@ -139,7 +126,7 @@ class ProgressTracker:
         return {name: table.digest() for name, table in self._moments.items()}
 
     def moments_since(self, digest: dict[str, object]) -> dict[str, list[object]]:
-        """Return the entries that a peer with ``report_table`` lacks.
+        """Return the entries that a peer with ``digest`` lacks.
 
         Raises:
             WireError: if the digest can't be read.
@@ -153,8 +140,7 @@ class ProgressTracker:
         plausible in size and counts no more samples than the node's environment steps, as far as
         known, allow. Merge the counts of the same message first.
 
-        Args:
-            latest_boot: boots beyond this (the far future) are ignored; None takes all.
+        Boots beyond ``latest_boot`` are ignored.
 
         Raises:
             WireError: if they can't be read or are of another shape.

@@ -40,7 +40,7 @@ async def load_checkpoint(
 
 
 def restore_steps(progress_tracker: ProgressTracker, checkpoint: Checkpoint) -> None:
-    """Give the step accounting back what the checkpoint knew of counts and moments.
+    """Give the progress tracker back what the checkpoint knew of counts and moments.
 
     Raises:
         CheckpointError: that part of it can't be read.
@@ -77,11 +77,11 @@ async def first_state(
         context.state = "fetching"
         found = await training.adoptions.first(_Orphaned(context).judge)
         if found is not None:
-            giver, state = found
+            donor, state = found
             alive = context.learners()
-            if context.gossip is not None and giver in alive:
-                await context.gossip.tell(giver, alive[giver])  # its counts and moments
-            training.tell_adopted(giver, state, "joined")
+            if context.gossip is not None and donor in alive:
+                await context.gossip.tell(donor, alive[donor])  # its counts and moments
+            training.tell_adopted(donor, state, "joined")
             return state, state.head.lineage
     if own is None:
         return None, origin.lineage or new_lineage()

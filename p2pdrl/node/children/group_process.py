@@ -78,12 +78,9 @@ class GroupLink(ProcessLink):
         return not self._busy and self._process.returncode is None
 
     async def ask(self, order: ToGroup, kind: type[Answer], deadline_s: float) -> Answer:
-        """Give an order and wait for what comes of it.
+        """Give an order and wait for its answer.
 
         The process isn't `usable` any more when this is cancelled, or when it doesn't answer.
-
-        Args:
-            deadline_s: seconds.
 
         Raises:
             WorkerError: it failed, is gone, or doesn't answer.
@@ -123,11 +120,7 @@ SLACK_S = 2.0
 
 
 class GroupProcesses:
-    """See `strategies.allreduce.group_process.GroupProcess`.
-
-    Args:
-        spawn: how a process is made.
-    """
+    """Implements `strategies.allreduce.group_process.GroupProcess`."""
 
     def __init__(
         self,

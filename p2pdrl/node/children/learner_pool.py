@@ -15,10 +15,11 @@ from p2pdrl.clock import Clock
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import ConfigError, LayoutMismatchError, TensorError, WorkerError
+from p2pdrl.node.accounting.counters import ZERO, Counts
 from p2pdrl.node.background import FirstFailure
 from p2pdrl.node.children.learner_link import LearnerLink
 from p2pdrl.node.children.restarts import Death, RestartPolicy
-from p2pdrl.node.children.supervisor import LearnerSupervisor, LearnerTotals
+from p2pdrl.node.children.supervisor import LearnerSupervisor
 from p2pdrl.node.events import EventLog
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.moments import Moments
@@ -185,7 +186,7 @@ class LearnerPool:
         self._events = events
         self._on_report = on_report
         self._workers: dict[HogwildWorker, asyncio.Task[None]] = {}
-        self._workers_did = LearnerTotals()
+        self._workers_did = ZERO
         self._gone: dict[str, bytes] = {}
         self._pace: LearnerPace | None = None
         self._progress: Progress | None = None
@@ -203,14 +204,9 @@ class LearnerPool:
         return tuple(self._workers)
 
     @property
-    def totals(self) -> LearnerTotals:
+    def totals(self) -> Counts:
         """What all learners of this boot did."""
-        first, workers = self._supervisor.totals, self._workers_did
-        return LearnerTotals(
-            first.updates + workers.updates,
-            first.env_steps + workers.env_steps,
-            first.episodes + workers.episodes,
-        )
+        return self._supervisor.totals + self._workers_did
 
     @property
     def moments(self) -> dict[str, bytes]:
@@ -317,16 +313,13 @@ class LearnerPool:
         self._workers.clear()
 
     def _heard(self, report: Report, before: Report | None) -> None:
-        updates, env_steps, episodes = (
-            (0, 0, 0) if before is None else (before.updates, before.env_steps, before.episodes)
-        )
-        new = report.updates - updates
-        self._workers_did.updates += new
-        self._workers_did.env_steps += report.env_steps - env_steps
-        self._workers_did.episodes += report.episodes - episodes
+        new = Counts(report.env_steps, report.episodes, report.updates)
+        if before is not None:
+            new -= Counts(before.env_steps, before.episodes, before.updates)
+        self._workers_did += new
         self._supervisor.returns.extend(report.returns)
-        self._supervisor.speed.add(report.env_steps - env_steps, self._clock.monotonic())
-        self._on_report(report, new)
+        self._supervisor.speed.add(new.env_steps, self._clock.monotonic())
+        self._on_report(report, new.updates)
 
     def _ended(self, last: Report) -> None:
         self._gone = pooled([self._gone, last.moments])

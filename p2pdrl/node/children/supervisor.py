@@ -1,4 +1,12 @@
-"""Keeps one learner running: builds the board once, restarts a learner that died from it."""
+"""Keeps one learner running, and carries its requests to the strategy and the answers back.
+
+The board lives in the daemon's memory, so a learner killed −9 loses at most the update it was in: its
+successor takes parameters, optimizer state and untaken deltas off the board.
+
+An update's way: `learner_link` reads the learner's message; `LearnerSupervisor.reported` counts it;
+`LearnerRequestChannel.posted` makes a `LearnerRequest` of what waits for an answer; the strategy takes it
+from its `LearnerPort`, and answers there.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +22,7 @@ from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.config.task import AlgorithmConfig
 from p2pdrl.errors import ConfigError, LayoutMismatchError, P2PDRLError, TensorError, WorkerError
+from p2pdrl.node.accounting.counters import ZERO, Counts
 from p2pdrl.node.background import beside
 from p2pdrl.node.children.actors import ActorPool
 from p2pdrl.node.children.hang_watchdog import HangWatchdog, kill_if_it_hangs
@@ -39,15 +48,17 @@ from p2pdrl.workers.protocol import (
     WorkMode,
 )
 
-__all__ = ["LearnerPort", "LearnerRequestChannel", "LearnerSupervisor", "LearnerTotals"]
+__all__ = ["LearnerPort", "LearnerRequestChannel", "LearnerSupervisor"]
 
 
 class LearnerRequestChannel:
-    """The learner mode in force, its memory, and the posts under it.
+    """The learner mode in force, its shared memory, and the learner's requests under it.
 
-    Posts are numbered anew, from one again with each life of the learner and whenever it went on alone:
-    strategies whose learners keep step see by it that this one's state isn't what they think. An answer goes
-    by the post itself, so it never meets another one of the same number.
+    Each process gets the learner mode anew, with a ring of its own, so that nothing which still writes into a
+    slot of a dead learner's can spoil a gradient of its successor's. Requests are numbered from one again
+    with each process and whenever the learner went on alone: synchronous strategies see by it that this
+    one's state isn't what they think. An answer names the request itself, so it never meets another one of
+    the same number.
     """
 
     def __init__(self) -> None:
@@ -59,7 +70,7 @@ class LearnerRequestChannel:
         self._number = 0
         self._posts: asyncio.Queue[LearnerRequest] = asyncio.Queue()
         self._open: dict[int, tuple[LearnerRequest, int]] = {}
-        """By our numbers: the posts, and the numbers that the learner gave."""
+        """By our numbers: the requests, and the numbers that the learner gave."""
 
     @property
     def shared(self) -> SharedRegion | None:
@@ -69,14 +80,10 @@ class LearnerRequestChannel:
     def arrange(
         self, learner_mode: LearnerMode, epoch: int, size: int
     ) -> tuple[WorkMode, Sequence[SharedRegion]]:
-        """Put another learner mode into force; what was posted before is void.
-
-        Args:
-            learner_mode: it.
-            epoch: of the mode.
+        """Put another learner mode into force; requests made before are void.
 
         Returns:
-            What the learner is told, and the regions whose descriptors go along.
+            The message to the learner, and the regions whose descriptors go along.
 
         Raises:
             TensorError: the system gives no shared memory; the old learner mode is over all the same.
@@ -88,7 +95,7 @@ class LearnerRequestChannel:
         return self.renew(size)
 
     def renew(self, size: int) -> tuple[WorkMode, Sequence[SharedRegion]]:
-        """Give the learner mode in force to a new learner, or to the present one: with a ring of its own.
+        """The same for the learner mode in force: a new learner, or the present one, gets a ring of its own.
 
         Raises:
             TensorError: the system gives no shared memory.
@@ -109,7 +116,7 @@ class LearnerRequestChannel:
         return WorkMode(self.learner_mode, self.epoch, ring_nbytes, shared_nbytes), regions
 
     def posted(self, posted: Posted) -> None:
-        """Note what the learner posted; what belongs to an earlier learner mode is dropped.
+        """Queue the learner's request; one of an earlier learner mode is dropped.
 
         Raises:
             TensorError: it names a slot that there isn't.
@@ -130,7 +137,7 @@ class LearnerRequestChannel:
         self._posts.put_nowait(post)
 
     async def next_post(self) -> LearnerRequest:
-        """Wait for the next post; cancelling loses none."""
+        """Wait for the next request; cancelling loses none."""
         return await self._posts.get()
 
     def answered(
@@ -142,7 +149,7 @@ class LearnerRequestChannel:
         *,
         end_update: bool = False,
     ) -> RequestAnswer | None:
-        """Return the message that answers a post; None when nobody waits for it any more."""
+        """Return the message that answers a request; None when nobody waits for it any more."""
         waiting, theirs = self._open.get(post.number, (None, 0))
         if waiting is not post:
             return None
@@ -181,14 +188,6 @@ class _CantStartError(P2PDRLError):
     """The system starts no process now."""
 
 
-class LearnerTotals(msgspec.Struct):
-    """What all learners of this boot did, together."""
-
-    updates: int = 0
-    env_steps: int = 0
-    episodes: int = 0
-
-
 class LearnerSupervisor:
     """The learner process of this node, through all its restarts.
 
@@ -218,22 +217,22 @@ class LearnerSupervisor:
         self._link: LearnerLink | None = None
         self._region: SharedRegion | None = None
         self.requests = LearnerRequestChannel()
-        """How the learner works now."""
+        """The learner mode in force, and what the learner asks under it."""
         self.stages = StagePort(lambda: self._link if self._down_since_s is None else None)
         """The learner as a rank of a pipeline."""
         self.told: dict[type[LearnerPace | Progress | Others], LearnerPace | Progress | Others] = {}
-        """What each learner is told, by the kind of message."""
-        self._before = LearnerTotals()
+        """The newest message of each kind, for each learner that replaces this one."""
+        self._before = ZERO
+        """What the learners before the present one did."""
         self._task: asyncio.Task[None] | None = None
         self._flushing: asyncio.Task[bool] | None = None
         self._stopping = asyncio.Event()
         self.restart_policy = RestartPolicy(config)
-        """Of the first learner and those that replaced it."""
         self._starting_since_s: float | None = None
         self._down_since_s: float | None = None
         self.spec: BoardSpec | None = None
         self.board: DaemonBoard | None = None
-        self.totals = LearnerTotals()
+        self.totals = ZERO
         self.returns: deque[float] = deque(maxlen=window)
         self.metrics: dict[str, float] = {}
         self.moments: dict[str, bytes] = {}
@@ -337,7 +336,7 @@ class LearnerSupervisor:
         self._events.emit("learner-stopped", text, level="warning", pid=pid)
 
     async def begin(self, *, restore: bool) -> None:
-        """Let the learner go, or the next one, if it died; with ``restore`` it takes what is on the board.
+        """Let the learner begin, or the next one, if it died; with ``restore`` from what is on the board.
 
         Raises:
             WorkerError: none was built.
@@ -365,7 +364,7 @@ class LearnerSupervisor:
             self._link.tell(message)
 
     def work(self, learner_mode: LearnerMode, epoch: int) -> None:
-        """Let the learner, and each that replaces it, work by another learner mode; what it posted is void.
+        """Have the learner, and each that replaces it, work by another learner mode; old requests are void.
 
         Raises:
             TensorError: the system gives no shared memory for it.
@@ -386,7 +385,7 @@ class LearnerSupervisor:
         *,
         end_update: bool = False,
     ) -> None:
-        """Let the learner go on; an answer to a post that is void is passed over."""
+        """Answer the learner's request; one that is void is passed over."""
         content = 0
         if kind == "set" and self.board is not None:
             self._flush()
@@ -396,7 +395,7 @@ class LearnerSupervisor:
             self._link.answer(message)
 
     def set_window(self, window: int) -> None:
-        """Take the mean return over the last ``window`` episodes from now on; the newest known stay."""
+        """Take the mean return over the last ``window`` episodes from now on."""
         if window != self.returns.maxlen:
             self.returns = deque(self.returns, maxlen=window)
 
@@ -440,7 +439,7 @@ class LearnerSupervisor:
             self._region = None
 
     def _flush(self) -> None:
-        """Move what waits for room on the board there, if there is room by now."""
+        """Move pending deltas to the board, if it has room by now."""
         board, spec = self.board, self.spec
         if board is None or spec is None or not board.pending:
             return
@@ -452,7 +451,7 @@ class LearnerSupervisor:
             self._flushing = asyncio.create_task(asyncio.to_thread(board.flush), name="board-flush")
 
     async def _flushed(self) -> None:
-        """Wait for the thread that may be at work on the board."""
+        """Wait for the thread that may be writing to the board."""
         if self._flushing is not None:
             await self._flushing
 
@@ -510,7 +509,7 @@ class LearnerSupervisor:
             WorkerError: the next learner would die of the same.
         """
         self.restart_policy.died(death, lived_s)
-        self._before = LearnerTotals(self.totals.updates, self.totals.env_steps, self.totals.episodes)
+        self._before = self.totals
         give_up_reason = self.restart_policy.give_up_reason
         then = (
             "; it is started again from the board"
@@ -575,22 +574,18 @@ class LearnerSupervisor:
         await self._attach(restore=self.board.published_once)
 
     def reported(self, report: Report) -> None:
-        """Count what the learner says that it did."""
-        new = report.updates + self._before.updates - self.totals.updates
+        """Count what the learner reports."""
         now_s = self._clock.monotonic()
-        self.speed.add(report.env_steps + self._before.env_steps - self.totals.env_steps, now_s)
-        self.totals = LearnerTotals(
-            self._before.updates + report.updates,
-            self._before.env_steps + report.env_steps,
-            self._before.episodes + report.episodes,
-        )
+        before = self.totals
+        self.totals = self._before + Counts(report.env_steps, report.episodes, report.updates)
+        self.speed.add(self.totals.env_steps - before.env_steps, now_s)
         self.returns.extend(report.returns)
         self.metrics = report.metrics
         if report.moments:
             self.moments = report.moments
         self.reported_s = now_s
         self._flush()  # it has published, so there may be room for what was posted meanwhile
-        self._on_report(report, new)
+        self._on_report(report, self.totals.updates - before.updates)
 
 
 def _spec(hello: Hello) -> BoardSpec:
@@ -598,10 +593,10 @@ def _spec(hello: Hello) -> BoardSpec:
 
 
 class LearnerPort:
-    """One strategy's hold on the learner.
+    """Implements `strategies.protocol.LearnerHandle`, for one strategy.
 
     Args:
-        progress: how far the swarm is towards its last environment step, 0 to 1, as the learner knows it.
+        progress: tells how far the swarm is towards its last environment step, 0 to 1, as learners know.
     """
 
     def __init__(
@@ -627,7 +622,7 @@ class LearnerPort:
         return algorithm.learning_rate
 
     async def next_post(self) -> LearnerRequest:
-        """Wait for the learner's next post; cancelling loses none."""
+        """Wait for the learner's next request; cancelling loses none."""
         return await self._supervisor.requests.next_post()
 
     def answer(
@@ -638,7 +633,7 @@ class LearnerPort:
         *,
         end_update: bool = False,
     ) -> None:
-        """Let the learner go on. A post of an earlier mode, or of a learner that died, is passed over.
+        """Answer a request; one of an earlier mode, or of a learner that died, is passed over.
 
         Annealing only lowers the algorithm's learning rate, which is the same on all nodes: what peers make
         of it never goes beyond.

@@ -2,7 +2,7 @@
 
 | to … | modules |
 |---|---|
-| take one from a peer | `state_transfer`, `state_transfer`, `node.swarm_view` |
-| give one | `state_transfer` |
-| keep it on disk | `checkpoints`, `swarm_memory`, `atomic` |
+| adopt a peer's, and give ours | `state_transfer` |
+| keep it on disk | `checkpoints`, `atomic` (files written whole or not at all) |
+| remember the swarm: task, lineage, mode, stop condition | `swarm_memory` |
 """

@@ -30,24 +30,13 @@ _ADVICE = {
 
 
 def storage_error(doing: str, path: Path, error: OSError) -> StorageError:
-    """Return the package's error for a failed file operation.
-
-    Args:
-        doing: what was tried, as in "write the checkpoint".
-    """
+    """Return the package's error for a failed file operation; ``doing`` as in "write the checkpoint"."""
     advice = _ADVICE.get(error.errno or 0, error.strerror or str(error))
     return StorageError(f"can't {doing} {path}: {advice}")
 
 
 def write_beside(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o600) -> Path:
-    """Write ``chunks`` to a new temporary file in the folder of ``path``, flushed to disk.
-
-    Args:
-        chunks: the content in order.
-        mode: permission bits of the new file.
-
-    Returns:
-        The temporary file, complete and flushed, for the caller to rename or link.
+    """Write ``chunks`` to a new temporary file beside ``path``, flushed to disk; return it, to be renamed.
 
     Raises:
         OSError: as the operating system says; the temporary file is gone then.

@@ -45,17 +45,12 @@ _NUMBERED = "checkpoint-{:08d}.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `CheckpointStore.load_latest` found.
-
-    Attributes:
-        checkpoint: the newest whole checkpoint; None when there is none.
-        path: its file.
-        skipped: newer files that couldn't be used, each with the reason.
-    """
+    """The newest whole checkpoint and its file; None when there is none."""
 
     checkpoint: Checkpoint | None
     path: Path | None
     skipped: tuple[str, ...]
+    """Why newer files couldn't be used, one each."""
 
 
 def load(path: Path) -> Checkpoint:
@@ -78,10 +73,9 @@ def load(path: Path) -> Checkpoint:
 
 
 class CheckpointStore:
-    """Checkpoints of one node in one folder.
+    """Checkpoints of one node, in a folder that only this store uses.
 
     Args:
-        folder: created when missing; used by this store alone.
         keep: how many numbered checkpoints stay besides ``last`` and ``best``; 0 keeps none.
 
     Raises:
@@ -110,10 +104,7 @@ class CheckpointStore:
         return self._folder / BEST
 
     def save(self, checkpoint: Checkpoint, *, best: bool = False) -> Path:
-        """Write a checkpoint as the newest; and as the best, if ``best``.
-
-        Returns:
-            Path of ``last.safetensors``.
+        """Write a checkpoint as the newest, and as the best if ``best``; return the path of the newest.
 
         Raises:
             CheckpointError: if the checkpoint holds NaN, or doesn't fit its layout; nothing is written.
@@ -141,10 +132,7 @@ class CheckpointStore:
     def load_latest(self, accept: Callable[[Checkpoint], None] | None = None) -> Loaded:
         """Find the newest whole checkpoint: ``last``, then the history from its end, then ``best``.
 
-        Never raises for a file that is damaged or unreadable; it is passed over and told.
-
-        Args:
-            accept: looks at each candidate, and raises CheckpointError for one that is of no use.
+        A file that is damaged or unreadable, or for which ``accept`` raises CheckpointError, is skipped.
         """
         skipped: list[str] = []
         history = [path for _, path in sorted(self._history(), reverse=True)]
@@ -195,7 +183,7 @@ class CheckpointStore:
 
 
 class Checkpointer:
-    """The checkpoints of this node's training."""
+    """Writes checkpoints of this node's training now and then."""
 
     def __init__(
         self,
@@ -244,7 +232,7 @@ class Checkpointer:
         await asyncio.Event().wait()
 
     async def try_save(self) -> bool:
-        """Write one; return whether it worked. A failure is told once until it works again."""
+        """Write one; return whether it worked. A failure is told once, until it works again."""
         try:
             await self.save()
         except (StorageError, CheckpointError) as error:
@@ -306,13 +294,10 @@ class Checkpointer:
             meta["sidecar_layout"] = spec.sidecar.to_wire()
         return Checkpoint(vector, sidecar or {}, meta)
 
-    def _known_means(self) -> list[float]:
-        """The best mean return so far, and that of the state which is about to be saved."""
-        return [mean for mean in (self._best, self.mean_return) if mean is not None]
-
     def _meta(self) -> dict[str, Any]:
         training = self._training
         total = self._progress_tracker.total()
+        means = [mean for mean in (self._best, self.mean_return) if mean is not None]
         return {
             "layout": training.spec.layout.to_wire(),
             "task": msgspec.to_builtins(training.task),
@@ -324,13 +309,13 @@ class Checkpointer:
             "others_moments": _text(msgspec.msgpack.encode(self._progress_tracker.others_moments())),
             "stop": None if self.stop_setting is None else msgspec.to_builtins(self.stop_setting),
             "mean_return": self.mean_return,
-            "best_mean_return": max(self._known_means(), default=None),
+            "best_mean_return": max(means, default=None),
             "saved_at": self._clock.wall(),
         }
 
 
 def as_state(checkpoint: Checkpoint, spec: BoardSpec) -> TransferredState:
-    """Return a checkpoint as a state to begin from.
+    """Make a state to begin from of a checkpoint.
 
     Raises:
         CheckpointError: it is of another layout than the task's.

@@ -22,7 +22,7 @@ NAME = "summary.json"
 
 
 def summary(context: NodeContext, reporter: StatusReporter, reason: str) -> dict[str, object]:
-    """The document, as JSON types."""
+    """``summary.json`` as JSON types; ``reason`` is why the node ended."""
     status = reporter.status()
     ended = context.clock.wall()
     training = context.training

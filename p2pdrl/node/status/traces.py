@@ -1,7 +1,7 @@
 """What all ranks of our pipeline did lately, as one trace: each node tells of its own learner.
 
-Monotonic clocks of two machines have nothing to do with each other. So a peer is asked for its clock some
-times, and what it says is taken for the middle of the fastest round trip: off by half of that at most.
+A peer is asked for its monotonic clock some times; its answer is taken for the middle of the fastest round
+trip, so it is off by half of that at most.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRIES = 8
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
-    """What did you do?"""
+    """Asks for the spans of the last ``seconds``."""
 
     generation: Annotated[int, Meta(ge=0)]
     """Of the pipeline; another one is refused."""
@@ -63,7 +63,7 @@ class SpanWire(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TraceAnswer(msgspec.Struct, frozen=True):
-    """That."""
+    """The spans of one rank."""
 
     clock_s: float
     """Monotonic, as the answer is made."""

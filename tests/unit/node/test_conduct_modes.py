@@ -230,8 +230,8 @@ async def test_a_member_that_follows_a_newer_mode_is_asked_for_it(
     ours = at(1, membership)
     for newest, asked in ((0, 0), (ours, 0), (ours - 1, 0), (ours + 1, 1), (ours + 1, 1)):
         figures.newest = (newest, "b" * 32)
-        follower.look(training)
+        follower.on_gossip_round(training)
         assert len(membership.asked) == asked
     clock.advance(2.5)
-    follower.look(training)
+    follower.on_gossip_round(training)
     assert membership.asked == ["b" * 32] * 2, "at most every two seconds"

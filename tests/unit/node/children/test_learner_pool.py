@@ -264,6 +264,7 @@ async def test_a_bug_of_a_helpers_keeping_before_anybody_watches_is_raised_later
     await it.begin()
     monkeypatch.setattr(it.learners, "_on_report", lambda *_: 1 / 0)
     await it.learners.change(LearnerMode(learners=2), 1)
+    await until(lambda: it.learners.pids)
     await until(lambda: it.learners.pids == ())
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(it.learners.watch(), 1)
