@@ -72,19 +72,9 @@ class LoopLagMonitor:
         self._monotonic = monotonic
 
     @property
-    def current_s(self) -> float:
-        """The last lag."""
-        return self._window.current_s
-
-    @property
     def p99_s(self) -> float:
         """The 99th percentile over the window."""
         return self._window.p99_s
-
-    @property
-    def worst_s(self) -> float:
-        """The greatest lag in the window."""
-        return self._window.worst_s
 
     async def run(self) -> None:
         """Measure until cancelled."""

@@ -1,7 +1,6 @@
 """The swarm's records as typed values: mode, stop condition, halt, pause.
 
-Membership spreads them signed, last writer wins; this module says what is in them. A value
-that can't be read (from a newer release, say) is told once and left alone.
+Membership spreads them signed, last writer wins.
 """
 
 from __future__ import annotations

@@ -25,12 +25,7 @@ V = TypeVar("V")
 
 
 class Quarantine:
-    """Strikes by peer; enough of them within ten minutes and the peer is refused for a time.
-
-    Args:
-        strikes: poisoned vectors after which a peer is quarantined.
-        duration_s: how long.
-    """
+    """Refuses a peer for ``duration_s`` that sent ``strikes`` poisoned vectors within ten minutes. Pure."""
 
     def __init__(self, strikes: int, duration_s: float) -> None:
         self._limit = strikes

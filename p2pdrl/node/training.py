@@ -275,21 +275,12 @@ class Training:
     # --- life -------------------------------------------------------------------------------
 
     async def build(self) -> None:
-        """Start the learner process and wait for its layout.
-
-        Raises:
-            ConfigError: the task can't be run as configured.
-            WorkerError: the learner can't be started, or ended by itself while it was built.
-        """
+        """Start the learner process and wait for its layout."""
         await self.supervisor.build()
         self._progress_tracker.open_streams(self.spec.sidecar)
 
     async def begin(self, state: TransferredState | None, lineage: str) -> None:
-        """Begin to train, from ``state`` or (None) from the task's initial weights.
-
-        Raises:
-            WorkerError: no learner was built.
-        """
+        """Begin to train, from ``state`` or (None) from the task's initial weights."""
         self.enter(lineage)
         if state is not None:
             clean = without_moments(state, self.spec)

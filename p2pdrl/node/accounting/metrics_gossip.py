@@ -113,12 +113,7 @@ class MetricsExchange(msgspec.Struct, frozen=True):
 
 
 class MetricsGossip:
-    """The table of reports and the loop that spreads it.
-
-    Args:
-        make_report: makes our own report.
-        on_round: called after each change of the tables.
-    """
+    """The table of reports and the loop that spreads it; ``on_round`` is called after each round of ours."""
 
     def __init__(
         self,
@@ -170,11 +165,7 @@ class MetricsGossip:
         return True
 
     async def answer(self, incoming: Incoming) -> Reply:
-        """Serve a peer's round.
-
-        Raises:
-            Refusal: 400 when it can't be read.
-        """
+        """Serve a peer's round."""
         try:
             said = self._compose(self._merge(incoming.meta).holds)
         except WireError as error:

@@ -119,11 +119,7 @@ class _Held:
 
 
 class ReportTable:
-    """The newest report of every node.
-
-    Args:
-        capacity: most nodes held; the one that has been silent longest makes room.
-    """
+    """The newest report of every node; at ``capacity`` the one that was silent longest makes room."""
 
     def __init__(self, me: str, *, capacity: int = MAX_REPORTS) -> None:
         self._me = me
@@ -165,9 +161,7 @@ class ReportTable:
     ) -> list[str]:
         """Take in a peer's reports, each if it is newer than the one held; return the ids that changed.
 
-        Args:
-            now: monotonic seconds.
-            latest_boot: reports of boots beyond this (the far future) are ignored; None takes all.
+        Reports of boots beyond ``latest_boot`` (the far future) are ignored; None takes all.
 
         Raises:
             WireError: a report holds a number that isn't finite; none is taken in then.

@@ -79,12 +79,9 @@ def _can_be_host(host: str) -> bool:
 
 
 def advertised(given: str | None, bound: Address, seeds: tuple[str, ...]) -> Address:
-    """Return the address that others reach us at.
+    """Return the address that others reach us at: the given one (a port is added where it has none) or ours.
 
-    Args:
-        given: what the person says, with or without a port.
-        bound: where we listen; a wildcard is replaced by the address that faces the seeds.
-        seeds: addresses of other nodes.
+    A wildcard that we listen on is replaced by the address that faces the seeds.
     """
     if given is not None:
         return Address.parse(given, bound.port)
@@ -103,10 +100,7 @@ def direct(given: str | None) -> bool:
     """Tell whether others reach this machine itself where they reach its node, so at any port of it.
 
     Not so behind a router or in a container that passes one port on. Names that aren't the machine's own are
-    looked up nowhere, and count as somebody else's.
-
-    Args:
-        given: the address that the person says others reach us at; without one it is an address of our own.
+    looked up nowhere, and count as somebody else's. Without a given address it is one of our own.
     """
     if given is None:
         return True
@@ -128,11 +122,7 @@ def direct(given: str | None) -> bool:
 
 
 class Endpoint:
-    """Listens and dials.
-
-    Args:
-        swarm_key: the shared secret; None keeps the node on loopback.
-    """
+    """Listens and dials; without ``swarm_key`` on loopback only."""
 
     def __init__(
         self, *, node_id: str, swarm_id: str, swarm_key: bytes | None, config: NodeConfig, clock: Clock
@@ -204,8 +194,7 @@ async def open_node(
 ) -> Opened:
     """Lock the data folder, bind the port, make membership (not started yet).
 
-    Args:
-        on_twin: told the address of another node that runs with our identity.
+    ``on_twin`` is told the address of another node that runs with our identity.
 
     Raises:
         UsageError: bad key file, malformed peer, taken port, open address without a key.

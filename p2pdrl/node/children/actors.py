@@ -181,11 +181,7 @@ class ActorPool:
 
     @property
     def spec(self) -> UnrollSpec:
-        """What unrolls are made of.
-
-        Raises:
-            WorkerError: no learner has said yet.
-        """
+        """What unrolls are made of."""
         if self._unrolls is None:
             raise WorkerError("the learner isn't built yet")
         return self._unrolls
@@ -211,11 +207,7 @@ class ActorPool:
         self._lanes = UnrollRing(self._ring, spec).lanes
 
     def collected(self) -> tuple[Collect, list[SharedRegion]]:
-        """Return what a learner is told, and whose descriptors go along.
-
-        Raises:
-            WorkerError: no learner has said yet what it wants.
-        """
+        """Return what a learner is told, and whose descriptors go along."""
         if self._ring is None or self._policy is None:
             raise WorkerError("the learner isn't built yet")
         return Collect(self._ring.nbytes, self._policy.nbytes), [self._ring, self._policy]

@@ -147,11 +147,7 @@ class LearnerLink(ProcessLink):
         await self.send(frame(Attach(nbytes=nbytes, restore=restore)), [region])
 
     async def join(self, region: SharedRegion) -> None:
-        """Have the learner step the shared vector in ``region`` beside others (Hogwild).
-
-        Raises:
-            WorkerError: the learner is gone.
-        """
+        """Have the learner step the shared vector in ``region`` beside others (Hogwild)."""
         await self.send(frame(JoinHogwild(nbytes=region.nbytes)), [region])
 
     def tell(

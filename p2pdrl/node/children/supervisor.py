@@ -95,11 +95,7 @@ class LearnerRequestChannel:
         return self.renew(size)
 
     def renew(self, size: int) -> tuple[WorkMode, Sequence[SharedRegion]]:
-        """The same for the learner mode in force: a new learner, or the present one, gets a ring of its own.
-
-        Raises:
-            TensorError: the system gives no shared memory.
-        """
+        """The same for the learner mode in force: the learner gets a new ring of its own."""
         self._open.clear()
         self._number = 0
         while not self._posts.empty():
@@ -336,11 +332,7 @@ class LearnerSupervisor:
         self._events.emit("learner-stopped", text, level="warning", pid=pid)
 
     async def begin(self, *, restore: bool) -> None:
-        """Let the learner begin, or the next one, if it died; with ``restore`` from what is on the board.
-
-        Raises:
-            WorkerError: none was built.
-        """
+        """Let the learner begin, or the next one, if it died; with ``restore`` from what is on the board."""
         if self._link is None or self.spec is None:
             raise WorkerError("the learner isn't built yet")
         with contextlib.suppress(WorkerError):

@@ -71,11 +71,7 @@ def write_atomic(path: Path, content: bytes, mode: int = 0o600) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Flush a folder's list of names, so that a rename in it survives a power cut.
-
-    Raises:
-        OSError: as the operating system says, except that a file system that can't do it is excused.
-    """
+    """Flush a folder's list of names, so that a rename in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -87,11 +83,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Delete the temporary files that a killed process left in ``folder``; return how many.
-
-    Raises:
-        OSError: as the operating system says.
-    """
+    """Delete the temporary files that a killed process left in ``folder``; return how many."""
     leftovers = list(folder.glob(f".*{_TMP_SUFFIX}"))
     for leftover in leftovers:
         leftover.unlink(missing_ok=True)

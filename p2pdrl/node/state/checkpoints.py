@@ -266,11 +266,7 @@ class Checkpointer:
             return str(self._store.last)
 
     async def export(self) -> bytes:
-        """Return the present state as the bytes of a checkpoint file.
-
-        Raises:
-            CheckpointError: there is no state yet.
-        """
+        """Return the present state as the bytes of a checkpoint file."""
         return await asyncio.to_thread(to_bytes, await self.snapshot())
 
     async def snapshot(self) -> Checkpoint:

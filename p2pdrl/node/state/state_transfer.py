@@ -103,11 +103,7 @@ def params_hash(vector: Float32Array) -> str:
 
 
 def _pack(own: OwnState) -> tuple[Reply, StateHead]:
-    """Return the answer that carries our state, and its head.
-
-    Raises:
-        PoisonedVectorError: something in it isn't finite.
-    """
+    """Return the answer that carries our state, and its head."""
     spec = own.spec
     vector = np.empty(spec.layout.size, np.float32)
     version = own.board.now(vector).policy_version
@@ -138,12 +134,7 @@ async def fetch(
     spec: BoardSpec,
     max_abs: float,
 ) -> TransferredState:
-    """Take ``donor``'s state.
-
-    Args:
-        donor: its node id.
-        spec: our own layout; the answer must fit it exactly.
-        max_abs: largest parameter accepted.
+    """Take the state of ``donor``; it must fit our ``spec``, and no parameter may exceed ``max_abs``.
 
     Raises:
         TransportError: the donor didn't answer, refused, or sent something that doesn't fit.

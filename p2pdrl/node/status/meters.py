@@ -19,6 +19,7 @@ from p2pdrl.telemetry.tensorboard import TensorBoardWriter
 __all__ = ["NAME", "Meters", "summary", "write_summary"]
 
 NAME = "summary.json"
+SCALARS_EVERY_S = 5.0
 
 
 def summary(context: NodeContext, reporter: StatusReporter, reason: str) -> dict[str, object]:
@@ -56,15 +57,8 @@ async def write_summary(context: NodeContext, reporter: StatusReporter, reason: 
         context.events.emit("summary-failed", str(told), level="warning")
 
 
-SCALARS_EVERY_S = 5.0
-
-
 class Meters:
-    """Prometheus metrics of this node, filled whenever somebody reads them; and TensorBoard scalars.
-
-    Args:
-        writer: where scalars go; None writes none.
-    """
+    """Prometheus metrics of this node, filled whenever somebody reads them; and TensorBoard scalars."""
 
     def __init__(
         self, context: NodeContext, reporter: StatusReporter, writer: TensorBoardWriter | None

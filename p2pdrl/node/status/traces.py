@@ -183,11 +183,7 @@ class TraceCollector:
         return min(trips)[1]
 
     async def _ask(self, peer: str, address: Address, ask: TraceRequest) -> tuple[TraceAnswer, float]:
-        """Ask; return the answer, and when it came.
-
-        Raises:
-            TransportError: no answer, or none that can be read.
-        """
+        """Ask; return the answer, and when it came."""
         meta = msgspec.msgpack.encode(ask)
         answer = await self._transport.call(address, peer, ROUTE, meta, deadline_s=CALL_S)
         came_s = self._clock.monotonic()

@@ -23,14 +23,7 @@ T = TypeVar("T")
 
 
 class ApiView:
-    """What people and scripts may see and do.
-
-    Args:
-        name: of this node.
-        token: the local token, 64 hex digits.
-        swarm_key: the shared secret, or None.
-        open_metrics: whether ``/metrics`` wants no authentication.
-    """
+    """What people and scripts may see and do; the attributes are as in `NodeView`."""
 
     def __init__(
         self,
@@ -108,41 +101,22 @@ class ApiView:
         return _need(self._reporter).rounds()
 
     async def trace(self, seconds: float) -> dict[str, object]:
-        """The timeline of this node's pipeline.
-
-        Raises:
-            ConfigError: this node is in none.
-            CheckpointError: this node has no swarm yet.
-        """
+        """The timeline of this node's pipeline."""
         return await _need(_need(self._context).training).traces.collect(seconds)
 
     async def set_mode(self, mode: str, sets: Sequence[str]) -> dict[str, object]:
-        """Propose another mode to the swarm.
-
-        Raises:
-            ConfigError: it isn't one, or can't work.
-            CheckpointError: this node has no swarm yet.
-        """
+        """Propose another mode to the swarm."""
         context, follower = _need(self._context), _need(self._follower)
         _need(context.training)
         record = follower.propose_mode(strategy_from(mode, sets))
         return {"epoch": record.epoch, "proposer": record.proposer}
 
     async def checkpoint(self) -> str:
-        """Write a checkpoint; return its path.
-
-        Raises:
-            CheckpointError: there is no state yet.
-            StorageError: the disk doesn't take it.
-        """
+        """Write a checkpoint; return its path."""
         return await self._checkpointer().save()
 
     async def export(self) -> bytes:
-        """The present state as a checkpoint file.
-
-        Raises:
-            CheckpointError: there is no state yet.
-        """
+        """The present state as a checkpoint file."""
         return await self._checkpointer().export()
 
     def config(self) -> dict[str, object]:
