@@ -246,7 +246,7 @@ class Node:
                 group.create_task(self._memory.run(training), name="memory"),
                 group.create_task(self._follower.run(training), name="records"),
                 group.create_task(self._watch(training.supervisor.watch()), name="learner"),
-                group.create_task(self._watch(training.learners.watch()), name="helpers"),
+                group.create_task(self._watch(training.learners.watch()), name="workers"),
                 group.create_task(self._watch(training.watch_actors()), name="actors"),
                 group.create_task(training.adoptions.watch(), name="adoptions"),
                 group.create_task(training.mode.watch(), name="strategy"),

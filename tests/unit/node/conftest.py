@@ -41,7 +41,7 @@ from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.transport.counters import TrafficCounters
 from p2pdrl.transport.protocol import Address
 
-from .conducts import FakeFigures
+from .follower_fakes import FakeFigures
 from .supervised import QUICK, Supervised
 from .training_peers import Peer
 

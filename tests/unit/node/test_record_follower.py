@@ -13,7 +13,7 @@ from p2pdrl.node import settings
 from p2pdrl.node.accounting.counters import Counts
 from p2pdrl.node.settings import HaltSetting, ModeSetting, StopSetting
 
-from .conducts import at, stop_setting
+from .follower_fakes import at, stop_setting
 
 
 async def test_a_founder_writes_the_first_records(follower, membership, training, context, kinds):

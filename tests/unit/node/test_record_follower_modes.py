@@ -22,7 +22,7 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.node import settings
 from p2pdrl.node.settings import HaltSetting, ModeSetting, PauseSetting
 
-from .conducts import at, stop_setting
+from .follower_fakes import at, stop_setting
 
 
 async def test_the_mode_is_followed_once_per_record(follower, membership, training):
