@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import numpy as np
@@ -44,18 +44,15 @@ from p2pdrl.node.status.traces import TraceCollector
 from p2pdrl.node.swarm_view import NodeSwarmView
 from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.strategies.pipeline.port import Pipes
-from p2pdrl.strategies.protocol import RoundReport, Strategy, StrategyContext
+from p2pdrl.strategies.protocol import EXCHANGE_END_S, RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.registry import build
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.transport.pipe.ticket import PipeReply
-from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
+from p2pdrl.transport.protocol import Address, Incoming, Reply, Transport
 from p2pdrl.workers.protocol import LearnerPace, Progress, Report, Start
 
 __all__ = ["ActiveMode", "Training"]
 
-EXCHANGE_END_S = 3.0
-"""What a strategy has for ending the exchange in flight, unless it says ``ends_within_s``; and when the node
-leaves, for then others are waiting their turn."""
 LONGEST_END_S = 15.0
 """A strategy may have to wait for an update, or for a whole state, but no longer than this."""
 
@@ -91,20 +88,13 @@ class ActiveMode:
         """Exchanges by outcome, over all strategies of this boot."""
         return self._past + Counter(self.strategy.outcomes)
 
-    @property
-    def members(self) -> Sequence[str]:
-        """Node ids of those whom our learner works with, in their order, as far as the strategy says so."""
-        members: Sequence[str] = getattr(self.strategy, "members", ())
-        return members
-
     async def use(self, config: StrategyConfig, epoch: int) -> None:
         """Change to another strategy, after the exchange in flight; ``epoch`` is the mode record's stamp.
 
         Raises:
             ConfigError: this node can't run it; until the next call it trains alone.
         """
-        wanted_s: float = getattr(self.strategy, "ends_within_s", EXCHANGE_END_S)
-        await self.strategy.stop(min(wanted_s, LONGEST_END_S))
+        await self.strategy.stop(min(self.strategy.ends_within_s, LONGEST_END_S))
         self._past.update(self.strategy.outcomes)
         self._accounting.saw_distance(self.strategy.consensus_distance)
         interim = LocalStrategy()
@@ -141,13 +131,10 @@ class ActiveMode:
         Raises:
             Refusal: the strategy refuses, or has no use for pipes (409).
         """
-        accept: Callable[[Incoming], Awaitable[PipeReply]] | None = getattr(self.strategy, "accept", None)
-        if accept is None:
-            raise Refusal(409, f"mode {self.strategy.mode} has no use for pipes")
-        return await accept(incoming)
+        return await self.strategy.accept(incoming)
 
     async def stop(self) -> None:
-        """Finish the exchange in flight."""
+        """Finish the exchange in flight, soon: when the node leaves, others wait their turn."""
         await self.strategy.stop(EXCHANGE_END_S)
 
 
@@ -265,7 +252,7 @@ class Training:
         self.traces = TraceCollector(
             me=me,
             stages=self.supervisor.stages,
-            members=lambda: self.mode.members,
+            members=lambda: self.mode.strategy.members,
             transport=transport,
             clock=clock,
             alive=alive,

@@ -24,20 +24,13 @@ from p2pdrl.node.context import NodeContext
 from p2pdrl.node.settings import ModeSetting
 from p2pdrl.node.status import health, pipeline
 from p2pdrl.node.status.pipeline import measured_facts
-from p2pdrl.strategies.protocol import Strategy
 
-__all__ = ["StatusReporter", "describe", "facts_of", "mode_document"]
+__all__ = ["StatusReporter", "describe", "mode_document"]
 
 
 def describe(strategy: StrategyConfig) -> dict[str, object]:
     """A strategy's name, and its options: those that say what it is, and those that aren't the defaults."""
     return {"name": protocol_of(strategy), "options": told_options(strategy)}
-
-
-def facts_of(strategy: Strategy) -> dict[str, Any]:
-    """What a strategy tells of its group: members, our role in it; empty where there is nothing to tell."""
-    facts = getattr(strategy, "facts", None)
-    return facts if isinstance(facts, dict) else {}
 
 
 def mode_document(
@@ -65,7 +58,7 @@ def mode_document(
         strategy = training.mode.config
         document |= {"mode": mode_of(strategy), "protocol": protocol_of(strategy)}
         document |= {"options": told_options(strategy), "epoch": settings.epoch_of(training.mode.epoch)}
-        facts = facts_of(training.mode.strategy) | measured_facts(training)
+        facts = dict(training.mode.strategy.facts) | measured_facts(training)
         document |= {"since": training.accounting.since_wall_s, "facts": facts}
     wanted = 0
     if record is not None:
@@ -217,7 +210,7 @@ class StatusReporter:
                 "learner_restarts": training.supervisor.restarts,
                 "mode_epoch": training.mode.epoch,
                 "strategy": protocol_of(training.mode.config),
-                "role": str(facts_of(training.mode.strategy).get("role", ""))[:64],
+                "role": str(training.mode.strategy.facts.get("role", ""))[:64],
                 "trains": pipeline.trains(training),
                 "stage": pipeline.stage_words(training),
                 "bubble": pipeline.pipeline_bubble(training),

@@ -38,8 +38,7 @@ from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.testing.memory_transport import MemoryNetwork
-from p2pdrl.transport.counters import TrafficCounters
-from p2pdrl.transport.protocol import Address
+from p2pdrl.transport.protocol import Address, TrafficCounters
 
 from .follower_fakes import FakeFigures
 from .supervised import QUICK, Supervised
