@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from p2pdrl.node import swarm_side as module
-from p2pdrl.node.swarm_side import Quarantine
+from p2pdrl.node import swarm_view as module
+from p2pdrl.node.swarm_view import Quarantine
 
 
 def test_the_third_strike_counts():

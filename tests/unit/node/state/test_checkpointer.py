@@ -11,10 +11,10 @@ from p2pdrl.config.node import CheckpointConfig
 from p2pdrl.config.task import StopConfig, TaskConfig
 from p2pdrl.errors import CheckpointError, StorageError
 from p2pdrl.node.accounting.counters import Counts
-from p2pdrl.node.accounting.steps import StepAccounting
-from p2pdrl.node.bootstrap.first_state import founded_at, restore_steps, take_up
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
+from p2pdrl.node.bootstrap.first_state import founded_at, load_checkpoint, restore_steps
 from p2pdrl.node.settings import StopSetting
-from p2pdrl.node.state.checkpoints import CheckpointStore, Saving, as_state, from_bytes, load
+from p2pdrl.node.state.checkpoints import Checkpointer, CheckpointStore, as_state, from_bytes, load
 from p2pdrl.node.state.state_transfer import params_hash
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.layout import Layout, TensorEntry
@@ -38,8 +38,8 @@ class FullDisk:
 
 
 @pytest.fixture
-def step_accounting() -> StepAccounting:
-    made = StepAccounting(ME, 5)
+def progress_tracker() -> ProgressTracker:
+    made = ProgressTracker(ME, 5)
     made.follow("ab" * 8)
     made.credit(Counts(120, 6, 3))
     made.put_moments({"obs": msgspec.msgpack.encode(Moments(9.0, np.ones(2), np.ones(2)).to_wire())})
@@ -57,23 +57,23 @@ def disk(store) -> FullDisk:
 
 
 @pytest.fixture
-def saving(disk, training, step_accounting, clock, events) -> Saving:
-    return Saving(
+def checkpointer(disk, training, progress_tracker, clock, events) -> Checkpointer:
+    return Checkpointer(
         store=disk,
         config=CheckpointConfig(every_s=1.0),
         training=training,
-        step_accounting=step_accounting,
+        progress_tracker=progress_tracker,
         clock=clock,
         events=events,
     )
 
 
-async def test_what_a_checkpoint_holds(saving, store, training):
-    saving.stop_setting = StopSetting(StopConfig(env_steps=500), 123.0)
-    saving.mean_return = 40.0
-    path = await saving.save()
+async def test_what_a_checkpoint_holds(checkpointer, store, training):
+    checkpointer.stop_setting = StopSetting(StopConfig(env_steps=500), 123.0)
+    checkpointer.mean_return = 40.0
+    path = await checkpointer.save()
     loaded = load(store.last)
-    assert path == str(store.last) == saving.path
+    assert path == str(store.last) == checkpointer.path
     assert loaded.params.tolist() == [1.5] * 5
     assert loaded.sidecar["adam.step"] == 7
     meta = loaded.meta
@@ -86,28 +86,28 @@ async def test_what_a_checkpoint_holds(saving, store, training):
     assert Moments.from_wire(msgspec.msgpack.decode(others["obs"])).count == 0.0
 
 
-async def test_an_heir_knows_what_was_done(saving, store, step_accounting, events):
-    await saving.save()
-    heir = StepAccounting(ME, 6)
-    await take_up(store, heir, events)
-    assert heir.total() == step_accounting.total() == Counts(120, 6, 3)
+async def test_an_heir_knows_what_was_done(checkpointer, store, progress_tracker, events):
+    await checkpointer.save()
+    heir = ProgressTracker(ME, 6)
+    await load_checkpoint(store, heir, events)
+    assert heir.total() == progress_tracker.total() == Counts(120, 6, 3)
     assert heir.moments_digest() == {"obs": [[ME, 5, 9.0]]}
 
 
 async def test_nothing_to_take_up(store, events, kinds):
-    assert await take_up(store, StepAccounting(ME, 6), events) is None
+    assert await load_checkpoint(store, ProgressTracker(ME, 6), events) is None
     assert founded_at(None, 999.0) == 999.0
     assert kinds() == []
 
 
-async def test_a_damaged_checkpoint_is_passed_over_and_told(saving, store, events, kinds, training):
-    await saving.save()
+async def test_a_damaged_checkpoint_is_passed_over_and_told(checkpointer, store, events, kinds, training):
+    await checkpointer.save()
     training.board.post_delta(np.ones(5, np.float32), 30)
-    await saving.save()
+    await checkpointer.save()
     data = store.last.read_bytes()
     store.last.unlink()
     store.last.write_bytes(data[: len(data) // 2])
-    loaded = await take_up(store, StepAccounting(ME, 6), events)
+    loaded = await load_checkpoint(store, ProgressTracker(ME, 6), events)
     assert loaded.meta["policy_version"] == 30
     assert kinds() == ["checkpoint-skipped"]
 
@@ -126,71 +126,71 @@ async def test_a_damaged_checkpoint_is_passed_over_and_told(saving, store, event
         lambda meta: meta.update(moments=base64.b64encode(msgspec.msgpack.encode({"a": [7]})).decode()),
     ],
 )
-async def test_unreadable_counts_are_told(saving, spoil):
-    checkpoint = await saving.snapshot()
+async def test_unreadable_counts_are_told(checkpointer, spoil):
+    checkpoint = await checkpointer.snapshot()
     spoil(checkpoint.meta)
     with pytest.raises(CheckpointError, match="can't be read"):
-        restore_steps(StepAccounting(ME, 6), checkpoint)
+        restore_steps(ProgressTracker(ME, 6), checkpoint)
 
 
-async def test_a_full_disk_is_told_once_until_it_works_again(saving, disk, kinds, clock):
-    assert saving.age_s is None
-    assert await saving.try_save()
+async def test_a_full_disk_is_told_once_until_it_works_again(checkpointer, disk, kinds, clock):
+    assert checkpointer.age_s is None
+    assert await checkpointer.try_save()
     clock.advance(5.0)
     disk.full = True
     for _ in range(3):
-        assert not await saving.try_save()
+        assert not await checkpointer.try_save()
     assert kinds() == ["checkpoint-failed"]
-    assert (saving.failures, saving.age_s) == (3, 5.0)
-    assert "disk is full" in saving.error
+    assert (checkpointer.failures, checkpointer.age_s) == (3, 5.0)
+    assert "disk is full" in checkpointer.error
     with pytest.raises(StorageError):
-        await saving.save()
+        await checkpointer.save()
     disk.full = False
-    assert await saving.try_save()
-    assert saving.error is None
-    assert saving.age_s == 0.0
+    assert await checkpointer.try_save()
+    assert checkpointer.error is None
+    assert checkpointer.age_s == 0.0
     disk.full = True
-    assert not await saving.try_save()
+    assert not await checkpointer.try_save()
     assert kinds() == ["checkpoint-failed", "checkpoint-works", "checkpoint-failed"]
 
 
-async def test_poisoned_parameters_arent_kept(saving, store, training, kinds):
-    await saving.save()
+async def test_poisoned_parameters_arent_kept(checkpointer, store, training, kinds):
+    await checkpointer.save()
     training.board.post_set(np.full(5, np.nan, np.float32), None, 9)
-    assert not await saving.try_save()
+    assert not await checkpointer.try_save()
     assert kinds() == ["checkpoint-failed"]
     assert load(store.last).meta["policy_version"] == 7
 
 
-async def test_without_a_state_nothing_is_written(saving, training, make_board, kinds):
+async def test_without_a_state_nothing_is_written(checkpointer, training, make_board, kinds):
     training.board = make_board(None)
-    for act in (saving.save, saving.export, saving.snapshot):
+    for act in (checkpointer.save, checkpointer.export, checkpointer.snapshot):
         with pytest.raises(CheckpointError, match="no state yet"):
             await act()
-    assert saving.path is None
+    assert checkpointer.path is None
 
 
-async def test_the_best_is_the_one_with_the_greatest_return(saving, store, training):
+async def test_the_best_is_the_one_with_the_greatest_return(checkpointer, store, training):
     versions = []
     for version, mean in [(10, None), (11, -5.0), (12, 3.0), (13, 2.0), (14, None)]:
         training.board.post_delta(np.ones(5, np.float32), version)
-        saving.mean_return = mean
-        await saving.save()
+        checkpointer.mean_return = mean
+        await checkpointer.save()
         versions.append(load(store.best).meta["policy_version"] if store.best.exists() else None)
     assert versions == [None, 11, 12, 12, 12]
     assert load(store.last).meta["best_mean_return"] == 3.0
 
 
 async def test_after_a_restart_the_best_must_still_be_beaten(
-    saving, store, training, step_accounting, clock, events
+    checkpointer, store, training, progress_tracker, clock, events
 ):
-    saving.mean_return = 100.0
-    await saving.save()
-    heir = Saving(
+    checkpointer.mean_return = 100.0
+    await checkpointer.save()
+    heir = Checkpointer(
         store=store,
         config=CheckpointConfig(),
         training=training,
-        step_accounting=step_accounting,
+        progress_tracker=progress_tracker,
         clock=clock,
         events=events,
     )
@@ -204,34 +204,34 @@ async def test_after_a_restart_the_best_must_still_be_beaten(
     assert load(store.best).meta["mean_return"] == 101.0
 
 
-async def test_the_export_is_a_checkpoint_file(saving):
-    exported = from_bytes(await saving.export())
+async def test_the_export_is_a_checkpoint_file(checkpointer):
+    exported = from_bytes(await checkpointer.export())
     assert exported.params.tolist() == [1.5] * 5
-    assert saving.path is None
+    assert checkpointer.path is None
 
 
 @pytest.mark.looptime
-async def test_it_saves_now_and_then(saving, monkeypatch):
+async def test_it_saves_now_and_then(checkpointer, monkeypatch):
     saves = []
 
     async def note() -> bool:
         saves.append(asyncio.get_running_loop().time())
         return True
 
-    monkeypatch.setattr(saving, "try_save", note)
-    running = asyncio.create_task(saving.run())
+    monkeypatch.setattr(checkpointer, "try_save", note)
+    running = asyncio.create_task(checkpointer.run())
     await asyncio.sleep(3.5)
     assert saves == pytest.approx([1.0, 2.0, 3.0])
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_checkpoint_is_a_state_to_begin_from(saving, training):
-    state = as_state(await saving.snapshot(), training.spec)
+async def test_a_checkpoint_is_a_state_to_begin_from(checkpointer, training):
+    state = as_state(await checkpointer.snapshot(), training.spec)
     assert state.vector.tolist() == [1.5] * 5
     assert int(state.sidecar["adam.step"]) == 7
     assert (state.head.policy_version, state.head.lineage) == (7, "ab" * 8)
     other = BoardSpec(training.spec.layout)
-    assert as_state(await saving.snapshot(), other).sidecar is None
+    assert as_state(await checkpointer.snapshot(), other).sidecar is None
     with pytest.raises(CheckpointError, match="another layout"):
-        as_state(await saving.snapshot(), BoardSpec(Layout((TensorEntry("w", (6,)),))))
+        as_state(await checkpointer.snapshot(), BoardSpec(Layout((TensorEntry("w", (6,)),))))

@@ -4,7 +4,7 @@ Counts are kept apart by lineage, because the lineage with more environment step
 that stays when two meet; the swarm's total is the sum over all of them, so no step is lost by
 an adoption. All merging is idempotent: a message that comes twice changes nothing.
 
-Called by `training` (our own counts), `metrics_gossip` (others') and `saving` (checkpoints).
+Called by `training` (our own counts), `metrics_gossip` (others') and `checkpoints` (checkpoints).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from p2pdrl.tensors.moments import Moments, MomentsTable
 from p2pdrl.tensors.sidecar import SidecarLayout
 from p2pdrl.transport.codec import decode
 
-__all__ = ["LineageCounts", "StepAccounting"]
+__all__ = ["LineageCounts", "ProgressTracker"]
 
 MAX_LINEAGES = 64
 MAX_NAME_CHARS = 64
@@ -30,13 +30,8 @@ SAMPLES_PER_STEP = 2
 LineageCounts = dict[str, CountsWire]
 
 
-class StepAccounting:
-    """Counts and moments, as far as known to this node.
-
-    Args:
-        me: own node id.
-        boot: own boot id.
-    """
+class ProgressTracker:
+    """Counts and moments, as far as known to this node."""
 
     def __init__(self, me: str, boot: int) -> None:
         self._me = me
@@ -55,13 +50,7 @@ class StepAccounting:
 
     def credit(self, totals: Counts) -> None:
         """Raise our own counts of this boot to ``totals``."""
-        gone = self._elsewhere
-        mine = Counts(
-            totals.env_steps - gone.env_steps,
-            totals.episodes - gone.episodes,
-            totals.updates - gone.updates,
-        )
-        self._table(self._lineage).raise_to(self._me, self._boot, mine)
+        self._table(self._lineage).raise_to(self._me, self._boot, totals - self._elsewhere)
 
     def fold_own(self) -> None:
         """Fold our earlier boots, once peers have had time to tell what they know of them."""
@@ -93,9 +82,7 @@ class StepAccounting:
         Of lineages that we don't know yet, those in which nothing was done are passed over. When there
         is no room, a lineage makes room for one with more steps, unless it is or was our own.
 
-        Args:
-            counts: tables by lineage.
-            latest_boot: boots beyond this (the far future) are ignored; None takes all.
+        Boots beyond ``latest_boot`` (the far future) are ignored; None takes all.
         """
         for lineage, wire in counts.items():
             known = self._lineages.get(lineage)
@@ -108,8 +95,7 @@ class StepAccounting:
     def open_streams(self, sidecar: SidecarLayout) -> None:
         """Make room for the moments of the learner's normalisers, so that peers' are taken in at once.
 
-        Args:
-            sidecar: as the learner declared it; ``<stream>.mean`` by rule ``moments`` gives a stream's shape.
+        In the sidecar, ``<stream>.mean`` by rule ``moments`` gives a stream's shape.
 
         Raises:
             WireError: there are too many streams.
@@ -140,7 +126,7 @@ class StepAccounting:
         return {name: table.digest() for name, table in self._moments.items()}
 
     def moments_since(self, digest: dict[str, object]) -> dict[str, list[object]]:
-        """Return the entries that a peer with ``report_table`` lacks.
+        """Return the entries that a peer with ``digest`` lacks.
 
         Raises:
             WireError: if the digest can't be read.
@@ -154,9 +140,7 @@ class StepAccounting:
         plausible in size and counts no more samples than the node's environment steps, as far as
         known, allow. Merge the counts of the same message first.
 
-        Args:
-            entries: rows by stream.
-            latest_boot: boots beyond this (the far future) are ignored; None takes all.
+        Boots beyond ``latest_boot`` are ignored.
 
         Raises:
             WireError: if they can't be read or are of another shape.

@@ -1,4 +1,4 @@
-"""The parts of one running node, as the modules around the daemon see them."""
+"""What the modules around the daemon see of one running node."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from p2pdrl.config.roles import roles_in
 from p2pdrl.config.root import Config
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
-from p2pdrl.node.accounting.steps import StepAccounting
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.children.supervisor import LearnerSupervisor
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.looplag import LoopLagMonitor
-from p2pdrl.node.state.checkpoints import Saving
+from p2pdrl.node.state.checkpoints import Checkpointer
 from p2pdrl.node.training import Training
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.protocol import Address
 
-__all__ = ["NodeParts"]
+__all__ = ["NodeContext"]
 
 
 @dataclass
-class NodeParts:
+class NodeContext:
     """Filled by the daemon as the node comes up; what isn't there yet is None."""
 
     config: Config
@@ -36,7 +36,7 @@ class NodeParts:
     events: EventLog
     transport: HttpTransport
     membership: MembershipService
-    step_accounting: StepAccounting
+    progress_tracker: ProgressTracker
     began_s: float
     """Monotonic time of the start."""
     lag: LoopLagMonitor = field(default_factory=LoopLagMonitor)
@@ -44,10 +44,9 @@ class NodeParts:
     learner: LearnerSupervisor | None = None
     """The training's, from the moment on when it is being built."""
     training: Training | None = None
-    saving: Saving | None = None
+    checkpointer: Checkpointer | None = None
     state: str = "joining"
     """``joining starting fetching training paused stopping stopped``; what people see."""
-    join_refused: str | None = None
     alone_since_s: float | None = None
     halted: str | None = None
     """Why the swarm is done, once it is."""

@@ -12,8 +12,8 @@ from p2pdrl.errors import PeerRefusedError
 from p2pdrl.node.accounting import metrics_gossip
 from p2pdrl.node.accounting.counters import Counts, CountsWire, NodeCounts
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.accounting.report_table import PeerReport
-from p2pdrl.node.accounting.steps import StepAccounting
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.testing.memory_transport import MemoryNetwork
@@ -32,15 +32,15 @@ class Talker:
         self.id = f"{number:032x}"
         self.address = Address("10.0.0.1", 7000 + number)
         self.transport = network.join(self.id, self.address)
-        self.step_accounting = StepAccounting(self.id, 1)
-        self.step_accounting.follow("l0")
+        self.progress_tracker = ProgressTracker(self.id, 1)
+        self.progress_tracker.follow("l0")
         self.peers: dict[str, Address] = {}
         self.seq = 0
         self.rounds = 0
         self.gossip = MetricsGossip(
             me=self.id,
             transport=self.transport,
-            step_accounting=self.step_accounting,
+            progress_tracker=self.progress_tracker,
             clock=CLOCK,
             rng=random.Random(number),
             alive=lambda: self.peers,
@@ -57,9 +57,9 @@ class Talker:
         self.rounds += 1
 
     def work(self, steps: int) -> None:
-        self.step_accounting.credit(Counts(steps))
+        self.progress_tracker.credit(Counts(steps))
         mean = Moments(float(steps), np.full(2, 1.0), np.zeros(2))
-        self.step_accounting.put_moments({"obs": msgspec.msgpack.encode(mean.to_wire())})
+        self.progress_tracker.put_moments({"obs": msgspec.msgpack.encode(mean.to_wire())})
 
     async def start(self) -> None:
         await self.transport.start()
@@ -94,7 +94,7 @@ async def talkers(network):
 
 
 def others_count(talker: Talker) -> float:
-    return Moments.from_wire(msgspec.msgpack.decode(talker.step_accounting.others_moments()["obs"])).count
+    return Moments.from_wire(msgspec.msgpack.decode(talker.progress_tracker.others_moments()["obs"])).count
 
 
 async def test_reports_counts_and_moments_get_around(talkers):
@@ -103,7 +103,7 @@ async def test_reports_counts_and_moments_get_around(talkers):
         talker.go_round()
     await asyncio.sleep(8)
     for number, talker in enumerate(talkers, 1):
-        assert talker.step_accounting.total().env_steps == 1111110
+        assert talker.progress_tracker.total().env_steps == 1111110
         assert others_count(talker) == 1111110 - 10**number
         found = [talker.gossip.table.get(other.id, CLOCK.monotonic()) for other in talkers]
         assert all(one is not None and one[1] < 6.0 for one in found)
@@ -117,7 +117,7 @@ async def test_telling_twice_changes_nothing(talkers):
     one.gossip.refresh()
     for _ in range(3):
         assert await one.gossip.tell(two.id, two.address)
-    assert one.step_accounting.total() == two.step_accounting.total() == Counts(12)
+    assert one.progress_tracker.total() == two.progress_tracker.total() == Counts(12)
     assert others_count(one) == 7.0
 
 
@@ -147,7 +147,7 @@ async def test_the_loop_goes_on_when_nobody_answers(talkers, network):
     network.heal()
     one.work(3)
     await asyncio.sleep(4)
-    assert sum(other.step_accounting.total().env_steps == 3 for other in talkers[1:]) >= 2
+    assert sum(other.progress_tracker.total().env_steps == 3 for other in talkers[1:]) >= 2
 
 
 async def test_alone_it_goes_round_by_itself(talkers):
@@ -194,7 +194,7 @@ async def test_hostile_words_are_refused(talkers, meta):
     one, two = talkers[:2]
     two.work(5)
     assert await send(one, two, meta) == 400
-    assert two.step_accounting.total().env_steps == 5
+    assert two.progress_tracker.total().env_steps == 5
     assert two.gossip.table.ids() == []
     assert await one.gossip.tell(two.id, two.address)
 
@@ -217,7 +217,7 @@ async def test_a_hostile_answer_is_no_answer(talkers):
 async def test_boots_of_the_far_future_are_ignored(talkers):
     one, two = talkers[:2]
     far = int((CLOCK.wall() + 3600) * 1000)
-    stranger = StepAccounting("c" * 32, far)
+    stranger = ProgressTracker("c" * 32, far)
     stranger.follow("l0")
     stranger.credit(Counts(999))
     meta = words(
@@ -225,7 +225,7 @@ async def test_boots_of_the_far_future_are_ignored(talkers):
         counts=stranger.counts(),
     )
     assert await send(one, two, meta) == 200
-    assert two.step_accounting.total().env_steps == 0
+    assert two.progress_tracker.total().env_steps == 0
     assert two.gossip.table.ids() == ["d" * 32]
 
 
@@ -234,7 +234,7 @@ async def test_one_round_brings_a_newcomer_the_moments(talkers):
     two.work(50)
     parts = (("count", ()), ("mean", (2,)), ("m2", (2,)))
     items = tuple(SidecarItem(f"obs.{part}", shape, "float64", "moments") for part, shape in parts)
-    one.step_accounting.open_streams(SidecarLayout(items))
+    one.progress_tracker.open_streams(SidecarLayout(items))
     assert await one.gossip.tell(two.id, two.address)
     assert others_count(one) == 50.0
 
@@ -266,13 +266,13 @@ def crowd(nodes: int, boots: int = 1, lineages: int = 1) -> dict[str, CountsWire
 async def test_nobodys_tables_grow_a_message_beyond_its_bounds(talkers, lie):
     one, two = talkers[:2]
     one.work(70)
-    one.step_accounting.merge_counts(crowd(**lie))
+    one.progress_tracker.merge_counts(crowd(**lie))
     said, _ = listen(one)
     assert await one.gossip.tell(two.id, two.address)
     assert said[0] <= metrics_gossip.SPOKEN_BYTES
-    assert two.step_accounting.of_node(one.id).env_steps == 70
+    assert two.progress_tracker.of_node(one.id).env_steps == 70
     rounds = 1
-    while two.step_accounting.total() != one.step_accounting.total() and rounds < 12:
+    while two.progress_tracker.total() != one.progress_tracker.total() and rounds < 12:
         assert await one.gossip.tell(two.id, two.address)
         rounds += 1
     assert rounds < 12
@@ -283,13 +283,13 @@ async def test_many_moments_take_turns(talkers):
     size = 512
     wide = msgspec.msgpack.encode(Moments(1.0, np.zeros(size), np.zeros(size)).to_wire())
     for talker in (one, two):
-        talker.step_accounting.credit(Counts(1))
-        talker.step_accounting.put_moments({"obs": wide})
-    one.step_accounting.merge_counts(crowd(300))
+        talker.progress_tracker.credit(Counts(1))
+        talker.progress_tracker.put_moments({"obs": wide})
+    one.progress_tracker.merge_counts(crowd(300))
     rows = [
         [f"{number + 100:032x}", 1, [1.0, [size], bytes(8 * size), bytes(8 * size)]] for number in range(300)
     ]
-    assert one.step_accounting.merge_moments({"obs": rows}) == 300
+    assert one.progress_tracker.merge_moments({"obs": rows}) == 300
     rounds = 0
     _, heard = listen(two)
     while others_count(two) < 301:

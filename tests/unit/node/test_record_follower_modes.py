@@ -22,7 +22,7 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.node import settings
 from p2pdrl.node.settings import HaltSetting, ModeSetting, PauseSetting
 
-from .conducts import at, stop_setting
+from .follower_fakes import at, stop_setting
 
 
 async def test_the_mode_is_followed_once_per_record(follower, membership, training):
@@ -141,10 +141,10 @@ async def test_stages_beyond_the_blocks_that_were_built_are_not_proposed(followe
 
 
 async def test_own_keys_that_a_mode_leaves_without_effect_are_told(
-    follower, membership, training, parts, events
+    follower, membership, training, context, events
 ):
     learner = LearnerConfig(microbatches=4)
-    parts.config = Config(node=NodeConfig(learner=learner))
+    context.config = Config(node=NodeConfig(learner=learner))
     follower.propose_mode(PipelineConfig())
     await follower.follow(training)
     assert training.used[-1][0] == PipelineConfig()
@@ -153,24 +153,24 @@ async def test_own_keys_that_a_mode_leaves_without_effect_are_told(
     assert told["text"].startswith("node.learner.microbatches has no effect under pipeline")
 
 
-async def test_a_node_that_is_cut_over_devices_is_no_stage(follower, parts):
+async def test_a_node_that_is_cut_over_devices_is_no_stage(follower, context):
     learner = LearnerConfig(split_devices=("cpu", "cpu"))
-    parts.config = Config(node=NodeConfig(learner=learner))
+    context.config = Config(node=NodeConfig(learner=learner))
     with pytest.raises(ConfigError, match="split_devices: under pipeline"):
         follower.propose_mode(PipelineConfig())
 
 
 async def test_a_strategy_that_this_node_cant_build_leaves_it_training_alone(
-    follower, membership, training, parts, kinds
+    follower, membership, training, context, kinds
 ):
     training.cannot = (SgpConfig,)
     membership.propose(settings.MODE, ModeSetting.of(SgpConfig()))
     await follower.follow(training)
     assert training.used == [(LocalConfig(), at(1, membership))]
-    assert parts.mode_error == "this node can't run mode gossip (sgp): it wants what isn't here"
+    assert context.mode_error == "this node can't run mode gossip (sgp): it wants what isn't here"
     membership.propose(settings.MODE, ModeSetting.of(AdpsgdConfig()))
     await follower.follow(training)
-    assert parts.mode_error is None
+    assert context.mode_error is None
     assert training.used[-1] == (AdpsgdConfig(), at(2, membership))
     assert kinds() == ["mode-failed", "mode"]
 
@@ -190,14 +190,14 @@ async def test_no_mode_is_proposed_to_a_swarm_that_is_done(follower, membership,
         follower.propose_mode(LocalConfig())
 
 
-async def test_a_mode_of_a_newer_release_changes_nothing(follower, membership, training, parts):
+async def test_a_mode_of_a_newer_release_changes_nothing(follower, membership, training, context):
     follower.found(training, 0.0)
     await follower.follow(training)
     future = {"mode": "gossip", "strategy": {"name": "adpsgd", "telepathy": True}}
     membership.propose(settings.MODE, future)
     await follower.follow(training)
     assert len(training.used) == 1
-    assert parts.mode_error is None
+    assert context.mode_error is None
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
@@ -230,8 +230,8 @@ async def test_a_member_that_follows_a_newer_mode_is_asked_for_it(
     ours = at(1, membership)
     for newest, asked in ((0, 0), (ours, 0), (ours - 1, 0), (ours + 1, 1), (ours + 1, 1)):
         figures.newest = (newest, "b" * 32)
-        follower.look(training)
+        follower.on_gossip_round(training)
         assert len(membership.asked) == asked
     clock.advance(2.5)
-    follower.look(training)
+    follower.on_gossip_round(training)
     assert membership.asked == ["b" * 32] * 2, "at most every two seconds"

@@ -1,8 +1,4 @@
-"""How a learner or an actor died: in words, counted, and whether another try is worth it. Pure.
-
-`learner_link` says of each process how it died; `supervisor`, `learner_pool` and `actors` count, wait, and
-give up.
-"""
+"""When to restart a learner or an actor that died, and when to give up; and how it died, in words. Pure."""
 
 from __future__ import annotations
 
@@ -12,29 +8,26 @@ from dataclasses import dataclass
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.workers.protocol import Crashed
 
-__all__ = ["Death", "Deaths", "advice", "death_of"]
+__all__ = ["Death", "RestartPolicy", "advice", "death_of"]
 
 LONG_LIFE_S = 60.0
-"""Who lived so long begins anew at the shortest wait."""
+"""After a life so long the shortest back-off counts again."""
 FROM_OUTSIDE = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM})
 """Signals that a person or a system short of memory sends, and no code of the learner's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of one process.
-
-    Attributes:
-        how: what it did, in words that follow "the learner".
-        cause: what tells this end from another; None where it came from outside, which may be over by now.
-        code: its exit code; negative is the signal that ended it.
-        crash: the error that ended it, where it could say so.
-    """
+    """The end of one process."""
 
     how: str
+    """What it did, in words that follow "the learner"."""
     cause: str | None = None
+    """What tells this end from another; None where it came from outside, which may be over by now."""
     code: int = 0
+    """Its exit code; negative is the signal that ended it."""
     crash: Crashed | None = None
+    """The error that ended it, where it could say so."""
 
     @property
     def document(self) -> dict[str, object] | None:
@@ -60,7 +53,6 @@ def death_of(
     """Say how a process died.
 
     Args:
-        code: its exit code.
         crash: the error that it said to die of.
         failed: why it said that it can't go on.
         stood_still: why we killed it, if we did.
@@ -89,12 +81,11 @@ def _name(number: int) -> str:
         return "a real-time one"
 
 
-class Deaths:
-    """The deaths of one learner or actor, through all its lives.
+class RestartPolicy:
+    """Exponential back-off between the restarts of one learner or actor, which ends where they are in vain.
 
     Args:
-        config: how long to wait between two tries, and after how many to give up.
-        who: it is, for people.
+        who: is restarted, for people.
     """
 
     def __init__(self, config: LearnerConfig, who: str = "the learner") -> None:
@@ -103,39 +94,34 @@ class Deaths:
         self._alike = 0
         self.in_a_row = 0
         """Deaths without a minute of life between."""
-        self.last: Death | None = None
+        self.last_death: Death | None = None
 
-    def add(self, death: Death, lived_s: float) -> None:
-        """Count one.
-
-        Args:
-            death: it.
-            lived_s: how long that process had lived.
-        """
+    def died(self, death: Death, lived_s: float) -> None:
+        """Count the death of a process that had lived ``lived_s``."""
         brief = lived_s < LONG_LIFE_S
-        again = brief and self.last is not None and self.last.cause == death.cause
+        again = brief and self.last_death is not None and self.last_death.cause == death.cause
         self._alike = 0 if death.cause is None else self._alike + 1 if again else 1
         self.in_a_row = self.in_a_row + 1 if brief else 0
-        self.last = death
+        self.last_death = death
 
-    def failed(self) -> None:
-        """Count a try that came to nothing before there was a learner."""
+    def failed_to_start(self) -> None:
+        """Count a restart that failed before there was a process."""
         self.in_a_row += 1
 
     @property
-    def rest_s(self) -> float:
-        """The wait before the next try."""
+    def backoff_s(self) -> float:
+        """The wait before the next restart."""
         doublings = min(max(self.in_a_row - 1, 0), 16)
         return min(self._config.restart_min_s * 2.0**doublings, self._config.restart_max_s)
 
     @property
-    def in_vain(self) -> str | None:
-        """Why another try would end as the last ones did; None while it may not."""
+    def give_up_reason(self) -> str | None:
+        """Why another restart would end as the last ones did; None while it may not."""
         most = self._config.give_up_after
-        if not most or self._alike < most or self.last is None:
+        if not most or self._alike < most or self.last_death is None:
             return None
         row = f"died {self._alike} times in a row in the same way, each within a minute: it "
-        return f"{self._who} {row if most > 1 else ''}{self.last.how}. {advice(self.last)}"
+        return f"{self._who} {row if most > 1 else ''}{self.last_death.how}. {advice(self.last_death)}"
 
 
 def advice(death: Death) -> str:

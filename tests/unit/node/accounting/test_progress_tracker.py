@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pdrl.errors import WireError
-from p2pdrl.node.accounting import steps as ledger_module
+from p2pdrl.node.accounting import progress_tracker as ledger_module
 from p2pdrl.node.accounting.counters import Counts, CountsWire, NodeCounts
-from p2pdrl.node.accounting.steps import StepAccounting
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 
@@ -30,28 +30,28 @@ class World:
 
     def __init__(self) -> None:
         self.boots = [10, 10, 10]
-        self.ledgers = [StepAccounting(node, 10) for node in NODES]
+        self.ledgers = [ProgressTracker(node, 10) for node in NODES]
         self.this_boot = [0, 0, 0]
         self.done = [0, 0, 0]
         self.lineages = ["l0", "l0", "l0"]
-        for step_accounting in self.ledgers:
-            step_accounting.follow("l0")
+        for progress_tracker in self.ledgers:
+            progress_tracker.follow("l0")
 
     def do(self, what: str, node: int, value) -> None:
-        step_accounting = self.ledgers[node]
+        progress_tracker = self.ledgers[node]
         if what == "work":
             self.this_boot[node] += value
             self.done[node] += value
-            step_accounting.credit(
+            progress_tracker.credit(
                 Counts(self.this_boot[node], 2 * self.this_boot[node], self.this_boot[node])
             )
         elif what == "follow":
             self.lineages[node] = f"l{value}"
-            step_accounting.follow(self.lineages[node])
+            progress_tracker.follow(self.lineages[node])
         elif what == "tell":
-            self.ledgers[value].merge_counts(over_the_wire(step_accounting))
+            self.ledgers[value].merge_counts(over_the_wire(progress_tracker))
         elif what == "fold":
-            step_accounting.fold_own()
+            progress_tracker.fold_own()
         else:
             self.restart(node, twice=value)
 
@@ -60,15 +60,15 @@ class World:
         saved = over_the_wire(self.ledgers[node])
         self.boots[node] += 1
         self.this_boot[node] = 0
-        self.ledgers[node] = StepAccounting(NODES[node], self.boots[node])
+        self.ledgers[node] = ProgressTracker(NODES[node], self.boots[node])
         for _ in range(2 if twice else 1):
             self.ledgers[node].merge_counts(saved)
         self.ledgers[node].follow(self.lineages[node])
 
 
-def over_the_wire(step_accounting: StepAccounting) -> dict[str, CountsWire]:
+def over_the_wire(progress_tracker: ProgressTracker) -> dict[str, CountsWire]:
     return msgspec.msgpack.decode(
-        msgspec.msgpack.encode(step_accounting.counts()), type=dict[str, CountsWire]
+        msgspec.msgpack.encode(progress_tracker.counts()), type=dict[str, CountsWire]
     )
 
 
@@ -78,105 +78,107 @@ def test_no_step_is_lost_or_counted_twice(steps):
     world = World()
     for step in steps:
         world.do(*step)
-        for number, step_accounting in enumerate(world.ledgers):
-            assert step_accounting.of_node(NODES[number]).env_steps == world.done[number]
-            assert step_accounting.total().env_steps <= sum(world.done)
-            lineages = sum(step_accounting.steps(f"l{lineage}") for lineage in range(4))
-            assert lineages == step_accounting.total().env_steps
-    for step_accounting in world.ledgers:
+        for number, progress_tracker in enumerate(world.ledgers):
+            assert progress_tracker.of_node(NODES[number]).env_steps == world.done[number]
+            assert progress_tracker.total().env_steps <= sum(world.done)
+            lineages = sum(progress_tracker.steps(f"l{lineage}") for lineage in range(4))
+            assert lineages == progress_tracker.total().env_steps
+    for progress_tracker in world.ledgers:
         for other in world.ledgers:
-            step_accounting.merge_counts(over_the_wire(other))
-    totals = {step_accounting.total() for step_accounting in world.ledgers}
+            progress_tracker.merge_counts(over_the_wire(other))
+    totals = {progress_tracker.total() for progress_tracker in world.ledgers}
     assert totals == {Counts(sum(world.done), 2 * sum(world.done), sum(world.done))}
 
 
 def test_back_to_an_earlier_lineage():
-    step_accounting = StepAccounting(A, 1)
-    step_accounting.follow("l0")
-    step_accounting.credit(Counts(100))
-    step_accounting.follow("l1")
-    step_accounting.credit(Counts(150))
-    step_accounting.follow("l0")
-    step_accounting.credit(Counts(200))
-    assert (step_accounting.steps("l0"), step_accounting.steps("l1")) == (150, 50)
-    step_accounting.follow("l0")
-    step_accounting.credit(Counts(201))
-    assert step_accounting.total() == Counts(201)
+    progress_tracker = ProgressTracker(A, 1)
+    progress_tracker.follow("l0")
+    progress_tracker.credit(Counts(100))
+    progress_tracker.follow("l1")
+    progress_tracker.credit(Counts(150))
+    progress_tracker.follow("l0")
+    progress_tracker.credit(Counts(200))
+    assert (progress_tracker.steps("l0"), progress_tracker.steps("l1")) == (150, 50)
+    progress_tracker.follow("l0")
+    progress_tracker.credit(Counts(201))
+    assert progress_tracker.total() == Counts(201)
 
 
 def test_unknown_lineages_have_no_steps():
-    step_accounting = StepAccounting(A, 1)
-    assert step_accounting.steps("l7") == 0
-    assert step_accounting.total() == step_accounting.of_node(A) == Counts()
+    progress_tracker = ProgressTracker(A, 1)
+    assert progress_tracker.steps("l7") == 0
+    assert progress_tracker.total() == progress_tracker.of_node(A) == Counts()
 
 
 def test_lineages_are_bounded():
-    step_accounting = StepAccounting(A, 1)
-    step_accounting.follow("mine")
-    step_accounting.credit(Counts(5))
-    other = StepAccounting(B, 1)
+    progress_tracker = ProgressTracker(A, 1)
+    progress_tracker.follow("mine")
+    progress_tracker.credit(Counts(5))
+    other = ProgressTracker(B, 1)
     for number in range(ledger_module.MAX_LINEAGES + 20):
         other.follow(f"{number}")
         other.credit(Counts(number + 1))
-    step_accounting.merge_counts(other.counts())
-    assert len(step_accounting.counts()) == ledger_module.MAX_LINEAGES
-    assert step_accounting.steps("mine") == 5
+    progress_tracker.merge_counts(other.counts())
+    assert len(progress_tracker.counts()) == ledger_module.MAX_LINEAGES
+    assert progress_tracker.steps("mine") == 5
 
 
 def test_a_full_table_of_lineages_keeps_the_greatest_and_our_own():
-    step_accounting = StepAccounting(A, 1)
+    progress_tracker = ProgressTracker(A, 1)
     for lineage, total in (("before", 1), ("mine", 3)):
-        step_accounting.follow(lineage)
-        step_accounting.credit(Counts(total))
-    liar, honest = StepAccounting(B, 1), StepAccounting("c" * 32, 1)
+        progress_tracker.follow(lineage)
+        progress_tracker.credit(Counts(total))
+    liar, honest = ProgressTracker(B, 1), ProgressTracker("c" * 32, 1)
     done = 0
     for number in range(ledger_module.MAX_LINEAGES):
         done += 10 + number
         liar.follow(f"{number:02}")
         liar.credit(Counts(done))
-    step_accounting.merge_counts(liar.counts())
-    step_accounting.merge_counts(liar.counts())
+    progress_tracker.merge_counts(liar.counts())
+    progress_tracker.merge_counts(liar.counts())
     honest.follow("greater")
     honest.credit(Counts(1000))
-    step_accounting.merge_counts(honest.counts())
+    progress_tracker.merge_counts(honest.counts())
     assert (
-        step_accounting.steps("before"),
-        step_accounting.steps("mine"),
-        step_accounting.steps("greater"),
+        progress_tracker.steps("before"),
+        progress_tracker.steps("mine"),
+        progress_tracker.steps("greater"),
     ) == (1, 2, 1000)
-    assert len(step_accounting.counts()) == ledger_module.MAX_LINEAGES
+    assert len(progress_tracker.counts()) == ledger_module.MAX_LINEAGES
     # The rest are the 61 greatest: the newcomer took the place of the least.
-    assert min(steps for name in step_accounting.counts() if (steps := step_accounting.steps(name)) > 2) == 13
+    assert (
+        min(steps for name in progress_tracker.counts() if (steps := progress_tracker.steps(name)) > 2) == 13
+    )
 
 
 def test_empty_lineages_are_neither_told_nor_taken_in():
-    step_accounting = StepAccounting(A, 1)
-    step_accounting.merge_counts({f"{number}": CountsWire() for number in range(100)})
-    step_accounting.merge_counts(
-        over_the_wire(step_accounting) | {"l": CountsWire((NodeCounts(B, Counts(), 0, ()),))}
+    progress_tracker = ProgressTracker(A, 1)
+    progress_tracker.merge_counts({f"{number}": CountsWire() for number in range(100)})
+    progress_tracker.merge_counts(
+        over_the_wire(progress_tracker) | {"l": CountsWire((NodeCounts(B, Counts(), 0, ()),))}
     )
-    step_accounting.follow("mine")
-    assert step_accounting.counts() == {}
+    progress_tracker.follow("mine")
+    assert progress_tracker.counts() == {}
 
 
 def test_counts_of_the_far_future_arent_taken_in():
-    step_accounting, other = StepAccounting(A, 1), StepAccounting(B, 5000)
+    progress_tracker, other = ProgressTracker(A, 1), ProgressTracker(B, 5000)
     other.follow("l0")
     other.credit(Counts(9))
-    step_accounting.merge_counts(other.counts(), latest_boot=4999)
-    assert step_accounting.total().env_steps == 0
-    step_accounting.merge_counts(other.counts(), latest_boot=5000)
-    assert step_accounting.total().env_steps == 9
+    progress_tracker.merge_counts(other.counts(), latest_boot=4999)
+    assert progress_tracker.total().env_steps == 0
+    progress_tracker.merge_counts(other.counts(), latest_boot=5000)
+    assert progress_tracker.total().env_steps == 9
 
 
 def test_what_others_say_of_this_boot_is_ignored():
-    step_accounting, liar = StepAccounting(A, 3), StepAccounting(A, 3)
-    step_accounting.follow("l0")
-    step_accounting.credit(Counts(10))
+    progress_tracker, liar = ProgressTracker(A, 3), ProgressTracker(A, 3)
+    progress_tracker.follow("l0")
+    progress_tracker.credit(Counts(10))
     liar.follow("l0")
     liar.credit(Counts(10**9))
-    step_accounting.merge_counts(liar.counts())
-    assert step_accounting.total().env_steps == 10
+    progress_tracker.merge_counts(liar.counts())
+    assert progress_tracker.total().env_steps == 10
 
 
 def moments(count: float, mean: float = 0.0, size: int = 2) -> Moments:
@@ -187,29 +189,29 @@ def packed(one: Moments) -> bytes:
     return msgspec.msgpack.encode(one.to_wire())
 
 
-def swap(asks: StepAccounting, gives: StepAccounting) -> int:
+def swap(asks: ProgressTracker, gives: ProgressTracker) -> int:
     """What a round of gossip does about moments."""
     digest = msgspec.msgpack.decode(msgspec.msgpack.encode(asks.moments_digest()))
     entries = msgspec.msgpack.decode(msgspec.msgpack.encode(gives.moments_since(digest)))
     return asks.merge_moments(entries)
 
 
-def swap_all(asks: StepAccounting, gives: StepAccounting) -> int:
+def swap_all(asks: ProgressTracker, gives: ProgressTracker) -> int:
     asks.merge_counts(over_the_wire(gives))
     return swap(asks, gives)
 
 
-def worked(node: str, steps: int, boot: int = 1, **fields) -> StepAccounting:
+def worked(node: str, steps: int, boot: int = 1, **fields) -> ProgressTracker:
     """A step accounting of a node that has made steps and counted as many samples."""
-    made = StepAccounting(node, boot)
+    made = ProgressTracker(node, boot)
     made.follow("l0")
     made.credit(Counts(steps))
     made.put_moments({"obs": packed(moments(steps, **fields))})
     return made
 
 
-def others_of(step_accounting: StepAccounting) -> Moments:
-    return Moments.from_wire(msgspec.msgpack.decode(step_accounting.others_moments()["obs"]))
+def others_of(progress_tracker: ProgressTracker) -> Moments:
+    return Moments.from_wire(msgspec.msgpack.decode(progress_tracker.others_moments()["obs"]))
 
 
 def test_moments_of_the_others():
@@ -249,7 +251,7 @@ def test_moments_of_the_far_future_or_of_our_own_boot_arent_taken_in():
 
 
 def test_streams_that_this_node_doesnt_have_are_passed_over():
-    one, two = StepAccounting(A, 1), worked(B, 3)
+    one, two = ProgressTracker(A, 1), worked(B, 3)
     assert swap_all(one, two) == 0
     assert one.moments_digest() == {}
 
@@ -259,7 +261,7 @@ def test_streams_of_the_learner_are_open_before_its_first_report():
         parts = (("count", ()), ("mean", shape), ("m2", shape))
         return [SidecarItem(f"{name}.{part}", size, "float64", "moments") for part, size in parts]
 
-    one, two = StepAccounting(A, 1), worked(B, 3)
+    one, two = ProgressTracker(A, 1), worked(B, 3)
     adam = SidecarItem("adam.mean", (9,))
     one.open_streams(SidecarLayout((adam, *of_stream("obs", (2,)), *of_stream("returns", ()))))
     assert set(one.moments_digest()) == {"obs", "returns"}
@@ -270,9 +272,9 @@ def test_streams_of_the_learner_are_open_before_its_first_report():
 
 
 def test_moments_come_back_from_a_checkpoint():
-    one = StepAccounting(A, 1)
+    one = ProgressTracker(A, 1)
     one.put_moments({"obs": packed(moments(10, 1.0)), "returns": packed(moments(4, size=1))})
-    heir = StepAccounting(A, 2)
+    heir = ProgressTracker(A, 2)
     heir.restore_moments(msgspec.msgpack.decode(msgspec.msgpack.encode(one.moments_since({}))))
     assert others_of(heir).count == 10.0
     assert set(heir.moments_digest()) == {"obs", "returns"}
@@ -281,18 +283,18 @@ def test_moments_come_back_from_a_checkpoint():
 @pytest.mark.parametrize("data", [b"", b"\xc1", msgspec.msgpack.encode([1, 2])])
 def test_unreadable_moments_are_a_wire_error(data):
     with pytest.raises(WireError):
-        StepAccounting(A, 1).put_moments({"obs": data})
+        ProgressTracker(A, 1).put_moments({"obs": data})
 
 
 @pytest.mark.parametrize("rows", [[[A, 1]], [7], [[A, 1, "moments"]]])
 def test_unreadable_moments_of_a_checkpoint_are_a_wire_error(rows):
     with pytest.raises(WireError):
-        StepAccounting(A, 1).restore_moments({"obs": rows})
+        ProgressTracker(A, 1).restore_moments({"obs": rows})
 
 
 def test_streams_are_bounded():
-    step_accounting = StepAccounting(A, 1)
+    progress_tracker = ProgressTracker(A, 1)
     many = {f"s{number}": packed(moments(1)) for number in range(ledger_module.MAX_STREAMS)}
-    step_accounting.put_moments(many)
+    progress_tracker.put_moments(many)
     with pytest.raises(WireError, match="streams"):
-        step_accounting.put_moments({"one more": packed(moments(1))})
+        progress_tracker.put_moments({"one more": packed(moments(1))})

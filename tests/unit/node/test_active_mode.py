@@ -11,7 +11,7 @@ import pytest
 from p2pdrl.config.strategy import GradAverageConfig, LocalConfig, StrategyConfig
 from p2pdrl.errors import ConfigError, PeerRefusedError
 from p2pdrl.node import settings
-from p2pdrl.node.mode import ModeInForce
+from p2pdrl.node.training import ActiveMode
 from p2pdrl.strategies.gossip import adpsgd
 from p2pdrl.strategies.gossip.adpsgd import AdpsgdStrategy
 from p2pdrl.strategies.local import LocalStrategy
@@ -45,9 +45,9 @@ async def mode(pair):
     """Makes modes for the first of two nodes, with a way to build strategies that the test chooses."""
     made = []
 
-    def make(build, change=None) -> ModeInForce:
+    def make(build, change=None) -> ActiveMode:
         one = pair[0].training
-        made.append(ModeInForce(one.context, change or one.learner_pool.change, one.accounting, build))
+        made.append(ActiveMode(one.context, change or one.learners.change, one.accounting, build))
         return made[-1]
 
     yield make
@@ -86,7 +86,7 @@ async def test_a_bug_is_told_after_modes_that_follow_closely(pair, mode):
     async def dismiss_helpers_first(learner_mode, epoch):
         if epoch > 1:
             await asyncio.sleep(0.01)
-        await pair[0].training.learner_pool.change(learner_mode, epoch)
+        await pair[0].training.learners.change(learner_mode, epoch)
 
     one = mode(either, dismiss_helpers_first)
     watch = asyncio.create_task(one.watch())

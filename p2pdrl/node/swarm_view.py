@@ -1,4 +1,4 @@
-"""Counts what peers did wrong, and says who isn't spoken to for a while. Pure."""
+"""The node as its strategy sees it, and the quarantine of peers that sent poisoned vectors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from p2pdrl.config.node import LimitsConfig
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.ids import short
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.state.adoption import Adoptions
+from p2pdrl.node.state.state_transfer import Adoptions
 from p2pdrl.strategies.protocol import RoundReport
 from p2pdrl.transport.protocol import Address
 
-__all__ = ["Quarantine", "SwarmSide"]
+__all__ = ["NodeSwarmView", "Quarantine"]
 
 STRIKE_LIFE_S = 600.0
 """A strike older than this is forgiven."""
@@ -25,12 +25,7 @@ V = TypeVar("V")
 
 
 class Quarantine:
-    """Strikes by peer; enough of them within ten minutes and the peer is refused for a time.
-
-    Args:
-        strikes: poisoned vectors after which a peer is quarantined.
-        duration_s: how long.
-    """
+    """Refuses a peer for ``duration_s`` that sent ``strikes`` poisoned vectors within ten minutes. Pure."""
 
     def __init__(self, strikes: int, duration_s: float) -> None:
         self._limit = strikes
@@ -67,31 +62,20 @@ class Quarantine:
 
 
 def _remember(table: dict[str, V], peer: str, value: V) -> None:
-    """Put ``peer`` at the end of ``table``; the oldest goes when there are too many."""
+    """Put ``peer`` at the end of ``table``; the oldest makes room."""
     table.pop(peer, None)
     table[peer] = value
     if len(table) > MAX_PEERS:
         del table[next(iter(table))]
 
 
-class SwarmSide:
-    """Implements `strategies.protocol.SwarmView`; see there.
+class NodeSwarmView:
+    """Implements `strategies.protocol.SwarmView`.
 
     Args:
-        me: own node id.
-        limits: when peers are quarantined.
-        clock: time.
-        events: what is told.
-        adoptions: takes states over.
-        alive: the living members, without ourselves.
-        named: from a member's id to its name.
-        summary: what we say of ourselves.
-        env_steps: of this node, so far.
+        env_steps: tells how many this node made so far.
         observed: told how each exchange that we began has ended, and its seconds.
         rounds: each is told how a round has ended.
-
-    Attributes:
-        quarantine: members that sent poison lately.
     """
 
     def __init__(
@@ -110,7 +94,7 @@ class SwarmSide:
         rounds: Sequence[Callable[[RoundReport], None]],
     ) -> None:
         self._me = me
-        self._rest_s = limits.quarantine_s
+        self._quarantine_s = limits.quarantine_s
         self._clock = clock
         self._events = events
         self._adoptions = adoptions
@@ -150,7 +134,7 @@ class SwarmSide:
     def strike(self, peer: str, why: str) -> None:
         """Note that ``peer`` sent something poisoned."""
         if self.quarantine.strike(peer, self._clock.monotonic()):
-            why += f"; refused for {self._rest_s:.0f} s"
+            why += f"; refused for {self._quarantine_s:.0f} s"
         self._events.emit("strike", f"{short(peer)} sent a bad vector: {why}", level="warning", peer=peer)
 
     def quarantined(self, peer: str) -> bool:

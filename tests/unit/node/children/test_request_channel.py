@@ -10,7 +10,7 @@ import pytest
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.errors import TensorError
-from p2pdrl.node.children.learner_io import LearnerIO
+from p2pdrl.node.children.supervisor import LearnerRequestChannel
 from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.tensors.shared_memory import GradientRing, SharedVector
 from p2pdrl.workers.protocol import Posted, RequestAnswer
@@ -20,7 +20,7 @@ SIZE = 5
 
 @pytest.fixture
 def place():
-    made = LearnerIO()
+    made = LearnerRequestChannel()
     yield made
     made.close()
 
