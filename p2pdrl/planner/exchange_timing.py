@@ -1,6 +1,6 @@
 """Asynchronous gossip in virtual time: when each node looks whether to begin an exchange.
 
-What `gossip`, `sgp` and `gala` share; the cores, on `strategies.gossip.exchange_timer`, are the real ones.
+What `gossip`, `sgp` and `gala` share; the cores, on `strategies.gossip.asynchronous`, are the real ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from p2pdrl.config.strategy import AdpsgdConfig, GalaConfig, Partners, SgpConfig
 from p2pdrl.planner.world import Model, World
 from p2pdrl.strategies.call_timeouts import CallDeadline
-from p2pdrl.strategies.gossip.exchange_timer import ExchangeTimer
+from p2pdrl.strategies.gossip.asynchronous import ExchangeTimer
 
 __all__ = ["ExchangeTimingModel"]
 

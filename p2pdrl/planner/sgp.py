@@ -120,7 +120,7 @@ class SgpModel(ExchangeTimingModel[PushCore]):
         took_s, sums = now_s - began_s, self._sums[me]
         self._deadlines[me].note("ok" if outcome == "pushed" else outcome, took_s)
         if outcome in ("pushed", "timeout"):
-            sums.acknowledged(parcel.number)
+            sums.gone(parcel.number)
         else:
             factor = sums.returned(parcel.number)
             if z_E is not None and not self.replicas.settled:
