@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-__all__ = ["Forecast"]
+from p2pdrl.config.strategy import StrategyConfig
+from p2pdrl.planner.description import TALKED, SwarmDescription
+from p2pdrl.planner.replicas import Replicas
+from p2pdrl.planner.statistics import STALENESS_BOUNDS, Statistics
+
+__all__ = ["Forecast", "forecast_of"]
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,3 +65,53 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     histogram: tuple[int, ...]
     outcomes: dict[str, int]
     walk: tuple[tuple[float, float], ...]
+
+
+def forecast_of(
+    swarm: SwarmDescription,
+    strategy: StrategyConfig,
+    statistics: Statistics,
+    replicas: Replicas,
+    seconds: float,
+) -> Forecast:
+    """What was counted, as rates."""
+    everybody = range(len(statistics.updates))
+    slow = set(swarm.stragglers)
+    healthy = [node for node in everybody if node % swarm.nodes not in slow] if slow else None
+
+    def rate(counts: Sequence[float], nodes: Sequence[int] | None = None) -> float:
+        chosen = everybody if nodes is None else nodes
+        lived_s = sum(statistics.lived_s[node] for node in chosen)
+        return sum(counts[node] for node in chosen) / lived_s if lived_s else 0.0
+
+    ended, lost = sum(statistics.rounds), sum(statistics.lost)
+    merged = sum(statistics.staleness)
+    bounds = (*STALENESS_BOUNDS, 2 * STALENESS_BOUNDS[-1])
+    background = swarm.costs.background_bytes_s * min(swarm.nodes, TALKED) if swarm.nodes > 1 else 0.0
+    part = replicas.part() if replicas.agreed_s is None else min(replicas.walk[-1][1], 1.0)
+    return Forecast(
+        strategy=str(type(strategy).__struct_config__.tag),
+        nodes=swarm.nodes,
+        seconds=seconds,
+        updates_s=rate(statistics.updates),
+        healthy_updates_s=rate(statistics.updates, healthy),
+        fresh_updates_s=rate(statistics.fresh, healthy),
+        rounds_s=rate(statistics.rounds),
+        lost_s=rate(statistics.lost),
+        lost=lost / (ended + lost) if ended + lost else 0.0,
+        round_s=statistics.round_s / ended if ended else 0.0,
+        waiting=rate(statistics.waited_s),
+        bytes_out_s=rate(statistics.out),
+        bytes_in_s=rate(statistics.into),
+        wire_out_s=rate(statistics.wire_out) + background,
+        wire_in_s=rate(statistics.wire_in) + background,
+        consensus_s=replicas.agreed_s,
+        consensus_exchanges=None if replicas.agreed_s is None else replicas.agreed_mixes,
+        left=part,
+        staleness=sum(n * s for n, s in zip(statistics.staleness, bounds, strict=True)) / merged
+        if merged
+        else 0.0,
+        histogram=tuple(statistics.staleness),
+        outcomes=dict(statistics.outcomes),
+        walk=tuple(replicas.walk),
+    )

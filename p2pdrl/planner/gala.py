@@ -42,10 +42,12 @@ class GalaModel(ExchangeTimingModel[PushCore]):
         """Whether a learner made an update since its node last averaged."""
 
     def updated(self, node: int) -> None:
-        """Average what has come, and push if it is time to."""
+        """Average what has come, and push if it is time to: two tasks, of which either may be first."""
         self._unmixed[node] = True
-        self._average(node)
+        if self.world.rng.random() < 0.5:
+            self._average(node)
         super().updated(node)
+        self._average(node)
 
     def _average(self, me: int) -> None:
         """Once after each update, with what is there by then or comes first."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from p2pdrl.planner.description import SwarmDescription
 from p2pdrl.planner.statistics import Statistics
 
-__all__ = ["Network", "Passage"]
+__all__ = ["Network", "Passage", "on_wire_bytes"]
 
 MSS = 1448.0
 PACKET_BYTES = 66.0
@@ -23,6 +23,11 @@ PACKET_BYTES = 66.0
 RTO_S = 0.2
 TAIL = 3
 """Packets at a message's end whose loss only a timeout shows."""
+
+
+def on_wire_bytes(nbytes: float) -> float:
+    """Bytes of a message with the headers of its packets."""
+    return nbytes + PACKET_BYTES * math.ceil(nbytes / MSS)
 
 
 class Passage(NamedTuple):

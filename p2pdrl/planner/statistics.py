@@ -37,6 +37,12 @@ class Statistics:
     """
 
     def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from 0 on."""
+        capacity = self._capacity
         self.updates = [0] * capacity
         self.fresh = [0] * capacity
         self.rounds = [0] * capacity
@@ -50,8 +56,8 @@ class Statistics:
         self.wire_in = [0.0] * capacity
         self.staleness = [0] * (len(STALENESS_BOUNDS) + 1)
         self.round_s = 0.0
-        self._heard_NF = np.zeros((capacity, 2))
-        """Payload, and bytes with heads and packets, that came by `broadcast` and aren't in the lists yet."""
+        self._heard_NF = np.zeros((capacity, 3))
+        """By `broadcast`, and not in the lists yet: payload that came, bytes on the wire, answers' bytes."""
 
     def message(self, source: int, target: int, payload: float, on_wire: float) -> None:
         """A message went from one to the other."""
@@ -61,25 +67,33 @@ class Statistics:
         self.wire_in[target] += on_wire
 
     def broadcast(
-        self, source: int, targets_P: npt.NDArray[np.int64], payload: float, on_wire: float
+        self,
+        source: int,
+        targets_P: npt.NDArray[np.int64],
+        payload: float,
+        on_wire: float,
+        answer: float,
     ) -> None:
-        """One message went to each of ``targets_P``; they see it after `settle`.
+        """One message went to each of ``targets_P``, who answered; they see it after `settle`.
 
         Args:
             source: who sent it.
             targets_P: nodes, each once.
             payload: bytes of each copy that count for the strategy.
             on_wire: bytes of each copy with heads and packets.
+            answer: bytes of each answer, which carries no payload.
         """
         self.out[source] += payload * len(targets_P)
         self.wire_out[source] += on_wire * len(targets_P)
-        self._heard_NF[targets_P] += (payload, on_wire)
+        self.wire_in[source] += answer * len(targets_P)
+        self._heard_NF[targets_P] += (payload, on_wire, answer)
 
     def settle(self) -> None:
         """The end: what came by `broadcast` is counted with the rest."""
-        for node, (payload, on_wire) in enumerate(self._heard_NF.tolist()):
+        for node, (payload, on_wire, answers) in enumerate(self._heard_NF.tolist()):
             self.into[node] += payload
             self.wire_in[node] += on_wire
+            self.wire_out[node] += answers
         self._heard_NF[:] = 0.0
 
     def round(self, node: int, outcome: str, seconds: float, count: int = 1) -> None:

@@ -74,7 +74,8 @@ def test_a_broadcast_counts_as_the_messages_that_it_is():
     one_by_one, at_once = Statistics(4), Statistics(4)
     for target in (0, 2, 3):
         one_by_one.message(1, target, 100.0, 120.0)
-    at_once.broadcast(1, np.array([0, 2, 3]), 100.0, 120.0)
+        one_by_one.message(target, 1, 0.0, 50.0)
+    at_once.broadcast(1, np.array([0, 2, 3]), 100.0, 120.0, 50.0)
     at_once.settle()
     at_once.settle()
     for name in ("out", "into", "wire_out", "wire_in"):
