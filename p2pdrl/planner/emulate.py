@@ -21,11 +21,8 @@ from p2pdrl.config.learner_mode import learner_mode_of
 from p2pdrl.config.strategy import GalaConfig, PipelineConfig, SgpConfig, StrategyConfig, StromConfig
 from p2pdrl.errors import UsageError
 from p2pdrl.planner.description import SwarmDescription
-from p2pdrl.planner.forecast import Forecast, forecast_of
-from p2pdrl.planner.network import Network
-from p2pdrl.planner.processors import Processors
-from p2pdrl.planner.replicas import ENTRIES, Replicas
-from p2pdrl.planner.statistics import Statistics
+from p2pdrl.planner.forecast import ENTRIES, Forecast, Replicas, Statistics, forecast_of
+from p2pdrl.planner.network import Network, Processors
 from p2pdrl.strategies.protocol import RoundReport
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.testing.memory_transport import MemoryNetwork

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from p2pdrl.config.strategy import FederatedConfig, GradAverageConfig, ParamAverageConfig
 from p2pdrl.group.view import GroupView, ViewKey
-from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
+from p2pdrl.planner.network import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import DOUBT_S, Model, World
 from p2pdrl.strategies.allreduce.federated import participants
 from p2pdrl.strategies.allreduce.own_averager import cut_pieces

@@ -20,18 +20,14 @@ from p2pdrl.config.strategy import (
     StromConfig,
 )
 from p2pdrl.errors import UsageError
-from p2pdrl.planner.churn import ChurnEvents, moments
 from p2pdrl.planner.description import SwarmDescription
 from p2pdrl.planner.forecast import Forecast, forecast_of
-from p2pdrl.planner.gala import GalaModel
-from p2pdrl.planner.gossip import GossipModel
+from p2pdrl.planner.gossip import AdpsgdModel, GalaModel, SgpModel
 from p2pdrl.planner.neighbours import NeighboursModel
 from p2pdrl.planner.rounds import RoundsModel
-from p2pdrl.planner.servers_async import ServersAsyncModel
-from p2pdrl.planner.servers_sync import ServersSyncModel
-from p2pdrl.planner.sgp import SgpModel
+from p2pdrl.planner.servers import ServersAsyncModel, ServersSyncModel
 from p2pdrl.planner.strom import StromModel
-from p2pdrl.planner.world import Model, World
+from p2pdrl.planner.world import ChurnEvents, Model, World, moments
 
 __all__ = ["predict"]
 
@@ -49,7 +45,7 @@ def model_of(strategy: StrategyConfig, world: World) -> Model:
         case HogwildConfig(between_nodes=False):
             return AloneModel(world)
         case AdpsgdConfig():
-            return GossipModel(strategy, world)
+            return AdpsgdModel(strategy, world)
         case SgpConfig():
             return SgpModel(strategy, world)
         case GalaConfig():

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.config.strategy import StromConfig
-from p2pdrl.planner.network import on_wire_bytes
-from p2pdrl.planner.payload import sparse_nbytes
+from p2pdrl.planner.network import on_wire_bytes, sparse_nbytes
 from p2pdrl.planner.world import Model, World
 
 __all__ = ["StromModel"]

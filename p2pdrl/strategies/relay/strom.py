@@ -21,13 +21,7 @@ import numpy as np
 from msgspec import Meta
 
 from p2pdrl.config.strategy import Mode, StromConfig
-from p2pdrl.errors import (
-    PeerTimeoutError,
-    PoisonedVectorError,
-    TensorError,
-    TransportError,
-    WireError,
-)
+from p2pdrl.errors import PeerTimeoutError, PoisonedVectorError, TensorError, TransportError, WireError
 from p2pdrl.group.compatibility import Natural, Short, Summary, Verdict
 from p2pdrl.strategies.admission import ExchangeAdmission
 from p2pdrl.strategies.call_timeouts import outcome_of

@@ -7,14 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from p2pdrl.planner.churn import moments
 from p2pdrl.planner.description import CallCosts, NodeLink, Pair, SwarmDescription
-from p2pdrl.planner.event_queue import EventQueue
-from p2pdrl.planner.network import MSS, PACKET_BYTES, Network
-from p2pdrl.planner.payload import payload_nbytes, sparse_nbytes
-from p2pdrl.planner.processors import Processors
-from p2pdrl.planner.replicas import Replicas
-from p2pdrl.planner.statistics import Statistics
+from p2pdrl.planner.forecast import Replicas, Statistics
+from p2pdrl.planner.network import MSS, PACKET_BYTES, Network, Processors, payload_nbytes, sparse_nbytes
+from p2pdrl.planner.world import EventQueue, moments
 from p2pdrl.tensors.compression import make_codec
 
 

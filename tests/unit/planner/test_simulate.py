@@ -18,9 +18,9 @@ from p2pdrl.config.strategy import (
     StromConfig,
 )
 from p2pdrl.planner.description import LAN, WAN, CallCosts, Churn, Machine, NodeLink, SwarmDescription
-from p2pdrl.planner.gala import GalaModel
+from p2pdrl.planner.gossip import GalaModel
+from p2pdrl.planner.network import sparse_nbytes
 from p2pdrl.planner.parsing import ALL_STRATEGIES
-from p2pdrl.planner.payload import sparse_nbytes
 from p2pdrl.planner.simulate import predict
 from p2pdrl.planner.world import World
 
