@@ -12,7 +12,7 @@
 | hold one model over several peers | `pipeline` |
 | agree on one list of members | `group` |
 | judge, wait, collect, count | `admission`, `call_timeouts`, `task_runner`, and all of `p2pdrl.group` |
-| begin exchanges now and then | `gossip.exchange_timer` (when), `gossip.asynchronous` (the loop) |
+| begin exchanges now and then | `gossip.asynchronous` |
 | lose nothing by compression | `feedback` |
 | run tasks, and long arithmetic beside the event loop | `task_runner`, `offload`, `own_vector` |
 | run one in a test | `testing` |

@@ -303,7 +303,7 @@ class FakeStages:
     async def _drive(self, order: StageOrder, pipes: Mapping[StageSide, Pipe]) -> None:
         learner, since = self._learner, 0
         while not self._finish:
-            await asyncio.sleep(learner.period_s)
+            await asyncio.sleep(learner.next_period_s())
             await self._thawed()
             if order.ranks > 1:
                 self._maybe_fail(order)

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from p2pdrl.config.strategy import StrategyConfig
-from p2pdrl.planner.replicas import AGREED
+from p2pdrl.planner.forecast import AGREED
 from support.live_swarm import LiveSwarm
 
 __all__ = ["crossing", "gather", "started"]
