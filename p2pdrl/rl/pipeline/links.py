@@ -231,7 +231,7 @@ class Carrier(Protocol):
         Raises:
             PeerUnreachableError: the stream is broken.
             PeerTimeoutError: no whole frame came.
-            WireError: what came is no frame, or longer than any can be (``Parts.longest_nbytes``).
+            WireError: what came is no frame, or longer than any can be (``ModelParts.longest_nbytes``).
         """
         ...
 

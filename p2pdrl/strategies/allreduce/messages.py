@@ -36,7 +36,7 @@ class ReduceRequest(msgspec.Struct, frozen=True, array_like=True):
         weight: of the part; a part of weight 0 has no vector.
         policy_version: the part's.
         learning_rate: at which the sender would step.
-        call: number of the call, for those whose answers are held (see `group.holding`).
+        call: number of the call, for those whose answers are held (see `group.held_calls`).
         left: gradients of the sender's update that come after this one.
     """
 

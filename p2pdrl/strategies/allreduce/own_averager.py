@@ -9,9 +9,9 @@ down to one: for short vectors the number of calls is what costs.
 The owner sums in the order of the members and rounds once; the others decode its bytes. Parts come
 compressed; averages go back dense: float32 when compression is ``none``, else bf16.
 
-What is lost is sent again (`group.holding`). A member where nobody listens is doubted at once. One that stays
-silent is asked whether it is alive after `AdaptiveTimeout` (at most `ASK_S`), and doubted when it doesn't
-answer; one that is alive, whose learner is still at work, has until ``deadline_s``.
+What is lost is sent again (`group.held_calls`). A member where nobody listens is doubted at once. One that
+stays silent is asked whether it is alive after `AdaptiveTimeout` (at most `ASK_S`), and doubted when it
+doesn't answer; one that is alive, whose learner is still at work, has until ``deadline_s``.
 
 Shapes: every vector is flat, of D elements (all parameters); names carry no suffix.
 """

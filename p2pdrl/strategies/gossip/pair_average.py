@@ -80,7 +80,7 @@ class ExchangeHead(msgspec.Struct, frozen=True):
     wire: WireName
     summary: Summary
     verdict: str = "mix"
-    """In an answer: what the responder does (a `judgement.Verdict`); a vector follows only for ``mix``."""
+    """In an answer: what the responder does (`group.compatibility.Verdict`); only ``mix`` brings a vector."""
     content: Content = "parameters"
     fresh_steps: Natural = 0
     """Environment steps of this side since its last exchange."""

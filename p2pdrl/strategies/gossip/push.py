@@ -133,7 +133,7 @@ class PushAnswer(msgspec.Struct, frozen=True):
     result: Literal["taken", "void"]
     summary: Summary
     verdict: Short = "mix"
-    """A `judgement.Verdict`: why it is void, if one side is to adopt the other's state."""
+    """A `group.compatibility.Verdict`: why it is void, if one side is to adopt the other's state."""
     more: bool = False
     """Nobody else pushes to us: go on; see `gala`."""
 
