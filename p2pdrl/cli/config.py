@@ -89,7 +89,7 @@ def init(file: Path | None) -> None:
 @json_option
 def presets(as_json: bool) -> None:
     """List the presets, which --config takes by name."""
-    from p2pdrl.config.presets import preset_names, preset_summary
+    from p2pdrl.config.loader import preset_names, preset_summary
 
     summaries = {name: preset_summary(name) for name in preset_names()}
     if as_json:

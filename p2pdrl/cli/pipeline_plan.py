@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from p2pdrl.cli.formats import clean
-from p2pdrl.config.batches import batches_of, minibatch_rows, minibatches_of
 from p2pdrl.config.checks import too_few_blocks
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import PipelineConfig
+from p2pdrl.config.task import batches_of, minibatch_rows, minibatches_of
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.drawing import draw, legend
 from p2pdrl.pipeline.layers import FREE, Layer, PeerLink

@@ -9,7 +9,6 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from p2pdrl.config.batches import minibatch_rows
 from p2pdrl.config.node import LearnerConfig, NodeConfig
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import (
@@ -30,7 +29,14 @@ from p2pdrl.config.strategy import (
     StrategyConfig,
     StromConfig,
 )
-from p2pdrl.config.task import A2CConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
+from p2pdrl.config.task import (
+    A2CConfig,
+    NetworkConfig,
+    PPOConfig,
+    RegressionConfig,
+    TaskConfig,
+    minibatch_rows,
+)
 
 __all__ = [
     "LIST_BLOCKS",

@@ -17,8 +17,8 @@ import msgspec
 
 from p2pdrl.config import schema
 from p2pdrl.config.checks import strategy_problems
+from p2pdrl.config.schema import coerce_text, shown
 from p2pdrl.config.strategy import Mode, StrategyConfig, mode_of
-from p2pdrl.config.values import coerce_text, shown
 from p2pdrl.errors import ConfigError
 
 __all__ = ["PROTOCOLS", "changed_options", "mode_words", "protocol_of", "strategy_from", "told_options"]

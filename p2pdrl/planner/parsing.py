@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from p2pdrl.config.loader import resolve
+from p2pdrl.config.loader import preset_names, resolve
 from p2pdrl.config.mode import PROTOCOLS, strategy_from
-from p2pdrl.config.presets import preset_names
+from p2pdrl.config.schema import shown
 from p2pdrl.config.strategy import (
     AdpsgdConfig,
     DsgdConfig,
@@ -31,7 +31,6 @@ from p2pdrl.config.strategy import (
     StrategyConfig,
     StromConfig,
 )
-from p2pdrl.config.values import shown
 from p2pdrl.errors import ConfigError, UsageError
 from p2pdrl.planner.description import LAN, LOOPBACK, WAN, Machine, NodeLink, SwarmDescription
 

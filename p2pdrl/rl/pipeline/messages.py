@@ -23,7 +23,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.config.gradients import Precision
+from p2pdrl.config.fields import Precision
 from p2pdrl.pipeline.plan import MAX_MICROBATCHES
 
 __all__ = [
