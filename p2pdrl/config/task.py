@@ -161,7 +161,7 @@ class RegressionConfig(
 ):
     """Supervised regression on made-up data: the smallest thing a swarm can train, to measure strategies.
 
-    ``env`` and ``network`` are ignored. A row used counts as an environment step, and
+    ``task.env`` and ``task.network`` are ignored. A row used counts as an environment step, and
     minus the loss on rows that nobody trains on as the return of an episode.
     """
 
@@ -171,7 +171,7 @@ class RegressionConfig(
     features: Annotated[int, Meta(ge=1, le=100_000_000)] = 32
     """Length of one input row."""
     rows: Annotated[int, Meta(ge=1, le=10_000_000)] = 4096
-    """Rows to train on, drawn from ``seed`` and so the same on every node; up to 1024 more are for
+    """Rows to train on, drawn from ``task.seed`` and so the same on every node; up to 1024 more are for
     the evaluation."""
     density: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the inputs of ``least_squares`` that aren't zero. Below 1, ``sgd`` writes only the weights
