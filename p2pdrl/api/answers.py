@@ -1,7 +1,4 @@
-"""Answers of the API: JSON that is always valid, and errors as ``{"error": one line}``.
-
-Used by the routes and the gate of this package.
-"""
+"""Answers of the API: JSON that is always valid, and errors as ``{"error": one line}``."""
 
 from __future__ import annotations
 

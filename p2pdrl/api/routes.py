@@ -53,14 +53,14 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
         node: what the routes show and steer.
         clock: for signed requests; the system's by default.
     """
-    gate = AccessGuard(node, clock or SystemClock())
+    access_guard = AccessGuard(node, clock or SystemClock())
     streams = EventStreams(node.events())
     views, actions, export = _Views(node), _Actions(node), _Export(node)
     table: list[Route] = [
         ("GET", "/", Access.OPEN, load_page().handle),
         ("GET", "/healthz", Access.OPEN, views.healthz),
         ("GET", "/readyz", Access.READ, views.readyz),
-        ("GET", "/v1/target", Access.OPEN, gate.target),
+        ("GET", "/v1/target", Access.OPEN, access_guard.target),
         ("GET", "/metrics", Access.METRICS, views.metrics),
         ("GET", "/v1/status", Access.READ, views.status),
         ("GET", "/v1/peers", Access.READ, views.peers),
@@ -78,7 +78,7 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
     ]
     for method, path, access, handler in table:
         add = app.router.add_get if method == "GET" else app.router.add_post
-        add(path, gate.guard(access, handler))
+        add(path, access_guard.guard(access, handler))
     app.router.add_route("*", "/v1/{rest:.*}", answers_errors(_Unknown(table).handle))
     app.on_shutdown.append(streams.close)
 

@@ -20,7 +20,7 @@ import msgspec
 from p2pdrl.cli.client import NodeClient, parse_api
 from p2pdrl.cli.formats import byte_size, clean
 from p2pdrl.cli.options import json_option, split_addresses
-from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UsageError
+from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError, UsageError
 from p2pdrl.ids import PROTOCOL_VERSION, swarm_id_from_key
 
 __all__ = ["Check", "doctor", "machine_checks", "peer_checks"]
@@ -276,7 +276,6 @@ def doctor(
     Each line says ok, warn or fail, and what to do. The exit code is 4 if anything fails.
     """  # fmt: skip
     from p2pdrl.api.keyfile import read_swarm_key
-    from p2pdrl.errors import UnhealthyError
 
     key = read_swarm_key(swarm_key_file) if swarm_key_file else None
     checks = machine_checks(data_dir, listen)
@@ -284,8 +283,6 @@ def doctor(
         checks += peer_checks(address, key)
     failed = sum(check.result == "fail" for check in checks)
     if as_json:
-        import msgspec
-
         click.echo(msgspec.json.format(msgspec.json.encode({"ok": not failed, "checks": checks}), indent=2))
     else:
         width = min(max(len(check.name) for check in checks), 40)

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from p2pdrl.cli.formats import clean, fixed, grouped
 from p2pdrl.cli.options import json_option
 
 __all__ = ["evaluate"]
@@ -111,8 +112,6 @@ def _play(checkpoint: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 def _report(document: dict[str, Any]) -> str:
     """One line per way of acting."""
-    from p2pdrl.cli.formats import clean, fixed, grouped
-
     version, steps = grouped(document.get("policy_version")), grouped(document.get("env_steps"))
     lines = [
         f"{clean(document.get('env'))}  policy version {version}, {steps} steps",

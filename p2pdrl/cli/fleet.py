@@ -1,4 +1,4 @@
-"""Free ports for the nodes of ``p2pdrl swarm up``, kept apart from those of other swarms that start now.
+"""The node processes of ``p2pdrl swarm up``, and free ports for them.
 
 A port that is free when it is looked at may be taken a second later by the nodes of another ``swarm up``.
 So each port is claimed by a name in Linux's abstract socket namespace, which the kernel frees however
@@ -122,7 +122,7 @@ class FleetNode:
         return self.process.poll()
 
     def row(self) -> dict[str, Any]:
-        """The member for a table: its status, or what its process tells."""
+        """The member for a table: its status, and how its process ended."""
         code = self.exit_code
         row = {"name": self.name, "address": str(self.address), "state": "starting", **self.status}
         if code is not None:

@@ -125,7 +125,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def run_command(command: click.Command, name: str, args: Sequence[str] | None = None) -> int:
-    """Run a click command, tell its errors in one line, and return the exit code of the table above.
+    """Run a click command, print its errors in one line, and return the exit code of the table above.
 
     Args:
         command: what to run; the scripts pass theirs.

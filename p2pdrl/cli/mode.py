@@ -117,54 +117,44 @@ def set_mode(
     if no_wait:
         click.echo(f"proposed mode {words}, epoch {epoch}")
         return
-    _Waiting(client, words, (epoch, proposer)).until(wait_s)
+    _wait_for_all(client, words, (epoch, proposer), wait_s)
     click.echo(f"mode is {words}, epoch {epoch}")
 
 
-class _Waiting:
-    """Waits for everybody to follow one record."""
+def _wait_for_all(client: NodeClient, words: str, record: tuple[Any, Any], wait_s: float) -> None:
+    """Ask until every member follows ``record`` (epoch and proposer); progress goes to standard error.
 
-    def __init__(self, client: NodeClient, words: str, record: tuple[Any, Any]) -> None:
-        self._client = client
-        self._words = words
-        self._record = record
-        self._progress = ""
-
-    def until(self, wait_s: float) -> None:
-        """Ask until all follow.
-
-        Raises:
-            P2PDRLError: another record won, or somebody doesn't follow in time.
-        """
-        deadline = time.monotonic() + wait_s
-        while late := self._late():
-            if time.monotonic() + _PAUSE_S > deadline:
-                raise P2PDRLError(
-                    f"after {wait_s:g} s not everybody is in mode {self._words}: {'; '.join(late[:20])}"
-                )
-            time.sleep(_PAUSE_S)
-
-    def _late(self) -> list[str]:
-        """Who doesn't follow yet, in words; progress goes to standard error."""
-        document = self._client.get("/v1/mode")
-        self._check(document.get("record") or {})
+    Raises:
+        P2PDRLError: another record won, or somebody doesn't follow in time.
+    """
+    deadline = time.monotonic() + wait_s
+    progress = ""
+    while True:
+        document = client.get("/v1/mode")
+        _check_in_force(document.get("record") or {}, record)
         members = [member for member in document.get("members") or [] if isinstance(member, dict)]
-        late = [_why_not(member, self._record[0]) for member in members if not member.get("follows")]
-        progress = f"{len(members) - len(late)} of {len(members)} members are in mode {self._words}"
-        if progress != self._progress:
-            click.echo(progress, err=True)
-            self._progress = progress
-        return late or ([] if members else ["nobody is heard of"])
-
-    def _check(self, record: dict[str, Any]) -> None:
-        if (record.get("epoch"), record.get("proposer")) == self._record:
+        late = [_why_not(member, record[0]) for member in members if not member.get("follows")]
+        line = f"{len(members) - len(late)} of {len(members)} members are in mode {words}"
+        if line != progress:
+            click.echo(line, err=True)
+            progress = line
+        if members and not late:
             return
-        who = clean(record.get("proposer_name", "?"), 64)
-        what = mode_words(record.get("mode") or "?", record.get("protocol"), record.get("options"))
-        raise P2PDRLError(
-            f"another mode was proposed at the same time and counts: {what} by {who} "
-            f"(epoch {clean(record.get('epoch'), 20)}); look with `p2pdrl mode show`, then set yours again"
-        )
+        if time.monotonic() + _PAUSE_S > deadline:
+            why = "; ".join(late[:20] or ["nobody is heard of"])
+            raise P2PDRLError(f"after {wait_s:g} s not everybody is in mode {words}: {why}")
+        time.sleep(_PAUSE_S)
+
+
+def _check_in_force(found: dict[str, Any], record: tuple[Any, Any]) -> None:
+    if (found.get("epoch"), found.get("proposer")) == record:
+        return
+    who = clean(found.get("proposer_name", "?"), 64)
+    what = mode_words(found.get("mode") or "?", found.get("protocol"), found.get("options"))
+    raise P2PDRLError(
+        f"another mode was proposed at the same time and counts: {what} by {who} "
+        f"(epoch {clean(found.get('epoch'), 20)}); look with `p2pdrl mode show`, then set yours again"
+    )
 
 
 def _why_not(member: dict[str, Any], epoch: object) -> str:
@@ -221,13 +211,13 @@ def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("error", clean(document["error"], 500)))
     facts = document.get("facts")
     facts = dict(facts) if isinstance(facts, Mapping) else {}
-    told = [
+    costs = [
         (word, beside(facts.pop(f"measured_{key}", None), facts.pop(f"predicted_{key}", None), form))
         for word, key, form in (("step", "step_s", millis), ("bubble", "bubble", percent))
     ]
     long = [(key, clean(facts.pop(key), 600)) for key in ("limited", "why") if facts.get(key)]
     rows += [(clean(key, 20).replace("_", " "), _fact(value)) for key, value in facts.items()]
-    rows += [row for row in told if row[1]]
+    rows += [row for row in costs if row[1]]
     return [*rows, *long]
 
 

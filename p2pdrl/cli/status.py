@@ -274,9 +274,9 @@ def _pipeline(s: _Shown) -> str:
         f"{s.number('pipeline.microbatches')} microbatches",
     ]
     for name, form in (("step_s", formats.millis), ("bubble", formats.percent)):
-        told = formats.beside(s.get(f"pipeline.{name}"), s.get(f"pipeline.predicted_{name}"), form)
-        if told:
-            parts.append(f"{name.removesuffix('_s')} {told}")
+        cost = formats.beside(s.get(f"pipeline.{name}"), s.get(f"pipeline.predicted_{name}"), form)
+        if cost:
+            parts.append(f"{name.removesuffix('_s')} {cost}")
     if s.get("pipeline.activation_bytes") is not None:
         parts.append(f"{formats.byte_size(s.get('pipeline.activation_bytes'))} of activations")
     peers = s.get("pipeline.peers")

@@ -4,7 +4,7 @@
 
 Read by the same rules as every other source of configuration: typed by the schema, unknown names get the
 nearest valid one, combinations that can't work are refused. Both the command line and the node call it:
-the one to tell mistakes at once, the other because it trusts nobody.
+the one to report mistakes at once, the other because it trusts nobody.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _MAX_DEPTH = 6
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """The handler that `configure` installs, told apart from everybody else's."""
+    """The handler that `configure` installs, and replaces when it is called again."""
 
 
 def configure(level: Level = "info", format: Format = "auto", stream: TextIO | None = None) -> None:  # noqa: A002
