@@ -50,12 +50,7 @@ class Access(Enum):
 
 
 class AccessGuard:
-    """Decides about each request of one node's API.
-
-    Args:
-        node: whose token and key count.
-        clock: the wall clock that signed requests are compared with.
-    """
+    """Decides about each request of one node's API."""
 
     def __init__(self, node: NodeView, clock: Clock) -> None:
         self._node = node

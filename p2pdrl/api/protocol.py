@@ -131,7 +131,7 @@ class NodeView(Protocol):
 
         Args:
             mode: as people type it (``gossip``).
-            sets: ``key=value`` texts; ``protocol`` names the strategy, others are its options.
+            sets: see `p2pdrl.config.mode.strategy_from`.
 
         Returns:
             ``epoch`` and ``proposer`` of the record that says so.

@@ -46,13 +46,7 @@ Route = tuple[str, str, Access, Handler]
 
 
 def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> None:
-    """Add every route of the API to ``app``.
-
-    Args:
-        app: not yet started.
-        node: what the routes show and steer.
-        clock: for signed requests; the system's by default.
-    """
+    """Add every route of ``node``'s API to ``app``, which isn't started yet."""
     access_guard = AccessGuard(node, clock or SystemClock())
     streams = EventStreams(node.events())
     views, actions, export = _Views(node), _Actions(node), _Export(node)

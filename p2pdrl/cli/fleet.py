@@ -35,10 +35,6 @@ _LAST_PORT = 65535
 class ReservedPorts:
     """Context manager: ``count`` ports on loopback that nobody else uses.
 
-    Args:
-        count: how many.
-        first: the lowest.
-
     Raises:
         UsageError: there aren't that many.
     """
@@ -101,11 +97,7 @@ class FleetNode:
     """One node.
 
     Attributes:
-        name: as it calls itself.
-        address: where it listens.
-        folder: its data folder.
         log: file of everything it writes.
-        process: the child.
         status: its newest ``/v1/status``; empty before the first.
     """
 

@@ -125,12 +125,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def run_command(command: click.Command, name: str, args: Sequence[str] | None = None) -> int:
-    """Run a click command, print its errors in one line, and return the exit code of the table above.
+    """Run a click command (scripts pass theirs) and return the exit code of the table above.
 
-    Args:
-        command: what to run; the scripts pass theirs.
-        name: stands before each message.
-        args: of the command line; the process's own by default.
+    An error is printed as one line that begins with ``name``.
     """
     try:
         code = command.main(args=args, prog_name=name, standalone_mode=False)

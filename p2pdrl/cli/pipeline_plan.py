@@ -67,12 +67,7 @@ class TaskPlan:
 
 
 def plan_task(files: Sequence[str], sets: Sequence[str], link: PeerLink = FREE) -> TaskPlan:
-    """Do it all.
-
-    Args:
-        files: as ``--config`` takes them.
-        sets: as ``--set`` takes them.
-        link: between any two peers.
+    """Measure the blocks of a task (``--config`` and ``--set``) and plan its pipeline.
 
     Raises:
         ConfigError: the configuration is wrong beyond its strategy, or the model can't be cut at all.
@@ -90,7 +85,7 @@ def plan_task(files: Sequence[str], sets: Sequence[str], link: PeerLink = FREE) 
 
 
 def _resolve(files: Sequence[str], sets: Sequence[str]) -> tuple[Config, str]:
-    """Return the configuration; where its strategy is refused, without that, and why: blocks are listed yet.
+    """Return the configuration; one whose strategy is refused without that, and why: blocks are listed yet.
 
     Raises:
         ConfigError: it is wrong elsewhere.
@@ -115,7 +110,7 @@ def _measure(config: Config, parts: int) -> Blocks:
         command.append("--allow-import")
     task = msgspec.json.encode(config.task)
     try:
-        # Stated with the program and our own arguments only: nothing goes through a shell.
+        # Started with the program and our own arguments only: nothing goes through a shell.
         done = subprocess.run(  # noqa: S603
             command, input=task, stdout=subprocess.PIPE, check=False, timeout=MEASURE_S
         )

@@ -100,12 +100,7 @@ def show_again(
 
 
 def watch(show: Callable[[], RenderableType], out: Console, interval_s: float) -> None:
-    """Show for ever: live on a terminal, one below the other elsewhere.
-
-    Args:
-        show: asks the node, and renders what it says.
-        out: where to.
-        interval_s: pause between two calls of ``show``.
+    """Ask and show every ``interval_s`` for ever: live on a terminal, one below the other elsewhere.
 
     Raises:
         DaemonUnreachableError: nobody answered the first time; later failures stand below the last view.

@@ -69,13 +69,10 @@ def console(stream: IO[str] | None = None) -> Console:
 
 
 def members_table(members: Sequence[Member], columns: Sequence[str]) -> Table:
-    """Show one line per member.
+    """Show one line per member, with columns such as `TRAINING`.
 
-    Args:
-        members: in the order of lines.
-        columns: keys of the columns below; see `TRAINING` and `ADDRESSES`. Where one of the members is a
-            stage of a pipeline, that is shown in place of the version lag: ranks below the first learn
-            versions only now and then.
+    Where one of the members is a stage of a pipeline, that is shown in place of the version lag: ranks below
+    the first learn versions only now and then.
     """
     if any(_stage_of(member) for member in members):
         columns = (*(key for key in columns if key != "lag"), *STAGES)

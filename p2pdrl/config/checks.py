@@ -360,13 +360,7 @@ def pipeline_problems(task: TaskConfig) -> Iterator[Problem]:
 
 
 def too_few_blocks(strategy: PipelineConfig, blocks: int, *, most: bool = False) -> Problem | None:
-    """Return the problem of a pipeline that has more stages than blocks; None where it hasn't.
-
-    Args:
-        strategy: its options.
-        blocks: of the model.
-        most: it may also have fewer.
-    """
+    """The problem of a pipeline with more stages than ``blocks`` (or fewer, if ``most``); None without."""
     stages, chunks = strategy.stages, strategy.chunks
     if stages * chunks <= blocks:
         return None

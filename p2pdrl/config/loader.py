@@ -48,7 +48,6 @@ class Resolved(msgspec.Struct, frozen=True):
     """A configuration with the origin of every value.
 
     Attributes:
-        config: what is to be used.
         origins: by dotted key, for every value of ``config``; an empty open section
             (``task.env.kwargs``) has one for itself, a filled one has one per entry.
     """
@@ -275,7 +274,6 @@ class ValueOrigin(msgspec.Struct, frozen=True):
     """The source of one value.
 
     Attributes:
-        kind: which sort of source.
         where: ``FILE:LINE`` of a file, ``preset NAME:LINE`` of a preset, the name of an environment
             variable; empty for the others.
     """
@@ -312,8 +310,6 @@ class SourceValue(msgspec.Struct, frozen=True):
     """A value as its source holds it.
 
     Attributes:
-        value: typed, or text.
-        origin: the source.
         read_as: ``typed`` (a file), ``text`` that may be TOML (variables, ``--set``), or ``flag``:
             typed if it fits, else text.
     """

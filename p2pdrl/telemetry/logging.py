@@ -71,8 +71,7 @@ def configure(level: Level = "info", format: Format = "auto", stream: TextIO | N
 def get_logger(name: str) -> BoundLogger:
     """A logger whose methods take an event and keyword fields: ``log.info("joined", peer=id)``.
 
-    Args:
-        name: module name; those under ``p2pdrl`` obey the configured level.
+    Names under ``p2pdrl`` obey the configured level.
     """
     import structlog
 
