@@ -17,11 +17,9 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Seconds since an arbitrary start; never goes back."""
-        ...
 
     def wall(self) -> float:
         """Seconds since the Unix epoch; may jump."""
-        ...
 
 
 class SystemClock:

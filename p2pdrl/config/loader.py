@@ -24,7 +24,7 @@ from p2pdrl.config import schema
 from p2pdrl.config.checks import problems
 from p2pdrl.config.root import Config
 from p2pdrl.config.schema import TAG, KeyPath, coerce, coerce_text, dotted, parse_text, shown
-from p2pdrl.errors import ConfigError
+from p2pdrl.errors import ConfigError, did_you_mean
 
 __all__ = [
     "Kind",
@@ -249,10 +249,7 @@ def preset_path(name: str) -> Path:
     folder = _folder()
     if folder is not None and name in names:
         return folder / f"{name}.toml"
-    import difflib
-
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"the presets are: {', '.join(names) or 'none'}."
+    hint = did_you_mean(name, names, f"the presets are: {', '.join(names) or 'none'}.")
     raise ConfigError(f"no preset is named {name!r}; {hint} A file of your own wants its ending: {name}.toml")
 
 

@@ -9,7 +9,6 @@ the one to report mistakes at once, the other because it trusts nobody.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -19,7 +18,7 @@ from p2pdrl.config import schema
 from p2pdrl.config.checks import strategy_problems
 from p2pdrl.config.schema import coerce_text, shown
 from p2pdrl.config.strategy import Mode, StrategyConfig, mode_of
-from p2pdrl.errors import ConfigError
+from p2pdrl.errors import ConfigError, did_you_mean
 
 __all__ = ["PROTOCOLS", "changed_options", "mode_words", "protocol_of", "strategy_from", "told_options"]
 
@@ -171,5 +170,4 @@ def _value(value: Any) -> str:
 
 
 def _nearest(name: str, known: Sequence[str], has: str) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else f"{has} {', '.join(known)}"
+    return did_you_mean(name, known, f"{has} {', '.join(known)}")
