@@ -16,10 +16,9 @@ from p2pdrl.config.fields import (
     Seconds,
     Travelling,
 )
+from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES, ScheduleName
 
 __all__ = [
-    "MAX_CHUNKS",
-    "MAX_STAGES",
     "AdpsgdConfig",
     "Averaged",
     "Compressed",
@@ -40,7 +39,6 @@ __all__ = [
     "Partners",
     "PipelineConfig",
     "Robust",
-    "ScheduleName",
     "ServerAsyncConfig",
     "ServerOptions",
     "ServerSyncConfig",
@@ -50,13 +48,6 @@ __all__ = [
     "Topology",
     "mode_of",
 ]
-
-MAX_STAGES = 64
-"""Peers of one pipeline."""
-MAX_CHUNKS = 8
-"""Stages that each of them holds."""
-
-ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 
 
 Compression = Literal["none", "bf16", "int8", "topk", "threshold"]

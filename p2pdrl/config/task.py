@@ -31,6 +31,7 @@ __all__ = [
     "StopConfig",
     "TaskConfig",
     "batches_of",
+    "losses_of",
     "minibatch_rows",
     "minibatches_of",
     "task_hash",
@@ -280,6 +281,12 @@ def task_hash(task: TaskConfig) -> str:
 def batches_of(algorithm: AlgorithmConfig) -> int:
     """Return how many minibatches an unroll is cut into."""
     return algorithm.minibatches if isinstance(algorithm, PPOConfig) else 1
+
+
+def losses_of(algorithm: object) -> int:
+    """Return how many losses an algorithm has: ``losses`` of its configuration's type, or else 1."""
+    losses: int = getattr(type(algorithm), "losses", 1)
+    return losses
 
 
 def minibatches_of(algorithm: AlgorithmConfig) -> int:

@@ -136,26 +136,6 @@ def test_packages_themselves_import_nothing() -> None:
     assert {p.name: found for p in packages if (found := sorted(imported(ast.walk(p.tree))))} == {}
 
 
-def users_of(package: str) -> dict[str, list[str]]:
-    """By module: what it imports of ``package``, from outside of it, anywhere in its code."""
-    found = {}
-    for source in sources().values():
-        names = {name for name in imported(ast.walk(source.tree)) if f"{name}.".startswith(f"{package}.")}
-        if names and not f"{source.name}.".startswith(f"{package}."):
-            found[source.name] = sorted(names)
-    return found
-
-
-def test_only_the_planner_uses_what_is_for_tests() -> None:
-    users = users_of("p2pdrl.testing")
-    assert {name: used for name, used in users.items() if not name.startswith("p2pdrl.planner.")} == {}
-
-
-def test_no_package_uses_the_planner_but_the_command_line() -> None:
-    users = users_of("p2pdrl.planner")
-    assert {name: used for name, used in users.items() if not name.startswith("p2pdrl.cli.")} == {}
-
-
 def test_every_module_says_what_it_is() -> None:
     assert [source.name for source in sources().values() if not ast.get_docstring(source.tree)] == []
 

@@ -13,7 +13,7 @@ from p2pdrl.config.strategy import Mode, ServerOptions
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.group.service import ActiveView, Group
 from p2pdrl.group.view import ViewKey
-from p2pdrl.strategies.protocol import LearnerHandle, LearnerRequest, StrategyContext
+from p2pdrl.strategies.protocol import LearnerHandle, LearnerRequest, Strategy, StrategyContext
 from p2pdrl.strategies.servers.messages import GradientPush, Pull, ShardRequest
 from p2pdrl.strategies.servers.replica_store import ReplicaStore
 from p2pdrl.strategies.servers.server_host import ServerHost
@@ -74,7 +74,7 @@ ROUND_SHARE = 0.4
 T = TypeVar("T")
 
 
-class ServedStrategy(ABC):
+class ServedStrategy(Strategy, ABC):
     """Parameter servers among the nodes themselves.
 
     Args:
@@ -91,7 +91,7 @@ class ServedStrategy(ABC):
         self._swarm = context.swarm
         self._differences = differences
         self._me = context.swarm.node_id
-        self._group = Group(context, self._note)
+        self._group = Group(context.swarm, context.transport, context.clock, context.epoch, self._note)
         self._store = ReplicaStore(context.size)
         self._stopped = asyncio.Event()
         self._stop_s = 0.0

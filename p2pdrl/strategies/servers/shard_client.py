@@ -22,6 +22,7 @@ from p2pdrl.errors import (
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.strategies.feedback import FeedbackEncoder
 from p2pdrl.strategies.offload import heavy
+from p2pdrl.strategies.own_vector import read_now
 from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.strategies.servers.messages import GradientPush, Op, ServerAnswer
 from p2pdrl.strategies.servers.replica_store import ReplicaStore
@@ -452,14 +453,9 @@ class ServerWorker:
     async def _own(self) -> Float32Array:
         """Our own parameters, as they are on the board."""
         out = self._store.blank_copy()
-
-        def work() -> None:
-            self._board.now(out)
-            mix.check_finite(out, self._context.max_abs)
-
         while True:
             try:
-                await heavy(self._nbytes, work)
+                await heavy(self._nbytes, lambda: read_now(self._board, out, self._context.max_abs))
                 return out
             except PoisonedVectorError as error:
                 self._swarm.heal(f"our own parameters are unusable: {error}")
