@@ -25,17 +25,24 @@ DEAD_WORDS = frozenset(
         "conduct",
         "courier",
         "crew",
+        "desk",
+        "door",
         "editions",
         "engagement",
         "farewell",
+        "giving",
         "holdings",
         "joints",
+        "judgement",
+        "ledger",
         "lending",
         "lockstep",
         "occasions",
+        "office",
         "recruit",
         "regime",
         "repeating",
+        "rumour",
         "seats",
         "staging",
         "tally",
@@ -284,4 +291,20 @@ def test_maps_of_folders_name_only_what_exists() -> None:
             for word in SINGLE.findall(ast.get_docstring(source.tree) or "")
             if word not in defined and not any(f"{package}.{word}" in sources() for package in above)
         ]
+    assert not broken, listed(broken)
+
+
+PATH = re.compile(r"`([a-z]\w*(?:/\w+)*/(?:\w+(?:\.\w+)?)?)`")
+"""A file or folder of the project or package: ``scripts/speedup.py``, ``rl/algorithms``, ``gossip/``."""
+
+
+def test_documents_name_only_files_that_exist() -> None:
+    root = ROOT.parent
+    broken = [
+        f"{document.relative_to(root)}: {path}"
+        for document in [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+        for path in PATH.findall(document.read_text(encoding="utf-8"))
+        if not any(place.exists() for place in (root / path, ROOT / path, ROOT / f"{path}.py"))
+        and not (path.endswith("/") and any(ROOT.rglob(path)))
+    ]
     assert not broken, listed(broken)
