@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from p2pdrl.clock import Clock
-from p2pdrl.config.roles import roles_in
+from p2pdrl.config.node import roles_in
 from p2pdrl.config.root import Config
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip

@@ -14,11 +14,10 @@ import msgspec
 import numpy as np
 
 from p2pdrl.clock import Clock
-from p2pdrl.config.batches import batches_of, minibatch_rows, minibatches_of
 from p2pdrl.config.learner_mode import LearnerMode, learner_mode_of
 from p2pdrl.config.node import NodeConfig
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig
-from p2pdrl.config.task import TaskConfig, task_hash
+from p2pdrl.config.task import TaskConfig, batches_of, minibatch_rows, minibatches_of, task_hash
 from p2pdrl.errors import ConfigError, WireError, WorkerError
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.ids import short

@@ -95,13 +95,13 @@ class RoundsModel(Model):
 
     def _round(self, members: list[int]) -> None:
         """Do one round of all ``members``; who has no learner's part takes part as an owner."""
-        giving = [node for node in members if node in self._posted_s]
+        ready = [node for node in members if node in self._posted_s]
         if isinstance(self._config, FederatedConfig):
-            ids = [self.world.ids[node] for node in giving]
+            ids = [self.world.ids[node] for node in ready]
             drawn = participants(0, self._number, ids, self._config.participation)
             taking = [int(one) for one in drawn]
         else:
-            taking = giving
+            taking = ready
         ends_s = self._ends_s(members, set(taking))
         for node, end_s in zip(members, ends_s.tolist(), strict=True):
             self.events.at(end_s, self._ended, node, self._number)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from p2pdrl.config.gradients import Microbatches
+from p2pdrl.config.fields import Microbatches
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Accumulated, Forward, GradientEngine, WholeBatch
 from p2pdrl.rl.objectives.objective import Outputs

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from p2pdrl.config.gradients import Precision
+from p2pdrl.config.fields import Precision
 from p2pdrl.rl.gradients import Forward
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.objectives.objective import Outputs

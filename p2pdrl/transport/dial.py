@@ -2,7 +2,7 @@
 
 Names are resolved here and the connection goes to the IP that was looked at, so that no name
 can point to one place when checked and to another when dialled, and so that the Host header is
-an IP literal that every node accepts. `HttpTransport` asks before each call.
+an IP literal that every node accepts. `http_transport` asks before each call.
 """
 
 from __future__ import annotations

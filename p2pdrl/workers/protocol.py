@@ -39,7 +39,7 @@ from typing import Literal
 
 import msgspec
 
-from p2pdrl.config.gradients import Microbatches
+from p2pdrl.config.fields import Microbatches
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.errors import WireError
 from p2pdrl.transport.codec import decode

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from p2pdrl.config.gradients import Precision
+from p2pdrl.config.fields import Precision
 from p2pdrl.config.task import NetworkConfig
 from p2pdrl.pipeline.layers import Layer, Peer
 from p2pdrl.pipeline.partition import partition

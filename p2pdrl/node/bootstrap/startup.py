@@ -17,8 +17,7 @@ from p2pdrl.api.keyfile import read_swarm_key
 from p2pdrl.api.protocol import NodeView
 from p2pdrl.api.routes import mount
 from p2pdrl.clock import Clock
-from p2pdrl.config.node import NodeConfig
-from p2pdrl.config.roles import tags_of
+from p2pdrl.config.node import NodeConfig, tags_of
 from p2pdrl.config.root import Config
 from p2pdrl.errors import UsageError
 from p2pdrl.ids import short, swarm_id_from_key, swarm_id_from_name

@@ -14,7 +14,7 @@ import psutil
 
 import p2pdrl
 from p2pdrl.config.mode import protocol_of, told_options
-from p2pdrl.config.roles import roles_in
+from p2pdrl.config.node import roles_in
 from p2pdrl.config.strategy import StrategyConfig, mode_of
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberView

@@ -37,7 +37,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from p2pdrl.config.gradients import Precision
+from p2pdrl.config.fields import Precision
 from p2pdrl.errors import LayoutMismatchError, WireError
 from p2pdrl.pipeline.plan import MAX_MICROBATCHES
 

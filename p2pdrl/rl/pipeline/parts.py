@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from p2pdrl.config.gradients import Precision
+from p2pdrl.config.fields import Precision
 from p2pdrl.errors import LayoutMismatchError, WireError
 from p2pdrl.rl.block_map import BlockMap
 from p2pdrl.rl.envs import Discrete, EnvSpec

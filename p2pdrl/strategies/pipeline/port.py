@@ -1,4 +1,4 @@
-"""What the pipeline strategy needs of its node beyond `protocol.Context`: a learner for a stage, pipes."""
+"""What the pipeline strategy needs beyond `protocol.StrategyContext`: a learner for a stage, pipes."""
 
 from __future__ import annotations
 

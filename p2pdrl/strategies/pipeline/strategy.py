@@ -368,7 +368,7 @@ class PipelineStrategy(Strategy):
             vectors=lambda: state_vectors(context.learner.board.spec),
         )
         self._heads = Rank0Gossip(config, context)
-        self._desk = ProbeServer()
+        self._probe_server = ProbeServer()
         self._events = PipelineEvents(context)
         fallback = BackendFallback(context.swarm, counts=config.backend == "auto")
         self._tools = Tools(
@@ -572,7 +572,7 @@ class PipelineStrategy(Strategy):
             raise Refusal(403, "quarantined after poisoned vectors")
         message: Request = decode(incoming.meta, Request, "request")
         if not isinstance(message, RankRequest | Form | Leave):
-            return await self._desk.serve_probe(incoming)
+            return await self._probe_server.serve_probe(incoming)
         group.check(message.key)
         work = self._answer(incoming.sender, message)
         return await group.hold(incoming.sender, message.call, work)

@@ -43,7 +43,7 @@ class GradientPush(msgspec.Struct, frozen=True):
         weight: samples behind a gradient.
         policy: the worker's policy version.
         wants: whether the answer shall bring parameters.
-        call: number of the call, for those whose answers are held (see `group.holding`).
+        call: number of the call, for those whose answers are held (see `group.calls`).
         left: gradients of the worker's update that come after this one.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2pdrl.config.loader import resolve
-from p2pdrl.config.roles import roles_in, tags_of
+from p2pdrl.config.node import roles_in, tags_of
 from p2pdrl.errors import UsageError
 
 
