@@ -31,13 +31,7 @@ __all__ = ["GroupCall", "GroupCore", "Proposer", "Roster", "Succession", "ViewMe
 
 
 class ViewMember:
-    """What one node acknowledged.
-
-    Args:
-        me: own node id.
-        epoch: mode epoch.
-        note: gives what to note when a view is acknowledged.
-    """
+    """What one node acknowledged."""
 
     def __init__(self, me: str, epoch: int, note: Callable[[], bytes]) -> None:
         self._me = me
@@ -117,9 +111,7 @@ class Succession:
     """The living in order, and those among them that are passed over.
 
     Args:
-        me: own node id.
         epoch: mode epoch; each has its own order.
-        now_s: monotonic time.
         silence_s: how long a proposer may be silent.
     """
 
@@ -232,11 +224,7 @@ class _Rest:
 
 
 class Roster:
-    """The peers of a proposer.
-
-    Args:
-        timing: how long things take.
-    """
+    """The peers of a proposer."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
@@ -288,12 +276,10 @@ class Roster:
         """Note that a message to ``peer`` failed.
 
         Args:
-            peer: whom.
             why: ``refused``: it is out at once; ``elsewhere``: so it is, for it is in another mode (still, if
                 it never answered); ``unreachable``: out when it happens twice in a row, because
                 a kept connection may break between two calls; ``timeout``: out after `silence_s` of them;
                 ``hindered``: likewise, for it refuses for a reason that may pass, too much to do say.
-            now_s: monotonic time.
         """
         standing = self._standings.get(peer)
         if standing is None:
@@ -386,13 +372,7 @@ class Proposer:
     """What a node does while it is its turn to propose.
 
     Args:
-        me: own node id.
-        epoch: mode epoch.
-        order: whose turn it is.
-        member: our own acknowledgements.
         first_generation: proposals are greater.
-        timing: how long things take.
-        send: sends a message.
     """
 
     def __init__(
@@ -576,14 +556,7 @@ MAX_WHY_CHARS = 200
 
 
 class GroupCall(NamedTuple):
-    """A message to send; its end is told to `GroupCore.answered` or `GroupCore.failed`.
-
-    Args:
-        number: which call.
-        to: node id.
-        message: what to send.
-        deadline_s: seconds.
-    """
+    """A message to send; its end is told to `GroupCore.answered` or `GroupCore.failed`."""
 
     number: int
     to: str
@@ -604,13 +577,9 @@ class GroupCore:
     """One node's part in its group.
 
     Args:
-        me: own node id.
         epoch: mode epoch; the caller refuses messages of another.
-        note: gives what to note when a view is acknowledged.
-        now_s: monotonic time.
         first_generation: proposals are greater. Something that grows from life to life keeps a node that
             restarted from giving an old view's key to a new one.
-        timing: how long things take.
     """
 
     def __init__(

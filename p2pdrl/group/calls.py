@@ -76,8 +76,6 @@ class HeldCalls:
     """The caller's side.
 
     Args:
-        transport: carries the calls.
-        clock: monotonic time.
         ask: ``(address, peer, number)`` -> whether it works at that call; raises `TransportError`.
     """
 
@@ -105,13 +103,7 @@ class HeldCalls:
         """Make a call on the lane of vectors, as often as it is lost.
 
         Args:
-            to: where to dial.
-            peer: who must answer.
-            route: of the call.
             meta: gives its metadata, which say the number that it is given.
-            vector: as in `Transport.call`.
-            into: as in `Transport.call`.
-            deadline_s: for all of it.
             once: it would do harm twice: give it up when it, or its answer, is lost.
 
         Raises:
@@ -209,8 +201,6 @@ async def repeated(
     Args:
         call: makes it, in at most the seconds that it is given.
         again_s: it is made again after so long without an answer.
-        deadline_s: for all of them together.
-        clock: monotonic time.
 
     Raises:
         PeerTimeoutError: none was answered.

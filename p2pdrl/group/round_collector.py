@@ -21,7 +21,6 @@ class UpdatePosition(NamedTuple):
     """Where a member's update is in one round.
 
     Args:
-        member: node id.
         weight: of its gradient; 0 when it gave none.
         left: gradients of its update that come after this one.
     """
@@ -44,9 +43,7 @@ class Contribution(NamedTuple):
     """What one member gave to a round.
 
     Args:
-        sender: node id.
         weight: how much it counts for; 0 for nothing.
-        policy_version: of the parameters it comes from.
         vector: owned by the gathering, overwritten in the next round; empty in `CollectedRound.merged`.
         learning_rate: at which the member would step.
         left: gradients of its update that come after this one.
@@ -64,7 +61,6 @@ class CollectedRound(NamedTuple):
     """How a round ended.
 
     Args:
-        number: the round.
         vector: what ``reduce`` returned: the same object for all.
         merged: who counted, in the order of the members, without vectors.
         missing: members without whom it closed.
@@ -111,7 +107,6 @@ class RoundCollector:
     Args:
         size: elements of each contribution.
         members: who may contribute, in the order in which ``reduce`` gets them.
-        clock: time of arrivals.
         timeout: how long a round may wait.
         quorum: share of the members that is enough once the deadline has passed, in (0, 1].
         backups: slowest members that a round doesn't wait for; one contribution is always needed.
@@ -183,14 +178,9 @@ class RoundCollector:
         A contribution to a round that is over gets the last result instead, with ``late`` set.
 
         Args:
-            number: of the round.
-            sender: one of the members.
             weight: how much it counts for, finite and at least 0.
-            policy_version: told to ``reduce``.
             fill: writes the vector into the buffer that it is given. What it raises goes to the caller,
                 and the sender may try again. Not called when the vector isn't needed.
-            learning_rate: told to ``reduce``.
-            left: likewise.
 
         Raises:
             Refusal: closed, a round ahead of ours, or not a member (409); the weight is none (400); too few

@@ -49,14 +49,7 @@ LIVES_S = 1.0
 
 
 class Sender:
-    """Sends messages of the group.
-
-    Args:
-        transport: carries them.
-        clock: monotonic time.
-        epoch: mode epoch.
-        timing: how long things take.
-    """
+    """Sends messages of the group."""
 
     def __init__(self, transport: Transport, clock: Clock, epoch: int, timing: Timing) -> None:
         self._transport, self._clock, self._epoch, self._timing = transport, clock, epoch, timing
@@ -69,7 +62,6 @@ class Sender:
 
         Args:
             to: where its receiver listens; None where nobody knows.
-            call: the message.
         """
         if to is None:
             return "unreachable"
@@ -156,12 +148,8 @@ class Group:
     """One node's place in its group.
 
     Args:
-        swarm: the node.
-        transport: carries the group's messages.
-        clock: time.
         epoch: mode epoch; messages of another are refused.
         note: called when a view is acknowledged: what to hand out to all members with it, at most 256 bytes.
-        timing: how long things take.
     """
 
     def __init__(
@@ -240,7 +228,6 @@ class Group:
         next one. Cancelling `run` cancels ``act`` likewise; the group goes on until `stop`.
 
         Args:
-            act: the work of one view.
             done: asked before each view, and when ``act`` returns: whether to return without another one.
 
         Raises:
@@ -273,10 +260,6 @@ class Group:
 
         It comes back when it answers: after half a second, and later each time it is doubted within a minute,
         up to 30 s. The proposer itself is passed over only when it doesn't answer either when it is asked.
-
-        Args:
-            peer: node id.
-            why: in words.
         """
         if self._running:
             self._look()
@@ -287,7 +270,6 @@ class Group:
 
         Args:
             key: of a view that was in force here; nothing happens once a later one is.
-            why: in words.
         """
         if self._running:
             self._look()
@@ -333,12 +315,7 @@ class Group:
         """Call a member that may hold its answer, as often as that is lost; see `HeldCalls.call`.
 
         Args:
-            peer: who must answer.
-            route: of the call.
             message: its metadata; the field ``call`` is filled in.
-            vector: as in `Transport.call`.
-            into: as in `Transport.call`.
-            deadline_s: for all of it.
             once: it would do harm twice.
 
         Raises:

@@ -36,9 +36,6 @@ class CallDeadline:
     that nobody answered the next is given all of ``most_s``: a network that became slow at once is found
     out so. To wait longer and longer instead is a trap where messages are lost: nodes that wait are engaged
     for each other, so that hardly a call goes well, and the waits never end.
-
-    Args:
-        most_s: never wait longer.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -59,7 +56,6 @@ class CallDeadline:
 
         Args:
             outcome: ``ok``, ``timeout``, ``busy`` or ``refused``; another word says nothing about time.
-            seconds: how long it took.
         """
         if outcome == "timeout":
             self._in_vain += 1

@@ -57,10 +57,7 @@ class ReduceRequest(msgspec.Struct, frozen=True, array_like=True):
         what: ``part``: take my piece, and give me the average once all have come; ``alive``: are you there,
             I wait for you; ``result``: the last round's whole average; ``state``: what a newcomer needs;
             ``store``: the port where your process opened the group's store, as the answer's number.
-        key: the view that the sender acts in.
-        number: of the round.
         weight: of the part; a part of weight 0 has no vector.
-        policy_version: the part's.
         learning_rate: at which the sender would step.
         call: number of the call, for those whose answers are held (see `group.holding`).
         left: gradients of the sender's update that come after this one.
@@ -110,7 +107,6 @@ class RoundContribution(NamedTuple):
     Args:
         vector: unchanged until the round has ended, or another average of it was begun; None for nothing.
         weight: how much it counts for; 0 exactly when there is no vector.
-        policy_version: that it comes from.
         learning_rate: at which this node would step.
         left: gradients of its update that come after this one.
     """
@@ -229,9 +225,6 @@ class Backend(Protocol):
         """Return one for a view that has come into force.
 
         Args:
-            group: told whom we doubt.
-            view: in which it averages.
-            first: number of the first round.
             raw: whether that round's vectors travel as float32 whatever the config says.
             spread: whether to measure how far the parts are apart.
         """
@@ -285,7 +278,7 @@ class RoundQuantity(Protocol):
         """
         ...
 
-    async def part(self, post: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
+    async def part(self, request: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
         """What we give to round ``number``.
 
         Raises:
@@ -294,14 +287,9 @@ class RoundQuantity(Protocol):
         ...
 
     async def apply(
-        self, post: LearnerRequest | None, average: Average, number: int
+        self, request: LearnerRequest | None, average: Average, number: int
     ) -> tuple[AnswerKind, float]:
         """Take a round's result.
-
-        Args:
-            post: the learner's; None when it wasn't there.
-            average: of all members.
-            number: of the round.
 
         Returns:
             What to answer the learner, and the norm of what was added to our vector.
@@ -318,13 +306,7 @@ AGAIN_S = 0.15
 
 
 class LivenessCheck:
-    """For one view.
-
-    Args:
-        context: what the node gives.
-        group: told whom we doubt.
-        view: the members.
-    """
+    """For one view."""
 
     def __init__(self, context: StrategyContext, group: Group, view: GroupView) -> None:
         self._transport, self._clock = context.transport, context.clock

@@ -56,16 +56,7 @@ OUT_OF_STEP = 410
 
 
 class CatchingUp:
-    """One member's place in the group's history.
-
-    Args:
-        context: what the node gives.
-        config: the strategy's options.
-        work: what is averaged.
-        chain: our history.
-        requests: our learner's post.
-        group: makes the calls.
-    """
+    """One member's place in the group's history."""
 
     def __init__(
         self,
@@ -86,20 +77,20 @@ class CatchingUp:
         """Result of the last round; None where others can't come to our state by it."""
         self._content = 0
 
-    def check(self, post: LearnerRequest | None) -> None:
+    def check(self, request: LearnerRequest | None) -> None:
         """Notice what takes a learner in synchronous out of step."""
         if not self._work.synchronous:
             self._requests.restarted = False
             return
-        if post is not None and self._requests.restarted:
+        if request is not None and self._requests.restarted:
             self._requests.restarted = False
             self.in_step = False
         if self._content != self._board.content_id:
             self.in_step = False  # the node replaced the learner's state
 
-    def stepped(self, post: LearnerRequest | None) -> None:
+    def stepped(self, request: LearnerRequest | None) -> None:
         """A round was applied; a learner in synchronous that wasn't there missed a step."""
-        if post is None and self._work.synchronous:
+        if request is None and self._work.synchronous:
             self.in_step = False
 
     def arrived(self) -> None:
@@ -118,10 +109,10 @@ class CatchingUp:
         """
         leads = self._context.swarm.node_id == plan.leaders[0]
         if self._work.seeded and len(averager.view.members) > 1:
-            post = await self._requests.next()  # while it waits for the answer, its learner stands still
+            request = await self._requests.next()  # while it waits for the answer, its learner stands still
             average = await averager.average(plan.number - 1, await self._own(plan))
             if leads and averager.in_force:
-                await through(self._take_mean(post, average))
+                await through(self._take_mean(request, average))
         if leads and averager.in_force:
             await self._work.found()
             self._chain.found(averager.view.key)
@@ -141,14 +132,14 @@ class CatchingUp:
             self._context.swarm.tell("poisoned", text, warning=True)
             return NOTHING
 
-    async def _take_mean(self, post: LearnerRequest | None, average: Average) -> None:
+    async def _take_mean(self, request: LearnerRequest | None, average: Average) -> None:
         """Have the mean in our parameters' place; the optimizer stays as it is."""
         if not average.total:
             return
         version, board = max(average.versions), self._board
         await heavy(average.vector.nbytes, lambda: board.post_set(average.vector, None, version))
-        if post is not None:
-            self._requests.answer(post, "set")
+        if request is not None:
+            self._requests.answer(request, "set")
 
     # Taking
 
@@ -290,7 +281,6 @@ class CatchingUp:
         """Give the last result, or the state before round ``ask.number``, once our learner stands still.
 
         Args:
-            ask: what is wanted.
             check: raises once the asker's view has ended.
 
         Raises:

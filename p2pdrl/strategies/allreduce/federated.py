@@ -91,7 +91,6 @@ class PrivacyAccountant:
         """Count ``n`` rounds.
 
         Args:
-            n: how many.
             share: of the noise's variance that was really there, above 0: members who fail bring none.
 
         Raises:
@@ -278,9 +277,6 @@ class Privacy:
     """`Shaping` of one member's differences.
 
     Args:
-        config: the strategy's options.
-        epoch: mode epoch.
-        me: own node id.
         noise: what hides our differences; None makes one with a secret key of its own.
     """
 

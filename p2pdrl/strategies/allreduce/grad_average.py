@@ -30,11 +30,7 @@ __all__ = ["GradientQuantity"]
 
 
 class GradientQuantity:
-    """`Work` on gradients.
-
-    Args:
-        context: what the node gives.
-    """
+    """`Work` on gradients."""
 
     led = True
     seeded = True
@@ -62,22 +58,24 @@ class GradientQuantity:
     async def take(self) -> None:
         """The learner has the state."""
 
-    async def part(self, post: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
+    async def part(self, request: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
         """The gradient, weighted by its samples; see `Work`."""
         del number, members
-        vector = post.vector
+        vector = request.vector
         rate = self._learner.learning_rate
-        if vector is None or post.samples <= 0:
-            return NOTHING._replace(policy_version=post.policy_version, learning_rate=rate, left=post.left)
+        if vector is None or request.samples <= 0:
+            return NOTHING._replace(
+                policy_version=request.policy_version, learning_rate=rate, left=request.left
+            )
         await heavy(vector.nbytes, lambda: check_finite(vector, self._max_abs))
-        return RoundContribution(vector, float(post.samples), post.policy_version, rate, post.left)
+        return RoundContribution(vector, float(request.samples), request.policy_version, rate, request.left)
 
     async def apply(
-        self, post: LearnerRequest | None, average: Average, number: int
+        self, request: LearnerRequest | None, average: Average, number: int
     ) -> tuple[AnswerKind, float]:
         """Put the mean in the gradient's place; the change told is the learning rate times its norm."""
         del number
-        vector = None if post is None else post.vector
+        vector = None if request is None else request.vector
         if vector is None:
             return "none", 0.0
         changed = average.learning_rate * average.norm

@@ -52,7 +52,6 @@ class RoundHistory:
     """A member's own history.
 
     Attributes:
-        number: rounds completed.
         mark: digest of all of them; empty for none.
         before: the mark one round earlier.
     """
@@ -80,7 +79,6 @@ class CatchUpPlan(NamedTuple):
     Args:
         number: the round that is to be done next.
         leaders: who can give the state, the first first.
-        standing: of each member.
         lineage: the one that stays.
         fresh: whether nobody has a history yet.
     """
@@ -98,9 +96,6 @@ def make_plan(
     """Decide who leads and who has to catch up.
 
     Args:
-        key: of the view.
-        members: of the view.
-        notes: theirs, read.
         led: whether all must begin with one member's state; else members without a history count as the
             same, and their first round brings them together.
     """

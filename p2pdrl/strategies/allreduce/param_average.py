@@ -43,7 +43,6 @@ class OuterOptimizer:
     """The step along the mean difference.
 
     Args:
-        learning_rate: lr.
         momentum: μ; 0 keeps no v.
         nesterov: whether it looks ahead.
     """
@@ -58,7 +57,6 @@ class OuterOptimizer:
         Args:
             x: what all agreed on.
             v: momentum, or empty.
-            delta: Δ.
             own: our own difference, from the old ``x``.
 
         Returns:
@@ -109,8 +107,6 @@ class ParameterQuantity:
     """`Work` on parameters.
 
     Args:
-        config: the strategy's options.
-        context: what the node gives.
         shaping: of the differences; a history then begins with one member's parameters, for nobody's own
             parameters are to be seen.
     """
@@ -161,17 +157,17 @@ class ParameterQuantity:
         np.copyto(self._kept, room)
         self._agreed, self._apart = True, True
 
-    async def part(self, post: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
+    async def part(self, request: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
         """What our learner changed; see `Work`."""
         await heavy(self._own.nbytes, self._difference)
-        weight = float(max(post.samples, 1)) if self._by_samples else 1.0
+        weight = float(max(request.samples, 1)) if self._by_samples else 1.0
         part = self._shaping is None or await heavy(self._own.nbytes, lambda: self._shape(number, members))
         if self._apart or not part:
-            return NOTHING._replace(policy_version=post.policy_version)
-        return RoundContribution(self._own, weight, post.policy_version)
+            return NOTHING._replace(policy_version=request.policy_version)
+        return RoundContribution(self._own, weight, request.policy_version)
 
     async def apply(
-        self, post: LearnerRequest | None, average: Average, number: int
+        self, request: LearnerRequest | None, average: Average, number: int
     ) -> tuple[AnswerKind, float]:
         """Take the outer step, and set our learner to where it leads."""
         if self._shaping is not None:
@@ -179,10 +175,10 @@ class ParameterQuantity:
         changed = 0.0
         if average.total:
             changed = await heavy(self._kept.nbytes, lambda: self._step(average, self._own))
-        self._apart = post is None
-        if post is None or not self._agreed:
+        self._apart = request is None
+        if request is None or not self._agreed:
             return "none", 0.0
-        version = max(post.policy_version, *average.versions)
+        version = max(request.policy_version, *average.versions)
         await heavy(self._x.nbytes, lambda: self._board.post_set(self._x, None, version))
         return "set", changed
 

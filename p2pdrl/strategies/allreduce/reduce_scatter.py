@@ -103,9 +103,7 @@ def reduce_piece(
     Args:
         vectors: of those with a weight above 0; none gives zeros.
         weights: theirs, above 0.
-        rule: how they are mixed.
         dtype: how the result travels; with ``float32``, ``encoded`` isn't written: it is ``out`` itself.
-        out: the result.
         encoded: room for the result's bytes.
         reference: of ``clipped``; without one the first vector serves.
         spread: whether to measure how far the vectors are from their mean.
@@ -177,8 +175,6 @@ def piece_codec(config: Compressed, size: int, *, raw: bool) -> Codec:
     """Return the codec for a piece.
 
     Args:
-        config: which compression.
-        size: elements.
         raw: float32 whatever the config says.
     """
     kind = "none" if raw else config.compression
@@ -186,12 +182,7 @@ def piece_codec(config: Compressed, size: int, *, raw: bool) -> Codec:
 
 
 class PieceWriter:
-    """One node's stream of contributions, through all views of a strategy.
-
-    Args:
-        config: which compression.
-        size: D.
-    """
+    """One node's stream of contributions, through all views of a strategy."""
 
     def __init__(self, config: Compressed, size: int) -> None:
         self._config = config
@@ -211,7 +202,6 @@ class PieceWriter:
         """Begin a contribution; ``vector`` stays unchanged until the last piece is written and sent.
 
         Args:
-            vector: what is contributed.
             raw: write float32, and leave what is kept alone.
         """
         self._raw, self._vector = raw, vector
@@ -277,7 +267,6 @@ class Formats(NamedTuple):
     """How vectors travel in each round.
 
     Args:
-        config: which compression.
         raw_number: the round whose vectors travel as float32 whatever the config says; -1 for none.
     """
 
@@ -310,12 +299,7 @@ class OwnedPiece(NamedTuple):
 
 
 class AverageMemory:
-    """Buffers that outlive a view.
-
-    Args:
-        config: which compression.
-        size: D.
-    """
+    """Buffers that outlive a view."""
 
     def __init__(self, config: Grouped, size: int) -> None:
         self.writer = PieceWriter(config, size)
@@ -327,14 +311,7 @@ class PieceOwner:
     """Our own piece, in one view.
 
     Args:
-        context: what the node gives.
-        config: the strategy's options.
-        group: told whom we doubt.
-        view: the members.
-        piece: ours.
         memory: where results go: those of even and odd rounds in turn.
-        formats: how vectors travel.
-        first: number of the first round.
         spread: whether to measure how far parts are apart.
     """
 
@@ -523,7 +500,6 @@ def cut_pieces(view: GroupView, size: int, least: int | None = None) -> tuple[Ow
 
     Args:
         view: whose members own the pieces, in rendezvous order where not all do.
-        size: D.
         least: elements of a piece, see `LEAST_PIECE`.
     """
     most = max(1, size // (LEAST_PIECE if least is None else least))
@@ -536,13 +512,7 @@ class ViewAverager:
     """`Averager` for one view; serves the parts of the others, too.
 
     Args:
-        context: what the node gives.
-        config: the strategy's options.
-        group: told whom we doubt.
-        view: in which it averages.
-        memory: taken over from view to view.
         timeout: learns how long rounds take, through all views.
-        first: number of the first round.
         raw: whether that round's vectors travel as float32 whatever the config says.
         spread: whether owners measure how far the parts are apart.
     """
@@ -764,13 +734,7 @@ async def _together(jobs: Sequence[Coroutine[Any, Any, ReduceAnswer]]) -> list[R
 
 
 class OwnBackend:
-    """The swarm's own connections; see `Backend`.
-
-    Args:
-        context: what the node gives.
-        config: the strategy's options.
-        memory: taken over from view to view.
-    """
+    """The swarm's own connections; see `Backend`."""
 
     def __init__(self, context: StrategyContext, config: Grouped, memory: AverageMemory) -> None:
         self._context, self._config, self._memory = context, config, memory

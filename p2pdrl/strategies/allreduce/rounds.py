@@ -47,11 +47,6 @@ MOST_POISONED = 3
 class GroupRounds(Strategy):
     """A strategy whose rounds take the whole group.
 
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
-        work: what is averaged.
-
     Raises:
         ConfigError: this node can't average over what the options name.
     """
@@ -123,7 +118,7 @@ class GroupRounds(Strategy):
         await self._runner.watch()
 
     def updated(self, updates: int) -> None:
-        """Rounds follow posts, not updates."""
+        """Rounds follow requests, not updates."""
 
     # Rounds
 
@@ -194,28 +189,28 @@ class GroupRounds(Strategy):
 
     async def _catch_up_one(self, plan: CatchUpPlan, averager: Averager) -> None:
         """Take the result of the round that others completed and we didn't."""
-        post = self._requests.open
+        request = self._requests.open
         result = self._memory.results[(plan.number - 1) % 2]
-        if self._work.synchronous and (post is None or self._requests.restarted):
+        if self._work.synchronous and (request is None or self._requests.restarted):
             self._catching_up.in_step = False
             return
         average = await self._catching_up.result(plan, averager, result)
         self._catching_up.in_step = average is not None
         if average is not None:  # from here on it is in our history
-            await through(self._take(post, average, plan.number - 1, self._clock.monotonic()))
+            await through(self._take(request, average, plan.number - 1, self._clock.monotonic()))
 
     async def _round(self, plan: CatchUpPlan, averager: Averager, number: int) -> bool:
         """Do one round; False when there was none yet."""
-        post = await self._requests.next() if self._work.synchronous or self._catching_up.in_step else None
-        self._catching_up.check(post)
-        if not self._catching_up.in_step and (post is not None or not self._work.synchronous):
+        request = await self._requests.next() if self._work.synchronous or self._catching_up.in_step else None
+        self._catching_up.check(request)
+        if not self._catching_up.in_step and (request is not None or not self._work.synchronous):
             if not await self._catching_up.state(plan, averager, number):
                 await asyncio.sleep(POLL_S)
-            elif post is not None and self._work.synchronous:
+            elif request is not None and self._work.synchronous:
                 self._memory.writer.reset()
-                self._requests.answer(post, "set")
+                self._requests.answer(request, "set")
             return False
-        part = NOTHING if post is None else await self._part(post, averager, number)
+        part = NOTHING if request is None else await self._part(request, averager, number)
         began_s = self._clock.monotonic()
         try:
             average = await averager.average(number, part)
@@ -233,17 +228,17 @@ class GroupRounds(Strategy):
             # Alone a learner steps with its gradient as it is, and as fast as it likes: not with the result.
             exact = not self._work.synchronous or len(averager.view.members) > 1
             self._catching_up.kept = average if exact else None
-        if post is None and self._catching_up.in_step and not self._requests.restarted:
-            post = self._requests.open  # it came too late to give, but not too late to take
-        await through(self._take(post, average, number, began_s))
+        if request is None and self._catching_up.in_step and not self._requests.restarted:
+            request = self._requests.open  # it came too late to give, but not too late to take
+        await through(self._take(request, average, number, began_s))
         if not average.total:
             self._requests.excuse(False)
         return True
 
-    async def _part(self, post: LearnerRequest, averager: Averager, number: int) -> RoundContribution:
+    async def _part(self, request: LearnerRequest, averager: Averager, number: int) -> RoundContribution:
         """What we give; nothing, and in the end another's state, when ours is unusable."""
         try:
-            part = await self._work.part(post, number, averager.view.members)
+            part = await self._work.part(request, number, averager.view.members)
         except PoisonedVectorError as error:
             self._poisoned += 1
             self._swarm.tell("poisoned", f"our own part isn't given to the group: {error}", warning=True)
@@ -253,25 +248,32 @@ class GroupRounds(Strategy):
         self._poisoned = 0
         return part
 
-    async def _take(self, post: LearnerRequest | None, average: Average, number: int, began_s: float) -> None:
+    async def _take(
+        self, request: LearnerRequest | None, average: Average, number: int, began_s: float
+    ) -> None:
         """Apply a result that counts, let the learner go on, and report."""
-        kind, changed = await self._work.apply(post, average, number)
+        kind, changed = await self._work.apply(request, average, number)
         now_s = self._clock.monotonic()
-        waited_s = 0.0 if post is None else now_s - self._requests.since_s
-        if post is not None:
+        waited_s = 0.0 if request is None else now_s - self._requests.since_s
+        if request is not None:
             rate = average.learning_rate if kind == "replace" else None
-            self._requests.answer(post, kind, rate, end_update=average.ends_update and post.left > 0)
-        self._catching_up.stepped(post)
+            self._requests.answer(request, kind, rate, end_update=average.ends_update and request.left > 0)
+        self._catching_up.stepped(request)
         self._distance = average.spread**0.5
-        self._outcomes.ended(self._report(average, post, now_s - began_s, waited_s, changed))
+        self._outcomes.ended(self._report(average, request, now_s - began_s, waited_s, changed))
 
     def _report(
-        self, average: Average, post: LearnerRequest | None, seconds: float, waited_s: float, changed: float
+        self,
+        average: Average,
+        request: LearnerRequest | None,
+        seconds: float,
+        waited_s: float,
+        changed: float,
     ) -> RoundReport:
         view = self._group.view
         members = () if view is None or len(view.members) != len(average.weights) else view.members
         total = average.total or 1.0
-        mine = 0 if post is None else post.policy_version
+        mine = 0 if request is None else request.policy_version
         return RoundReport(
             outcome="ok" if average.total else "empty",
             merged=tuple(

@@ -55,11 +55,6 @@ CALM_S = (0.25, 5.0)
 class TorchBackend:
     """Makes averagers; see `averager.Backend`.
 
-    Args:
-        context: what the node gives.
-        config: the strategy's options.
-        memory: where results go.
-
     Raises:
         ConfigError: this node may not, or can't.
     """
@@ -115,9 +110,6 @@ class TorchAverager:
     """`Averager` for one view.
 
     Args:
-        backend: what outlives the view.
-        group: told whom we doubt.
-        view: in which it averages.
         raw: the round whose vectors travel as float32 whatever the config says; -1 for none.
         spread: whether it is measured how far the parts are apart.
     """

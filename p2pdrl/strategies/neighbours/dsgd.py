@@ -62,10 +62,6 @@ class PeerState:
     """One node's place.
 
     Args:
-        config: the strategy's options.
-        context: what the node gives.
-        group: its views.
-        heavy: runs arithmetic.
         max_nbytes: of the longest message.
         unsure: told of each edge in which one side may have moved alone.
         distance: told how far a neighbour's parameters were.
@@ -75,7 +71,6 @@ class PeerState:
         seen: the greatest number that neighbours were heard to be at.
         stage: the round under way.
         offer: what it mixes.
-        sent: our messages of the last rounds.
         missed_s: how long rounds have waited in vain for each neighbour, since the last that it came to.
     """
 
@@ -212,11 +207,7 @@ HOLD = 0.8
 
 
 class NeighbourRoundServer:
-    """Answers of one node.
-
-    Args:
-        state: where it stands.
-    """
+    """Answers of one node."""
 
     def __init__(self, state: PeerState) -> None:
         self._state = state
@@ -363,11 +354,7 @@ RETRIES = 3
 
 
 class NeighbourCalls:
-    """Rounds of one node.
-
-    Args:
-        state: where it stands.
-    """
+    """Rounds of one node."""
 
     def __init__(self, state: PeerState) -> None:
         self._state = state
@@ -505,12 +492,7 @@ MAX_NUMBER = 2**52
 
 
 class DsgdStrategy(Strategy):
-    """D-PSGD over the transport; see `Strategy`.
-
-    Args:
-        config: its options.
-        context: what the node gives.
-    """
+    """D-PSGD over the transport; see `Strategy`."""
 
     mode: Mode = "gossip"
 
@@ -594,7 +576,7 @@ class DsgdStrategy(Strategy):
         await self._runner.watch()
 
     def updated(self, updates: int) -> None:
-        """Rounds follow posts, not updates."""
+        """Rounds follow requests, not updates."""
 
     async def answer(self, incoming: Incoming) -> Reply:
         """Serve a peer's call; see `NeighbourRoundServer.answer` and `Group.answer`."""
@@ -642,7 +624,7 @@ class DsgdStrategy(Strategy):
         began_s, sets = self._requests.since_s, self._learner.board.sets
         offer: NeighbourContribution | None = self._parameters
         if self._gradients is not None:
-            self._gradients.post = request
+            self._gradients.request = request
             offer = None if request.vector is None else self._gradients
         kind: AnswerKind = "none"
         enough = 0 < self._context.max_exchanges <= self._outcomes.count("ok")

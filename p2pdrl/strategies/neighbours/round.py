@@ -49,7 +49,6 @@ class Position(NamedTuple):
     """Where a node is within a view; of two, the greater is later.
 
     Args:
-        number: of the round.
         stage: 0 for its gradients, 1 for its parameters.
     """
 
@@ -92,7 +91,6 @@ class Line:
     """What an edge keeps from round to round.
 
     Args:
-        size: D.
         max_nbytes: of the longest message.
 
     Attributes:
@@ -116,9 +114,6 @@ class Neighbourhood:
     """Neighbours in a view.
 
     Args:
-        config: the strategy's options.
-        me: own node id.
-        view: in force.
         first: number of the view's first round.
     """
 
@@ -151,9 +146,7 @@ class SentMessage:
 
     Attributes:
         room: where it is; longer than it.
-        nbytes: its length.
         key: view that the round is of.
-        position: of the round.
         answers: what went before it to those neighbours who called and whose edges count.
         writing: answers under way that show it.
     """
@@ -182,11 +175,7 @@ class SentMessage:
 
 
 class SentMessages:
-    """The messages of this round and of the one before.
-
-    Args:
-        max_nbytes: of the longest.
-    """
+    """The messages of this round and of the one before."""
 
     def __init__(self, max_nbytes: int) -> None:
         self._max_nbytes = max_nbytes
@@ -214,8 +203,6 @@ class Met:
     """An edge that counts.
 
     Args:
-        edge: how.
-        policy_version: the neighbour's.
         theirs: what it sent; of the edge's buffer.
     """
 
@@ -229,14 +216,10 @@ class NeighbourRound:
     """A round, or one of the two of a round of gradients.
 
     Attributes:
-        key: of the view.
         number: of the round in the view.
-        content: what is mixed.
         weights: W_ij of each neighbour j.
         began_s: monotonic.
         until_s: when it is cut off.
-        message: ours.
-        met: edges that count.
         missing: why the others don't, in a word.
         busy: neighbours to whom a call or an answer is under way.
         half: neighbours who called, and to whom our answer couldn't be written: they may have moved.
@@ -346,10 +329,6 @@ def stage_report(
     """Say how a round went.
 
     Args:
-        stage: the round, closed.
-        mixing: how it was mixed; ``trimmed`` counts all alike.
-        me: own node id.
-        policy_version: ours.
         changed: norm of what was added to ours; None when ours was replaced meanwhile.
     """
     met = sorted(stage.met.items())
