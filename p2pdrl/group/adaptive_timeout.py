@@ -33,7 +33,7 @@ class AdaptiveTimeout:
         ValueError: a bound is out of its range.
 
     Example:
-        >>> timeout = Patience(10.0)
+        >>> timeout = AdaptiveTimeout(10.0)
         >>> timeout.deadline_s
         10.0
         >>> for _ in range(20):

@@ -112,7 +112,7 @@ class HeldCalls:
         """
         self._number += 1
         number, began_s = self._number, self._clock.monotonic()
-        timeout = self._patience_for(peer, route)
+        timeout = self._timeout_for(peer, route)
         pause_s, message = timeout.deadline_s, meta(number)
         arriving = asyncio.Event()
 
@@ -171,7 +171,7 @@ class HeldCalls:
                 if not task.done() and not arriving.is_set():
                     return True
 
-    def _patience_for(self, peer: str, route: str) -> AdaptiveTimeout:
+    def _timeout_for(self, peer: str, route: str) -> AdaptiveTimeout:
         key = (peer, route)
         timeout = self._timeout.get(key)
         if timeout is None:

@@ -44,7 +44,7 @@ class Contribution(NamedTuple):
 
     Args:
         weight: how much it counts for; 0 for nothing.
-        vector: owned by the gathering, overwritten in the next round; empty in `CollectedRound.merged`.
+        vector: owned by the collector, overwritten in the next round; empty in `CollectedRound.merged`.
         learning_rate: at which the member would step.
         left: gradients of its update that come after this one.
     """

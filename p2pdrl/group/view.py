@@ -6,8 +6,8 @@ proposer, and the members in order. Views are ordered by those three; a member a
 one than any before, and from then on acts in none until all have acknowledged and the new one is in force
 (virtual synchrony without its message guarantees: Birman and Joseph 1987).
 
-Pure: `agreement` (whose turn it is to propose), `agreement` (what is acknowledged), `agreement` (who
-    answers), `agreement` (what is proposed), and `agreement`, which joins them. `service` does the I/O.
+`agreement` decides, purely: whose turn it is to propose, what is acknowledged, who answers, what is proposed.
+`service` does the I/O.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from p2pdrl.transport.protocol import Refusal
 __all__ = ["BUSY", "ExchangeAdmission"]
 
 BUSY = 423
-"""Status with which an engaged node refuses: the caller tries somebody else."""
+"""Status with which a node in another exchange refuses: the caller tries somebody else."""
 
 
 class ExchangeAdmission:

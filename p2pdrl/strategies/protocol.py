@@ -348,7 +348,7 @@ class Strategy(Protocol):
         """Serve a peer's call on one of `ROUTES`.
 
         Raises:
-            Refusal: another mode epoch or route (409), engaged (423), no state (503), poisoned (422),
+            Refusal: another mode epoch or route (409), busy (423), no state (503), poisoned (422),
                 quarantined (403), malformed (400).
         """
         ...

@@ -59,7 +59,7 @@ class ReduceRequest(msgspec.Struct, frozen=True, array_like=True):
             ``store``: the port where your process opened the group's store, as the answer's number.
         weight: of the part; a part of weight 0 has no vector.
         learning_rate: at which the sender would step.
-        call: number of the call, for those whose answers are held (see `group.holding`).
+        call: number of the call, for those whose answers are held (see `group.calls`).
         left: gradients of the sender's update that come after this one.
     """
 
@@ -82,7 +82,7 @@ class ReduceAnswer(msgspec.Struct, frozen=True, array_like=True):
         versions: their policy versions.
         square: ‖average‖² of this piece.
         spread: Σ w_k ‖x_k − average‖² / Σ w_k of this piece; 0 where it isn't measured.
-        mark: digest of the sender's rounds (see `history`).
+        digest: digest of the sender's rounds (see `history`).
         before: the same, one round earlier.
         state: of the sender's parameters, where others take its whole state.
         learning_rates: at which the members would step, in their order.
@@ -94,7 +94,7 @@ class ReduceAnswer(msgspec.Struct, frozen=True, array_like=True):
     versions: Annotated[tuple[Natural, ...], Meta(max_length=MAX_MEMBERS)] = ()
     square: Finite = 0.0
     spread: Finite = 0.0
-    mark: Digest = b""
+    digest: Digest = b""
     before: Digest = b""
     state: Digest = b""
     learning_rates: Annotated[tuple[LearningRate, ...], Meta(max_length=MAX_MEMBERS)] = ()
@@ -316,17 +316,17 @@ class LivenessCheck:
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, number: int, patience_s: float, silent: Callable[[], Iterable[str]]) -> None:
+    def begin(self, number: int, after_s: float, silent: Callable[[], Iterable[str]]) -> None:
         """Watch over a round.
 
         Args:
             number: of the round, told to those who are asked.
-            patience_s: nobody is asked before.
+            after_s: nobody is asked before.
             silent: gives those whom the round waits for.
         """
         self._number, self._silent = number, silent
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(min(patience_s, ASK_S), self._begin_to_ask)
+        self._timer = loop.call_later(min(after_s, ASK_S), self._begin_to_ask)
 
     async def end(self) -> None:
         """The round has ended."""
@@ -340,7 +340,7 @@ class LivenessCheck:
                 task.result()  # raises: it never ends by itself but by a bug
 
     def _begin_to_ask(self) -> None:
-        self._task = asyncio.create_task(self._ask_all(), name="roll-call")
+        self._task = asyncio.create_task(self._ask_all(), name="liveness")
 
     async def _ask_all(self) -> None:
         while True:

@@ -64,12 +64,12 @@ class CatchingUp:
         config: Grouped,
         work: RoundQuantity,
         *,
-        chain: RoundHistory,
+        history: RoundHistory,
         requests: RequestQueue,
         group: Group,
     ) -> None:
         self._context, self._config, self._work, self._group = context, config, work, group
-        self._chain, self._requests = chain, requests
+        self._history, self._requests = history, requests
         self._board = context.learner.board
         self.in_step = False
         """Whether our state is the one that our history leads to."""
@@ -115,7 +115,7 @@ class CatchingUp:
                 await through(self._take_mean(request, average))
         if leads and averager.in_force:
             await self._work.found()
-            self._chain.found(averager.view.key)
+            self._history.found(averager.view.key)
             self.arrived()
 
     async def _own(self, plan: CatchUpPlan) -> RoundContribution:
@@ -174,7 +174,7 @@ class CatchingUp:
         """
         room = out.data.cast("B")
         answer = await self._request("result", peer, averager, plan.number - 1, room)
-        if answer is None or answer[1] != room.nbytes or answer[0].before != self._chain.mark:
+        if answer is None or answer[1] != room.nbytes or answer[0].before != self._history.digest:
             return None
         head = answer[0]
         if not head.weights or len(head.weights) != len(head.learning_rates):
@@ -184,7 +184,7 @@ class CatchingUp:
         except TensorError as error:
             self._context.swarm.strike(peer, str(error))
             return None
-        self._chain.take(head.number, head.mark, head.before)
+        self._history.take(head.number, head.digest, head.before)
         self.kept = Average(
             vector=out,
             weights=head.weights,
@@ -235,15 +235,15 @@ class CatchingUp:
         except TensorError as error:
             swarm.strike(peer, str(error))
             return False
-        self._chain.take(head.number, head.mark, head.before)
+        self._history.take(head.number, head.digest, head.before)
         self.arrived()
         return True
 
     async def _lead(self, averager: Averager, number: int) -> None:
         """Nobody is in step any more: the first one's state is as good as any."""
         await self._work.found()
-        self._chain.found(averager.view.key)
-        self._chain.number = number - 1
+        self._history.found(averager.view.key)
+        self._history.number = number - 1
         self.arrived()
 
     async def _request(
@@ -294,14 +294,14 @@ class CatchingUp:
             if not self.in_step:
                 raise Refusal(OUT_OF_STEP, "this member is out of step itself")
             still = self._requests.open is not None or not self._work.synchronous or what == "result"
-            if self._chain.number == wanted and still:
+            if self._history.number == wanted and still:
                 return await self._give(what)
             await asyncio.sleep(POLL_S)
         raise Refusal(503, "this member's learner is still at work")
 
     async def _give(self, what: Wanted) -> Reply:
-        chain, kept = self._chain, self.kept
-        head = ReduceAnswer(chain.number, mark=chain.mark, before=chain.before)
+        history, kept = self._history, self.kept
+        head = ReduceAnswer(history.number, digest=history.digest, before=history.before)
         if what == "state":
             if self._work.synchronous:
                 head = msgspec.structs.replace(head, state=await self._digest())

@@ -336,7 +336,7 @@ class PieceOwner:
         self._rooms: dict[str, memoryview] = {}
         self._heads: dict[int, ReduceAnswer] = {}
         self._received: dict[int, int] = {}
-        self._gathering = RoundCollector(
+        self._collector = RoundCollector(
             size=piece.size,
             members=view.members,
             clock=context.clock,
@@ -348,12 +348,12 @@ class PieceOwner:
     @property
     def missing(self) -> tuple[str, ...]:
         """Members whose parts of the present round haven't come."""
-        return self._gathering.missing
+        return self._collector.missing
 
     @property
     def overdue(self) -> tuple[str, ...]:
         """Members for whose sake a round was given up."""
-        return self._gathering.overdue
+        return self._collector.overdue
 
     def received_bytes(self, number: int) -> int:
         """Bytes of others' parts of a round, the last or the one before."""
@@ -370,7 +370,7 @@ class PieceOwner:
             return  # `_reduce` takes it where it is
 
         me = self.piece.owner
-        await self._gathering.contribute(
+        await self._collector.contribute(
             number,
             me,
             part.weight,
@@ -392,7 +392,7 @@ class PieceOwner:
                 self._received[ask.number] = self.received_bytes(ask.number) + incoming.vector_nbytes
 
         try:
-            await self._gathering.contribute(
+            await self._collector.contribute(
                 ask.number,
                 incoming.sender,
                 ask.weight,
@@ -412,11 +412,11 @@ class PieceOwner:
 
     def close(self) -> None:
         """The view has ended: whoever waits is told (409)."""
-        self._gathering.close("the group's view has ended")
+        self._collector.close("the group's view has ended")
 
     async def closed(self) -> None:
         """Wait, after `close`, for a reduction under way."""
-        await self._gathering.closed()
+        await self._collector.closed()
 
     async def _read(self, incoming: Incoming, number: int, out: Float32Array) -> None:
         """Read a part into ``out``, and check it.
@@ -447,7 +447,7 @@ class PieceOwner:
         await heavy(out.nbytes, decode)
 
     async def _reduce(self, contributions: Sequence[Contribution]) -> Float32Array:
-        number, span, me = self._gathering.number, self.piece.span, self.piece.owner
+        number, span, me = self._collector.number, self.piece.span, self.piece.owner
         counting = [part for part in contributions if part.weight > 0]
         own = self._memory.writer.own(span)
         vectors = [own if part.sender == me else part.vector for part in counting]
@@ -555,7 +555,7 @@ class ViewAverager:
         self._given = -1
         self._busy = False
         self._calls = 0
-        self._roll = LivenessCheck(context, group, view)
+        self._liveness = LivenessCheck(context, group, view)
 
     @property
     def given(self) -> int:
@@ -582,12 +582,12 @@ class ViewAverager:
         self._given, self._calls, self._busy = number, 0, True
         jobs = [self._bring(piece, number, part, result) for piece in self._pieces]
         self._waiting = {piece.owner for piece in self._others}
-        self._roll.begin(number, self._timeout.deadline_s, self._silent)
+        self._liveness.begin(number, self._timeout.deadline_s, self._silent)
         try:
             heads = await _together(jobs)
         finally:
             self._busy = False
-            await self._roll.end()
+            await self._liveness.end()
         self._timeout.observe(self._context.clock.monotonic() - began_s)
         return self._whole(number, part, result, heads)
 

@@ -1,4 +1,4 @@
-"""Rounds of a whole group, through all its views: the strategy around an `Averager` and what it averages."""
+"""Exact averaging in rounds of the whole group: the strategy around an `Averager` and what it averages."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class GroupRounds(Strategy):
         over_torch = isinstance(config, GradAverageConfig | ParamAverageConfig) and config.backend == "torch"
         make: type[TorchBackend | OwnBackend] = TorchBackend if over_torch else OwnBackend
         self._backend: Backend = make(context, config, self._memory)
-        self._chain = RoundHistory()
+        self._history = RoundHistory()
         self._catching_up = CatchingUp(
-            context, config, work, chain=self._chain, requests=self._requests, group=self._group
+            context, config, work, history=self._history, requests=self._requests, group=self._group
         )
         self._averager: Averager | None = None
         self._said = AveragingNote()
@@ -85,15 +85,15 @@ class GroupRounds(Strategy):
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Rounds: ``ok``, ``regrouped`` (done again in a new view), ``empty`` (nobody gave anything)."""
+        """``ok``, ``regrouped`` (done again in a new view) and ``empty`` (nobody gave a part) so far."""
         return self._outcomes.outcomes
 
     @property
     def facts(self) -> dict[str, float | str]:
-        """Figures for people: rounds completed, the group's size, and those of the work."""
+        """Rounds completed, the group's size, and what the quantity adds."""
         view = self._group.view
         members = 0 if view is None else len(view.members)
-        return {"round": self._chain.number, "members": members, **self._work.facts}
+        return {"round": self._history.number, "members": members, **self._work.facts}
 
     async def start(self) -> None:
         """Begin.
@@ -224,7 +224,7 @@ class GroupRounds(Strategy):
         if part.vector is not None:
             self._memory.writer.counted()
         if self._catching_up.in_step:
-            self._chain.completed(averager.view.key, number)
+            self._history.completed(averager.view.key, number)
             # Alone a learner steps with its gradient as it is, and as fast as it likes: not with the result.
             exact = not self._work.synchronous or len(averager.view.members) > 1
             self._catching_up.kept = average if exact else None
@@ -302,8 +302,10 @@ class GroupRounds(Strategy):
             )
         note = self._said
         if self._catching_up.in_step:
-            chain = self._chain
-            note = msgspec.structs.replace(note, number=chain.number, mark=chain.mark, before=chain.before)
+            history = self._history
+            note = msgspec.structs.replace(
+                note, number=history.number, digest=history.digest, before=history.before
+            )
         return note.encode()
 
     async def answer(self, incoming: Incoming) -> Reply:

@@ -122,7 +122,7 @@ class TorchAverager:
         self._raw, self._spread = raw, spread
         self._me = context.swarm.node_id
         self._others = [member for member in view.members if member != self._me]
-        self._roll = LivenessCheck(context, group, view)
+        self._liveness = LivenessCheck(context, group, view)
         self._given = -1
         self._busy = False
         loop = asyncio.get_running_loop()
@@ -148,7 +148,7 @@ class TorchAverager:
         """Do one round; see `Averager`."""
         self._given, self._busy = number, True
         began_s = self._context.clock.monotonic()
-        self._roll.begin(number, self._backend.timeout.deadline_s, lambda: self._others)
+        self._liveness.begin(number, self._backend.timeout.deadline_s, lambda: self._others)
         try:
             await asyncio.shield(self._joined)
             if self._others:
@@ -159,7 +159,7 @@ class TorchAverager:
             await self._begin_anew(str(error))
         finally:
             self._busy = False
-            await self._roll.end()
+            await self._liveness.end()
         self._backend.timeout.observe(self._context.clock.monotonic() - began_s)
         self._backend.succeeded()
         return average
