@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple, Protocol
 
@@ -161,49 +162,48 @@ class Average(NamedTuple):
         return statistics.median_low([rate for rate, weight in rates if weight] or self.learning_rates)
 
 
-class Averager(Protocol):
-    """Averages within one view; made anew for each."""
+class Averager(ABC):
+    """Averages within one view; made anew for each.
 
-    view: GroupView
-    """In which it averages."""
+    Attributes:
+        view: in which it averages.
+        given: number of the last round that we gave our part to; -1 before the first.
+        busy: whether a round is under way.
+    """
 
-    @property
-    def given(self) -> int:
-        """Number of the last round that we gave our part to; -1 before the first."""
-        ...
+    def __init__(self, context: StrategyContext, group: Group, view: GroupView) -> None:
+        self._context, self._group, self.view = context, group, view
+        self._me = context.swarm.node_id
+        self.given, self.busy = -1, False
+        self._liveness = LivenessCheck(context, group, view)
 
     @property
     def in_force(self) -> bool:
         """Whether the view still is; what comes of a round counts only then."""
-        ...
+        return self._group.view == self.view
 
-    @property
-    def busy(self) -> bool:
-        """Whether a round is under way."""
-        ...
-
+    @abstractmethod
     async def average(self, number: int, part: RoundContribution) -> Average:
         """Do round ``number`` with all members; wait until all have given their part.
 
         Cancelled when the view ends; the part is then given again to the next view's averager.
         """
-        ...
 
+    @abstractmethod
     async def serve(self, incoming: Incoming, ask: ReduceRequest) -> Reply:
         """Answer a member that asks for a ``part`` or for the ``store``.
 
         Raises:
-            Refusal: not now, or not here.
+            Refusal: not now, or not here (409, 503), poisoned (422), malformed (400), too few came (408).
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """The view has ended: whoever waits for us is told."""
-        ...
 
+    @abstractmethod
     async def closed(self) -> None:
         """Wait, after `close`, until no thread touches any vector."""
-        ...
 
 
 class Backend(Protocol):
@@ -215,20 +215,19 @@ class Backend(Protocol):
         Raises:
             ConfigError: this node can't.
         """
-        ...
+        return
 
     async def stop(self) -> None:
         """End everything, after the last averager was closed; calling it again does nothing."""
-        ...
+        return
 
     def averager(self, group: Group, view: GroupView, *, first: int, raw: bool, spread: bool) -> Averager:
-        """Return one for a view that has come into force.
+        """Return one for a view that has come into force, whose first round is ``first``.
 
         Args:
             raw: whether that round's vectors travel as float32 whatever the config says.
             spread: whether to measure how far the parts are apart.
         """
-        ...
 
 
 NOTHING = RoundContribution(None, 0.0, 0)
@@ -236,39 +235,35 @@ NOTHING = RoundContribution(None, 0.0, 0)
 
 
 class RoundQuantity(Protocol):
-    """Gradients, parameters or noised differences."""
+    """What rounds average: gradients, parameters or noised differences.
 
-    @property
-    def led(self) -> bool:
-        """Whether a history begins with one member's state; else the first round brings all together."""
-        ...
+    Attributes:
+        led: whether a history begins with one member's state; else the first round brings all together.
+        seeded: whether that member begins with the mean of all members' parameters, which it sees for that.
+        synchronous: whether the state is the learner's, who must make each step; one who missed any takes
+            another's.
+    """
 
-    @property
-    def seeded(self) -> bool:
-        """Whether that member begins with the mean of all members' parameters, which it sees for that."""
-        ...
-
-    @property
-    def synchronous(self) -> bool:
-        """Whether the state is the learner's, who must make each step: who missed one takes another's."""
-        ...
+    led: bool
+    seeded: bool
+    synchronous: bool
 
     @property
     def facts(self) -> dict[str, float | str]:
         """Figures for people."""
-        ...
+        return {}
 
     async def found(self) -> None:
         """Begin a history with our own state."""
-        ...
+        return
 
     def state(self) -> Sequence[memoryview]:
         """What a newcomer needs besides our learner's state; empty for nothing."""
-        ...
+        return ()
 
     def room(self) -> memoryview:
         """Where another member's `state` goes; of the same length."""
-        ...
+        return memoryview(b"")
 
     async def take(self) -> None:
         """What is in `room` is the state from now on.
@@ -276,7 +271,7 @@ class RoundQuantity(Protocol):
         Raises:
             PoisonedVectorError: it can't be.
         """
-        ...
+        return
 
     async def part(self, request: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
         """What we give to round ``number``.
@@ -284,7 +279,6 @@ class RoundQuantity(Protocol):
         Raises:
             PoisonedVectorError: our own vector can't be given to anybody.
         """
-        ...
 
     async def apply(
         self, request: LearnerRequest | None, average: Average, number: int
@@ -294,7 +288,6 @@ class RoundQuantity(Protocol):
         Returns:
             What to answer the learner, and the norm of what was added to our vector.
         """
-        ...
 
 
 ASK_S = 1.0
@@ -306,7 +299,11 @@ AGAIN_S = 0.15
 
 
 class LivenessCheck:
-    """For one view."""
+    """Asks the members of one view that a round waits for whether they are alive, and doubts the silent.
+
+    A learner that takes its time and a process that was stopped both stay silent. The daemon of the first
+    answers at once, and has until the strategy's deadline; the second is soon left out.
+    """
 
     def __init__(self, context: StrategyContext, group: Group, view: GroupView) -> None:
         self._transport, self._clock = context.transport, context.clock

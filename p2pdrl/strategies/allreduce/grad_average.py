@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from p2pdrl.strategies.allreduce.averager import NOTHING, Average, RoundContribution
+from p2pdrl.strategies.allreduce.averager import NOTHING, Average, RoundContribution, RoundQuantity
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, StrategyContext
 from p2pdrl.tensors.mix import check_finite
@@ -29,8 +29,8 @@ from p2pdrl.tensors.mix import check_finite
 __all__ = ["GradientQuantity"]
 
 
-class GradientQuantity:
-    """`Work` on gradients."""
+class GradientQuantity(RoundQuantity):
+    """The learners' gradients."""
 
     led = True
     seeded = True
@@ -39,27 +39,8 @@ class GradientQuantity:
     def __init__(self, context: StrategyContext) -> None:
         self._learner, self._max_abs = context.learner, context.max_abs
 
-    @property
-    def facts(self) -> dict[str, float | str]:
-        """Nothing besides what all rounds tell."""
-        return {}
-
-    async def found(self) -> None:
-        """The learner has the state."""
-
-    def state(self) -> Sequence[memoryview]:
-        """The learner has the state."""
-        return ()
-
-    def room(self) -> memoryview:
-        """Nothing is sent."""
-        return memoryview(b"")
-
-    async def take(self) -> None:
-        """The learner has the state."""
-
     async def part(self, request: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
-        """The gradient, weighted by its samples; see `Work`."""
+        """The gradient, weighted by its samples; see `RoundQuantity`."""
         del number, members
         vector = request.vector
         rate = self._learner.learning_rate

@@ -27,7 +27,7 @@ from typing import Protocol
 import numpy as np
 
 from p2pdrl.config.strategy import Averaged
-from p2pdrl.strategies.allreduce.averager import NOTHING, Average, RoundContribution
+from p2pdrl.strategies.allreduce.averager import NOTHING, Average, RoundContribution, RoundQuantity
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, StrategyContext
 from p2pdrl.tensors.layout import Float32Array
@@ -103,8 +103,8 @@ class Shaping(Protocol):
         ...
 
 
-class ParameterQuantity:
-    """`Work` on parameters.
+class ParameterQuantity(RoundQuantity):
+    """The learners' parameters, as differences from what all agreed on.
 
     Args:
         shaping: of the differences; a history then begins with one member's parameters, for nobody's own
@@ -158,7 +158,7 @@ class ParameterQuantity:
         self._agreed, self._apart = True, True
 
     async def part(self, request: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
-        """What our learner changed; see `Work`."""
+        """What our learner changed; see `RoundQuantity`."""
         await heavy(self._own.nbytes, self._difference)
         weight = float(max(request.samples, 1)) if self._by_samples else 1.0
         part = self._shaping is None or await heavy(self._own.nbytes, lambda: self._shape(number, members))

@@ -37,7 +37,7 @@ from p2pdrl.strategies.allreduce.averager import (
     ROUTE,
     Average,
     Averager,
-    LivenessCheck,
+    Backend,
     ReduceAnswer,
     ReduceRequest,
     RoundContribution,
@@ -508,7 +508,7 @@ def cut_pieces(view: GroupView, size: int, least: int | None = None) -> tuple[Ow
     return tuple(OwnedPiece(owner, slice(edges[i], edges[i + 1])) for i, owner in enumerate(owners))
 
 
-class ViewAverager:
+class ViewAverager(Averager):
     """`Averager` for one view; serves the parts of the others, too.
 
     Args:
@@ -530,10 +530,10 @@ class ViewAverager:
         raw: bool = False,
         spread: bool = False,
     ) -> None:
-        self._context, self._config, self._group, self.view = context, config, group, view
+        super().__init__(context, group, view)
+        self._config = config
         self._memory, self._timeout = memory, timeout
         self._formats = Formats(config, first if raw else -1)
-        self._me = context.swarm.node_id
         self._pieces = cut_pieces(view, context.size)
         self._others = [piece for piece in self._pieces if piece.owner != self._me]
         memory.writer.recut()
@@ -552,25 +552,7 @@ class ViewAverager:
                     spread=spread,
                 )
         self._waiting: set[str] = set()
-        self._given = -1
-        self._busy = False
         self._calls = 0
-        self._liveness = LivenessCheck(context, group, view)
-
-    @property
-    def given(self) -> int:
-        """Number of the last round that we gave our part to; -1 before the first."""
-        return self._given
-
-    @property
-    def in_force(self) -> bool:
-        """Whether our view still is; what comes of it counts only then."""
-        return self._group.view == self.view
-
-    @property
-    def busy(self) -> bool:
-        """Whether a round is under way."""
-        return self._busy
 
     async def average(self, number: int, part: RoundContribution) -> Average:
         """Do one round; see `Averager`."""
@@ -579,14 +561,14 @@ class ViewAverager:
         writer, vector = self._memory.writer, part.vector
         if vector is not None:
             await heavy(vector.nbytes, lambda: writer.load(vector, raw=raw))
-        self._given, self._calls, self._busy = number, 0, True
+        self.given, self._calls, self.busy = number, 0, True
         jobs = [self._bring(piece, number, part, result) for piece in self._pieces]
         self._waiting = {piece.owner for piece in self._others}
         self._liveness.begin(number, self._timeout.deadline_s, self._silent)
         try:
             heads = await _together(jobs)
         finally:
-            self._busy = False
+            self.busy = False
             await self._liveness.end()
         self._timeout.observe(self._context.clock.monotonic() - began_s)
         return self._whole(number, part, result, heads)
@@ -733,18 +715,12 @@ async def _together(jobs: Sequence[Coroutine[Any, Any, ReduceAnswer]]) -> list[R
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class OwnBackend:
+class OwnBackend(Backend):
     """The swarm's own connections; see `Backend`."""
 
     def __init__(self, context: StrategyContext, config: Grouped, memory: AverageMemory) -> None:
         self._context, self._config, self._memory = context, config, memory
         self._timeout = AdaptiveTimeout(config.deadline_s)
-
-    async def start(self) -> None:
-        """Nothing is needed."""
-
-    async def stop(self) -> None:
-        """Nothing was begun."""
 
     def averager(self, group: Group, view: GroupView, *, first: int, raw: bool, spread: bool) -> Averager:
         """Return one for ``view``; see `Backend`."""
