@@ -31,7 +31,11 @@ __all__ = ["GroupCall", "GroupCore", "Proposer", "Roster", "Succession", "ViewMe
 
 
 class ViewMember:
-    """What one node acknowledged."""
+    """What one node acknowledged, and what is in force.
+
+    Two promises on which everything rests: a member acknowledges only a view greater than any before, and
+    from then on acts in none until that view's proposer says that all have acknowledged.
+    """
 
     def __init__(self, me: str, epoch: int, note: Callable[[], bytes]) -> None:
         self._me = me
@@ -108,7 +112,12 @@ NEVER = float("-inf")
 
 
 class Succession:
-    """The living in order, and those among them that are passed over.
+    """Whose turn it is to propose: the living in rendezvous order, without those that are passed over.
+
+    A proposer that isn't heard for ``silence_s``, or fails when it is asked, is passed over until it is heard
+    again. A node that follows a proposer which it heard of late refuses those that come later in the order: a
+    lone node that can't reach the proposer shall not pull the others out of a view in which all is well (the
+    idea of Raft's pre-vote: Ongaro 2014, section 9.6).
 
     Args:
         epoch: mode epoch; each has its own order.
@@ -224,7 +233,12 @@ class _Rest:
 
 
 class Roster:
-    """The peers of a proposer."""
+    """The peers of a proposer: who answers, and who must wait.
+
+    Nobody is invited who didn't answer a ping lately and say that it would come, so that somebody who can't
+    be reached never costs a view in force. Who failed is asked again with back-off, and who comes and goes
+    rests longer each time.
+    """
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
@@ -370,6 +384,9 @@ class _Proposal:
 
 class Proposer:
     """What a node does while it is its turn to propose.
+
+    Whatever is lost is made good by asking: a ping's answer shows who restarted, who missed that a view is in
+    force, and who acknowledged somebody else's, so no message need arrive and none is stored.
 
     Args:
         first_generation: proposals are greater.

@@ -1,4 +1,15 @@
-"""The group of a strategy: its view in force, and the messages by which the members agree on one."""
+"""The group of a strategy: its view in force, and the messages by which the members agree on one.
+
+A strategy that needs one list of members owns a `Group`, starts and stops it with itself, hands it the calls
+on route ``group``, puts the key of the view in force into each message of its own, and lets `check` refuse those
+of other views::
+
+    group = Group(swarm, transport, clock, epoch, note=lambda: b"")
+    await group.start()
+    await group.run(act)  # ``act(active)`` in each view, cancelled with it
+
+The decisions are `agreement`'s.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +60,10 @@ LIVES_S = 1.0
 
 
 class Sender:
-    """Sends messages of the group."""
+    """Sends the group's messages: each is repeated until it is answered, or its time is up.
+
+    So a network that loses one message in twenty doesn't look like members that come and go.
+    """
 
     def __init__(self, transport: Transport, clock: Clock, epoch: int, timing: Timing) -> None:
         self._transport, self._clock, self._epoch, self._timing = transport, clock, epoch, timing

@@ -3,8 +3,8 @@
 And how a history that begins with one member's state begins: with the mean of all members' parameters where
 the `RoundQuantity` wants that. All give theirs, the one takes the mean, the others take its state as always.
 
-And how it gives both. A state is given while its giver stands still between two rounds; it can't go on
-before the taker gives its part, so what is taken is the state after the last round exactly.
+A state is given while its giver stands still between two rounds; it can't go on before the taker gives its
+part, so what is taken is the state after the last round exactly.
 """
 
 from __future__ import annotations

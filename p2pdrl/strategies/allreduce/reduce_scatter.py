@@ -182,7 +182,12 @@ def piece_codec(config: Compressed, size: int, *, raw: bool) -> Codec:
 
 
 class PieceWriter:
-    """One node's stream of contributions, through all views of a strategy."""
+    """One node's stream of contributions, through all views of a strategy.
+
+    Pieces change with every view, so what compression lost is kept for the whole vector and not in the codecs
+    (error feedback: Karimireddy 2019, arXiv 1901.09847): ``given = vector + lost``, ``lost ← given − sent``
+    once the round has counted. A round that is done again gives the same.
+    """
 
     def __init__(self, config: Compressed, size: int) -> None:
         self._config = config
@@ -308,29 +313,23 @@ class AverageMemory:
 
 
 class PieceOwner:
-    """Our own piece, in one view.
-
-    Args:
-        memory: where results go: those of even and odd rounds in turn.
-        spread: whether to measure how far parts are apart.
-    """
+    """Our own piece, in one view. Results of even and odd rounds are kept in turn."""
 
     def __init__(
         self,
-        context: StrategyContext,
-        config: Grouped,
+        backend: OwnBackend,
         group: Group,
         view: GroupView,
-        *,
         piece: OwnedPiece,
-        memory: AverageMemory,
         formats: Formats,
+        *,
         first: int,
         spread: bool,
     ) -> None:
-        self.piece = piece
+        context, config = backend.context, backend.config
+        self.piece, self._group = piece, group
         self._swarm, self._max_abs = context.swarm, context.max_abs
-        self._config, self._group, self._memory = config, group, memory
+        self._config, self._memory = config, backend.memory
         self._formats, self._spread = formats, spread
         self._encoded = tuple(memoryview(bytearray(2 * piece.size)) for _ in range(2))
         self._rooms: dict[str, memoryview] = {}
@@ -509,47 +508,22 @@ def cut_pieces(view: GroupView, size: int, least: int | None = None) -> tuple[Ow
 
 
 class ViewAverager(Averager):
-    """`Averager` for one view; serves the parts of the others, too.
-
-    Args:
-        timeout: learns how long rounds take, through all views.
-        raw: whether that round's vectors travel as float32 whatever the config says.
-        spread: whether owners measure how far the parts are apart.
-    """
+    """`Averager` over the swarm's own connections; serves the parts of the others, too."""
 
     def __init__(
-        self,
-        context: StrategyContext,
-        config: Grouped,
-        group: Group,
-        view: GroupView,
-        *,
-        memory: AverageMemory,
-        timeout: AdaptiveTimeout,
-        first: int,
-        raw: bool = False,
-        spread: bool = False,
+        self, backend: OwnBackend, group: Group, view: GroupView, *, first: int, raw: bool, spread: bool
     ) -> None:
-        super().__init__(context, group, view)
-        self._config = config
-        self._memory, self._timeout = memory, timeout
-        self._formats = Formats(config, first if raw else -1)
-        self._pieces = cut_pieces(view, context.size)
+        super().__init__(backend.context, group, view)
+        self._config, self._memory, self._timeout = backend.config, backend.memory, backend.timeout
+        self._formats = Formats(self._config, first if raw else -1)
+        self._pieces = cut_pieces(view, self._context.size)
         self._others = [piece for piece in self._pieces if piece.owner != self._me]
-        memory.writer.recut()
+        self._memory.writer.recut()
         self._owner: PieceOwner | None = None
         for piece in self._pieces:
             if piece.owner == self._me:
                 self._owner = PieceOwner(
-                    context,
-                    config,
-                    group,
-                    view,
-                    piece=piece,
-                    memory=memory,
-                    formats=self._formats,
-                    first=first,
-                    spread=spread,
+                    backend, group, view, piece, self._formats, first=first, spread=spread
                 )
         self._waiting: set[str] = set()
         self._calls = 0
@@ -716,22 +690,16 @@ async def _together(jobs: Sequence[Coroutine[Any, Any, ReduceAnswer]]) -> list[R
 
 
 class OwnBackend(Backend):
-    """The swarm's own connections; see `Backend`."""
+    """Averages over the swarm's own connections.
+
+    Attributes:
+        timeout: learns how long rounds take, through all views.
+    """
 
     def __init__(self, context: StrategyContext, config: Grouped, memory: AverageMemory) -> None:
-        self._context, self._config, self._memory = context, config, memory
-        self._timeout = AdaptiveTimeout(config.deadline_s)
+        self.context, self.config, self.memory = context, config, memory
+        self.timeout = AdaptiveTimeout(config.deadline_s)
 
     def averager(self, group: Group, view: GroupView, *, first: int, raw: bool, spread: bool) -> Averager:
         """Return one for ``view``; see `Backend`."""
-        return ViewAverager(
-            self._context,
-            self._config,
-            group,
-            view,
-            memory=self._memory,
-            timeout=self._timeout,
-            first=first,
-            raw=raw,
-            spread=spread,
-        )
+        return ViewAverager(self, group, view, first=first, raw=raw, spread=spread)

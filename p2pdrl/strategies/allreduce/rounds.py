@@ -1,4 +1,19 @@
-"""Exact averaging in rounds of the whole group: the strategy around an `Averager` and what it averages."""
+"""Exact averaging in rounds of the whole group: the strategy around an `Averager` and a `RoundQuantity`.
+
+**When the group changes** everybody who waits is let go, and the round is done again in the new view with
+the same parts. Members may differ by one round then: some got all pieces of the last one, others didn't.
+The notes say so (`history`); those behind fetch that round's result from one who has it, and all go on with
+the same bits. Every member keeps its last result for that.
+
+**Who joins** takes the state first (a member's whole state, by adoption, where rounds are synchronous; else
+what the quantity keeps), and gives its part from then on. Meanwhile the others stand still, at most
+``deadline_s``: that way the state they give is the one after the last round, exactly.
+
+**A learner that asks for nothing** (paused, starting again) holds the others up once, for `GRACE` of the
+deadline. Then its daemon goes on without it, giving nothing, until it asks.
+
+**Nobody's vectors mix across lineages**: members of another one adopt first.
+"""
 
 from __future__ import annotations
 

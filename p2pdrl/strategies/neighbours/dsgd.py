@@ -1,4 +1,22 @@
-"""Synchronous gossip with neighbours on a graph: D-PSGD (Lian 2017, arXiv 1705.09056)."""
+"""Synchronous gossip with neighbours on a graph: D-PSGD (Lian 2017, arXiv 1705.09056).
+
+The group's members lay a graph over themselves (`topology`), whose Metropolis weights keep their mean. Each
+``every_updates`` updates the learner posts a request and stands still; its node exchanges vectors with each
+neighbour, mixes, and lets it go on:
+
+    x_i ← x_i + Σ_j W_ij (x_j − x_i)
+
+A neighbour that doesn't come in time is left out of the round, by both ends. When the view changes, a round
+that has exchanged nothing yet is done again in the new one; one that has ends with the edges it has, which
+keeps the mean as well. While there is no view, or no state, the learner waits ``deadline_s`` at most.
+
+With ``exchanges = "gradients"`` it posts each gradient and steps with g_i + Σ_j W_ij (g_j − g_i); each
+``parameters_every`` rounds the parameters that the gradient was computed on are mixed as well, before it
+steps: that is D-PSGD's own update, x ← W x − γ g(x).
+
+**Which mixing keeps the mean**: ``mean`` and ``clipped`` (both ends shorten an edge alike). ``trimmed``
+leaves out other values at each node, so the mean moves by as much as what was left out.
+"""
 
 from __future__ import annotations
 
@@ -196,7 +214,11 @@ HOLD = 0.8
 
 
 class NeighbourRoundServer:
-    """Answers of one node."""
+    """Answers neighbours' calls, held until we have come to the same round or they have waited too long.
+
+    Who gives up says so, and both ends leave the edge out. A caller that lags hears of it and goes on to our
+    round; when we lag, its call shows us where it is, and waits there for us.
+    """
 
     def __init__(self, state: PeerState) -> None:
         self._state = state
@@ -344,7 +366,12 @@ RETRIES = 3
 
 
 class NeighbourCalls:
-    """Rounds of one node."""
+    """Does rounds: the lower id of each edge calls, the higher one answers; x_i goes there, x_j comes back.
+
+    The callee counts an edge once its answer is written, and that can be lost. The caller asks after it
+    (`group.calls`) and calls again, and gets the same answer; only when that fails until the round's end has
+    the callee moved alone. Such edges are counted as ``unsure``, on the side that can know.
+    """
 
     def __init__(self, state: PeerState) -> None:
         self._state = state

@@ -1,4 +1,11 @@
-"""The arithmetic of one synchronous round on a graph, of parameters or of the learner's gradient."""
+"""The arithmetic of one synchronous round on a graph, of parameters or of the learner's gradient.
+
+D-PSGD (Lian 2017, arXiv 1705.09056, algorithm 1): x_i ← Σ_j W_ij x_j = x_i + Σ_j W_ij (x_j − x_i), with W
+symmetric and doubly stochastic. Written by edges, each may be left out by itself: W stays symmetric and
+doubly stochastic as long as both ends leave it out, so the members' mean is kept.
+
+Shapes: every vector is flat, of D elements (all parameters); names carry no suffix.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +107,7 @@ Others = Sequence[tuple[Float32Array, float]]
 
 
 class NeighbourContribution(Protocol):
-    """Our part in a round."""
+    """Our part in a round: parameters, or a gradient. `load`, `read` and `apply` are work for a thread."""
 
     content: Content
     wire: WireName
@@ -182,7 +189,11 @@ class ParameterContribution:
 
 
 class GradientContribution:
-    """The gradient of the learner's request."""
+    """The gradient of the learner's request.
+
+    All neighbours get the same message, so that each edge's two ends subtract the same numbers; what
+    compression left out is added to the next one once anybody got it.
+    """
 
     content: Content = "gradients"
 

@@ -221,6 +221,9 @@ class Met:
 class NeighbourRound:
     """A round, or one of the two of a round of gradients.
 
+    It ends when all its edges are settled, or is cut off: by time, by a new view, or when the strategy stops.
+    An edge at which a call or an answer is under way is settled by that one's end, not by the cut.
+
     Attributes:
         part: what we give to it.
         began_s: monotonic.
