@@ -5,11 +5,12 @@ knows nothing of networks: a handler calls `RoundCollector.contribute` with a fu
 vector, and gets the round's result once the round has closed.
 
 **Synchronous updates.** An update is one long collection of experience and then one or several gradients,
-each of which is a round. Learners that begin at different times would be at different places of their updates for
-ever: while one collects, all others wait in mid-update for its next gradient, so a cycle takes as long as all
-collections one after another. So when the *leader's* update ends, everybody's does, by a shorter one where
-need be. The leader of a round is the member with the smallest id among those that gave a gradient to it; who
-computes the round's result says in it whether the leader's update ends, so that all conclude the same.
+each of which is a round. Learners that begin at different times would be at different places of their updates
+for ever: while one collects, all others wait in mid-update for its next gradient, so a cycle takes as long as
+all collections one after another. So when the *leader's* update ends, everybody's does, by a shorter one
+where need be. The leader of a round is the member with the smallest id among those that gave a gradient to
+it; who computes the round's result says in it whether the leader's update ends, so that all conclude the
+same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The group of a strategy: its view in force, and the messages by which the members agree on one.
 
 A strategy that needs one list of members owns a `Group`, starts and stops it with itself, hands it the calls
-on route ``group``, puts the key of the view in force into each message of its own, and lets `check` refuse those
-of other views::
+on route ``group``, puts the key of the view in force into each message of its own, and lets `check` refuse
+those of other views::
 
     group = Group(swarm, transport, clock, epoch, note=lambda: b"")
     await group.start()

@@ -14,11 +14,11 @@ who sees parts one by one with their own noise alone, nor the parameters with wh
 against those who do, which every member can: it counts our own rounds, with no help from sampling.
 
 **Accounting.** Two swarms are neighbours when one has one member more. Rényi differential privacy of each
-order α adds up over rounds, and the best order's is turned into (ε, δ). References: Mironov 2017
-(arXiv 1702.07476), proposition 1 and corollary 3; Mironov, Talwar and Zhang 2019 (arXiv 1908.10530), theorem
-5 (the divergence is that of the mixture from N(0, z²), for every α) and section 3.3 (its closed form for
-integer α); Canonne, Kamath and Steinke 2020 (arXiv 2004.00010), proposition 12, for the conversion. Between integers
-the definition is integrated: the alternating series of section 3.3, with the signs of its terms dropped as
+order α adds up over rounds, and the best order's is turned into (ε, δ). References: Mironov 2017 (arXiv
+1702.07476), proposition 1 and corollary 3; Mironov, Talwar and Zhang 2019 (arXiv 1908.10530), theorem 5 (the
+divergence is that of the mixture from N(0, z²), for every α) and section 3.3 (its closed form for integer α);
+Canonne, Kamath and Steinke 2020 (arXiv 2004.00010), proposition 12, for the conversion. Between integers the
+definition is integrated: the alternating series of section 3.3, with the signs of its terms dropped as
 accountants commonly do, is up to some percent greater, and where z is small and α near 1, just where the best
 α lies for a large ε, it doesn't converge.
 
