@@ -34,7 +34,7 @@ from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.mix import check_finite
 from p2pdrl.tensors.wire import spans
 
-__all__ = ["OuterOptimizer", "ParameterQuantity"]
+__all__ = ["AveragedParameters", "OuterOptimizer"]
 
 CHUNK = 1 << 16
 
@@ -81,7 +81,7 @@ class OuterOptimizer:
         return float(np.sqrt(total))
 
 
-class ParameterQuantity(RoundQuantity):
+class AveragedParameters(RoundQuantity):
     """The learners' parameters, as differences from what all agreed on.
 
     Args:

@@ -74,7 +74,7 @@ class NeighbourHead(msgspec.Struct, frozen=True):
     wait_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
     """In a call: how long the caller waits for its answer."""
     verdict: Short = "mix"
-    """In an answer: `PAST`, or a `compatibility.Verdict`; a vector follows only for ``mix``."""
+    """In an answer: `PAST`, or what is done (`group.compatibility.Verdict`); only ``mix`` brings a vector."""
     call: Natural = 0
     """In a call: its number (see `group.calls`)."""
 
