@@ -95,7 +95,7 @@ class SeedBook:
             self._seeds.append(Seed(address, hint=True))
 
     def due(self, now: float) -> list[Seed]:
-        """Seeds whose time has come."""
+        """Seeds that are to be tried now."""
         return [seed for seed in self._seeds if seed.next_at <= now]
 
     def wait_s(self, now: float) -> float:
@@ -146,14 +146,14 @@ class SeedBook:
         seed.next_at = now + RECHECK_S * self._rng.uniform(0.5, 0.7)
 
     def refused(self, seed: Seed, reason: str, now: float) -> bool:
-        """It said no: try again slowly; True when the reason is news."""
+        """The peer refused: try again slowly; True when the reason is new."""
         news = seed.refusal != reason
         seed.refusal = reason
         seed.next_at = now + BACKOFF_MAX_S * self._rng.uniform(0.8, 1.0)
         return news
 
     def drop_hints(self) -> None:
-        """The swarm was met: what we remembered has served."""
+        """Forget the hints: the swarm was met."""
         self._seeds = [seed for seed in self._seeds if not seed.hint]
 
 

@@ -98,12 +98,14 @@ class PieceMac:
 
     def of(self, piece: bytes | bytearray | memoryview) -> bytes:
         """Return the MAC of the next piece."""
-        return self._gcm.encrypt(self._nonce(), b"", piece)
+        self._next += 1
+        return self._gcm.encrypt((self._next - 1).to_bytes(12, "big"), b"", piece)
 
     def good(self, piece: bytes | bytearray | memoryview, mac: bytes | bytearray | memoryview) -> bool:
         """Tell in constant time whether ``mac`` belongs to the next piece."""
+        self._next += 1
         try:
-            self._gcm.decrypt(self._nonce(), bytes(mac), piece)
+            self._gcm.decrypt((self._next - 1).to_bytes(12, "big"), bytes(mac), piece)
         except InvalidTag:
             return False
         return True
@@ -111,10 +113,6 @@ class PieceMac:
     def skip(self, count: int) -> None:
         """Pass over ``count`` pieces that nobody looks at."""
         self._next += count
-
-    def _nonce(self) -> bytes:
-        self._next += 1
-        return (self._next - 1).to_bytes(12, "big")
 
 
 class SwarmKeys:

@@ -101,7 +101,7 @@ class Upgraded(Protocol):
         """Look at it, once per tick; return whether it is too slow to be kept."""
 
     def abort(self) -> None:
-        """Cut it."""
+        """Cut the connection."""
 
 
 def watched(request: web.Request) -> Watched | None:
@@ -204,7 +204,7 @@ class Watched(asyncio.Protocol):
         self._upgraded = to
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Count it, or refuse it."""
+        """Count the connection, or refuse it."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - TCP gives no other
         peer = transport.get_extra_info("peername")
         self._host = str(peer[0]) if peer else ""

@@ -147,7 +147,7 @@ class PipeSender:
             pass
 
     def run(self) -> None:
-        """What the thread does."""
+        """Send what is queued, in a thread, until the pipe ends."""
         try:
             while (item := self._queue.get()) is not None and self._link.fault is None:
                 rest, nbytes = item
@@ -266,7 +266,7 @@ class PipeReceiver:
                 self._wish = self._wishing = -1
 
     def run(self) -> None:
-        """What the thread does."""
+        """Read ahead, in a thread, until the pipe ends."""
         while self._await_turn():
             try:
                 self._read_ahead()

@@ -107,11 +107,11 @@ class ServedStream:
         return verdict is not None
 
     def abort(self) -> None:
-        """Cut it."""
+        """Cut the connection."""
         self._sock.close()
 
     def end(self) -> None:
-        """Close it when the call that runs is done, at once if there is none."""
+        """Close the stream when the call that runs is done, at once if there is none."""
         self._closing = True
         if not self.busy:
             self._sock.close()

@@ -283,7 +283,8 @@ class StreamSocket:
         if reader is not None and not reader.done():
             if filling.full if filling is not None else len(self._stage) >= self._need:
                 reader.set_result(None)
-        elif self._writer is not None and not self._writer.done() and self._until_answered:
+        elif self._stage and self._writer is not None and not self._writer.done() and self._until_answered:
+            # Only if the peer spoke: this may be the event of bytes that somebody has taken since.
             self._writer.set_result(False)
 
     def _receive(self) -> None:
