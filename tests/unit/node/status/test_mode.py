@@ -12,7 +12,7 @@ from p2pdrl.node.accounting.report_table import PeerReport
 from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.node.settings import ModeSetting
 from p2pdrl.node.status.meters import Meters
-from p2pdrl.node.status.reporter import StatusReporter, facts_of
+from p2pdrl.node.status.reporter import StatusReporter
 from p2pdrl.node.status.view import ApiView
 from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.strategies.protocol import Merged, RoundReport
@@ -120,4 +120,4 @@ async def test_rounds_are_counted_and_shown(view, context, training):
 
 
 async def test_strategies_without_facts_have_none():
-    assert facts_of(LocalStrategy()) == {}
+    assert dict(LocalStrategy().facts) == {}
