@@ -269,7 +269,7 @@ async def test_nobodys_tables_grow_a_message_beyond_its_bounds(talkers, lie):
     one.progress_tracker.merge_counts(crowd(**lie))
     said, _ = listen(one)
     assert await one.gossip.tell(two.id, two.address)
-    assert said[0] <= metrics_gossip.SPOKEN_BYTES
+    assert said[0] <= metrics_gossip.MESSAGE_BYTES
     assert two.progress_tracker.of_node(one.id).env_steps == 70
     rounds = 1
     while two.progress_tracker.total() != one.progress_tracker.total() and rounds < 12:
@@ -294,7 +294,7 @@ async def test_many_moments_take_turns(talkers):
     _, heard = listen(two)
     while others_count(two) < 301:
         assert await two.gossip.tell(one.id, one.address)
-        assert heard.pop() <= metrics_gossip.SPOKEN_BYTES
+        assert heard.pop() <= metrics_gossip.MESSAGE_BYTES
         rounds += 1
     assert 3 <= rounds <= 20
 

@@ -120,4 +120,4 @@ async def test_rounds_are_counted_and_shown(view, context, training):
 
 
 async def test_strategies_without_facts_have_none():
-    assert LocalStrategy().facts == {}
+    assert dict(LocalStrategy().facts) == {}
