@@ -1,4 +1,4 @@
-"""One group view as a server strategy acts in it: the plan, our part in it, its server once open."""
+"""One group view as a node of a server strategy acts in it: the plan, the members, its shard once at work."""
 
 from __future__ import annotations
 
@@ -34,15 +34,12 @@ class ViewSession:
         swarm: SwarmView,
         group: Group,
     ) -> None:
-        self.key = active.view.key
-        self.members = active.view.members
-        self.plan = plan
-        self.notes = notes
+        self.key, self.members = active.view.key, active.view.members
+        self.plan, self.notes = plan, notes
         self.me = swarm.node_id
         self.index = plan.shard_of(self.me)
         """Shard that we serve; None for none."""
         self.doubt, self.calls = group.doubt, group.calls
-        self.strike = swarm.strike
         self._swarm, self._group = swarm, group
         self._addresses: dict[str, Address] = dict(swarm.alive())
         self._server: ShardServer | None = None
@@ -50,7 +47,7 @@ class ViewSession:
         self._why: str | None = None
 
     def address_of(self, peer: str) -> Address:
-        """Where a member listens.
+        """Return where a member listens.
 
         Raises:
             PeerUnreachableError: nobody knows.
@@ -69,12 +66,12 @@ class ViewSession:
             return False
 
     def open(self, server: ShardServer) -> None:
-        """Our shard is at work."""
+        """Let our shard be called."""
         self._server = server
         self._opened.set()
 
     async def server(self, limit_s: float) -> ShardServer:
-        """Return our server once it is open.
+        """Return our shard's server once it is open.
 
         Raises:
             Refusal: we serve nothing (409), the view has ended (409), or it isn't open in time (503).
@@ -91,7 +88,7 @@ class ViewSession:
         return self._server
 
     async def close(self, why: str) -> None:
-        """The view has ended: refuse everybody; afterwards nothing touches the shard."""
+        """Refuse everybody, at the view's end; afterwards nothing touches the shard."""
         self._why = why
         self._opened.set()
         if self._server is not None:
