@@ -8,19 +8,17 @@ Shapes: every vector is flat, of D elements (all parameters); names carry no suf
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from p2pdrl.clock import Clock
 from p2pdrl.group.service import Group, GroupView
 from p2pdrl.strategies.allreduce.messages import ReduceRequest
-from p2pdrl.strategies.protocol import AnswerKind, LearnerHandle, LearnerRequest
+from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.transport.protocol import Address, Incoming, Reply
+from p2pdrl.transport.protocol import Incoming, Reply
 
-__all__ = ["NOTHING", "Average", "Averager", "Backend", "RequestQueue", "RoundContribution", "RoundQuantity"]
+__all__ = ["NOTHING", "Average", "Averager", "Backend", "RoundContribution", "RoundQuantity"]
 
 
 class RoundContribution(NamedTuple):
@@ -117,14 +115,6 @@ class Averager(Protocol):
 
         Raises:
             Refusal: not now, or not here.
-        """
-        ...
-
-    def address(self, peer: str) -> Address:
-        """Where a member is, or was when the view began.
-
-        Raises:
-            PeerUnreachableError: nobody knows.
         """
         ...
 
@@ -234,73 +224,3 @@ class RoundQuantity(Protocol):
             What to answer the learner, and the norm of what was added to our vector.
         """
         ...
-
-
-class RequestQueue:
-    """The open post of one learner.
-
-    Args:
-        learner: who posts.
-        clock: monotonic time.
-        grace_s: how long others wait before we are excused.
-    """
-
-    def __init__(self, learner: LearnerHandle, clock: Clock, grace_s: float) -> None:
-        self._learner, self._clock, self._grace_s = learner, clock, grace_s
-        self.post: LearnerRequest | None = None
-        """The one that waits for its answer."""
-        self.since_s = 0.0
-        """When it came."""
-        self.restarted = False
-        """Whether the learner was started anew; whoever heeds it sets it back."""
-        self._number = 0
-        self._excused = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._news = asyncio.Event()
-
-    async def pump(self) -> None:
-        """Take posts as they come, for ever."""
-        while True:
-            post = await self._learner.next_post()
-            self.restarted |= post.number <= self._number
-            self._number = post.number
-            self.post, self.since_s = post, self._clock.monotonic()
-            self.excuse(False)
-            self._news.set()
-
-    async def next(self) -> LearnerRequest | None:
-        """Wait for the open post; None when we are excused instead."""
-        while self.post is None and not self._excused:
-            self._news.clear()
-            await self._news.wait()
-        return self.post
-
-    def awaited(self) -> None:
-        """Others wait for our learner's post."""
-        if self.post is None and self._timer is None and not self._excused:
-            self._timer = asyncio.get_running_loop().call_later(self._grace_s, self.excuse, True)
-
-    def excuse(self, excused: bool) -> None:
-        """Say whether `next` shall wait no longer."""
-        self._excused = excused
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._news.set()
-
-    def answer(
-        self,
-        post: LearnerRequest,
-        kind: AnswerKind,
-        learning_rate: float | None = None,
-        *,
-        end_update: bool = False,
-    ) -> None:
-        """Let the learner go on, if ``post`` is still the open one; see `LearnerHandle.answer`."""
-        if post is self.post:
-            self.post = None
-            self._learner.answer(post, kind, learning_rate, end_update=end_update)
-
-    def close(self) -> None:
-        """Stop the clock."""
-        self.excuse(False)

@@ -19,17 +19,17 @@ import numpy as np
 
 from p2pdrl.config.strategy import Grouped
 from p2pdrl.errors import PeerRefusedError, TensorError, TransportError
-from p2pdrl.group.held_calls import HeldCalls
+from p2pdrl.group.service import Group
 from p2pdrl.strategies.allreduce.averager import (
     NOTHING,
     Average,
     Averager,
-    RequestQueue,
     RoundContribution,
     RoundQuantity,
 )
 from p2pdrl.strategies.allreduce.history import CatchUpPlan, RoundHistory
 from p2pdrl.strategies.allreduce.messages import ROUTE, ReduceAnswer, ReduceRequest
+from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.strategies.offload import heavy, through
 from p2pdrl.strategies.protocol import LearnerRequest, StrategyContext
 from p2pdrl.tensors.layout import Float32Array
@@ -61,7 +61,7 @@ class CatchingUp:
         work: what is averaged.
         chain: our history.
         requests: our learner's post.
-        calls: makes the calls.
+        group: makes the calls.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class CatchingUp:
         *,
         chain: RoundHistory,
         requests: RequestQueue,
-        calls: HeldCalls,
+        group: Group,
     ) -> None:
-        self._context, self._config, self._work, self._calls = context, config, work, calls
+        self._context, self._config, self._work, self._group = context, config, work, group
         self._chain, self._requests = chain, requests
         self._board = context.learner.board
         self.in_step = False
@@ -272,11 +272,10 @@ class CatchingUp:
         """
         ask = ReduceRequest(what, averager.view.key, number)
         try:
-            answer = await self._calls.call(
-                averager.address(peer),
+            answer = await self._group.call(
                 peer,
                 ROUTE,
-                lambda number: msgspec.msgpack.encode(msgspec.structs.replace(ask, call=number)),
+                ask,
                 into=lambda _, nbytes: room if nbytes == room.nbytes else None,
                 deadline_s=self._config.deadline_s,
             )
@@ -306,7 +305,7 @@ class CatchingUp:
             check()
             if not self.in_step:
                 raise Refusal(OUT_OF_STEP, "this member is out of step itself")
-            still = self._requests.post is not None or not self._work.synchronous or what == "result"
+            still = self._requests.open is not None or not self._work.synchronous or what == "result"
             if self._chain.number == wanted and still:
                 return await self._give(what)
             await asyncio.sleep(POLL_S)

@@ -16,7 +16,7 @@ from p2pdrl.group.retries import repeated
 from p2pdrl.group.service import Group, GroupView
 from p2pdrl.strategies.allreduce.messages import ROUTE, ReduceRequest
 from p2pdrl.strategies.protocol import StrategyContext
-from p2pdrl.transport.protocol import Address, Answer
+from p2pdrl.transport.protocol import Answer
 
 __all__ = ["ANSWER_S", "ASK_S", "LivenessCheck"]
 
@@ -38,24 +38,12 @@ class LivenessCheck:
     """
 
     def __init__(self, context: StrategyContext, group: Group, view: GroupView) -> None:
-        self._swarm, self._transport, self._clock = context.swarm, context.transport, context.clock
+        self._transport, self._clock = context.transport, context.clock
         self._group, self._view = group, view
-        self._addresses = context.swarm.alive()
         self._number = 0
         self._silent: Callable[[], Iterable[str]] = tuple
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
-
-    def address(self, peer: str) -> Address:
-        """Where a member is, or was when the view began.
-
-        Raises:
-            PeerUnreachableError: nobody knows.
-        """
-        address = self._swarm.alive().get(peer, self._addresses.get(peer))
-        if address is None:
-            raise PeerUnreachableError(f"{peer} isn't known to be alive")
-        return address
 
     def begin(self, number: int, patience_s: float, silent: Callable[[], Iterable[str]]) -> None:
         """Watch over a round.
@@ -80,21 +68,17 @@ class LivenessCheck:
             if not task.cancelled():
                 task.result()  # raises: it never ends by itself but by a bug
 
-    async def ask(self, peers: Iterable[str]) -> None:
-        """Ask some members now, and doubt those that don't answer."""
-        await asyncio.gather(*(self._ask(peer) for peer in peers))
-
     def _begin_to_ask(self) -> None:
         self._task = asyncio.create_task(self._ask_all(), name="roll-call")
 
     async def _ask_all(self) -> None:
         while True:
-            await asyncio.gather(asyncio.sleep(ASK_S), self.ask(self._silent()))
+            await asyncio.gather(asyncio.sleep(ASK_S), *map(self._ask, self._silent()))
 
     async def _ask(self, peer: str) -> None:
         ask = msgspec.msgpack.encode(ReduceRequest("alive", self._view.key, self._number))
         try:
-            address = self.address(peer)
+            address = self._group.address(peer)
 
             async def call(left_s: float) -> Answer:
                 return await self._transport.call(address, peer, ROUTE, ask, deadline_s=left_s)

@@ -23,15 +23,9 @@ import math
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-import msgspec
-
 from p2pdrl.config.strategy import Grouped
 from p2pdrl.errors import (
-    PeerTimeoutError,
-    PeerUnreachableError,
     PoisonedVectorError,
-    TensorError,
-    TransportError,
     WireError,
 )
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
@@ -48,7 +42,7 @@ from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.mix import check_finite
 from p2pdrl.tensors.wire import WireDtype
 from p2pdrl.transport import codec
-from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
+from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
 __all__ = ["LEAST_PIECE", "ViewAverager", "cut_pieces"]
 
@@ -56,8 +50,8 @@ LEAST_PIECE = 1 << 16
 """Elements that a piece has at least, unless it is the only one."""
 SLACK_S = 1.0
 """Callers wait so much longer than owners, so that owners say who is missing."""
-RETRY_S = (0.01, 0.25)
-"""First and longest pause before a call is made again."""
+RETRY_S = 0.25
+"""Pause before our own part of a round is given again."""
 
 
 def cut_pieces(view: GroupView, size: int, least: int | None = None) -> tuple[OwnedPiece, ...]:
@@ -208,7 +202,7 @@ class ViewAverager:
                     raise
                 for peer in owner.overdue:
                     self._group.doubt(peer, f"its part of round {number} didn't come")
-                await asyncio.sleep(RETRY_S[1])
+                await asyncio.sleep(RETRY_S)
 
     async def _deliver(
         self, piece: OwnedPiece, number: int, part: RoundContribution, result: Float32Array
@@ -226,28 +220,13 @@ class ViewAverager:
             part.learning_rate,
             left=part.left,
         )
-        clock, pause_s, broken = self._context.clock, RETRY_S[0], False
-        late_s = clock.monotonic() + self._config.deadline_s
-        while True:
-            try:
-                head = await self._call(piece, ask, encoded, result)
-                self._waiting.discard(piece.owner)
-                return head
-            except PeerUnreachableError as error:
-                gone = (broken or not error.sent) and not await self._lives(piece.owner)
-                if gone or clock.monotonic() >= late_s:
-                    self._group.doubt(piece.owner, str(error))
-                broken = True  # a connection may break by itself; the next call tells
-            except PeerTimeoutError as error:
-                self._group.doubt(piece.owner, str(error))
-            except PoisonedVectorError as error:
-                self._context.swarm.strike(piece.owner, str(error))
-                self._group.doubt(piece.owner, "its average is poisoned")
-            except (TransportError, TensorError) as error:
-                if clock.monotonic() >= late_s:
-                    self._group.doubt(piece.owner, str(error))
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RETRY_S[1])
+        head = await self._group.insist(
+            piece.owner,
+            lambda: self._call(piece, ask, encoded, result),
+            late_after_s=self._config.deadline_s,
+        )
+        self._waiting.discard(piece.owner)
+        return head
 
     async def _call(
         self, piece: OwnedPiece, ask: ReduceRequest, encoded: memoryview | None, result: Float32Array
@@ -259,11 +238,10 @@ class ViewAverager:
         else:
             room = self._memory.arriving[2 * piece.span.start : 2 * piece.span.stop]
         self._calls += 1
-        answer = await self._group.calls.call(
-            self._roll.address(piece.owner),
+        answer = await self._group.call(
             piece.owner,
             ROUTE,
-            lambda number: msgspec.msgpack.encode(msgspec.structs.replace(ask, call=number)),
+            ask,
             vector=encoded,
             into=lambda _, nbytes: room if nbytes == room.nbytes else None,
             deadline_s=self._config.deadline_s + SLACK_S,
@@ -273,14 +251,13 @@ class ViewAverager:
         fits = all(len(figures) == len(self.view.members) for figures in lists)
         if head.number != ask.number or answer.vector_nbytes != room.nbytes or not fits:
             raise WireError(f"{piece.owner} answered another round than {ask.number}")
-        await heavy(out.nbytes, lambda: _receive(room, dtype, out, self._context.max_abs))
-        return head
-
-    async def _lives(self, peer: str) -> bool:
         try:
-            return await self._group.lives(peer, self._roll.address(peer))
-        except PeerUnreachableError:
-            return False
+            await heavy(out.nbytes, lambda: _receive(room, dtype, out, self._context.max_abs))
+        except PoisonedVectorError as error:
+            self._context.swarm.strike(piece.owner, str(error))
+            self._group.doubt(piece.owner, "its average is poisoned")
+            raise
+        return head
 
     async def serve(self, incoming: Incoming, ask: ReduceRequest) -> Reply:
         """Take a member's part of our own piece, and answer with the average once all have come.
@@ -301,10 +278,6 @@ class ViewAverager:
         """See `Averager`."""
         if self._owner is not None:
             await self._owner.closed()
-
-    def address(self, peer: str) -> Address:
-        """Where a member is; `PeerUnreachableError` when nobody knows."""
-        return self._roll.address(peer)
 
 
 def _receive(room: memoryview, dtype: WireDtype, out: Float32Array, max_abs: float) -> None:

@@ -16,7 +16,6 @@ from p2pdrl.strategies.allreduce.averager import (
     Average,
     Averager,
     Backend,
-    RequestQueue,
     RoundContribution,
     RoundQuantity,
 )
@@ -26,6 +25,7 @@ from p2pdrl.strategies.allreduce.messages import ROUTE, ReduceAnswer, ReduceRequ
 from p2pdrl.strategies.allreduce.own_averager import ViewAverager
 from p2pdrl.strategies.allreduce.reduce_scatter import AverageMemory
 from p2pdrl.strategies.allreduce.torch_averager import TorchBackend
+from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.strategies.offload import through
 from p2pdrl.strategies.protocol import LearnerRequest, Merged, RoundReport, StrategyContext
 from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
@@ -106,13 +106,13 @@ class GroupRounds:
     def __init__(self, config: Grouped, context: StrategyContext, work: RoundQuantity) -> None:
         self._config, self._context, self._work = config, context, work
         self._me, self._swarm, self._clock = context.swarm.node_id, context.swarm, context.clock
-        self._group = Group(context, self._note)
-        self._requests = RequestQueue(context.learner, context.clock, GRACE * config.deadline_s)
+        self._group = Group(context.swarm, context.transport, context.clock, context.epoch, self._note)
+        self._requests = RequestQueue(context.learner, context.clock, grace_s=GRACE * config.deadline_s)
         self._memory = AverageMemory(config, context.size)
         self._backend = backend_of(config, context, self._memory)
         self._chain = RoundHistory()
         self._catching_up = CatchingUp(
-            context, config, work, chain=self._chain, requests=self._requests, calls=self._group.calls
+            context, config, work, chain=self._chain, requests=self._requests, group=self._group
         )
         self._averager: Averager | None = None
         self._said = AveragingNote()
@@ -150,7 +150,7 @@ class GroupRounds:
             ConfigError: this node can't.
         """
         await self._backend.start()
-        self._runner.start(self._run(), self._requests.pump())
+        self._runner.start(self._run(), self._requests.follow())
 
     async def stop(self, timeout_s: float) -> None:
         """Let the round under way end, `LAST_ROUND_S` at most, and end everything."""
@@ -173,15 +173,8 @@ class GroupRounds:
     async def _run(self) -> None:
         await self._until_ready()
         await self._group.start()
-        key = None
         try:
-            while not self._runner.stopping and not self._enough:
-                active = await self._group.active(after=key)
-                key = active.view.key
-                await self._in_view(active)
-        except Refusal:
-            await self._group.watch()  # raises what ended it: a bug
-            return
+            await self._group.run(self._in_view, done=lambda: self._runner.stopping or self._enough)
         finally:
             await self._group.stop()
         while not self._runner.stopping:
@@ -194,18 +187,14 @@ class GroupRounds:
     async def _until_ready(self) -> None:
         """Wait for a state of ours, and for members enough; the learner steps alone meanwhile."""
         while self._swarm.summary() is None or len(self._swarm.alive()) + 1 < self._context.start_at_members:
-            waiting = asyncio.create_task(self._alone(), name="alone")
-            await asyncio.wait({waiting}, timeout=POLL_S)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
+            await self._alone(POLL_S)
 
-    async def _alone(self) -> None:
-        self._requests.excuse(
-            False
-        )  # nobody waits for us: else `next` would give nothing, at once and for ever
-        post = await self._requests.next()
-        if post is not None:
-            self._requests.answer(post, "none")
+    async def _alone(self, timeout_s: float | None = None) -> None:
+        """Let the learner step with its own gradient, should it ask in time."""
+        self._requests.excuse(False)  # nobody waits for us: else `next` would give nothing, at once, for ever
+        request = await self._requests.next(timeout_s)
+        if request is not None:
+            self._requests.answer(request, "none")
 
     async def _in_view(self, active: ActiveView) -> None:
         """Do rounds until the view ends."""
@@ -221,19 +210,12 @@ class GroupRounds:
             spread=not self._work.synchronous,
         )
         self._averager = averager
-        rounds = asyncio.create_task(self._rounds(plan, averager), name="rounds")
-        ended = asyncio.create_task(self._group.ended(view.key), name="view-ended")
         try:
-            await asyncio.wait({rounds, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await self._rounds(plan, averager)
         finally:
             self._averager = None
-            for task in (rounds, ended):
-                task.cancel()
-            await asyncio.gather(rounds, ended, return_exceptions=True)
             averager.close()
             await averager.closed()
-        if not rounds.cancelled():
-            rounds.result()
 
     async def _rounds(self, plan: CatchUpPlan, averager: Averager) -> None:
         await self._begin(plan, averager)
@@ -255,7 +237,7 @@ class GroupRounds:
 
     async def _catch_up_one(self, plan: CatchUpPlan, averager: Averager) -> None:
         """Take the result of the round that others completed and we didn't."""
-        post = self._requests.post
+        post = self._requests.open
         result = self._memory.results[(plan.number - 1) % 2]
         if self._work.synchronous and (post is None or self._requests.restarted):
             self._catching_up.in_step = False
@@ -295,7 +277,7 @@ class GroupRounds:
             exact = not self._work.synchronous or len(averager.view.members) > 1
             self._catching_up.kept = average if exact else None
         if post is None and self._catching_up.in_step and not self._requests.restarted:
-            post = self._requests.post  # it came too late to give, but not too late to take
+            post = self._requests.open  # it came too late to give, but not too late to take
         await through(self._take(post, average, number, began_s))
         if not average.total:
             self._requests.excuse(False)
@@ -382,7 +364,7 @@ class GroupRounds:
             raise Refusal(409, "not a member of this group")
         if ask.what == "alive":
             if averager.given < ask.number:
-                self._requests.awaited()
+                self._requests.expected()
             return Reply(msgspec.msgpack.encode(ReduceAnswer(ask.number)))
         if ask.what in ("part", "store"):
             work = averager.serve(incoming, ask)

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from p2pdrl.config.strategy import Grouped
-from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError, TransportError, WorkerError
+from p2pdrl.errors import ConfigError, PeerUnreachableError, WireError, WorkerError
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.group.round_collector import UpdatePosition, leader_ends
 from p2pdrl.group.service import Group, GroupView
@@ -33,7 +33,7 @@ from p2pdrl.strategies.allreduce.reduce_scatter import AverageMemory
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.transport import codec
-from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
+from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
 __all__ = ["TIMEOUT_S", "TorchAverager", "TorchBackend"]
 
@@ -43,10 +43,6 @@ SLACK_S = 5.0
 """A member whose daemon is alive has the strategy's deadline; torch waits at least so much longer."""
 PORT_S = 5.0
 """How long an asker waits for the store's port."""
-PAUSE_S = (0.02, 0.25)
-"""First and longest pause before it is asked again."""
-RENEW_S = 3.0
-"""A new view is asked for again after this."""
 CALM_S = (0.25, 5.0)
 """Pause after the second failure in a row before a new view is asked for; doubles, up to the greatest."""
 
@@ -199,10 +195,6 @@ class TorchAverager:
         if not self._joined.cancelled():
             self._joined.result()
 
-    def address(self, peer: str) -> Address:
-        """See `Averager`."""
-        return self._roll.address(peer)
-
     # Meeting
 
     async def _join(self) -> None:
@@ -211,7 +203,7 @@ class TorchAverager:
             return
         process, rank = self._backend.process, self.view.members.index(self._me)
         try:
-            hosts = [self._roll.address(peer).host for peer in self._others]
+            hosts = [self._group.address(peer).host for peer in self._others]
             if rank == 0:
                 self._port.set_result(await process.host(hosts))
             port = self._port.result() if rank == 0 else await self._ask_port()
@@ -222,34 +214,21 @@ class TorchAverager:
 
     async def _ask_port(self) -> int:
         """Ask the first member for its store's port, until the view ends."""
-        host, pause_s = self.view.members[0], PAUSE_S[0]
-        ask = ReduceRequest("store", self.view.key, 0)
-        while True:
-            try:
-                answer = await self._group.calls.call(
-                    self._roll.address(host),
-                    host,
-                    ROUTE,
-                    lambda number: msgspec.msgpack.encode(msgspec.structs.replace(ask, call=number)),
-                    deadline_s=PORT_S,
-                )
-                head: ReduceAnswer = codec.decode(answer.meta, ReduceAnswer, "port")
-                if 0 < head.number < 1 << 16:
-                    return head.number
-            except (PeerUnreachableError, PeerTimeoutError) as error:
-                self._group.doubt(host, str(error))
-            except TransportError:
-                pass  # it hasn't begun with the view, or isn't ready
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_S[1])
+        host, ask = self.view.members[0], ReduceRequest("store", self.view.key, 0)
+
+        async def attempt() -> int:
+            answer = await self._group.call(host, ROUTE, ask, deadline_s=PORT_S)
+            head: ReduceAnswer = codec.decode(answer.meta, ReduceAnswer, "port")
+            if not 0 < head.number < 1 << 16:
+                raise WireError(f"{host} answered no port: {head.number}")
+            return head.number
+
+        return await self._group.insist(host, attempt)
 
     async def _begin_anew(self, why: str) -> NoReturn:
         """Doubt who doesn't answer, and ask for a new view until this one ends, and we with it."""
         await asyncio.sleep(self._backend.failed(why))
-        while True:
-            await self._roll.ask(self._others)
-            self._group.renew(self.view.key, why)
-            await asyncio.sleep(RENEW_S)
+        await self._group.break_up(self.view, why)
 
     # Averaging
 

@@ -22,11 +22,12 @@ from p2pdrl.errors import (
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.group.compatibility import Summary, Verdict
 from p2pdrl.group.service import ROUTE as GROUP_ROUTE
-from p2pdrl.group.service import Group
+from p2pdrl.group.service import ActiveView, Group
 from p2pdrl.group.view import ViewKey
 from p2pdrl.strategies.admission import ExchangeAdmission
 from p2pdrl.strategies.call_timeouts import outcome_of
 from p2pdrl.strategies.gossip.pair_average import Bounds
+from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.strategies.neighbours.messages import PAST, ROUTE, NeighbourHead, Position, decode_neighbour_head
 from p2pdrl.strategies.neighbours.mixing import (
     GradientContribution,
@@ -456,21 +457,20 @@ class NeighbourCalls:
         self, stage: NeighbourRound, offer: NeighbourContribution, hood: Neighbourhood, peer: str
     ) -> None:
         state = self._state
-        address, mine = state.swarm.alive().get(peer), state.swarm.summary()
+        away, mine = peer not in state.swarm.alive(), state.swarm.summary()
         left_s = stage.until_s - state.clock.monotonic()
-        if address is None or mine is None or left_s <= 0 or stage.cut_off:
-            stage.miss(peer, "away" if address is None else "timeout")
+        if away or mine is None or left_s <= 0 or stage.cut_off:
+            stage.miss(peer, "away" if away else "timeout")
             return
         line = state.line(hood, peer)
         stage.busy.add(peer)
         stage.bytes_out += stage.message.nbytes
         stage.round_trips += 1
         head = state.head(stage, offer, mine, wait_s=left_s)
-        answer = await state.group.calls.call(
-            address,
+        answer = await state.group.call(
             peer,
             ROUTE,
-            lambda call: msgspec.msgpack.encode(msgspec.structs.replace(head, call=call)),
+            head,
             vector=stage.message.view,
             into=lambda _, nbytes: line.room(nbytes),
             deadline_s=left_s,
@@ -496,7 +496,6 @@ class NeighbourCalls:
 POLL_S = 0.05
 LAST_ROUND_S = 0.5
 """How long `stop` waits for the round under way."""
-IDLE_S = 3600.0
 NOTE_BYTES = 8
 MAX_NUMBER = 2**52
 
@@ -522,7 +521,7 @@ class DsgdStrategy:
         )
         longest = max(offer.max_nbytes for offer in (self._parameters, self._gradients) if offer is not None)
         self._outcomes = OutcomeMetrics(context.swarm)
-        self._group = Group(context, self._note)
+        self._group = Group(context.swarm, context.transport, context.clock, context.epoch, self._note)
         self._state = PeerState(
             config,
             context,
@@ -533,8 +532,7 @@ class DsgdStrategy:
             distance=self._outcomes.met,
         )
         self._calls, self._visits = NeighbourCalls(self._state), NeighbourRoundServer(self._state)
-        self._post: LearnerRequest | None = None
-        self._post_s = 0.0
+        self._requests = RequestQueue(context.learner, context.clock)
         self._group_runs = asyncio.Event()
         self._runner = TaskRunner()
 
@@ -576,12 +574,13 @@ class DsgdStrategy:
 
     async def start(self) -> None:
         """Begin."""
-        self._runner.start(self._run(), self._pump(), self._watch_group(), self._follow_views())
+        self._runner.start(self._run(), self._requests.follow(), self._follow_views())
 
     async def stop(self, timeout_s: float) -> None:
         """Let the round under way end with the edges that it has, and end everything."""
         self._state.stopping = self._runner.stopping = True
         self._state.leave()
+        self._requests.close()
         await self._runner.stop(min(timeout_s, LAST_ROUND_S))
         await self._group.stop()
         await self._heavy.close()
@@ -615,43 +614,32 @@ class DsgdStrategy:
             await asyncio.sleep(POLL_S)
         await self._group.start()
         self._group_runs.set()
-        key = None
-        while True:
-            active = await self._group.active(after=key)
-            key = active.view.key
-            firsts = [int.from_bytes(note[:NOTE_BYTES], "big") for note in active.notes.values()]
-            first = min(max(firsts, default=0), MAX_NUMBER)
-            self._state.enter(Neighbourhood(self._config, self._swarm.node_id, active.view, first))
-            await self._group.ended(key)
-            self._state.leave()
+        await self._group.run(self._in_view)
 
-    async def _watch_group(self) -> None:
-        await self._group_runs.wait()
-        await self._group.watch()
+    async def _in_view(self, active: ActiveView) -> None:
+        firsts = [int.from_bytes(note[:NOTE_BYTES], "big") for note in active.notes.values()]
+        first = min(max(firsts, default=0), MAX_NUMBER)
+        self._state.enter(Neighbourhood(self._config, self._swarm.node_id, active.view, first))
+        try:
+            await self._group.ended(active.view.key)
+        finally:
+            self._state.leave()
 
     # Turns of the learner
 
-    async def _pump(self) -> None:
-        """Take posts as they come, for ever; a learner that was started anew replaces its old one's."""
-        while True:
-            self._post = await self._learner.next_post()
-            self._post_s = self._clock.monotonic()
-            self._runner.news.set()
-
     async def _run(self) -> None:
         while not self._runner.stopping:
-            if self._post is None:
-                await self._runner.rest(IDLE_S)
-            else:
-                await self._turn(self._post)
+            request = await self._requests.next()
+            if request is not None:
+                await self._turn(request)
 
-    async def _turn(self, post: LearnerRequest) -> None:
-        """Do what a post is for, and let the learner go on."""
-        began_s, sets = self._post_s, self._learner.board.sets
+    async def _turn(self, request: LearnerRequest) -> None:
+        """Do what the learner asks for, and let the learner go on."""
+        began_s, sets = self._requests.since_s, self._learner.board.sets
         offer: NeighbourContribution | None = self._parameters
         if self._gradients is not None:
-            self._gradients.post = post
-            offer = None if post.vector is None else self._gradients
+            self._gradients.post = request
+            offer = None if request.vector is None else self._gradients
         kind: AnswerKind = "none"
         enough = 0 < self._context.max_exchanges <= self._outcomes.count("ok")
         if offer is not None and self._group_runs.is_set() and not enough:
@@ -664,10 +652,8 @@ class DsgdStrategy:
                 await self._mix_parameters(stage.number)
         if kind == "none" and self._learner.board.sets != sets:
             kind = "set"
-        if self._post is post:
-            self._post = None
         if not self._runner.stopping or kind != "none":
-            self._learner.answer(post, kind)
+            self._requests.answer(request, kind)
 
     async def _round(self, offer: NeighbourContribution, began_s: float) -> NeighbourRound | None:
         """Do one round; None when there is nobody to do it with, or nothing to do it with."""

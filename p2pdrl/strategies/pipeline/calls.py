@@ -102,10 +102,7 @@ class Peers:
 
     async def lives(self, peer: str) -> bool:
         """Whether a member answers anything."""
-        try:
-            return await self._group.lives(peer, self.address(peer))
-        except PeerUnreachableError:
-            return False
+        return await self._group.lives(peer)
 
     async def silent(self, peers: tuple[str, ...]) -> list[str]:
         """Ask some members, all at once; return those that don't answer."""

@@ -469,7 +469,8 @@ class PipelineStrategy:
                 await asyncio.sleep(UNCUT_S)
 
     async def _in_group(self) -> None:
-        group = self._group = Group(self._context, self._note)
+        given = self._context
+        group = self._group = Group(given.swarm, given.transport, given.clock, given.epoch, self._note)
         await group.start()
         key = None
         try:

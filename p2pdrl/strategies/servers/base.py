@@ -108,7 +108,7 @@ class ServedStrategy(ABC):
         self._options, self._context, self._differences = config, context, differences
         self._swarm, self._learner, self._clock = context.swarm, context.learner, context.clock
         self._me = context.swarm.node_id
-        self._group = Group(context, self._note)
+        self._group = Group(context.swarm, context.transport, context.clock, context.epoch, self._note)
         self._store = ReplicaStore(context.size)
         self._counts: Counter[str] = Counter()
         """What happened here as a server and as a worker, for status."""

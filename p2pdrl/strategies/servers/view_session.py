@@ -60,10 +60,7 @@ class ViewSession:
 
     async def lives(self, peer: str) -> bool:
         """Whether a member answers anything."""
-        try:
-            return await self._group.lives(peer, self.address_of(peer))
-        except PeerUnreachableError:
-            return False
+        return await self._group.lives(peer)
 
     def open(self, server: ShardServer) -> None:
         """Let our shard be called."""

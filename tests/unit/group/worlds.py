@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 from p2pdrl.clock import LoopClock
 from p2pdrl.group.service import ROUTE, Group
-from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.testing.virtual_swarm import FakeSwarm
 from p2pdrl.transport.protocol import Address
@@ -29,16 +28,10 @@ class Node:
 
     def make(self, epoch: int) -> Group:
         self.group = Group(
-            StrategyContext(
-                swarm=self.swarm,
-                learner=None,
-                transport=self.transport,
-                clock=LoopClock(),
-                rng=random.Random(0),
-                epoch=epoch,
-                size=1,
-                max_abs=1.0,
-            ),
+            self.swarm,
+            self.transport,
+            LoopClock(),
+            epoch,
             lambda: self.say(),  # noqa: PLW0108 - which a test may put another in the place of
         )
         return self.group

@@ -1,4 +1,4 @@
-"""The learner's open post, and what happens when there is none."""
+"""The learner's open requests, and what happens when there is none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.clock import LoopClock
-from p2pdrl.strategies.allreduce.averager import RequestQueue
+from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.strategies.protocol import LearnerRequest
 
 pytestmark = pytest.mark.looptime
@@ -32,16 +32,16 @@ class Learner:
 @pytest.fixture
 async def requests():
     learner = Learner()
-    requests = RequestQueue(learner, LoopClock(), 3.0)
+    requests = RequestQueue(learner, LoopClock(), grace_s=3.0)
     requests.learner = learner
-    pump = asyncio.create_task(requests.pump())
+    following = asyncio.create_task(requests.follow())
     yield requests
     requests.close()
-    pump.cancel()
-    await asyncio.gather(pump, return_exceptions=True)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
 
 
-async def test_a_post_waits_until_it_is_answered(requests):
+async def test_a_request_waits_until_it_is_answered(requests):
     requests.learner.post(1)
     post = await requests.next()
     assert (await requests.next()) is post
@@ -49,7 +49,7 @@ async def test_a_post_waits_until_it_is_answered(requests):
     requests.answer(post, "replace")
     assert requests.learner.answers == [(1, "replace")]
     assert not requests.learner.ended
-    assert requests.post is None
+    assert requests.open is None
     requests.learner.post(2)
     requests.answer(await requests.next(), "replace", 0.5, end_update=True)
     assert requests.learner.ended
@@ -70,11 +70,11 @@ async def test_smaller_numbers_mean_a_new_learner(requests):
     assert (await requests.next()).number == 1
 
 
-async def test_who_is_awaited_for_long_is_excused_until_the_next_post(requests):
+async def test_who_is_awaited_for_long_is_excused_until_the_next_request(requests):
     began_s = LoopClock().monotonic()
-    requests.awaited()
+    requests.expected()
     await asyncio.sleep(1)
-    requests.awaited()
+    requests.expected()
     assert await requests.next() is None
     assert LoopClock().monotonic() - began_s == pytest.approx(3.0)
     assert await requests.next() is None
@@ -84,8 +84,8 @@ async def test_who_is_awaited_for_long_is_excused_until_the_next_post(requests):
     assert (await requests.next()).number == 1
 
 
-async def test_a_post_in_time_needs_no_excuse(requests):
-    requests.awaited()
+async def test_a_request_in_time_needs_no_excuse(requests):
+    requests.expected()
     await asyncio.sleep(2)
     requests.learner.post(1)
     post = await requests.next()
@@ -94,3 +94,45 @@ async def test_a_post_in_time_needs_no_excuse(requests):
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(100):
             await requests.next()
+
+
+async def test_who_waits_with_a_limit_or_is_cancelled_loses_no_request(requests):
+    assert await requests.next(1.0) is None
+    assert await requests.take(1.0) is None
+    waiting = asyncio.create_task(requests.take())
+    await asyncio.sleep(0)
+    requests.learner.post(1)
+    for _ in range(3):  # until the request is here, and the waiter is about to go on
+        await asyncio.sleep(0)
+        if requests.open is not None:
+            break
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert (await requests.next(0.0)).number == 1
+
+
+async def test_several_takers_share_the_requests_of_a_learner_that_runs_ahead():
+    learner = Learner()
+    requests = RequestQueue(learner, LoopClock(), ahead=2)
+    following = asyncio.create_task(requests.follow())
+    takers = [asyncio.create_task(requests.take()) for _ in range(2)]
+    learner.post(1)
+    learner.post(2)
+    assert sorted(post.number for post in await asyncio.gather(*takers)) == [1, 2]
+    for number in (3, 4, 5):
+        learner.post(number)
+    await asyncio.sleep(0.1)
+    assert [(await requests.take()).number for _ in range(2)] == [4, 5]  # 3 was another learner's
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_closing_lets_everybody_go_and_answers_nothing(requests):
+    waiting = asyncio.create_task(requests.next())
+    await asyncio.sleep(0.1)
+    requests.close()
+    assert await waiting is None
+    requests.learner.post(1)
+    await asyncio.sleep(0.1)
+    assert await requests.next() is None
+    assert requests.learner.answers == []
