@@ -20,13 +20,7 @@ import numpy as np
 from p2pdrl.config.strategy import Grouped
 from p2pdrl.errors import PeerRefusedError, TensorError, TransportError
 from p2pdrl.group.service import Group
-from p2pdrl.strategies.allreduce.averager import (
-    NOTHING,
-    Average,
-    Averager,
-    RoundContribution,
-    RoundQuantity,
-)
+from p2pdrl.strategies.allreduce.averager import NOTHING, Average, Averager, RoundContribution, RoundQuantity
 from p2pdrl.strategies.allreduce.history import CatchUpPlan, RoundHistory
 from p2pdrl.strategies.allreduce.messages import ROUTE, ReduceAnswer, ReduceRequest
 from p2pdrl.strategies.learner_requests import RequestQueue

@@ -24,10 +24,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from p2pdrl.config.strategy import Grouped
-from p2pdrl.errors import (
-    PoisonedVectorError,
-    WireError,
-)
+from p2pdrl.errors import PoisonedVectorError, WireError
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.group.rendezvous import ranked
 from p2pdrl.group.service import Group, GroupView

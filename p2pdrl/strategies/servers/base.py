@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import msgspec
 
@@ -20,58 +19,22 @@ from p2pdrl.errors import PeerTimeoutError, PoisonedVectorError, TensorError, Tr
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.group.service import ActiveView, Group
 from p2pdrl.group.view import ViewKey
+from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.strategies.offload import heavy
-from p2pdrl.strategies.protocol import LearnerHandle, LearnerRequest, StrategyContext
+from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.strategies.servers.messages import GradientPush, Pull, ShardRequest, Take
 from p2pdrl.strategies.servers.shard import NobodyGivesError, Puller, ReplicaStore, Shard, restore
 from p2pdrl.strategies.servers.shard_client import BadServerError, PoisonedPushError, ShardClient, SliceAnswer
 from p2pdrl.strategies.servers.shard_plan import ServerNote, ShardSpan, make_plan, pieces, read_note
 from p2pdrl.strategies.servers.shard_server import ReceivedPush, ShardServer, ShardServerOptions
 from p2pdrl.strategies.servers.view_session import ViewSession
-from p2pdrl.strategies.task_runner import OutcomeMetrics
+from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
-__all__ = ["LearnerRequests", "ServedStrategy"]
-
-
-class LearnerRequests:
-    """Waits for the learner's requests, from view to view.
-
-    Args:
-        learner: the node's.
-        stopped: set when the strategy is to end; then nobody waits any longer.
-    """
-
-    def __init__(self, learner: LearnerHandle, stopped: asyncio.Event) -> None:
-        self._learner = learner
-        self._stopped = stopped
-        self._next: asyncio.Task[LearnerRequest] | None = None
-        self._end: asyncio.Task[bool] | None = None
-
-    async def next(self, timeout_s: float | None = None) -> LearnerRequest | None:
-        """Return the next request; None when none came in time, or we are stopped."""
-        task = self._next
-        if task is None:
-            task = self._next = asyncio.create_task(self._learner.next_post(), name="post")
-        if self._end is None:
-            self._end = asyncio.create_task(self._stopped.wait(), name="stop")
-        await asyncio.wait([task, self._end], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        # From here on nothing waits, so nobody can be cancelled with a post in his hands.
-        if self._stopped.is_set() or self._next is not task or not task.done():
-            return None
-        self._next = None
-        return task.result()
-
-    async def close(self) -> None:
-        """Wait for no more posts; what came and wasn't taken is left to the learner."""
-        tasks = [task for task in (self._next, self._end) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._next = self._end = None
+__all__ = ["ServedStrategy"]
 
 
 POLL_S = 0.1
@@ -90,8 +53,6 @@ HANDOVER_S = 3.0
 RETRY_S = 0.25
 ADOPT_S = 1.0
 
-T = TypeVar("T")
-
 
 class ServedStrategy(ABC):
     """Parameter servers among the nodes themselves.
@@ -100,11 +61,14 @@ class ServedStrategy(ABC):
         config: the strategy's options.
         context: what the node gives.
         differences: whether workers may be sent differences between versions.
+        ahead: gradients that the learner gives without waiting for the first one's answer.
     """
 
     mode: Mode
 
-    def __init__(self, config: ServerOptions, context: StrategyContext, *, differences: bool) -> None:
+    def __init__(
+        self, config: ServerOptions, context: StrategyContext, *, differences: bool, ahead: int = 1
+    ) -> None:
         self._options, self._context, self._differences = config, context, differences
         self._swarm, self._learner, self._clock = context.swarm, context.learner, context.clock
         self._me = context.swarm.node_id
@@ -115,8 +79,8 @@ class ServedStrategy(ABC):
         self._outcomes = OutcomeMetrics(context.swarm)
         self._stopped = asyncio.Event()
         self._stop_s = 0.0
-        self._requests = LearnerRequests(context.learner, self._stopped)
-        self._task: asyncio.Task[None] | None = None
+        self._requests = RequestQueue(context.learner, context.clock, ahead=ahead)
+        self._runner = TaskRunner()
         self._session: ViewSession | None = None
         self._changed = asyncio.Event()
         """Set and replaced when a session begins."""
@@ -172,27 +136,20 @@ class ServedStrategy(ABC):
 
     async def start(self) -> None:
         """Begin."""
-        self._task = asyncio.create_task(self._run(), name="served")
+        self._runner.start(self._run(), self._requests.follow())
 
     async def stop(self, timeout_s: float) -> None:
         """Finish the round in flight and hand our shard over, at most ``timeout_s`` long; end."""
         self._stop_s = timeout_s
         self._stopped.set()
-        if self._task is not None:
-            _, late = await asyncio.wait([self._task], timeout=timeout_s)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        await self._requests.close()
+        self._requests.close()
+        await self._runner.stop(0.0 if self._session is None else timeout_s)
         await self._group.stop()
         self._store.clear()
 
     async def watch(self) -> None:
         """Wait until the strategy is stopped; raise what ended it before: a bug of ours."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
-            if not self._task.cancelled():
-                self._task.result()
+        await self._runner.watch()
 
     def updated(self, updates: int) -> None:
         """Servers follow the learner's requests, not its updates."""
@@ -236,42 +193,13 @@ class ServedStrategy(ABC):
             await asyncio.sleep(POLL_S)
 
     async def _run(self) -> None:
-        await self._or_stop(self._ready())
-        if self._stopped.is_set():
-            return
+        await self._ready()
         await self._group.start()
-        key: ViewKey | None = None
-        watching = asyncio.create_task(self._group.watch(), name="group")
-        try:
-            while not self._stopped.is_set():
-                active = await self._or_stop(self._group.active(key), watching)
-                if active is None:
-                    break
-                key = active.view.key
-                await self._act(active)
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-
-    async def _or_stop(self, waiting: Coroutine[Any, Any, T], *others: asyncio.Task[None]) -> T | None:
-        """Wait for something; None when we were stopped first, or one of ``others`` has ended."""
-        task = asyncio.ensure_future(waiting)
-        stopped = asyncio.ensure_future(self._stopped.wait())
-        try:
-            await asyncio.wait([task, stopped, *others], return_when=asyncio.FIRST_COMPLETED)
-            for other in others:
-                if other.done():
-                    other.result()
-            return task.result() if task.done() else None
-        finally:
-            for one in (task, stopped):
-                one.cancel()
-            await asyncio.gather(task, stopped, return_exceptions=True)
+        await self._group.run(self._act, done=self._stopped.is_set)
 
     async def _act(self, active: ActiveView) -> None:
-        """Act in a view until it is no longer in force."""
+        """Act in a view until it ends and we are cancelled, or until we are stopped."""
         session = self._begin(active)
-        ended = asyncio.create_task(self._group.ended(session.key), name="view")
         worker = asyncio.create_task(self._work(session), name="worker")
         tasks = {worker, asyncio.create_task(self._keep_replicas(session), name="replicas")}
         if session.index is not None:
@@ -279,20 +207,18 @@ class ServedStrategy(ABC):
             tasks.add(asyncio.create_task(self._serve(session, span), name="server"))
         stopped = asyncio.create_task(self._stopped.wait(), name="stop")
         try:
-            await asyncio.wait({ended, stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-            if stopped.done() and not ended.done():
-                await asyncio.wait(
-                    [worker, ended], timeout=ROUND_SHARE * self._stop_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                if not ended.done() and self._stop_s > 0:
+            await asyncio.wait({stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                await asyncio.wait([worker], timeout=ROUND_SHARE * self._stop_s)
+                if self._stop_s > 0:
                     await self._hand_over(session)
             for task in tasks:
                 if task.done():
                     task.result()
         finally:
-            for one in (ended, stopped, *tasks):
+            for one in (stopped, *tasks):
                 one.cancel()
-            await asyncio.gather(ended, stopped, *tasks, return_exceptions=True)
+            await asyncio.gather(stopped, *tasks, return_exceptions=True)
             await session.close("the group's view has changed")
             self._session = None
             if self._stopped.is_set():
@@ -306,7 +232,7 @@ class ServedStrategy(ABC):
         )
         if self._me not in plan.holders:
             self._store.clear()  # of another branch, or of none
-        session = self._session = ViewSession(active, plan, notes, self._swarm, self._group)
+        session = self._session = ViewSession(active.view, plan, notes, self._me, self._group)
         self._changed.set()
         self._changed = asyncio.Event()
         if plan.servers != self._servers:
@@ -374,7 +300,7 @@ class ServedStrategy(ABC):
             session.key,
             self._store,
             self._context.transport,
-            session.address_of,
+            self._group.address,
             self._context.max_abs,
             self._swarm.strike,
             self._options,
@@ -422,7 +348,7 @@ class ServedStrategy(ABC):
         take = Take(session.key, *shard.span, shard.version)
         try:
             await self._context.transport.call(
-                session.address_of(successor),
+                self._group.address(successor),
                 successor,
                 "shard",
                 msgspec.msgpack.encode(take),
@@ -447,12 +373,12 @@ class ServedStrategy(ABC):
         """
         await self._adopt(session)
         if session.plan.seed and not session.plan.givers:
-            await self._wait_for_parameters(session)
+            await self._wait_for_parameters()
         while True:
             try:
                 versions = await self._fetch_first(session, client, settle=settle)
             except BadServerError as error:
-                self._reject(session, error)
+                self._reject(error)
             except PoisonedPushError as error:
                 self._swarm.heal(f"our own parameters are unusable: {error}")
             except PeerTimeoutError as error:
@@ -464,7 +390,7 @@ class ServedStrategy(ABC):
 
     async def _adopt(self, session: ViewSession) -> None:
         """Take the whole state of the lineage that stays, where ours is another."""
-        plan, mine = session.plan, session.notes[session.me].lineage
+        plan, mine = session.plan, session.notes[self._me].lineage
         while mine and plan.lineage and mine != plan.lineage:
             why = f"lineage {plan.lineage} has more steps than ours"
             if await self._swarm.adopted(plan.donor, plan.lineage, why):
@@ -472,16 +398,16 @@ class ServedStrategy(ABC):
                 return
             await asyncio.sleep(ADOPT_S)
 
-    async def _wait_for_parameters(self, session: ViewSession) -> None:
+    async def _wait_for_parameters(self) -> None:
         """Nobody in this view had parameters: once we have some, ask for a view that knows it."""
         while True:
             await asyncio.sleep(ADOPT_S)
             if self._swarm.summary() is not None:
-                session.doubt(session.me, "it has parameters by now")
+                self._group.doubt(self._me, "it has parameters by now")
 
     async def _fetch_first(self, session: ViewSession, client: ShardClient, *, settle: bool) -> list[int]:
         plan = session.plan
-        if plan.seed and session.me in plan.givers:
+        if plan.seed and self._me in plan.givers:
             own = await self._own_parameters()
             parts = await client.insist_all(GradientPush(session.key, 0, "seed", plan.version), own)
         else:
@@ -547,10 +473,10 @@ class ServedStrategy(ABC):
             self._on_board = policy
         return changed
 
-    def _reject(self, session: ViewSession, error: BadServerError) -> None:
+    def _reject(self, error: BadServerError) -> None:
         """Strike and doubt a server that gave something unusable."""
         self._swarm.strike(error.server, str(error))
-        session.doubt(error.server, "its parameters are unusable")
+        self._group.doubt(error.server, "its parameters are unusable")
 
     # Peers' calls
 

@@ -132,7 +132,7 @@ class ServerAsyncStrategy(ServedStrategy):
     mode: Mode = "server-async"
 
     def __init__(self, config: ServerAsyncConfig, context: StrategyContext) -> None:
-        super().__init__(config, context, differences=False)
+        super().__init__(config, context, differences=False, ahead=max(1, config.ahead))
         self._config = config
         self._versions: list[int] = []
         """Of the shards, as we hold them."""
@@ -160,7 +160,7 @@ class ServerAsyncStrategy(ServedStrategy):
         """Push one gradient after the other."""
         deadline = CallDeadline(self._config.deadline_s)
         while not self._stopped.is_set():
-            request = await self._requests.next()
+            request = await self._requests.take()
             if request is None:
                 continue
             try:
@@ -278,7 +278,7 @@ class ServerAsyncStrategy(ServedStrategy):
         except PoisonedPushError:
             word = "poisoned"
         except (PeerTimeoutError, PeerUnreachableError) as error:
-            await self._lose(client.session, server, error)
+            await self._lose(server, error)
         except TransportError:
             pass
         finally:
@@ -287,12 +287,12 @@ class ServerAsyncStrategy(ServedStrategy):
             deadline.note(ended, self._clock.monotonic() - began_s)
         return None
 
-    async def _lose(self, session: ViewSession, server: str, error: TransportError) -> None:
+    async def _lose(self, server: str, error: TransportError) -> None:
         """Note a failed call; after several in a row doubt the server."""
         in_a_row = self._lost[server] = self._lost[server] + 1
         some = LOST_TIMEOUTS if isinstance(error, PeerTimeoutError) else LOST_CALLS
-        if in_a_row >= LOST_FOR_GOOD or (in_a_row % some == 0 and not await session.lives(server)):
-            session.doubt(server, str(error))
+        if in_a_row >= LOST_FOR_GOOD or (in_a_row % some == 0 and not await self._group.lives(server)):
+            self._group.doubt(server, str(error))
 
     async def _take(self, client: ShardClient, parts: Sequence[SliceAnswer | None]) -> float:
         """Put what is newer than what we have on the board."""
@@ -308,7 +308,7 @@ class ServerAsyncStrategy(ServedStrategy):
             try:
                 changed = await self._take_parts(client, fresh, max(versions), min(versions))
             except BadServerError as error:
-                self._reject(client.session, error)
+                self._reject(error)
                 return 0.0
             self._versions = versions
             self._sets.append((max(versions), list(versions)))

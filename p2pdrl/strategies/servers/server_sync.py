@@ -266,11 +266,11 @@ class ServerSyncStrategy(ServedStrategy):
         """Wait for the learner; when it takes long, follow the rounds that go on without it."""
         began_s = self._clock.monotonic()
         limit_s = self._request_timeout.deadline_s if self._requested_once else FIRST_REQUEST_S
-        self._request = await self._requests.next(min(limit_s, self._config.deadline_s))
+        self._request = await self._requests.take(min(limit_s, self._config.deadline_s))
         if self._request is None and not self._stopped.is_set():
             async with self._following(client) as following:
                 while self._request is None and not following.done() and not self._stopped.is_set():
-                    self._request = await self._requests.next(LEAST_REQUEST_S)
+                    self._request = await self._requests.take(LEAST_REQUEST_S)
         if self._request is not None:
             self._requested_once = True
             self._request_timeout.observe(self._clock.monotonic() - began_s)
@@ -282,7 +282,7 @@ class ServerSyncStrategy(ServedStrategy):
                 request, self._request = self._request, None
                 if request is not None:
                     self._learner.answer(request, "none")
-                self._request = await self._requests.next(LEAST_REQUEST_S)
+                self._request = await self._requests.take(LEAST_REQUEST_S)
 
     @asynccontextmanager
     async def _following(self, client: ShardClient) -> AsyncIterator[asyncio.Task[None]]:
@@ -375,7 +375,7 @@ class ServerSyncStrategy(ServedStrategy):
                 self._version = version
                 return changed
             except BadServerError as error:
-                self._reject(client.session, error)
+                self._reject(error)
             except PeerTimeoutError as error:
                 self._swarm.tell("servers", str(error), warning=True)
             finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,14 +9,7 @@ import msgspec
 import numpy as np
 
 from p2pdrl.config.strategy import ServerOptions
-from p2pdrl.errors import (
-    PeerRefusedError,
-    PeerTimeoutError,
-    PeerUnreachableError,
-    PoisonedVectorError,
-    TransportError,
-    WireError,
-)
+from p2pdrl.errors import P2PDRLError, PeerRefusedError, PeerTimeoutError, PoisonedVectorError, WireError
 from p2pdrl.strategies.feedback import FeedbackEncoder
 from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.strategies.servers.messages import GradientPush, ServerAnswer
@@ -32,15 +24,13 @@ from p2pdrl.transport.protocol import Refusal
 
 __all__ = ["BadServerError", "PoisonedPushError", "ShardClient", "SliceAnswer"]
 
-FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 0.5
 SETTLE_TRIES = 8
 GRACE_S = 2.0
 """How much longer a call may take than a server waits for its round."""
 
 
-class PoisonedPushError(TransportError):
-    """A server found what we sent poisoned."""
+class PoisonedPushError(P2PDRLError):
+    """A server found what we sent poisoned: to send it again is of no use."""
 
 
 class BadServerError(PoisonedVectorError):
@@ -149,11 +139,10 @@ class ShardClient:
         self._bytes_out += 0 if message is None else message.nbytes
         server = session.plan.servers[shard]
         try:
-            reply = await session.calls.call(
-                session.address_of(server),
+            reply = await session.group.call(
                 server,
                 "push",
-                lambda call: msgspec.msgpack.encode(msgspec.structs.replace(head, call=call)),
+                head,
                 vector=message,
                 into=lambda _, nbytes: room[:nbytes] if nbytes <= room.nbytes else None,
                 deadline_s=self._deadline_s if once_s is None else once_s,
@@ -182,30 +171,13 @@ class ShardClient:
         return SliceAnswer(answer, None, version)
 
     async def insist(self, head: GradientPush, vector: Float32Array | None = None) -> SliceAnswer:
-        """Ask until there is an answer: for as long as the view is in force, which is when we are cancelled.
-
-        A server that can't be reached twice in a row, nor answers anything else, is doubted; and one that
-        doesn't answer in time.
+        """Ask until there is an answer, or the view ends and we are cancelled; see `Group.insist`.
 
         Raises:
             PoisonedPushError: it finds our vector poisoned.
         """
-        server, pause_s, broken = self.session.plan.servers[head.shard], FIRST_PAUSE_S, False
-        while True:
-            try:
-                return await self.ask(head, vector)
-            except PeerUnreachableError as error:
-                if broken and not await self.session.lives(server):
-                    self.session.doubt(server, str(error))
-                broken = True
-            except PeerTimeoutError as error:
-                self.session.doubt(server, str(error))
-            except PoisonedPushError:
-                raise
-            except TransportError:
-                broken = False
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        server = self.session.plan.servers[head.shard]
+        return await self.session.group.insist(server, lambda: self.ask(head, vector))
 
     async def insist_all(
         self, head: GradientPush, vector: Float32Array | None = None, shards: Sequence[int] | None = None

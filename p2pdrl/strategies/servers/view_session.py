@@ -1,16 +1,14 @@
-"""One group view as a node of a server strategy acts in it: the plan, the members, its shard once at work."""
+"""One group view as a node of a server strategy acts in it: the plan, and our shard's server once open."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
 
-from p2pdrl.errors import PeerUnreachableError
-from p2pdrl.group.service import ActiveView, Group
-from p2pdrl.strategies.protocol import SwarmView
+from p2pdrl.group.service import Group, GroupView
 from p2pdrl.strategies.servers.shard_plan import ServerNote, ShardPlan
 from p2pdrl.strategies.servers.shard_server import ShardServer
-from p2pdrl.transport.protocol import Address, Refusal
+from p2pdrl.transport.protocol import Refusal
 
 __all__ = ["ViewSession"]
 
@@ -19,48 +17,24 @@ class ViewSession:
     """A view in force.
 
     Args:
-        active: the view.
+        view: which.
         plan: what follows from it.
         notes: the members', read.
-        swarm: the node.
+        me: own id.
         group: whose view it is.
     """
 
     def __init__(
-        self,
-        active: ActiveView,
-        plan: ShardPlan,
-        notes: Mapping[str, ServerNote],
-        swarm: SwarmView,
-        group: Group,
+        self, view: GroupView, plan: ShardPlan, notes: Mapping[str, ServerNote], me: str, group: Group
     ) -> None:
-        self.key, self.members = active.view.key, active.view.members
+        self.key, self.members = view.key, view.members
         self.plan, self.notes = plan, notes
-        self.me = swarm.node_id
-        self.index = plan.shard_of(self.me)
+        self.me, self.group = me, group
+        self.index = plan.shard_of(me)
         """Shard that we serve; None for none."""
-        self.doubt, self.calls = group.doubt, group.calls
-        self._swarm, self._group = swarm, group
-        self._addresses: dict[str, Address] = dict(swarm.alive())
         self._server: ShardServer | None = None
         self._opened = asyncio.Event()
         self._why: str | None = None
-
-    def address_of(self, peer: str) -> Address:
-        """Return where a member listens.
-
-        Raises:
-            PeerUnreachableError: nobody knows.
-        """
-        self._addresses.update(self._swarm.alive())
-        address = self._addresses.get(peer)
-        if address is None:
-            raise PeerUnreachableError(f"nobody knows where {peer} listens")
-        return address
-
-    async def lives(self, peer: str) -> bool:
-        """Whether a member answers anything."""
-        return await self._group.lives(peer)
 
     def open(self, server: ShardServer) -> None:
         """Let our shard be called."""
