@@ -3,7 +3,7 @@
 Four worker processes on loopback take turns at every method within one run, so that what else the
 machine does falls on all alike. Per method and size: the median over rounds of the slowest worker's wall
 time, its ratio to gloo's all_reduce and to ours exact, and the CPU time of all workers together. ``exact``
-is the swarm's own all-reduce (`p2pdrl.strategies.allreduce.own_averager`), ``gossip`` one pairwise exchange
+is the swarm's own all-reduce (`p2pdrl.strategies.allreduce.reduce_scatter`), ``gossip`` one pairwise exchange
 of every worker.
 
     python scripts/bench_averaging.py

@@ -20,8 +20,7 @@ from p2pdrl.errors import (
 )
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.group.agreement import GroupCall, GroupCore
-from p2pdrl.group.held_calls import AtWork, HeldCalls
-from p2pdrl.group.retries import repeated
+from p2pdrl.group.calls import AtWork, HeldCalls, repeated
 from p2pdrl.group.view import (
     Activate,
     ActiveView,

@@ -213,7 +213,7 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Holding(msgspec.Struct, frozen=True, tag="holding"):
-    """Do you work at a call of mine? Of no interest to the core, see `held_calls`.
+    """Do you work at a call of mine? Of no interest to the core, see `calls`.
 
     Attributes:
         epoch: mode epoch.

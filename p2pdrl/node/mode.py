@@ -16,17 +16,15 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.node import settings
 from p2pdrl.node.accounting.exchanges import Accounting
 from p2pdrl.strategies.local import LocalStrategy
-from p2pdrl.strategies.protocol import Strategy, StrategyContext
+from p2pdrl.strategies.protocol import EXCHANGE_END_S, Strategy, StrategyContext
 from p2pdrl.strategies.registry import build
 from p2pdrl.transport.pipe.ticket import PipeReply
-from p2pdrl.transport.protocol import Incoming, Refusal, Reply
+from p2pdrl.transport.protocol import Incoming, Reply
 
 __all__ = ["ModeInForce"]
 
-EXCHANGE_END_S = 3.0
-"""What a strategy has for ending the exchange in flight, unless it says ``ends_within_s``; and when the node
-leaves, for then others are waiting their turn."""
 LONGEST_END_S = 15.0
+"""The longest that a strategy has for its end: it may have to wait for an update, or for a whole state."""
 
 
 class ModeInForce:
@@ -69,8 +67,7 @@ class ModeInForce:
     @property
     def members(self) -> Sequence[str]:
         """Node ids of those whom our learner works with, in their order, as far as the strategy says so."""
-        members: Sequence[str] = getattr(self.strategy, "members", ())
-        return members
+        return self.strategy.members
 
     async def use(self, config: StrategyConfig, epoch: int) -> None:
         """Change to another strategy, after the exchange in flight.
@@ -82,7 +79,7 @@ class ModeInForce:
         Raises:
             ConfigError: this node can't run it; until the next call it trains alone.
         """
-        await self.strategy.stop(_ends_within_s(self.strategy))
+        await self.strategy.stop(min(self.strategy.ends_within_s, LONGEST_END_S))
         self._past.update(self.strategy.outcomes)
         self._accounting.saw_distance(self.strategy.consensus_distance)
         interim = LocalStrategy()
@@ -123,17 +120,8 @@ class ModeInForce:
         Raises:
             Refusal: the strategy refuses, or has no use for pipes (409).
         """
-        accept: Callable[[Incoming], Awaitable[PipeReply]] | None = getattr(self.strategy, "accept", None)
-        if accept is None:
-            raise Refusal(409, f"mode {self.strategy.mode} has no use for pipes")
-        return await accept(incoming)
+        return await self.strategy.accept(incoming)
 
     async def stop(self) -> None:
-        """Finish the exchange in flight."""
+        """Finish the exchange in flight, soon: when the node leaves, others wait their turn."""
         await self.strategy.stop(EXCHANGE_END_S)
-
-
-def _ends_within_s(strategy: Strategy) -> float:
-    """How long a strategy may take to end: one may have to wait for an update, or for a whole state."""
-    wanted_s: float = getattr(strategy, "ends_within_s", EXCHANGE_END_S)
-    return min(wanted_s, LONGEST_END_S)

@@ -1,7 +1,7 @@
 """Rounds of a whole group in virtual time: averaged gradients, averaged parameters, federated averaging.
 
 Every member gives each owner its part of that owner's piece, and the answer carries the average: see
-`strategies.allreduce.own_averager`, whose own function cuts the pieces. A round begins when all have posted,
+`strategies.allreduce.reduce_scatter`, whose function cuts the pieces. A round begins when all have posted,
 or `GRACE` of the deadline after the first post, without the others. Its seconds follow from closed formulas
 over all members at once, for with a thousand owners a round is a million calls.
 """
@@ -16,7 +16,7 @@ from p2pdrl.group.view import GroupView, ViewKey
 from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import DOUBT_S, Model, World
 from p2pdrl.strategies.allreduce.federated import participants
-from p2pdrl.strategies.allreduce.own_averager import cut_pieces
+from p2pdrl.strategies.allreduce.reduce_scatter import cut_pieces
 from p2pdrl.strategies.allreduce.rounds import GRACE
 
 __all__ = ["RoundsModel"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from p2pdrl.config.strategy import Mode
+from p2pdrl.strategies.protocol import Strategy
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
 __all__ = ["LocalStrategy"]
 
 
-class LocalStrategy:
+class LocalStrategy(Strategy):
     """Trains alone."""
 
     mode: Mode = "local"

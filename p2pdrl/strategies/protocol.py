@@ -13,14 +13,17 @@ from typing import Literal, NamedTuple, Protocol
 from p2pdrl.clock import Clock
 from p2pdrl.config.strategy import Mode
 from p2pdrl.group.compatibility import Summary
+from p2pdrl.group.service import Group
 from p2pdrl.strategies.allreduce.group_process import GroupProcess
 from p2pdrl.strategies.pipeline.port import Pipes, Stages
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollSpec
-from p2pdrl.transport.protocol import Address, Incoming, Reply, Transport
+from p2pdrl.transport.pipe.ticket import PipeReply
+from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
 __all__ = [
+    "EXCHANGE_END_S",
     "ROUTES",
     "AnswerKind",
     "Experience",
@@ -36,6 +39,9 @@ __all__ = [
 ROUTES = ("exchange", "group", "reduce", "push", "neighbour", "relay", "shard", "stage", "experience")
 """Routes that belong to the strategy in force. The node serves all of them once, for its whole life, and
 passes what comes to the present strategy; each strategy refuses those that it has no use for."""
+
+EXCHANGE_END_S = 3.0
+"""What a strategy has for ending the exchange in flight, unless it says otherwise."""
 
 AnswerKind = Literal["none", "replace", "add", "set"]
 """What the learner does with its post: ``none``: go on as if alone (a gradient is stepped with as it is,
@@ -288,9 +294,7 @@ class StrategyContext:
 class Strategy(Protocol):
     """One way to agree, from start to stop. Built by `registry.build`; never started again once stopped.
 
-    It may have more: ``async accept(incoming) -> PipeReply`` for peers' requests of pipes on
-    `pipeline.port.PIPE_ROUTE`; ``ends_within_s``, the longest that it needs for `stop` when the mode changes
-    (3 s if it doesn't say, 15 s at most); ``facts``, told by ``mode show``.
+    Strategies derive from it: what has a body here is what most of them do.
     """
 
     @property
@@ -307,6 +311,26 @@ class Strategy(Protocol):
     def outcomes(self) -> dict[str, int]:
         """Exchanges or rounds so far by outcome."""
         ...
+
+    @property
+    def facts(self) -> dict[str, float | str]:
+        """Figures and words for people, told by ``mode show``: our role, members, rounds."""
+        return {}
+
+    @property
+    def group(self) -> Group | None:
+        """In which views are agreed on; None for a strategy without one, or before it begins."""
+        return None
+
+    @property
+    def members(self) -> Sequence[str]:
+        """Node ids of those whom our learner computes with, in their order."""
+        return ()
+
+    @property
+    def ends_within_s(self) -> float:
+        """The longest that `stop` takes when the mode changes; the node waits 15 s at most."""
+        return EXCHANGE_END_S
 
     async def start(self) -> None:
         """Begin."""
@@ -336,3 +360,11 @@ class Strategy(Protocol):
                 quarantined (403), malformed (400).
         """
         ...
+
+    async def accept(self, incoming: Incoming) -> PipeReply:
+        """Serve a peer's request for a pipe on `pipeline.port.PIPE_ROUTE`.
+
+        Raises:
+            Refusal: this strategy has no use for pipes (409), and as `answer`.
+        """
+        raise Refusal(409, f"mode {self.mode} has no use for pipes")

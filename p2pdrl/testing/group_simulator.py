@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 
 from p2pdrl.group.agreement import GroupCall, GroupCore
-from p2pdrl.group.retries import MOST_TIMES
+from p2pdrl.group.calls import MOST_TIMES
 from p2pdrl.group.view import ActiveView, GroupView, Response, Timing, ViewKey
 
 __all__ = ["SimulatedGroups", "SimulatedMember", "ViewInvariants"]

@@ -20,7 +20,7 @@ from p2pdrl.testing.fake_learner import FakeLearner
 from p2pdrl.testing.fake_stages import FakePipes, FakeStages
 from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.transport.pipe.ticket import PipeReply
-from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
+from p2pdrl.transport.protocol import Address, Incoming, Reply
 
 __all__ = ["FakeSwarm", "SimNode", "SimSwarm"]
 
@@ -179,7 +179,7 @@ class SimNode:
     @property
     def group(self) -> Group | None:
         """The group that the strategy agrees on views in; None where it has none."""
-        return getattr(self.strategy, "group", None)
+        return self.strategy.group
 
     async def answer(self, incoming: Incoming) -> Reply:
         """Serve a peer's call; a test may put another function in its place."""
@@ -239,10 +239,7 @@ class SimNode:
         return await self.answer(incoming)
 
     async def _accept(self, incoming: Incoming) -> PipeReply:
-        accept: Callable[[Incoming], Awaitable[PipeReply]] | None = getattr(self.strategy, "accept", None)
-        if accept is None:
-            raise Refusal(409, f"{self.strategy.mode} has no use for pipes")
-        return await accept(incoming)
+        return await self.strategy.accept(incoming)
 
 
 class SimSwarm:

@@ -28,8 +28,7 @@ def describe(strategy: StrategyConfig) -> dict[str, object]:
 
 def facts_of(strategy: Strategy) -> dict[str, Any]:
     """What a strategy tells of its group: members, our role in it; empty where there is nothing to tell."""
-    facts = getattr(strategy, "facts", None)
-    return facts if isinstance(facts, dict) else {}
+    return dict(strategy.facts)
 
 
 def mode_document(parts: NodeParts, reports: Sequence[tuple[str, PeerReport | None]]) -> dict[str, object]:

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from p2pdrl.node.training import Training
-from p2pdrl.strategies.pipeline.events import PipelineStatus
+from p2pdrl.strategies.pipeline.strategy import PipelineStrategy
 
 __all__ = ["measured_facts", "pipeline_bubble", "pipeline_document", "serves", "stage_words", "trains"]
 
@@ -39,8 +39,8 @@ def serves(training: Training) -> bool:
         return False
     if learner.stages.order is not None:
         return learner.stages.order.rank > 0
-    figures = getattr(training.mode.strategy, "figures", None)
-    return isinstance(figures, PipelineStatus) and figures.standby
+    strategy = training.mode.strategy
+    return isinstance(strategy, PipelineStrategy) and strategy.figures.standby
 
 
 def stage_words(training: Training) -> str:
@@ -96,9 +96,10 @@ def pipeline_document(training: Training) -> dict[str, Any] | None:
 
 def _ordered(training: Training) -> dict[str, Any]:
     """What the strategy knows: who is with us, what was predicted."""
-    figures = getattr(training.mode.strategy, "figures", None)
-    if not isinstance(figures, PipelineStatus):
+    strategy = training.mode.strategy
+    if not isinstance(strategy, PipelineStrategy):
         return {}
+    figures = strategy.figures
     return {
         "role": figures.role,
         "pipeline": figures.pipeline,

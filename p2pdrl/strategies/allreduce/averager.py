@@ -1,24 +1,107 @@
-"""What averaging within one view is: the seam between rounds of a group and how vectors meet.
+"""Averaging within one view: its messages on the route ``reduce``, its two backends' interface, who is alive.
 
-`own_averager.ViewAverager` runs over the swarm's own connections, `torch_averager.TorchAverager` over
-torch.distributed. `rounds` chooses.
+`reduce_scatter.ViewAverager` runs over the swarm's own connections, `torch_averager.TorchAverager` over
+torch.distributed. Lists travel without field names; everything is bounded before it is believed.
 
 Shapes: every vector is flat, of D elements (all parameters); names carry no suffix.
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Literal, NamedTuple, Protocol
 
+import msgspec
+from msgspec import Meta
+
+from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
+from p2pdrl.group.calls import repeated
+from p2pdrl.group.compatibility import Natural
 from p2pdrl.group.service import Group, GroupView
-from p2pdrl.strategies.allreduce.messages import ReduceRequest
-from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest
+from p2pdrl.group.view import MAX_MEMBERS, ViewKey
+from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, StrategyContext
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.transport.protocol import Incoming, Reply
+from p2pdrl.transport.protocol import Answer, Incoming, Reply
 
-__all__ = ["NOTHING", "Average", "Averager", "Backend", "RoundContribution", "RoundQuantity"]
+__all__ = [
+    "ANSWER_S",
+    "ASK_S",
+    "NOTHING",
+    "ROUTE",
+    "Average",
+    "Averager",
+    "Backend",
+    "Digest",
+    "LivenessCheck",
+    "ReduceAnswer",
+    "ReduceRequest",
+    "RoundContribution",
+    "RoundQuantity",
+]
+
+ROUTE = "reduce"
+MAX_WEIGHT = 1e12
+MAX_LEARNING_RATE = 1e6
+
+Digest = Annotated[bytes, Meta(max_length=16)]
+LearningRate = Annotated[float, Meta(ge=0, le=MAX_LEARNING_RATE)]
+Finite = Annotated[float, Meta(ge=0, le=1e300)]
+
+
+class ReduceRequest(msgspec.Struct, frozen=True, array_like=True):
+    """What a member wants of another one.
+
+    Attributes:
+        what: ``part``: take my piece, and give me the average once all have come; ``alive``: are you there,
+            I wait for you; ``result``: the last round's whole average; ``state``: what a newcomer needs;
+            ``store``: the port where your process opened the group's store, as the answer's number.
+        key: the view that the sender acts in.
+        number: of the round.
+        weight: of the part; a part of weight 0 has no vector.
+        policy_version: the part's.
+        learning_rate: at which the sender would step.
+        call: number of the call, for those whose answers are held (see `group.holding`).
+        left: gradients of the sender's update that come after this one.
+    """
+
+    what: Literal["part", "alive", "result", "state", "store"]
+    key: ViewKey
+    number: Natural
+    weight: Annotated[float, Meta(ge=0, le=MAX_WEIGHT)] = 0.0
+    policy_version: Natural = 0
+    learning_rate: LearningRate = 0.0
+    call: Natural = 0
+    left: Natural = 0
+
+
+class ReduceAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """The answer.
+
+    Attributes:
+        number: round that the vector is of, or that the sender has completed.
+        weights: of the members, in their order.
+        versions: their policy versions.
+        square: ‖average‖² of this piece.
+        spread: Σ w_k ‖x_k − average‖² / Σ w_k of this piece; 0 where it isn't measured.
+        mark: digest of the sender's rounds (see `history`).
+        before: the same, one round earlier.
+        state: of the sender's parameters, where others take its whole state.
+        learning_rates: at which the members would step, in their order.
+        ends_update: whether the leader's update ends with this round (see `group.round_collector`).
+    """
+
+    number: Natural
+    weights: Annotated[tuple[Finite, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    versions: Annotated[tuple[Natural, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    square: Finite = 0.0
+    spread: Finite = 0.0
+    mark: Digest = b""
+    before: Digest = b""
+    state: Digest = b""
+    learning_rates: Annotated[tuple[LearningRate, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    ends_update: bool = False
 
 
 class RoundContribution(NamedTuple):
@@ -224,3 +307,73 @@ class RoundQuantity(Protocol):
             What to answer the learner, and the norm of what was added to our vector.
         """
         ...
+
+
+ASK_S = 1.0
+"""Silence after which a member is asked, at most, and then time and again."""
+ANSWER_S = 0.75
+"""How long it may take to say that it is alive."""
+AGAIN_S = 0.15
+"""It is asked again after so long, for a question may be lost."""
+
+
+class LivenessCheck:
+    """For one view.
+
+    Args:
+        context: what the node gives.
+        group: told whom we doubt.
+        view: the members.
+    """
+
+    def __init__(self, context: StrategyContext, group: Group, view: GroupView) -> None:
+        self._transport, self._clock = context.transport, context.clock
+        self._group, self._view = group, view
+        self._number = 0
+        self._silent: Callable[[], Iterable[str]] = tuple
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, number: int, patience_s: float, silent: Callable[[], Iterable[str]]) -> None:
+        """Watch over a round.
+
+        Args:
+            number: of the round, told to those who are asked.
+            patience_s: nobody is asked before.
+            silent: gives those whom the round waits for.
+        """
+        self._number, self._silent = number, silent
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(min(patience_s, ASK_S), self._begin_to_ask)
+
+    async def end(self) -> None:
+        """The round has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+        task, self._task, self._timer = self._task, None, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.result()  # raises: it never ends by itself but by a bug
+
+    def _begin_to_ask(self) -> None:
+        self._task = asyncio.create_task(self._ask_all(), name="roll-call")
+
+    async def _ask_all(self) -> None:
+        while True:
+            await asyncio.gather(asyncio.sleep(ASK_S), *map(self._ask, self._silent()))
+
+    async def _ask(self, peer: str) -> None:
+        ask = msgspec.msgpack.encode(ReduceRequest("alive", self._view.key, self._number))
+        try:
+            address = self._group.address(peer)
+
+            async def call(left_s: float) -> Answer:
+                return await self._transport.call(address, peer, ROUTE, ask, deadline_s=left_s)
+
+            await repeated(call, again_s=AGAIN_S, deadline_s=ANSWER_S, clock=self._clock)
+        except (PeerUnreachableError, PeerTimeoutError) as error:
+            self._group.doubt(peer, str(error))
+        except TransportError:
+            return  # whoever refuses is alive

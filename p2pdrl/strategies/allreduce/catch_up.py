@@ -20,11 +20,20 @@ import numpy as np
 from p2pdrl.config.strategy import Grouped
 from p2pdrl.errors import PeerRefusedError, TensorError, TransportError
 from p2pdrl.group.service import Group
-from p2pdrl.strategies.allreduce.averager import NOTHING, Average, Averager, RoundContribution, RoundQuantity
+from p2pdrl.strategies.allreduce.averager import (
+    NOTHING,
+    ROUTE,
+    Average,
+    Averager,
+    ReduceAnswer,
+    ReduceRequest,
+    RoundContribution,
+    RoundQuantity,
+)
 from p2pdrl.strategies.allreduce.history import CatchUpPlan, RoundHistory
-from p2pdrl.strategies.allreduce.messages import ROUTE, ReduceAnswer, ReduceRequest
 from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.strategies.offload import heavy, through
+from p2pdrl.strategies.own_vector import read_now
 from p2pdrl.strategies.protocol import LearnerRequest, StrategyContext
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.mix import check_finite
@@ -124,14 +133,9 @@ class CatchingUp:
         if summary is None or summary.lineage != plan.lineage:
             return NOTHING
         own: Float32Array = np.empty(size, np.float32)
-
-        def read() -> int:
-            snapshot = self._board.now(own)
-            check_finite(own, self._context.max_abs)
-            return snapshot.policy_version
-
         try:
-            return RoundContribution(own, 1.0, await heavy(own.nbytes, read))
+            snapshot = await heavy(own.nbytes, lambda: read_now(self._board, own, self._context.max_abs))
+            return RoundContribution(own, 1.0, snapshot.policy_version)
         except TensorError as error:
             text = f"our own parameters don't count in the group's beginning: {error}"
             self._context.swarm.tell("poisoned", text, warning=True)

@@ -26,10 +26,10 @@ from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, StrategyContext
 from p2pdrl.tensors.mix import check_finite
 
-__all__ = ["GradientWork"]
+__all__ = ["GradientQuantity"]
 
 
-class GradientWork:
+class GradientQuantity:
     """`Work` on gradients.
 
     Args:

@@ -24,7 +24,7 @@ import msgspec
 from p2pdrl.group.compatibility import Natural, Short
 from p2pdrl.group.rendezvous import ranked
 from p2pdrl.group.view import GroupNote, ViewKey
-from p2pdrl.strategies.allreduce.messages import Digest
+from p2pdrl.strategies.allreduce.averager import Digest
 
 __all__ = ["AveragingNote", "CatchUpPlan", "RoundHistory", "Standing", "make_plan"]
 

@@ -34,7 +34,7 @@ from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.mix import check_finite
 from p2pdrl.tensors.wire import spans
 
-__all__ = ["OuterOptimizer", "ParameterWork", "Shaping"]
+__all__ = ["OuterOptimizer", "ParameterQuantity", "Shaping"]
 
 CHUNK = 1 << 16
 
@@ -105,7 +105,7 @@ class Shaping(Protocol):
         ...
 
 
-class ParameterWork:
+class ParameterQuantity:
     """`Work` on parameters.
 
     Args:

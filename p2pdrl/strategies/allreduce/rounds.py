@@ -8,76 +8,31 @@ import msgspec
 
 from p2pdrl.config.strategy import GradAverageConfig, Grouped, Mode, ParamAverageConfig
 from p2pdrl.errors import PoisonedVectorError
-from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.group.service import ROUTE as GROUP_ROUTE
-from p2pdrl.group.service import ActiveView, Group, GroupView
+from p2pdrl.group.service import ActiveView, Group
 from p2pdrl.strategies.allreduce.averager import (
     NOTHING,
+    ROUTE,
     Average,
     Averager,
     Backend,
+    ReduceAnswer,
+    ReduceRequest,
     RoundContribution,
     RoundQuantity,
 )
 from p2pdrl.strategies.allreduce.catch_up import CatchingUp
 from p2pdrl.strategies.allreduce.history import AveragingNote, CatchUpPlan, RoundHistory, make_plan
-from p2pdrl.strategies.allreduce.messages import ROUTE, ReduceAnswer, ReduceRequest
-from p2pdrl.strategies.allreduce.own_averager import ViewAverager
-from p2pdrl.strategies.allreduce.reduce_scatter import AverageMemory
+from p2pdrl.strategies.allreduce.reduce_scatter import AverageMemory, OwnBackend
 from p2pdrl.strategies.allreduce.torch_averager import TorchBackend
 from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.strategies.offload import through
-from p2pdrl.strategies.protocol import LearnerRequest, Merged, RoundReport, StrategyContext
+from p2pdrl.strategies.protocol import LearnerRequest, Merged, RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
-__all__ = ["GRACE", "GroupRounds", "OwnBackend", "backend_of"]
-
-
-class OwnBackend:
-    """The swarm's own connections; see `Backend`.
-
-    Args:
-        context: what the node gives.
-        config: the strategy's options.
-        memory: taken over from view to view.
-    """
-
-    def __init__(self, context: StrategyContext, config: Grouped, memory: AverageMemory) -> None:
-        self._context, self._config, self._memory = context, config, memory
-        self._timeout = AdaptiveTimeout(config.deadline_s)
-
-    async def start(self) -> None:
-        """Nothing is needed."""
-
-    async def stop(self) -> None:
-        """Nothing was begun."""
-
-    def averager(self, group: Group, view: GroupView, *, first: int, raw: bool, spread: bool) -> Averager:
-        """Return one for ``view``; see `Backend`."""
-        return ViewAverager(
-            self._context,
-            self._config,
-            group,
-            view,
-            memory=self._memory,
-            timeout=self._timeout,
-            first=first,
-            raw=raw,
-            spread=spread,
-        )
-
-
-def backend_of(config: Grouped, context: StrategyContext, memory: AverageMemory) -> Backend:
-    """Return the backend that ``config`` names.
-
-    Raises:
-        ConfigError: this node may not, or can't.
-    """
-    if isinstance(config, GradAverageConfig | ParamAverageConfig) and config.backend == "torch":
-        return TorchBackend(context, config, memory)
-    return OwnBackend(context, config, memory)
+__all__ = ["GRACE", "GroupRounds"]
 
 
 GRACE = 0.7
@@ -89,7 +44,7 @@ MOST_POISONED = 3
 """Unusable parts in a row after which a member takes another's state."""
 
 
-class GroupRounds:
+class GroupRounds(Strategy):
     """A strategy whose rounds take the whole group.
 
     Args:
@@ -109,7 +64,9 @@ class GroupRounds:
         self._group = Group(context.swarm, context.transport, context.clock, context.epoch, self._note)
         self._requests = RequestQueue(context.learner, context.clock, grace_s=GRACE * config.deadline_s)
         self._memory = AverageMemory(config, context.size)
-        self._backend = backend_of(config, context, self._memory)
+        over_torch = isinstance(config, GradAverageConfig | ParamAverageConfig) and config.backend == "torch"
+        make: type[TorchBackend | OwnBackend] = TorchBackend if over_torch else OwnBackend
+        self._backend: Backend = make(context, config, self._memory)
         self._chain = RoundHistory()
         self._catching_up = CatchingUp(
             context, config, work, chain=self._chain, requests=self._requests, group=self._group

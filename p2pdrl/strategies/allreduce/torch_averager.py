@@ -5,7 +5,7 @@ who ask on route ``reduce``, which the swarm authenticates. The store and the co
 torch.distributed authenticate nobody: hence only where ``node.trusted_network`` says so.
 
 Views, who is doubted and who has to catch up are the same as with the swarm's own connections
-(`own_averager`). When somebody is gone, the others' processes fail at once; a member whose daemon is frozen
+(`reduce_scatter`). When somebody is gone, the others' processes fail at once; a member whose daemon is frozen
 is found by `LivenessCheck`, one whose process alone is frozen by torch's timeout. Whoever fails asks all
 others whether they are alive, then for a new view: there the round is done again.
 
@@ -25,10 +25,15 @@ from p2pdrl.errors import ConfigError, PeerUnreachableError, WireError, WorkerEr
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.group.round_collector import UpdatePosition, leader_ends
 from p2pdrl.group.service import Group, GroupView
-from p2pdrl.strategies.allreduce.averager import Average, RoundContribution
+from p2pdrl.strategies.allreduce.averager import (
+    ROUTE,
+    Average,
+    LivenessCheck,
+    ReduceAnswer,
+    ReduceRequest,
+    RoundContribution,
+)
 from p2pdrl.strategies.allreduce.group_process import GroupProcess, GroupSeat, Sum, SumOrder
-from p2pdrl.strategies.allreduce.liveness import LivenessCheck
-from p2pdrl.strategies.allreduce.messages import ROUTE, ReduceAnswer, ReduceRequest
 from p2pdrl.strategies.allreduce.reduce_scatter import AverageMemory
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import StrategyContext

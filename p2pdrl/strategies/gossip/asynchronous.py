@@ -15,7 +15,7 @@ from p2pdrl.strategies.admission import ExchangeAdmission
 from p2pdrl.strategies.call_timeouts import CallDeadline
 from p2pdrl.strategies.gossip.exchange_timer import ExchangeTimer
 from p2pdrl.strategies.offload import Arithmetic
-from p2pdrl.strategies.protocol import RoundReport, StrategyContext
+from p2pdrl.strategies.protocol import RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
 from p2pdrl.transport.protocol import Incoming, Reply
 
@@ -24,7 +24,7 @@ __all__ = ["AsynchronousStrategy"]
 Core = TypeVar("Core", bound=ExchangeTimer)
 
 
-class AsynchronousStrategy(ABC, Generic[Core]):
+class AsynchronousStrategy(Strategy, ABC, Generic[Core]):
     """Exchanges that begin by themselves, now and then, while the learner goes on; see `Strategy`.
 
     Args:

@@ -28,7 +28,6 @@ from p2pdrl.strategies.admission import ExchangeAdmission
 from p2pdrl.strategies.call_timeouts import outcome_of
 from p2pdrl.strategies.gossip.pair_average import Bounds
 from p2pdrl.strategies.learner_requests import RequestQueue
-from p2pdrl.strategies.neighbours.messages import PAST, ROUTE, NeighbourHead, Position, decode_neighbour_head
 from p2pdrl.strategies.neighbours.mixing import (
     GradientContribution,
     NeighbourContribution,
@@ -36,15 +35,20 @@ from p2pdrl.strategies.neighbours.mixing import (
     measure,
 )
 from p2pdrl.strategies.neighbours.round import (
+    PAST,
+    ROUTE,
     Line,
     Met,
+    NeighbourHead,
     Neighbourhood,
     NeighbourRound,
+    Position,
     SentMessages,
+    decode_neighbour_head,
     stage_report,
 )
 from p2pdrl.strategies.offload import Arithmetic
-from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, RoundReport, StrategyContext
+from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
@@ -500,7 +504,7 @@ NOTE_BYTES = 8
 MAX_NUMBER = 2**52
 
 
-class DsgdStrategy:
+class DsgdStrategy(Strategy):
     """D-PSGD over the transport; see `Strategy`.
 
     Args:

@@ -1,4 +1,4 @@
-"""One round with one's neighbours: their graph, what was sent, whose edge has counted, whose not and why."""
+"""One round with one's neighbours: the messages, the graph, whose edge has counted, whose not and why."""
 
 from __future__ import annotations
 
@@ -7,19 +7,85 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from p2pdrl.config.strategy import Content, DsgdConfig, Mixing
+from p2pdrl.errors import WireError
+from p2pdrl.group.compatibility import Natural, Short, Summary
 from p2pdrl.group.view import GroupView, ViewKey
-from p2pdrl.strategies.neighbours.messages import Position
+from p2pdrl.strategies.gossip.pair_average import WireName
 from p2pdrl.strategies.neighbours.mixing import Edge
 from p2pdrl.strategies.protocol import Merged, RoundReport
 from p2pdrl.strategies.topology import matrix, metropolis, spectral_gap
 from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Reply
 
-__all__ = ["Line", "Met", "NeighbourRound", "Neighbourhood", "SentMessage", "SentMessages", "stage_report"]
+__all__ = [
+    "PAST",
+    "ROUTE",
+    "Line",
+    "Met",
+    "NeighbourHead",
+    "NeighbourRound",
+    "Neighbourhood",
+    "Position",
+    "SentMessage",
+    "SentMessages",
+    "decode_neighbour_head",
+    "stage_report",
+]
+
+ROUTE = "neighbour"
+PAST = "past"
+"""Verdict in an answer: that round is over here; ``number`` is the next one."""
+
+
+class Position(NamedTuple):
+    """Where a node is within a view; of two, the greater is later.
+
+    Args:
+        number: of the round.
+        stage: 0 for its gradients, 1 for its parameters.
+    """
+
+    number: int
+    stage: int
+
+
+class NeighbourHead(msgspec.Struct, frozen=True):
+    """What goes before the vector, in both directions."""
+
+    view: ViewKey
+    number: Natural
+    """Of the round, within the view."""
+    content: Content
+    wire: WireName
+    summary: Summary
+    wait_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+    """In a call: how long the caller waits for its answer."""
+    verdict: Short = "mix"
+    """In an answer: `PAST`, or what is done (a `judgement.Verdict`); a vector follows only for ``mix``."""
+    call: Natural = 0
+    """In a call: its number (see `group.holding`)."""
+
+    @property
+    def position(self) -> Position:
+        """Where its sender is."""
+        return Position(self.number, int(self.content == "parameters"))
+
+
+def decode_neighbour_head(meta: bytes) -> NeighbourHead | None:
+    """Read what a peer put before its vector; None when it can't be read."""
+    try:
+        head: NeighbourHead = codec.decode(meta, NeighbourHead)
+    except WireError:
+        return None
+    return head
 
 
 class Line:

@@ -37,7 +37,7 @@ from p2pdrl.strategies.pipeline.port import PIPE_ROUTE, Pipes
 from p2pdrl.strategies.pipeline.rank0_gossip import ROUTE as HEADS_ROUTE
 from p2pdrl.strategies.pipeline.rank0_gossip import Rank0Gossip
 from p2pdrl.strategies.pipeline.rank_setup import FORM_S, RankSetup
-from p2pdrl.strategies.protocol import StrategyContext
+from p2pdrl.strategies.protocol import Strategy, StrategyContext
 from p2pdrl.strategies.task_runner import TaskRunner
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.pipe.ticket import PipeReply
@@ -337,7 +337,7 @@ UNCUT_S = 30.0
 LEAVE_S = 1.0
 
 
-class PipelineStrategy:
+class PipelineStrategy(Strategy):
     """See `Strategy`.
 
     Args:

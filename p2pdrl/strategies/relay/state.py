@@ -25,6 +25,7 @@ from p2pdrl.config.strategy import StromConfig
 from p2pdrl.errors import PoisonedVectorError
 from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.offload import Arithmetic
+from p2pdrl.strategies.own_vector import read_now
 from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.strategies.relay.log import GapError, History, Run, StromLog, UpdateOrigin
 from p2pdrl.tensors import mix
@@ -79,8 +80,7 @@ class StromState:
         Raises:
             PoisonedVectorError: its vector holds NaN, infinity or a huge entry.
         """
-        sets = self._board.now(self._now).sets
-        mix.check_finite(self._now, self._max_abs)
+        sets = read_now(self._board, self._now, self._max_abs).sets
         if sets != self._sets:
             self._sets, self.replaced = sets, self.replaced + 1
             self._kept.reset()

@@ -25,7 +25,7 @@ from p2pdrl.group.compatibility import Summary, Verdict
 from p2pdrl.strategies.admission import ExchangeAdmission
 from p2pdrl.strategies.call_timeouts import outcome_of
 from p2pdrl.strategies.offload import Arithmetic
-from p2pdrl.strategies.protocol import Merged, RoundReport, StrategyContext
+from p2pdrl.strategies.protocol import Merged, RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.relay.log import History, UpdateOrigin
 from p2pdrl.strategies.relay.messages import (
     MAX_MESSAGES,
@@ -371,7 +371,7 @@ FIRST_REST_S = 0.1
 MOST_DOUBLINGS = 5
 
 
-class StromStrategy:
+class StromStrategy(Strategy):
     """Strom's updates over the transport; see `Strategy`.
 
     Args:

@@ -21,7 +21,8 @@ from p2pdrl.group.service import ActiveView, Group
 from p2pdrl.group.view import ViewKey
 from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.strategies.offload import heavy
-from p2pdrl.strategies.protocol import StrategyContext
+from p2pdrl.strategies.own_vector import read_now
+from p2pdrl.strategies.protocol import Strategy, StrategyContext
 from p2pdrl.strategies.servers.messages import GradientPush, Pull, ShardRequest, Take
 from p2pdrl.strategies.servers.shard import NobodyGivesError, Puller, ReplicaStore, Shard, restore
 from p2pdrl.strategies.servers.shard_client import BadServerError, PoisonedPushError, ShardClient, SliceAnswer
@@ -54,7 +55,7 @@ RETRY_S = 0.25
 ADOPT_S = 1.0
 
 
-class ServedStrategy(ABC):
+class ServedStrategy(Strategy, ABC):
     """Parameter servers among the nodes themselves.
 
     Args:
@@ -423,15 +424,10 @@ class ServedStrategy(ABC):
 
     async def _own_parameters(self) -> Float32Array:
         """Return our own parameters, as they are on the board."""
-        out = self._store.blank_copy()
-
-        def work() -> None:
-            self._learner.board.now(out)
-            mix.check_finite(out, self._context.max_abs)
-
+        out, board = self._store.blank_copy(), self._learner.board
         while True:
             try:
-                await heavy(out.nbytes, work)
+                await heavy(out.nbytes, lambda: read_now(board, out, self._context.max_abs))
                 return out
             except PoisonedVectorError as error:
                 self._swarm.heal(f"our own parameters are unusable: {error}")

@@ -12,7 +12,7 @@ import pytest
 
 from p2pdrl.clock import LoopClock
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError
-from p2pdrl.group.held_calls import FIRST_S, MOST_S, SILENCE_S, AtWork, HeldCalls
+from p2pdrl.group.calls import FIRST_S, MOST_S, SILENCE_S, AtWork, HeldCalls
 from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
 

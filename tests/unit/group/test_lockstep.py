@@ -10,7 +10,7 @@ import pytest
 from p2pdrl.errors import WireError
 from p2pdrl.group.round_collector import UpdatePosition, leader_ends
 from p2pdrl.group.view import ViewKey
-from p2pdrl.strategies.allreduce.messages import ReduceAnswer, ReduceRequest
+from p2pdrl.strategies.allreduce.averager import ReduceAnswer, ReduceRequest
 from p2pdrl.strategies.servers.messages import GradientPush, ServerAnswer
 from p2pdrl.transport import codec
 

@@ -10,7 +10,7 @@ import pytest
 
 from p2pdrl.clock import LoopClock
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError
-from p2pdrl.group.retries import MOST_TIMES, repeated
+from p2pdrl.group.calls import MOST_TIMES, repeated
 
 pytestmark = pytest.mark.looptime
 

@@ -11,7 +11,7 @@ from p2pdrl.clock import SystemClock
 from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.errors import TensorError
 from p2pdrl.node.children.learner_io import LearnerIO
-from p2pdrl.strategies.allreduce.averager import RequestQueue
+from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.tensors.gradient_ring import GradientRing
 from p2pdrl.tensors.shared_memory import SharedVector
 from p2pdrl.workers.protocol import Posted, RequestAnswer
@@ -93,19 +93,19 @@ async def test_what_a_dead_learner_posted_is_void_and_its_slot_is_nobodys(place)
 async def test_a_strategy_in_lockstep_sees_that_its_learner_lost_step(place, why):
     place.arrange(LearnerMode("gradients"), 1, SIZE)
     learner = SimpleNamespace(next_post=place.next_post, answer=lambda post, kind, _rate, **_: None)
-    desk = RequestQueue(learner, SystemClock(), 60.0)
-    pump = asyncio.create_task(desk.pump())
+    requests = RequestQueue(learner, SystemClock(), grace_s=60.0)
+    following = asyncio.create_task(requests.follow())
     for number in (1, 2):
         place.posted(posted(number))
-        desk.answer(await desk.next(), "replace")
-    assert not desk.restarted
+        requests.answer(await requests.next(), "replace")
+    assert not requests.restarted
     if why == "died":
         place.renew(SIZE)
     place.posted(msgspec.structs.replace(posted(1), alone=why == "alone"))
-    await desk.next()
-    assert desk.restarted
-    pump.cancel()
-    await asyncio.wait([pump])
+    await requests.next()
+    assert requests.restarted
+    following.cancel()
+    await asyncio.wait([following])
 
 
 async def test_giving_up_the_wait_for_a_post_loses_none(place):

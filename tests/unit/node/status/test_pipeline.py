@@ -12,7 +12,9 @@ from p2pdrl.node.status.meters import Meters
 from p2pdrl.node.status.pipeline import pipeline_bubble, pipeline_document, stage_words, trains
 from p2pdrl.node.status.reporter import StatusReporter as NodeFigures
 from p2pdrl.pipeline.order import StageOrder
+from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.strategies.pipeline.events import PipelineStatus
+from p2pdrl.strategies.pipeline.strategy import PipelineStrategy
 
 STAGES = LearnerMode(stages=True)
 FIGURES = PipelineStatus(
@@ -24,6 +26,15 @@ FIGURES = PipelineStatus(
 def order(rank: int, **fields) -> StageOrder:
     given = {"blocks": 5, "cuts": (2,), "schedule": "1f1b", "microbatches": 4, "ranks": 2} | fields
     return StageOrder(generation=3, rank=rank, timeout_s=10.0, idle_timeout_s=60.0, state_every=10, **given)
+
+
+class Rank(PipelineStrategy):
+    """A strategy that stands where it is told to."""
+
+    consensus_distance, facts, figures = 0.25, {}, FIGURES
+
+    def __init__(self, figures: PipelineStatus) -> None:
+        self.figures = figures
 
 
 @pytest.fixture
@@ -40,7 +51,7 @@ def enter(training):
         learner = training.supervisor
         learner.io, learner.stages = SimpleNamespace(learner_mode=STAGES), SimpleNamespace(order=which)
         learner.metrics = {f"pipeline_{name}": value for name, value in metrics.items()}
-        training.mode.strategy.figures = (
+        training.mode.strategy = Rank(
             FIGURES if which is not None else PipelineStatus(standby=True, pipelines=1)
         )
 
@@ -88,7 +99,7 @@ def test_who_stands_by_tells_only_what_the_strategy_knows(training, enter):
     document = pipeline_document(training)
     assert (document["role"], document["pipelines"], document["peers"]) == ("standby", 1, [])
     assert "rank" not in document
-    training.mode.strategy.figures = "of another strategy"
+    training.mode.strategy = LocalStrategy()
     assert pipeline_document(training) == {}
 
 
@@ -117,7 +128,7 @@ async def test_only_the_first_rank_has_returns(figures, training, enter):
         assert figures.peers()[0]["collects"] == (mean is not None)
     enter(order(1))
     training.supervisor.stages.order = None
-    training.mode.strategy.figures = FIGURES  # it ends, or forms anew: nobody knows yet
+    training.mode.strategy = Rank(FIGURES)  # it ends, or forms anew: nobody knows yet
     assert figures.report().mean_return == 15.0
 
 

@@ -9,8 +9,7 @@ import random
 import numpy as np
 
 from p2pdrl.config.strategy import GradAverageConfig, ParamAverageConfig
-from p2pdrl.strategies.allreduce.own_averager import cut_pieces
-from p2pdrl.strategies.allreduce.reduce_scatter import OwnedPiece
+from p2pdrl.strategies.allreduce.reduce_scatter import OwnedPiece, cut_pieces
 from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.testing.virtual_swarm import SimNode, SimSwarm
 

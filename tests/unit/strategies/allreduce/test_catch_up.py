@@ -10,8 +10,8 @@ import pytest
 
 from p2pdrl.config.strategy import GradAverageConfig
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError
-from p2pdrl.strategies.allreduce import own_averager
-from p2pdrl.strategies.allreduce.messages import ROUTE, ReduceRequest
+from p2pdrl.strategies.allreduce import reduce_scatter
+from p2pdrl.strategies.allreduce.averager import ROUTE, ReduceRequest
 from p2pdrl.transport.protocol import Refusal
 
 from .bowls import GRADIENTS, PARAMETERS, SIZE, Bowls, now, pieces_of, rounds_of, stall_s, together, until
@@ -74,7 +74,7 @@ async def test_a_round_that_only_some_completed_is_taken_from_them(config, left)
         rounds = {len([r for r in node.swarm.rounds if r.outcome == "ok"]) for node in rest}
         assert max(rounds) - min(rounds) <= 1
         assert sum(len(node.swarm.adoptions) for node in bowls.nodes) == adoptions
-        if left < 3 and own_averager.LEAST_PIECE == 1:
+        if left < 3 and reduce_scatter.LEAST_PIECE == 1:
             assert sum(node.fetched for node in bowls.nodes[:left]) >= 1
 
 

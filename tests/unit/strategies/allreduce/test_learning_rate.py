@@ -8,9 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from p2pdrl.strategies.allreduce import own_averager
-from p2pdrl.strategies.allreduce.averager import Average
-from p2pdrl.strategies.allreduce.messages import ROUTE, ReduceRequest
+from p2pdrl.strategies.allreduce import reduce_scatter
+from p2pdrl.strategies.allreduce.averager import ROUTE, Average, ReduceRequest
 
 from .bowls import Bowls, shared
 
@@ -49,7 +48,7 @@ async def test_paused_learners_slow_no_others_steps(nodes):
 
 @pytest.mark.looptime
 async def test_who_tells_each_owner_another_figure_drives_nobody_apart(monkeypatch):
-    monkeypatch.setattr(own_averager, "LEAST_PIECE", 1)
+    monkeypatch.setattr(reduce_scatter, "LEAST_PIECE", 1)
     async with Bowls(nodes=3) as bowls:
         await bowls.start()
         await asyncio.sleep(3)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import PeerRefusedError, PeerUnreachableError
-from p2pdrl.strategies.allreduce import own_averager
-from p2pdrl.strategies.allreduce.messages import ROUTE, ReduceRequest
+from p2pdrl.strategies.allreduce import reduce_scatter
+from p2pdrl.strategies.allreduce.averager import ROUTE, ReduceRequest
 from p2pdrl.strategies.registry import build
 
 from .bowls import Bowls, now, pieces_of, rounds_of, shared, stall_s, together, until
@@ -267,7 +267,7 @@ async def test_a_learner_whose_gradient_is_nan_spoils_nobodys():
 @BOTH
 async def test_a_view_that_ends_as_its_round_does_ends_for_the_owner_too(config, monkeypatch):
     """The result counts no longer; the owner has all parts of it, and must not look again for ever."""
-    monkeypatch.setattr(own_averager, "LEAST_PIECE", 1 << 16)  # one owner
+    monkeypatch.setattr(reduce_scatter, "LEAST_PIECE", 1 << 16)  # one owner
     async with Bowls(config, nodes=2, period_s=CALM_S) as bowls:
         views = Counter()
         for node in bowls.nodes:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.strategy import FederatedConfig, GradAverageConfig
-from p2pdrl.strategies.allreduce import own_averager
+from p2pdrl.strategies.allreduce import reduce_scatter
 from p2pdrl.strategies.registry import build
 
 from .bowls import GRADIENTS, PARAMETERS, SIZE, Bowls, now, shared, together, until
@@ -145,7 +145,7 @@ async def test_a_round_is_reported():
 
 
 async def test_each_member_moves_what_a_ring_moves(owners):
-    if own_averager.LEAST_PIECE != 1:
+    if reduce_scatter.LEAST_PIECE != 1:
         pytest.skip("with one owner he moves it all")
     async with Bowls() as bowls:
         await bowls.start()
