@@ -17,7 +17,7 @@ from p2pdrl.transport.protocol import Address
 
 __all__ = ["BLAMELESS", "Peers", "Unformed"]
 
-PAUSE_S = (0.02, 0.25)
+CALL_PAUSE_S = (0.02, 0.25)
 """First and longest pause before a call is made again."""
 BLAMELESS = 424
 """The peer couldn't do it for another one's sake."""
@@ -78,7 +78,7 @@ class Peers:
         Raises:
             Unformed: the peer is gone, refuses for good, or isn't ready in time.
         """
-        pause_s, until_s, encode = PAUSE_S[0], self._clock.monotonic() + deadline_s, _encoder(message)
+        pause_s, until_s, encode = CALL_PAUSE_S[0], self._clock.monotonic() + deadline_s, _encoder(message)
         while True:
             left_s = until_s - self._clock.monotonic()
             try:
@@ -98,7 +98,7 @@ class Peers:
             except (PeerTimeoutError, WireError) as error:
                 raise self._unformed(peer, what, error) from error
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_S[1])
+            pause_s = min(2 * pause_s, CALL_PAUSE_S[1])
 
     async def lives(self, peer: str) -> bool:
         """Whether a member answers anything."""

@@ -56,7 +56,7 @@ __all__ = ["Coordinator"]
 
 ADOPT_TRIES = 2
 OWN_STATE_S = 10.0
-PAUSE_S = 0.1
+OWN_PAUSE_S = 0.1
 INLINE_CUTS = 50_000
 """Planning that looks at more of them goes to a thread: so many take some milliseconds."""
 UNFIT_S = 30.0
@@ -161,7 +161,7 @@ class Coordinator:
             except Refusal as refusal:
                 if self._context.clock.monotonic() >= until_s:
                     raise Unformed(f"we have no state: {refusal.reason}") from refusal
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(OWN_PAUSE_S)
 
     async def _take_newest(self, offers: dict[str, RankOffer]) -> None:
         """Begin with the newest state of all ranks."""
