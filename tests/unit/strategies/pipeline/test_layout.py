@@ -49,7 +49,7 @@ def test_a_whole_pipeline_is_kept_in_its_own_order():
     layout = lay_out((a, b, c, d), in_pipeline(7, c, b), 2)
     assert short(layout.pipelines) == ["03", "21"]
     assert [place.generation for place in layout.pipelines] == [0, 7]
-    assert layout.heads == (a, c)
+    assert layout.rank0s == (a, c)
 
 
 def test_one_that_lost_a_rank_or_grows_is_formed_anew():
@@ -64,7 +64,7 @@ def test_those_who_compute_by_themselves_stay_so():
     a, b, c, d = members(4)
     layout = lay_out((a, b, c, d), in_pipeline(3, a, b, alone=True) | in_pipeline(3, c, d), 2)
     assert [place.alone for place in layout.pipelines] == [True, False]
-    assert layout.heads == (a, b, c)
+    assert layout.rank0s == (a, b, c)
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -8,8 +8,8 @@ import pytest
 from p2pdrl.config.strategy import PipelineConfig
 from p2pdrl.pipeline.order import StageNews
 from p2pdrl.strategies.pipeline.backend import LONGEST, BackendFallback
+from p2pdrl.strategies.pipeline.forming import generation_of
 from p2pdrl.strategies.pipeline.generation import Generation
-from p2pdrl.strategies.pipeline.rank_setup import generation_of
 from p2pdrl.testing.virtual_swarm import FakeSwarm
 
 from .forms import make_form
