@@ -58,9 +58,6 @@ async def call_rank(
     """Call another rank until there is an answer.
 
     Args:
-        context: what the node gives.
-        group: makes the calls.
-        peer: node id.
         message: has a field ``call``.
         answer: what is expected.
         what: the same in a word, for people.
@@ -108,11 +105,8 @@ class RankConnections:
     With an interleaved schedule the last rank's next is the first: the chain is a circle.
 
     Args:
-        pipes: opens them.
         key: view in which the pipeline is formed.
-        generation: of the pipeline.
         members: node ids by rank.
-        rank: ours.
         circle: whether the last rank has the first for its next.
     """
 

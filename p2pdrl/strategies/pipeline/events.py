@@ -111,7 +111,6 @@ class PipelineEvents:
         """Tell that a pipeline was formed with us, or that all its peers compute by themselves.
 
         Args:
-            generation: of the pipeline.
             carried: why activations travel as they do; empty where nobody chose.
         """
         self._since_s = self._clock.monotonic()

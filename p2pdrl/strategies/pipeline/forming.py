@@ -31,7 +31,6 @@ from p2pdrl.strategies.pipeline.link_probe import LinkBook
 from p2pdrl.strategies.pipeline.messages import (
     MAX_GENERATION,
     Form,
-    PipeHead,
     PipelineDone,
     RankOffer,
     RankRequest,
@@ -44,7 +43,7 @@ from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.strategies.task_runner import together
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.transport.pipe.ticket import Pipe, PipeReply
+from p2pdrl.transport.pipe.ticket import Pipe
 from p2pdrl.transport.protocol import Refusal
 
 __all__ = [
@@ -73,9 +72,6 @@ class PipelineParts:
     """What of a node's pipelines outlives a view.
 
     Attributes:
-        config: the strategy's options.
-        context: what the node gives.
-        pipes: opens pipes.
         side: our learner.
         gossip: with other pipelines' rank 0.
         links: what is known of them.
@@ -184,7 +180,6 @@ def generation_of(config: PipelineConfig, form: Form, rank: int, host: str = "")
     Args:
         config: the strategy's options, the same at all ranks.
         form: the order.
-        rank: ours.
         host: where the store of torch.distributed is; for rank 0 where any other rank is.
 
     Raises:
@@ -236,9 +231,9 @@ READY_S = 10.0
 MEET_S = COME_S + TORCH_S[1]
 """The same over torch.distributed, where all learners have to meet, and tell if that comes to nothing."""
 ABSORB_S = 2.0
-"""The longest that the learner, which stands still, may take for what was posted to it."""
+"""The longest that a learner at rest may take to absorb what was posted to its board."""
 LOOK_S = 1.0
-"""The longest that it may take to say how much of its GPU is free."""
+"""The longest that a learner may take to say how much of its GPU is free."""
 POLL_S = 0.02
 TRIES = 3
 """To take over rank 0's state."""
@@ -253,7 +248,7 @@ async def own_state(context: StrategyContext) -> HeldState:
     if context.swarm.summary() is None:
         raise Refusal(503, "no state yet, or another one is being taken")
     board, until_s = context.learner.board, context.clock.monotonic() + ABSORB_S
-    # A learner that gets an order takes what lies there for it, and not what waits behind that.
+    # A learner that gets an order takes what is on the board for it, and not what waits behind that.
     while board.pending and context.clock.monotonic() < until_s:  # noqa: ASYNC110 - another process takes it
         await asyncio.sleep(POLL_S)
     if board.pending:
@@ -268,9 +263,8 @@ async def still_holds(context: StrategyContext, digest: bytes, pipes: Mapping[St
     """Make sure that a learner begins with what was agreed: the generation before may have moved it since.
 
     Args:
-        context: what the node gives.
         digest: of the parameters.
-        pipes: closed where it doesn't.
+        pipes: closed where this raises.
 
     Raises:
         Refusal: 503, it doesn't.
@@ -323,6 +317,7 @@ class RankSetup:
         pipeline: as everybody computes it.
 
     Attributes:
+        connections: our pipes, once something was ordered.
         settled: set once our learner is in place, or can't be.
         lost: why our own learner can't be; empty otherwise.
     """
@@ -336,7 +331,7 @@ class RankSetup:
         self._me = parts.context.swarm.node_id
         self._form: Form | None = None
         self._task: asyncio.Task[Generation] | None = None
-        self._connections: RankConnections | None = None
+        self.connections: RankConnections | None = None
         self._turn = asyncio.Lock()
         self._closed = False
 
@@ -380,7 +375,7 @@ class RankSetup:
         self._side.drop()
         circle = closes_circle(self._config, len(form.members))
         without_pipes = form.alone or form.port
-        self._connections = RankConnections(
+        self.connections = RankConnections(
             self._parts.pipes,
             form.key,
             form.generation,
@@ -388,7 +383,7 @@ class RankSetup:
             0 if without_pipes else generation.rank,
             circle=circle,
         )
-        self._task = asyncio.create_task(self._take(generation, form, self._connections), name="follow-order")
+        self._task = asyncio.create_task(self._take(generation, form, self.connections), name="follow-order")
         return self._task
 
     def _check(self, sender: str, form: Form) -> Generation:
@@ -420,6 +415,7 @@ class RankSetup:
             raise Refusal(503, str(error)) from error
 
     async def _take(self, generation: Generation, form: Form, connections: RankConnections) -> Generation:
+        """Take rank 0's state, connect, and have our learner work; who is to blame is doubted here."""
         try:
             await self._take_state(form)
             pipes = await connections.complete(self._group.address, FORM_S)
@@ -457,16 +453,6 @@ class RankSetup:
         state, summary = await own_state(self._context), self._context.swarm.summary()
         return state.digest == form.digest and summary is not None and summary.lineage == form.lineage
 
-    def accept(self, sender: str, head: PipeHead) -> PipeReply:
-        """Take the previous rank's pipe.
-
-        Raises:
-            Refusal: see `RankConnections.accept`; 503, nothing was ordered yet.
-        """
-        if self._connections is None:
-            raise Refusal(503, "this pipeline isn't being formed here yet")
-        return self._connections.accept(sender, head)
-
     async def close(self) -> None:
         """Give up what isn't done, at the view's end."""
         self._closed = True
@@ -478,8 +464,8 @@ class RankSetup:
             task.cancel()
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
-        if self._connections is not None:
-            await self._connections.close()
+        if self.connections is not None:
+            await self.connections.close()
 
 
 ADOPT_TRIES = 2
@@ -501,12 +487,12 @@ class Coordinator:
     Args:
         parts: what outlives the view.
         group: agreed on the view.
-        key: of the view.
         pipeline: we are its rank 0.
         offer_s: the longest that a rank may take to end what it did before.
 
     Attributes:
         choice: what carries activations.
+        connections: our pipes, once we have planned.
     """
 
     def __init__(
@@ -516,7 +502,7 @@ class Coordinator:
         self._side, self._group = parts.side, group
         self._key, self._pipeline, self._offer_s = key, pipeline, offer_s
         self._me = parts.context.swarm.node_id
-        self._connections: RankConnections | None = None
+        self.connections: RankConnections | None = None
         self.choice = Choice("stream")
 
     async def form(self) -> Generation:
@@ -534,16 +520,6 @@ class Coordinator:
             return await self._order(offers, planned)
         except (WorkerError, TransportError, ConfigError, Refusal) as error:
             raise Unformed(str(error)) from error
-
-    def accept(self, sender: str, head: PipeHead) -> PipeReply:
-        """Take the last rank's pipe, where the schedule closes the circle.
-
-        Raises:
-            Refusal: see `RankConnections.accept`; 503, we haven't planned yet.
-        """
-        if self._connections is None:
-            raise Refusal(503, "this pipeline isn't being formed here yet")
-        return self._connections.accept(sender, head)
 
     # One after the other
 
@@ -664,7 +640,7 @@ class Coordinator:
         members = (self._me,) if form.alone else form.members
         circle = closes_circle(self._config, len(members))
         generation = generation_of(self._config, form, 0)
-        connections = self._connections = RankConnections(
+        connections = self.connections = RankConnections(
             self._parts.pipes, form.key, form.generation, members, 0, circle=circle
         )
         pipes: dict[StageSide, Pipe] = {}

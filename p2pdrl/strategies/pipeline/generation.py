@@ -172,7 +172,6 @@ class LearnerSide:
     """The learner of this node: what it costs, and the generation that it serves in.
 
     Args:
-        stages: the learner.
         heard: told of each news of the present generation, after that generation.
         over_torch: whether pipelines run over torch.distributed.
         may_nccl: whether they may where NCCL can reach the learner's GPU.

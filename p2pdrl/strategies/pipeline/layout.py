@@ -83,7 +83,6 @@ def lay_out(members: Sequence[str], notes: Mapping[str, PipelineNote], most: int
     """Compute the pipelines of a view.
 
     Args:
-        members: of the view, in its order.
         notes: what each said when it acknowledged the view.
         most: ranks of a pipeline.
     """
@@ -118,7 +117,6 @@ def limits(
     """Yield which options our pipeline can't have.
 
     Args:
-        config: the strategy's options.
         notes: of the view's members.
         pipeline: ours; None where we stand by.
     """

@@ -87,7 +87,6 @@ async def measure_link(
     """Measure both directions to a peer that serves probes on a route.
 
     Args:
-        transport: ours.
         to: where the peer listens.
         peer_id: who must answer there.
         route: where its `ProbeServer` is reached.
@@ -179,7 +178,6 @@ class LinkBook:
     """What is known of the links from this node.
 
     Args:
-        context: what the node gives.
         measure: measures one link.
     """
 

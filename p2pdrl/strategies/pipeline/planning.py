@@ -34,8 +34,6 @@ class RankCandidate:
     """One peer of a pipeline that is planned.
 
     Attributes:
-        peer: node id.
-        name: for people.
         seconds: that all blocks take there, forwards and backwards, for one microbatch.
         memory_bytes: that its stage may take; without a limit by default.
     """
@@ -79,7 +77,6 @@ def measured_with(config: PipelineConfig, rows: int = 0) -> int:
     """Return into how many microbatches a minibatch is cut when blocks are measured.
 
     Args:
-        config: the strategy's options.
         rows: of a minibatch, which isn't cut into more; 0 is no bound.
     """
     wanted = AUTO[-1] if config.microbatches == "auto" else config.microbatches
@@ -98,7 +95,6 @@ def design(
     """Plan a pipeline.
 
     Args:
-        config: the strategy's options.
         layers: what the blocks cost at rank 0 with one of `measured_with` microbatches.
         ranks: rank 0 first.
         links: between them, by index.

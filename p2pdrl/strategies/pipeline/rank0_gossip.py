@@ -42,12 +42,7 @@ class _Rank0Swarm:
 
 
 class Rank0Gossip:
-    """Gossip with the other pipelines' rank 0, while we are rank 0 of ours.
-
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
-    """
+    """Gossip with the other pipelines' rank 0, while we are rank 0 of ours."""
 
     def __init__(self, config: PipelineConfig, context: StrategyContext) -> None:
         self._config = AdpsgdConfig(

@@ -41,15 +41,7 @@ from p2pdrl.transport.codec import decode
 from p2pdrl.transport.pipe.ticket import PipeReply
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
-__all__ = [
-    "GOSSIP_END_S",
-    "LearnerLostError",
-    "PipelineStrategy",
-    "ViewWork",
-    "finish_s",
-    "left_behind",
-    "parts_of",
-]
+__all__ = ["PipelineStrategy"]
 
 ANSWER_S = 2.0
 """The longest that a learner may take to say that it is there, once a pipeline broke."""
@@ -92,10 +84,6 @@ class ViewWork:
 
     Args:
         parts: what outlives it.
-        group: agreed on it.
-        view: which.
-        notes: of its members.
-        layout: that follows from both.
 
     Attributes:
         coordinator: forms our pipeline, where we are its rank 0.
@@ -284,10 +272,6 @@ LEAVE_S = 1.0
 
 class PipelineStrategy(Strategy):
     """See `Strategy`.
-
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
 
     Raises:
         ConfigError: this node can't be in a pipeline.
@@ -560,6 +544,6 @@ class PipelineStrategy(Strategy):
         self._group.check(head.key)
         work = self._work
         forming = None if work is None else work.coordinator or work.setup
-        if forming is None:
+        if forming is None or forming.connections is None:
             raise Refusal(503, "no pipeline is being formed here yet")
-        return forming.accept(incoming.sender, head)
+        return forming.connections.accept(incoming.sender, head)

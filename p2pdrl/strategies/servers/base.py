@@ -59,8 +59,6 @@ class ServedStrategy(Strategy, ABC):
     """Parameter servers among the nodes themselves.
 
     Args:
-        config: the strategy's options.
-        context: what the node gives.
         differences: whether workers may be sent differences between versions.
         ahead: gradients that the learner gives without waiting for the first one's answer.
     """
@@ -442,7 +440,6 @@ class ServedStrategy(Strategy, ABC):
 
         Args:
             client: that brought them.
-            parts: one of each server.
             policy: policy version for the learner.
             version: for our note: every slice has it, or a higher one.
 

@@ -88,8 +88,6 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
 
     Attributes:
         version: the least worth having.
-        parameters: whether they are wanted.
-        state: whether the optimizer's state is wanted.
     """
 
     key: ViewKey

@@ -28,13 +28,7 @@ __all__ = ["ServerAsyncStrategy", "bucket_of", "weight_of"]
 
 
 class AsyncShardServer(ShardServer):
-    """One shard at work in one view.
-
-    Args:
-        shard: filled, unless a seed comes first.
-        config: the strategy's options.
-        options: what the node and the view give.
-    """
+    """One shard at work in one view."""
 
     def __init__(self, shard: Shard, config: ServerAsyncConfig, options: ShardServerOptions) -> None:
         super().__init__(shard, options)
@@ -122,12 +116,7 @@ LOST_FOR_GOOD = 12
 
 
 class ServerAsyncStrategy(ServedStrategy):
-    """Pushes and fetches without rounds.
-
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
-    """
+    """Pushes and fetches without rounds."""
 
     mode: Mode = "server-async"
 

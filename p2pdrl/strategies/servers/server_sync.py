@@ -40,9 +40,6 @@ class SyncShardServer(ShardServer):
     """One shard's rounds in one view.
 
     Args:
-        shard: filled, unless a seed comes first.
-        config: the strategy's options.
-        options: what the node and the view give.
         timeout: of rounds; it outlives views.
     """
 
@@ -225,12 +222,7 @@ LEAST_REQUEST_S = 0.5
 
 
 class ServerSyncStrategy(ServedStrategy):
-    """Synchronous rounds with servers among the nodes.
-
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
-    """
+    """Synchronous rounds with servers among the nodes."""
 
     mode: Mode = "server-sync"
 

@@ -136,8 +136,6 @@ class Shard:
     """A slice of the parameters with its optimizer.
 
     Args:
-        span: the entries.
-        config: optimizer and compression.
         version: count of steps behind its contents.
         differences: whether versions carry encoded differences.
     """
@@ -400,12 +398,8 @@ class Puller:
     """Pulls pieces from peers, and from our own store without the network, within one view.
 
     Args:
-        me: own id.
-        key: of the view.
-        store: ours.
         transport: to the others.
         address_of: where a member listens.
-        max_abs: greatest entry accepted.
         strike: notes that a peer sent something poisoned.
         config: names the optimizer whose state is pulled.
     """
@@ -426,10 +420,7 @@ class Puller:
 
         Args:
             peer: node id, maybe our own.
-            span: which entries.
             version: the least worth having.
-            parameters: whether they are wanted.
-            state: whether the optimizer's state is wanted.
 
         Raises:
             TransportError: it doesn't answer, or not so.

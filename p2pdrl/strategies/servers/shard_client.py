@@ -64,8 +64,6 @@ class ShardClient:
 
     Args:
         session: the view.
-        context: what the node gives.
-        config: the strategy's options.
         differences: whether servers may send differences.
     """
 

@@ -52,9 +52,7 @@ class PushReader:
     """Reads the vectors of one shard's pushes.
 
     Args:
-        config: compression.
         size: entries of the shard.
-        max_abs: greatest entry accepted.
         strike: notes that a peer sent something poisoned.
     """
 
@@ -146,13 +144,11 @@ class ShardServerOptions:
     """What a server needs of its node and view.
 
     Attributes:
-        config: the strategy's options.
         members: of the view, in order.
         givers: those whose parameters make the seed.
         seed: whether the shard becomes the mean of the givers' parameters first.
         version: at which the shard begins.
         learning_rate: of the next step.
-        max_abs: greatest entry accepted.
         strike: notes that a peer sent something poisoned.
         doubt: asks for a view without a member.
         counts: of what happened, for status.
@@ -244,9 +240,6 @@ class Seeding:
     All count the same: whatever mode was in force before, the mean of all nodes stays.
 
     Args:
-        shard: to fill.
-        options: of the server.
-        reader: of the vectors.
         done: called once the shard is filled.
     """
 
@@ -307,12 +300,7 @@ class Seeding:
 
 
 class ShardServer(ABC):
-    """One shard at work in one view.
-
-    Args:
-        shard: filled, unless a seed comes first.
-        options: what the node and the view give.
-    """
+    """One shard at work in one view."""
 
     def __init__(self, shard: Shard, options: ShardServerOptions) -> None:
         self._shard = shard

@@ -17,11 +17,7 @@ class ViewSession:
     """A view in force.
 
     Args:
-        view: which.
-        plan: what follows from it.
         notes: the members', read.
-        me: own id.
-        group: whose view it is.
     """
 
     def __init__(
