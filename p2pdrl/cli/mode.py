@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from p2pdrl.cli.options import Target, api_options, json_option
-from p2pdrl.config.strategy import MAX_STAGES
+from p2pdrl.config.schedules import MAX_STAGES
 
 if TYPE_CHECKING:
     from p2pdrl.cli.client import NodeClient

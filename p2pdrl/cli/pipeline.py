@@ -11,7 +11,7 @@ import click
 
 from p2pdrl.cli.formats import age, clean, grouped
 from p2pdrl.cli.options import Target, api_options, config_options, json_option
-from p2pdrl.config.strategy import MAX_CHUNKS, MAX_STAGES
+from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES
 from p2pdrl.errors import P2PDRLError
 
 if TYPE_CHECKING:

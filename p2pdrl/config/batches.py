@@ -9,12 +9,18 @@ import math
 
 from p2pdrl.config.task import AlgorithmConfig, PPOConfig, RegressionConfig, TaskConfig
 
-__all__ = ["batches_of", "minibatch_rows", "minibatches_of"]
+__all__ = ["batches_of", "losses_of", "minibatch_rows", "minibatches_of"]
 
 
 def batches_of(algorithm: AlgorithmConfig) -> int:
     """Return how many minibatches an unroll is cut into."""
     return algorithm.minibatches if isinstance(algorithm, PPOConfig) else 1
+
+
+def losses_of(algorithm: object) -> int:
+    """Return how many losses an algorithm has: ``losses`` of its configuration's type, or else 1."""
+    losses: int = getattr(type(algorithm), "losses", 1)
+    return losses
 
 
 def minibatches_of(algorithm: AlgorithmConfig) -> int:

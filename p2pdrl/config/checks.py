@@ -9,7 +9,8 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from p2pdrl.config.batches import minibatch_rows
+from p2pdrl.config.batches import losses_of, minibatch_rows
+from p2pdrl.config.learner_mode import learner_mode_of
 from p2pdrl.config.node import LearnerConfig, NodeConfig
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import (
@@ -451,6 +452,14 @@ def task_problems(task: TaskConfig) -> Iterator[Problem]:
 def _strategy_problems(task: TaskConfig) -> Iterator[Problem]:
     """Its strategy's rules, alone and with the rest of the task."""
     yield from strategy_problems(task.strategy)
+    mode = learner_mode_of(task.strategy)
+    if losses_of(task.algorithm) > 1 and (mode.sends == "gradients" or mode.stages):
+        yield Problem(
+            "task.strategy.name",
+            f"this algorithm has {losses_of(task.algorithm)} losses, whose gradients can't travel and whose "
+            "model can't be cut into stages; take a strategy that exchanges parameters, as adpsgd",
+        )
+        return
     yield from pipeline_problems(task)
 
 
@@ -459,7 +468,8 @@ def _fixed_problems(task: TaskConfig) -> Iterator[Problem]:
     if isinstance(task.algorithm, RegressionConfig):
         yield from _regression_problems(task.algorithm)
     else:
-        yield from _batch_problems(task.algorithm, task.env.num_envs)
+        if isinstance(task.algorithm, PPOConfig | A2CConfig):
+            yield from _batch_problems(task.algorithm, task.env.num_envs)
         yield from _network_problems(task.network)
         yield from _memory_problems(task)
     if task.algorithm.anneal == "linear" and task.stop.env_steps == 0:

@@ -8,10 +8,9 @@ from msgspec import Meta
 
 from p2pdrl.config.fields import Count, Fraction, Natural, NonNegative, PositiveSeconds, Seconds, Travelling
 from p2pdrl.config.gradients import Microbatches
+from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES, ScheduleName
 
 __all__ = [
-    "MAX_CHUNKS",
-    "MAX_STAGES",
     "AdpsgdConfig",
     "Averaged",
     "Compressed",
@@ -32,7 +31,6 @@ __all__ = [
     "Partners",
     "PipelineConfig",
     "Robust",
-    "ScheduleName",
     "ServerAsyncConfig",
     "ServerOptions",
     "ServerSyncConfig",
@@ -42,13 +40,6 @@ __all__ = [
     "Topology",
     "mode_of",
 ]
-
-MAX_STAGES = 64
-"""Peers of one pipeline."""
-MAX_CHUNKS = 8
-"""Stages that each of them holds."""
-
-ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 
 
 Compression = Literal["none", "bf16", "int8", "topk", "threshold"]

@@ -4,8 +4,8 @@
 |---|---|
 | `parameters` | every constant, with its formula |
 | `identity`, `records`, `messages` | keys; signed records and their bounds; the wire |
-| `suspicion`, `broadcasts`, `table`, `addresses` | one noun of the papers each |
-| `kernel`, `rumours`, `prober`, `anti_entropy`, `state` | the parts of the core |
+| `suspicion`, `broadcasts`, `state`, `records` | one noun of the papers each |
+| `state`, `state`, `state`, `state`, `state` | the parts of the core |
 | `events`, `state` | inputs, effects and views; `Membership`, the core itself |
 | `swarm_records` | settings of the whole swarm, last writer wins |
 | `known_members`, `state`, `joining`, `service` | running it on a network |

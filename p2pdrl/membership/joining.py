@@ -18,10 +18,9 @@ from typing import Literal
 from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, TransportError, UsageError
 from p2pdrl.ids import PROTOCOL_VERSION
-from p2pdrl.membership.addresses import is_unspecified
 from p2pdrl.membership.events import Welcomed
 from p2pdrl.membership.messages import JoinRequest, Starting, Welcome, decode, encode
-from p2pdrl.membership.records import MemberRecord
+from p2pdrl.membership.records import MemberRecord, is_unspecified
 from p2pdrl.transport.protocol import Address, Refusal, Transport
 
 __all__ = [

@@ -53,11 +53,11 @@ class SuspicionTimer:
         started: monotonic time of the first accusation.
     """
 
-    __slots__ = ("_accusers", "_buriers", "_max_s", "_min_s", "_needed", "started")
+    __slots__ = ("_accusers", "_dead_verdicts", "_max_s", "_min_s", "_needed", "started")
 
     def __init__(self, accuser: str, needed: int, min_s: float, max_s: float, started: float) -> None:
         self._accusers = [accuser]
-        self._buriers: set[str] = set()
+        self._dead_verdicts: set[str] = set()
         self._needed = needed
         self._min_s = min_s
         self._max_s = max_s
@@ -87,16 +87,16 @@ class SuspicionTimer:
         self._accusers.append(accuser)
         return True
 
-    def bury(self, accuser: str, needed: int, now: float) -> bool:
+    def confirm_dead(self, accuser: str, needed: int, now: float) -> bool:
         """Count ``accuser`` among those that gave the suspect up; False when it counts already.
 
         Each of them waited a whole suspicion. Once ``needed`` have, there is nothing left to wait for:
         whoever heard late looks for itself now.
         """
-        if accuser in self._buriers or len(self._buriers) >= needed:
+        if accuser in self._dead_verdicts or len(self._dead_verdicts) >= needed:
             return False
-        self._buriers.add(accuser)
-        if len(self._buriers) >= needed:
+        self._dead_verdicts.add(accuser)
+        if len(self._dead_verdicts) >= needed:
             self.started -= max(0.0, self.deadline - now)
         return True
 

@@ -45,7 +45,7 @@ class StepStats:
     Attributes:
         env_steps: environment steps taken; resets don't count.
         episodes: (return from raw rewards, length in steps) of those that ended, in order of time.
-        metrics: the algorithm's own numbers, by name, and its engines'.
+        metrics: the algorithm's own numbers, by name, its engines' and the source's.
         seconds: duration of the whole step.
     """
 
@@ -202,6 +202,7 @@ class Trainer:
             metrics |= self._evaluation.figures
         for loss in algorithm.losses:
             metrics |= loss.engine.metrics()
+        metrics |= self.source.metrics()
         return StepStats(batch.env_steps, episodes, metrics, self._clock() - start)
 
     @property

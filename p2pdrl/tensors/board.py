@@ -14,9 +14,9 @@ The parts: `board_memory` (where things lie), `board_state` (what there is at on
 
 Example:
     >>> import numpy as np
-    >>> from p2pdrl.tensors.layout import Entry, Layout
+    >>> from p2pdrl.tensors.layout import Layout, TensorEntry
     >>> from p2pdrl.tensors.shared_memory import SharedRegion
-    >>> spec = BoardSpec(Layout((Entry("w", (2,)),)))
+    >>> spec = BoardSpec(Layout((TensorEntry("w", (2,)),)))
     >>> region = SharedRegion.create(spec.nbytes, "board")
     >>> learner, daemon = LearnerBoard(region, spec), DaemonBoard(region, spec)
     >>> learner.publish(np.array([1, 2], np.float32), None, policy_version=1)

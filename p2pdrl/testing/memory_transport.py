@@ -15,10 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, WireError
-from p2pdrl.transport.counters import TrafficCounters
-from p2pdrl.transport.pieces import join_views
-from p2pdrl.transport.protocol import Address, Answer, Handler, Lane, Refusal, Reply, VectorBuffer
-from p2pdrl.transport.routes import MAX_REASON_CHARS, Routes, ServedRoute, report_end, run_handler
+from p2pdrl.transport.calls import MAX_REASON_CHARS, Routes, ServedRoute, report_end, run_handler
+from p2pdrl.transport.framing import join_views
+from p2pdrl.transport.protocol import (
+    Address,
+    Answer,
+    Handler,
+    Lane,
+    Refusal,
+    Reply,
+    TrafficCounters,
+    VectorBuffer,
+)
 
 __all__ = ["MemoryNetwork", "MemoryTransport"]
 

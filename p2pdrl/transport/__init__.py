@@ -1,23 +1,18 @@
 """Moves messages between nodes: metadata and long vectors, authenticated and bounded.
 
-- `protocol`: the one page to read first: `Transport`, `Address`, `Incoming`, `Reply`, `Refusal`.
-- `testing.memory_transport`: a network inside one process with loss, delay, cuts and frozen nodes.
-- `http_transport`: the real one; it joins `http.client` and `http.server`.
-- `stream.client` (`stream.client`) and `stream.server` (`stream.server`): the bulk
-  lane's calls, framed on an upgraded connection; `stream.frames`: their bytes; `stream.socket`: moves them.
-- `pipe.ticket`: a connection that the daemon opens (`pipe.opening`) and another process uses by
-  `pipe.end` (`pipe.end` over one `pipe.end`); `pipe.frames`: its bytes.
-- `http.upgrade`: both ends of the request that makes a connection a stream or a pipe.
-- `calls`, `http.headers`: a call on its way out, what proves it and its answer, a request as
-  its handler sees it.
-- `routes`: what is served, and how a handler's failure is told; shared by both.
-- `codec`, `auth`, `http.headers`: what a request carries, how it is read and signed; `pieces`, `filling`,
-  `http.body`: how vectors are cut, put together again, and carried by posted calls.
-- `http.listener`, `http.watchdog`, `http.guard`: the port; too many or too slow connections; foreign
-  hosts and origins.
-- `admission`, `limits`, `counters`: how much one peer may ask, every bound, bytes by peer.
-- `dial`, `stream.socket`: names to addresses, and addresses that are never dialled; how sockets are set up.
-- `testing.fault_proxy`: the faults of a network before a real node, for tests and benchmarks.
+| module | holds |
+|---|---|
+| `protocol` | to be read first: `Transport`, `Address`, `Incoming`, `Reply`, `Refusal` |
+| `http_transport` | the real transport; `testing.memory_transport` is the one inside a single process |
+| `framing` | the bytes of posts, streams and pipes: heads, pieces of vectors, where arriving bytes go |
+| `auth`, `codec`, `limits` | keys and MACs; decoding of metadata; every bound |
+| `calls`, `dial` | outgoing calls, served routes, rates; names to addresses that may be dialled |
+| `http.headers`, `http.body` | head and body of a posted call, and what proves them |
+| `http.upgrade` | the request that makes a connection a stream or a pipe |
+| `http.server`, `http.listener`, `http.guard` | peer routes; the port and slow connections; foreign origins |
+| `stream.client`, `stream.server`, `stream.socket` | many calls over one connection: the bulk lane |
+| `pipe.ticket`, `pipe.opening` | a connection that the daemon opens and another process uses |
+| `pipe.end`, `pipe.frames` | that process's end of it, and its messages |
 
 Membership and strategies import `protocol`, learner processes `pipe.end`; only the node imports the rest.
 """

@@ -1,6 +1,6 @@
 """Proof that a message was made by a holder of the swarm key, and was made for us, now.
 
-Pure functions and one small cache; `http.headers` and `pieces` call them, and the API uses
+Pure functions and one small cache; `http.headers` and `framing` call them, and the API uses
 `sign_api` and `verify_api` for requests from other machines.
 
 All keys come from the swarm key by HKDF-SHA256 (RFC 5869), one per purpose. A header carries
@@ -30,7 +30,6 @@ __all__ = [
     "MAC_BYTES",
     "PieceMac",
     "ReplayGuard",
-    "SerialMac",
     "SwarmKeys",
     "Verdict",
     "format_time",
@@ -84,56 +83,39 @@ def _join(fields: tuple[str | bytes, ...]) -> bytes:
 
 
 class PieceMac:
-    """MACs of the pieces of one direction of one request.
+    """MACs of everything that goes one way, in one request or over one stream or pipe.
+
+    Both ends number the pieces from ``first`` on, so that none can be repeated, left out or put in another
+    order.
 
     Args:
-        key: 32 bytes that no other message uses; the first 16 are the AES key.
+        key: 32 bytes that no other message, stream or direction uses; the first 16 are the AES key.
+        first: number of the first piece.
     """
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, first: int = 1) -> None:
         self._gcm = AESGCM(key[:16])
+        self._next = first
 
-    def of(self, index: int, piece: bytes | bytearray | memoryview) -> bytes:
-        """Return the MAC of piece ``index`` (0 is the metadata)."""
-        return self._gcm.encrypt(index.to_bytes(12, "big"), b"", piece)
+    def of(self, piece: bytes | bytearray | memoryview) -> bytes:
+        """Return the MAC of the next piece."""
+        return self._gcm.encrypt(self._nonce(), b"", piece)
 
-    def good(
-        self, index: int, piece: bytes | bytearray | memoryview, mac: bytes | bytearray | memoryview
-    ) -> bool:
-        """Tell in constant time whether ``mac`` belongs to this piece at this index."""
+    def good(self, piece: bytes | bytearray | memoryview, mac: bytes | bytearray | memoryview) -> bool:
+        """Tell in constant time whether ``mac`` belongs to the next piece."""
         try:
-            self._gcm.decrypt(index.to_bytes(12, "big"), bytes(mac), piece)
+            self._gcm.decrypt(self._nonce(), bytes(mac), piece)
         except InvalidTag:
             return False
         return True
 
-
-class SerialMac:
-    """MACs of everything that goes one way on one stream or pipe, numbered one after another.
-
-    Both ends count, so that nothing can be repeated, left out or put in another order.
-
-    Args:
-        key: 32 bytes that no other stream or direction uses.
-    """
-
-    def __init__(self, key: bytes) -> None:
-        self._pieces = PieceMac(key)
-        self._index = 0
-
-    def of(self, piece: bytes | bytearray | memoryview) -> bytes:
-        """Return the MAC of the next piece."""
-        self._index += 1
-        return self._pieces.of(self._index, piece)
-
-    def good(self, piece: bytes | bytearray | memoryview, mac: bytes | bytearray | memoryview) -> bool:
-        """Tell in constant time whether ``mac`` belongs to the next piece."""
-        self._index += 1
-        return self._pieces.good(self._index, piece, mac)
-
     def skip(self, count: int) -> None:
         """Pass over ``count`` pieces that nobody looks at."""
-        self._index += count
+        self._next += count
+
+    def _nonce(self) -> bytes:
+        self._next += 1
+        return (self._next - 1).to_bytes(12, "big")
 
 
 class SwarmKeys:
@@ -156,29 +138,28 @@ class SwarmKeys:
         return hmac.compare_digest(self.header_mac(*fields).encode(), mac.encode())
 
     def request_pieces(self, nonce: str) -> PieceMac:
-        """MACs for the body of the request that carries ``nonce``."""
-        return PieceMac(hmac.digest(self._pieces, _join(("request", nonce)), hashlib.sha256))
+        """MACs for the body of the request that carries ``nonce``; piece 0 is the metadata."""
+        return PieceMac(self._key("request", nonce), first=0)
 
     def answer_pieces(self, nonce: str, answer_nonce: str) -> PieceMac:
         """MACs for the body of the answer with ``answer_nonce`` to the request with ``nonce``."""
-        return PieceMac(hmac.digest(self._pieces, _join(("answer", nonce, answer_nonce)), hashlib.sha256))
+        return PieceMac(self._key("answer", nonce, answer_nonce), first=0)
 
-    def stream(self, nonce: str, answer_nonce: str) -> tuple[SerialMac, SerialMac]:
-        """MACs of the stream opened by these two fresh nonces: the caller's way and the callee's."""
+    def stream(self, nonce: str, answer_nonce: str) -> tuple[PieceMac, PieceMac]:
+        """MACs of the stream opened by these two fresh nonces: of its calls, and of its answers."""
         calls, answers = self._ways("stream", nonce, answer_nonce)
-        return SerialMac(calls), SerialMac(answers)
+        return PieceMac(calls), PieceMac(answers)
 
     def pipe(self, nonce: str, answer_nonce: str) -> tuple[bytes, bytes]:
-        """Keys for the `SerialMac` of the pipe opened by these two fresh nonces; as for `stream`."""
+        """Keys of the pipe opened by these two fresh nonces: of the caller's messages, of the callee's."""
         return self._ways("pipe", nonce, answer_nonce)
 
     def _ways(self, purpose: str, nonce: str, answer_nonce: str) -> tuple[bytes, bytes]:
-        """Return the keys of what goes from the caller to the callee, and of what comes back."""
+        ours, theirs = (self._key(purpose, way, nonce, answer_nonce) for way in ("calls", "answers"))
+        return ours, theirs
 
-        def key(way: str) -> bytes:
-            return hmac.digest(self._pieces, _join((purpose, way, nonce, answer_nonce)), hashlib.sha256)
-
-        return key("calls"), key("answers")
+    def _key(self, *fields: str) -> bytes:
+        return hmac.digest(self._pieces, _join(fields), hashlib.sha256)
 
 
 class ReplayGuard:

@@ -1,63 +1,48 @@
-"""One call on its way out, and one that came in, wherever its vector comes from."""
+"""Calls at both ends: what one sends, the table of routes that serves it, and how much one peer may ask.
+
+`HttpTransport`, streams and `testing.memory_transport` share the routes, so that all of them answer alike.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from p2pdrl.errors import PeerRefusedError, WireError
-from p2pdrl.transport.pieces import views_of
-from p2pdrl.transport.protocol import VectorBuffer, check_route
-from p2pdrl.transport.routes import MAX_REASON_CHARS
+from p2pdrl.clock import Clock
+from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, TensorError, WireError
+from p2pdrl.transport.framing import OverlongError, checked_buffer, views_of
+from p2pdrl.transport.limits import TransportLimits
+from p2pdrl.transport.protocol import Incoming, Refusal, Reply, VectorBuffer, check_route
 
-__all__ = ["BodyIncoming", "OutgoingCall", "VectorSource", "refused"]
+__all__ = [
+    "MAX_REASON_CHARS",
+    "Admission",
+    "IncomingCall",
+    "OutgoingCall",
+    "R",
+    "Routes",
+    "ServedRoute",
+    "TokenBuckets",
+    "refused",
+    "report",
+    "report_end",
+    "run_handler",
+]
+
+MAX_REASON_CHARS = 500
+"""A refusal's reason is cut to this length."""
+
+R = TypeVar("R")
+"""What a handler answers: `Reply`, or `pipe.ticket.PipeReply`."""
+
+V = TypeVar("V")
 
 
-class VectorSource(Protocol):
-    """What the vector is read from."""
-
-    async def vector_into(self, out: memoryview) -> None:
-        """Fill ``out``, checked; raises `WireError` or `PeerTimeoutError`."""
-        ...
-
-
-class BodyIncoming:
-    """The attributes are those of `Incoming`.
-
-    Args:
-        sender: node id of the caller.
-        route: name of the route.
-        meta: metadata, authentic.
-        vector_nbytes: length of the vector.
-        remote_host: IP of the caller.
-        body: gives the vector.
-    """
-
-    def __init__(
-        self,
-        *,
-        sender: str,
-        route: str,
-        meta: bytes,
-        vector_nbytes: int,
-        remote_host: str,
-        body: VectorSource,
-    ) -> None:
-        self.sender = sender
-        self.route = route
-        self.meta = meta
-        self.vector_nbytes = vector_nbytes
-        self.remote_host = remote_host
-        self._body: VectorSource | None = body
-
-    async def read_vector_into(self, out: memoryview) -> None:
-        """Read the vector; see `Incoming`."""
-        view = out.cast("B")
-        if self._body is None:
-            raise ValueError("the vector was read already")
-        if view.nbytes != self.vector_nbytes:
-            raise ValueError(f"the buffer holds {view.nbytes} bytes, the vector has {self.vector_nbytes}")
-        body, self._body = self._body, None
-        await body.vector_into(view)
+# The caller
 
 
 class OutgoingCall:
@@ -65,7 +50,7 @@ class OutgoingCall:
 
     Args:
         target_id: who must answer; None when unknown.
-        route: name of the route.
+        route: the name under which the peer serves.
         meta: metadata.
         vector: sent after it.
         into: gives the buffer for the answer's vector.
@@ -98,12 +83,7 @@ class OutgoingCall:
             WireError: it isn't wanted.
             ValueError: the caller gave a buffer of another length.
         """
-        out = self._into(meta, nbytes) if self._into is not None else None
-        if out is None:
-            raise WireError(f"the answer carries a vector of {nbytes} bytes that isn't wanted")
-        if out.nbytes != nbytes:
-            raise ValueError(f"the buffer holds {out.nbytes} bytes, the vector has {nbytes}")
-        return out.cast("B")
+        return checked_buffer(self._into(meta, nbytes) if self._into else None, nbytes, "the answer")
 
 
 def refused(status: int, text: bytes) -> PeerRefusedError:
@@ -111,3 +91,217 @@ def refused(status: int, text: bytes) -> PeerRefusedError:
     words = text.decode("utf-8", "replace")
     reason = "".join(c if c.isprintable() else " " for c in words)[:MAX_REASON_CHARS]
     return PeerRefusedError(status, reason)
+
+
+# The callee
+
+
+class IncomingCall:
+    """A call that came by a post or over a stream; the attributes are those of `Incoming`.
+
+    Args:
+        read_vector: fills a buffer of ``vector_nbytes`` with the vector, checked.
+    """
+
+    def __init__(
+        self,
+        *,
+        sender: str,
+        route: str,
+        meta: bytes,
+        vector_nbytes: int,
+        remote_host: str,
+        read_vector: Callable[[memoryview], Awaitable[None]],
+    ) -> None:
+        self.sender = sender
+        self.route = route
+        self.meta = meta
+        self.vector_nbytes = vector_nbytes
+        self.remote_host = remote_host
+        self._read_vector: Callable[[memoryview], Awaitable[None]] | None = read_vector
+
+    async def read_vector_into(self, out: memoryview) -> None:
+        """Read the vector; see `Incoming`."""
+        view = out.cast("B")
+        if self._read_vector is None:
+            raise ValueError("the vector was read already")
+        if view.nbytes != self.vector_nbytes:
+            raise ValueError(f"the buffer holds {view.nbytes} bytes, the vector has {self.vector_nbytes}")
+        read_vector, self._read_vector = self._read_vector, None
+        await read_vector(view)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRoute(Generic[R]):
+    """One served route and its bounds."""
+
+    name: str
+    handler: Callable[[Incoming], Awaitable[R]]
+    max_meta_bytes: int
+    max_vector_bytes: int
+
+    def admit(self, meta_nbytes: int, vector_nbytes: int) -> None:
+        """Check the announced lengths.
+
+        Raises:
+            Refusal: 413, one is over its bound.
+        """
+        if meta_nbytes > self.max_meta_bytes:
+            raise Refusal(413, f"{self.name} takes metadata of {self.max_meta_bytes} bytes at most")
+        if vector_nbytes > self.max_vector_bytes:
+            raise Refusal(413, f"{self.name} takes a vector of {self.max_vector_bytes} bytes at most")
+
+
+class Routes(Generic[R]):
+    """Routes by name."""
+
+    def __init__(self) -> None:
+        self._routes: dict[str, ServedRoute[R]] = {}
+
+    def add(
+        self,
+        name: str,
+        handler: Callable[[Incoming], Awaitable[R]],
+        max_meta_bytes: int,
+        max_vector_bytes: int,
+    ) -> None:
+        """Register a handler.
+
+        Raises:
+            ValueError: the name is malformed or taken.
+        """
+        if check_route(name) in self._routes:
+            raise ValueError(f"route {name!r} is served already")
+        self._routes[name] = ServedRoute(name, handler, max_meta_bytes, max_vector_bytes)
+
+    def find(self, name: str) -> ServedRoute[R]:
+        """Return the route called ``name``.
+
+        Raises:
+            Refusal: 404, there is none.
+        """
+        route = self._routes.get(name)
+        if route is None:
+            raise Refusal(404, f"nothing is served as {name[:80]!r} here")
+        return route
+
+
+async def run_handler(route: ServedRoute[R], incoming: Incoming) -> R:
+    """Run the handler of ``route``.
+
+    A bug in it is handed to the event loop's exception handler, and the caller learns no more
+    than that there was one.
+
+    Raises:
+        Refusal: whatever went wrong, with the status and reason that the caller gets.
+    """
+    try:
+        return await route.handler(incoming)
+    except Refusal:
+        raise
+    except OverlongError as error:
+        raise Refusal(413, str(error)) from error
+    except WireError as error:
+        raise Refusal(400, str(error)) from error
+    except TensorError as error:
+        raise Refusal(422, str(error)) from error
+    except PeerTimeoutError as error:
+        raise Refusal(408, str(error)) from error
+    except Exception as error:
+        context = {"message": f"the handler of {route.name} failed", "exception": error}
+        asyncio.get_running_loop().call_exception_handler(context)
+        raise Refusal(500, "the handler failed: see this node's log") from error
+
+
+def report_end(route: str, reply: Reply, written: bool) -> None:
+    """Call ``reply.on_end``."""
+    if reply.on_end is not None:
+        report(f"on_end of {route}", reply.on_end, written)
+
+
+def report(what: str, callback: Callable[[V], None], value: V) -> bool:
+    """Call back with ``value``; a bug in that is handed to the event loop's exception handler.
+
+    Returns:
+        Whether it went well.
+    """
+    try:
+        callback(value)
+    except Exception as error:  # noqa: BLE001 - reported, not swallowed
+        context = {"message": f"{what} failed", "exception": error}
+        asyncio.get_running_loop().call_exception_handler(context)
+        return False
+    return True
+
+
+# Rates and counts
+
+
+class TokenBuckets:
+    """A token bucket per key: ``rate_per_s`` on average, ``burst`` at once.
+
+    Args:
+        clock: monotonic time.
+        rate_per_s: tokens that flow in per second.
+        burst: tokens a full bucket holds.
+        max_keys: keys remembered; the one unused for longest goes first, and starts full again.
+    """
+
+    def __init__(self, clock: Clock, rate_per_s: float, burst: float, max_keys: int = 4096) -> None:
+        self._clock = clock
+        self._rate_per_s = rate_per_s
+        self._burst = burst
+        self._max_keys = max_keys
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, key: str) -> bool:
+        """Take one token; False when the bucket is empty."""
+        now_s = self._clock.monotonic()
+        tokens, at_s = self._buckets.pop(key, (self._burst, now_s))
+        tokens = min(self._burst, tokens + (now_s - at_s) * self._rate_per_s)
+        allowed = tokens >= 1.0
+        self._buckets[key] = (tokens - 1.0 if allowed else tokens, now_s)
+        if len(self._buckets) > self._max_keys:
+            self._buckets.popitem(last=False)
+        return allowed
+
+
+class Admission:
+    """Decides whether one more request of a peer may run.
+
+    Asked once a request proved authentic, so that a flood by one peer costs the others nothing; refusals of
+    strangers are counted by host, and get no reason when there are many.
+    """
+
+    def __init__(self, limits: TransportLimits, clock: Clock) -> None:
+        self._limits = limits
+        self._requests = TokenBuckets(clock, limits.requests_per_s, limits.requests_burst)
+        self._failures = TokenBuckets(clock, limits.failures_per_s, limits.failures_burst)
+        self._running: Counter[str] = Counter()
+
+    def tell_failure(self, host: str) -> bool:
+        """Tell whether a refusal to ``host`` is still worth its reason; False asks for a 429."""
+        return self._failures.take(host)
+
+    @contextmanager
+    def slot(self, peer: str) -> Iterator[None]:
+        """Hold one of ``peer``'s handler slots.
+
+        Raises:
+            Refusal: 429, the peer sends too many or too fast, or all slots are taken.
+        """
+        if not self._requests.take(peer):
+            raise Refusal(429, f"more than {self._limits.requests_per_s:g} requests per second: slow down")
+        if self._running[peer] >= self._limits.max_requests_per_peer:
+            raise Refusal(
+                429, f"{self._running[peer]} of your requests are running already: wait for their answers"
+            )
+        if self._running.total() >= self._limits.max_requests:
+            raise Refusal(429, f"{self._running.total()} requests are running here: try again later")
+        self._running[peer] += 1
+        try:
+            yield
+        finally:
+            self._running[peer] -= 1
+            if not self._running[peer]:
+                del self._running[peer]

@@ -1,4 +1,4 @@
-"""The real transport: `HttpClient` and `HttpServer` under one roof.
+"""The real transport: calls, streams and pipes over HTTP connections.
 
 The node makes one, mounts it on the application that also serves the API, and gives it to
 membership and strategies as a `Transport`:
@@ -6,27 +6,48 @@ membership and strategies as a `Transport`:
     transport = HttpTransport(node_id, swarm_id, swarm_key, clock=SystemClock())
     transport.mount(app)
     await transport.start()
+
+Calls of the bulk lane go over streams where the peer offers them; everything else is posted. Errors of
+aiohttp and of the operating system become `TransportError` here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
 
+import aiohttp
 from aiohttp import web
+from yarl import URL
 
 from p2pdrl.clock import Clock
+from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
 from p2pdrl.transport.auth import SwarmKeys
-from p2pdrl.transport.calls import OutgoingCall
-from p2pdrl.transport.counters import TrafficCounters
+from p2pdrl.transport.calls import OutgoingCall, refused
 from p2pdrl.transport.dial import Dialer, Resolve, system_resolve
-from p2pdrl.transport.http.client import HttpClient
-from p2pdrl.transport.http.headers import Credentials
+from p2pdrl.transport.framing import body_nbytes
+from p2pdrl.transport.http.body import BodyReader, body_chunks
+from p2pdrl.transport.http.headers import CONTENT_TYPE, AnswerHead, Credentials, RequestHead
 from p2pdrl.transport.http.server import HttpServer
+from p2pdrl.transport.http.upgrade import NotConnectedError, NotOfferedError
 from p2pdrl.transport.limits import TransportLimits
+from p2pdrl.transport.pipe.opening import PipeOpener
 from p2pdrl.transport.pipe.ticket import MAX_PIPE_META_BYTES, Pipe, PipeReply
-from p2pdrl.transport.protocol import Address, Answer, Handler, Incoming, Lane, VectorBuffer
+from p2pdrl.transport.protocol import (
+    Address,
+    Answer,
+    Handler,
+    Incoming,
+    Lane,
+    TrafficCounters,
+    VectorBuffer,
+)
+from p2pdrl.transport.stream.client import StreamClient
 
 __all__ = ["HttpTransport"]
+
+T = TypeVar("T")
 
 
 class HttpTransport:
@@ -72,13 +93,13 @@ class HttpTransport:
             counters=self.counters,
             allowed_hosts=allowed_hosts,
         )
-        self._client = HttpClient(
-            Credentials(node_id, swarm_id, keys, clock),
-            clock=clock,
-            limits=self.limits,
-            counters=self.counters,
-            dialer=Dialer(clock, self.limits.resolve_ttl_s, allow_cidr, resolve),
+        self._credentials = Credentials(node_id, swarm_id, keys, clock)
+        self._dialer = Dialer(clock, self.limits.resolve_ttl_s, allow_cidr, resolve)
+        self._sessions: dict[Lane, aiohttp.ClientSession] = {}
+        self._streams = StreamClient(
+            self._credentials, clock=clock, limits=self.limits, counters=self.counters
         )
+        self._pipes = PipeOpener(self._credentials, self.limits)
 
     def mount(self, app: web.Application) -> None:
         """Add the peer routes to ``app``, before it starts."""
@@ -101,7 +122,7 @@ class HttpTransport:
 
         Args:
             route: a name, as for `serve`; calls have names of their own.
-            handler: told by whom, and with which metadata; raises `Refusal` to refuse.
+            handler: raises `Refusal` to refuse.
             max_meta_bytes: longer requests are refused with 413.
 
         Raises:
@@ -111,11 +132,35 @@ class HttpTransport:
 
     async def start(self) -> None:
         """Make calls possible."""
-        await self._client.start()
+        self._streams.start()
+        if not self._sessions:
+            limits = self.limits
+            self._sessions = {
+                "probe": self._session(limits.probe_connections_per_host, limits.probe_keepalive_s),
+                "bulk": self._session(limits.bulk_connections_per_host, limits.client_keepalive_s),
+            }
+
+    def _session(self, per_host: int, keepalive_s: float) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=0, limit_per_host=per_host, keepalive_timeout=keepalive_s)
+        return aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+            read_bufsize=self.limits.read_buffer_bytes,
+            headers={"Accept-Encoding": "identity"},
+            skip_auto_headers=("User-Agent", "Accept"),
+        )
 
     async def close(self) -> None:
         """Close outgoing connections; the listener closes incoming ones."""
-        await self._client.close()
+        sessions = tuple(self._sessions.values())
+        self._sessions.clear()
+        self._streams.close()
+        self._pipes.close()
+        for session in sessions:
+            await session.close()
 
     async def call(
         self,
@@ -131,7 +176,16 @@ class HttpTransport:
     ) -> Answer:
         """Send one request; see `Transport`."""
         call = OutgoingCall(target_id, route, meta, vector, into)
-        return await self._client.call(to, call, deadline_s=deadline_s, lane=lane)
+
+        async def once(address: Address) -> Answer:
+            if lane == "bulk" and self._streams.offered(address):
+                try:
+                    return await self._streams.call(address, call)
+                except NotOfferedError:
+                    pass  # an older node, or something between us that knows no upgrades
+            return await self._post(address, call, self._sessions[lane])
+
+        return await self._try_addresses(to, once, call.path, deadline_s)
 
     async def open_pipe(
         self, to: Address, peer_id: str, route: str, meta: bytes, *, deadline_s: float
@@ -149,4 +203,102 @@ class HttpTransport:
             TransportError: as for `call`.
             ValueError: the name is malformed, or the metadata are too long.
         """
-        return await self._client.open_pipe(to, peer_id, route, meta, deadline_s=deadline_s)
+
+        async def once(address: Address) -> Pipe:
+            return await self._pipes.open(address, peer_id, route, meta)
+
+        return await self._try_addresses(to, once, f"the request for the pipe {route}", deadline_s)
+
+    async def _try_addresses(
+        self, to: Address, once: Callable[[Address], Awaitable[T]], what: str, deadline_s: float
+    ) -> T:
+        """Do something at the first IP of a peer where it listens; errors as in `Transport.call`."""
+        if not self._sessions:
+            raise PeerUnreachableError(f"{to} isn't called: our transport is closed", sent=False)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._try_each(to, once)
+        except TimeoutError as error:
+            raise PeerTimeoutError(f"{to} didn't answer {what} within {deadline_s:g} s") from error
+
+    async def _try_each(self, to: Address, once: Callable[[Address], Awaitable[T]]) -> T:
+        broken: Exception | None = None
+        for address in await self._dialer.addresses(to):
+            try:
+                return await once(address)
+            except (NotConnectedError, aiohttp.ClientConnectorError) as error:
+                broken = error
+            except (ConnectionError, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                raise PeerUnreachableError(
+                    f"the connection to {to} broke before an answer: {error}"
+                ) from error
+            except (aiohttp.ClientError, UnicodeError) as error:
+                raise WireError(f"{to} answered what isn't HTTP: {str(error)[:200]}") from error
+        raise PeerUnreachableError(f"nothing listens at {to}: {broken}", sent=False) from broken
+
+    async def _post(self, address: Address, call: OutgoingCall, session: aiohttp.ClientSession) -> Answer:
+        """Post one call to one IP and read its answer."""
+        head = self._credentials.head(
+            call.path, call.target_id, meta_nbytes=len(call.meta), vector_nbytes=call.vector_nbytes
+        )
+        keys = self._credentials.keys
+        nbytes = body_nbytes(len(call.meta), call.vector_nbytes, keys is not None)
+        data: bytes | AsyncIterator[bytes | memoryview]
+        if call.views:
+            mac = keys.request_pieces(head.nonce) if keys is not None else None
+            data = body_chunks(call.meta, call.views, mac)
+        else:
+            data = self._credentials.sealed(head, call.meta)
+        headers = {**head.to_headers(), "Content-Length": str(nbytes)}
+        url = URL.build(scheme="http", host=address.host, port=address.port, path=call.path)
+        async with session.post(url, data=data, headers=headers, allow_redirects=False) as response:
+            self.counters.sent(call.target_id, nbytes)
+            if response.status != 200:
+                raise await self._refusal(response)
+            return await self._answer(response, call, head)
+
+    async def _refusal(self, response: aiohttp.ClientResponse) -> Exception:
+        """Return the error for an answer that isn't 200."""
+        if not 400 <= response.status <= 599:
+            return WireError(f"the peer answered with status {response.status}, which is never followed")
+        text = b""
+        try:
+            async with asyncio.timeout(self.limits.stall_deadline_s):
+                while len(text) < self.limits.max_refusal_bytes and (
+                    chunk := await response.content.readany()
+                ):
+                    text += chunk
+        except (TimeoutError, aiohttp.ClientError, ConnectionError):
+            pass  # the status alone says enough
+        return refused(response.status, text[: self.limits.max_refusal_bytes])
+
+    async def _answer(
+        self, response: aiohttp.ClientResponse, call: OutgoingCall, request: RequestHead
+    ) -> Answer:
+        """Check and read an answer.
+
+        Raises:
+            WireError: anything about it is wrong.
+            PeerTimeoutError: it stopped coming.
+        """
+        if response.headers.get("Content-Type") != CONTENT_TYPE or "Content-Encoding" in response.headers:
+            raise WireError("the answer isn't of the peer protocol")
+        head = AnswerHead.from_headers(response.headers)
+        self._credentials.check(head, request)
+        keys = self._credentials.keys
+        mac = keys.answer_pieces(request.nonce, head.nonce) if keys is not None else None
+        if head.meta_nbytes > self.limits.max_answer_meta_bytes:
+            raise WireError(f"the answer announces {head.meta_nbytes} bytes of metadata")
+        expected = body_nbytes(head.meta_nbytes, head.vector_nbytes, mac is not None)
+        if response.content_length not in (None, expected):
+            raise WireError(f"the answer has {response.content_length} bytes, its parts {expected}")
+        body = BodyReader(response.content, mac, self.limits.stall_deadline_s)
+        try:
+            meta = await body.meta(head.meta_nbytes)
+            if head.vector_nbytes:
+                await body.vector_into(call.buffer(meta, head.vector_nbytes))
+            else:
+                await body.end()
+        finally:
+            self.counters.received(call.target_id or head.sender, body.nbytes)
+        return Answer(meta, head.vector_nbytes, head.sender)

@@ -11,6 +11,7 @@ whole.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -18,10 +19,10 @@ from typing import Literal, Protocol
 import msgspec
 
 from p2pdrl.errors import P2PDRLError, UsageError
-from p2pdrl.transport.counters import TrafficCounters
 
 __all__ = [
     "DEFAULT_PORT",
+    "OTHER_PEERS",
     "Address",
     "Answer",
     "Handler",
@@ -29,6 +30,7 @@ __all__ = [
     "Lane",
     "Refusal",
     "Reply",
+    "TrafficCounters",
     "Transport",
     "VectorBuffer",
     "check_route",
@@ -252,3 +254,50 @@ def check_route(route: str) -> str:
     if _ROUTE.fullmatch(route) is None:
         raise ValueError(f"{route!r} isn't a route name: lower case letters, digits, - and _, split by /")
     return route
+
+
+OTHER_PEERS = "other"
+"""Key that gathers peers beyond the table's bound and callers whose id isn't known."""
+
+
+class TrafficCounters:
+    """Bytes in and out by peer, and refusals by status.
+
+    Args:
+        max_peers: peers counted by id; later ones share the key ``other``.
+
+    Attributes:
+        bytes_in: total body bytes received.
+        bytes_out: total body bytes sent.
+        bytes_in_by_peer: the same by node id.
+        bytes_out_by_peer: the same by node id.
+        refused: requests that we refused, by HTTP status.
+        refused_connections: connections closed at once because of the caps.
+        dropped_connections: connections cut because they were too slow.
+    """
+
+    def __init__(self, max_peers: int = 4096) -> None:
+        self._max_peers = max_peers
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.bytes_in_by_peer: dict[str, int] = {}
+        self.bytes_out_by_peer: dict[str, int] = {}
+        self.refused: Counter[int] = Counter()
+        self.refused_connections = 0
+        self.dropped_connections = 0
+
+    def received(self, peer: str | None, nbytes: int) -> None:
+        """Count ``nbytes`` that came from ``peer``."""
+        self.bytes_in += nbytes
+        self._add(self.bytes_in_by_peer, peer, nbytes)
+
+    def sent(self, peer: str | None, nbytes: int) -> None:
+        """Count ``nbytes`` that went to ``peer``."""
+        self.bytes_out += nbytes
+        self._add(self.bytes_out_by_peer, peer, nbytes)
+
+    def _add(self, table: dict[str, int], peer: str | None, nbytes: int) -> None:
+        key = peer if peer is not None else OTHER_PEERS
+        if key not in table and len(table) >= self._max_peers:
+            key = OTHER_PEERS
+        table[key] = table.get(key, 0) + nbytes

@@ -73,6 +73,8 @@ class ActorSource(Source[Unroll]):
         self._waiting_since_s: float | None = None
         self._longest_s = 0.0
         self._columns = [range(sum(shares[:number]), sum(shares[: number + 1])) for number in range(actors)]
+        self._version = 0
+        self._staleness = 0.0
         self.left_out = 0
 
     def attach(self, ring: SharedRegion, policy: SharedRegion) -> None:
@@ -114,7 +116,7 @@ class ActorSource(Source[Unroll]):
 
     def next(self) -> Unroll:
         """Return the oldest unroll of each actor, as one."""
-        parts = []
+        parts, staleness = [], []
         self._read = []
         for number, lane in enumerate(self._lanes):
             found = lane.peek()
@@ -123,7 +125,9 @@ class ActorSource(Source[Unroll]):
             anew = self._lives[number] not in (0, found.life)
             self._lives[number] = found.life
             parts.append(UnrollPart(found.arrays, found.episodes, self._columns[number], anew))
+            staleness.append(max(self._version - found.policy_version, 0))
             self._read.append(lane)
+        self._staleness = sum(staleness) / max(len(staleness), 1)
         if len(parts) == len(self._lanes):
             self._longest_s = max(self._longest_s, self._clock() - self._granted_s)
         else:
@@ -137,10 +141,15 @@ class ActorSource(Source[Unroll]):
             lane.consume()
         self._read = []
 
+    def metrics(self) -> dict[str, float]:
+        """Return the last batch's staleness (mean over actors), and how often any batch lacked an actor."""
+        return {"actor_staleness": self._staleness, "actors_left_out": float(self.left_out)}
+
     def publish(self, version: int) -> None:
         """Write the policy to where actors read it, and let each begin its next unroll."""
         if self._policy is None:
             return
+        self._version = version
         acting = self._acting
         nothing = np.zeros(self._obs_shape)
         mean_X, scale_X = (nothing, nothing) if acting.normalizer is None else acting.normalizer.in_use

@@ -63,6 +63,7 @@ from p2pdrl.workers.replica import Replica
 from p2pdrl.workers.waiting import PollPause
 
 if TYPE_CHECKING:
+    from p2pdrl.rl.sources.source import Source
     from p2pdrl.rl.trainer import Trainer
 
 __all__ = ["Learner", "main"]
@@ -335,19 +336,13 @@ def _build(start: Start) -> tuple[Trainer, str]:
     return trainer, device
 
 
-def _hello(trainer: Trainer, device: str, spec: BoardSpec) -> Hello:
-    from p2pdrl.workers.actor_source import ActorSource
+def _collection(source: Source[Any]) -> tuple[bytes, int]:
+    """Return what actors' unrolls are made of, and the bytes of the memory that they read the policy from."""
+    from p2pdrl.workers.actor_source import ActorSource  # slow to import, and few learners have actors
 
-    source = trainer.source
-    packed = msgspec.msgpack.encode(spec.to_wire())
     if not isinstance(source, ActorSource):
-        return Hello(device=device, spec=packed)
-    return Hello(
-        device=device,
-        spec=packed,
-        unrolls=msgspec.msgpack.encode(source.spec.to_wire()),
-        policy_nbytes=source.policy_nbytes,
-    )
+        return b"", 0
+    return msgspec.msgpack.encode(source.spec.to_wire()), source.policy_nbytes
 
 
 def _live(mailbox: Mailbox) -> None:
@@ -357,7 +352,13 @@ def _live(mailbox: Mailbox) -> None:
         raise WorkerError("the daemon didn't say what to train")
     trainer, device = _build(start)
     spec = BoardSpec(trainer.layout, trainer.sidecar_layout)
-    mailbox.send(_hello(trainer, device, spec))
+    packed = msgspec.msgpack.encode(spec.to_wire())
+    source = trainer.source if start.actors else None
+    if source is None:
+        mailbox.send(Hello(device=device, spec=packed))
+    else:
+        unrolls, policy_nbytes = _collection(source)
+        mailbox.send(Hello(device=device, spec=packed, unrolls=unrolls, policy_nbytes=policy_nbytes))
     memory, fd = mailbox.attach()
     region = SharedRegion.attach(fd, memory.nbytes)
     board = LearnerBoard(region, spec) if isinstance(memory, Attach) else None

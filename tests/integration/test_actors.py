@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 
 import psutil
+import pytest
 
 OPTIONS = [
     *("--actors", "2"),
@@ -99,6 +101,78 @@ def test_an_environment_that_cant_be_made_ends_the_node_with_the_reason(swarm):
     node = swarm.start("solo", "--actors", "2", "--set", "task.env.id=Nothing-v0")
     assert node.wait(START_S) == 2
     assert "Nothing-v0" in node.text()
+
+
+CRASHING = """
+import gymnasium as gym
+from gymnasium.envs.classic_control import CartPoleEnv
+
+
+class Crashing(CartPoleEnv):
+    def step(self, action):
+        raise ArithmeticError("the pole is gone")
+
+
+gym.register("Crashing-v0", entry_point=Crashing)
+"""
+
+
+def test_an_environment_that_raises_is_told_and_ends_the_node(swarm, tmp_path):
+    (tmp_path / "crashing.py").write_text(CRASHING)
+    node = swarm.start(
+        "solo",
+        *("--actors", "1", "--allow-import"),
+        *("--set", "task.env.id=crashing:Crashing-v0"),
+        *("--set", "node.learner.restart_min_s=0.05", "--set", "node.learner.give_up_after=2"),
+        env={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+    )
+    assert node.wait(2 * START_S) == 1
+    assert "actor 0 died 2 times in a row in the same way" in node.text()
+    assert "ArithmeticError: the pole is gone" in node.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("actors", [0, 2])
+def test_ppo_solves_cartpole_with_and_without_actors(swarm, actors, seed):
+    node = swarm.start(
+        "solo",
+        *("--actors", str(actors)),
+        *("--set", f"node.seed={seed}"),
+        *("--set", f"task.seed={seed}"),
+        *("--set", "task.strategy.name=local"),
+        *("--set", "task.stop.mean_return=475"),
+        *("--set", "task.stop.env_steps=300000"),
+    )
+    assert node.wait(1500) == 0
+    (halted,) = [event for event in node.told() if event["kind"] == "halted"]
+    assert "return" in halted["reason"], halted
+
+
+LUNAR_LANDER = [
+    *("--set", "task.env.id=LunarLander-v3", "--set", "task.env.num_envs=16"),
+    *("--set", "task.algorithm.learning_rate=0.0003", "--set", "task.algorithm.unroll_steps=256"),
+    *("--set", "task.algorithm.discount=0.999", "--set", "task.algorithm.gae_lambda=0.98"),
+    *("--set", "task.algorithm.entropy_coef=0.01", "--set", "task.algorithm.minibatches=32"),
+    *("--set", "task.strategy.name=local"),
+]
+"""Not the best there is: alike for both."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("Box2D") is None, reason="wants the box2d extra")
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("actors", [0, 2])
+def test_ppo_lands_with_and_without_actors(swarm, actors, seed):
+    node = swarm.start(
+        "solo",
+        *("--actors", str(actors), "--set", f"node.seed={seed}", "--set", f"task.seed={seed}"),
+        *LUNAR_LANDER,
+        *("--set", "task.stop.mean_return=100", "--set", "task.stop.env_steps=600000"),
+    )
+    assert node.wait(3000) == 0
+    (halted,) = [event for event in node.told() if event["kind"] == "halted"]
+    assert "return" in halted["reason"], halted
 
 
 def alive(child):

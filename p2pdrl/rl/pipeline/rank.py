@@ -52,7 +52,7 @@ class Assembled:
         vector_D: the parameters.
         optimizer: the optimizer's arrays, as ``Optimizer.state`` names them; None where nobody asked.
         version: policy version that the first rank gave it, where it was spread.
-        place: likewise its trainer's in the data, as ``RegressionTrainer.place`` counts.
+        place: likewise its trainer's in the data, as ``Trainer.place`` counts.
         last: the pipeline ends with this.
     """
 

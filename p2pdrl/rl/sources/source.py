@@ -81,5 +81,9 @@ class Source(ABC, Generic[BatchT]):
             LayoutMismatchError: an array is missing or has another shape.
         """
 
+    def metrics(self) -> dict[str, float]:
+        """Return what the monitors plot about the source itself."""
+        return {}
+
     def close(self) -> None:
         """Free what it holds."""

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.config.strategy import MAX_CHUNKS, MAX_STAGES
+from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES
 from p2pdrl.group.compatibility import Natural, Short
 from p2pdrl.group.view import GroupNote, ViewKey
 from p2pdrl.pipeline.order import StageBackend

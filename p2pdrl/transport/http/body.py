@@ -1,10 +1,4 @@
-"""Bodies of posted calls and of their answers, as aiohttp takes and gives them.
-
-    body = metadata [mac] piece_1 [mac] piece_2 [mac] ...
-
-Pieces are those of `pieces`; without a swarm key there are no MACs. `body_chunks` feeds aiohttp,
-`BodyReader` drains it.
-"""
+"""Bodies of posted calls and of their answers, as aiohttp takes and gives them; see `framing`."""
 
 from __future__ import annotations
 
@@ -18,19 +12,26 @@ from aiohttp.web import RequestPayloadError
 
 from p2pdrl.errors import PeerTimeoutError, WireError
 from p2pdrl.transport.auth import MAC_BYTES, PieceMac
-from p2pdrl.transport.limits import PIECE_BYTES
-from p2pdrl.transport.pieces import cut
+from p2pdrl.transport.framing import Filling, OverlongError, cut, seal, unseal
 
-__all__ = ["BodyReader", "ByteSource", "OverlongError", "body_chunks"]
+__all__ = ["BodyReader", "body_chunks"]
 
 _BROKEN = (ConnectionError, aiohttp.ClientError, RequestPayloadError, HttpProcessingError)
 
 
-class OverlongError(WireError):
-    """More bytes came than the header announced."""
+async def body_chunks(
+    meta: bytes, views: Sequence[memoryview], mac: PieceMac | None
+) -> AsyncIterator[bytes | memoryview]:
+    """Yield a body; the event loop gets its turn after each piece."""
+    yield seal(meta, mac)
+    for piece in cut(views):
+        yield piece
+        if mac is not None:
+            yield mac.of(piece)
+        await asyncio.sleep(0)
 
 
-class ByteSource(Protocol):
+class _ByteSource(Protocol):
     """The part of ``aiohttp.StreamReader`` that is used."""
 
     async def readany(self) -> bytes:
@@ -38,20 +39,10 @@ class ByteSource(Protocol):
         ...
 
 
-async def body_chunks(
-    meta: bytes, views: Sequence[memoryview], mac: PieceMac | None
-) -> AsyncIterator[bytes | memoryview]:
-    """Yield a body, the loop getting its turn between pieces."""
-    yield meta + (mac.of(0, meta) if mac is not None else b"")
-    for index, piece in enumerate(cut(views), start=1):
-        yield piece
-        if mac is not None:
-            yield mac.of(index, piece)
-        await asyncio.sleep(0)
-
-
 class BodyReader:
-    """Reads one body: `meta` once, then `vector_into` at most once.
+    """Reads one body: `meta` once, then `vector_into` or `end` at most once.
+
+    All of them raise `PeerTimeoutError` when no byte comes for ``stall_s``.
 
     Args:
         source: where bytes come from.
@@ -62,7 +53,7 @@ class BodyReader:
         nbytes: body bytes read so far.
     """
 
-    def __init__(self, source: ByteSource, mac: PieceMac | None, stall_s: float) -> None:
+    def __init__(self, source: _ByteSource, mac: PieceMac | None, stall_s: float) -> None:
         self._source = source
         self._mac = mac
         self._stall_s = stall_s
@@ -74,23 +65,20 @@ class BodyReader:
 
         Raises:
             WireError: truncated, or not authentic.
-            PeerTimeoutError: nothing came for ``stall_s``.
         """
-        out = bytearray(nbytes)
+        sealed = bytearray(nbytes + (MAC_BYTES if self._mac is not None else 0))
         async with _Progress(self._stall_s) as progress:
-            await self._piece(memoryview(out), 0, progress)
-        return bytes(out)
+            await self._fill(Filling(memoryview(sealed), None), progress)
+        return unseal(bytes(sealed), self._mac, "the metadata")
 
     async def vector_into(self, out: memoryview) -> None:
         """Fill ``out`` and check every piece, then see that the body ends there.
 
         Raises:
             WireError: truncated, overlong, or a piece isn't authentic.
-            PeerTimeoutError: nothing came for ``stall_s``.
         """
         async with _Progress(self._stall_s) as progress:
-            for index, start in enumerate(range(0, len(out), PIECE_BYTES), start=1):
-                await self._piece(out[start : start + PIECE_BYTES], index, progress)
+            await self._fill(Filling(out, self._mac), progress)
             await self._end(progress)
 
     async def end(self) -> None:
@@ -98,7 +86,6 @@ class BodyReader:
 
         Raises:
             OverlongError: something does.
-            PeerTimeoutError: nothing came for ``stall_s``.
         """
         async with _Progress(self._stall_s) as progress:
             await self._end(progress)
@@ -107,24 +94,11 @@ class BodyReader:
         if self._rest or await self._next(progress):
             raise OverlongError("the body is longer than its header says")
 
-    async def _piece(self, out: memoryview, index: int, progress: _Progress) -> None:
-        await self._fill(out, progress)
-        if self._mac is None:
-            return
-        mac = bytearray(MAC_BYTES)
-        await self._fill(memoryview(mac), progress)
-        if not self._mac.good(index, out, mac):
-            raise WireError(f"piece {index} of the body isn't authentic")
-
-    async def _fill(self, out: memoryview, progress: _Progress) -> None:
-        start, size = 0, len(out)
-        while start < size:
+    async def _fill(self, filling: Filling, progress: _Progress) -> None:
+        while not filling.full:
             if not self._rest and not await self._next(progress):
                 raise WireError("the body is shorter than its header says")
-            take = min(size - start, len(self._rest))
-            out[start : start + take] = self._rest[:take]
-            self._rest = self._rest[take:]
-            start += take
+            self._rest = self._rest[filling.copy(self._rest) :]
 
     async def _next(self, progress: _Progress) -> int:
         try:

@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from p2pdrl.transport.auth import Verdict
-from p2pdrl.transport.counters import TrafficCounters
+from p2pdrl.transport.protocol import TrafficCounters
 
 __all__ = ["guard_middleware", "host_of", "judge"]
 

@@ -10,6 +10,7 @@ from p2pdrl.clock import Clock
 from p2pdrl.errors import WireError
 from p2pdrl.ids import PROTOCOL_VERSION, is_node_id
 from p2pdrl.transport.auth import SwarmKeys, format_time, is_nonce, new_nonce, parse_time
+from p2pdrl.transport.framing import seal
 
 __all__ = ["CONTENT_TYPE", "NO_TARGET", "AnswerHead", "Credentials", "RequestHead"]
 
@@ -254,7 +255,7 @@ class Credentials:
 
     def sealed(self, head: RequestHead, meta: bytes) -> bytes:
         """Return the body of a request that has no vector: its metadata with their MAC."""
-        return meta + self.keys.request_pieces(head.nonce).of(0, meta) if self.keys is not None else meta
+        return seal(meta, self.keys.request_pieces(head.nonce) if self.keys is not None else None)
 
     def check(self, answer: AnswerHead, request: RequestHead) -> None:
         """Make sure that an answer is to our request, and of the node that it was for.

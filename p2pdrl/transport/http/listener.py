@@ -1,27 +1,303 @@
-"""The node's one port: binds it, keeps strangers out, and closes it in good order.
-
-listener = Listener(transport.limits, clock, transport.counters)
-address = await listener.listen(app, "127.0.0.1", 7700, port_is_default=True, has_key=False)
-"""
+"""Stands between the socket and aiohttp: caps connections and cuts slow ones."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import socket
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler, Middleware
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import UsageError
-from p2pdrl.transport.counters import TrafficCounters
-from p2pdrl.transport.http.watchdog import Watchdog, is_loopback
+from p2pdrl.transport.auth import Verdict
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.protocol import Address
+from p2pdrl.transport.protocol import Address, TrafficCounters
 
-__all__ = ["Listener"]
+__all__ = ["ConnectionPace", "Lent", "Listener", "Watchdog", "Watched", "is_loopback", "watched"]
+
+
+class ConnectionPace:
+    """What one connection has done lately.
+
+    Args:
+        limits: ``header_deadline_s``, ``stall_deadline_s`` and ``min_body_bytes_s``.
+        now_s: monotonic time at which the connection was made.
+    """
+
+    def __init__(self, limits: TransportLimits, now_s: float) -> None:
+        self._limits = limits
+        self._phase: Literal["header", "request", "idle"] = "header"
+        self._since_s = now_s
+        self._window_s = now_s
+        self._window_bytes = 0
+        self._unsent_bytes = 0
+        self._unsent_since_s = now_s
+
+    def arrived(self, nbytes: int, now_s: float) -> None:
+        """Bytes came in."""
+        self._window_bytes += nbytes
+        if self._phase == "idle":
+            self._phase = "header"
+            self._since_s = now_s
+
+    def request_started(self, now_s: float) -> None:
+        """A whole header was read; its handler runs."""
+        self._phase = "request"
+        self._open_window(now_s)
+
+    def request_ended(self) -> None:
+        """The handler is done."""
+        self._phase = "idle"
+
+    def verdict(self, now_s: float, *, body_open: bool, unsent_bytes: int) -> Verdict:
+        """Tell why the connection has to be cut now.
+
+        Args:
+            now_s: monotonic time.
+            body_open: a request's body is still coming and we are ready to take it.
+            unsent_bytes: bytes of ours that the kernel hasn't taken.
+        """
+        stall_s = self._limits.stall_deadline_s
+        if self._phase == "header" and now_s - self._since_s >= self._limits.header_deadline_s:
+            return f"no whole header within {self._limits.header_deadline_s:g} s"
+        if self._phase != "request" or not body_open:
+            self._open_window(now_s)
+        elif now_s - self._window_s >= stall_s:
+            if self._window_bytes < max(1.0, self._limits.min_body_bytes_s * stall_s):
+                return f"the body brought {self._window_bytes} bytes in {stall_s:g} s"
+            self._open_window(now_s)
+        if unsent_bytes == 0 or unsent_bytes != self._unsent_bytes:
+            self._unsent_bytes = unsent_bytes
+            self._unsent_since_s = now_s
+        elif now_s - self._unsent_since_s >= stall_s:
+            return f"the peer took nothing of {unsent_bytes} bytes in {stall_s:g} s"
+        return None
+
+    def _open_window(self, now_s: float) -> None:
+        self._window_s = now_s
+        self._window_bytes = 0
+
+
+_MakeProtocol = Callable[[], asyncio.Protocol]
+_FULL = b"too many connections"
+_REFUSAL = (
+    b"HTTP/1.1 429 Too Many Requests\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(_FULL), _FULL)
+)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether ``host`` is an IP literal of this machine's loopback."""
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback
+
+
+class Lent(Protocol):
+    """What has taken a connection over from aiohttp."""
+
+    def tick(self, now_s: float) -> bool:
+        """Look at it, once per tick; return whether it is too slow to be kept."""
+        ...
+
+    def abort(self) -> None:
+        """Cut it."""
+        ...
+
+
+def watched(request: web.Request) -> Watched | None:
+    """Return the watched connection of a request; None when it came to another kind of server."""
+    found: Watched | None = request.get(_KEY)
+    return found
+
+
+class Watchdog:
+    """All connections of one port.
+
+    Args:
+        limits: caps and deadlines.
+        clock: monotonic time.
+        counters: refused and dropped connections are counted here.
+    """
+
+    def __init__(self, limits: TransportLimits, clock: Clock, counters: TrafficCounters) -> None:
+        self.limits = limits
+        self.clock = clock
+        self.counters = counters
+        self._connections: dict[asyncio.Protocol, Watched] = {}
+        self._by_host: dict[str, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def factory(self, make: _MakeProtocol) -> _MakeProtocol:
+        """Wrap aiohttp's protocol factory."""
+        return lambda: Watched(self, make)
+
+    @property
+    def middleware(self) -> Middleware:
+        """The outermost middleware of the application; it marks the span of each request."""
+
+        @web.middleware
+        async def mark(request: web.Request, handler: Handler) -> web.StreamResponse:
+            connection = self._connections.get(request.protocol)
+            if connection is None:
+                return await handler(request)
+            request[_KEY] = connection
+            connection.request_started(request)
+            try:
+                return await handler(request)
+            finally:
+                connection.request_ended()
+
+        return mark
+
+    def start(self) -> None:
+        """Begin to look at connections, once per tick."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self.limits.watchdog_tick_s, self._tick)
+
+    def stop(self) -> None:
+        """Stop looking."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def admit(self, connection: Watched, host: str) -> asyncio.Protocol | None:
+        """Give a new connection its aiohttp protocol, or None when a cap is reached."""
+        of_host = self._by_host.get(host, 0)
+        crowded = of_host >= self.limits.max_connections_per_host and not is_loopback(host)
+        if crowded or len(self._connections) >= self.limits.max_connections:
+            self.counters.refused_connections += 1
+            return None
+        inner = connection.make()
+        self._connections[inner] = connection
+        self._by_host[host] = of_host + 1
+        return inner
+
+    def forget(self, inner: asyncio.Protocol, host: str) -> None:
+        """A connection ended."""
+        if self._connections.pop(inner, None) is None:
+            return
+        self._by_host[host] -= 1
+        if self._by_host[host] == 0:
+            del self._by_host[host]
+
+    def _tick(self) -> None:
+        now_s = self.clock.monotonic()
+        for connection in tuple(self._connections.values()):
+            if connection.too_slow(now_s):
+                self.counters.dropped_connections += 1
+                connection.abort()
+        self.start()
+
+
+class Watched(asyncio.Protocol):
+    """One connection: everything goes on to aiohttp, some of it is noted on the way.
+
+    Args:
+        watchdog: counts it.
+        make: makes the protocol of aiohttp.
+    """
+
+    def __init__(self, watchdog: Watchdog, make: _MakeProtocol) -> None:
+        self.make = make
+        self._watchdog = watchdog
+        self._pace = ConnectionPace(watchdog.limits, watchdog.clock.monotonic())
+        self._host = ""
+        self._inner: asyncio.Protocol | None = None
+        self._transport: asyncio.Transport | None = None
+        self._request: web.Request | None = None
+        self._lent: Lent | None = None
+
+    def lend(self, to: Lent) -> None:
+        """From now on ``to`` says whether this connection is too slow."""
+        self._lent = to
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Count it, or refuse it."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - TCP gives no other
+        peer = transport.get_extra_info("peername")
+        self._host = str(peer[0]) if peer else ""
+        self._transport = transport
+        self._inner = self._watchdog.admit(self, self._host)
+        if self._inner is None:
+            transport.write(_REFUSAL)
+            transport.close()
+        else:
+            self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Pass it on."""
+        if self._inner is not None:
+            self._pace.arrived(len(data), self._watchdog.clock.monotonic())
+            self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """Pass it on."""
+        return self._inner.eof_received() if self._inner is not None else None
+
+    def pause_writing(self) -> None:
+        """Pass it on."""
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Pass it on."""
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It ended."""
+        if self._inner is not None:
+            self._watchdog.forget(self._inner, self._host)
+            self._inner.connection_lost(exc)
+        self._request = None
+
+    def request_started(self, request: web.Request) -> None:
+        """Aiohttp read a whole header."""
+        self._request = request
+        self._pace.request_started(self._watchdog.clock.monotonic())
+
+    def request_ended(self) -> None:
+        """Its handler is done."""
+        self._request = None
+        self._pace.request_ended()
+
+    def too_slow(self, now_s: float) -> bool:
+        """Tell whether this connection has to be cut."""
+        transport = self._transport
+        if transport is None:
+            return False
+        if self._lent is not None:
+            return self._lent.tick(now_s)
+        body_open = (
+            self._request is not None and not self._request.content.is_eof() and transport.is_reading()
+        )
+        unsent_bytes = transport.get_write_buffer_size()
+        return self._pace.verdict(now_s, body_open=body_open, unsent_bytes=unsent_bytes) is not None
+
+    def abort(self) -> None:
+        """Cut the connection without waiting for unsent bytes."""
+        if self._lent is not None:
+            self._lent.abort()
+        if self._transport is not None:
+            self._transport.abort()
+
+
+_KEY = web.RequestKey("watched", Watched)
+
 
 _PORTS_TRIED = 100
 _log = logging.getLogger("p2pdrl.transport.http")

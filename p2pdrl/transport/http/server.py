@@ -14,22 +14,26 @@ from aiohttp import web
 from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerTimeoutError, WireError
 from p2pdrl.ids import PROTOCOL_VERSION
-from p2pdrl.transport.admission import Admission
 from p2pdrl.transport.auth import ReplayGuard, SwarmKeys, parse_time
-from p2pdrl.transport.calls import BodyIncoming
-from p2pdrl.transport.counters import TrafficCounters
-from p2pdrl.transport.http.body import BodyReader, OverlongError, body_chunks
+from p2pdrl.transport.calls import (
+    MAX_REASON_CHARS,
+    Admission,
+    IncomingCall,
+    R,
+    Routes,
+    ServedRoute,
+    report_end,
+    run_handler,
+)
+from p2pdrl.transport.framing import OverlongError, body_nbytes, views_of
+from p2pdrl.transport.http.body import BodyReader, body_chunks
 from p2pdrl.transport.http.guard import refuse_foreign
 from p2pdrl.transport.http.headers import CONTENT_TYPE, NO_TARGET, AnswerHead, RequestHead
-from p2pdrl.transport.http.watchdog import watched
+from p2pdrl.transport.http.listener import watched
+from p2pdrl.transport.http.upgrade import PIPE_PREFIX, PIPE_UPGRADE, STREAM_PATH, STREAM_UPGRADE
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.pieces import body_nbytes, views_of
-from p2pdrl.transport.pipe.frames import PIPE_PREFIX
-from p2pdrl.transport.pipe.frames import UPGRADE as PIPE_UPGRADE
 from p2pdrl.transport.pipe.opening import PipeServer
-from p2pdrl.transport.protocol import Refusal, Reply
-from p2pdrl.transport.routes import MAX_REASON_CHARS, R, Routes, ServedRoute, report_end, run_handler
-from p2pdrl.transport.stream.frames import STREAM_PATH, UPGRADE
+from p2pdrl.transport.protocol import Refusal, Reply, TrafficCounters
 from p2pdrl.transport.stream.server import Shared, StreamServer
 
 __all__ = ["PREFIX", "HttpServer"]
@@ -121,8 +125,8 @@ class HttpServer:
         connection = watched(request)
         if connection is None or self._limits.max_streams_per_peer == 0:
             raise Refusal(404, "no streams are offered here: post your calls")
-        if request.headers["Upgrade"].lower() != UPGRADE:
-            raise Refusal(426, f"streams of {UPGRADE} only")
+        if request.headers["Upgrade"].lower() != STREAM_UPGRADE:
+            raise Refusal(426, f"streams of {STREAM_UPGRADE} only")
         if request.can_read_body or head.meta_nbytes or head.vector_nbytes:
             raise Refusal(413, "the request for a stream has no body")
         self._check_proof(head)
@@ -225,13 +229,13 @@ class HttpServer:
             meta = await body.meta(head.meta_nbytes)
             if head.vector_nbytes == 0:
                 await body.end()
-            incoming = BodyIncoming(
+            incoming = IncomingCall(
                 sender=head.sender,
                 route=route.name,
                 meta=meta,
                 vector_nbytes=head.vector_nbytes,
                 remote_host=request.remote or "",
-                body=body,
+                read_vector=body.vector_into,
             )
             return await run_handler(route, incoming)
         except OverlongError as error:

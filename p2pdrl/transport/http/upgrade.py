@@ -1,4 +1,4 @@
-"""From one HTTP request to another protocol on its connection, at either end."""
+"""Both ends of the request that turns an HTTP connection into a stream or a pipe (RFC 9110, 7.8)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ from p2pdrl.transport.protocol import Address
 from p2pdrl.transport.stream.socket import StreamSocket
 
 __all__ = [
+    "PIPE_PREFIX",
+    "PIPE_UPGRADE",
+    "STREAM_PATH",
+    "STREAM_UPGRADE",
     "DetachedTransport",
     "NotConnectedError",
     "NotOfferedError",
@@ -27,6 +31,15 @@ __all__ = [
     "switching",
     "take_over",
 ]
+
+STREAM_PATH = "/p2p/stream"
+"""Where a stream is asked for."""
+
+PIPE_PREFIX = "/p2p-pipe/"
+"""Where pipes are asked for; the route follows."""
+
+STREAM_UPGRADE, PIPE_UPGRADE = "p2pdrl", "p2pdrl-pipe"
+"""Names of the protocols in the Upgrade header."""
 
 
 def take_over(request: web.Request) -> socket.socket:

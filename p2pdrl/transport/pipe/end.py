@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Literal, Self
 
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
-from p2pdrl.transport.auth import SerialMac
+from p2pdrl.transport.auth import PieceMac
+from p2pdrl.transport.framing import Buffer, Views, batches, body_nbytes, unsent, views_of
 from p2pdrl.transport.limits import PipeBounds
-from p2pdrl.transport.pieces import Buffer, Views, batches, body_nbytes, unsent, views_of
 from p2pdrl.transport.pipe.frames import HEAD_BYTES, PipeBuffer, PipeMessage, PipeParser, pack_head
 from p2pdrl.transport.stream.socket import notice_silence, set_options
 
@@ -110,7 +110,7 @@ class PipeSender:
         sent_number: number of the last message that the kernel took whole.
     """
 
-    def __init__(self, link: PipeLink, mac: SerialMac | None, queued_bytes: int) -> None:
+    def __init__(self, link: PipeLink, mac: PieceMac | None, queued_bytes: int) -> None:
         self.nbytes = 0
         self.sent_number = 0
         self._link = link
@@ -468,7 +468,7 @@ class PipeEnd:
         set_options(sock)
         notice_silence(sock, bounds.silence_s)
         sock.settimeout(None)
-        ours, theirs = map(SerialMac, keys) if keys is not None else (None, None)
+        ours, theirs = map(PieceMac, keys) if keys is not None else (None, None)
         self._link = PipeLink(sock)
         self._sender = PipeSender(self._link, ours, bounds.queued_bytes)
         parser = PipeParser(theirs, leftover, into, bounds.vector_bytes)

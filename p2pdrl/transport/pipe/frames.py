@@ -1,22 +1,19 @@
-"""What goes over a pipe: messages, written and parsed without any input or output."""
+"""Messages of a pipe, parsed without any input or output; for their bytes see `framing`."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
 from p2pdrl.errors import WireError
-from p2pdrl.transport.auth import MAC_BYTES, SerialMac
-from p2pdrl.transport.filling import STAGE_BYTES, Filling, UnreadBytes
-from p2pdrl.transport.pieces import Buffer
+from p2pdrl.transport import framing
+from p2pdrl.transport.auth import MAC_BYTES, PieceMac
+from p2pdrl.transport.framing import STAGE_BYTES, Buffer, Filling, UnreadBytes, checked_buffer, unseal
 
 __all__ = [
     "HEAD_BYTES",
     "MAX_KIND",
     "MAX_META_BYTES",
-    "PIPE_PREFIX",
-    "UPGRADE",
     "PipeBuffer",
     "PipeMessage",
     "PipeParser",
@@ -24,14 +21,9 @@ __all__ = [
     "unpack_head",
 ]
 
-PIPE_PREFIX = "/p2p-pipe/"
-"""Where pipes are asked for."""
-
-UPGRADE = "p2pdrl-pipe"
-"""Name of the protocol in the Upgrade header."""
-
-HEAD_BYTES = 24
-"""Length of a head."""
+_NUMBER_BYTES = 8
+HEAD_BYTES = framing.HEAD_BYTES + _NUMBER_BYTES
+"""Length of a head with the message's number."""
 
 MAX_META_BYTES = 65536
 """Longest metadata of a message."""
@@ -39,9 +31,7 @@ MAX_META_BYTES = 65536
 MAX_KIND = 65535
 """Greatest kind of a message."""
 
-_HEAD = struct.Struct(">2sHIQQ")
 _MARK = b"pM"
-_MAX_VECTOR_BYTES = 10**15
 
 
 def pack_head(kind: int, number: int, meta_nbytes: int, vector_nbytes: int) -> bytes:
@@ -58,23 +48,19 @@ def pack_head(kind: int, number: int, meta_nbytes: int, vector_nbytes: int) -> b
     """
     if not 0 <= kind <= MAX_KIND:
         raise ValueError(f"{kind} isn't the kind of a message: 0-{MAX_KIND}")
-    if meta_nbytes > MAX_META_BYTES or vector_nbytes > _MAX_VECTOR_BYTES:
-        raise ValueError(f"{meta_nbytes} bytes of metadata and {vector_nbytes} are too long for a message")
-    return _HEAD.pack(_MARK, kind, meta_nbytes, vector_nbytes, number)
+    if meta_nbytes > MAX_META_BYTES:
+        raise ValueError(f"{meta_nbytes} bytes of metadata are too long for a message")
+    return framing.pack_head(_MARK, kind, meta_nbytes, vector_nbytes) + number.to_bytes(_NUMBER_BYTES, "big")
 
 
 def unpack_head(data: Buffer, number: int) -> tuple[int, int, int]:
-    """Read the head of the message with this number.
-
-    Returns:
-        Its kind, and the lengths of metadata and vector.
+    """Return kind, length of the metadata and length of the vector of the message with this number.
 
     Raises:
-        WireError: it isn't that.
+        WireError: ``data`` isn't its head.
     """
-    mark, kind, meta_nbytes, vector_nbytes, found = _HEAD.unpack(data)
-    if mark != _MARK or vector_nbytes > _MAX_VECTOR_BYTES:
-        raise WireError("what came isn't the head of a message")
+    kind, meta_nbytes, vector_nbytes = framing.unpack_head(data[: framing.HEAD_BYTES], _MARK, "a message")
+    found = int.from_bytes(data[framing.HEAD_BYTES :], "big")
     if found != number:
         raise WireError(f"message {found} came in place of message {number}")
     if meta_nbytes > MAX_META_BYTES:
@@ -110,7 +96,7 @@ class PipeParser:
         vector_bytes: longest vector that is accepted.
     """
 
-    def __init__(self, mac: SerialMac | None, first: bytes, into: PipeBuffer, vector_bytes: int) -> None:
+    def __init__(self, mac: PieceMac | None, first: bytes, into: PipeBuffer, vector_bytes: int) -> None:
         self._mac = mac
         self._mac_nbytes = MAC_BYTES if mac is not None else 0
         self._into = into
@@ -183,18 +169,9 @@ class PipeParser:
 
     def _read_meta(self) -> None:
         """Take the metadata, and get ready for the vector."""
-        self._meta = self._stage.take(self._need - self._mac_nbytes)
-        if self._mac is not None and not self._mac.good(
-            self._raw + self._meta, self._stage.take(self._mac_nbytes)
-        ):
-            raise WireError("the message isn't authentic")
+        self._meta = unseal(self._stage.take(self._need), self._mac, "the message", head=self._raw)
         nbytes = self._vector_nbytes
         if nbytes:
-            out = self._into(self._kind, self._meta, nbytes)
-            if out is None:
-                raise WireError(f"the message carries a vector of {nbytes} bytes that isn't wanted")
-            if out.nbytes != nbytes:
-                raise ValueError(f"the buffer holds {out.nbytes} bytes, the vector has {nbytes}")
-            self._out = out
-            self._filling = Filling(out.cast("B"), self._mac)
+            self._out = self._into(self._kind, self._meta, nbytes)
+            self._filling = Filling(checked_buffer(self._out, nbytes, "the message"), self._mac)
             self._stage.pour(self._filling)

@@ -10,14 +10,21 @@ from functools import partial
 from aiohttp import web
 
 from p2pdrl.errors import WireError
-from p2pdrl.transport.auth import MAC_BYTES, SwarmKeys
+from p2pdrl.transport.auth import SwarmKeys
+from p2pdrl.transport.calls import Routes, report
+from p2pdrl.transport.framing import body_nbytes, seal, unseal
 from p2pdrl.transport.http.headers import AnswerHead, Credentials, RequestHead
-from p2pdrl.transport.http.upgrade import DetachedTransport, Upgrader, switching, take_over
+from p2pdrl.transport.http.upgrade import (
+    PIPE_PREFIX,
+    PIPE_UPGRADE,
+    DetachedTransport,
+    Upgrader,
+    switching,
+    take_over,
+)
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.pipe.frames import PIPE_PREFIX, UPGRADE
 from p2pdrl.transport.pipe.ticket import MAX_PIPE_META_BYTES, Pipe, PipeReply, PipeTicket
 from p2pdrl.transport.protocol import Address, Refusal, check_route
-from p2pdrl.transport.routes import Routes, report
 from p2pdrl.transport.stream.socket import StreamSocket
 
 __all__ = ["PipeOpener", "PipeServer"]
@@ -57,7 +64,7 @@ class PipeOpener:
         head = credentials.head(PIPE_PREFIX + check_route(route), peer_id, meta_nbytes=len(meta))
         body = credentials.sealed(head, meta)
         async with self._upgrader.connection(address) as sock:
-            answer = await self._upgrader.ask(sock, address, head, UPGRADE, body=body)
+            answer = await self._upgrader.ask(sock, address, head, PIPE_UPGRADE, body=body)
             said = await self._said(sock, head, answer)
         keys = credentials.keys.pipe(head.nonce, answer.nonce) if credentials.keys is not None else None
         connection, leftover = sock.detach()
@@ -67,14 +74,10 @@ class PipeOpener:
         """Read and check the metadata of the answer."""
         if answer.vector_nbytes or answer.meta_nbytes > MAX_PIPE_META_BYTES:
             raise WireError(f"the answer announces {answer.meta_nbytes} bytes of metadata")
-        stall_s = self._limits.stall_deadline_s
-        meta = await sock.read(answer.meta_nbytes, stall_s)
         keys = self._credentials.keys
-        if keys is not None:
-            mac = await sock.read(MAC_BYTES, stall_s)
-            if not keys.answer_pieces(request.nonce, answer.nonce).good(0, meta, mac):
-                raise WireError("the answer isn't authentic")
-        return meta
+        mac = keys.answer_pieces(request.nonce, answer.nonce) if keys is not None else None
+        nbytes = body_nbytes(answer.meta_nbytes, 0, mac is not None)
+        return unseal(await sock.read(nbytes, self._limits.stall_deadline_s), mac, "the answer")
 
 
 class PipeServer:
@@ -148,11 +151,12 @@ class PipeServer:
             ConnectionError: the caller went away, or doesn't read the answer.
         """
         answer = AnswerHead.answering(head, self._node_id, self._keys, meta_nbytes=len(meta))
-        raw, keys = switching(UPGRADE, answer) + meta, None
+        mac, keys = None, None
         if self._keys is not None:
-            raw += self._keys.answer_pieces(head.nonce, answer.nonce).of(0, meta)
+            mac = self._keys.answer_pieces(head.nonce, answer.nonce)
             theirs, ours = self._keys.pipe(head.nonce, answer.nonce)
             keys = (ours, theirs)
+        raw = switching(PIPE_UPGRADE, answer) + seal(meta, mac)
         sock = StreamSocket(take_over(request))
         try:
             async with asyncio.timeout(self._limits.stall_deadline_s):

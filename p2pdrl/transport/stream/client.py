@@ -8,19 +8,24 @@ from dataclasses import dataclass, field
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import WireError
-from p2pdrl.transport.auth import MAC_BYTES, SerialMac
+from p2pdrl.transport.auth import MAC_BYTES, PieceMac
 from p2pdrl.transport.calls import OutgoingCall, refused
-from p2pdrl.transport.counters import TrafficCounters
-from p2pdrl.transport.filling import STAGE_BYTES, Filling
+from p2pdrl.transport.framing import (
+    HEAD_BYTES,
+    AnswerFrame,
+    CallFrame,
+    Filling,
+    batches,
+    body_nbytes,
+    unseal,
+)
 from p2pdrl.transport.http.headers import Credentials
-from p2pdrl.transport.http.upgrade import NotOfferedError, Upgrader
+from p2pdrl.transport.http.upgrade import STREAM_PATH, STREAM_UPGRADE, NotOfferedError, Upgrader
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.pieces import batches, body_nbytes
-from p2pdrl.transport.protocol import Address, Answer
-from p2pdrl.transport.stream.frames import HEAD_BYTES, STREAM_PATH, UPGRADE, AnswerFrame, CallFrame
+from p2pdrl.transport.protocol import Address, Answer, TrafficCounters
 from p2pdrl.transport.stream.socket import StreamSocket
 
-__all__ = ["CallerStream", "StaleError", "StreamClient", "StreamOpener"]
+__all__ = ["CallerStream", "StaleError", "StreamClient"]
 
 
 class StaleError(ConnectionError):
@@ -34,15 +39,18 @@ class CallerStream:
         sock: after the handshake.
         peer_id: who answers.
         macs: of our calls and of the answers.
-        limits: all bounds.
+        limits: bounds of answers.
         counters: written to.
+
+    Attributes:
+        usable: whether there can be another call.
     """
 
     def __init__(
         self,
         sock: StreamSocket,
         peer_id: str,
-        macs: tuple[SerialMac | None, SerialMac | None],
+        macs: tuple[PieceMac | None, PieceMac | None],
         limits: TransportLimits,
         counters: TrafficCounters,
     ) -> None:
@@ -67,7 +75,7 @@ class CallerStream:
         self._sock.close()
 
     async def call(self, call: OutgoingCall) -> Answer:
-        """Make one call; afterwards `usable` tells whether there can be another.
+        """Make one call.
 
         Raises:
             StaleError: nothing was done.
@@ -94,12 +102,11 @@ class CallerStream:
         route = call.route.encode()
         first = CallFrame(len(route), len(call.meta), call.vector_nbytes).encode() + route + call.meta
         nbytes = body_nbytes(len(call.meta), call.vector_nbytes, self._out is not None)
+        frame_nbytes = HEAD_BYTES + len(route) + nbytes
         before = self._sock.sent_nbytes
         try:
             whole = await self._sock.send(
-                batches(first, call.views, self._out),
-                nbytes + HEAD_BYTES + len(route),
-                until_answered=True,
+                batches(first, call.views, self._out), frame_nbytes, until_answered=True
             )
         except ConnectionError as error:
             if self._sock.sent_nbytes - before < len(first):
@@ -117,13 +124,10 @@ class CallerStream:
         stall_s = self._limits.stall_deadline_s
         nbytes = 0
         try:
-            meta = await self._read(frame.meta_nbytes)
-            nbytes += len(meta)
-            if self._in is not None:
-                mac = await self._read(MAC_BYTES)
-                nbytes += MAC_BYTES
-                if not self._in.good(head + meta, mac):
-                    raise WireError("the answer isn't authentic")
+            mac_nbytes = MAC_BYTES if self._in is not None else 0
+            sealed = await self._sock.read(frame.meta_nbytes + mac_nbytes, stall_s)
+            nbytes += len(sealed)
+            meta = unseal(sealed, self._in, "the answer", head)
             if frame.vector_nbytes:
                 filling = Filling(call.buffer(meta, frame.vector_nbytes), self._in)
                 try:
@@ -134,59 +138,6 @@ class CallerStream:
             self._counters.received(call.target_id or self._peer_id, nbytes)
         return Answer(meta, frame.vector_nbytes, self._peer_id)
 
-    async def _read(self, nbytes: int) -> bytes:
-        stall_s = self._limits.stall_deadline_s
-        if nbytes <= STAGE_BYTES:
-            return await self._sock.read(nbytes, stall_s)
-        out = bytearray(nbytes)
-        await self._sock.fill(Filling(memoryview(out), None), stall_s)
-        return bytes(out)
-
-
-_NO_STREAMS = frozenset({404, 405, 426, 501})
-
-
-class StreamOpener:
-    """Opens streams.
-
-    Args:
-        credentials: sign requests, check answers.
-        limits: all bounds.
-        counters: written to by the streams.
-    """
-
-    def __init__(self, credentials: Credentials, limits: TransportLimits, counters: TrafficCounters) -> None:
-        self._credentials = credentials
-        self._limits = limits
-        self._counters = counters
-        self._upgrader = Upgrader(credentials, limits)
-
-    def close(self) -> None:
-        """End what is being opened."""
-        self._upgrader.close()
-
-    async def open(self, address: Address, target_id: str | None) -> CallerStream:
-        """Return a new stream to the node at an IP address.
-
-        Raises:
-            NotConnectedError: nothing listens there.
-            NotOfferedError: no streams are offered there.
-            ConnectionError: the connection broke.
-            PeerRefusedError: the peer said no.
-            WireError: the answer breaks the protocol.
-        """
-        head = self._credentials.head(STREAM_PATH, target_id, method="GET")
-        async with self._upgrader.connection(address) as sock:
-            answer = await self._upgrader.ask(sock, address, head, UPGRADE, absent=_NO_STREAMS)
-            if sock.staged_nbytes:
-                raise WireError("the peer spoke before it was asked")
-        keys = self._credentials.keys
-        macs = keys.stream(head.nonce, answer.nonce) if keys is not None else (None, None)
-        return CallerStream(sock, answer.sender, macs, self._limits, self._counters)
-
-
-_MAX_PEERS = 4096
-
 
 @dataclass(slots=True)
 class _StreamPool:
@@ -195,6 +146,11 @@ class _StreamPool:
     gate: asyncio.Semaphore
     idle: deque[CallerStream] = field(default_factory=deque)
     users: int = 0
+
+
+_MAX_PEERS = 4096
+_NO_STREAMS = frozenset({404, 405, 426, 501})
+"""Statuses of a peer, or of something on the way to it, that offers no streams."""
 
 
 class StreamClient:
@@ -208,16 +164,13 @@ class StreamClient:
     """
 
     def __init__(
-        self,
-        credentials: Credentials,
-        *,
-        clock: Clock,
-        limits: TransportLimits,
-        counters: TrafficCounters,
+        self, credentials: Credentials, *, clock: Clock, limits: TransportLimits, counters: TrafficCounters
     ) -> None:
-        self._opener = StreamOpener(credentials, limits, counters)
+        self._credentials = credentials
         self._clock = clock
         self._limits = limits
+        self._counters = counters
+        self._upgrader = Upgrader(credentials, limits)
         self._pools: dict[tuple[Address, str | None], _StreamPool] = {}
         self._busy: set[CallerStream] = set()
         self._without: dict[Address, float] = {}
@@ -236,7 +189,7 @@ class StreamClient:
     def close(self) -> None:
         """Close all streams; calls on them end with a ``ConnectionError``."""
         self._closed = True
-        self._opener.close()
+        self._upgrader.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
@@ -317,13 +270,21 @@ class StreamClient:
             self._sweeper = asyncio.get_running_loop().call_later(delay_s, self._sweep)
 
     async def _open(self, address: Address, target_id: str | None) -> CallerStream:
+        """Open a stream; remember for a while when none is offered."""
+        head = self._credentials.head(STREAM_PATH, target_id, method="GET")
         try:
-            stream = await self._opener.open(address, target_id)
+            async with self._upgrader.connection(address) as sock:
+                answer = await self._upgrader.ask(sock, address, head, STREAM_UPGRADE, absent=_NO_STREAMS)
+                if sock.staged_nbytes:
+                    raise WireError("the peer spoke before it was asked")
         except NotOfferedError:
             if len(self._without) >= _MAX_PEERS:
                 self._without.clear()
             self._without[address] = self._clock.monotonic() + self._limits.stream_retry_s
             raise
+        keys = self._credentials.keys
+        macs = keys.stream(head.nonce, answer.nonce) if keys is not None else (None, None)
+        stream = CallerStream(sock, answer.sender, macs, self._limits, self._counters)
         if self._closed:
             stream.close()
             raise ConnectionResetError("our transport is closed")

@@ -11,19 +11,25 @@ from aiohttp import web
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerTimeoutError, WireError
-from p2pdrl.transport.admission import Admission
-from p2pdrl.transport.auth import MAC_BYTES, SerialMac, SwarmKeys
-from p2pdrl.transport.calls import BodyIncoming
-from p2pdrl.transport.counters import TrafficCounters
-from p2pdrl.transport.filling import STAGE_BYTES, Filling
+from p2pdrl.transport.auth import MAC_BYTES, PieceMac, SwarmKeys
+from p2pdrl.transport.calls import Admission, IncomingCall, Routes, report_end, run_handler
+from p2pdrl.transport.framing import (
+    HEAD_BYTES,
+    STAGE_BYTES,
+    AnswerFrame,
+    CallFrame,
+    Filling,
+    batches,
+    body_nbytes,
+    pieces_of,
+    unseal,
+    views_of,
+)
 from p2pdrl.transport.http.headers import AnswerHead, RequestHead
-from p2pdrl.transport.http.upgrade import DetachedTransport, switching, take_over
-from p2pdrl.transport.http.watchdog import ConnectionPace, Watched
+from p2pdrl.transport.http.listener import ConnectionPace, Watched
+from p2pdrl.transport.http.upgrade import STREAM_UPGRADE, DetachedTransport, switching, take_over
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.pieces import batches, body_nbytes, pieces_of, views_of
-from p2pdrl.transport.protocol import Refusal, Reply
-from p2pdrl.transport.routes import Routes, report_end, run_handler
-from p2pdrl.transport.stream.frames import HEAD_BYTES, UPGRADE, AnswerFrame, CallFrame
+from p2pdrl.transport.protocol import Refusal, Reply, TrafficCounters
 from p2pdrl.transport.stream.socket import StreamSocket
 
 __all__ = ["ServedStream", "Shared", "StreamServer"]
@@ -69,7 +75,7 @@ class ServedStream:
         sock: socket.socket,
         peer: str,
         remote_host: str,
-        macs: tuple[SerialMac | None, SerialMac | None],
+        macs: tuple[PieceMac | None, PieceMac | None],
     ) -> None:
         self.peer = peer
         self.busy = False
@@ -142,7 +148,7 @@ class ServedStream:
             await self._send(status, reason.encode(), ())
         await self._finish()
 
-    async def _incoming(self, raw: bytes) -> BodyIncoming:
+    async def _incoming(self, raw: bytes) -> IncomingCall:
         """Judge a call by its head, then read and check its metadata.
 
         Raises:
@@ -168,31 +174,25 @@ class ServedStream:
         self._broken = False
         self._rest_nbytes -= frame.meta_nbytes + self._mac_nbytes
         self._rest_pieces -= 1
-        return BodyIncoming(
+        return IncomingCall(
             sender=self.peer,
             route=route.name,
             meta=meta,
             vector_nbytes=frame.vector_nbytes,
             remote_host=self._remote_host,
-            body=self,
+            read_vector=self._vector_into,
         )
 
     async def _meta(self, before: bytes, nbytes: int) -> bytes:
-        wanted, stall_s = nbytes + self._mac_nbytes, self._limits.stall_deadline_s
-        if wanted <= STAGE_BYTES:
-            data = await self._sock.read(wanted, stall_s)
-        else:
-            filling = Filling(memoryview(bytearray(wanted)), None)
-            await self._sock.fill(filling, stall_s)
-            data = bytes(filling.out)
-        self._shared.counters.received(self.peer, wanted)
-        meta = data[:nbytes]
-        if self._in is not None and not self._in.good(before + meta, data[nbytes:]):
-            raise Refusal(401, "the call isn't authentic")
-        return meta
+        sealed = await self._sock.read(nbytes + self._mac_nbytes, self._limits.stall_deadline_s)
+        self._shared.counters.received(self.peer, len(sealed))
+        try:
+            return unseal(sealed, self._in, "the call", before)
+        except WireError as error:
+            raise Refusal(401, str(error)) from error
 
-    async def vector_into(self, out: memoryview) -> None:
-        """Read the vector of the call that runs; see `Incoming.read_vector_into`."""
+    async def _vector_into(self, out: memoryview) -> None:
+        """Read the vector of the call that runs."""
         self._rest_nbytes = 0
         self._broken = True
         filling = Filling(out, self._in)
@@ -295,7 +295,7 @@ class StreamServer:
         self._streams.setdefault(head.sender, set()).add(stream)
         watched.lend(stream)
         try:
-            await stream.run(switching(UPGRADE, answer))
+            await stream.run(switching(STREAM_UPGRADE, answer))
         finally:
             stream.abort()
             streams = self._streams[head.sender]

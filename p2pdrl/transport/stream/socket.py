@@ -7,9 +7,8 @@ import socket
 from collections.abc import Callable, Iterator
 
 from p2pdrl.errors import PeerTimeoutError, WireError
-from p2pdrl.transport.filling import Filling, UnreadBytes
+from p2pdrl.transport.framing import STAGE_BYTES, Buffer, Filling, UnreadBytes, unsent
 from p2pdrl.transport.limits import PIECE_BYTES
-from p2pdrl.transport.pieces import Buffer, unsent
 
 __all__ = ["LOCAL_SEND_BYTES", "StreamSocket", "notice_silence", "set_options"]
 
@@ -110,7 +109,7 @@ class StreamSocket:
 
     @property
     def staged_nbytes(self) -> int:
-        """Bytes that came and that nobody asked for yet."""
+        """Bytes that came and that nobody has asked for yet."""
         return len(self._stage)
 
     def close(self, why: str = "the connection was closed") -> None:
@@ -127,7 +126,7 @@ class StreamSocket:
         return self._sock, self._stage.take(len(self._stage))
 
     async def read(self, nbytes: int, stall_s: float | None = None) -> bytes:
-        """Return the next ``nbytes`` (at most `filling.STAGE_BYTES`).
+        """Return the next ``nbytes``.
 
         Args:
             nbytes: how many.
@@ -137,6 +136,10 @@ class StreamSocket:
             ConnectionError: the connection is gone.
             PeerTimeoutError: nothing came for ``stall_s``.
         """
+        if nbytes > STAGE_BYTES:
+            out = bytearray(nbytes)
+            await self.fill(Filling(memoryview(out), None), stall_s)
+            return bytes(out)
         if len(self._stage) < nbytes:
             self._stage.room(nbytes)
             self._need = nbytes
@@ -148,7 +151,7 @@ class StreamSocket:
 
         Raises:
             ConnectionError: the connection is gone.
-            WireError: there is no ``end`` within ``most`` bytes (at most `filling.STAGE_BYTES`).
+            WireError: there is no ``end`` within ``most`` bytes (at most `framing.STAGE_BYTES`).
         """
         while True:
             data = bytes(self._stage.peek())
@@ -160,7 +163,7 @@ class StreamSocket:
             self._need = len(data) + 1
             await self._wait(None)
 
-    async def fill(self, filling: Filling, stall_s: float) -> None:
+    async def fill(self, filling: Filling, stall_s: float | None) -> None:
         """Receive until ``filling`` is full.
 
         Raises:

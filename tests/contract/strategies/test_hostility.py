@@ -13,7 +13,7 @@ import pytest
 
 from p2pdrl.strategies.protocol import ROUTES
 from p2pdrl.testing.virtual_swarm import SimNode
-from p2pdrl.transport.pieces import join_views
+from p2pdrl.transport.framing import join_views
 from p2pdrl.transport.protocol import Incoming, Reply
 
 from .crowd import SIZE, Crowd, Sent, moved

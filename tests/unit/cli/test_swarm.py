@@ -31,7 +31,7 @@ if "dies" in plan:
     print(json.dumps({"event": "told the log", "level": "info"}))
     print("p2pdrl: " + plan["dies"], file=sys.stderr)
     sys.exit(2)
-from p2pdrl.testing.fake_node import FakeNode, Served
+from p2pdrl.testing.fake_node import FakeNode, ServedNode
 from p2pdrl.cli.node import end_with_parent
 end_with_parent(int(arguments.parent_pid))
 import p2pdrl.testing.fake_node as testing
@@ -44,7 +44,7 @@ real = testing.web.TCPSite
 testing.web.TCPSite = lambda runner, h, p: real(runner, host, int(port))
 folder = pathlib.Path(arguments.data_dir)
 folder.mkdir()
-with Served(node):
+with ServedNode(node):
     pathlib.Path(os.environ["FAKE_PLAN_UP"], arguments.name).write_text(str(os.getpid()))
     over.wait(None if "stays" in plan else 2.5)
 if "final" in plan:

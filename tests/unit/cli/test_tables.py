@@ -215,6 +215,30 @@ def test_status_shows_what_a_pipeline_cannot_be():
     assert "limited" not in rendered(status_view({**FakeNode().status(), "pipeline": PIPELINE}))
 
 
+ACTOR = {"running": True, "steps_per_s": 812.0, "restarts": 0, "dropped": 0}
+
+
+@pytest.mark.parametrize(
+    ("actors", "shown"),
+    [
+        ([ACTOR, ACTOR], "2 of 2, 812 + 812 steps/s"),
+        (
+            [ACTOR, {"running": False, "steps_per_s": 0.0, "restarts": 1, "dropped": 2}],
+            "1 of 2, 812 + 0 steps/s, 1 restart, 2 half unrolls dropped",
+        ),
+        ([{}, "nonsense", *([ACTOR] * 20)], "20 of 21, – + 812"),
+    ],
+)
+def test_status_shows_what_actors_do(actors, shown):
+    text = " ".join(rendered(status_view({**FakeNode().status(), "actors": actors})).split())
+    assert f"actors {shown}" in text
+
+
+@pytest.mark.parametrize("actors", [None, []])
+def test_status_without_actors_has_no_such_line(actors):
+    assert "actors" not in rendered(status_view({**FakeNode().status(), "actors": actors}))
+
+
 def test_status_without_a_pipeline_has_no_such_line():
     assert "pipeline" not in rendered(status_view({**FakeNode().status(), "pipeline": None}))
 

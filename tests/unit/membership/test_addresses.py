@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdrl.membership.addresses import AddressPolicy
+from p2pdrl.membership.records import AddressPolicy
 
 
 @pytest.mark.parametrize(

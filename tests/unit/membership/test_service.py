@@ -10,13 +10,13 @@ import pytest
 from p2pdrl.clock import LoopClock
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.membership import state
-from p2pdrl.membership.addresses import AddressPolicy
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.joining import JoinHooks
 from p2pdrl.membership.known_members import KnownMembers
 from p2pdrl.membership.messages import JoinRequest, Nack, encode
 from p2pdrl.membership.parameters import MembershipConfig
+from p2pdrl.membership.records import AddressPolicy
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.membership.state import open_core
 from p2pdrl.testing.memory_transport import MemoryNetwork, MemoryTransport

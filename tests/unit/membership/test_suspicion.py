@@ -41,13 +41,13 @@ def test_each_accuser_counts_once_and_no_more_than_needed() -> None:
 
 def test_enough_who_gave_it_up_end_the_wait() -> None:
     timer = SuspicionTimer("a", 2, 4.0, 24.0, started=100.0)
-    assert timer.bury("x", 3, now=101.0)
-    assert not timer.bury("x", 3, now=101.0)
-    assert timer.bury("y", 3, now=101.0)
+    assert timer.confirm_dead("x", 3, now=101.0)
+    assert not timer.confirm_dead("x", 3, now=101.0)
+    assert timer.confirm_dead("y", 3, now=101.0)
     assert timer.deadline == 124.0
-    assert timer.bury("z", 3, now=101.0)
+    assert timer.confirm_dead("z", 3, now=101.0)
     assert timer.deadline == 101.0
-    assert not timer.bury("w", 3, now=101.0)
+    assert not timer.confirm_dead("w", 3, now=101.0)
 
 
 def test_heard_from_again_gives_it_the_minimum() -> None:

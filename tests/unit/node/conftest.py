@@ -38,8 +38,7 @@ from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.testing.memory_transport import MemoryNetwork
-from p2pdrl.transport.counters import TrafficCounters
-from p2pdrl.transport.protocol import Address
+from p2pdrl.transport.protocol import Address, TrafficCounters
 
 from .conducts import FakeFigures
 from .supervised import QUICK, Supervised
@@ -252,7 +251,7 @@ def parts(clock: ManualClock, events: EventLog, membership: FakeMembership, tmp_
 @pytest.fixture
 def talking(parts: NodeParts) -> NodeParts:
     """A node that holds reports of others; it sends none by itself."""
-    parts.rumours = MetricsGossip(
+    parts.gossip = MetricsGossip(
         me=parts.node_id,
         transport=parts.transport,
         step_accounting=parts.step_accounting,

@@ -152,7 +152,7 @@ async def test_what_the_learner_is_told(pair, kinds):
     assert (told, kinds()) == ([], ["moments-failed"])
     one.training.pause(paused=True)
     one.training.progress(0.5, 100)
-    assert [type(message).__name__ for message in told] == ["Pace", "Progress"]
+    assert [type(message).__name__ for message in told] == ["LearnerPace", "Progress"]
     assert one.training.paused
 
 
@@ -169,7 +169,7 @@ async def test_the_learner_begins_with_the_others_moments(pair, monkeypatch):
     items = tuple(SidecarItem(f"obs.{part}", shape, "float64", "moments") for part, shape in parts)
     one.step_accounting.open_streams(SidecarLayout(items))
     await one.training.begin(None, "cc" * 8)
-    assert told == ["Others", "Pace", "begin"]
+    assert told == ["Others", "LearnerPace", "begin"]
 
 
 async def test_another_strategy_changes_the_work_of_a_live_learner(plan, events, until):

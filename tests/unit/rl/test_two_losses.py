@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from p2pdrl.config.checks import task_problems
+from p2pdrl.config.loader import resolve
 from p2pdrl.config.task import EnvConfig, TaskConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.registry import build_trainer
@@ -135,3 +137,14 @@ def test_what_several_losses_cant_do_is_refused_in_words():
     for ask in (lambda: trainer.stepper, trainer.parts):
         with pytest.raises(ConfigError, match=r"several losses \(actor, critic\)"):
             ask()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fits"),
+    [("adpsgd", True), ("param_average", True), ("grad_average", False), ("pipeline", False)],
+)
+def test_strategies_that_dont_fit_are_refused_when_the_task_is_read(strategy, fits):
+    chosen = resolve(sets=[f"task.strategy.name={strategy}"]).config.task.strategy
+    task = TaskConfig(algorithm=TwoLossConfig(), strategy=chosen)
+    said = [problem.message for problem in task_problems(task)]
+    assert said == [] if fits else "2 losses" in said[0]

@@ -27,6 +27,8 @@ from p2pdrl.rl.schedules import LinearSchedule
 class TwoLossConfig(msgspec.Struct, frozen=True):
     """Options of the toy."""
 
+    losses: ClassVar[int] = 2
+
     unroll_steps: int = 8
     discount: float = 0.9
     learning_rate: float = 0.05

@@ -22,10 +22,10 @@ CHILD = f"""
 import socket, sys
 import numpy as np
 from p2pdrl.tensors.board import BoardSpec, LearnerBoard
-from p2pdrl.tensors.layout import Entry, Layout
+from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.shared_memory import SharedRegion
 
-spec = BoardSpec(Layout((Entry("x", ({SIZE},)),)))
+spec = BoardSpec(Layout((TensorEntry("x", ({SIZE},)),)))
 how, fd = sys.argv[1], int(sys.argv[2])
 if how == "send_fds":
     with socket.socket(fileno=fd) as channel:

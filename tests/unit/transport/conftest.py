@@ -70,7 +70,7 @@ class Served:
     def body(self, head: RequestHead, meta: bytes = b"", vector: bytes = b"") -> bytes:
         mac = self.keys.request_pieces(head.nonce)
         pieces = [meta, *(vector[i : i + PIECE_BYTES] for i in range(0, len(vector), PIECE_BYTES))]
-        return b"".join(piece + mac.of(i, piece) for i, piece in enumerate(pieces))
+        return b"".join(piece + mac.of(piece) for piece in pieces)
 
     def request(
         self,

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from p2pdrl.transport.auth import SerialMac
+from p2pdrl.transport.auth import PieceMac
+from p2pdrl.transport.framing import batches
 from p2pdrl.transport.limits import PipeBounds
-from p2pdrl.transport.pieces import batches
 from p2pdrl.transport.pipe.end import PipeEnd
 from p2pdrl.transport.pipe.frames import pack_head
 from p2pdrl.transport.pipe.ticket import Pipe
@@ -73,7 +73,7 @@ class Writer:
     """
 
     def __init__(self, key: bytes | None = THEIRS) -> None:
-        self.mac = SerialMac(key) if key is not None else None
+        self.mac = PieceMac(key) if key is not None else None
         self.number = 0
 
     def message(

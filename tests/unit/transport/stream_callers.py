@@ -8,12 +8,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from p2pdrl.transport.auth import MAC_BYTES, SerialMac
+from p2pdrl.transport.auth import MAC_BYTES, PieceMac
+from p2pdrl.transport.framing import HEAD_BYTES, AnswerFrame, CallFrame, batches
 from p2pdrl.transport.http.headers import AnswerHead, RequestHead
 from p2pdrl.transport.http.upgrade import read_header
 from p2pdrl.transport.limits import PIECE_BYTES
-from p2pdrl.transport.pieces import batches
-from p2pdrl.transport.stream.frames import HEAD_BYTES, AnswerFrame, CallFrame
 
 Served = Any
 Change = Callable[[RequestHead], RequestHead]
@@ -50,7 +49,7 @@ class Caller:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
-        self.out = self.into = SerialMac(bytes(32))
+        self.out = self.into = PieceMac(bytes(32))
 
     def frame(
         self, meta: bytes = b"", vector: bytes = b"", route: bytes = b"take", frame: CallFrame | None = None

@@ -8,12 +8,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from p2pdrl.transport.auth import MAC_BYTES, SerialMac, new_nonce
+from p2pdrl.transport.auth import MAC_BYTES, PieceMac, new_nonce
+from p2pdrl.transport.framing import HEAD_BYTES, AnswerFrame, CallFrame, batches
 from p2pdrl.transport.http.headers import AnswerHead
 from p2pdrl.transport.http_transport import HttpTransport
-from p2pdrl.transport.pieces import batches
 from p2pdrl.transport.protocol import Address
-from p2pdrl.transport.stream.frames import HEAD_BYTES, AnswerFrame, CallFrame
 
 from .liars import KEYS, PEER, listening, request_of
 from .liars import ask as ask_over
@@ -25,7 +24,7 @@ class Liar:
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    out: SerialMac
+    out: PieceMac
 
     async def call(self) -> CallFrame:
         frame = CallFrame.decode(await self.reader.readexactly(HEAD_BYTES))

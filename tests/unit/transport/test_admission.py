@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from p2pdrl.clock import ManualClock
-from p2pdrl.transport.admission import Admission, TokenBuckets
+from p2pdrl.transport.calls import Admission, TokenBuckets
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import Refusal
 

@@ -10,16 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdrl.errors import WireError
-from p2pdrl.transport.auth import MAC_BYTES, SerialMac, SwarmKeys
-from p2pdrl.transport.filling import STAGE_BYTES, Filling, UnreadBytes
+from p2pdrl.transport.auth import MAC_BYTES, PieceMac, SwarmKeys
+from p2pdrl.transport.framing import STAGE_BYTES, Filling, UnreadBytes, batches
 from p2pdrl.transport.limits import PIECE_BYTES
-from p2pdrl.transport.pieces import batches
 
 KEYS = SwarmKeys(b"key")
 NONCES = "1" * 32, "2" * 32
 
 
-def mac() -> SerialMac:
+def mac() -> PieceMac:
     return KEYS.stream(*NONCES)[0]
 
 

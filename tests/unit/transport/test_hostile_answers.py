@@ -50,7 +50,7 @@ def made(
     head = AnswerHead(sender=PEER, meta_nbytes=4, vector_nbytes=6, nonce=new_nonce())
     head = forge(change(head).sign(KEYS, nonce))
     mac = KEYS.answer_pieces(nonce, head.nonce)
-    content = body(b"meta" + mac.of(0, b"meta") + b"vector" + mac.of(1, b"vector"))
+    content = body(b"meta" + mac.of(b"meta") + b"vector" + mac.of(b"vector"))
     lines = "".join(f"{name}: {value}\r\n" for name, value in head.to_headers().items())
     return f"HTTP/1.1 {status}\r\n{lines}{extra}Content-Length: {len(content)}\r\n\r\n".encode() + content
 

@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pdrl.transport.auth import MAC_BYTES, SerialMac, SwarmKeys
-from p2pdrl.transport.filling import Filling
+from p2pdrl.transport.auth import MAC_BYTES, PieceMac, SwarmKeys
+from p2pdrl.transport.framing import (
+    Filling,
+    batches,
+    body_nbytes,
+    cut,
+    join_views,
+    pieces_of,
+    unsent,
+    views_of,
+)
 from p2pdrl.transport.limits import PIECE_BYTES
-from p2pdrl.transport.pieces import batches, body_nbytes, cut, join_views, pieces_of, unsent, views_of
 
 
 @given(st.lists(st.binary(max_size=20), max_size=8), st.integers(1, 16))
@@ -38,7 +46,7 @@ KEYS = SwarmKeys(b"key")
 NONCES = "1" * 32, "2" * 32
 
 
-def mac(way: int = 0) -> SerialMac:
+def mac(way: int = 0) -> PieceMac:
     return KEYS.stream(*NONCES)[way]
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from p2pdrl.transport.auth import MAC_BYTES, format_time, new_nonce
+from p2pdrl.transport.framing import HEAD_BYTES, AnswerFrame, CallFrame
 from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.protocol import Incoming, Reply
-from p2pdrl.transport.stream.frames import HEAD_BYTES, AnswerFrame, CallFrame
 
 from .stream_callers import BIG, Caller, Served, asking, stream, until
 

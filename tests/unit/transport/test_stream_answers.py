@@ -11,8 +11,8 @@ import pytest
 
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, WireError
 from p2pdrl.transport.auth import new_nonce
+from p2pdrl.transport.framing import HEAD_BYTES, AnswerFrame, CallFrame
 from p2pdrl.transport.limits import PIECE_BYTES
-from p2pdrl.transport.stream.frames import HEAD_BYTES, AnswerFrame, CallFrame
 
 from .liars import PEER, client
 from .stream_liars import Liar, Open, ask, forever, once, opened, peer

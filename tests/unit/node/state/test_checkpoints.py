@@ -218,12 +218,12 @@ import os, pathlib, signal, sys
 import numpy as np
 from p2pdrl.node.state import atomic
 from p2pdrl.node.state import checkpoints
-from p2pdrl.tensors.layout import Entry, Layout
+from p2pdrl.tensors.layout import Layout, TensorEntry
 
 folder, when = pathlib.Path(sys.argv[1]), sys.argv[2]
 
 def checkpoint(version):
-    layout = Layout((Entry("w", (4096,)),))
+    layout = Layout((TensorEntry("w", (4096,)),))
     return checkpoints.Checkpoint(
         np.full(4096, version, np.float32), {}, {"layout": layout.to_wire(), "policy_version": version}
     )

@@ -114,6 +114,16 @@ async def test_rows_have_exactly_the_promised_keys(figures, full):
     msgspec.json.encode(rows)
 
 
+async def test_roles_are_told_and_only_learners_are_met(figures, full, membership):
+    eva = "f" * 32
+    membership.views.append(membership.view(eva, "eva", tags={"roles": "actor,replay"}))
+    rows = {row["name"]: row["roles"] for row in figures.peers()}
+    assert rows["eva"] == ["actor", "replay"]
+    assert rows["bob"] == ["actor", "learner", "server"]  # of an earlier release: it says nothing
+    assert full.alive().keys() == {B, eva}
+    assert full.learners().keys() == {B}
+
+
 async def test_who_trains_is_told(figures, full, clock):
     now_s = clock.monotonic()
     assert [row["trains"] for row in figures.peers()] == [True, False, False, False, False]

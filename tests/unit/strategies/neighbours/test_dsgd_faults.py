@@ -14,7 +14,7 @@ from p2pdrl.errors import PeerRefusedError
 from p2pdrl.group.view import ViewKey
 from p2pdrl.strategies.neighbours.round import NeighbourHead
 from p2pdrl.testing.virtual_swarm import SimNode
-from p2pdrl.transport.pieces import join_views
+from p2pdrl.transport.framing import join_views
 from p2pdrl.transport.protocol import Reply
 
 from ..graphs import SIZE, Crowd

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import PeerTimeoutError, WireError
-from p2pdrl.transport.auth import MAC_BYTES, SwarmKeys
-from p2pdrl.transport.http.body import BodyReader, OverlongError, body_chunks
+from p2pdrl.transport.auth import MAC_BYTES, PieceMac, SwarmKeys
+from p2pdrl.transport.framing import OverlongError, body_nbytes, views_of
+from p2pdrl.transport.http.body import BodyReader, body_chunks
 from p2pdrl.transport.limits import PIECE_BYTES
-from p2pdrl.transport.pieces import body_nbytes, views_of
 
-MAC = SwarmKeys(b"key").request_pieces("0" * 32)
+
+def mac() -> PieceMac:
+    return SwarmKeys(b"key").request_pieces("0" * 32)
 
 
 class Source:
@@ -33,9 +35,9 @@ class Source:
 
 
 async def written(meta: bytes, vector: bytes, keyed: bool = True) -> bytes:
-    mac = MAC if keyed else None
-    chunks = [bytes(chunk) async for chunk in body_chunks(meta, views_of(memoryview(vector)), mac)]
-    return b"".join(chunks)
+    chunks = body_chunks(meta, views_of(memoryview(vector)), mac() if keyed else None)
+
+    return b"".join([bytes(chunk) async for chunk in chunks])
 
 
 @pytest.mark.parametrize("keyed", [True, False])
@@ -46,7 +48,7 @@ async def test_what_is_written_is_read(keyed: bool, nbytes: int, portion: int) -
     body = await written(b"meta", vector, keyed)
     assert len(body) == body_nbytes(4, nbytes, keyed)
     source = Source([body[i : i + portion] for i in range(0, len(body), portion)])
-    reader = BodyReader(source, MAC if keyed else None, 1.0)
+    reader = BodyReader(source, mac() if keyed else None, 1.0)
     out = bytearray(nbytes)
     assert await reader.meta(4) == b"meta"
     await reader.vector_into(memoryview(out))
@@ -56,7 +58,7 @@ async def test_what_is_written_is_read(keyed: bool, nbytes: int, portion: int) -
 
 async def test_single_bytes_make_a_body_too() -> None:
     body = await written(b"meta", b"vector")
-    reader = BodyReader(Source([bytes([byte]) for byte in body]), MAC, 1.0)
+    reader = BodyReader(Source([bytes([byte]) for byte in body]), mac(), 1.0)
     out = bytearray(6)
     assert await reader.meta(4) == b"meta"
     await reader.vector_into(memoryview(out))
@@ -72,20 +74,20 @@ async def test_truncated_overlong_and_changed_bodies() -> None:
         (body[:20] + b"V" + body[21:], WireError, "piece 1"),
     ]
     for bad, kind, word in cases:
-        reader = BodyReader(Source([bad]), MAC, 1.0)
+        reader = BodyReader(Source([bad]), mac(), 1.0)
         assert await reader.meta(4) == b"meta"
         with pytest.raises(kind, match=word):
             await reader.vector_into(memoryview(bytearray(6)))
-    with pytest.raises(WireError, match="piece 0"):
-        await BodyReader(Source([b"M" + body[1:]]), MAC, 1.0).meta(4)
-    reader = BodyReader(Source([await written(b"meta", b""), b"x"]), MAC, 1.0)
+    with pytest.raises(WireError, match="metadata isn't authentic"):
+        await BodyReader(Source([b"M" + body[1:]]), mac(), 1.0).meta(4)
+    reader = BodyReader(Source([await written(b"meta", b""), b"x"]), mac(), 1.0)
     await reader.meta(4)
     with pytest.raises(OverlongError):
         await reader.end()
 
 
 async def test_silence_is_a_timeout() -> None:
-    reader = BodyReader(Source([b"me"], silent=True), MAC, 0.01)
+    reader = BodyReader(Source([b"me"], silent=True), mac(), 0.01)
     with pytest.raises(PeerTimeoutError, match="no byte"):
         await reader.meta(4)
 
@@ -96,4 +98,4 @@ async def test_a_connection_that_breaks_is_a_wire_error() -> None:
             raise ConnectionResetError("gone")
 
     with pytest.raises(WireError, match="broke off"):
-        await BodyReader(Broken(), MAC, 1.0).meta(4)
+        await BodyReader(Broken(), mac(), 1.0).meta(4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdrl.transport.http.watchdog import ConnectionPace
+from p2pdrl.transport.http.listener import ConnectionPace
 from p2pdrl.transport.limits import TransportLimits
 
 LIMITS = TransportLimits(header_deadline_s=8.0, stall_deadline_s=8.0, min_body_bytes_s=100.0)

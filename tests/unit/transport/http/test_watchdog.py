@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from p2pdrl.clock import ManualClock
-from p2pdrl.transport.counters import OTHER_PEERS, TrafficCounters
-from p2pdrl.transport.http.watchdog import Watchdog, Watched
+from p2pdrl.transport.http.listener import Watchdog, Watched
 from p2pdrl.transport.limits import TransportLimits
+from p2pdrl.transport.protocol import OTHER_PEERS, TrafficCounters
 
 
 class FakeTransport(asyncio.Transport):

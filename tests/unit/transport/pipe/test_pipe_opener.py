@@ -29,7 +29,7 @@ def answered(nonce: str, mac: bytes | None = None, **more: Any) -> bytes:
     """The answer to a request for a pipe, right in all that isn't overridden."""
     ours = new_nonce()
     if mac is None:
-        mac = KEYS.answer_pieces(nonce, ours).of(0, META)
+        mac = KEYS.answer_pieces(nonce, ours).of(META)
     more = {"change": lambda head: replace(head, meta_nbytes=len(META)), "upgrade": "p2pdrl-pipe", **more}
     return opened(nonce, answer_nonce=ours, extra=META + mac, **more)
 
@@ -61,7 +61,7 @@ async def test_the_answer_and_what_follows_it_at_once() -> None:
     def opening(nonce: str) -> bytes:
         ours = new_nonce()
         keys.append(KEYS.pipe(nonce, ours))
-        mac = KEYS.answer_pieces(nonce, ours).of(0, META)
+        mac = KEYS.answer_pieces(nonce, ours).of(META)
         early = Writer(keys[0][1]).message(4, b"early", b"vector")
         return opened(
             nonce,

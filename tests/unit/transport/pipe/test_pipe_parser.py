@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdrl.errors import WireError
-from p2pdrl.transport.auth import MAC_BYTES, SerialMac
+from p2pdrl.transport.auth import MAC_BYTES, PieceMac
 from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.pipe.frames import (
     HEAD_BYTES,
@@ -28,7 +28,7 @@ MOST_NBYTES = 4 * PIECE_BYTES
 
 
 def parser(keyed: bool = True, first: bytes = b"", into: PipeBuffer = anywhere) -> PipeParser:
-    return PipeParser(SerialMac(THEIRS) if keyed else None, first, into, MOST_NBYTES)
+    return PipeParser(PieceMac(THEIRS) if keyed else None, first, into, MOST_NBYTES)
 
 
 def feed(made: PipeParser, data: bytes) -> list[PipeMessage]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from p2pdrl.transport.framing import HEAD_BYTES
 from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.protocol import Incoming, Reply
-from p2pdrl.transport.stream.frames import HEAD_BYTES
 
 from ..stream_callers import BIG, Caller, Served, asking, stream, until
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import PeerTimeoutError, WireError
-from p2pdrl.transport.filling import STAGE_BYTES, Filling
+from p2pdrl.transport.framing import STAGE_BYTES, Filling, batches
 from p2pdrl.transport.limits import PIECE_BYTES
-from p2pdrl.transport.pieces import batches
 from p2pdrl.transport.stream.socket import StreamSocket
 
 Ends = tuple[StreamSocket, StreamSocket]

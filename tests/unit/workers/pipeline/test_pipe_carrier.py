@@ -13,7 +13,7 @@ import torch
 
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
 from p2pdrl.rl.pipeline.links import FramedLinks, ring
-from p2pdrl.transport.pieces import batches
+from p2pdrl.transport.framing import batches
 from p2pdrl.transport.pipe.frames import pack_head
 from p2pdrl.transport.pipe.ticket import PipeTicket
 from p2pdrl.workers.pipeline import pipe_carrier

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdrl.errors import WireError
-from p2pdrl.transport.stream.frames import HEAD_BYTES, AnswerFrame, CallFrame
+from p2pdrl.transport.framing import HEAD_BYTES, AnswerFrame, CallFrame
 
 
 @given(st.integers(1, 131), st.integers(0, 2**32 - 1), st.integers(0, 10**15))

@@ -1,0 +1,395 @@
+"""The bytes of every message between nodes, written and parsed without any input or output.
+
+    POST, body = metadata [mac] piece_1 [mac] piece_2 [mac] ...               the head is in HTTP's headers
+    call       = head(16) route metadata [mac] piece_1 [mac] ...              over a stream
+    answer     = head(16) metadata [mac] piece_1 [mac] ...                    over a stream, one for each call
+    message    = head(16) number(8) metadata [mac] piece_1 [mac] ...          over a pipe, either way
+
+A head is a mark (2 bytes), a code (2: what it means depends on the mark) and the lengths of metadata (4) and
+vector (8), big-endian. A vector is cut into pieces of 1 MiB, the last of which may be shorter. The first MAC
+covers all that precedes it, each other MAC its piece; without a swarm key there are no MACs.
+
+`batches` writes a frame; `UnreadBytes` takes in heads and metadata, `Filling` a vector, straight into its
+buffer. Learner processes use this too, so it imports little.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from p2pdrl.errors import WireError
+from p2pdrl.transport.auth import MAC_BYTES, PieceMac
+from p2pdrl.transport.limits import PIECE_BYTES
+
+__all__ = [
+    "HEAD_BYTES",
+    "STAGE_BYTES",
+    "AnswerFrame",
+    "Buffer",
+    "CallFrame",
+    "Filling",
+    "OverlongError",
+    "UnreadBytes",
+    "Views",
+    "batches",
+    "body_nbytes",
+    "checked_buffer",
+    "cut",
+    "join_views",
+    "pack_head",
+    "pieces_of",
+    "seal",
+    "unpack_head",
+    "unseal",
+    "unsent",
+    "views_of",
+]
+
+Buffer = bytes | bytearray | memoryview
+Views = Sequence[memoryview] | memoryview | None
+
+
+class OverlongError(WireError):
+    """More bytes came than the head announced."""
+
+
+# Heads
+
+_HEAD = struct.Struct(">2sHIQ")
+HEAD_BYTES = _HEAD.size
+_MAX_VECTOR_BYTES = 10**15
+_MAX_META_BYTES = (1 << 32) - 1
+
+
+def pack_head(mark: bytes, code: int, meta_nbytes: int, vector_nbytes: int) -> bytes:
+    """Return the bytes of a head.
+
+    Raises:
+        ValueError: a length is greater than a head can say.
+    """
+    if meta_nbytes > _MAX_META_BYTES or vector_nbytes > _MAX_VECTOR_BYTES:
+        raise ValueError(f"{meta_nbytes} bytes of metadata and {vector_nbytes} are too long for a message")
+    return _HEAD.pack(mark, code, meta_nbytes, vector_nbytes)
+
+
+def unpack_head(data: Buffer, mark: bytes, what: str) -> tuple[int, int, int]:
+    """Return code, length of the metadata and length of the vector of a head with this mark.
+
+    Raises:
+        WireError: ``data`` isn't such a head; ``what`` names it in the error.
+    """
+    found, code, meta_nbytes, vector_nbytes = _HEAD.unpack(data)
+    if found != mark:
+        raise WireError(f"what came isn't the head of {what}")
+    if vector_nbytes > _MAX_VECTOR_BYTES:
+        raise WireError(f"{what} announces a vector of {vector_nbytes} bytes")
+    return code, meta_nbytes, vector_nbytes
+
+
+_CALL_MARK, _ANSWER_MARK = b"pC", b"pA"
+_MAX_ROUTE_BYTES = 131
+_LAST = 1 << 15
+
+
+class CallFrame(NamedTuple):
+    """Head of a call; the length of the route's name (1-131) is the upper byte of its code."""
+
+    route_nbytes: int
+    meta_nbytes: int
+    vector_nbytes: int
+
+    def encode(self) -> bytes:
+        """Return the head's bytes; raises ``ValueError`` as `pack_head`."""
+        return pack_head(_CALL_MARK, self.route_nbytes << 8, self.meta_nbytes, self.vector_nbytes)
+
+    @classmethod
+    def decode(cls, data: Buffer) -> CallFrame:
+        """Parse a head; raises `WireError`."""
+        code, meta_nbytes, vector_nbytes = unpack_head(data, _CALL_MARK, "a call")
+        route_nbytes, zero = divmod(code, 256)
+        if zero or not 1 <= route_nbytes <= _MAX_ROUTE_BYTES:
+            raise WireError("what came isn't the head of a call")
+        return cls(route_nbytes, meta_nbytes, vector_nbytes)
+
+
+class AnswerFrame(NamedTuple):
+    """Head of an answer.
+
+    Attributes:
+        status: 200, or 400-599 for a refusal, whose reason is the metadata.
+        last: no further call is taken on this stream; the highest bit of the code.
+    """
+
+    status: int
+    meta_nbytes: int
+    vector_nbytes: int
+    last: bool
+
+    def encode(self) -> bytes:
+        """Return the head's bytes; raises ``ValueError`` as `pack_head`."""
+        code = self.status | (_LAST if self.last else 0)
+        return pack_head(_ANSWER_MARK, code, self.meta_nbytes, self.vector_nbytes)
+
+    @classmethod
+    def decode(cls, data: Buffer) -> AnswerFrame:
+        """Parse a head; raises `WireError`."""
+        code, meta_nbytes, vector_nbytes = unpack_head(data, _ANSWER_MARK, "an answer")
+        last, status = bool(code & _LAST), code & ~_LAST
+        if not (status == 200 or 400 <= status <= 599):
+            raise WireError("what came isn't the head of an answer")
+        return cls(status, meta_nbytes, vector_nbytes, last)
+
+
+def seal(meta: bytes, mac: PieceMac | None) -> bytes:
+    """Return metadata with their MAC."""
+    return meta if mac is None else meta + mac.of(meta)
+
+
+def unseal(sealed: bytes, mac: PieceMac | None, what: str, head: bytes = b"") -> bytes:
+    """Check the MAC behind metadata, which covers ``head`` too, and return the metadata.
+
+    Raises:
+        WireError: the MAC is wrong; ``what`` names the message in the error.
+    """
+    if mac is None:
+        return sealed
+    meta = sealed[:-MAC_BYTES]
+    if not mac.good(head + meta, sealed[-MAC_BYTES:]):
+        raise WireError(f"{what} isn't authentic")
+    return meta
+
+
+def checked_buffer(out: memoryview | None, vector_nbytes: int, what: str) -> memoryview:
+    """Return the bytes of the buffer that the receiver gave for a vector.
+
+    Raises:
+        WireError: it gave none; ``what`` names the message in the error.
+        ValueError: it has another length.
+    """
+    if out is None:
+        raise WireError(f"{what} carries a vector of {vector_nbytes} bytes that isn't wanted")
+    if out.nbytes != vector_nbytes:
+        raise ValueError(f"the buffer holds {out.nbytes} bytes, the vector has {vector_nbytes}")
+    return out.cast("B")
+
+
+# Writing
+
+_MAX_BUFFERS = 64
+
+
+def views_of(vector: Views) -> list[memoryview]:
+    """Return the vector as byte views, empty ones left out.
+
+    Raises:
+        ValueError: a view isn't contiguous.
+    """
+    if isinstance(vector, memoryview) and vector.ndim == 1 and vector.format == "B" and vector.contiguous:
+        return [vector] if vector.nbytes else []
+    views = [vector] if isinstance(vector, memoryview) else list(vector or ())
+    if not all(view.c_contiguous for view in views):
+        raise ValueError("a vector has to be contiguous")
+    return [view.cast("B") for view in views if view.nbytes]
+
+
+def join_views(vector: Views) -> bytes:
+    """Return a copy of the whole vector."""
+    return b"".join(views_of(vector))
+
+
+def cut(views: Sequence[memoryview], piece_bytes: int = PIECE_BYTES) -> Iterator[memoryview]:
+    """Yield the concatenation of ``views`` in pieces; only a piece that spans two views is copied."""
+    spill = bytearray()
+    for view in views:
+        start = 0
+        if spill:
+            start = min(piece_bytes - len(spill), len(view))
+            spill += view[:start]
+            if len(spill) < piece_bytes:
+                continue
+            yield memoryview(spill)
+            spill = bytearray()
+        while len(view) - start >= piece_bytes:
+            yield view[start : start + piece_bytes]
+            start += piece_bytes
+        spill += view[start:]
+    if spill:
+        yield memoryview(spill)
+
+
+def pieces_of(vector_nbytes: int) -> int:
+    """Return how many pieces a vector has."""
+    return -(-vector_nbytes // PIECE_BYTES)
+
+
+def body_nbytes(meta_nbytes: int, vector_nbytes: int, with_macs: bool) -> int:
+    """Return the length of metadata, vector and their MACs."""
+    macs = 1 + pieces_of(vector_nbytes) if with_macs else 0
+    return meta_nbytes + vector_nbytes + macs * MAC_BYTES
+
+
+def batches(first: bytes, views: Sequence[memoryview], mac: PieceMac | None) -> Iterator[list[Buffer]]:
+    """Yield a frame as lists of buffers, each list to be sent by one system call.
+
+    A list is about one piece long, so that no call holds the event loop for long; what comes first
+    travels with the first piece, so that a short frame is one list. Nothing is copied but pieces that
+    need a MAC and span two views. MACs are made when their turn comes.
+
+    Args:
+        first: everything before the vector, without its MAC.
+        views: the vector.
+        mac: makes MACs; None without a swarm key.
+    """
+    batch: list[Buffer] = [first]
+    if mac is not None:
+        batch.append(mac.of(first))
+        for piece in cut(views):
+            batch += (piece, mac.of(piece))
+            yield batch
+            batch = []
+    else:
+        nbytes = 0
+        for view in views:
+            for start in range(0, len(view), PIECE_BYTES):
+                part = view[start : start + PIECE_BYTES]
+                batch.append(part)
+                nbytes += len(part)
+                if nbytes >= PIECE_BYTES or len(batch) == _MAX_BUFFERS:
+                    yield batch
+                    batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def unsent(batch: Sequence[Buffer], sent_nbytes: int) -> list[Buffer]:
+    """Return what is left of a list of buffers when the first ``sent_nbytes`` were sent."""
+    for index, buffer in enumerate(batch):
+        if sent_nbytes < len(buffer):
+            return [memoryview(buffer)[sent_nbytes:], *batch[index + 1 :]]
+        sent_nbytes -= len(buffer)
+    return []
+
+
+# Parsing
+
+STAGE_BYTES = 32768
+"""Size of `UnreadBytes` where nothing longer is needed."""
+
+
+class UnreadBytes:
+    """A buffer for bytes that came and that nobody has asked for yet.
+
+    Args:
+        first: bytes that are there already.
+        size: the most that can lie here, and so be taken, at once.
+    """
+
+    def __init__(self, first: Buffer = b"", size: int = STAGE_BYTES) -> None:
+        self._bytes = memoryview(bytearray(size))
+        self._size = size
+        self._from, self._to = 0, len(first)
+        self._bytes[: self._to] = first
+
+    def __len__(self) -> int:
+        return self._to - self._from
+
+    def room(self, nbytes: int = 1) -> memoryview:
+        """Return where the next bytes go, empty when full; ``nbytes`` in all will fit here at once."""
+        if self._size - self._from < nbytes:
+            self._to -= self._from
+            self._bytes[: self._to] = self._bytes[self._from : self._from + self._to]
+            self._from = 0
+        return self._bytes[self._to :]
+
+    def came(self, nbytes: int) -> None:
+        """Note that the first ``nbytes`` of `room` hold what came."""
+        self._to += nbytes
+
+    def peek(self) -> memoryview:
+        """Return what lies here."""
+        return self._bytes[self._from : self._to]
+
+    def take(self, nbytes: int) -> bytes:
+        """Return the first ``nbytes``, and forget them."""
+        data = self._bytes[self._from : self._from + nbytes].tobytes()
+        self._used(nbytes)
+        return data
+
+    def pour(self, filling: Filling) -> None:
+        """Give ``filling`` what it needs; raises `WireError` for a piece that isn't authentic."""
+        self._used(filling.copy(self.peek()))
+
+    def _used(self, nbytes: int) -> None:
+        self._from += nbytes
+        if self._from == self._to:
+            self._from = self._to = 0
+
+
+_NO_TAIL = memoryview(b"")
+
+
+class Filling:
+    """A buffer that fills with pieces as they come, each checked when it is whole.
+
+    Args:
+        out: where the bytes go.
+        mac: checks pieces; None when there are no MACs.
+
+    Attributes:
+        out: as given.
+        taken_nbytes: bytes that came, MACs included.
+    """
+
+    def __init__(self, out: memoryview, mac: PieceMac | None) -> None:
+        self.taken_nbytes = 0
+        self.out = out
+        self._mac = mac
+        self._start = 0
+        self._piece = out[:PIECE_BYTES]
+        self._at = 0
+        self._tail = memoryview(bytearray(MAC_BYTES)) if mac is not None else _NO_TAIL
+
+    @property
+    def full(self) -> bool:
+        """Whether everything came and is authentic."""
+        return self._start >= len(self.out)
+
+    def room(self) -> list[memoryview]:
+        """Return where the next bytes go: never more than the rest of one piece and its MAC."""
+        missing = len(self._piece) - self._at
+        if missing <= 0:
+            return [self._tail[-missing:]]
+        return [self._piece[self._at :], self._tail] if self._tail else [self._piece[self._at :]]
+
+    def took(self, nbytes: int) -> None:
+        """Note that the first ``nbytes`` of `room` hold what came.
+
+        Raises:
+            WireError: a piece isn't authentic.
+        """
+        self.taken_nbytes += nbytes
+        self._at += nbytes
+        if self._at < len(self._piece) + len(self._tail):
+            return
+        if self._mac is not None and not self._mac.good(self._piece, self._tail):
+            raise WireError(f"piece {self._start // PIECE_BYTES + 1} of the vector isn't authentic")
+        self._start += PIECE_BYTES
+        self._piece = self.out[self._start : self._start + PIECE_BYTES]
+        self._at = 0
+
+    def copy(self, data: memoryview) -> int:
+        """Take what is needed from the front of ``data``; return how many bytes that were.
+
+        Raises:
+            WireError: a piece isn't authentic.
+        """
+        used = 0
+        while used < len(data) and not self.full:
+            room = self.room()[0]
+            count = min(len(room), len(data) - used)
+            room[:count] = data[used : used + count]
+            used += count
+            self.took(count)
+        return used
