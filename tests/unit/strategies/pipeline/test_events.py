@@ -12,8 +12,8 @@ from p2pdrl.config.checks import Problem
 from p2pdrl.config.strategy import PipelineConfig
 from p2pdrl.pipeline.plan import StageNews
 from p2pdrl.strategies.pipeline.events import PipelineEvents, PipelineStatus
+from p2pdrl.strategies.pipeline.forming import generation_of
 from p2pdrl.strategies.pipeline.layout import lay_out
-from p2pdrl.strategies.pipeline.rank_setup import generation_of
 from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.testing.virtual_swarm import FakeSwarm
 
