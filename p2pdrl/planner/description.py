@@ -99,7 +99,7 @@ class CallCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """
 
     call_s: NonNegative = 0.001
-    """Processor time of one call at each of its ends: HTTP, checks, judgement."""
+    """Processor time of one call at each of its ends: HTTP and checks."""
     byte_s: NonNegative = 2.5e-9
     """Processor time per byte of payload at each end: encode, copy, decode, check, mix."""
     post_s: NonNegative = 0.002

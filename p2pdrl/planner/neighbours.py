@@ -1,8 +1,8 @@
-"""D-PSGD in virtual time: rounds with neighbours on the real graph, with the real weights and patience.
+"""D-PSGD in virtual time: rounds with neighbours on the real graph, with the real weights and timeouts.
 
 A node's round begins when its learner posts; an edge counts once both ends stand in the same round, and the
-lower id's call has gone and come; a node mixes when all its edges count or are known not to, or its patience
-is at its end. Who hears that its neighbours are further on meets them there. See
+lower id's call has gone and come; a node mixes when all its edges count or are known not to, or its timeout
+is over. Who hears that its neighbours are further on meets them there. See
 `strategies.neighbours.dsgd`. With ``exchanges = "gradients"`` parameters are mixed each
 ``parameters_every`` rounds, within the same call of this model.
 """
@@ -38,7 +38,7 @@ class NeighboursModel(Model):
         size = world.swarm.size
         self._parameters = dense_nbytes(size, config.compression)
         self._gradients = payload_nbytes(size, config.compression, keep=config.keep, moved=world.swarm.moved)
-        self._patience = [AdaptiveTimeout(config.deadline_s) for _ in world.ids]
+        self._timeouts = [AdaptiveTimeout(config.deadline_s) for _ in world.ids]
         self._number = [0] * world.capacity
         self._began_s = [-1.0] * world.capacity
         """When a round began; below zero: the learner is at work."""
@@ -118,9 +118,9 @@ class NeighboursModel(Model):
             if other not in self._met[me]:
                 self._look(me, other, number)
         if not self._settled(me):
-            patience_s = self._patience[me].deadline_s
-            self.events.at(now_s + HOLD * patience_s, self._impatient, me, number, True)
-            self.events.at(now_s + patience_s, self._impatient, me, number, False)
+            timeout_s = self._timeouts[me].deadline_s
+            self.events.at(now_s + HOLD * timeout_s, self._timed_out, me, number, True)
+            self.events.at(now_s + timeout_s, self._timed_out, me, number, False)
 
     def _look(self, me: int, other: int, number: int) -> None:
         """A round has begun at ``me``: what that means for one of its edges."""
@@ -130,7 +130,7 @@ class NeighboursModel(Model):
                 self._miss(me, other)
                 last, began_s = self._last[other]
                 if last == number:
-                    self._patience[other].observe(self.world.now_s - began_s)
+                    self._timeouts[other].observe(self.world.now_s - began_s)
         elif there and theirs == number:
             self._edge(min(me, other), max(me, other))
         elif there:
@@ -192,10 +192,10 @@ class NeighboursModel(Model):
         for me, other, at_s in ((low, high, end_s), (high, low, back.written_s)):
             self._answering[me].discard(other)
             self._met[me][other] = (at_s, version[other], x_NE[other].copy())
-            self._patience[me].observe(at_s - self._began_s[me])
+            self._timeouts[me].observe(at_s - self._began_s[me])
             self._settled(me)
 
-    def _impatient(self, me: int, number: int, called: bool) -> None:
+    def _timed_out(self, me: int, number: int, called: bool) -> None:
         """Wait no longer for neighbours whom we ``called``, or for those that are to call us."""
         if self._number[me] != number or self._began_s[me] < 0:
             return
@@ -203,7 +203,7 @@ class NeighboursModel(Model):
         for other in self._weights[me]:
             if (other > me) == called and not self._known(me, other):
                 if called:  # it lives, and is slower than we thought
-                    self._patience[me].observe(2.0 * took_s)
+                    self._timeouts[me].observe(2.0 * took_s)
                 self._miss(me, other)
 
     def _end(self, me: int, number: int) -> None:

@@ -115,7 +115,7 @@ class ServersSyncModel(ServersModel):
     def __init__(self, config: ServerSyncConfig, world: World) -> None:
         super().__init__(config, world, differences=True)
         self._config = config
-        self._patience = AdaptiveTimeout(config.deadline_s)
+        self._timeout = AdaptiveTimeout(config.deadline_s)
         self._number = 0
         self._first_s = 0.0
         self._based = [0] * world.capacity
@@ -163,19 +163,19 @@ class ServersSyncModel(ServersModel):
     def _taken(self, node: int) -> None:
         now_s = self.world.now_s
         if self._based[node] < self._number:
-            self._patience.observe(now_s - self._first_s)
+            self._timeout.observe(now_s - self._first_s)
             self.statistics.loss(node, "late")
             self._give(node, merged=False)
             return
         if not self._here:
             self._first_s = now_s
-            self.events.at(now_s + self._patience.deadline_s, self._impatient, self._number)
-        self._patience.observe(now_s - self._first_s)
+            self.events.at(now_s + self._timeout.deadline_s, self._timed_out, self._number)
+        self._timeout.observe(now_s - self._first_s)
         self._here[node] = self._posted_s[node]
         if len(self._here) >= max(1, len(self.world.view) - self._config.backups):
             self._close()
 
-    def _impatient(self, number: int) -> None:
+    def _timed_out(self, number: int) -> None:
         least = max(1, math.ceil(self._config.quorum * len(self.world.view)))
         if number == self._number and len(self._here) >= least:
             self._close()

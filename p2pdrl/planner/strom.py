@@ -1,9 +1,9 @@
 """Threshold messages to everybody, in virtual time (Strom 2015); see `strategies.relay.strom`.
 
-A node's message goes to all others at once, and each of these pushes counts as a round. With a thousand nodes
-that is a million pushes for one update of each, so that a message's way to all is computed in one walk over
-arrays, and its arrivals are counted at once. Replicas begin equal, and what one adds all add: there is no
-distance to lose.
+A node's messages go to all others at once, each of these pushes counts as a round, and what is made before
+all have answered goes with the next one. With a thousand nodes that is a million pushes for one update of
+each, so a message's way to all is computed in one walk over arrays, and its arrivals are counted at once.
+Replicas begin equal, and what one adds all add: there is no distance to lose.
 
 More than `strategies.relay.strom.DIRECT_MEMBERS` real nodes pass messages on along a sparse graph instead.
 That isn't modelled: for so many this says what sending straight to all would cost.
