@@ -104,7 +104,7 @@ def test_strangers_and_browsers(victim):
     unchanged.check()
 
 
-ROUTES = ("exchange", "state", "rumours", "swim/ping", "swim/gossip", "swim/join", "swim/sync", "swim/delta")
+ROUTES = ("exchange", "state", "metrics", "swim/ping", "swim/gossip", "swim/join", "swim/sync", "swim/delta")
 MALFORMED = {
     "garbage": b"\xff" * 4,
     "deep": b"\x91" * 20000,

@@ -19,7 +19,7 @@ from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transpo
 
 __all__ = ["MAX_META_BYTES", "ROUTE", "GossipBudget", "MetricsGossip", "by_table", "rows_of"]
 
-ROUTE = "gossip"
+ROUTE = "metrics"
 MAX_META_BYTES = 1 << 20
 MESSAGE_BYTES = MAX_META_BYTES // 2
 REPORTS = 12
