@@ -22,9 +22,9 @@ from p2pdrl.errors import P2PDRLError, UsageError, WorkerError
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import SharedPolicy
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
-from p2pdrl.workers.actor_protocol import Act, ActorFailed, Acts, decode_act, frame
+from p2pdrl.workers.actor_protocol import Act, ActorFailed, Acts, decode_act
 from p2pdrl.workers.child import crash_of, die_with_parent, print_patiently
-from p2pdrl.workers.protocol import FrameBuffer
+from p2pdrl.workers.protocol import FrameBuffer, frame
 from p2pdrl.workers.waiting import PollPause
 
 if TYPE_CHECKING:

@@ -18,8 +18,6 @@ module.
 
 from __future__ import annotations
 
-import struct
-
 import msgspec
 
 from p2pdrl.transport.codec import decode
@@ -33,10 +31,8 @@ __all__ = [
     "actor_seed",
     "decode_act",
     "decode_from_actor",
-    "frame",
 ]
 
-_LENGTH = struct.Struct("<I")
 _ACTOR_STEP = 0x9E3779B1  # 2³²/φ, odd
 _LIFE_STEP = 0x85EBCA77
 
@@ -72,15 +68,6 @@ class ActorFailed(msgspec.Struct, frozen=True, tag="actor_failed"):
 
 
 FromActor = Acts | ActorFailed | Crashed
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-def frame(message: Act | FromActor) -> bytes:
-    """Return ``message`` as one frame."""
-    body = _encoder.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
 
 def decode_act(body: bytes) -> Act:
     """Decode the frame's body that an actor reads.

@@ -289,7 +289,7 @@ FromLearner = Hello | Report | Posted | LearnerFailed | Crashed | Alive | Blocks
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: ToLearner | FromLearner) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """Return ``message`` as one frame."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
