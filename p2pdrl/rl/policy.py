@@ -1,6 +1,6 @@
 """The policy and value function: one module that acts and judges.
 
-``trainer`` builds it, ``rollout`` and ``evaluate`` let it act, ``gradients`` differentiates through
+``registry`` builds it, ``rollout`` and ``evaluate`` let it act, ``gradients`` differentiates through
 ``outputs``, ``sequential`` cuts it into blocks. Vector observations get two separate networks; images, and
 whatever has a transformer or a memory, one shared trunk (as in Mnih 2016).
 
@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from p2pdrl.config.task import NetworkConfig
-from p2pdrl.rl.distributions import Categorical, DiagonalGaussian, Distribution
+from p2pdrl.rl.distributions import Categorical, DiagonalGaussian, Distribution, PolicyOutputs, distribution
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.networks.layers import Dense, initialise, mlp
 from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.networks.registry import make_trunk, resolve_kind
-from p2pdrl.rl.outputs import PolicyOutputs, distribution
 
 __all__ = ["ActorCritic"]
 

@@ -20,20 +20,17 @@ from p2pdrl.rl.algorithms.regression import (
     regression_layers,
     regression_model,
 )
-from p2pdrl.rl.engines import DEFAULT, EngineOptions, make_engine
+from p2pdrl.rl.engines import DEFAULT, EngineOptions, make_engine, module_forward, policy_forward
 from p2pdrl.rl.envs import EnvSpec, make_vector_env
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.forward import module_forward, policy_forward
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.pipeline.parts import ModelParts, module_parts, policy_parts
 from p2pdrl.rl.pipeline.tensor_specs import RowSpec
 from p2pdrl.rl.policy import ActorCritic
-from p2pdrl.rl.regression_data import make_rows
 from p2pdrl.rl.rollout import Collector, Unroll
-from p2pdrl.rl.sources.inline import InlineSource
-from p2pdrl.rl.sources.rows import RowSource
-from p2pdrl.rl.sources.scaling import UnrollScaler
+from p2pdrl.rl.sources.rows import RowSource, make_rows
 from p2pdrl.rl.sources.source import Source
+from p2pdrl.rl.sources.unrolls import InlineSource, UnrollScaler
 from p2pdrl.rl.trainer import Trainer, resolve_device
 
 __all__ = ["Acting", "SourceMaker", "build_trainer"]

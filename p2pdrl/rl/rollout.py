@@ -1,6 +1,6 @@
 """The collector: runs the policy in the environments and hands out unrolls.
 
-Sources call ``collect``: in the learner's process (``sources.inline``) once per update, in actor processes
+Sources call ``collect``: in the learner's process (``sources.unrolls``) once per update, in actor processes
 (`workers.actor`) over and over. On the hot path there is one forward pass of the actor and
 one environment step; noise is drawn for the whole unroll before it, log-probabilities and values are
 computed for the whole unroll after it: for a recurrent policy from the state that it had at the beginning,
@@ -21,10 +21,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from p2pdrl.rl.distributions import distribution
 from p2pdrl.rl.envs import Discrete, VectorEnv
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.normalize import RunningNormalizer
-from p2pdrl.rl.outputs import distribution
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.sources.source import Batch
 

@@ -21,13 +21,12 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
 from p2pdrl.rl.engines import EngineOptions
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import GradientEngine
+from p2pdrl.rl.gradients import GradientEngine, Stepper
 from p2pdrl.rl.normalize import RunningNormalizer
 from p2pdrl.rl.pipeline.model_split import SplitEngine, split_engine
 from p2pdrl.rl.pipeline.parts import ModelParts
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.sources.source import Source
-from p2pdrl.rl.stepping import Stepper
 from p2pdrl.tensors.layout import Layout
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout

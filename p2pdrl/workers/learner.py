@@ -6,10 +6,10 @@ One turn of its loop:
 1. read the daemon's messages (pace, progress, others' normaliser moments, another learner mode, stop),
    before the first turn until the pace is known;
 2. bring another learner mode into force (`learner_modes`), and under one of stages another order
-(`pipeline.stage_runner`);
+   (`pipeline.stage_runner`);
 3. take what peers changed from the board's inbox: add a delta, or replace everything by a set (`replica`);
 4. collect one unroll and update; some learner modes post gradients or parameters and wait meanwhile
-(`requests`);
+   (`learner_modes`);
    as a stage of a pipeline the learner takes part in another's updates instead, unless it is the first;
 5. publish parameters and sidecar, let actor processes go on with them, report.
 
@@ -37,7 +37,7 @@ from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.transport.codec import decode
-from p2pdrl.workers.child import crash_of, die_with_parent, print_patiently
+from p2pdrl.workers.child import PollPause, crash_of, die_with_parent, print_patiently
 from p2pdrl.workers.learner_modes import ModeSwitcher
 from p2pdrl.workers.mailbox import Mailbox
 from p2pdrl.workers.pipeline.protocol import Finish, Measure, StartStage, Trace
@@ -60,7 +60,6 @@ from p2pdrl.workers.protocol import (
     WorkMode,
 )
 from p2pdrl.workers.replica import Replica
-from p2pdrl.workers.waiting import PollPause
 
 if TYPE_CHECKING:
     from p2pdrl.rl.sources.source import Source

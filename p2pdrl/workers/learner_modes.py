@@ -1,29 +1,298 @@
-"""Brings the learner mode that the daemon asks for about, between two updates of a running learner.
+"""The learner's side of a strategy: the learner mode in force, its requests, and its waits for answers.
 
-What a learner mode needs (the ring for gradients, a stepper that posts them, the vector that the learners of
-one node share) is put up here when it comes into force and taken down when the next one does. Between two
-updates of a learner mode that sends parameters, this is where the learner posts and waits.
+``ModeSwitcher`` brings the learner mode that the daemon asks for into force between two updates, with what it
+needs: the ring for gradients, a stepper that sends them, the vector that the learners of one node share.
+Between two updates of a learner mode that sends parameters, it posts them and waits.
 """
 
 from __future__ import annotations
 
+import math
+import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from p2pdrl.config.learner_mode import FREE, LearnerMode
+from p2pdrl.rl.flat import FlatSpan
+from p2pdrl.rl.optimizers import Optimizer, clip_gradients, gradient_norm
 from p2pdrl.tensors.gradient_ring import GradientRing
 from p2pdrl.tensors.shared_memory import SharedRegion, SharedVector
-from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
+from p2pdrl.workers.protocol import Posted, PostKind, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
-from p2pdrl.workers.requests import RequestPoster
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.stepping import Stepper
+    from p2pdrl.rl.gradients import Stepper
     from p2pdrl.rl.trainer import Trainer
 
-__all__ = ["ModeSwitcher"]
+__all__ = ["ModeSwitcher", "PostingStepper", "RequestPoster"]
+
+POLL_S = 0.05
+FLUSH_POLL_S = 0.002
+FLUSH_LIMIT_S = 5.0
+BACKSTOP_S = 60.0
+"""The longest wait for an answer, not counting pauses. Strategies have deadlines of their own, far below; a
+learner that comes here goes on alone until what it posted is answered, and says so with its next post."""
+
+
+class RequestPoster:
+    """The posts of one learner_mode.
+
+    Args:
+        work: the learner mode and its epoch.
+        first: number of the first post.
+        say: sends a message to the daemon.
+        listen: reads messages, up to so many seconds long, obeys them, and reports when that is due.
+        paused: whether the learner is held.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        work: WorkMode,
+        *,
+        first: int,
+        say: Callable[[Posted], None],
+        listen: Callable[[float], None],
+        paused: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._work = work
+        self._say = say
+        self._listen = listen
+        self._paused = paused
+        self._clock = clock
+        self._open: dict[int, int] = {}
+        self._answers: dict[int, tuple[RequestAnswer, int]] = {}
+        self._free = set(range(work.learner_mode.slots))
+        self._alone = False
+        self.next_number = first
+        self.over = False
+        """Whether another learner mode is in force, or none any more."""
+        self.heir: LearnerMode | None = None
+        """The learner mode that follows; None when the learner is to stop."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more posts are unanswered than may be while the learner goes on."""
+        return len(self._open) > self._work.learner_mode.ahead
+
+    def end(self, heir: LearnerMode | None) -> None:
+        """Give up everything: ``heir`` is in force from now on."""
+        self.over, self.heir = True, heir
+
+    def slot(self) -> int:
+        """A slot that the learner may write; -1 when the learner mode has none, or the daemon holds all."""
+        return min(self._free, default=-1)
+
+    def post(self, kind: PostKind, slot: int, policy_version: int, samples: int, *, left: int = 0) -> int:
+        """Hand ``slot`` over to the daemon (-1: none); return the post's number. `Posted` has the rest."""
+        number = self.next_number
+        self.next_number += 1
+        self._open[number] = slot
+        self._free.discard(slot)
+        epoch, alone = self._work.epoch, self._alone
+        self._say(Posted(number, epoch, kind, slot, policy_version, samples, alone=alone, left=left))
+        self._alone = False
+        return number
+
+    def hear(self, answer: RequestAnswer) -> None:
+        """Note an answer; one to something else is passed over."""
+        if not self.over and answer.epoch == self._work.epoch and answer.number in self._open:
+            self._answers[answer.number] = (answer, self._open.pop(answer.number))
+
+    def collect(self, use: Callable[[RequestAnswer, int], None]) -> None:
+        """Let ``use`` have each answer that came, and its slot, in order; then the slots are free again."""
+        while self._answers:
+            answer, slot = self._answers.pop(next(iter(self._answers)))
+            use(answer, slot)
+            if slot >= 0:
+                self._free.add(slot)
+
+    def hold(self) -> bool:
+        """Stand still while the learner is held; False once the learner mode is over."""
+        return self._wait_until(lambda: not self._paused(), BACKSTOP_S, POLL_S)
+
+    def wait(self) -> bool:
+        """Wait until no more posts are unanswered than the learner mode lets be.
+
+        Returns:
+            False when that didn't happen: the learner mode is over, or answers took longer than `BACKSTOP_S`.
+        """
+        if not self.crowded:
+            self._listen(0.0)
+        in_time = self._wait_until(lambda: not self.crowded, BACKSTOP_S, POLL_S)
+        if not in_time and not self.over:
+            self._alone = self._work.learner_mode.ahead == 0
+            print(f"learner: no answer for {BACKSTOP_S:g} s; it goes on alone meanwhile", file=sys.stderr)
+        return in_time
+
+    def take_set(self, replica: Replica, content: int) -> None:
+        """Take from the board what an answer spoke of, and publish.
+
+        Where the board's slot was in use as the strategy posted it, it lies there a little later: after
+        our publication and our next report.
+        """
+
+        def caught_up() -> bool:
+            replica.take()
+            replica.publish()
+            return replica.taken_id >= content
+
+        self._wait_until(caught_up, FLUSH_LIMIT_S, FLUSH_POLL_S)
+
+    def _wait_until(self, done: Callable[[], bool], limit_s: float, poll_s: float) -> bool:
+        while not done():
+            if self.over or limit_s <= 0:
+                return False
+            began_s = self._clock()
+            self._listen(min(poll_s, limit_s))
+            if not self._paused():
+                limit_s -= self._clock() - began_s
+        return not self.over
+
+
+class PostingStepper:
+    """Implements `rl.gradients.Stepper` for one learner mode that sends gradients.
+
+    Args:
+        learner_mode: what to do.
+        posts: of this learner_mode.
+        replica: the parameters, which are published before each post and taken from the board after it.
+        ring: where gradients lie.
+    """
+
+    def __init__(
+        self, learner_mode: LearnerMode, posts: RequestPoster, replica: Replica, ring: GradientRing
+    ) -> None:
+        self._learner_mode = learner_mode
+        self._posts = posts
+        self._replica = replica
+        self._slots = [torch.from_numpy(ring.slot(number)) for number in range(len(ring))]
+        self._sum_D: Tensor | None = None
+        self._gathered = 0
+        self._samples = 0
+        self._set_due: int | None = None
+        self._ends_update = False
+
+    @property
+    def ends_update(self) -> bool:
+        """Whether the answer to the last gradient ends the update."""
+        return self._ends_update
+
+    def step(
+        self,
+        flat: FlatSpan,
+        optimizer: Optimizer,
+        *,
+        learning_rate: float,
+        max_grad_norm: float,
+        samples: int,
+        left: int,
+    ) -> float:
+        """Use the mean gradient over ``samples`` rows in ``flat.gradients_D`` as the learner mode says.
+
+        Returns:
+            The norm of the gradient that was used, before it was clipped; infinite or NaN when the step was
+            skipped.
+        """
+        gradients_D = flat.gradients_D
+        before = self._learner_mode.clip == "before"
+        norm = clip_gradients(gradients_D, max_grad_norm) if before else gradient_norm(gradients_D)
+        finite = math.isfinite(norm)
+        if not finite:
+            gradients_D.zero_()
+        self._ends_update = False
+        awaited = None if self._posts.over else self._post(gradients_D, samples if finite else 0, left)
+        merged, told_rate = self._merge(gradients_D, awaited)
+        if merged:
+            norm = gradient_norm(gradients_D)
+        alone = self._posts.over and not merged
+        if self._may_step(alone=alone) and (finite or merged) and math.isfinite(norm):
+            if alone or not before:
+                clip_gradients(gradients_D, max_grad_norm)
+            optimizer.step(learning_rate if told_rate is None else told_rate)
+            self._replica.moved(versions=0)
+        elif alone:
+            norm = math.nan
+        self._take()
+        return norm
+
+    def _may_step(self, *, alone: bool) -> bool:
+        """Whether the optimizer steps; also by the rest of an update that a new mode came into."""
+        heir = self._posts.heir
+        return (heir is not None and heir.steps) if alone else self._learner_mode.steps
+
+    def _post(self, gradients_D: Tensor, samples: int, left: int) -> int | None:
+        """Post a gradient if one is due, and wait as the learner mode says; return the post's number."""
+        sum_D = self._gather(gradients_D, samples)
+        if self._posts.slot() < 0:  # a wait was given up; the answer has come since, too late for most of it
+            self._posts.collect(self._use_late)
+        slot = self._posts.slot()
+        nobody_waits = self._learner_mode.ahead > 0
+        if sum_D is None or slot < 0 or self._posts.crowded or (nobody_waits and self._samples == 0):
+            return None
+        if not self._posts.hold():  # an update of many gradients may take long
+            return None
+        self._slots[slot].copy_(sum_D)
+        self._replica.publish()
+        number = self._posts.post("gradients", slot, self._replica.version, self._samples, left=left)
+        self._posts.wait()
+        return number
+
+    def _gather(self, gradients_D: Tensor, samples: int) -> Tensor | None:
+        """Count a gradient in; return the sum to be posted when it is complete."""
+        if self._learner_mode.every == 1:
+            self._samples = samples
+            return gradients_D
+        if self._sum_D is None:
+            self._sum_D = torch.zeros_like(gradients_D)
+        if self._gathered == 0:
+            self._sum_D.zero_()
+            self._samples = 0
+        self._sum_D.add_(gradients_D)
+        self._samples += samples
+        self._gathered = (self._gathered + 1) % self._learner_mode.every
+        return None if self._gathered else self._sum_D
+
+    def _merge(self, gradients_D: Tensor, awaited: int | None) -> tuple[bool, float | None]:
+        """Bring in the answers that came.
+
+        Returns:
+            Whether ``gradients_D`` has become another gradient by them, and the learning rate that one of
+            them said.
+        """
+        merged, told_rate = False, None
+
+        def use(answer: RequestAnswer, slot: int) -> None:
+            nonlocal merged, told_rate
+            self._use_late(answer, slot)
+            self._ends_update |= answer.end_update and answer.number == awaited
+            if answer.kind == "replace" and answer.number == awaited and self._learner_mode.ahead == 0:
+                gradients_D.copy_(self._slots[slot])
+                told_rate = answer.learning_rate
+                merged = True
+            elif answer.kind == "add":
+                gradients_D.add_(self._slots[slot].to(gradients_D.device))
+                merged = True
+
+        self._posts.collect(use)
+        return merged, told_rate
+
+    def _use_late(self, answer: RequestAnswer, _: int) -> None:
+        if answer.kind == "set":
+            self._set_due = answer.content
+
+    def _take(self) -> None:
+        if self._set_due is None:
+            self._replica.take()
+            return
+        content, self._set_due = self._set_due, None
+        self._posts.take_set(self._replica, content)
 
 
 class ModeSwitcher:
@@ -150,7 +419,6 @@ class ModeSwitcher:
         learner_mode = work.learner_mode
         if learner_mode.sends == "gradients":
             # Not above: torch is slow to import, and a learner that runs freely has no need of it here.
-            from p2pdrl.workers.requests import PostingStepper
 
             if self._own_stepper is None:
                 self._own_stepper = self._trainer.stepper

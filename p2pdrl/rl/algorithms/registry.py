@@ -17,10 +17,10 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.a2c import A2C
 from p2pdrl.rl.algorithms.algorithm import Algorithm
 from p2pdrl.rl.algorithms.ppo import PPO
+from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Forward, GradientEngine
-from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
 
 __all__ = ["AlgorithmEntry", "Materials", "entry_of", "register"]

@@ -1,33 +1,68 @@
 """Supervised regression: the smallest thing that a swarm can train.
 
 Strategies are measured and checked on it against serial gradient descent, without the noise of reinforcement
-learning. Minus the loss on the evaluation's rows counts as the return of an episode.
+learning. Minus the loss on the evaluation's rows counts as the return of an episode. Both objectives have one
+target, ``targets``, and one term: the loss itself.
 
-Shape suffixes: D parameters, R rows, B rows of a batch.
+Shape suffixes: D parameters, R rows, N or B rows of a batch, C classes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from p2pdrl.config.task import RegressionConfig
-from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import GradientEngine, Minibatch
+from p2pdrl.rl.gradients import GradientEngine, Minibatch, Objective, Summed
 from p2pdrl.rl.networks.layers import Dense, initialise, mlp
 from p2pdrl.rl.networks.trunk import in_pairs
-from p2pdrl.rl.objectives.objective import Objective
-from p2pdrl.rl.objectives.regression import TARGETS, CrossEntropy, LeastSquares
 from p2pdrl.rl.optimizers import SGD, Adagrad, Adam, Momentum, Optimizer, RMSProp
-from p2pdrl.rl.regression_data import DataRows
-from p2pdrl.rl.schedules import annealed
-from p2pdrl.rl.sources.rows import RowBatch
+from p2pdrl.rl.sources.rows import DataRows, RowBatch
 
-__all__ = ["Regression", "RegressionEvaluation", "regression_layers", "regression_model"]
+__all__ = [
+    "TARGETS",
+    "CrossEntropy",
+    "LeastSquares",
+    "Regression",
+    "RegressionEvaluation",
+    "regression_layers",
+    "regression_model",
+]
+
+TARGETS = "targets"
+
+
+@dataclass(frozen=True)
+class LeastSquares(Summed):
+    """Half the squared error of a model with one output per row."""
+
+    target_names: ClassVar[tuple[str, ...]] = (TARGETS,)
+    terms: ClassVar[int] = 1
+
+    def __call__(self, outputs: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the loss over outputs N x 1 and float targets N, summed, and it again as the term."""
+        loss = 0.5 * self.total((outputs.squeeze(-1) - targets[TARGETS]).square(), targets)
+        return loss, loss.detach().unsqueeze(0)
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Summed):
+    """Minus the log-probability of the right class under softmax."""
+
+    target_names: ClassVar[tuple[str, ...]] = (TARGETS,)
+    terms: ClassVar[int] = 1
+
+    def __call__(self, outputs: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the loss over logits NC and classes N (int64), summed, and it again as the term."""
+        loss = self.total(nn.functional.cross_entropy(outputs, targets[TARGETS], reduction="none"), targets)
+        return loss, loss.detach().unsqueeze(0)
 
 
 class Regression(Algorithm[RowBatch]):

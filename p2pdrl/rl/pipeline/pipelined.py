@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from p2pdrl.rl.flat import FlatSpan
-from p2pdrl.rl.gradients import Minibatch, cut
-from p2pdrl.rl.objectives.objective import Objective, Outputs
+from p2pdrl.rl.gradients import Minibatch, Objective, Outputs, cut
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.links import Links
 from p2pdrl.rl.pipeline.messages import Opening, StepMessage, Sums, UpdateOver
 from p2pdrl.rl.pipeline.rank import Assembled, Rank
 from p2pdrl.rl.pipeline.runner import Recorder, Running
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.tuner import Tuner
+from p2pdrl.rl.tuned_gradients import Tuner
 
 __all__ = ["Pipelined"]
 

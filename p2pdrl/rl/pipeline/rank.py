@@ -25,7 +25,7 @@ from torch import Tensor
 
 from p2pdrl.errors import PeerUnreachableError, WireError
 from p2pdrl.pipeline.trace import TraceSpan
-from p2pdrl.rl.objectives.objective import Outputs
+from p2pdrl.rl.gradients import Outputs
 from p2pdrl.rl.pipeline.links import Links, Room, Way, receive, receive_any, receive_kind
 from p2pdrl.rl.pipeline.messages import Message, Opening, Slice, StepMessage, Sums, UpdateOver, Whole
 from p2pdrl.rl.pipeline.runner import Recorder, Running, ScheduleRunner

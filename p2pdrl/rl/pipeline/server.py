@@ -13,7 +13,7 @@ from typing import Generic
 from torch import Tensor
 
 from p2pdrl.errors import WireError
-from p2pdrl.rl.objectives.objective import Outputs
+from p2pdrl.rl.gradients import Outputs
 from p2pdrl.rl.pipeline.links import Links
 from p2pdrl.rl.pipeline.messages import Activation, Message, StepMessage, UpdateOver, Whole
 from p2pdrl.rl.pipeline.rank import Assembled, Rank

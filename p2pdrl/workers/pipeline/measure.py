@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.rl.block_costs import measure_blocks
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.pipeline.tensor_specs import RowSpec
+from p2pdrl.rl.sequential import measure_blocks
 from p2pdrl.workers.pipeline.protocol import Blocks, Measure
 
 __all__ = ["identity", "measured", "nccl_identity", "usable_bytes"]

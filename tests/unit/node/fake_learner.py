@@ -110,8 +110,8 @@ class Gradients(Trainer):
         import torch
 
         from p2pdrl.rl.flat import FlatModule
+        from p2pdrl.rl.gradients import OwnStepper
         from p2pdrl.rl.optimizers import SGD
-        from p2pdrl.rl.stepping import OwnStepper
 
         super().__init__("gradients", 0)
         self.module = FlatModule(torch.nn.Linear(4, 1, bias=False), torch.device("cpu"))

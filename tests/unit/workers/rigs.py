@@ -14,9 +14,9 @@ from p2pdrl.rl.optimizers import SGD
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
 from p2pdrl.tensors.gradient_ring import GradientRing
 from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.workers.learner_modes import PostingStepper, RequestPoster
 from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
-from p2pdrl.workers.requests import PostingStepper, RequestPoster
 
 SIZE = 3
 

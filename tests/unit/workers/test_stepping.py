@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.learner_mode import FREE, LearnerMode
-from p2pdrl.workers import requests as posts_module
+from p2pdrl.workers import learner_modes as posts_module
 from p2pdrl.workers.protocol import Posted, RequestAnswer
 
 from .rigs import EPOCH, SERVED, SIZE, WAIT

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from p2pdrl.errors import LayoutMismatchError
-from p2pdrl.rl.gradients import Accumulated, WholeBatch
+from p2pdrl.rl.gradients import Accumulated, OwnStepper, WholeBatch
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.optimizers import SGD, Adagrad, Adam, Momentum, RMSProp
 from p2pdrl.rl.pipeline.pipelined import Pipelined
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.stepping import OwnStepper
 
 from ..gradient_cases import reference
 from .pipelines import BOUNDS, TIMEOUT_S, Pipeline, framed_ring, make_case, make_plan, relative, step_with

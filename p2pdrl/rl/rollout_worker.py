@@ -21,10 +21,10 @@ from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.normalize import RunningNormalizer
 from p2pdrl.rl.rollout import Collector, RawUnroll
 
-__all__ = ["Performer"]
+__all__ = ["RolloutWorker"]
 
 
-class Performer:
+class RolloutWorker:
     """Acts in some of a task's environments.
 
     Args:
