@@ -82,10 +82,6 @@ def _float32_outputs(outputs: PolicyOutputs) -> PolicyOutputs:
     return PolicyOutputs(outputs.policy.float(), outputs.values.float(), outputs.log_std)
 
 
-def _nobody(_: str) -> None:
-    """Say nothing."""
-
-
 @dataclass(frozen=True)
 class EngineOptions:
     """What a node chooses about its gradients; ``config.node.LearnerConfig`` explains each.
@@ -106,7 +102,7 @@ class EngineOptions:
     split_devices: tuple[str, ...] = ()
     split_cuts: tuple[int, ...] = ()
     clock: Callable[[], float] = time.perf_counter
-    say: Callable[[str], None] = _nobody
+    say: Callable[[str], None] = lambda _: None
 
 
 DEFAULT = EngineOptions()

@@ -156,12 +156,7 @@ class GradientEngine(Protocol[_Outputs_co]):
 
 
 class WholeBatch(Generic[Outputs]):
-    """One pass over the whole batch.
-
-    Args:
-        flat: gets the gradients.
-        forward: runs the model.
-    """
+    """One pass over the whole batch."""
 
     def __init__(self, flat: FlatModule, forward: Forward[Outputs]) -> None:
         self._flat = flat
@@ -173,7 +168,7 @@ class WholeBatch(Generic[Outputs]):
         return _add_gradients(self._forward, batch, objective)
 
     def metrics(self) -> dict[str, float]:
-        """Return nothing: there is nothing to tell."""
+        """Return none."""
         return {}
 
 

@@ -110,7 +110,7 @@ class RewardScaler:
         valid_TB: Array,
         *,
         columns_B: Array | None = None,
-        anew_B: Array | None = None,
+        restarts_B: Array | None = None,
     ) -> npt.NDArray[np.float32]:
         """Count an unroll's returns, then return its rewards scaled.
 
@@ -119,11 +119,11 @@ class RewardScaler:
             ends_TB: whether the episode ended with the step.
             valid_TB: false where the step was a reset.
             columns_B: which of the environments these are; None means all.
-            anew_B: whose returns begin at zero here; None means nobody's.
+            restarts_B: whose returns begin at zero here; None means nobody's.
         """
         returns_B = self._returns_B if columns_B is None else self._returns_B[columns_B]
-        if anew_B is not None:
-            returns_B = np.where(anew_B, 0.0, returns_B)
+        if restarts_B is not None:
+            returns_B = np.where(restarts_B, 0.0, returns_B)
         returns_TB = np.empty(rewards_TB.shape)
         for t, rewards_B in enumerate(rewards_TB):
             returns_B = self._discount * returns_B + rewards_B

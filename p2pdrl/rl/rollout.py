@@ -93,7 +93,7 @@ class RawUnroll:
         actions: as in ``Unroll``, like all that isn't named here.
         rewards_TB: as the environments paid them.
         columns_B: numbers of its environments among all of the learner's; None means all, in order.
-        anew_B: whether an environment's stream begins anew here: what came before was lost. None: none does.
+        restarts_B: whether an environment's stream restarts here: steps before were lost; None means none.
     """
 
     obs_T1BX: Array
@@ -108,7 +108,7 @@ class RawUnroll:
     episodes: list[tuple[float, int]]
     state_BS: Tensor | None = None
     columns_B: Array | None = None
-    anew_B: Array | None = None
+    restarts_B: Array | None = None
 
 
 class Collector:

@@ -25,7 +25,7 @@ __all__ = ["RolloutWorker"]
 
 
 class RolloutWorker:
-    """Acts in some of a task's environments.
+    """Collects unrolls in some of a task's environments, with the learner's policy.
 
     Args:
         task: the swarm's.

@@ -211,8 +211,6 @@ class Tuned(Generic[Outputs]):
     next one takes over.
 
     Args:
-        flat: gets the gradients.
-        forward: runs the model.
         limit_bytes: bound on the memory of activations, as far as ``limited`` sees it; 0 is none.
         clock: seconds, monotonic.
         say: told what was picked, and why.

@@ -99,8 +99,8 @@ class ActorSource(Source[Unroll]):
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
         never = all(self._lanes[number].committed == 0 for number in missing)
-        patience_s = FIRST_S if never else min(max(LATE_S, LATE_TIMES * self._longest_s), LATEST_S)
-        if now_s - self._waiting_since_s < patience_s:
+        limit_s = FIRST_S if never else min(max(LATE_S, LATE_TIMES * self._longest_s), LATEST_S)
+        if now_s - self._waiting_since_s < limit_s:
             return False
         for number in missing:
             self._late[number] = True
@@ -122,9 +122,9 @@ class ActorSource(Source[Unroll]):
             found = lane.peek()
             if found is None:
                 continue
-            anew = self._lives[number] not in (0, found.life)
+            restarted = self._lives[number] not in (0, found.life)
             self._lives[number] = found.life
-            parts.append(UnrollPart(found.arrays, found.episodes, self._columns[number], anew))
+            parts.append(UnrollPart(found.arrays, found.episodes, self._columns[number], restarted))
             staleness.append(max(self._version - found.policy_version, 0))
             self._read.append(lane)
         self._staleness = sum(staleness) / max(len(staleness), 1)

@@ -32,12 +32,6 @@ class A2CObjective(Summed):
     """Policy gradient with a baseline, value error and entropy bonus.
 
     Targets: ``actions``, ``advantages``, ``returns``.
-
-    Attributes:
-        target_names: their names.
-        terms: how many it returns.
-        value_coef: weight of the value loss.
-        entropy_coef: weight of the entropy bonus.
     """
 
     target_names: ClassVar[tuple[str, ...]] = ("actions", "advantages", "returns")
@@ -57,13 +51,7 @@ class A2CObjective(Summed):
 
 
 class A2C(Algorithm[Unroll]):
-    """One gradient step per unroll along the policy gradient; one loss, by RMSProp or Adam.
-
-    Args:
-        config: every field explains itself there.
-        flat: the policy's parameters, stepped in place.
-        engine: computes the gradient of each unroll.
-    """
+    """One gradient step per unroll along the policy gradient; one loss, by RMSProp or Adam."""
 
     def __init__(self, config: A2CConfig, flat: FlatModule, engine: GradientEngine[PolicyOutputs]) -> None:
         self._config = config

@@ -37,12 +37,8 @@ class PPOObjective(Summed):
     (normalised already), ``returns``.
 
     Attributes:
-        target_names: their names.
-        terms: how many it returns.
         clip: ε: how far the probability ratio may move before its gradient is cut.
         value_clip: bound on the value's move; None leaves it free.
-        value_coef: weight of the value loss.
-        entropy_coef: weight of the entropy bonus.
     """
 
     target_names: ClassVar[tuple[str, ...]] = ("actions", "log_probs", "values", "advantages", "returns")
@@ -87,9 +83,6 @@ class PPO(Algorithm[Unroll]):
     """Clipped surrogate objective, several passes of minibatches over each unroll; one loss, by Adam.
 
     Args:
-        config: every field explains itself there.
-        flat: the policy's parameters, stepped in place.
-        engine: computes the gradient of each minibatch.
         generator: shuffles the minibatches; on the parameters' device.
     """
 

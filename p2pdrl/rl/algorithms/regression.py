@@ -69,12 +69,8 @@ class Regression(Algorithm[RowBatch]):
     """One gradient step per batch; one loss.
 
     Args:
-        config: every field explains itself there.
-        flat: the model's parameters, stepped in place.
-        engine: computes the gradient of each batch.
         delay_s: seconds slept at each update, on top of ``min_update_s``.
         clock: seconds, monotonic.
-        sleep: waits for so many seconds.
     """
 
     def __init__(
@@ -118,14 +114,7 @@ class Regression(Algorithm[RowBatch]):
 
 
 class RegressionEvaluation:
-    """The loss on rows that nobody trains on, now and then.
-
-    Args:
-        config: how often.
-        model: what is judged.
-        rows: of the evaluation.
-        device: of the model.
-    """
+    """The loss on held-out rows, every ``evaluate_every`` updates."""
 
     def __init__(
         self, config: RegressionConfig, model: nn.Module, rows: DataRows, device: torch.device
@@ -136,19 +125,19 @@ class RegressionEvaluation:
         self._inputs_RF = torch.from_numpy(rows.inputs_RF).to(device)
         self._targets_R = torch.from_numpy(rows.targets_R).to(device)
         self._unseen_updates = 0
-        self.figures = self._judge()
+        self.figures = self._evaluate()
 
     def __call__(self) -> list[tuple[float, int]]:
-        """Note an update; return the evaluation as an episode (return, rows since the last) if it is due."""
+        """Count an update; return the evaluation as an episode (return, rows since the last) if it is due."""
         self._unseen_updates += 1
         if self._unseen_updates < self._config.evaluate_every:
             return []
-        self.figures = self._judge()
+        self.figures = self._evaluate()
         rows, self._unseen_updates = self._unseen_updates * self._config.batch_size, 0
         return [(-self.figures["evaluation_loss"], rows)]
 
     @torch.no_grad()
-    def _judge(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, float]:
         outputs = self._model(self._inputs_RF)
         loss, _ = self._objective.over(len(self._targets_R))(outputs, {TARGETS: self._targets_R})
         figures = {"evaluation_loss": float(loss)}

@@ -114,14 +114,7 @@ class RowSource(Source[RowBatch]):
     """Draws batches of a regression's rows; its place is the number of updates made.
 
     Args:
-        config: how rows are drawn.
         seed: of this learner's batches.
-        rows: to draw from.
-        device: where batches are to be.
-
-    Attributes:
-        inputs_RF: of all rows.
-        targets_R: likewise.
     """
 
     def __init__(self, config: RegressionConfig, seed: int, rows: DataRows, device: torch.device) -> None:
@@ -144,12 +137,12 @@ class RowSource(Source[RowBatch]):
         return self._rng.integers(config.rows, size=config.batch_size)
 
     def commit(self) -> None:
-        """Go on to the next batch of the sequence."""
+        """Advance to the next batch of the sequence."""
         self._updates += 1
 
     @property
     def place(self) -> int:
-        """Updates made, which is the place in the sequence."""
+        """Updates made, which is the position in the sequence."""
         return self._updates
 
     @place.setter

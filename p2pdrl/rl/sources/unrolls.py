@@ -25,6 +25,8 @@ from p2pdrl.tensors.unroll_ring import ENVIRONMENTS, UnrollItem
 
 __all__ = ["InlineSource", "UnrollPart", "UnrollScaler", "joined", "pack", "unroll_items"]
 
+Array = npt.NDArray[Any]
+
 
 class UnrollScaler:
     """Scales unrolls and counts what is in them.
@@ -57,7 +59,7 @@ class UnrollScaler:
         if self._reward_scaler is not None:
             ends_TB = raw.terminated_TB | raw.truncated_TB
             rewards_TB = self._reward_scaler.scale(
-                rewards_TB, ends_TB, raw.valid_TB, columns_B=raw.columns_B, anew_B=raw.anew_B
+                rewards_TB, ends_TB, raw.valid_TB, columns_B=raw.columns_B, restarts_B=raw.restarts_B
             )
         if normalizer is not None:
             normalizer.update(raw.obs_T1BX[:-1][raw.valid_TB])
@@ -77,12 +79,7 @@ class UnrollScaler:
 
 
 class InlineSource(Source[Unroll]):
-    """Collects an unroll whenever one is asked for, with the parameters as they are then.
-
-    Args:
-        collector: steps the environments; closed with the source.
-        scaler: scales and counts.
-    """
+    """Collects unrolls in the learner's own process, with the current parameters; closes the collector."""
 
     def __init__(self, collector: Collector, scaler: UnrollScaler) -> None:
         self._collector = collector
@@ -97,16 +94,8 @@ class InlineSource(Source[Unroll]):
         self._collector.close()
 
 
-Array = npt.NDArray[Any]
-
-
 def unroll_items(policy: ActorCritic, steps: int) -> tuple[UnrollItem, ...]:
-    """Return what unrolls of a policy are made of.
-
-    Args:
-        policy: that acts.
-        steps: T.
-    """
+    """Return the arrays of a policy's unroll of T = ``steps``."""
     spec, B = policy.spec, ENVIRONMENTS
     discrete = isinstance(spec.action, Discrete)
     action_shape = () if isinstance(spec.action, Discrete) else (spec.action.dim,)
@@ -147,19 +136,18 @@ def pack(raw: RawUnroll, arrays: Mapping[str, Array]) -> None:
 
 @dataclass(frozen=True)
 class UnrollPart:
-    """What one actor made.
+    """One actor's unroll.
 
     Attributes:
-        arrays: of the slot.
         episodes: how many ended.
         columns: numbers of its environments among all of the learner's.
-        anew: whether its streams begin anew: unrolls before this one were lost.
+        restarted: whether its streams begin anew: unrolls before this one were lost.
     """
 
     arrays: Mapping[str, Array]
     episodes: int
     columns: range
-    anew: bool
+    restarted: bool
 
 
 def joined(parts: Sequence[UnrollPart], environments: int) -> RawUnroll:
@@ -176,7 +164,7 @@ def joined(parts: Sequence[UnrollPart], environments: int) -> RawUnroll:
         return np.concatenate([part.arrays[name] for part in parts], axis)
 
     columns_B = np.concatenate([np.asarray(part.columns) for part in parts])
-    anew_B = np.concatenate([np.full(len(part.columns), part.anew) for part in parts])
+    restarts_B = np.concatenate([np.full(len(part.columns), part.restarted) for part in parts])
     episodes: list[tuple[float, int]] = []
     for part in parts:
         returns = part.arrays["episode_returns"].reshape(-1)[: part.episodes]
@@ -196,5 +184,5 @@ def joined(parts: Sequence[UnrollPart], environments: int) -> RawUnroll:
         episodes=episodes,
         state_BS=state_BS,
         columns_B=None if len(columns_B) == environments else columns_B,
-        anew_B=anew_B if anew_B.any() else None,
+        restarts_B=restarts_B if restarts_B.any() else None,
     )
