@@ -1,4 +1,4 @@
-"""The policy and value function: one module that acts and judges.
+"""The policy and value function in one module.
 
 ``registry`` builds it, ``rollout`` and ``evaluate`` let it act, ``gradients`` differentiates through
 ``outputs``, ``sequential`` cuts it into blocks. Vector observations get two separate networks; images, and
@@ -38,16 +38,13 @@ class ActorCritic(nn.Module):
             parameters on the meta device, without memory: enough to know names and shapes.
 
     Attributes:
-        spec: as given.
-        trunk: what policy and value function share; hands vectors on unchanged where they share nothing.
-        actor: the policy's own layers; nothing where all is shared.
+        trunk: shared by policy and value function; the identity where they share nothing.
+        actor: the policy's own layers; the identity where all are shared.
         critic: the value function's own.
-        core: the memory behind the trunk, or None.
+        core: the recurrent core behind the trunk, or None.
         policy_head: the last layer: logits or means.
-        value_head: likewise.
         log_std: A, where actions are continuous: logarithms of the deviations, the same in every state.
-        exploration: ε, how far to stray from the best actions, as the algorithm's schedule says. A policy
-            that is random itself, as this one, has no use for it.
+        exploration: ε of an ε-greedy policy; without effect in this one, which is stochastic itself.
 
     Raises:
         ConfigError: the network doesn't fit the observations.
@@ -139,13 +136,7 @@ class ActorCritic(nn.Module):
     def evaluate(
         self, obs: Tensor, actions: Tensor, context: RecurrentContext = NO_CONTEXT
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities of ``actions``, entropies and values, each of the leading shape.
-
-        Args:
-            obs: …X.
-            actions: … (discrete) or …A.
-            context: as in ``outputs``.
-        """
+        """Return log-probabilities of ``actions``, entropies and values, each of the leading shape."""
         outputs = self.outputs(obs, context)
         policy = outputs.distribution()
         return policy.log_prob(actions), policy.entropy(), outputs.values

@@ -1,4 +1,4 @@
-"""From a task to what trains it; the learner process builds through it."""
+"""Builds the trainer of a task."""
 
 from __future__ import annotations
 
@@ -41,12 +41,7 @@ class Acting:
     """What a source of unrolls is made from.
 
     Attributes:
-        task: the swarm's.
-        spec: of the environments.
-        policy: what acts.
-        flat: its parameters.
-        scaler: scales and counts what was collected.
-        normalizer: of observations; None where they stay as they are.
+        normalizer: of observations; None where the task doesn't normalise them.
     """
 
     task: TaskConfig
@@ -158,8 +153,8 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
     spec, num_envs = env.spec, task.env.num_envs
     policy = entry.network(spec, task.network, task.seed)
     flat = FlatModule(policy, device)
-    precision, anew = task.gradients.precision, options.engine.checkpoint_activations
-    forward = policy_forward(policy, precision, checkpoint_activations=anew)
+    precision = task.gradients.precision
+    forward = policy_forward(policy, precision, checkpoint_activations=options.engine.checkpoint_activations)
     algorithm = entry.build(
         Materials(
             config=config,

@@ -1,4 +1,4 @@
-"""The collector: runs the policy in the environments and hands out unrolls.
+"""Unrolls, and the collector that runs the policy in the environments to make them.
 
 Sources call ``collect``: in the learner's process (``sources.unrolls``) once per update, in actor processes
 (`workers.actor`) over and over. On the hot path there is one forward pass of the actor and
@@ -79,7 +79,7 @@ class Unroll(Batch):
 
     @property
     def context(self) -> RecurrentContext:
-        """What a recurrent policy must be told beside ``obs_T1BX[:-1].transpose(0, 1)``."""
+        """The context that a recurrent policy needs beside ``obs_T1BX[:-1].transpose(0, 1)``."""
         return RecurrentContext(self.starts_T1B[:-1].T, self.state_BS)
 
 
@@ -112,17 +112,17 @@ class RawUnroll:
 
 
 class Collector:
-    """Keeps the environments between calls, and what the policy remembers: episodes run on across unrolls.
+    """Collects unrolls; episodes and the recurrent state continue from one to the next.
 
     The arrays of an unroll are overwritten by the next ``collect``.
 
     Args:
         env: stepped here and nowhere else.
-        policy: acts; its parameters may change between calls.
+        policy: its parameters may change between calls.
         unroll_steps: T.
         generator: source of the action noise, on the policy's device.
-        normalizer: applied to observations before the policy sees them. Who learns from the unroll updates
-            it afterwards, so that within one all inputs are scaled alike.
+        normalizer: applied to observations before the policy sees them. The learner updates it
+            afterwards, so that all inputs of an unroll are scaled alike.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """An actor process: environments, a copy of the policy, unrolls into shared memory.
 
 Started by the daemon (`node.children.actors`) as ``python -m p2pdrl.workers.actor --fd N --parent PID --ring
-FD --policy FD``. One turn of its loop: wait until the learner lets it begin, copy the newest parameters, run
-T steps in its environments, hand the unroll over. Observations and rewards go as the environments gave them.
-It holds nothing that would be missed: it ends when it is killed, when the daemon dies or closes its socket.
+FD --policy FD``. One turn of its loop: wait until the learner grants an unroll, copy the newest parameters,
+run T steps in its environments, commit the unroll. Observations and rewards are raw. The actor keeps no state
+that must survive: it ends when it is killed, when the daemon dies or closes its socket.
 """
 
 from __future__ import annotations
@@ -34,13 +34,7 @@ READ_BYTES = 1 << 16
 
 
 def make_unroll(worker: RolloutWorker, lane: UnrollLane, policy: SharedPolicy) -> bool:
-    """Make one unroll, if the learner lets us; tell whether it did.
-
-    Args:
-        worker: acts.
-        lane: this actor's.
-        policy: the learner's newest.
-    """
+    """Collect one unroll into this actor's lane if the learner allows it; return whether that happened."""
     if not lane.may_begin:
         return False
     acting = policy.read(worker.parameters_D)
@@ -57,7 +51,7 @@ def make_unroll(worker: RolloutWorker, lane: UnrollLane, policy: SharedPolicy) -
 
 
 def _live(sock: socket.socket, ring_fd: int, policy_fd: int) -> None:
-    act = _heard(sock)
+    act = _receive_act(sock)
     import torch
 
     torch.set_num_threads(act.threads)
@@ -88,7 +82,7 @@ def _live(sock: socket.socket, ring_fd: int, policy_fd: int) -> None:
             return
 
 
-def _heard(sock: socket.socket) -> Act:
+def _receive_act(sock: socket.socket) -> Act:
     frames = FrameBuffer()
     while True:
         data = sock.recv(READ_BYTES)

@@ -1,4 +1,4 @@
-"""What every child process does: prints unhindered, ends when its daemon does, tells what ended it."""
+"""What every child process does: print without blocking, end when its daemon does, report its crash."""
 
 from __future__ import annotations
 
@@ -118,13 +118,7 @@ def _plain(text: str, longest: int) -> str:
 
 
 class PollPause:
-    """Sleeps that grow with the wait: as short as what is waited for may be, and cheap when it takes long.
-
-    Args:
-        shortest_s: the first.
-        longest_s: the last.
-        growth: from one to the next.
-    """
+    """Exponentially growing sleeps for polling shared memory, which can't be waited on."""
 
     def __init__(self, shortest_s: float = 1e-4, longest_s: float = 0.01, growth: float = 1.25) -> None:
         self._shortest_s = shortest_s
@@ -133,10 +127,10 @@ class PollPause:
         self._s = shortest_s
 
     def next_s(self) -> float:
-        """Return how long to sleep before the next look."""
+        """Return how long to sleep before the next poll, in seconds."""
         pause_s, self._s = self._s, min(self._s * self._growth, self._longest_s)
         return pause_s
 
     def reset(self) -> None:
-        """Begin with the shortest again: what was waited for has come."""
+        """Begin with the shortest again."""
         self._s = self._shortest_s

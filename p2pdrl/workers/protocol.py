@@ -1,6 +1,6 @@
-"""What the daemon and its learner process say to each other, and how it is framed.
+"""Messages between the daemon and its learner and actor processes, and their framing.
 
-The two hold the ends of a Unix socket pair: nothing else can connect to it. Each frame is a
+Daemon and child hold the ends of a Unix socket pair: nothing else can connect to it. Each frame is a
 length (4 bytes, little endian) and one msgpack message. Vectors don't travel here but on the
 board, shared memory whose file descriptor is passed once.
 
@@ -23,6 +23,18 @@ board, shared memory whose file descriptor is passed once.
       │◀──────────────────────────────┤  under some learner modes, and waits
       │  Answer                       │
       ├──────────────────────────────▶│  goes on
+
+An actor inherits two pieces of shared memory as well: the ring that its unrolls go through
+(`tensors.unroll_ring`) and the policy that it acts with (`tensors.shared_policy`).
+
+    daemon                          actor
+      │  Act                          │
+      ├──────────────────────────────▶│  builds environments and network
+      │        Acts, or ActorFailed   │
+      │◀──────────────────────────────┤
+      │                               │  makes unrolls until it is killed, or the daemon is gone
+      │                      Crashed  │
+      │◀──────────────────────────────┤  an error ends it, of an environment, say
 
 Each second from its start the learner says that it is `Alive`; where an error ends it, it says which
 (`Crashed`). A report's counts are cumulative over the learner's life, so a lost or doubled report does no
@@ -288,7 +300,7 @@ class Crashed(msgspec.Struct, frozen=True, tag="crashed"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """A sign of life, each second from the start, from a thread of the learner's that does nothing else."""
+    """A heartbeat, each second from the start, from a thread of the learner's that does nothing else."""
 
 
 FromLearner = Hello | Report | Posted | LearnerFailed | Crashed | Alive | Blocks | Traced | News
@@ -362,7 +374,7 @@ _LIFE_STEP = 0x85EBCA77
 
 
 class Act(msgspec.Struct, frozen=True, tag="act"):
-    """What to act in, and how."""
+    """First message to an actor: what to act in, and how."""
 
     task: bytes
     """The task as JSON of `p2pdrl.config.task.TaskConfig`."""
@@ -398,7 +410,7 @@ def decode_act(body: bytes) -> Act:
     """Decode the frame's body that an actor reads.
 
     Raises:
-        WireError: it is something else.
+        WireError: it is another message.
     """
     message: Act = decode(body, Act, "message of the daemon")
     return message
@@ -408,7 +420,7 @@ def decode_from_actor(body: bytes) -> FromActor:
     """Decode a frame's body as the daemon reads it.
 
     Raises:
-        WireError: it is no message of an actor.
+        WireError: it isn't a message of an actor.
     """
     message: FromActor = decode(body, FromActor, "message of the actor")
     return message
