@@ -126,7 +126,7 @@ class Minibatch(NamedTuple):
     """What a gradient is computed from.
 
     All tensors have the same first dimension, which is where a batch is cut: rows, or environments where
-    rows follow each other in time and a model remembers (time is never cut).
+    rows follow each other in time and the model is recurrent (time is never cut).
     """
 
     inputs: Tensor
@@ -136,7 +136,7 @@ class Minibatch(NamedTuple):
     rows: int
     """Rows that count in the full batch: what sums are divided by, in every part of it."""
     context: RecurrentContext = NO_CONTEXT
-    """What a model that remembers is told beside the inputs."""
+    """Of a recurrent model, beside the inputs."""
 
 
 class GradientEngine(Protocol[_Outputs_co]):
@@ -151,7 +151,7 @@ class GradientEngine(Protocol[_Outputs_co]):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return what the monitors plot about the engine itself."""
+        """Return the engine's own metrics."""
         ...
 
 
@@ -176,8 +176,6 @@ class Accumulated(Generic[Outputs]):
     """One pass per microbatch; gradients add up in the flat vector.
 
     Args:
-        flat: gets the gradients.
-        forward: runs the model.
         microbatches: how many; a batch with fewer rows is cut into its rows.
     """
 
@@ -239,11 +237,11 @@ def _add_gradients(forward: Forward[Outputs], part: Minibatch, objective: Object
 
 
 class Stepper(Protocol):
-    """Does what is to be done with a gradient. Clipping is part of it: algorithms never clip."""
+    """Clips a gradient and applies it, alone or with peers: algorithms never clip."""
 
     @property
     def ends_update(self) -> bool:
-        """Whether the update is to end with the last gradient: peers in step with us begin theirs anew.
+        """Whether the update is to end with the last gradient: synchronous peers begin theirs anew.
 
         An algorithm that would go on to further gradients asks after each ``step``.
         """
@@ -277,7 +275,7 @@ class Stepper(Protocol):
 
 
 class OwnStepper:
-    """Clips and steps at once: a learner that depends on nobody."""
+    """Clips and steps at once, without peers."""
 
     ends_update = False
 
