@@ -1,6 +1,7 @@
 """Time as a value that is passed in, so that cores and tests decide what it is.
 
-`SystemClock` serves the daemon; `ManualClock` and `LoopClock` serve unit tests and the simulators.
+`SystemClock` serves the daemon, `LoopClock` what counts by the event loop's time (virtual in tests and in
+virtual swarms), `ManualClock` unit tests and the simulator.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Seconds since an arbitrary start; never goes back."""
-        ...
 
     def wall(self) -> float:
         """Seconds since the Unix epoch; may jump."""
-        ...
 
 
 class SystemClock:

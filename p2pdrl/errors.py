@@ -27,6 +27,8 @@ to this tree once, in the module where they enter.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -48,6 +50,7 @@ __all__ = [
     "UsageError",
     "WireError",
     "WorkerError",
+    "did_you_mean",
 ]
 
 
@@ -161,3 +164,11 @@ class CheckpointError(StorageError):
 
 class WorkerError(P2PDRLError):
     """A child process (learner) failed."""
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """``did you mean NAME?`` with the one of ``known`` that is spelled most alike; else ``otherwise``."""
+    import difflib
+
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else otherwise

@@ -51,7 +51,7 @@ WARM_UPS = 2
 
 
 @dataclass
-class Tally:
+class MethodSamples:
     """What the rounds of one method took.
 
     Attributes:
@@ -82,9 +82,9 @@ def team_of(ranks: int, folder: str, *, key: bool) -> Team:
 
 def measure(
     team: Team, hivemind: HivemindTeam | None, size: int, rounds: int, methods: Sequence[str]
-) -> dict[str, Tally]:
+) -> dict[str, MethodSamples]:
     """Return what the rounds took, by row of the table."""
-    tallies: dict[str, Tally] = defaultdict(Tally)
+    by_method: dict[str, MethodSamples] = defaultdict(MethodSamples)
     for method in methods:
         answers = team.ask(do="prepare", method=method, size=size)
         team.ask(do="meet", method=method, addresses=[answer["address"] for answer in answers])
@@ -106,12 +106,12 @@ def measure(
             times |= hivemind.turn()
         for name in names if turn >= WARM_UPS else []:
             if name in times:
-                tallies[name].walls_s.append(times[name][0])
-                tallies[name].cpus_s.append(times[name][1])
+                by_method[name].walls_s.append(times[name][0])
+                by_method[name].cpus_s.append(times[name][1])
             else:
-                tallies[name].failed += 1
+                by_method[name].failed += 1
     team.ask(do="forget")
-    return tallies
+    return by_method
 
 
 def ratio(rows: list[dict[str, Any]], row: dict[str, Any], method: str) -> str:
@@ -164,10 +164,10 @@ def main() -> None:
         for size in arguments.sizes:
             rounds = arguments.rounds or max(7, min(60, 40_000_000 // size))
             for name, team in teams.items():
-                tallies = measure(team, hivemind, size, rounds, arguments.methods)
+                by_method = measure(team, hivemind, size, rounds, arguments.methods)
                 rows += [
-                    {"size": size, "swarm": name, "method": method, **tally.row()}
-                    for method, tally in tallies.items()
+                    {"size": size, "swarm": name, "method": method, **samples.row()}
+                    for method, samples in by_method.items()
                 ]
     if arguments.json:
         print(json.dumps(rows))

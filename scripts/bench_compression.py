@@ -21,10 +21,9 @@ from typing import get_args
 import numpy as np
 
 from p2pdrl.config.strategy import Compression, Mixing
-from p2pdrl.tensors.compression import make_codec
-from p2pdrl.tensors.compression_threshold import ThresholdResidual, add_message
+from p2pdrl.tensors.compression import ThresholdResidual, add_message, make_codec
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.tensors.optimizers import OptimizerName, make_optimizer
+from p2pdrl.tensors.optimizers import OptimizerName, ShardOptimizer, update_rule
 from p2pdrl.tensors.robust import combine
 
 COPY = "copy"
@@ -110,7 +109,7 @@ def mixing_task(mixing: Mixing, vectors: list[Float32Array]) -> Task:
 
 def optimizer_task(name: OptimizerName, gradient: Float32Array) -> Task:
     """One step of a whole vector."""
-    optimizer = make_optimizer(name, gradient.size)
+    optimizer = ShardOptimizer(update_rule(name), gradient.size)
     parameters = np.ones_like(gradient)
 
     def run(watch: Stopwatch) -> None:

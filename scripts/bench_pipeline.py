@@ -51,7 +51,7 @@ from typing import Any, NamedTuple
 
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.layers import Layer
-from pipeline_bench.figures import ALONE, PLAIN, Case, Figures, Tally, draw, show, show_memory
+from pipeline_bench.figures import ALONE, PLAIN, Case, CaseSamples, Figures, draw, show, show_memory
 from pipeline_bench.markdown import markdown
 from pipeline_bench.model import CHUNKS, NETWORKS, SIZES, cuts_of
 from pipeline_bench.teams import Held, Network, Outcome
@@ -146,22 +146,22 @@ def trial(case: Case, steps: int, *, key: bool) -> dict[str, Any]:
 
 def measure(
     bench: Bench, entrants: Sequence[Entrant], arguments: argparse.Namespace, link: str, tolerance: float
-) -> dict[Case, Tally]:
+) -> dict[Case, CaseSamples]:
     """Run all rounds over one kind of link; the first is for memory, or not counted."""
-    tallies = {entrant.case: Tally() for entrant in entrants}
+    by_case = {entrant.case: CaseSamples() for entrant in entrants}
     bench.network.slow_down(*LINKS.get(link, (0.0, 0.0)))
     for turn in range(arguments.rounds + 1):
         first = turn % len(entrants)
         for case, held, key in (*entrants[first:], *entrants[:first]):
             outcome = held.run(look=turn == 0, **trial(case, arguments.steps, key=key))
             if turn == 0:
-                tallies[case].memory = outcome
+                by_case[case].memory = outcome
             else:
-                tallies[case].rounds.append(outcome)
+                by_case[case].rounds.append(outcome)
         note(f"{link + ': ' if link else ''}round {turn} of {arguments.rounds}")
         if turn == 0:
-            check({case: tally.memory for case, tally in tallies.items() if tally.memory}, tolerance)
-    return {case._replace(link=link): tally for case, tally in tallies.items()}
+            check({case: samples.memory for case, samples in by_case.items() if samples.memory}, tolerance)
+    return {case._replace(link=link): samples for case, samples in by_case.items()}
 
 
 def check(outcomes: dict[Case, Outcome], tolerance: float) -> None:
@@ -223,10 +223,10 @@ def main() -> None:
             arguments.contenders = [name for name in arguments.contenders if name != PLAIN]
         tolerance = NORM_TOLERANCE["cpu" if cpu else "cuda"]
         entrants = list(bench.entrants())
-        tallies: dict[Case, Tally] = {}
+        by_case: dict[Case, CaseSamples] = {}
         for link in LINKS if arguments.wan else ("",):
-            tallies |= measure(bench, entrants, arguments, link, tolerance)
-    rows = Figures(tallies).rows()
+            by_case |= measure(bench, entrants, arguments, link, tolerance)
+    rows = Figures(by_case).rows()
     title = f"{arguments.network}, {said['parameters']:,} parameters, {arguments.rows} rows"
     if arguments.plot is not None:
         draw([row for row in rows if row["link"] == rows[-1]["link"]], arguments.plot, title)

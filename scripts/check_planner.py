@@ -56,7 +56,7 @@ from p2pdrl.planner.description import LOOPBACK, CallCosts, Machine, SwarmDescri
 from p2pdrl.planner.forecast import Forecast
 from p2pdrl.planner.parsing import strategy_of
 from p2pdrl.planner.simulate import predict
-from support.gathering_nodes import gather, started
+from support.agreeing_nodes import gather, started
 from support.live_swarm import LiveSwarm, Measured
 
 STRATEGIES = (

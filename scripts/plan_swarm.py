@@ -8,8 +8,10 @@
 A file has the keys of `p2pdrl.planner.description`: nodes, size, machines, links, pairs, churn, costs. All
 figures are per node: updates per second of healthy machines, those of them made with others' newest work,
 bytes sent per second with all overhead, the learner's share of time spent waiting, seconds until nodes that
-differ have agreed to 1 %, and rounds that come to nothing. A pipeline isn't predicted here but by
-`p2pdrl pipeline plan`: it takes what the network's blocks cost, not only the swarm.
+differ have agreed to 1 %, and rounds that come to nothing. With --real the strategies themselves run, in
+virtual time (up to 16 nodes, no churn; a millisecond or two for each update); without it, models of them.
+A pipeline isn't predicted here but by `p2pdrl pipeline plan`: it takes what the network's blocks cost, not
+only the swarm.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.errors import P2PDRLError, UsageError
 from p2pdrl.planner.advice import TRUSTS, advise
 from p2pdrl.planner.description import Churn, SwarmDescription
+from p2pdrl.planner.emulate import emulate
 from p2pdrl.planner.forecast import Forecast
 from p2pdrl.planner.parsing import ALL_STRATEGIES, link_of, machines_of, strategy_of, swarm_of
 from p2pdrl.planner.simulate import predict
@@ -134,6 +137,7 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="of virtual time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--real", action="store_true", help="run the real strategies, not models of them")
     parser.add_argument("--plot", type=Path, help="draw to this .png, .svg or .pdf")
     parser.add_argument("--json", action="store_true")
     return parser
@@ -154,7 +158,8 @@ def plan(arguments: argparse.Namespace) -> None:
     strategies: list[StrategyConfig] = [strategy_of(text) for text in arguments.strategy] or list(
         ALL_STRATEGIES
     )
-    forecasts = [predict(swarm, one, seconds=arguments.seconds, seed=arguments.seed) for one in strategies]
+    run = emulate if arguments.real else predict
+    forecasts = [run(swarm, one, seconds=arguments.seconds, seed=arguments.seed) for one in strategies]
     advice = advise(swarm, forecasts, arguments.trust)
     if arguments.json:
         print(msgspec.json.encode({"swarm": swarm, "forecasts": forecasts, "advice": advice}).decode())

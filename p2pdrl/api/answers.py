@@ -1,7 +1,4 @@
-"""Answers of the API: JSON that is always valid, and errors as ``{"error": one line}``.
-
-Used by the routes and the gate of this package.
-"""
+"""Answers of the API: JSON that is always valid, and errors as ``{"error": one line}``."""
 
 from __future__ import annotations
 
@@ -21,13 +18,7 @@ _NO_STORE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
 class ApiRefusal(Exception):  # noqa: N818 - an answer, not a failure
-    """Ends a request with an error answer.
-
-    Attributes:
-        status: HTTP status, 400-599.
-        reason: one line for the caller.
-        headers: further headers of the answer.
-    """
+    """Ends a request with an error answer, whose ``reason`` is one line for the caller."""
 
     def __init__(self, status: int, reason: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(f"{status}: {reason}")

@@ -1,4 +1,4 @@
-"""Who may ask the API what: the gate in front of every route.
+"""Who may ask the API what: the check in front of every route.
 
 | access | on a keyless node | with a swarm key |
 |---|---|---|
@@ -50,12 +50,7 @@ class Access(Enum):
 
 
 class AccessGuard:
-    """Decides about each request of one node's API.
-
-    Args:
-        node: whose token and key count.
-        clock: the wall clock that signed requests are compared with.
-    """
+    """Decides about each request of one node's API."""
 
     def __init__(self, node: NodeView, clock: Clock) -> None:
         self._node = node
@@ -75,7 +70,7 @@ class AccessGuard:
         return json_answer({"target": self._target, "proofs": proofs})
 
     def guard(self, access: Access, handler: Handler) -> Handler:
-        """Return ``handler`` behind the gate, with errors as JSON."""
+        """Return ``handler`` behind the check, with errors as JSON."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             self.check(request, access)
@@ -118,7 +113,7 @@ class AccessGuard:
             )
 
     def _check_mac(self, request: web.Request) -> None:
-        """A stranger learns nothing from the order: freshness is only told to holders of a key."""
+        """In this order strangers learn nothing: only holders of a key hear of freshness."""
         time_text, nonce, mac = (request.headers.get(name, "") for name in MAC_HEADERS)
         wall_s = parse_time(time_text)
         well_formed = is_nonce(nonce) and _MAC.fullmatch(mac) and request.raw_path.isascii()

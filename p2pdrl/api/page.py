@@ -18,11 +18,7 @@ __all__ = ["Page", "load_page"]
 
 
 class Page:
-    """The page with the headers that belong to it.
-
-    Args:
-        html: the whole file.
-    """
+    """The page's file with the headers that belong to it."""
 
     def __init__(self, html: str) -> None:
         self.html = html

@@ -22,11 +22,9 @@ class EventSource(Protocol):
 
     def since(self, seq: int) -> list[Event]:
         """Events whose ``seq`` is greater than ``seq`` and that are still remembered, oldest first."""
-        ...
 
     def subscribe(self) -> AbstractAsyncContextManager[asyncio.Queue[Event]]:
         """A bounded queue that gets each new event; one that isn't emptied is dropped."""
-        ...
 
 
 class NodeView(Protocol):
@@ -35,68 +33,53 @@ class NodeView(Protocol):
     @property
     def name(self) -> str:
         """What people call the node; text from a config file, so never trusted as markup."""
-        ...
 
     @property
     def node_id(self) -> str:
         """The node's own id."""
-        ...
 
     @property
     def token(self) -> str:
         """The local token: 64 hex digits, also in ``<data_dir>/token``."""
-        ...
 
     @property
     def swarm_key(self) -> bytes | None:
         """The swarm's secret, or None for a keyless swarm on loopback."""
-        ...
 
     @property
     def open_metrics(self) -> bool:
         """Whether ``/metrics`` is answered without credentials even with a swarm key."""
-        ...
 
     @property
     def data_dir(self) -> str:
         """Folder of the node's files; told to callers on this machine only."""
-        ...
 
     def status(self) -> dict[str, object]:
         """The node's and the swarm's state in numbers."""
-        ...
 
     def peers(self) -> list[dict[str, object]]:
         """Every known member, this node included (``"self": true``)."""
-        ...
 
     def health(self) -> tuple[bool, list[str]]:
         """Whether the node is well, and if not why, in plain words."""
-        ...
 
     def ready(self) -> tuple[bool, list[str]]:
         """Whether the node has joined and trains, and if not why."""
-        ...
 
     def metrics(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        ...
 
     def events(self) -> EventSource:
         """The log of events."""
-        ...
 
     async def leave(self) -> None:
         """Begin to leave the swarm and end the process; returns before that is done."""
-        ...
 
     async def pause(self, swarm: bool) -> None:
         """Stop training, here or in the whole swarm; membership goes on."""
-        ...
 
     async def resume(self, swarm: bool) -> None:
         """Undo `pause`."""
-        ...
 
     async def checkpoint(self) -> str:
         """Write a checkpoint now and return its path.
@@ -104,19 +87,15 @@ class NodeView(Protocol):
         Raises:
             StorageError: it couldn't be written.
         """
-        ...
 
     async def export(self) -> bytes:
         """Current parameters and sidecar as a safetensors file with JSON metadata."""
-        ...
 
     def mode(self) -> dict[str, object]:
         """The swarm's mode: what is in force here, since when, and who follows it."""
-        ...
 
     def rounds(self) -> list[dict[str, object]]:
         """The last rounds of the strategy, oldest first."""
-        ...
 
     async def trace(self, seconds: float) -> dict[str, object]:
         """What all ranks of this node's pipeline did in the last seconds, in Chrome's trace format.
@@ -124,14 +103,13 @@ class NodeView(Protocol):
         Raises:
             ConfigError: this node is in no pipeline.
         """
-        ...
 
     async def set_mode(self, mode: str, sets: Sequence[str]) -> dict[str, object]:
         """Propose another mode to the swarm; returns before anybody follows it.
 
         Args:
             mode: as people type it (``gossip``).
-            sets: ``key=value`` texts; ``protocol`` names the strategy, others are its options.
+            sets: see `p2pdrl.config.mode.strategy_from`.
 
         Returns:
             ``epoch`` and ``proposer`` of the record that says so.
@@ -139,8 +117,6 @@ class NodeView(Protocol):
         Raises:
             ConfigError: there is no such mode or option, or they can't work together.
         """
-        ...
 
     def config(self) -> dict[str, object]:
         """The resolved configuration without secrets."""
-        ...

@@ -46,30 +46,24 @@ Route = tuple[str, str, Access, Handler]
 
 
 def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> None:
-    """Add every route of the API to ``app``.
-
-    Args:
-        app: not yet started.
-        node: what the routes show and steer.
-        clock: for signed requests; the system's by default.
-    """
-    gate = AccessGuard(node, clock or SystemClock())
+    """Add every route of ``node``'s API to ``app``, which isn't started yet."""
+    access_guard = AccessGuard(node, clock or SystemClock())
     streams = EventStreams(node.events())
-    views, actions, export = _Views(node), _Actions(node), _Export(node)
+    views, actions = _Views(node), _Actions(node)
     table: list[Route] = [
         ("GET", "/", Access.OPEN, load_page().handle),
         ("GET", "/healthz", Access.OPEN, views.healthz),
         ("GET", "/readyz", Access.READ, views.readyz),
-        ("GET", "/v1/target", Access.OPEN, gate.target),
+        ("GET", "/v1/target", Access.OPEN, access_guard.target),
         ("GET", "/metrics", Access.METRICS, views.metrics),
-        ("GET", "/v1/status", Access.READ, views.status),
-        ("GET", "/v1/peers", Access.READ, views.peers),
-        ("GET", "/v1/config", Access.READ, views.config),
-        ("GET", "/v1/mode", Access.READ, views.mode),
-        ("GET", "/v1/rounds", Access.READ, views.rounds),
+        ("GET", "/v1/status", Access.READ, _shows(node.status)),
+        ("GET", "/v1/peers", Access.READ, _shows(node.peers)),
+        ("GET", "/v1/config", Access.READ, _shows(node.config)),
+        ("GET", "/v1/mode", Access.READ, _shows(node.mode)),
+        ("GET", "/v1/rounds", Access.READ, _shows(node.rounds)),
         ("GET", "/v1/pipeline/trace", Access.READ, views.trace),
         ("GET", "/v1/events", Access.READ, streams.handle),
-        ("GET", "/v1/checkpoint", Access.READ, export.handle),
+        ("GET", "/v1/checkpoint", Access.READ, views.export),
         ("POST", "/v1/checkpoint", Access.CHANGE, actions.checkpoint),
         ("POST", "/v1/pause", Access.CHANGE, actions.pause),
         ("POST", "/v1/resume", Access.CHANGE, actions.resume),
@@ -78,9 +72,16 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
     ]
     for method, path, access, handler in table:
         add = app.router.add_get if method == "GET" else app.router.add_post
-        add(path, gate.guard(access, handler))
+        add(path, access_guard.guard(access, handler))
     app.router.add_route("*", "/v1/{rest:.*}", answers_errors(_Unknown(table).handle))
     app.on_shutdown.append(streams.close)
+
+
+def _shows(read: Callable[[], object]) -> Handler:
+    async def handle(_request: web.Request) -> web.Response:
+        return json_answer(read())
+
+    return handle
 
 
 class _Views:
@@ -104,21 +105,6 @@ class _Views:
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return web.Response(body=self._node.metrics(), headers={"Content-Type": kind})
 
-    async def status(self, _request: web.Request) -> web.Response:
-        return json_answer(self._node.status())
-
-    async def peers(self, _request: web.Request) -> web.Response:
-        return json_answer(self._node.peers())
-
-    async def config(self, _request: web.Request) -> web.Response:
-        return json_answer(self._node.config())
-
-    async def mode(self, _request: web.Request) -> web.Response:
-        return json_answer(self._node.mode())
-
-    async def rounds(self, _request: web.Request) -> web.Response:
-        return json_answer(self._node.rounds())
-
     async def trace(self, request: web.Request) -> web.Response:
         try:
             seconds = float(request.query.get("seconds", "2"))
@@ -130,6 +116,23 @@ class _Views:
             return json_answer(await self._node.trace(seconds))
         except ConfigError as error:
             raise ApiRefusal(400, str(error)) from error
+
+    async def export(self, request: web.Request) -> web.StreamResponse:
+        """The current parameters as a file."""
+        data = memoryview(await self._node.export())
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "application/octet-stream",
+                "Content-Disposition": 'attachment; filename="checkpoint.safetensors"',
+                "X-Content-Type-Options": "nosniff",
+            }
+        )
+        response.content_length = data.nbytes
+        await response.prepare(request)
+        for start in range(0, data.nbytes, _PIECE_BYTES):
+            await response.write(data[start : start + _PIECE_BYTES])
+        await response.write_eof()
+        return response
 
 
 class _Actions:
@@ -171,29 +174,6 @@ class _Actions:
             raise ApiRefusal(400, "scope must be node or swarm")
         await act(scope == "swarm")
         return json_answer({"ok": True, "scope": scope})
-
-
-class _Export:
-    """The current parameters as a file."""
-
-    def __init__(self, node: NodeView) -> None:
-        self._node = node
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        data = memoryview(await self._node.export())
-        response = web.StreamResponse(
-            headers={
-                "Content-Type": "application/octet-stream",
-                "Content-Disposition": 'attachment; filename="checkpoint.safetensors"',
-                "X-Content-Type-Options": "nosniff",
-            }
-        )
-        response.content_length = data.nbytes
-        await response.prepare(request)
-        for start in range(0, data.nbytes, _PIECE_BYTES):
-            await response.write(data[start : start + _PIECE_BYTES])
-        await response.write_eof()
-        return response
 
 
 class _Unknown:

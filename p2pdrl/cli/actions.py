@@ -6,7 +6,9 @@ import time
 
 import click
 
+from p2pdrl.cli.formats import clean
 from p2pdrl.cli.options import Target, api_options
+from p2pdrl.errors import DaemonUnreachableError, UnhealthyError
 
 __all__ = ["checkpoint", "leave", "pause", "resume"]
 
@@ -43,8 +45,6 @@ def checkpoint(target: Target) -> None:
 
     On the node's own disk; prints its path there.
     """
-    from p2pdrl.cli.formats import clean
-
     click.echo(clean(target.client(_SLOW_S).post("/v1/checkpoint").get("path"), 4096))
 
 
@@ -56,8 +56,6 @@ def checkpoint(target: Target) -> None:
 )  # fmt: skip
 def leave(target: Target, timeout_s: float) -> None:
     """Make the node leave the swarm and end."""
-    from p2pdrl.errors import DaemonUnreachableError, UnhealthyError
-
     client = target.client()
     before = client.status().get("pid")
     client.post("/v1/leave")

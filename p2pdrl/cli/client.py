@@ -41,7 +41,7 @@ def parse_api(text: str) -> Address:
 
 
 def read_token(data_dir: str | Path) -> str | None:
-    """Return the local token of the node whose data folder this is, if we may read it."""
+    """The local token of the node whose data folder this is, if we may read it."""
     try:
         token = (Path(data_dir).expanduser() / "token").read_text("ascii").strip()
     except (OSError, ValueError):
@@ -53,13 +53,10 @@ class NodeClient:
     """One node's API.
 
     Requests that need it are signed with the node's local token or with the swarm key; neither is
-    ever sent. The token is looked for in ``data_dir``, else where a node on this machine says it is.
+    ever sent. A token that isn't given is looked for in the node's ``data_dir``, else where a node on this
+    machine says it is.
 
     Args:
-        address: where the node listens.
-        swarm_key: the swarm's key, for nodes on other machines.
-        data_dir: the node's data folder, if known.
-        token: the local token, if known.
         timeout_s: longest wait for the connection, and for each further piece of the answer.
     """
 
@@ -78,7 +75,7 @@ class NodeClient:
         self._token = token
         self._timeout_s = timeout_s
         self._target: tuple[bytes, str] | None = None
-        """The key with which the node has proven itself, and whom to sign for."""
+        """The key with which the node has proven itself, and the target that it proved."""
 
     def status(self) -> dict[str, Any]:
         """The node's ``/v1/status``."""

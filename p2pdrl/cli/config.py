@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from p2pdrl.cli.options import config_options, json_option
+from p2pdrl.errors import UsageError
 
 if TYPE_CHECKING:
     from p2pdrl.config.loader import Resolved
@@ -53,7 +54,6 @@ def show(files: tuple[str, ...], sets: tuple[str, ...], origin: bool, as_json: b
 def validate(file: str, as_json: bool) -> None:
     """Check a file by itself, without flags and variables."""
     from p2pdrl.config.loader import resolve
-    from p2pdrl.errors import UsageError
 
     try:
         resolve(files=[file])
@@ -69,7 +69,6 @@ def validate(file: str, as_json: bool) -> None:
 def init(file: Path | None) -> None:
     """Write a file of all keys with their meanings and defaults, to FILE or to standard output."""
     from p2pdrl.config.describe import render_toml
-    from p2pdrl.errors import UsageError
 
     text = render_toml()
     if file is None:
@@ -89,7 +88,7 @@ def init(file: Path | None) -> None:
 @json_option
 def presets(as_json: bool) -> None:
     """List the presets, which --config takes by name."""
-    from p2pdrl.config.presets import preset_names, preset_summary
+    from p2pdrl.config.loader import preset_names, preset_summary
 
     summaries = {name: preset_summary(name) for name in preset_names()}
     if as_json:

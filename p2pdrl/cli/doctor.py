@@ -20,7 +20,7 @@ import msgspec
 from p2pdrl.cli.client import NodeClient, parse_api
 from p2pdrl.cli.formats import byte_size, clean
 from p2pdrl.cli.options import json_option, split_addresses
-from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UsageError
+from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, UnhealthyError, UsageError
 from p2pdrl.ids import PROTOCOL_VERSION, swarm_id_from_key
 
 __all__ = ["Check", "doctor", "machine_checks", "peer_checks"]
@@ -36,9 +36,7 @@ class Check(msgspec.Struct, frozen=True):
     """The outcome of one check.
 
     Attributes:
-        name: what was looked at.
         result: ``fail`` keeps a node from running or joining; ``warn`` may hurt.
-        found: what is there.
         advice: what to do; empty when all is well.
     """
 
@@ -49,12 +47,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def machine_checks(data_dir: str | None, listen: str) -> list[Check]:
-    """Look at this machine.
-
-    Args:
-        data_dir: the data folder that a node will use; None looks at the user's default.
-        listen: HOST:PORT that a node will listen on.
-    """
+    """Check this machine for a node with this data folder (None: the user's default) and address."""
     return [
         _python(),
         _torch(),
@@ -68,7 +61,7 @@ def machine_checks(data_dir: str | None, listen: str) -> list[Check]:
 
 
 def peer_checks(address: str, swarm_key: bytes | None, timeout_s: float = 5.0) -> list[Check]:
-    """Look at the way to one peer: reachable, same protocol, same swarm, same time."""
+    """Check one peer: reachable, same protocol, same swarm, same time."""
     where = parse_api(address)
     client = NodeClient(where, swarm_key=swarm_key, timeout_s=timeout_s)
     name = f"peer {where}"
@@ -133,7 +126,7 @@ def _memory() -> Check:
 
 
 def _shared_memory() -> Check:
-    """The board between daemon and learner: an anonymous file, really written."""
+    """What the board between daemon and learner needs: an anonymous file, really written."""
     how = "memfd" if hasattr(os, "memfd_create") else "unlinked file"
     try:
         if hasattr(os, "memfd_create"):
@@ -276,7 +269,6 @@ def doctor(
     Each line says ok, warn or fail, and what to do. The exit code is 4 if anything fails.
     """  # fmt: skip
     from p2pdrl.api.keyfile import read_swarm_key
-    from p2pdrl.errors import UnhealthyError
 
     key = read_swarm_key(swarm_key_file) if swarm_key_file else None
     checks = machine_checks(data_dir, listen)
@@ -284,8 +276,6 @@ def doctor(
         checks += peer_checks(address, key)
     failed = sum(check.result == "fail" for check in checks)
     if as_json:
-        import msgspec
-
         click.echo(msgspec.json.format(msgspec.json.encode({"ok": not failed, "checks": checks}), indent=2))
     else:
         width = min(max(len(check.name) for check in checks), 40)

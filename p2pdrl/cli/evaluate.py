@@ -15,7 +15,8 @@ from typing import Any
 
 import click
 
-from p2pdrl.cli.options import json_option
+from p2pdrl.cli.formats import clean, fixed, grouped
+from p2pdrl.cli.options import Target, json_option
 
 __all__ = ["evaluate"]
 
@@ -86,22 +87,20 @@ def evaluate(
 
 
 def _fetch(peer: str, key_file: str | None, data_dir: str | None, file: Path) -> None:
-    from p2pdrl.cli.options import Target
-
     client = Target(peer, key_file, data_dir).client(_DOWNLOAD_S)
     with file.open("wb") as out:
         client.download("/v1/checkpoint", out)
 
 
 def _play(checkpoint: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Run the evaluator; its errors are told on standard error by itself, and its code is ours."""
+    """Run the evaluator, which reports its errors by itself; its exit code becomes ours."""
     command = [sys.executable, "-m", "p2pdrl.workers.evaluator", str(checkpoint.absolute())]
     for name, value in options.items():
         if value is True:
             command.append(f"--{name.replace('_', '-')}")
         elif value is not None and value is not False:
             command += [f"--{name.replace('_', '-')}", str(value)]
-    # Stated with the program and our own arguments only: nothing goes through a shell.
+    # Started with the program and our own arguments only: nothing goes through a shell.
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)  # noqa: S603
     if done.returncode:
         raise SystemExit(done.returncode if done.returncode > 0 else 1)
@@ -111,8 +110,6 @@ def _play(checkpoint: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 def _report(document: dict[str, Any]) -> str:
     """One line per way of acting."""
-    from p2pdrl.cli.formats import clean, fixed, grouped
-
     version, steps = grouped(document.get("policy_version")), grouped(document.get("env_steps"))
     lines = [
         f"{clean(document.get('env'))}  policy version {version}, {steps} steps",

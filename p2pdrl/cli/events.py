@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from p2pdrl.cli.formats import as_number, clean
 from p2pdrl.cli.options import Target, api_options, json_option
+from p2pdrl.errors import DaemonUnreachableError
 
 if TYPE_CHECKING:
     from p2pdrl.cli.client import NodeClient
@@ -51,8 +53,6 @@ def events(target: Target, follow: bool, since: int | None, as_json: bool) -> No
 
 
 def _follow(client: NodeClient, since: int) -> Iterator[dict[str, Any]]:
-    from p2pdrl.errors import DaemonUnreachableError
-
     for line in client.lines(f"/v1/events?since={since}", silence_s=_SILENCE_S):
         if line.startswith(b"data: "):
             yield from _events([json.loads(line[6:])])
@@ -66,7 +66,5 @@ def _events(content: object) -> list[dict[str, Any]]:
 
 
 def _line(event: dict[str, Any]) -> str:
-    from p2pdrl.cli.formats import as_number, clean
-
     when = time.strftime("%H:%M:%S", time.localtime(as_number(event.get("time")) or 0))
     return f"{when}  {clean(event.get('kind', ''), 20):<16}  {clean(event.get('text', ''), 1000)}"

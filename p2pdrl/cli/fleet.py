@@ -1,4 +1,4 @@
-"""Free ports for the nodes of ``p2pdrl swarm up``, kept apart from those of other swarms that start now.
+"""The node processes of ``p2pdrl swarm up``, and free ports for them.
 
 A port that is free when it is looked at may be taken a second later by the nodes of another ``swarm up``.
 So each port is claimed by a name in Linux's abstract socket namespace, which the kernel frees however
@@ -34,10 +34,6 @@ _LAST_PORT = 65535
 
 class ReservedPorts:
     """Context manager: ``count`` ports on loopback that nobody else uses.
-
-    Args:
-        count: how many.
-        first: the lowest.
 
     Raises:
         UsageError: there aren't that many.
@@ -101,11 +97,7 @@ class FleetNode:
     """One node.
 
     Attributes:
-        name: as it calls itself.
-        address: where it listens.
-        folder: its data folder.
         log: file of everything it writes.
-        process: the child.
         status: its newest ``/v1/status``; empty before the first.
     """
 
@@ -122,7 +114,7 @@ class FleetNode:
         return self.process.poll()
 
     def row(self) -> dict[str, Any]:
-        """The member for a table: its status, or what its process tells."""
+        """The member for a table: its status, and how its process ended."""
         code = self.exit_code
         row = {"name": self.name, "address": str(self.address), "state": "starting", **self.status}
         if code is not None:

@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "peers": ("p2pdrl.cli.status:peers", "List every member that the node knows."),
     "top": ("p2pdrl.cli.status:top", "Watch the members live."),
     "mode": ("p2pdrl.cli.mode:mode", "Show how the swarm agrees, or change it while it trains."),
-    "rounds": ("p2pdrl.cli.rounds:rounds", "Show the last rounds of the node's strategy."),
+    "rounds": ("p2pdrl.cli.mode:rounds", "Show the last rounds of the node's strategy."),
     "events": ("p2pdrl.cli.events:events", "Show what happened on the node."),
     "wait": ("p2pdrl.cli.wait:wait", "Wait until enough members are healthy, or train."),
     "pause": ("p2pdrl.cli.actions:pause", "Stop training; membership goes on."),
@@ -41,7 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("p2pdrl.cli.evaluate:evaluate", "Measure a checkpoint, or a running node's policy."),
     "doctor": ("p2pdrl.cli.doctor:doctor", "Check this machine, and the way to the peers."),
     "pipeline": ("p2pdrl.cli.pipeline:pipeline", "Plan how one model is trained over several devices."),
-    "keygen": ("p2pdrl.cli.keygen:keygen", "Make a swarm key."),
+    "keygen": ("p2pdrl.cli.node:keygen", "Make a swarm key."),
     "config": ("p2pdrl.cli.config:config", "Show, check or write a configuration."),
 }
 """Name of each command: where it is, and its line in ``--help``."""
@@ -125,12 +125,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def run_command(command: click.Command, name: str, args: Sequence[str] | None = None) -> int:
-    """Run a click command, tell its errors in one line, and return the exit code of the table above.
+    """Run a click command (scripts pass theirs) and return the exit code of the table above.
 
-    Args:
-        command: what to run; the scripts pass theirs.
-        name: stands before each message.
-        args: of the command line; the process's own by default.
+    An error is printed as one line that begins with ``name``.
     """
     try:
         code = command.main(args=args, prog_name=name, standalone_mode=False)

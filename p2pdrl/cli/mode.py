@@ -1,22 +1,42 @@
-"""``p2pdrl mode show`` and ``mode set``: how the swarm agrees, and changing that while it trains."""
+"""``p2pdrl mode`` and ``rounds``: how the swarm agrees, changing that as it trains, and its last rounds."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from p2pdrl.cli.formats import (
+    NONE,
+    as_number,
+    beside,
+    byte_size,
+    clean,
+    fixed,
+    millis,
+    mode_words,
+    percent,
+    scientific,
+)
 from p2pdrl.cli.options import Target, api_options, json_option
+from p2pdrl.cli.status import show_again, watchable
 from p2pdrl.config.schedules import MAX_STAGES
+from p2pdrl.errors import P2PDRLError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from p2pdrl.cli.client import NodeClient
 
-__all__ = ["mode"]
+__all__ = ["mode", "rounds"]
 
 _PAUSE_S = 0.25
+_SHOWN = 8
+"""Names in one cell; of more the rest is counted."""
+_GOOD = ("ok", "pushed", "answered")
 
 
 @click.group()
@@ -33,10 +53,9 @@ def show(target: Target, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(document, indent=2))
         return
-    from p2pdrl.cli.mode_view import mode_view
     from p2pdrl.cli.tables import console
 
-    console().print(mode_view(document))
+    console().print(_mode_view(document))
 
 
 @mode.command("set")
@@ -84,13 +103,13 @@ def set_mode(
     """  # fmt: skip
     from urllib.parse import urlencode
 
-    from p2pdrl.config.mode import mode_words, strategy_from
+    from p2pdrl.config import mode as modes
     from p2pdrl.config.strategy import mode_of
 
     counts = {"servers": servers, "stages": stages}
     given = [*sets, *(f"{key}={count}" for key, count in counts.items() if count is not None)]
-    strategy = strategy_from(name, given)
-    words = mode_words(strategy)
+    strategy = modes.strategy_from(name, given)
+    words = modes.mode_words(strategy)
     client = target.client()
     query = urlencode([("mode", mode_of(strategy)), *(("set", one) for one in given)])
     record = client.post(f"/v1/mode?{query}")
@@ -98,67 +117,182 @@ def set_mode(
     if no_wait:
         click.echo(f"proposed mode {words}, epoch {epoch}")
         return
-    _Waiting(client, words, (epoch, proposer)).until(wait_s)
+    _wait_for_all(client, words, (epoch, proposer), wait_s)
     click.echo(f"mode is {words}, epoch {epoch}")
 
 
-class _Waiting:
-    """Waits for everybody to follow one record."""
+def _wait_for_all(client: NodeClient, words: str, record: tuple[Any, Any], wait_s: float) -> None:
+    """Ask until every member follows ``record`` (epoch and proposer); progress goes to standard error.
 
-    def __init__(self, client: NodeClient, words: str, record: tuple[Any, Any]) -> None:
-        self._client = client
-        self._words = words
-        self._record = record
-        self._told = ""
-
-    def until(self, wait_s: float) -> None:
-        """Ask until all follow.
-
-        Raises:
-            P2PDRLError: another record won, or somebody doesn't follow in time.
-        """
-        from p2pdrl.errors import P2PDRLError
-
-        deadline = time.monotonic() + wait_s
-        while late := self._late():
-            if time.monotonic() + _PAUSE_S > deadline:
-                raise P2PDRLError(
-                    f"after {wait_s:g} s not everybody is in mode {self._words}: {'; '.join(late[:20])}"
-                )
-            time.sleep(_PAUSE_S)
-
-    def _late(self) -> list[str]:
-        """Who doesn't follow yet, in words; progress goes to standard error."""
-        document = self._client.get("/v1/mode")
-        self._check(document.get("record") or {})
+    Raises:
+        P2PDRLError: another record won, or somebody doesn't follow in time.
+    """
+    deadline = time.monotonic() + wait_s
+    progress = ""
+    while True:
+        document = client.get("/v1/mode")
+        _check_in_force(document.get("record") or {}, record)
         members = [member for member in document.get("members") or [] if isinstance(member, dict)]
-        late = [_why_not(member, self._record[0]) for member in members if not member.get("follows")]
-        told = f"{len(members) - len(late)} of {len(members)} members are in mode {self._words}"
-        if told != self._told:
-            click.echo(told, err=True)
-            self._told = told
-        return late or ([] if members else ["nobody is heard of"])
-
-    def _check(self, record: dict[str, Any]) -> None:
-        from p2pdrl.cli.formats import clean, mode_words
-        from p2pdrl.errors import P2PDRLError
-
-        if (record.get("epoch"), record.get("proposer")) == self._record:
+        late = [_why_not(member, record[0]) for member in members if not member.get("follows")]
+        line = f"{len(members) - len(late)} of {len(members)} members are in mode {words}"
+        if line != progress:
+            click.echo(line, err=True)
+            progress = line
+        if members and not late:
             return
-        who = clean(record.get("proposer_name", "?"), 64)
-        what = mode_words(record.get("mode") or "?", record.get("protocol"), record.get("options"))
-        raise P2PDRLError(
-            f"another mode was proposed at the same time and counts: {what} by {who} "
-            f"(epoch {clean(record.get('epoch'), 20)}); look with `p2pdrl mode show`, then set yours again"
-        )
+        if time.monotonic() + _PAUSE_S > deadline:
+            why = "; ".join(late[:20] or ["nobody is heard of"])
+            raise P2PDRLError(f"after {wait_s:g} s not everybody is in mode {words}: {why}")
+        time.sleep(_PAUSE_S)
+
+
+def _check_in_force(found: dict[str, Any], record: tuple[Any, Any]) -> None:
+    if (found.get("epoch"), found.get("proposer")) == record:
+        return
+    who = clean(found.get("proposer_name", "?"), 64)
+    what = mode_words(found.get("mode") or "?", found.get("protocol"), found.get("options"))
+    raise P2PDRLError(
+        f"another mode was proposed at the same time and counts: {what} by {who} "
+        f"(epoch {clean(found.get('epoch'), 20)}); look with `p2pdrl mode show`, then set yours again"
+    )
 
 
 def _why_not(member: dict[str, Any], epoch: object) -> str:
-    from p2pdrl.cli.formats import clean
-
     name = clean(member.get("name", "?"), 64)
     if member.get("state") == "unheard":
         return f"{name} hasn't been heard of"
     if member.get("epoch") == epoch:
         return f"{name} can't run it (see its `p2pdrl status`)"
     return f"{name} is at epoch {clean(member.get('epoch'), 20)}"
+
+
+def _mode_view(document: Mapping[str, Any]) -> RenderableType:
+    """Render a ``/v1/mode``."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for word, text in _facts(document):
+        facts.add_row(word, Text(text))
+    members = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for header in ("node", "state", "epoch", "strategy", "role", "follows"):
+        members.add_column(header, no_wrap=True, overflow="ellipsis", max_width=24)
+    for member in document.get("members") or []:
+        if isinstance(member, Mapping):
+            follows = bool(member.get("follows"))
+            cells = [
+                clean(member.get(key) or NONE, 64) for key in ("name", "state", "epoch", "protocol", "role")
+            ]
+            members.add_row(
+                *map(Text, cells), Text("yes" if follows else "not yet", "green" if follows else "yellow")
+            )
+    return Group(facts, Text(), members)
+
+
+def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    record = document.get("record")
+    record = record if isinstance(record, Mapping) else {}
+    rows = [
+        ("mode", mode_words(document.get("mode"), document.get("protocol"), document.get("options"))),
+        ("epoch", clean(document.get("epoch", NONE), 20)),
+    ]
+    if record:
+        rows.append(("proposed by", clean(record.get("proposer_name") or NONE, 64)))
+        if record.get("epoch") != document.get("epoch"):
+            coming = mode_words(record.get("mode"), record.get("protocol"), record.get("options"))
+            rows.append(("next", f"{coming}, epoch {clean(record.get('epoch'), 20)}"))
+    since_s = as_number(document.get("since"))
+    if since_s is not None:
+        rows.append(("here since", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since_s))))
+    if document.get("error"):
+        rows.append(("error", clean(document["error"], 500)))
+    facts = document.get("facts")
+    facts = dict(facts) if isinstance(facts, Mapping) else {}
+    costs = [
+        (word, beside(facts.pop(f"measured_{key}", None), facts.pop(f"predicted_{key}", None), form))
+        for word, key, form in (("step", "step_s", millis), ("bubble", "bubble", percent))
+    ]
+    long = [(key, clean(facts.pop(key), 600)) for key in ("limited", "why") if facts.get(key)]
+    rows += [(clean(key, 20).replace("_", " "), _fact(value)) for key, value in facts.items()]
+    rows += [row for row in costs if row[1]]
+    return [*rows, *long]
+
+
+def _fact(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{clean(key, 40)} {_fact(inner)}" for key, inner in value.items())[:500]
+    if isinstance(value, list):
+        more = f" and {len(value) - _SHOWN} more" if len(value) > _SHOWN else ""
+        return ", ".join(_fact(item) for item in value[:_SHOWN]) + more
+    number = as_number(value)
+    return scientific(number) if isinstance(value, float) else clean(NONE if value is None else value)
+
+
+@click.command()
+@api_options
+@click.option(
+    "-n", "--last", type=click.IntRange(min=1), metavar="N",
+    help="Only the last N; by default all that the node remembers, 50 at most.",
+)  # fmt: skip
+@json_option
+@watchable
+def rounds(target: Target, last: int | None, as_json: bool, watch: bool, interval_s: float) -> None:
+    """Show the last rounds of the node's strategy.
+
+    Who was merged with which weight, who was missing, and what it cost.
+    """
+    client = target.client()
+
+    def ask() -> list[object]:
+        found = client.get("/v1/rounds")
+        found = found if isinstance(found, list) else []
+        return found if last is None else found[-last:]
+
+    show_again(ask, lambda: _rounds_view(ask()), as_json, watch, interval_s)
+
+
+def _rounds_view(rounds: Sequence[Any]) -> RenderableType:
+    """Render a ``/v1/rounds``: one line per round, the newest last."""
+    from rich.table import Table
+    from rich.text import Text
+
+    found = [one for one in rounds if isinstance(one, Mapping)]
+    if not found:
+        return Text("no rounds yet")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for header in ("when", "strategy", "outcome"):
+        table.add_column(header, no_wrap=True)
+    table.add_column("merged", overflow="fold")
+    table.add_column("missing", overflow="fold")
+    for header in ("bytes", "time", "waited", "changed"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("error", overflow="fold")
+    for one in found:
+        good = one.get("outcome") in _GOOD
+        moved = (as_number(one.get("bytes_in")) or 0.0) + (as_number(one.get("bytes_out")) or 0.0)
+        table.add_row(
+            Text(time.strftime("%H:%M:%S", time.localtime(as_number(one.get("time")) or 0))),
+            Text(clean(one.get("protocol", NONE), 20)),
+            Text(clean(one.get("outcome", NONE), 20), "green" if good else "yellow"),
+            Text(_several([_merged(peer) for peer in one.get("merged") or [] if isinstance(peer, Mapping)])),
+            Text(_several([clean(peer, 64) for peer in one.get("missing") or []])),
+            Text(byte_size(moved)),
+            Text(millis(one.get("seconds"))),
+            Text(millis(one.get("waited_s"))),
+            Text(scientific(one.get("changed"))),
+            Text(clean(one.get("error") or "", 200)),
+        )
+    return table
+
+
+def _merged(peer: Mapping[str, Any]) -> str:
+    """``node-2×0.50``."""
+    return f"{clean(peer.get('name', '?'), 64)}×{fixed(peer.get('weight'), 2)}"
+
+
+def _several(words: Sequence[str]) -> str:
+    more = f" +{len(words) - _SHOWN}" if len(words) > _SHOWN else ""
+    return " ".join(words[:_SHOWN]) + more

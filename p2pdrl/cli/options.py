@@ -19,13 +19,7 @@ Command = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The node that a command talks to, as named on the command line.
-
-    Attributes:
-        api: HOST:PORT.
-        key_file: file of the swarm key, for nodes on other machines.
-        data_dir: the node's data folder, where its token is.
-    """
+    """The node that a command talks to, as named on the command line; see `api_options`."""
 
     api: str
     key_file: str | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,15 @@ import click
 from p2pdrl.cli.formats import age, clean, grouped
 from p2pdrl.cli.options import Target, api_options, config_options, json_option
 from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES
-from p2pdrl.errors import P2PDRLError
+from p2pdrl.errors import ConfigError, P2PDRLError, UsageError
 
 if TYPE_CHECKING:
     from p2pdrl.pipeline.timeline import Timeline
 
-__all__ = ["pipeline"]
+__all__ = ["pipeline", "timeline_document", "timeline_lines"]
+
+_WIDTH = 100
+"""Columns of output that doesn't go to a terminal."""
 
 
 @click.group()
@@ -114,7 +118,6 @@ def plan(
         return
     if stages is None or microbatches is None:
         raise click.UsageError(f"give {'--stages' if stages is None else '--microbatches'}, or --config")
-    from p2pdrl.cli.pipeline_plan import timeline_document, timeline_lines
     from p2pdrl.pipeline.layers import PeerLink
     from p2pdrl.pipeline.schedule import make_schedule
     from p2pdrl.pipeline.timeline import MicrobatchCosts, predict
@@ -135,6 +138,61 @@ def plan(
         click.echo(json.dumps({"schedule": schedule, **timeline_document(timeline)}, indent=2))
     else:
         click.echo("\n".join(timeline_lines(schedule, timeline)))
+
+
+def timeline_document(timeline: Timeline) -> dict[str, Any]:
+    """Return everything, as JSON has it."""
+    ranks = range(len(timeline.rows))
+    return {
+        "stages": timeline.stages,
+        "ranks": len(ranks),
+        "microbatches": timeline.microbatches,
+        "step_s": timeline.total_s,
+        "one_device_s": timeline.one_device_s,
+        "speedup": timeline.speedup,
+        "ideal_speedup": timeline.ideal_speedup,
+        "per_rank": [
+            {
+                "rank": rank,
+                "stages": list(range(rank, timeline.stages, len(ranks))),
+                "busy_s": timeline.busy_s[rank],
+                "bubble": timeline.bubbles[rank],
+                "stored_activations": timeline.stored[rank],
+                "actions": [
+                    {**t.action._asdict(), "start_s": t.start_s, "end_s": t.end_s}
+                    for t in timeline.rows[rank]
+                ],
+            }
+            for rank in ranks
+        ],
+    }
+
+
+def timeline_lines(schedule: str, timeline: Timeline) -> list[str]:
+    """Return a picture, and what it comes to."""
+    from p2pdrl.pipeline.timeline import draw, legend
+
+    ranks = len(timeline.rows)
+    several = f" on {ranks} ranks" if timeline.stages > ranks else ""
+    ideal = f"with equal stages and free messages {timeline.ideal_speedup:.2f}"
+    lines = [
+        f"{schedule}: {timeline.microbatches} microbatches through {timeline.stages} stages{several}",
+        "",
+        *draw(timeline, shutil.get_terminal_size((_WIDTH, 24)).columns),
+        legend(timeline),
+        "",
+        f"step      {timeline.total_s:.4g} s; one device takes {timeline.one_device_s:.4g} s",
+        f"speed-up  {timeline.speedup:.2f} of {ranks}; {ideal}",
+        "",
+    ]
+    computes = [f"{busy_s:.4g} s" for busy_s in timeline.busy_s]
+    wide = max(len("computes"), *map(len, computes))
+    lines.append(f"rank   {'computes':>{wide}}   bubble   stored activations")
+    for rank, (busy, bubble, stored) in enumerate(
+        zip(computes, timeline.bubbles, timeline.stored, strict=True)
+    ):
+        lines.append(f"{rank:>4}   {busy:>{wide}}   {bubble:>6.1%}   {stored:>18}")
+    return lines
 
 
 @pipeline.command()
@@ -225,7 +283,6 @@ def _plan_task(
         ConfigError: it can't be planned; blocks that could be measured are listed before.
     """
     from p2pdrl.cli.pipeline_plan import plan_document, plan_lines, plan_task
-    from p2pdrl.errors import ConfigError
     from p2pdrl.pipeline.layers import PeerLink
 
     found = plan_task(files, sets, PeerLink(*link))
@@ -249,8 +306,6 @@ def _write(option: str, path: Path, document: dict[str, Any]) -> None:
     Raises:
         UsageError: it can't be written there.
     """
-    from p2pdrl.errors import UsageError
-
     try:
         path.write_text(json.dumps(document), "utf-8")
     except OSError as error:
@@ -263,8 +318,6 @@ def _check_ranks(schedule: str, stages: int, ranks: int | None) -> None:
     Raises:
         UsageError: there are too many ranks, or stages on one, or interleaved isn't told how many.
     """
-    from p2pdrl.errors import UsageError
-
     if schedule == "interleaved" and ranks is None:
         fits = [str(r) for r in range(2, min(stages // 2, MAX_STAGES) + 1) if stages % r == 0]
         hint = f"{', '.join(fits) or 'no number of them'} can share {stages} stages"
@@ -283,8 +336,6 @@ def _numbers(option: str, text: str, count: int) -> tuple[float, ...]:
     Raises:
         UsageError: it is neither.
     """
-    from p2pdrl.errors import UsageError
-
     try:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:

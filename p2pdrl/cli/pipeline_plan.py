@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from p2pdrl.cli.formats import clean
-from p2pdrl.config.batches import batches_of, minibatch_rows, minibatches_of
+from p2pdrl.cli.pipeline import timeline_document, timeline_lines
 from p2pdrl.config.checks import too_few_blocks
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import PipelineConfig
+from p2pdrl.config.task import batches_of, minibatch_rows, minibatches_of
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.drawing import draw, legend
 from p2pdrl.pipeline.layers import FREE, Layer, PeerLink
 from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.pipeline.schedule import make_schedule
@@ -28,68 +27,7 @@ from p2pdrl.pipeline.wording import in_bytes, in_seconds
 from p2pdrl.strategies.pipeline.planning import Design, RankCandidate, design, measured_with
 from p2pdrl.workers.pipeline.protocol import Blocks
 
-__all__ = ["TaskPlan", "plan_document", "plan_lines", "plan_task", "timeline_document", "timeline_lines"]
-
-if TYPE_CHECKING:
-    from p2pdrl.pipeline.timeline import Timeline
-
-
-_WIDTH = 100
-"""Columns of output that doesn't go to a terminal."""
-
-
-def timeline_document(timeline: Timeline) -> dict[str, Any]:
-    """Return everything, as JSON has it."""
-    ranks = range(len(timeline.rows))
-    return {
-        "stages": timeline.stages,
-        "ranks": len(ranks),
-        "microbatches": timeline.microbatches,
-        "step_s": timeline.total_s,
-        "one_device_s": timeline.one_device_s,
-        "speedup": timeline.speedup,
-        "ideal_speedup": timeline.ideal_speedup,
-        "per_rank": [
-            {
-                "rank": rank,
-                "stages": list(range(rank, timeline.stages, len(ranks))),
-                "busy_s": timeline.busy_s[rank],
-                "bubble": timeline.bubbles[rank],
-                "stored_activations": timeline.stored[rank],
-                "actions": [
-                    {**t.action._asdict(), "start_s": t.start_s, "end_s": t.end_s}
-                    for t in timeline.rows[rank]
-                ],
-            }
-            for rank in ranks
-        ],
-    }
-
-
-def timeline_lines(schedule: str, timeline: Timeline) -> list[str]:
-    """Return a picture, and what it comes to."""
-    ranks = len(timeline.rows)
-    several = f" on {ranks} ranks" if timeline.stages > ranks else ""
-    ideal = f"with equal stages and free messages {timeline.ideal_speedup:.2f}"
-    lines = [
-        f"{schedule}: {timeline.microbatches} microbatches through {timeline.stages} stages{several}",
-        "",
-        *draw(timeline, shutil.get_terminal_size((_WIDTH, 24)).columns),
-        legend(timeline),
-        "",
-        f"step      {timeline.total_s:.4g} s; one device takes {timeline.one_device_s:.4g} s",
-        f"speed-up  {timeline.speedup:.2f} of {ranks}; {ideal}",
-        "",
-    ]
-    computes = [f"{busy_s:.4g} s" for busy_s in timeline.busy_s]
-    wide = max(len("computes"), *map(len, computes))
-    lines.append(f"rank   {'computes':>{wide}}   bubble   stored activations")
-    for rank, (busy, bubble, stored) in enumerate(
-        zip(computes, timeline.bubbles, timeline.stored, strict=True)
-    ):
-        lines.append(f"{rank:>4}   {busy:>{wide}}   {bubble:>6.1%}   {stored:>18}")
-    return lines
-
+__all__ = ["TaskPlan", "plan_document", "plan_lines", "plan_task"]
 
 MEASURE_S = 600.0
 """The longest that the child may take; most of it would be for a large model."""
@@ -129,12 +67,7 @@ class TaskPlan:
 
 
 def plan_task(files: Sequence[str], sets: Sequence[str], link: PeerLink = FREE) -> TaskPlan:
-    """Do it all.
-
-    Args:
-        files: as ``--config`` takes them.
-        sets: as ``--set`` takes them.
-        link: between any two peers.
+    """Measure the blocks of a task (``--config`` and ``--set``) and plan its pipeline.
 
     Raises:
         ConfigError: the configuration is wrong beyond its strategy, or the model can't be cut at all.
@@ -152,7 +85,7 @@ def plan_task(files: Sequence[str], sets: Sequence[str], link: PeerLink = FREE) 
 
 
 def _resolve(files: Sequence[str], sets: Sequence[str]) -> tuple[Config, str]:
-    """Return the configuration; where its strategy is refused, without that, and why: blocks are listed yet.
+    """Return the configuration; one whose strategy is refused without that, and why: blocks are listed yet.
 
     Raises:
         ConfigError: it is wrong elsewhere.
@@ -171,13 +104,13 @@ def _resolve(files: Sequence[str], sets: Sequence[str]) -> tuple[Config, str]:
 def _measure(config: Config, parts: int) -> Blocks:
     """Have the child measure blocks with one of so many parts of the longest batch."""
     learner = config.node.learner
-    command = [sys.executable, "-m", "p2pdrl.workers.pipeline.block_lister", "--parts", str(parts)]
+    command = [sys.executable, "-m", "p2pdrl.workers.pipeline.measure", "--parts", str(parts)]
     command += ["--device", learner.device, "--threads", str(learner.threads)]
     if config.node.allow_import:
         command.append("--allow-import")
     task = msgspec.json.encode(config.task)
     try:
-        # Stated with the program and our own arguments only: nothing goes through a shell.
+        # Started with the program and our own arguments only: nothing goes through a shell.
         done = subprocess.run(  # noqa: S603
             command, input=task, stdout=subprocess.PIPE, check=False, timeout=MEASURE_S
         )

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from p2pdrl.cli import formats
 from p2pdrl.cli.options import Target, api_options, json_option
+from p2pdrl.errors import DaemonUnreachableError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
-__all__ = ["peers", "show_again", "status", "top", "watchable"]
+__all__ = ["peers", "show_again", "status", "status_view", "top", "watch", "watchable"]
 
 watch_options = [
     click.option("--watch", is_flag=True, help="Show it again and again until Ctrl-C."),
@@ -38,8 +40,6 @@ def watchable(command: Callable[..., Any]) -> Callable[..., Any]:
 @watchable
 def status(target: Target, as_json: bool, watch: bool, interval_s: float) -> None:
     """Show one node and its view of the swarm."""
-    from p2pdrl.cli.facts import status_view
-
     client = target.client()
     show_again(client.status, lambda: status_view(client.status()), as_json, watch, interval_s)
 
@@ -95,7 +95,228 @@ def show_again(
     from p2pdrl.cli.tables import console
 
     if again:
-        from p2pdrl.cli.watch import watch
-
         watch(view, console(), interval_s)
     console().print(view())
+
+
+def watch(show: Callable[[], RenderableType], out: Console, interval_s: float) -> None:
+    """Ask and show every ``interval_s`` for ever: live on a terminal, one below the other elsewhere.
+
+    Raises:
+        DaemonUnreachableError: nobody answered the first time; later failures stand below the last view.
+    """
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    last = show()
+
+    def again() -> RenderableType:
+        nonlocal last
+        try:
+            last = show()
+        except DaemonUnreachableError as error:
+            return Group(last, Text(f"\n{error}", style="red"))
+        return last
+
+    if not out.is_terminal:
+        out.print(last)
+        while True:
+            out.print()
+            time.sleep(interval_s)
+            out.print(again())
+    with Live(last, console=out, auto_refresh=False, transient=False) as live:
+        while True:
+            time.sleep(interval_s)
+            live.update(again(), refresh=True)
+
+
+def status_view(status: Mapping[str, Any]) -> RenderableType:
+    """Render a ``/v1/status`` as lines of ``word  what``."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from p2pdrl.cli.tables import outcome
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for word, fact in _FACTS.items():
+        if status.get(word) not in _NOTHING.get(word, ()):
+            table.add_row(word, Text(fact(_Shown(status))))
+    if limit := _Shown(status).get("pipeline.limit"):
+        table.add_row("limited", Text(formats.clean(limit, 600), style="yellow"))
+    if why := outcome(status):
+        table.add_row("stopped", Text(why))
+    for reason in status.get("reasons") or []:
+        table.add_row("unwell", Text(formats.clean(reason), style="yellow"))
+    return table
+
+
+_NOTHING: dict[str, tuple[object, ...]] = {"pipeline": (None,), "actors": (None, [])}
+"""What of a status isn't worth a line."""
+
+
+class _Shown:
+    """Values of a status by dotted key, written for people."""
+
+    def __init__(self, status: Mapping[str, Any]) -> None:
+        self.status = status
+
+    def get(self, key: str) -> Any:
+        """The value, or None where it or a part of its path is missing."""
+        value: Any = self.status
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def text(self, key: str) -> str:
+        value = self.get(key)
+        return formats.NONE if value is None or value == "" else formats.clean(value)
+
+    def number(self, key: str) -> str:
+        return formats.grouped(self.get(key))
+
+    def counts(self, key: str) -> str:
+        """``3 alive, 1 dead`` of a mapping, without what is zero."""
+        found = self.get(key)
+        parts = found.items() if isinstance(found, Mapping) else []
+        return ", ".join(f"{formats.grouped(n)} {formats.clean(word, 20)}" for word, n in parts if n)
+
+
+def _node(s: _Shown) -> str:
+    return f"{s.text('name')}  {s.text('id')[:8]}  at {s.text('address')}, p2pdrl {s.text('version')}"
+
+
+def _state(s: _Shown) -> str:
+    return f"{s.text('state')}, up {formats.duration(s.get('uptime_s'))}, pid {s.text('pid')}"
+
+
+def _mode(s: _Shown) -> str:
+    words = formats.mode_words(s.get("mode"), s.get("strategy.name"), s.get("strategy.options"))
+    return f"{words}, epoch {s.number('mode_epoch')}"
+
+
+def _swarm(s: _Shown) -> str:
+    from p2pdrl.cli.tables import progress_line
+
+    return progress_line(s.status)
+
+
+def _serves(s: _Shown) -> str:
+    """What a learner does that makes no experience of its own; empty for all others."""
+    if s.get("collects") is not False or s.get("mean_return") is not None:
+        return ""
+    if s.get("role") == "standby":
+        return "stands by"
+    return "computes for the first rank of its pipeline" if s.get("stage") else ""
+
+
+def _return(s: _Shown) -> str:
+    if why := _serves(s):
+        return f"{formats.NONE}, it {why}"
+    mean = formats.fixed(s.get("mean_return"))
+    return f"{mean} over the last {s.number('episodes_in_window')} of {s.number('episodes')} episodes"
+
+
+def _training(s: _Shown) -> str:
+    if _serves(s):
+        before = f"; {s.number('env_steps')} steps, {s.number('updates')} updates before"
+        return f"none of its own{before if s.get('env_steps') else ''}"
+    rate = formats.count(s.get("steps_per_s"))
+    return f"{rate} steps/s, {s.number('env_steps')} steps, {s.number('updates')} updates"
+
+
+def _learner(s: _Shown) -> str:
+    restarts = s.get("learner.restarts")
+    after = f", {s.number('learner.restarts')} restarts" if restarts else ""
+    if s.get("learner.last_death.how"):
+        after += f"; the last one {formats.clean(s.get('learner.last_death.how'), 300)}"
+    if s.get("learner.stopped_s"):
+        return f"stopped for {formats.duration(s.get('learner.stopped_s'))}{after}"
+    if s.get("learner.starting_s") is not None:
+        return f"starting for {formats.duration(s.get('learner.starting_s'))}{after}"
+    return f"{s.text('learner.state')} on {s.text('learner.device')}{after}"
+
+
+def _actors(s: _Shown) -> str:
+    """``2 of 2, 812 + 790 steps/s, 1 restart, 1 half unroll dropped``."""
+    rows = [row for row in s.get("actors") or [] if isinstance(row, Mapping)]
+    running = sum(bool(row.get("running")) for row in rows)
+    rates = " + ".join(formats.count(row.get("steps_per_s")) for row in rows[:16])
+    parts = [f"{running} of {len(rows)}", f"{rates}{' + …' if len(rows) > 16 else ''} steps/s"]
+    for key, word in (("restarts", "restart"), ("dropped", "half unroll")):
+        total = sum(row.get(key) or 0 for row in rows)
+        if total:
+            parts.append(f"{total} {word}{'' if total == 1 else 's'}{' dropped' if key == 'dropped' else ''}")
+    return ", ".join(parts)
+
+
+def _pipeline(s: _Shown) -> str:
+    """``stage 2 of 2, 1f1b over stream, 4 microbatches, bubble 12%, with n0, n1; generation 3``."""
+    if s.get("pipeline.rank") is None:
+        return s.text("pipeline.role") if s.get("pipeline.role") else "none"
+    if s.get("pipeline.alone"):
+        why = s.get("pipeline.why")
+        return f"computes by itself{f': {formats.clean(why, 300)}' if why else ''}"
+    if s.get("pipeline.ranks") == 1:
+        return f"pipeline of one: computes alone; generation {s.number('pipeline.generation')}"
+    held = s.get("pipeline.stage")
+    numbers = " and ".join(map(formats.grouped, held)) if isinstance(held, list) else formats.NONE
+    parts = [
+        f"stage {numbers} of {s.number('pipeline.stages')}",
+        f"{s.text('pipeline.schedule')} over {s.text('pipeline.backend')}",
+        f"{s.number('pipeline.microbatches')} microbatches",
+    ]
+    for name, form in (("step_s", formats.millis), ("bubble", formats.percent)):
+        cost = formats.beside(s.get(f"pipeline.{name}"), s.get(f"pipeline.predicted_{name}"), form)
+        if cost:
+            parts.append(f"{name.removesuffix('_s')} {cost}")
+    if s.get("pipeline.activation_bytes") is not None:
+        parts.append(f"{formats.byte_size(s.get('pipeline.activation_bytes'))} of activations")
+    peers = s.get("pipeline.peers")
+    if isinstance(peers, list) and peers:
+        parts.append("with " + ", ".join(formats.clean(peer, 64) for peer in peers[:8]))
+    return f"{', '.join(parts)}; generation {s.number('pipeline.generation')}"
+
+
+def _consensus(s: _Shown) -> str:
+    distance = formats.scientific(s.get("consensus_distance"))
+    return f"distance {distance}, policy version {s.number('policy_version')}"
+
+
+def _traffic(s: _Shown) -> str:
+    received, sent = formats.byte_size(s.get("bytes_in")), formats.byte_size(s.get("bytes_out"))
+    return f"{received} in, {sent} out"
+
+
+def _process(s: _Shown) -> str:
+    return f"{formats.byte_size(s.get('rss_bytes'))}, loop lag {formats.millis(s.get('loop_lag_s'))}"
+
+
+def _checkpoint(s: _Shown) -> str:
+    if s.get("last_checkpoint.error"):
+        return f"failed: {s.text('last_checkpoint.error')}"
+    if not s.get("last_checkpoint.path"):
+        return "none yet"
+    return f"{s.text('last_checkpoint.path')}, {formats.age(s.get('last_checkpoint.age_s'))} old"
+
+
+_FACTS: dict[str, Callable[[_Shown], str]] = {
+    "node": _node,
+    "state": _state,
+    "mode": _mode,
+    "pipeline": _pipeline,
+    "swarm": _swarm,
+    "members": lambda s: s.counts("members") or formats.NONE,
+    "return": _return,
+    "training": _training,
+    "learner": _learner,
+    "actors": _actors,
+    "exchanges": lambda s: s.counts("exchanges") or "none yet",
+    "consensus": _consensus,
+    "traffic": _traffic,
+    "process": _process,
+    "data": lambda s: s.text("data_dir"),
+    "checkpoint": _checkpoint,
+}

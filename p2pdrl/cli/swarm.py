@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from p2pdrl.cli.formats import as_number
+from p2pdrl.cli.formats import as_number, clean
 from p2pdrl.cli.options import config_options, json_option
+from p2pdrl.errors import StorageError, WorkerError
 
 if TYPE_CHECKING:
     from p2pdrl.cli.fleet import Fleet
@@ -91,7 +92,7 @@ def up(
     from p2pdrl.cli.fleet import Fleet, ReservedPorts
     from p2pdrl.config.loader import resolve
 
-    resolve(files=files, sets=sets, environ=os.environ)  # a bad configuration is told before anything starts
+    resolve(files=files, sets=sets, environ=os.environ)  # a bad one fails before anything starts
     arguments = _node_arguments(files, sets, ends, options)
     # In this order: ports are let go after the nodes ended, and the folder last.
     with _folder(data_root) as folder, ReservedPorts(count, base_port) as reserved:
@@ -122,8 +123,6 @@ def _node_arguments(
 
 @contextmanager
 def _folder(data_root: Path | None) -> Iterator[Path]:
-    from p2pdrl.errors import StorageError
-
     if data_root is None:
         with tempfile.TemporaryDirectory(prefix="p2pdrl-swarm-", ignore_cleanup_errors=True) as folder:
             yield Path(folder)
@@ -263,9 +262,6 @@ class _Run:
         Raises:
             WorkerError: names the nodes that failed, and the last words of the first.
         """
-        from p2pdrl.cli.formats import clean
-        from p2pdrl.errors import WorkerError
-
         failed = [member for member in self._fleet.members if member.exit_code != 0]
         if not failed:
             return

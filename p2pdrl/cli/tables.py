@@ -69,13 +69,10 @@ def console(stream: IO[str] | None = None) -> Console:
 
 
 def members_table(members: Sequence[Member], columns: Sequence[str]) -> Table:
-    """Show one line per member.
+    """Show one line per member, with columns such as `TRAINING`.
 
-    Args:
-        members: in the order of lines.
-        columns: keys of the columns below; see `TRAINING` and `ADDRESSES`. Where one of the members is a
-            stage of a pipeline, that is shown in place of the version lag: ranks below the first are told
-            versions only now and then.
+    Where one of the members is a stage of a pipeline, that is shown in place of the version lag: ranks below
+    the first learn versions only now and then.
     """
     if any(_stage_of(member) for member in members):
         columns = (*(key for key in columns if key != "lag"), *STAGES)
@@ -102,7 +99,7 @@ def progress_line(status: Member, elapsed_s: object = None, *, nodes: int | None
     Args:
         status: any node's ``/v1/status``.
         elapsed_s: time of the run; none takes the node's uptime.
-        nodes: told in place of the members that are alive, for a run that is over.
+        nodes: shown in place of the members that are alive, for a run that is over.
     """
     members = status.get("members") or {}
     parts = [

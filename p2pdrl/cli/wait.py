@@ -11,6 +11,7 @@ import click
 
 from p2pdrl.cli.formats import clean
 from p2pdrl.cli.options import Target, api_options, json_option
+from p2pdrl.errors import DaemonUnreachableError, UnhealthyError
 
 if TYPE_CHECKING:
     from p2pdrl.cli.client import NodeClient
@@ -49,8 +50,6 @@ def wait(target: Target, healthy: int | None, training: int | None, timeout_s: f
 
     As one node sees them; it needn't be up yet. With both --healthy and --training both are waited for.
     """
-    from p2pdrl.errors import DaemonUnreachableError, UnhealthyError
-
     wanted = {word: n for word, n in (("healthy", healthy), ("training", training)) if n is not None}
     if not wanted:
         raise click.UsageError("Give --healthy N, --training N, or both.")
@@ -78,8 +77,6 @@ def wait(target: Target, healthy: int | None, training: int | None, timeout_s: f
 
 def _look(client: NodeClient) -> tuple[list[dict[str, Any]], Exception | None]:
     """The members as the node sees them; none, and why, when it doesn't answer."""
-    from p2pdrl.errors import DaemonUnreachableError
-
     try:
         return client.peers(), None
     except DaemonUnreachableError as error:

@@ -9,7 +9,6 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from p2pdrl.config.batches import losses_of, minibatch_rows
 from p2pdrl.config.learner_mode import learner_mode_of
 from p2pdrl.config.node import LearnerConfig, NodeConfig
 from p2pdrl.config.root import Config
@@ -31,7 +30,15 @@ from p2pdrl.config.strategy import (
     StrategyConfig,
     StromConfig,
 )
-from p2pdrl.config.task import A2CConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
+from p2pdrl.config.task import (
+    A2CConfig,
+    NetworkConfig,
+    PPOConfig,
+    RegressionConfig,
+    TaskConfig,
+    losses_of,
+    minibatch_rows,
+)
 
 __all__ = [
     "LIST_BLOCKS",
@@ -48,19 +55,25 @@ __all__ = [
     "trust_problems",
 ]
 
+IMPALA_RESIDUALS = 2
+"""Residual blocks of each section of the ResNet (Espeholt 2018)."""
+NATURE_CONVOLUTIONS = 3
+CONVOLUTIONS = "trunk.convolutions."
+"""Parameters that the Nature CNN has, and no network of vectors."""
+LOSSY = ("int8", "topk", "threshold")
+"""What loses too much at once for a copy of parameters, whose error nothing feeds back."""
+SPARSE = ("topk", "threshold")
+LIST_BLOCKS = "`p2pdrl pipeline plan --config …` lists them"
+"""Where to find the numbers of a model's blocks."""
+MAX_DATA_NUMBERS = 1 << 28
+"""What a regression's made-up rows may come to: every node of the swarm holds them in memory."""
+
 
 class Problem(msgspec.Struct, frozen=True):
     """A broken rule: the key to change first, and what is wrong, in words."""
 
     key: str
     message: str
-
-
-IMPALA_RESIDUALS = 2
-"""Residual blocks of each section of the ResNet (Espeholt 2018)."""
-NATURE_CONVOLUTIONS = 3
-CONVOLUTIONS = "trunk.convolutions."
-"""Parameters that the Nature CNN has, and no network of vectors."""
 
 
 def block_count(task: TaskConfig) -> tuple[int, int]:
@@ -99,11 +112,6 @@ def _trunk(kind: str, network: NetworkConfig) -> int:
         case "transformer":
             return 1 + 2 * network.layers + 1
     return max(len(network.hidden), 1)
-
-
-LOSSY = ("int8", "topk", "threshold")
-"""What loses too much at once for a copy of parameters, whose error nothing feeds back."""
-SPARSE = ("topk", "threshold")
 
 
 def strategy_problems(strategy: StrategyConfig) -> Iterator[Problem]:
@@ -335,10 +343,6 @@ def _privacy(strategy: FederatedConfig) -> Iterator[Problem]:
         )
 
 
-LIST_BLOCKS = "`p2pdrl pipeline plan --config …` lists them"
-"""Where to find the numbers of a model's blocks."""
-
-
 def pipeline_problems(task: TaskConfig) -> Iterator[Problem]:
     """Yield what a pipeline asks of its task: as many blocks as stages, as many rows as microbatches."""
     strategy = task.strategy
@@ -355,13 +359,7 @@ def pipeline_problems(task: TaskConfig) -> Iterator[Problem]:
 
 
 def too_few_blocks(strategy: PipelineConfig, blocks: int, *, most: bool = False) -> Problem | None:
-    """Return the problem of a pipeline that has more stages than blocks; None where it hasn't.
-
-    Args:
-        strategy: its options.
-        blocks: of the model.
-        most: it may also have fewer.
-    """
+    """The problem of a pipeline with more stages than ``blocks`` (or fewer, if ``most``); None without."""
     stages, chunks = strategy.stages, strategy.chunks
     if stages * chunks <= blocks:
         return None
@@ -412,10 +410,6 @@ def idle_keys(strategy: StrategyConfig, learner: LearnerConfig) -> Iterator[Prob
             f"{why}; leave it 0: stages are cut to fit the peers' memory, and task.strategy.microbatches and "
             "task.strategy.checkpoint_activations make them need less",
         )
-
-
-MAX_DATA_NUMBERS = 1 << 28
-"""What a regression's made-up rows may come to: every node of the swarm holds them in memory."""
 
 
 def problems(config: Config) -> list[Problem]:

@@ -19,7 +19,7 @@ import msgspec
 
 from p2pdrl.config import schema
 from p2pdrl.config.root import Config
-from p2pdrl.config.schema import TAG, Path, dotted
+from p2pdrl.config.schema import TAG, KeyPath, dotted
 
 __all__ = ["KeyDoc", "all_keys", "field_docs", "render_toml", "section_doc", "toml_value"]
 
@@ -91,7 +91,7 @@ def all_keys() -> list[KeyDoc]:
     return list(_keys(Config(), ()))
 
 
-def _keys(config: msgspec.Struct, at: Path, variant: str = "") -> Iterator[KeyDoc]:
+def _keys(config: msgspec.Struct, at: KeyPath, variant: str = "") -> Iterator[KeyDoc]:
     docs = field_docs(type(config))
     for field in schema.fields(type(config)).values():
         path = (*at, field.name)
@@ -150,7 +150,7 @@ class _Writer:
         self._docs = docs
         self._active = active
 
-    def section(self, config: msgspec.Struct, path: Path) -> None:
+    def section(self, config: msgspec.Struct, path: KeyPath) -> None:
         """Write the table of ``config``, then the tables inside it."""
         struct = type(config)
         inner = [name for name in schema.fields(struct) if isinstance(getattr(config, name), msgspec.Struct)]

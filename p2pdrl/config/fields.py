@@ -1,12 +1,9 @@
-"""Types of number that configuration fields share, and the base of sections that travel.
-
-Durations are in seconds (``_s``).
-"""
+"""Types that configuration fields share, and the base of sections that travel. Durations are in seconds."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -14,10 +11,12 @@ from msgspec import Meta
 __all__ = [
     "Count",
     "Fraction",
+    "Microbatches",
     "Natural",
     "NonNegative",
     "Positive",
     "PositiveSeconds",
+    "Precision",
     "Seconds",
     "Travelling",
 ]
@@ -29,13 +28,15 @@ Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
+Precision = Literal["float32", "bf16"]
+Microbatches = Annotated[int, Meta(ge=1, le=65_536)] | Literal["auto"]
 
 
 class Travelling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A section that travels between nodes: whatever it holds, it holds no infinity and no NaN."""
 
     def __post_init__(self) -> None:
-        """Check what was decoded, converted or built.
+        """Check every number.
 
         Raises:
             ValueError: a number isn't finite; msgspec turns it into its own ValidationError.

@@ -1,7 +1,7 @@
 """How a learner works under a strategy: what it sends, whether it waits, who steps.
 
-A pure function of the strategy's options, so that daemon and learner can't disagree. `node` sends the
-learner mode to the learner process; `strategies` answer what the learner posts.
+A pure function of the strategy's options, so that daemon and learner can't disagree. The node sends the
+mode to its learner process; the strategy answers the learner's requests.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class LearnerMode(msgspec.Struct, frozen=True):
     """``nothing``: it publishes, and takes what comes; ``parameters``: every ``every`` updates it says that
     it is ready and waits; ``gradients``: each gradient goes out before (or instead of) a step."""
     every: int = 1
-    """Updates (parameters) or gradients (gradients, whose sum is posted) to one post."""
+    """Updates (``parameters``) or gradients (``gradients``, whose sum is sent) to one request."""
     ahead: int = 0
-    """Posts that may be unanswered while the learner goes on; 0 waits for the answer to each."""
+    """Requests that may be unanswered while the learner goes on; 0 waits for the answer to each."""
     steps: bool = True
     """Whether the learner's own optimizer steps; else parameters come back as a set."""
     clip: Literal["before", "after"] = "after"
@@ -44,7 +44,7 @@ class LearnerMode(msgspec.Struct, frozen=True):
     learners: int = 1
     """Processes that share one vector."""
     stages: bool = False
-    """Whether the learner trains as a stage of a pipeline only: it stands still until it is told of which."""
+    """Whether the learner trains as a stage of a pipeline only: it stands still until it is told which."""
 
     @property
     def slots(self) -> int:

@@ -4,12 +4,11 @@
 
 Read by the same rules as every other source of configuration: typed by the schema, unknown names get the
 nearest valid one, combinations that can't work are refused. Both the command line and the node call it:
-the one to tell mistakes at once, the other because it trusts nobody.
+the one to report mistakes at once, the other because it trusts nobody.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -17,9 +16,9 @@ import msgspec
 
 from p2pdrl.config import schema
 from p2pdrl.config.checks import strategy_problems
+from p2pdrl.config.schema import coerce_text, shown
 from p2pdrl.config.strategy import Mode, StrategyConfig, mode_of
-from p2pdrl.config.values import coerce_text, shown
-from p2pdrl.errors import ConfigError
+from p2pdrl.errors import ConfigError, did_you_mean
 
 __all__ = ["PROTOCOLS", "changed_options", "mode_words", "protocol_of", "strategy_from", "told_options"]
 
@@ -171,5 +170,4 @@ def _value(value: Any) -> str:
 
 
 def _nearest(name: str, known: Sequence[str], has: str) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else f"{has} {', '.join(known)}"
+    return did_you_mean(name, known, f"{has} {', '.join(known)}")

@@ -6,13 +6,13 @@ in bytes (``_bytes``).
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.config.gradients import Microbatches
-from p2pdrl.config.roles import Role
+from p2pdrl.config.fields import Count, Microbatches, Natural, NonNegative, PositiveSeconds, Seconds
 
 __all__ = [
     "ActorsConfig",
@@ -23,12 +23,10 @@ __all__ = [
     "LogConfig",
     "MembershipProfile",
     "NodeConfig",
+    "Role",
+    "roles_in",
+    "tags_of",
 ]
-
-NonNegative = Annotated[float, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(ge=0, le=1e6)]
-PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,7 +52,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Keep only what passes between the blocks of the network and compute the rest anew on the way back (Chen
     2016, arXiv 1604.06174): less memory for about a third more time. Worth it for residual blocks and
     transformers; of an MLP, whose blocks have no inside, it frees nothing. Gradients are the same."""
-    activation_limit_bytes: Annotated[int, Meta(ge=0)] = 0
+    activation_limit_bytes: Natural = 0
     """With ``microbatches = auto``: how much memory a gradient may take beyond parameters and optimizer;
     0 takes what the device has. On a processor, where running out ends the process, what autograd keeps is
     counted against it, the inside of checkpointed blocks left out."""
@@ -104,7 +102,7 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     every_s: Seconds = 30.0
     """Seconds between checkpoints; 0 writes only at the end. Shorter loses less of the optimizer's
     state in a crash of every node at once, and writes more."""
-    keep: Annotated[int, Meta(ge=0)] = 3
+    keep: Natural = 3
     """How many numbered checkpoints stay besides ``last`` and ``best``."""
 
 
@@ -140,13 +138,15 @@ class DebugConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     perturb_start: NonNegative = 0.0
     """This node starts from the task's initial weights plus noise of this deviation, drawn from
     ``node.seed``, instead of a donor's state: to watch the differences average away."""
-    start_at_members: Annotated[int, Meta(ge=0)] = 0
+    start_at_members: Natural = 0
     """Begin no exchange before this many members are alive, ourselves included."""
-    max_exchanges: Annotated[int, Meta(ge=0)] = 0
+    max_exchanges: Natural = 0
     """Stop initiating exchanges after this many; 0 is no bound."""
 
 
 MembershipProfile = Literal["lan", "wan"]
+Role = Literal["actor", "learner", "replay", "server"]
+"""What a node does for its swarm; see ``NodeConfig.roles``."""
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -198,3 +198,25 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
     debug: DebugConfig = DebugConfig()
+
+
+_ROLES_TAG = "roles"
+_ALL_NEEDED: tuple[Role, ...] = ("actor", "learner", "server")
+"""What every task there is needs; replay waits for an algorithm that has one."""
+
+
+def tags_of(roles: Sequence[Role]) -> dict[str, str]:
+    """The tags of a member record that tell ``roles``; none given are all that a task needs."""
+    return {_ROLES_TAG: ",".join(sorted(set(roles or _ALL_NEEDED)))}
+
+
+def roles_in(tags: Mapping[str, str]) -> tuple[Role, ...]:
+    """The roles that a member's tags tell, in order; words of later releases are passed over.
+
+    A member of an earlier release tells none: it does all that its task needs.
+    """
+    told = tags.get(_ROLES_TAG)
+    if told is None:
+        return _ALL_NEEDED
+    words = told.split(",")
+    return tuple(role for role in get_args(Role) if role in words)

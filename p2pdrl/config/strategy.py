@@ -6,8 +6,16 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from p2pdrl.config.fields import Count, Fraction, Natural, NonNegative, PositiveSeconds, Seconds, Travelling
-from p2pdrl.config.gradients import Microbatches
+from p2pdrl.config.fields import (
+    Count,
+    Fraction,
+    Microbatches,
+    Natural,
+    NonNegative,
+    PositiveSeconds,
+    Seconds,
+    Travelling,
+)
 from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES, ScheduleName
 
 __all__ = [

@@ -28,13 +28,12 @@ class AdaptiveTimeout:
         least_s: never wait shorter (above ``most_s`` it gives way): room for the pauses of a busy machine.
         quantile: in (0, 1], of the observations, by nearest rank.
         margin: factor on the quantile; more forgives more, and finds the dead later.
-        window: observations remembered.
 
     Raises:
         ValueError: a bound is out of its range.
 
     Example:
-        >>> timeout = Patience(10.0)
+        >>> timeout = AdaptiveTimeout(10.0)
         >>> timeout.deadline_s
         10.0
         >>> for _ in range(20):

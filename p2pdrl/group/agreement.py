@@ -31,12 +31,10 @@ __all__ = ["GroupCall", "GroupCore", "Proposer", "Roster", "Succession", "ViewMe
 
 
 class ViewMember:
-    """What one node acknowledged.
+    """What one node acknowledged, and what is in force.
 
-    Args:
-        me: own node id.
-        epoch: mode epoch.
-        note: gives what to note when a view is acknowledged.
+    Two promises on which everything rests: a member acknowledges only a view greater than any before, and
+    from then on acts in none until that view's proposer says that all have acknowledged.
     """
 
     def __init__(self, me: str, epoch: int, note: Callable[[], bytes]) -> None:
@@ -114,12 +112,15 @@ NEVER = float("-inf")
 
 
 class Succession:
-    """The living in order, and those among them that are passed over.
+    """Whose turn it is to propose: the living in rendezvous order, without those that are passed over.
+
+    A proposer that isn't heard for ``silence_s``, or fails when it is asked, is passed over until it is heard
+    again. A node that follows a proposer which it heard of late refuses those that come later in the order: a
+    lone node that can't reach the proposer shall not pull the others out of a view in which all is well (the
+    idea of Raft's pre-vote: Ongaro 2014, section 9.6).
 
     Args:
-        me: own node id.
         epoch: mode epoch; each has its own order.
-        now_s: monotonic time.
         silence_s: how long a proposer may be silent.
     """
 
@@ -232,10 +233,11 @@ class _Rest:
 
 
 class Roster:
-    """The peers of a proposer.
+    """The peers of a proposer: who answers, and who must wait.
 
-    Args:
-        timing: how long things take.
+    Nobody is invited who didn't answer a ping lately and say that it would come, so that somebody who can't
+    be reached never costs a view in force. Who failed is asked again with back-off, and who comes and goes
+    rests longer each time.
     """
 
     def __init__(self, timing: Timing) -> None:
@@ -288,12 +290,10 @@ class Roster:
         """Note that a message to ``peer`` failed.
 
         Args:
-            peer: whom.
             why: ``refused``: it is out at once; ``elsewhere``: so it is, for it is in another mode (still, if
                 it never answered); ``unreachable``: out when it happens twice in a row, because
                 a kept connection may break between two calls; ``timeout``: out after `silence_s` of them;
                 ``hindered``: likewise, for it refuses for a reason that may pass, too much to do say.
-            now_s: monotonic time.
         """
         standing = self._standings.get(peer)
         if standing is None:
@@ -385,14 +385,11 @@ class _Proposal:
 class Proposer:
     """What a node does while it is its turn to propose.
 
+    Whatever is lost is made good by asking: a ping's answer shows who restarted, who missed that a view is in
+    force, and who acknowledged somebody else's, so no message need arrive and none is stored.
+
     Args:
-        me: own node id.
-        epoch: mode epoch.
-        order: whose turn it is.
-        member: our own acknowledgements.
         first_generation: proposals are greater.
-        timing: how long things take.
-        send: sends a message.
     """
 
     def __init__(
@@ -576,14 +573,7 @@ MAX_WHY_CHARS = 200
 
 
 class GroupCall(NamedTuple):
-    """A message to send; its end is told to `GroupCore.answered` or `GroupCore.failed`.
-
-    Args:
-        number: which call.
-        to: node id.
-        message: what to send.
-        deadline_s: seconds.
-    """
+    """A message to send; its end is told to `GroupCore.answered` or `GroupCore.failed`."""
 
     number: int
     to: str
@@ -604,13 +594,9 @@ class GroupCore:
     """One node's part in its group.
 
     Args:
-        me: own node id.
         epoch: mode epoch; the caller refuses messages of another.
-        note: gives what to note when a view is acknowledged.
-        now_s: monotonic time.
         first_generation: proposals are greater. Something that grows from life to life keeps a node that
             restarted from giving an old view's key to a new one.
-        timing: how long things take.
     """
 
     def __init__(

@@ -76,8 +76,6 @@ class HeldCalls:
     """The caller's side.
 
     Args:
-        transport: carries the calls.
-        clock: monotonic time.
         ask: ``(address, peer, number)`` -> whether it works at that call; raises `TransportError`.
     """
 
@@ -105,13 +103,7 @@ class HeldCalls:
         """Make a call on the lane of vectors, as often as it is lost.
 
         Args:
-            to: where to dial.
-            peer: who must answer.
-            route: of the call.
             meta: gives its metadata, which say the number that it is given.
-            vector: as in `Transport.call`.
-            into: as in `Transport.call`.
-            deadline_s: for all of it.
             once: it would do harm twice: give it up when it, or its answer, is lost.
 
         Raises:
@@ -120,7 +112,7 @@ class HeldCalls:
         """
         self._number += 1
         number, began_s = self._number, self._clock.monotonic()
-        timeout = self._patience_for(peer, route)
+        timeout = self._timeout_for(peer, route)
         pause_s, message = timeout.deadline_s, meta(number)
         arriving = asyncio.Event()
 
@@ -179,7 +171,7 @@ class HeldCalls:
                 if not task.done() and not arriving.is_set():
                     return True
 
-    def _patience_for(self, peer: str, route: str) -> AdaptiveTimeout:
+    def _timeout_for(self, peer: str, route: str) -> AdaptiveTimeout:
         key = (peer, route)
         timeout = self._timeout.get(key)
         if timeout is None:
@@ -209,8 +201,6 @@ async def repeated(
     Args:
         call: makes it, in at most the seconds that it is given.
         again_s: it is made again after so long without an answer.
-        deadline_s: for all of them together.
-        clock: monotonic time.
 
     Raises:
         PeerTimeoutError: none was answered.

@@ -55,11 +55,6 @@ def judge(mine: Summary, theirs: Summary, max_staleness: int) -> Verdict:
 
     Lineages: the one with more environment steps stays, then the lower id. Within a lineage,
     a node more than ``max_staleness`` policy versions behind adopts.
-
-    Args:
-        mine: our own summary.
-        theirs: the peer's.
-        max_staleness: policy versions.
     """
     if (mine.task_hash, mine.layout_hash) != (theirs.task_hash, theirs.layout_hash):
         return Verdict.OTHER_TASK

@@ -25,6 +25,5 @@ def ranked(seed: str, ids: Iterable[str]) -> list[str]:
 
     Args:
         seed: what the order is for (``"group 3"``); another seed gives another order.
-        ids: node ids, in any order.
     """
     return sorted(set(ids), key=lambda member: weight(seed, member), reverse=True)

@@ -1,4 +1,17 @@
-"""One owner's rounds: everybody's contributions come in, one result goes out to all."""
+"""Rounds of contributions: everybody's come in, one result goes out to all; and whose updates end with them.
+
+Exact averaging has a collector for the piece that each member owns, a parameter server one for its shard. It
+knows nothing of networks: a handler calls `RoundCollector.contribute` with a function that reads the sender's
+vector, and gets the round's result once the round has closed.
+
+**Synchronous updates.** An update is one long collection of experience and then one or several gradients,
+each of which is a round. Learners that begin at different times would be at different places of their updates
+for ever: while one collects, all others wait in mid-update for its next gradient, so a cycle takes as long as
+all collections one after another. So when the *leader's* update ends, everybody's does, by a shorter one
+where need be. The leader of a round is the member with the smallest id among those that gave a gradient to
+it; who computes the round's result says in it whether the leader's update ends, so that all conclude the
+same.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +34,6 @@ class UpdatePosition(NamedTuple):
     """Where a member's update is in one round.
 
     Args:
-        member: node id.
         weight: of its gradient; 0 when it gave none.
         left: gradients of its update that come after this one.
     """
@@ -44,10 +56,8 @@ class Contribution(NamedTuple):
     """What one member gave to a round.
 
     Args:
-        sender: node id.
         weight: how much it counts for; 0 for nothing.
-        policy_version: of the parameters it comes from.
-        vector: owned by the gathering, overwritten in the next round; empty in `CollectedRound.merged`.
+        vector: owned by the collector, overwritten in the next round; empty in `CollectedRound.merged`.
         learning_rate: at which the member would step.
         left: gradients of its update that come after this one.
     """
@@ -64,7 +74,6 @@ class CollectedRound(NamedTuple):
     """How a round ended.
 
     Args:
-        number: the round.
         vector: what ``reduce`` returned: the same object for all.
         merged: who counted, in the order of the members, without vectors.
         missing: members without whom it closed.
@@ -111,7 +120,6 @@ class RoundCollector:
     Args:
         size: elements of each contribution.
         members: who may contribute, in the order in which ``reduce`` gets them.
-        clock: time of arrivals.
         timeout: how long a round may wait.
         quorum: share of the members that is enough once the deadline has passed, in (0, 1].
         backups: slowest members that a round doesn't wait for; one contribution is always needed.
@@ -183,14 +191,9 @@ class RoundCollector:
         A contribution to a round that is over gets the last result instead, with ``late`` set.
 
         Args:
-            number: of the round.
-            sender: one of the members.
             weight: how much it counts for, finite and at least 0.
-            policy_version: told to ``reduce``.
             fill: writes the vector into the buffer that it is given. What it raises goes to the caller,
                 and the sender may try again. Not called when the vector isn't needed.
-            learning_rate: told to ``reduce``.
-            left: likewise.
 
         Raises:
             Refusal: closed, a round ahead of ours, or not a member (409); the weight is none (400); too few

@@ -1,4 +1,15 @@
-"""The group of a strategy: its view in force, and the messages by which the members agree on one."""
+"""The group of a strategy: its view in force, and the messages by which the members agree on one.
+
+A strategy that needs one list of members owns a `Group`, starts and stops it with itself, hands it the calls
+on route ``group``, puts the key of the view in force into each message of its own, and lets `check` refuse
+those of other views::
+
+    group = Group(swarm, transport, clock, epoch, note=lambda: b"")
+    await group.start()
+    await group.run(act)  # ``act(active)`` in each view, cancelled with it
+
+The decisions are `agreement`'s.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +60,9 @@ LIVES_S = 1.0
 
 
 class Sender:
-    """Sends messages of the group.
+    """Sends the group's messages: each is repeated until it is answered, or its time is up.
 
-    Args:
-        transport: carries them.
-        clock: monotonic time.
-        epoch: mode epoch.
-        timing: how long things take.
+    So a network that loses one message in twenty doesn't look like members that come and go.
     """
 
     def __init__(self, transport: Transport, clock: Clock, epoch: int, timing: Timing) -> None:
@@ -69,7 +76,6 @@ class Sender:
 
         Args:
             to: where its receiver listens; None where nobody knows.
-            call: the message.
         """
         if to is None:
             return "unreachable"
@@ -156,12 +162,8 @@ class Group:
     """One node's place in its group.
 
     Args:
-        swarm: the node.
-        transport: carries the group's messages.
-        clock: time.
         epoch: mode epoch; messages of another are refused.
         note: called when a view is acknowledged: what to hand out to all members with it, at most 256 bytes.
-        timing: how long things take.
     """
 
     def __init__(
@@ -240,7 +242,6 @@ class Group:
         next one. Cancelling `run` cancels ``act`` likewise; the group goes on until `stop`.
 
         Args:
-            act: the work of one view.
             done: asked before each view, and when ``act`` returns: whether to return without another one.
 
         Raises:
@@ -273,10 +274,6 @@ class Group:
 
         It comes back when it answers: after half a second, and later each time it is doubted within a minute,
         up to 30 s. The proposer itself is passed over only when it doesn't answer either when it is asked.
-
-        Args:
-            peer: node id.
-            why: in words.
         """
         if self._running:
             self._look()
@@ -287,7 +284,6 @@ class Group:
 
         Args:
             key: of a view that was in force here; nothing happens once a later one is.
-            why: in words.
         """
         if self._running:
             self._look()
@@ -333,12 +329,7 @@ class Group:
         """Call a member that may hold its answer, as often as that is lost; see `HeldCalls.call`.
 
         Args:
-            peer: who must answer.
-            route: of the call.
             message: its metadata; the field ``call`` is filled in.
-            vector: as in `Transport.call`.
-            into: as in `Transport.call`.
-            deadline_s: for all of it.
             once: it would do harm twice.
 
         Raises:

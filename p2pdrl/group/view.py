@@ -6,8 +6,8 @@ proposer, and the members in order. Views are ordered by those three; a member a
 one than any before, and from then on acts in none until all have acknowledged and the new one is in force
 (virtual synchrony without its message guarantees: Birman and Joseph 1987).
 
-Pure: `agreement` (whose turn it is to propose), `agreement` (what is acknowledged), `agreement` (who
-    answers), `agreement` (what is proposed), and `agreement`, which joins them. `service` does the I/O.
+`agreement` decides, purely: whose turn it is to propose, what is acknowledged, who answers, what is proposed.
+`service` does the I/O.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class ViewKey(msgspec.Struct, frozen=True, order=True):
     """Which view; of two, the greater counts.
 
     Attributes:
-        epoch: mode epoch.
         generation: grows with each view.
-        proposer: node id.
     """
 
     epoch: Natural
@@ -75,7 +73,6 @@ class GroupView(msgspec.Struct, frozen=True):
     """Who acts together.
 
     Attributes:
-        key: which view.
         members: node ids, ascending.
     """
 
@@ -87,7 +84,6 @@ class ActiveView(NamedTuple):
     """A view in force.
 
     Args:
-        view: which, and whose.
         notes: what each member noted when it acknowledged, at most 256 bytes each.
     """
 
@@ -102,7 +98,6 @@ class Timing:
     Attributes:
         poll_s: how often membership is looked at.
         ping_s: how often a proposer asks each member how it stands.
-        answer_s: deadline of one message.
         again_s: a message that isn't answered is sent again after this at least; on a slow network later.
         acknowledge_s: who hasn't acknowledged a view by then is left out of the next.
         silence_s: a proposer that wasn't heard for so long is passed over, and a member that didn't
@@ -134,7 +129,6 @@ class GroupPing(msgspec.Struct, frozen=True, tag="ping"):
     """How do you stand?
 
     Attributes:
-        epoch: mode epoch.
         proposes: whether the sender takes itself for the proposer.
         active: the view in force there, if it does.
     """
@@ -177,7 +171,6 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
     """No: a greater view was acknowledged here, or another proposer is followed.
 
     Attributes:
-        acknowledged: the greatest view that was acknowledged here.
         takes: as in `GroupPong`.
     """
 
@@ -196,10 +189,8 @@ class Doubt(msgspec.Struct, frozen=True, tag="doubt"):
     """A member didn't do its part; about itself: it leaves.
 
     Attributes:
-        epoch: mode epoch.
         key: the view in which it was seen.
         peer: who; empty for nobody, to ask for a new view of all who are fit.
-        why: in words.
     """
 
     epoch: Natural
@@ -213,12 +204,7 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Holding(msgspec.Struct, frozen=True, tag="holding"):
-    """Do you work at a call of mine? Of no interest to the core, see `calls`.
-
-    Attributes:
-        epoch: mode epoch.
-        call: its number.
-    """
+    """Do you work at a call of mine? Of no interest to the core, see `calls`."""
 
     epoch: Natural
     call: Natural

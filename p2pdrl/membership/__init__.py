@@ -2,15 +2,13 @@
 
 | module | holds |
 |---|---|
+| `state` | the core: view, gossip, suspicion, failure detector, anti-entropy; `Membership` drives it |
+| `suspicion`, `broadcasts`, `swarm_records` | timers and local health; the queue of records; swarm settings |
 | `parameters` | every constant, with its formula |
+| `events` | the core's inputs, effects and views |
 | `identity`, `records`, `messages` | keys; signed records and their bounds; the wire |
-| `suspicion`, `broadcasts`, `state`, `records` | one noun of the papers each |
-| `state`, `state`, `state`, `state`, `state` | the parts of the core |
-| `events`, `state` | inputs, effects and views; `Membership`, the core itself |
-| `swarm_records` | settings of the whole swarm, last writer wins |
-| `known_members`, `state`, `joining`, `service` | running it on a network |
-| `testing.membership_simulator` | running many of it on a manual clock |
+| `known_members`, `joining`, `service` | running the core on a network |
 
-The daemon uses `state.open_core` and `service.MembershipService`; nothing here imports api,
-strategies or workers.
+The daemon uses `state.open_core` and `service.MembershipService`; `testing.membership_simulator` runs many
+cores on a manual clock. Nothing here imports api, strategies or workers.
 """

@@ -1,7 +1,6 @@
-"""The news that ride on outgoing messages, each a limited number of times.
+"""Records that ride on outgoing messages, each a limited number of times (memberlist's TransmitLimitedQueue).
 
-Least often sent goes first, newest first among equals (memberlist's TransmitLimitedQueue). The core
-puts records in and takes batches out; each batch is bounded in count and in bytes.
+The least often sent goes first, the newest among equals; each batch is bounded in count and in bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class _Item:
 
 
 class BroadcastQueue:
-    """Records still to be told."""
+    """Records still to be sent."""
 
     def __init__(self) -> None:
         self._items: dict[Key, _Item] = {}
@@ -35,7 +34,7 @@ class BroadcastQueue:
         return len(self._items)
 
     def put(self, record: Record) -> None:
-        """Tell ``record``; it takes the place of what it makes untrue."""
+        """Send ``record`` from now on, in place of what it makes untrue."""
         if isinstance(record, MemberRecord):
             self.forget_suspicions(record.id)
         key = _key(record)
@@ -45,7 +44,7 @@ class BroadcastQueue:
         self._items[key] = _Item(record, 0, self._count, approx_bytes(record))
 
     def forget_suspicions(self, subject: str) -> None:
-        """Stop telling accusations against ``subject``."""
+        """Stop sending accusations against ``subject``."""
         for key in self._accusations.pop(subject, ()):
             self._items.pop(key, None)
 

@@ -13,6 +13,7 @@ from p2pdrl.membership.messages import Message, Welcome
 from p2pdrl.membership.records import Incarnation, SwarmRecord
 
 __all__ = [
+    "NOT_ITSELF",
     "Answered",
     "Effect",
     "EventKind",
@@ -69,7 +70,7 @@ class MemberView:
 
 @dataclass(frozen=True, slots=True)
 class MemberEvent:
-    """Something that happened to a member, with the reason in plain words."""
+    """A change of one member, with the reason in plain words."""
 
     kind: EventKind
     member: MemberView
@@ -86,7 +87,7 @@ class Request:
     """A peer asks; the core answers by `Respond` or `Reject` with the same token, maybe later.
 
     Attributes:
-        told_by: IP address of the peer, against which told addresses are judged; "" for unknown.
+        told_by: IP address of the peer, against which claimed addresses are judged; "" for unknown.
     """
 
     token: int
@@ -185,7 +186,7 @@ class TwinFound:
 
 Effect = Send | Respond | Reject | Notified | SwarmChanged | TwinFound
 
-_NOT_ITSELF = frozenset({401, 403, 404})
+NOT_ITSELF = frozenset({401, 403, 404})
 """Statuses of somebody who isn't the member that we expect: another key, swarm or program."""
 
 
@@ -193,9 +194,9 @@ def shows_life(result: Answered | SendFailed) -> bool:
     """True when the member itself answered, be it with a refusal (busy, too many requests)."""
     if isinstance(result, Answered):
         return True
-    return result.kind == "refused" and result.status not in _NOT_ITSELF and result.status < 500
+    return result.kind == "refused" and result.status not in NOT_ITSELF and result.status < 500
 
 
 def proves_absence(failure: SendFailed) -> bool:
     """True when the member surely isn't at that address now: fast evidence."""
-    return failure.kind == "unreachable" or (failure.kind == "refused" and failure.status in _NOT_ITSELF)
+    return failure.kind == "unreachable" or (failure.kind == "refused" and failure.status in NOT_ITSELF)

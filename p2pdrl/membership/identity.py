@@ -1,13 +1,13 @@
 """Who a node is: an Ed25519 key in its data folder; the node id is the hash of its public half.
 
-The daemon loads it once; records are signed with it. `Signer` is what the core needs of it, so
-that the simulator can sign for free.
+`Signer` is what the core needs of it, so that the simulator can sign for free.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -29,32 +29,21 @@ class Signer(Protocol):
     @property
     def node_id(self) -> str:
         """32 hex digits that follow from the public key."""
-        ...
 
     @property
     def public_key(self) -> bytes:
         """32 raw bytes."""
-        ...
 
     def sign(self, data: bytes) -> bytes:
         """Return a signature of ``data``."""
-        ...
 
 
-class Verify(Protocol):
-    """Tells whether a signature fits."""
-
-    def __call__(self, public_key: bytes, signature: bytes, data: bytes) -> bool:
-        """True when ``signature`` of ``data`` was made by the owner of ``public_key``."""
-        ...
+Verify = Callable[[bytes, bytes, bytes], bool]
+"""``(public_key, signature, data)`` -> whether the owner of the key made that signature of the data."""
 
 
 class Identity:
-    """A node's own key pair.
-
-    Args:
-        private_key: 32 raw bytes of an Ed25519 private key.
-    """
+    """A node's own key pair, from the 32 raw bytes of an Ed25519 private key."""
 
     def __init__(self, private_key: bytes) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(private_key)

@@ -1,16 +1,14 @@
-"""Which seeds to try when: every seed and every address behind it, for ever.
+"""Joining the swarm through seeds: every seed and every address behind it is tried, for ever.
 
 A seed is at rest while each address behind it is a living member or ourselves. Any other is tried
 with a back-off of 1 to 30 s, so two islands that were started from the same seeds become one. Names
-are resolved anew at each try. The service does the dialling.
+are resolved anew at each try.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import random
-import socket
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,9 +16,10 @@ from typing import Literal
 from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, TransportError, UsageError
 from p2pdrl.ids import PROTOCOL_VERSION
-from p2pdrl.membership.events import Welcomed
+from p2pdrl.membership.events import NOT_ITSELF, Welcomed
 from p2pdrl.membership.messages import JoinRequest, Starting, Welcome, decode, encode
-from p2pdrl.membership.records import MemberRecord, is_unspecified
+from p2pdrl.membership.records import MemberRecord
+from p2pdrl.transport.dial import ip_of, system_resolve
 from p2pdrl.transport.protocol import Address, Refusal, Transport
 
 __all__ = [
@@ -52,8 +51,8 @@ class Seed:
         hint: remembered; dropped once the swarm was met.
         failures: tries in a row that failed.
         next_at: monotonic time of the next try.
-        answered: who answered at each address, by node id.
-        refusal: what the last refusal said.
+        answered: node id of who answered, by address.
+        refusal: reason of the last refusal.
         trouble: why the last try failed, in a few words; empty when it didn't.
     """
 
@@ -68,21 +67,11 @@ class Seed:
     @property
     def is_name(self) -> bool:
         """True when it has to be resolved."""
-        try:
-            ipaddress.ip_address(self.address.host)
-        except ValueError:
-            return True
-        return False
+        return ip_of(self.address.host) is None
 
 
 class SeedBook:
-    """All seeds of a node.
-
-    Args:
-        seeds: as given by the person.
-        hints: addresses remembered from the last run.
-        rng: spreads the tries of many nodes.
-    """
+    """All seeds of a node: those that the person gave, and hints remembered from the last run."""
 
     def __init__(self, seeds: Iterable[Address], hints: Iterable[Address], rng: random.Random) -> None:
         given = dict.fromkeys(seeds)
@@ -100,13 +89,13 @@ class SeedBook:
         return list(self._seeds)
 
     def hear_of(self, address: Address, at_most: int) -> None:
-        """Take ``address`` in as if it had been remembered, unless it is known or there are many."""
+        """Take ``address`` in as a hint, unless it is known or there are ``at_most`` such already."""
         if all(seed.address != address for seed in self._seeds) and self._heard_of < at_most:
             self._heard_of += 1
             self._seeds.append(Seed(address, hint=True))
 
     def due(self, now: float) -> list[Seed]:
-        """Seeds whose time has come."""
+        """Seeds that are to be tried now."""
         return [seed for seed in self._seeds if seed.next_at <= now]
 
     def wait_s(self, now: float) -> float:
@@ -122,12 +111,12 @@ class SeedBook:
         own_id: str,
         at_rest: Callable[[Address, str | None], bool],
     ) -> list[Address]:
-        """The addresses behind ``seed`` that have to be tried.
+        """Return which ``addresses`` behind ``seed`` have to be tried: neither ours nor of living members.
 
         Args:
             seed: one of ours.
             addresses: what it resolves to now.
-            own_id: our node id: where we answered ourselves, there is nothing to try.
+            own_id: our node id.
             at_rest: tells whether a living member has that address or that id.
         """
         current = list(dict.fromkeys(addresses))
@@ -152,19 +141,19 @@ class SeedBook:
         seed.next_at = now + backoff_s * self._rng.uniform(0.8, 1.0)
 
     def soon(self, seed: Seed, now: float) -> None:
-        """Whoever is there is only just starting: ask again without a back-off."""
+        """The node there is only just starting: ask again without a back-off."""
         seed.failures = 0
         seed.next_at = now + RECHECK_S * self._rng.uniform(0.5, 0.7)
 
     def refused(self, seed: Seed, reason: str, now: float) -> bool:
-        """It said no: try again slowly; True when the reason is news."""
+        """The peer refused: try again slowly; True when the reason is new."""
         news = seed.refusal != reason
         seed.refusal = reason
         seed.next_at = now + BACKOFF_MAX_S * self._rng.uniform(0.8, 1.0)
         return news
 
     def drop_hints(self) -> None:
-        """The swarm was met: what we remembered has served."""
+        """Forget the hints: the swarm was met."""
         self._seeds = [seed for seed in self._seeds if not seed.hint]
 
 
@@ -172,8 +161,6 @@ JOIN_DEADLINE_S = 5.0
 LISTENS_DEADLINE_S = 1.0
 LONGEST_TROUBLE = 200
 MAX_HEARD_OF = 64
-NOT_ITSELF = frozenset({401, 403, 404})
-"""Refusals of whoever isn't the member that we remember there: another key, swarm or program."""
 NOT_YET = frozenset({409, 429, 503})
 """Refusals that mean "try again soon", and aren't told as a refusal to take us in."""
 
@@ -181,13 +168,8 @@ Resolver = Callable[[str], Awaitable[list[str]]]
 
 
 async def resolve(host: str) -> list[str]:
-    """Every A and AAAA record of ``host``.
-
-    Raises:
-        OSError: the name isn't known.
-    """
-    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    """Return every A and AAAA record of ``host``; raises ``OSError`` when the name isn't known."""
+    return list(dict.fromkeys(await system_resolve(host, 0)))
 
 
 Listens = Callable[[Address], Awaitable[bool]]
@@ -209,8 +191,8 @@ class Sighting:
     """What came of the last try of one address.
 
     Attributes:
-        address: as written by the person, or as remembered.
-        given: it is one that the person gave, not one remembered or heard of.
+        address: as the person wrote it, or as remembered.
+        given: whether the person gave it.
         kind: "pending" (no try has ended yet), "silent" (nobody listens there), "frozen" (it takes
             connections and doesn't answer), "answered" (somebody is there who doesn't take us in),
             "starting" (a node that is in no swarm yet), "own" (ourselves), "joined".
@@ -229,49 +211,29 @@ class Sighting:
     words: str = ""
 
 
-def _nothing() -> bytes:
-    return b""
-
-
-def _welcome(content: bytes) -> str | None:
-    return None
-
-
-def _not_starting() -> Starting | None:
-    return None
-
-
-def _no_lineage(content: bytes) -> str:
-    return ""
-
-
-def _ignore(address: str, reason: str) -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class JoinHooks:
-    """What the daemon has to say when nodes meet.
+    """The daemon's part in joins.
 
     Attributes:
-        meta: what we tell when we ask to join (task hash ...).
+        meta: what our request to join carries (task hash ...).
         check_join: judges a newcomer's ``meta``: None takes it in, words refuse it (403); it may
             raise `Refusal` with another status (503: not yet, come again).
-        info: what we tell a newcomer (task, lineage ...).
+        info: what our welcome of a newcomer carries (task, lineage ...).
         check_welcome: judges the ``info`` of the member that takes us in: None accepts, words
             refuse and leave ``joined`` unset. That member knows us by then: end with a `leave`.
-        starting: what a newcomer is told while we are in no swarm ourselves; None once we are.
+        starting: what a newcomer is answered while we are in no swarm ourselves; None once we are.
         lineage: the lineage that the ``info`` of the member that takes us in tells; empty for none.
         on_refused: told ``(address, reason)`` of every refusal that is news, on either side.
     """
 
-    meta: Callable[[], bytes] = _nothing
-    check_join: Callable[[bytes], str | None] = _welcome
-    info: Callable[[], bytes] = _nothing
-    check_welcome: Callable[[bytes], str | None] = _welcome
-    starting: Callable[[], Starting | None] = _not_starting
-    lineage: Callable[[bytes], str] = _no_lineage
-    on_refused: Callable[[str, str], None] = _ignore
+    meta: Callable[[], bytes] = lambda: b""
+    check_join: Callable[[bytes], str | None] = lambda content: None
+    info: Callable[[], bytes] = lambda: b""
+    check_welcome: Callable[[bytes], str | None] = lambda content: None
+    starting: Callable[[], Starting | None] = lambda: None
+    lineage: Callable[[bytes], str] = lambda content: ""
+    on_refused: Callable[[str, str], None] = lambda address, reason: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +241,6 @@ class JoinPort:
     """What the joiner needs of the service.
 
     Attributes:
-        me: our record at this moment.
-        accept: takes in a welcome.
         move_to: changes the address that we claim.
         at_rest: tells whether a living member has that address or that id.
         follow: takes the settings of the lineage that welcomes us.
@@ -296,9 +256,10 @@ class JoinPort:
 def knows_no_address(record: MemberRecord) -> bool:
     """True when a newcomer listens everywhere and has to be told where it was seen."""
     try:
-        return is_unspecified(Address.parse(record.address).host)
+        ip = ip_of(Address.parse(record.address).host)
     except UsageError:
         return False
+    return ip is not None and ip.is_unspecified
 
 
 def judge_newcomer(join: JoinRequest, sender: str, hooks: JoinHooks) -> None:
@@ -326,10 +287,10 @@ class Joiner:
     Args:
         transport: calls peers.
         clock: time of the back-off.
-        seeds: as given by the person.
+        seeds: those that the person gave.
         hints: addresses remembered from the last run.
-        hooks: the daemon's wishes.
-        port: the service's side.
+        hooks: the daemon's part.
+        port: the service's part.
         rng: spreads tries.
         resolver: from host name to IP addresses.
         listens: tells whether an address takes connections.

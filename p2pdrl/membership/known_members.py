@@ -1,7 +1,7 @@
 """What a node remembers of the swarm between runs: its last boot, and where others lived.
 
-Kept in ``members.json`` in the data folder. The service writes it some seconds after a change; at the
-next start the addresses serve as seeds until the swarm is met. A damaged file is as good as none.
+Kept in ``members.json`` in the data folder. At the next start the addresses serve as seeds until the swarm is
+met. A damaged file is as good as none.
 """
 
 from __future__ import annotations

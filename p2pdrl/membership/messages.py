@@ -11,8 +11,7 @@ Each request has its own route and its own answers:
 | ``swim/delta`` | `Delta` | `GossipMessage` |
 | ``swim/join`` | `JoinRequest` | `Welcome`, or `Starting` |
 
-``records`` ride on everything. The service encodes and decodes; the core and the simulator pass
-the structs themselves.
+``records`` ride on everything.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Blob = Annotated[bytes, Meta(max_length=262_144)]
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
-    """Are you there? ``incarnation`` is the sender's, ``known`` what it holds of the target."""
+    """Probe of the receiver; ``incarnation`` is the sender's, ``known`` what it holds of the target."""
 
     incarnation: Incarnation
     known: Incarnation
@@ -59,7 +58,7 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
-    """Yes. ``incarnation`` is the answerer's (or the target's, told by a relay).
+    """The probed member answers; ``incarnation`` is its own, also when a relay sends this.
 
     ``want_record`` asks the other side for its own record: we hold none, or an older one.
     """
@@ -70,7 +69,7 @@ class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
 
 
 class PingReq(msgspec.Struct, frozen=True, array_like=True, tag="ping-req"):
-    """Try ``target`` for me. A relay dials only addresses that it knows itself."""
+    """Asks a relay to probe ``target``, which it does only at the address that it knows itself."""
 
     target: NodeId
     known: Incarnation
@@ -78,21 +77,21 @@ class PingReq(msgspec.Struct, frozen=True, array_like=True, tag="ping-req"):
 
 
 class Nack(msgspec.Struct, frozen=True, array_like=True, tag="nack"):
-    """I am here, but the target didn't answer me (so far)."""
+    """The relay is well, but the target didn't answer it (so far)."""
 
     reason: Words
     records: Records = ()
 
 
 class GossipMessage(msgspec.Struct, frozen=True, array_like=True, tag="gossip"):
-    """News."""
+    """Records alone."""
 
     incarnation: Incarnation
     records: Records = ()
 
 
 class Sync(msgspec.Struct, frozen=True, array_like=True, tag="sync"):
-    """Compare views: ``view_hash`` sums up the sender's (16 bytes)."""
+    """Starts a push-pull; ``view_hash`` (16 bytes) sums up the sender's view."""
 
     view_hash: Annotated[bytes, Meta(min_length=16, max_length=16)]
     records: Records = ()
@@ -124,7 +123,7 @@ class Digest(msgspec.Struct, frozen=True, array_like=True, tag="digest"):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
-    """What you lack, and the names of what I lack."""
+    """What the receiver lacks, and the names of what the sender lacks."""
 
     records: Records
     want_members: Annotated[tuple[NodeId, ...], Meta(max_length=8192)] = ()
@@ -132,14 +131,14 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
 
 
 class JoinRequest(msgspec.Struct, frozen=True, array_like=True, tag="join"):
-    """Take me in. ``meta`` is the daemon's business (task hash ...), opaque here."""
+    """A newcomer asks to be taken in; ``meta`` (task hash ...) is the daemon's business, opaque here."""
 
     record: MemberRecord
     meta: Blob = b""
 
 
 class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):
-    """I'm in no swarm yet myself: what I wait for, and what my data folder remembers.
+    """The answerer is in no swarm yet itself: what it waits for, and what its data folder remembers.
 
     Attributes:
         phase: "looking" (may found or resume a swarm when nobody comes before), "following" (never founds:
@@ -153,7 +152,7 @@ class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """You are in: the view, the swarm's records and the daemon's own ``join_info``.
+    """The newcomer is in: the view, the swarm's records and the daemon's own ``join_info``.
 
     ``observed_host`` is where the request came from, for a node that doesn't know its address.
     """

@@ -2,12 +2,11 @@
 
 | record | signed by | means |
 |---|---|---|
-| `MemberRecord` | its subject | I live here (or: I left), in this incarnation |
-| `Suspicion` | its accuser | I couldn't reach the subject in that incarnation |
+| `MemberRecord` | its subject | the subject lives at this address (or left), in this incarnation |
+| `Suspicion` | its accuser | the accuser couldn't reach the subject in that incarnation |
 | `SwarmRecord` | its proposer | a setting of the whole swarm, last writer wins |
 
-Signatures cover the swarm id, so a record means nothing in another swarm. The core and the
-message codec use this module.
+Signatures cover the swarm id, so a record means nothing in another swarm.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from msgspec import Meta
 from p2pdrl.errors import UsageError
 from p2pdrl.ids import node_id_from_public_key
 from p2pdrl.membership.identity import Signer, Verify
+from p2pdrl.transport.dial import METADATA_IPS, ip_of, is_loopback
 from p2pdrl.transport.protocol import Address
 
 __all__ = [
@@ -37,8 +37,6 @@ __all__ = [
     "SwarmRecord",
     "Verifier",
     "approx_bytes",
-    "is_loopback",
-    "is_unspecified",
     "sign_member",
     "sign_suspicion",
     "sign_swarm_record",
@@ -243,11 +241,14 @@ def approx_bytes(record: Record) -> int:
     return 180 + len(record.reason)
 
 
-METADATA = frozenset({"fd00:ec2::254", "100.100.100.200", "metadata", "metadata.google.internal"})
+_METADATA_NAMES = frozenset({"metadata", "metadata.google.internal"})
 
 
 class AddressPolicy:
-    """Judges claimed addresses.
+    """Judges addresses that members claim, before anything dials them.
+
+    A record can name any address, and every member would dial it: so the cloud's metadata service,
+    unspecified and multicast addresses are never dialled, and loopback only when it was told over loopback.
 
     Args:
         allow_cidr: networks that IP addresses must lie in; empty allows every network.
@@ -261,7 +262,7 @@ class AddressPolicy:
 
         Args:
             address: ``host:port`` as claimed.
-            told_by: IP address of whoever told it; "" for unknown, which is trusted.
+            told_by: IP address of the member that sent it; "" for unknown, which is trusted.
         """
         try:
             parsed = Address.parse(address)
@@ -270,10 +271,10 @@ class AddressPolicy:
         if not 1 <= parsed.port <= 65535:
             return f"{address} has no port"
         host = parsed.host.lower()
-        if host in METADATA:
+        ip = ip_of(host)
+        if host in _METADATA_NAMES or ip in METADATA_IPS:
             return f"{address} is a metadata address"
-        ip = _ip(host)
-        loopback = is_loopback(host)
+        loopback = host == "localhost" or is_loopback(host)
         if loopback and told_by and not is_loopback(told_by):
             return f"{address} is loopback, told by {told_by}"
         if ip is None:
@@ -283,24 +284,3 @@ class AddressPolicy:
         if self._networks and not loopback and not any(ip in network for network in self._networks):
             return f"{address} is outside the allowed networks"
         return None
-
-
-def is_loopback(host: str) -> bool:
-    """True for ``localhost`` and loopback IP addresses."""
-    ip = _ip(host)
-    return host.lower() == "localhost" if ip is None else ip.is_loopback
-
-
-def is_unspecified(host: str) -> bool:
-    """True for ``0.0.0.0`` and ``::``."""
-    ip = _ip(host)
-    return ip is not None and ip.is_unspecified
-
-
-def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
-        return None
-    mapped = getattr(ip, "ipv4_mapped", None)
-    return mapped if mapped is not None else ip

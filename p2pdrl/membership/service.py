@@ -70,7 +70,7 @@ _LOCAL = frozenset(
 
 
 def failed(call_id: int, error: TransportError, took_s: float, deadline_s: float, lag_s: float) -> SendFailed:
-    """What ``error`` means.
+    """Return what a transport's ``error`` means to the core.
 
     Args:
         call_id: the core's number of the call.
@@ -115,11 +115,7 @@ def _errno(error: BaseException) -> int | None:
 
 
 class PendingRequests:
-    """Requests in hand, by token.
-
-    Args:
-        within_s: an answer that takes longer is a refusal.
-    """
+    """Requests that wait for the core's answer, by token; one that takes over ``within_s`` is refused."""
 
     def __init__(self, within_s: float) -> None:
         self._within_s = within_s
@@ -127,7 +123,7 @@ class PendingRequests:
         self._waiting: dict[int, asyncio.Future[Message]] = {}
 
     async def ask(self, feed: Callable[[int], None]) -> Message:
-        """Put a request to the core and wait until it is answered.
+        """Give a request to the core, and wait until it is answered.
 
         Args:
             feed: is given the request's token; `settle` may be called before it returns.
@@ -177,7 +173,7 @@ class MembershipService:
         transport: calls peers and serves their calls; started and closed by the daemon.
         clock: the same as the core's.
         seeds: addresses to join through; ours may be among them.
-        hooks: the daemon's say in joins.
+        hooks: the daemon's part in joins.
         known: what was remembered from the last run, and where to keep it.
         rng: spreads the tries of seeds.
         resolver: from host name to IP addresses.

@@ -1,4 +1,4 @@
-"""How much a node distrusts itself, and how long a suspect has (Lifeguard, sections IV-A and IV-B)."""
+"""Local health awareness and suspicion timers (Lifeguard, sections IV-A and IV-B)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Awareness", "SuspicionTimer", "suspicion_timeout_s"]
 
 
 class Awareness:
-    """A counter between 0 and ``maximum``."""
+    """Local health: a counter between 0 (well) and ``maximum``."""
 
     def __init__(self, maximum: int) -> None:
         self._maximum = maximum
@@ -88,7 +88,7 @@ class SuspicionTimer:
         return True
 
     def confirm_dead(self, accuser: str, needed: int, now: float) -> bool:
-        """Count ``accuser`` among those that gave the suspect up; False when it counts already.
+        """Count ``accuser`` among those that declared the suspect dead; False when it counts already.
 
         Each of them waited a whole suspicion. Once ``needed`` have, there is nothing left to wait for:
         whoever heard late looks for itself now.
@@ -101,5 +101,5 @@ class SuspicionTimer:
         return True
 
     def restart(self, now: float) -> None:
-        """Give the suspect the minimum from ``now`` on: it was just heard from."""
+        """Give the suspect, which has just answered, the minimum from ``now`` on."""
         self.started = now - (self.deadline - self.started) + self._min_s

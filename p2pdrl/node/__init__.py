@@ -2,17 +2,18 @@
 
 | to … | modules |
 |---|---|
-| come up, live and go down | `daemon` (order of life), `parts` (what it is made of), `shutdown` |
-| run the learner by a strategy | `training`, `swarm_side` (the node as strategies see it) |
-| follow the swarm's records | `record_follower`, `mode` (the strategy in force), `settings`, `stop` |
-| tell what happens, and notice being slow | `events`, `looplag` |
-| run something as long as a block | `background` |
+| come up, live and go down | `daemon` (order of life), `context` (what other modules see of the node) |
+| join, and admit others | `admission` |
+| train by the mode in force | `training`, `swarm_view` (the node as its strategy sees it) |
+| follow the swarm's records | `record_follower`, `settings` (records as typed values), `stop` (condition) |
+| tell what happens, and notice a slow loop | `events`, `looplag` |
+| run tasks in the background | `background` |
 
 | package | what for |
 |---|---|
-| `bootstrap` | to come up, and to find or found a swarm |
-| `children` | processes of this node: learners, their helpers, torch.distributed |
-| `state` | whole states: taken, given, kept on disk |
+| `bootstrap` | to come up, and to join or found a swarm |
+| `children` | processes of this node: learners, actors, torch.distributed |
+| `state` | whole states: adopted, given, kept on disk |
 | `accounting` | what was done, by whom, and what it cost |
-| `status` | how it goes, for people and programs |
+| `status` | what people and programs see |
 """

@@ -1,6 +1,6 @@
-"""The node's say in joins, both ways: whom it takes in, by whom it is taken in, how long it waits.
+"""Joins, both ways: whom this node admits, who admits it, and how long it waits for that.
 
-Membership asks it through `JoinHooks`; the daemon waits in `find_swarm`.
+Membership asks through `JoinHooks`; the daemon waits in `find_swarm`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,18 @@ from p2pdrl.errors import JoinRefusedError, WireError
 from p2pdrl.membership.joining import JoinHooks
 from p2pdrl.membership.messages import Starting
 from p2pdrl.membership.service import MembershipService
-from p2pdrl.node.bootstrap.founding import Decision, Seeker, decide
-from p2pdrl.node.bootstrap.joining import JoinInfo, SwarmOrigin, decode_info, refuse_task
-from p2pdrl.node.bootstrap.memory import RememberedSwarm
+from p2pdrl.node.background import beside
+from p2pdrl.node.bootstrap.joining import (
+    Candidate,
+    FoundingDecision,
+    JoinInfo,
+    SwarmOrigin,
+    decide,
+    decode_info,
+    refuse_task,
+)
 from p2pdrl.node.events import EventLog
+from p2pdrl.node.state.swarm_memory import RememberedSwarm
 from p2pdrl.node.training import Training
 from p2pdrl.transport.protocol import Address, Refusal
 
@@ -33,29 +41,26 @@ LOOK_AGAIN_S = 0.5
 
 
 class JoinAdmission:
-    """Judges joins.
+    """Decides about joins.
 
     Args:
-        config: the whole configuration.
-        insists: the person named a task, so that a swarm with another one is refused.
-        events: what is told.
-        clock: time.
+        task_given: the person named a task, so that a swarm with another one is refused.
     """
 
-    def __init__(self, config: Config, *, insists: bool, events: EventLog, clock: Clock) -> None:
+    def __init__(self, config: Config, *, task_given: bool, events: EventLog, clock: Clock) -> None:
         self._config = config
-        self._decided_hash = task_hash(config.task) if insists else ""
-        """Hash of the task that this node insists on, has founded with or taken over; empty before."""
+        self._decided_hash = task_hash(config.task) if task_given else ""
+        """Hash of the task that the person named, or with which this node founded or joined; empty before."""
         self._events = events
         self._clock = clock
         self._welcome: JoinInfo | None = None
         self._news = asyncio.Event()
-        self._decision = Decision("wait", "blocked")
-        """Until we know better: nobody is to found because of us."""
+        self._decision = FoundingDecision("wait", "blocked")
+        """At first such that nobody founds because of us."""
         self._claimed_s: float | None = None
         self._env_steps = -1
         """Of the swarm that the data folder remembers; -1 when it remembers none."""
-        self._insists = insists
+        self._task_given = task_given
         self.training: Training | None = None
         """What newcomers are told about, once it is built."""
         self.founded_at: Callable[[], float | None] = lambda: None
@@ -65,12 +70,12 @@ class JoinAdmission:
     def hooks(self) -> JoinHooks:
         """What membership asks."""
         return JoinHooks(
-            meta=self._meta,
+            meta=lambda: self._hash().encode(),
             check_join=self._check_join,
             info=self._info,
             check_welcome=self._check_welcome,
             starting=self._starting,
-            lineage=_lineage_of,
+            lineage=lambda welcome: decode_info(welcome).lineage,  # checked before
             on_refused=self._on_refused,
         )
 
@@ -85,8 +90,6 @@ class JoinAdmission:
         """Wait for a member to take us in, or decide to found a swarm or to resume the one that we remember.
 
         Args:
-            membership: started.
-            own: our advertised address.
             remembers: whether members of an earlier run are on disk.
             memory: the swarm of an earlier run; counts if it had other members.
 
@@ -101,22 +104,16 @@ class JoinAdmission:
         if self._config.node.peers or remembers:
             where = ", ".join(self._config.node.peers) or "members of the last run"
             self._events.emit("joining", f"looks for a swarm at {where}")
-        grumbling = asyncio.create_task(self._grumble(membership), name="grumbling")
-        try:
+        async with beside(self._tell_still_trying(membership), "still-trying"):
             await self._until_decided(membership, own)
-        finally:
-            grumbling.cancel()
-            await asyncio.wait([grumbling])
-            if not grumbling.cancelled():
-                grumbling.result()  # raises a bug of ours
-        self._decision = Decision("lead", "decided")
+        self._decision = FoundingDecision("found", "decided")
         info = self._welcome
         if info is not None:
             text = f"joined a swarm that trains {info.task.subject}"
             self._events.emit("joined", text, lineage=info.lineage)
             self._tell_overruled(info)
             return SwarmOrigin("joined", info.task, info)
-        task = self._config.task if memory is None or self._insists else memory.task
+        task = self._config.task if memory is None or self._task_given else memory.task
         self._decided_hash = task_hash(task)
         if memory is None:
             return SwarmOrigin("founded", task, None)
@@ -130,9 +127,9 @@ class JoinAdmission:
         while not membership.joined.is_set():
             among = str(own) in seeds or membership.own_address_among_seeds
             waited_s = loop.time() - began_s
-            me = Seeker(membership.node_id, self._env_steps, among, waited_s, self._claimed_s)
+            me = Candidate(membership.node_id, self._env_steps, among, waited_s, self._claimed_s)
             self._decision = decide(me, membership.sightings())
-            if self._decision.what == "lead":
+            if self._decision.what == "found":
                 return
             if self._decision.phase != "claiming":
                 self._claimed_s = None
@@ -146,9 +143,9 @@ class JoinAdmission:
                 await self._wait_for_news(membership, seeds - {str(own)})
 
     def _same_task(self, memory: RememberedSwarm) -> bool:
-        return not self._insists or task_hash(memory.task) == task_hash(self._config.task)
+        return not self._task_given or task_hash(memory.task) == task_hash(self._config.task)
 
-    def founds(self, origin: SwarmOrigin) -> None:
+    def tell_founded(self, origin: SwarmOrigin) -> None:
         """Tell that this node founds or resumes a swarm, if so."""
         if origin.how == "founded":
             self._events.emit("founded", f"founds a swarm that trains {origin.task.subject}")
@@ -191,7 +188,7 @@ class JoinAdmission:
             text = f"the swarm's own {' and '.join(overruled)} count here, not this node's"
             self._events.emit("overruled", text, level="warning")
 
-    async def _grumble(self, membership: MembershipService) -> None:
+    async def _tell_still_trying(self, membership: MembershipService) -> None:
         while True:
             await asyncio.sleep(STILL_TRYING_S)
             where = ", ".join(self._config.node.peers) or "the members of the last run"
@@ -215,11 +212,8 @@ class JoinAdmission:
         return self.training
 
     def _starting(self) -> Starting | None:
-        """What a newcomer is told while we are in no swarm, or can't take it in yet."""
+        """What a newcomer is told while we are in no swarm, or can't admit it yet."""
         return None if self.training is not None else Starting(self._decision.phase, self._env_steps)
-
-    def _meta(self) -> bytes:
-        return self._hash().encode()
 
     def _hash(self) -> str:
         return self._decided_hash if self.training is None else self.training.task_hash
@@ -256,8 +250,3 @@ class JoinAdmission:
         if self._welcome is None:
             self._welcome = info
         return None
-
-
-def _lineage_of(data: bytes) -> str:
-    """The lineage that a welcome tells, which `JoinAdmission` has checked before."""
-    return decode_info(data).lineage

@@ -1,4 +1,4 @@
-"""Background work that lasts as long as a block of code, and whose error is never lost."""
+"""Tasks in the background whose errors are never lost."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-__all__ = ["beside"]
+__all__ = ["FirstFailure", "beside"]
 
 
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
-    """Do ``work`` while the block runs; it is cancelled at the block's end, where its error is raised.
-
-    Args:
-        work: ends by itself, or is cancelled.
-        name: of its task.
-    """
+    """Run ``work`` as a task while the block runs; cancel it at the block's end, and raise its error."""
     task = asyncio.create_task(work, name=name)
     try:
         yield
@@ -26,3 +21,24 @@ async def beside(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[No
         await asyncio.wait([task])
         if not task.cancelled():
             task.result()
+
+
+class FirstFailure:
+    """The first error of tasks that nobody awaits, raised in whoever watches."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._failed = asyncio.Event()
+
+    def note(self, task: asyncio.Task[Any]) -> None:
+        """Note how a task has ended; to be one of its done callbacks."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._error is None:
+            self._error = error
+            self._failed.set()
+
+    async def watch(self) -> None:
+        """Wait for ever; raise the first error, by now or before."""
+        await self._failed.wait()
+        if self._error is not None:
+            raise self._error

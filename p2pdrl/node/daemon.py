@@ -23,27 +23,24 @@ from p2pdrl.clock import SystemClock
 from p2pdrl.config.loader import Resolved
 from p2pdrl.config.root import Config
 from p2pdrl.config.task import HASHED, TaskConfig
-from p2pdrl.errors import P2PDRLError, StorageError, UsageError
+from p2pdrl.errors import P2PDRLError, UsageError
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.records import SwarmRecord
-from p2pdrl.node import settings
 from p2pdrl.node.accounting import metrics_gossip
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.admission import JoinAdmission
-from p2pdrl.node.bootstrap.first_state import first_state, founded_at, take_up
-from p2pdrl.node.bootstrap.memory import RememberedSwarm, SwarmMemory, recall_stop
-from p2pdrl.node.bootstrap.startup import Opened, open_node
+from p2pdrl.node.bootstrap.first_state import first_state, founded_at, load_checkpoint
+from p2pdrl.node.bootstrap.startup import Opened, direct, open_node
+from p2pdrl.node.context import NodeContext
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.looplag import LoopLagMonitor
 from p2pdrl.node.record_follower import RecordFollower
-from p2pdrl.node.shutdown import WITHIN_S, shutdown
 from p2pdrl.node.state import state_transfer
-from p2pdrl.node.state.checkpoints import Checkpoint, CheckpointStore, Saving
-from p2pdrl.node.state.saved_mode import SavedMode, recall
-from p2pdrl.node.state.state_server import StateServer
+from p2pdrl.node.state.checkpoints import Checkpoint, Checkpointer, CheckpointStore
+from p2pdrl.node.state.swarm_memory import SavedMode, SwarmMemory, recall_mode, recall_stop
 from p2pdrl.node.status import traces
-from p2pdrl.node.status.meters import Meters
+from p2pdrl.node.status.meters import Meters, write_summary
 from p2pdrl.node.status.reporter import StatusReporter
 from p2pdrl.node.training import Training
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
@@ -52,14 +49,29 @@ from p2pdrl.telemetry import logging as telemetry_logging
 from p2pdrl.telemetry.tensorboard import TensorBoardWriter, open_writer
 from p2pdrl.transport.protocol import Address, Incoming, Refusal
 
-__all__ = ["Node", "run"]
+__all__ = ["SHUTDOWN_S", "Node", "run", "shutdown"]
 
 R = TypeVar("R")
 
-LAST_WORDS_S = 1.5
-"""After a halt the node stays this long, so that everybody hears of it and sees the last figures."""
+HALT_LINGER_S = 1.5
+"""After a halt the node stays this long, so that everybody hears of it and sees the last report."""
 FOLD_AFTER_S = 60.0
-REMEMBER_EVERY_S = 15.0
+
+SHUTDOWN_S = 10.0
+"""A node that was asked to leave is gone after this, whatever hangs; below, the share of each step."""
+STOP_TRAINING_S = 5.0
+CHECKPOINT_S = 2.0
+LAST_REPORT_S = 1.0
+SUMMARY_S = 0.5
+GOODBYE_S = 1.0
+
+_VERBS = {
+    "joined": "joined",
+    "suspect": "is suspected",
+    "alive": "is alive again",
+    "dead": "is dead",
+    "left": "has left",
+}
 
 
 def run(resolved: Resolved) -> int:
@@ -70,17 +82,17 @@ def run(resolved: Resolved) -> int:
     """
     config = resolved.config
     telemetry_logging.configure(config.node.log.level, config.node.log.format)
-    insists = any(key.split(".")[1] in HASHED for key in resolved.given("task"))
+    task_given = any(key.split(".")[1] in HASHED for key in resolved.given("task"))
     node = Node(config)
     try:
-        return asyncio.run(node.live(insists=insists))
+        return asyncio.run(node.live(task_given=task_given))
     except BaseExceptionGroup as group:
         known, others = group.split(P2PDRLError)
         if known is None or others is not None:
             raise
         raise _first(known) from None
     finally:
-        node.last_resort.cancel()
+        node.exit_timer.cancel()
 
 
 def _first(group: BaseExceptionGroup[P2PDRLError]) -> P2PDRLError:
@@ -89,11 +101,7 @@ def _first(group: BaseExceptionGroup[P2PDRLError]) -> P2PDRLError:
 
 
 class Node:
-    """One node's life.
-
-    Args:
-        config: the whole configuration.
-    """
+    """One node, from its start to its end."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -103,24 +111,19 @@ class Node:
         self._leave_reason = ""
         self._fatal: P2PDRLError | None = None
         self._failed: P2PDRLError | None = None
-        self._to_remember = asyncio.Event()
-        self._memory_failed = False
-        self._had_others = False
-        """Whether this swarm had other members, in this run or, when it is resumed, before."""
-        self.last_resort = threading.Timer(WITHIN_S, os._exit, (0,))
+        self.exit_timer = threading.Timer(SHUTDOWN_S, os._exit, (0,))
         """Ends the process when leaving hangs (a disk that doesn't answer, say)."""
-        self.last_resort.daemon = True
+        self.exit_timer.daemon = True
 
-    async def live(self, *, insists: bool) -> int:
+    async def live(self, *, task_given: bool) -> int:
         """Come up, train, go down; return the exit code.
 
-        Args:
-            insists: the person named a task, so that a swarm with another one is refused.
+        With ``task_given`` the person named a task, so a swarm with another one is refused.
         """
         async with AsyncExitStack() as stack:
             self._catch_signals(stack)
             self._admission = JoinAdmission(
-                self._config, insists=insists, events=self._events, clock=self._clock
+                self._config, task_given=task_given, events=self._events, clock=self._clock
             )
             opened = await open_node(
                 stack,
@@ -132,22 +135,23 @@ class Node:
                 on_record=self._on_record,
                 on_twin=self._on_twin,
             )
-            parts = self._parts = opened.parts
-            self._figures = StatusReporter(parts)
-            self._follower = RecordFollower(parts, self._figures)
-            self._meters = Meters(parts, self._figures, self._open_writer(stack))
-            parts.lag = LoopLagMonitor(on_sample=self._meters.registry.observe_loop_lag)
+            context = self._context = opened.context
+            self._memory = SwarmMemory(context)
+            self._reporter = StatusReporter(context)
+            self._follower = RecordFollower(context, self._reporter)
+            self._meters = Meters(context, self._reporter, self._open_writer(stack))
+            context.lag = LoopLagMonitor(on_sample=self._meters.registry.observe_loop_lag)
             self._admission.founded_at = lambda: self._follower.founded_at
-            opened.view.attach(parts, self._figures, self._meters, self._follower)
-            parts.membership.subscribe(self._on_member)
-            await parts.membership.start()
-            stack.push_async_callback(parts.membership.close)
+            opened.view.attach(context, self._reporter, self._meters, self._follower)
+            context.membership.subscribe(self._on_member)
+            await context.membership.start()
+            stack.push_async_callback(context.membership.close)
             await self._until_left(self._work(stack, opened))
-            if parts.training is not None:
-                await self._remember(parts.training)
+            if context.training is not None:
+                await self._memory.write(context.training)
             if self._fatal is not None:
                 raise self._fatal
-            await shutdown(parts, self._figures, self._leave_reason or "done")
+            await shutdown(context, self._reporter, self._leave_reason or "done")
             if self._failed is not None:
                 raise self._failed
         return 0
@@ -176,7 +180,7 @@ class Node:
         if not self._leaving.is_set():
             self._leave_reason = reason
             self._leaving.set()
-            self.last_resort.start()
+            self.exit_timer.start()
 
     async def _until_left(self, work: Coroutine[Any, Any, None]) -> None:
         """Do ``work`` until it ends or somebody asks us to leave."""
@@ -194,224 +198,186 @@ class Node:
     # --- work -----------------------------------------------------------------------------------
 
     async def _work(self, stack: AsyncExitStack, opened: Opened) -> None:
-        parts = self._parts
+        context = self._context
         async with asyncio.TaskGroup() as group:
             jobs = [
-                group.create_task(parts.membership.watch(), name="membership"),
-                group.create_task(parts.lag.run(), name="loop lag"),
+                group.create_task(context.membership.watch(), name="membership"),
+                group.create_task(context.lag.run(), name="loop lag"),
             ]
-            parts.gossip = self._make_rumours()
-            jobs.append(group.create_task(parts.gossip.run(), name="gossip"))
-            self._memory = SwarmMemory(parts.data_dir, parts.swarm_id)
-            memory = await asyncio.to_thread(self._memory.read)
+            context.gossip = self._make_gossip()
+            jobs.append(group.create_task(context.gossip.run(), name="gossip"))
+            memory = await self._memory.read()
             origin = await self._admission.find_swarm(
-                parts.membership, parts.address, remembers=opened.remembers, memory=memory
+                context.membership, context.address, remembers=opened.remembers, memory=memory
             )
             training = self._make_training(origin.task)
             stack.callback(training.close)
             stack.push_async_callback(training.stop)
-            parts.learner = training.supervisor
+            context.learner = training.supervisor
             await training.build()
-            self._admission.founds(origin)  # not before: the learner may refuse the task
-            store = CheckpointStore(self._folder(training), self._config.node.checkpoint.keep)
-            checkpoint = await take_up(store, parts.step_accounting, self._events)
-            parts.training = self._admission.training = training
+            self._admission.tell_founded(origin)  # not before: the learner may refuse the task
+            folder = Path(context.data_dir) / "checkpoints" / training.task_hash[:12]
+            store = CheckpointStore(folder, self._config.node.checkpoint.keep)
+            checkpoint = await load_checkpoint(store, context.progress_tracker, self._events)
+            context.training = self._admission.training = training
             for route in ROUTES:
-                parts.transport.serve(
+                context.transport.serve(
                     route,
-                    self._telling(training.mode.answer),
+                    self._sharing_settings(training.mode.answer),
                     max_vector_bytes=self._config.node.limits.max_vector_bytes,
                 )
-            parts.transport.serve_pipes(PIPE_ROUTE, self._telling(training.mode.accept))
-            parts.transport.serve(traces.ROUTE, training.timelines.answer)
-            parts.transport.serve(
-                state_transfer.ROUTE, StateServer(training, parts.step_accounting, self._events).answer
-            )
-            state, lineage = await first_state(parts, training, origin, checkpoint)
+            context.transport.serve_pipes(PIPE_ROUTE, self._sharing_settings(training.mode.accept))
+            context.transport.serve(traces.ROUTE, training.traces.answer)
+            context.transport.serve(state_transfer.ROUTE, training.state_server.answer)
+            state, lineage = await first_state(context, training, origin, checkpoint)
             await training.begin(state, lineage)
             opened.data.keep = True
-            parts.saving = self._make_saving(store, training, checkpoint)
-            parts.state = "paused" if training.paused else "training"
-            self._follower.saved_mode = SavedMode(parts.data_dir, training.task_hash, parts.swarm_id)
-            await recall(parts, self._follower.saved_mode, origin, checkpoint)
+            context.checkpointer = self._make_checkpointer(store, training, checkpoint)
+            context.state = "paused" if training.paused else "training"
+            self._follower.saved_mode = SavedMode(context.data_dir, training.task_hash, context.swarm_id)
+            await recall_mode(context, self._follower.saved_mode, origin, checkpoint)
             self._events.emit("training", f"trains {origin.task.subject} on {training.supervisor.device}")
             if origin.how == "resumed" and memory is not None:
-                self._had_others = True
-                recall_stop(parts, memory)
+                self._memory.had_others = True
+                recall_stop(context, memory)
             if origin.how != "joined":
                 self._follower.found(training, founded_at(checkpoint, self._clock.wall()))
             jobs += [
-                group.create_task(self._remember_often(training), name="memory"),
+                group.create_task(self._memory.run(training), name="memory"),
                 group.create_task(self._follower.run(training), name="records"),
                 group.create_task(self._watch(training.supervisor.watch()), name="learner"),
-                group.create_task(self._watch(training.learner_pool.watch()), name="helpers"),
+                group.create_task(self._watch(training.learners.watch()), name="workers"),
                 group.create_task(self._watch(training.watch_actors()), name="actors"),
                 group.create_task(training.adoptions.watch(), name="adoptions"),
                 group.create_task(training.mode.watch(), name="strategy"),
-                group.create_task(parts.saving.run(), name="checkpoints"),
+                group.create_task(context.checkpointer.run(), name="checkpoints"),
                 group.create_task(self._fold_later(), name="fold"),
             ]
             await self._follower.halted.wait()
             if self._config.node.keep_running:
-                parts.state = "stopped"
+                context.state = "stopped"
                 await asyncio.Event().wait()
-            await asyncio.sleep(LAST_WORDS_S)
+            await asyncio.sleep(HALT_LINGER_S)
             for job in jobs:
                 job.cancel()
         self.leave("the swarm is done")
 
-    async def _watch(self, learners: Coroutine[Any, Any, None]) -> None:
+    async def _watch(self, processes: Coroutine[Any, Any, None]) -> None:
         """Leave in good order, and end with the error, when a learner can't go on: its state is kept."""
         try:
-            await learners
+            await processes
         except P2PDRLError as error:
             self._failed = self._failed or error
-            self.last_resort.args = (error.exit_code,)
+            self.exit_timer.args = (error.exit_code,)
             self.leave("its learner can't go on")
 
-    def _telling(self, answer: Callable[[Incoming], Awaitable[R]]) -> Callable[[Incoming], Awaitable[R]]:
-        """Tell whoever is refused for an older mode or view (409) the swarm's settings at once."""
+    def _sharing_settings(
+        self, answer: Callable[[Incoming], Awaitable[R]]
+    ) -> Callable[[Incoming], Awaitable[R]]:
+        """Send the swarm's settings at once to a peer that is refused for an older mode or view (409)."""
 
         async def answered(incoming: Incoming) -> R:
             try:
                 return await answer(incoming)
             except Refusal as refusal:
                 if refusal.status == 409:
-                    self._parts.membership.tell_settings(incoming.sender)
+                    self._context.membership.tell_settings(incoming.sender)
                 raise
 
         return answered
 
     def _make_training(self, task: TaskConfig) -> Training:
-        config, parts = self._config.node, self._parts
+        config, context = self._config.node, self._context
         seed = config.seed
         if seed is None:
-            digest = hashlib.sha256(f"{parts.node_id} {parts.boot}".encode()).digest()
+            digest = hashlib.sha256(f"{context.node_id} {context.boot}".encode()).digest()
             seed = int.from_bytes(digest[:4], "little") >> 1
         training = Training(
-            me=parts.node_id,
+            me=context.node_id,
             task=task,
             config=config,
             seed=seed,
-            transport=parts.transport,
+            transport=context.transport,
             clock=self._clock,
             events=self._events,
-            step_accounting=parts.step_accounting,
+            progress_tracker=context.progress_tracker,
             rng=random.Random(seed),
-            alive=parts.learners,
+            alive=context.learners,
             donors=self._donors,
             observed=self._meters.registry.observe_exchange,
             rounds=self._meters.round,
-            named=parts.name_of,
-            pipes=parts.transport,
+            named=context.name_of,
+            direct=direct(config.advertise),
+            pipes=context.transport,
             entered=self._on_lineage,
         )
-        parts.state = "starting"
+        context.state = "starting"
         return training
 
-    def _make_rumours(self) -> MetricsGossip:
-        parts = self._parts
+    def _make_gossip(self) -> MetricsGossip:
+        context = self._context
         made = MetricsGossip(
-            me=parts.node_id,
-            transport=parts.transport,
-            step_accounting=parts.step_accounting,
+            me=context.node_id,
+            transport=context.transport,
+            progress_tracker=context.progress_tracker,
             clock=self._clock,
-            rng=random.Random(parts.boot + 1),
-            alive=parts.alive,
-            make_report=self._figures.report,
+            rng=random.Random(context.boot + 1),
+            alive=context.alive,
+            make_report=self._reporter.report,
             on_round=self._on_round,
         )
-        parts.transport.serve(metrics_gossip.ROUTE, made.answer, max_meta_bytes=metrics_gossip.MAX_META_BYTES)
+        limit = metrics_gossip.MAX_META_BYTES
+        context.transport.serve(metrics_gossip.ROUTE, made.answer, max_meta_bytes=limit)
         return made
 
-    def _make_saving(
+    def _make_checkpointer(
         self, store: CheckpointStore, training: Training, checkpoint: Checkpoint | None
-    ) -> Saving:
-        saving = Saving(
+    ) -> Checkpointer:
+        checkpointer = Checkpointer(
             store=store,
             config=self._config.node.checkpoint,
             training=training,
-            step_accounting=self._parts.step_accounting,
+            progress_tracker=self._context.progress_tracker,
             clock=self._clock,
             events=self._events,
         )
         if checkpoint is not None:
-            saving.was_best(checkpoint.meta.get("best_mean_return"))
-        return saving
-
-    def _folder(self, training: Training) -> Path:
-        return Path(self._parts.data_dir) / "checkpoints" / training.task_hash[:12]
-
-    async def _remember_often(self, training: Training) -> None:
-        """Keep what the data folder remembers of the swarm up to date."""
-        while True:
-            await self._remember(training)
-            self._to_remember.clear()
-            try:
-                async with asyncio.timeout(REMEMBER_EVERY_S):
-                    await self._to_remember.wait()
-            except TimeoutError:
-                pass
-
-    async def _remember(self, training: Training) -> None:
-        stop = self._parts.membership.records.get(settings.STOP)
-        done = self._parts.halted is not None
-        steps = training.lineage_steps
-        if not training.lineage:
-            return
-        self._had_others = self._had_others or len(self._parts.membership.members()) > 1
-        memory = RememberedSwarm(
-            self._memory.swarm_id,
-            training.task,
-            training.lineage,
-            steps,
-            stop,
-            done=done,
-            others=self._had_others,
-        )
-        try:
-            await asyncio.to_thread(self._memory.write, memory)
-        except StorageError as error:
-            if not self._memory_failed:
-                text = f"{error}; after a restart this node may not know the swarm"
-                self._events.emit("memory-unsaved", text, level="warning")
-            self._memory_failed = True
-        else:
-            self._memory_failed = False
+            checkpointer.was_best(checkpoint.meta.get("best_mean_return"))
+        return checkpointer
 
     async def _fold_later(self) -> None:
         await asyncio.sleep(FOLD_AFTER_S)
-        self._parts.step_accounting.fold_own()
+        self._context.progress_tracker.fold_own()
         await asyncio.Event().wait()
 
     def _donors(self) -> list[tuple[str, Address]]:
-        alive = self._parts.learners()
-        return [(node, alive[node]) for node in self._figures.donors() if node in alive]
+        alive = self._context.learners()
+        return [(node, alive[node]) for node in self._reporter.donors() if node in alive]
 
     # --- news -----------------------------------------------------------------------------------
 
     def _on_round(self) -> None:
-        parts = self._parts
-        if parts.alive():
-            parts.alone_since_s = None
-        elif parts.alone_since_s is None:
-            parts.alone_since_s = self._clock.monotonic()
-        training = parts.training
+        context = self._context
+        if context.alive():
+            context.alone_since_s = None
+        elif context.alone_since_s is None:
+            context.alone_since_s = self._clock.monotonic()
+        training = context.training
         if training is None:
             return
-        if parts.saving is not None:
-            parts.saving.mean_return = self._figures.mean_return
-        self._follower.look(training)
+        if context.checkpointer is not None:
+            context.checkpointer.mean_return = self._reporter.mean_return
+        self._follower.on_gossip_round(training)
         self._meters.write_scalars()
 
     def _on_member(self, event: MemberEvent) -> None:
         member = event.member
         if member.is_self:
             return
-        if event.kind in ("dead", "left") and self._parts.gossip is not None:
-            self._parts.gossip.table.drop([member.id])
+        if event.kind in ("dead", "left") and self._context.gossip is not None:
+            self._context.gossip.table.drop([member.id])
         if event.kind == "joined":
-            self._to_remember.set()
+            self._memory.changed()
         if event.kind != "updated":
             self._events.emit(
                 f"member-{event.kind}",
@@ -422,11 +388,11 @@ class Node:
 
     def _on_record(self, _record: SwarmRecord) -> None:
         self._follower.record_changed()
-        self._to_remember.set()
+        self._memory.changed()
 
     def _on_lineage(self, lineage: str) -> None:
         self._follower.enter(lineage)
-        self._to_remember.set()
+        self._memory.changed()
 
     def _on_twin(self, address: str) -> None:
         self._fatal = UsageError(
@@ -436,10 +402,35 @@ class Node:
         self.leave("its identity runs elsewhere")
 
 
-_VERBS = {
-    "joined": "joined",
-    "suspect": "is suspected",
-    "alive": "is alive again",
-    "dead": "is dead",
-    "left": "has left",
-}
+async def shutdown(context: NodeContext, reporter: StatusReporter, reason: str) -> None:
+    """Finish the exchange in flight, stop the learner, save, spread the last report, say goodbye."""
+    events, training, checkpointer = context.events, context.training, context.checkpointer
+    events.emit("leaving", f"leaves: {reason}")
+    context.state = "stopping"
+    if training is not None:
+        await _within(STOP_TRAINING_S, training.stop(), "stopping the learner", events)
+        if checkpointer is not None and training.ready:
+            await _within(CHECKPOINT_S, checkpointer.try_save(), "the last checkpoint", events)
+    await _within(LAST_REPORT_S, _spread_last_report(context), "telling the last figures", events)
+    summary = write_summary(context, reporter, context.halted or reason)
+    await _within(SUMMARY_S, summary, "the summary", events)
+    heard = await context.membership.leave(timeout_s=GOODBYE_S)
+    context.state = "stopped"
+    events.emit("left", f"left; {heard} members heard the goodbye")
+
+
+async def _spread_last_report(context: NodeContext) -> None:
+    gossip = context.gossip
+    if gossip is None:
+        return
+    gossip.refresh()
+    alive = context.alive()
+    await asyncio.gather(*(gossip.tell(peer, alive[peer]) for peer in sorted(alive)[:2]))
+
+
+async def _within(seconds: float, step: Awaitable[object], what: str, events: EventLog) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await step
+    except TimeoutError:
+        events.emit("slow-shutdown", f"{what} took over {seconds:g} s; goes on without", level="warning")

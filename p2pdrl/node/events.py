@@ -27,13 +27,7 @@ _RESERVED = frozenset({"seq", "time", "kind", "text", "level", "event"})
 
 
 class EventLog:
-    """The newest events, numbered.
-
-    Args:
-        capacity: events remembered.
-        clock: gives each event's wall time.
-        queue_size: events that a subscriber may lag behind.
-    """
+    """The newest ``capacity`` events, numbered; a subscriber may lag ``queue_size`` behind."""
 
     def __init__(self, capacity: int, clock: Clock, *, queue_size: int = 256) -> None:
         self._clock = clock
@@ -47,10 +41,8 @@ class EventLog:
         """Add an event, tell subscribers, and log it.
 
         Args:
-            kind: what sort of thing happened, in a few lower-case words joined by ``-``.
+            kind: a few lower-case words joined by ``-``.
             text: what happened, for people.
-            level: how grave it is, for the log.
-            fields: more, in JSON types; never secrets.
 
         Raises:
             ValueError: if a field is named as one of the event's own.

@@ -16,12 +16,7 @@ __all__ = ["LagWindow", "LoopLagMonitor"]
 
 
 class LagWindow:
-    """Lags of the last wakings.
-
-    Args:
-        interval_s: seconds between two wakings.
-        window_s: how far back the percentile looks.
-    """
+    """Lags of the wakings in the last ``window_s``, one every ``interval_s``."""
 
     def __init__(self, interval_s: float, window_s: float) -> None:
         self._interval_s = interval_s
@@ -58,11 +53,7 @@ class LoopLagMonitor:
         interval_s: seconds between two wakings. Shorter sees shorter stalls and costs more wakings.
         window_s: how far back the percentile looks.
         on_sample: called with each lag in seconds, for a histogram.
-        sleep: what waits; tests pass their own.
-        monotonic: what tells the time; None is the running loop's clock.
-
-    Example:
-        ``monitor = LoopLagMonitor(); group.create_task(monitor.run())``
+        monotonic: tells the time; None is the running loop's clock.
     """
 
     def __init__(
@@ -81,19 +72,9 @@ class LoopLagMonitor:
         self._monotonic = monotonic
 
     @property
-    def current_s(self) -> float:
-        """The last lag."""
-        return self._window.current_s
-
-    @property
     def p99_s(self) -> float:
         """The 99th percentile over the window."""
         return self._window.p99_s
-
-    @property
-    def worst_s(self) -> float:
-        """The greatest lag in the window."""
-        return self._window.worst_s
 
     async def run(self) -> None:
         """Measure until cancelled."""

@@ -1,9 +1,12 @@
-"""Keeps this node in line with the swarm's records: mode, stop condition, halt, pause.
+"""Follows and writes the swarm's records: mode, stop condition, halt, pause.
 
 The founder writes the first mode and stop records. Every node follows what the records say, and
 whichever first sees the stop condition met writes the halt record that ends training everywhere. A change
 of mode waits for the exchange in flight, so it has a task of its own and the other records never wait.
-`saved_mode` keeps the mode for the next start.
+
+``p2pdrl mode set``: `cli.mode` → `cli.client` → `api.routes` → `status.view` → `propose_mode` here →
+`membership.service`, which signs and gossips the record → on each node `_follow_mode` →
+`training.ActiveMode.use` → `LearnerPool.change` and `strategies.registry.build` → the new strategy.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ from p2pdrl.config.strategy import LocalConfig, StrategyConfig, mode_of
 from p2pdrl.errors import ConfigError, StorageError
 from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.node import settings, stop
-from p2pdrl.node.parts import NodeParts
+from p2pdrl.node.context import NodeContext
 from p2pdrl.node.settings import HaltSetting, ModeSetting, PauseSetting, StopSetting
-from p2pdrl.node.state.saved_mode import SavedMode
+from p2pdrl.node.state.swarm_memory import SavedMode
 from p2pdrl.node.status.pipeline import serves
 from p2pdrl.node.status.reporter import StatusReporter
 from p2pdrl.node.training import Training
@@ -31,16 +34,11 @@ CATCH_UP_EVERY_S = 2.0
 
 
 class RecordFollower:
-    """Follows and writes the swarm's records.
+    """Keeps this node in line with the swarm's records."""
 
-    Args:
-        parts: the node.
-        figures: its figures.
-    """
-
-    def __init__(self, parts: NodeParts, figures: StatusReporter) -> None:
-        self._parts = parts
-        self._figures = figures
+    def __init__(self, context: NodeContext, reporter: StatusReporter) -> None:
+        self._context = context
+        self._reporter = reporter
         self._changed = asyncio.Event()
         self._mode_changed = asyncio.Event()
         self._caught_up_s = float("-inf")
@@ -55,13 +53,13 @@ class RecordFollower:
         """Wall time of the swarm's founding; None until the records tell."""
 
     def record_changed(self) -> None:
-        """A swarm record was replaced: look at all of them soon."""
+        """Look at the records soon: one was replaced."""
         self._changed.set()
         self._mode_changed.set()
 
     def enter(self, lineage: str) -> None:
-        """Our state is of ``lineage`` now: its records count from now on, and no other's."""
-        membership = self._parts.membership
+        """Follow the records of ``lineage``, which our state belongs to now, and no other's."""
+        membership = self._context.membership
         if membership.records.lineage == lineage:
             return
         self._stop = None
@@ -71,7 +69,7 @@ class RecordFollower:
 
     def found(self, training: Training, founded_at: float) -> None:
         """Write the first records; those that others wrote already stay."""
-        membership = self._parts.membership
+        membership = self._context.membership
         records = membership.records
         wanted = ModeSetting.of(training.task.strategy)
         if records.get(settings.MODE) is None:
@@ -81,7 +79,7 @@ class RecordFollower:
 
     def pause(self, *, paused: bool) -> None:
         """Hold or release all learners of the swarm."""
-        self._parts.membership.propose(settings.PAUSE, PauseSetting(paused))
+        self._context.membership.propose(settings.PAUSE, PauseSetting(paused))
 
     def propose_mode(self, strategy: StrategyConfig) -> SwarmRecord:
         """Make ``strategy`` the whole swarm's; return the record that says so.
@@ -95,7 +93,7 @@ class RecordFollower:
         if why is not None:
             raise ConfigError(why)
         try:
-            return self._parts.membership.propose(settings.MODE, ModeSetting.of(strategy))
+            return self._context.membership.propose(settings.MODE, ModeSetting.of(strategy))
         except ValueError as error:
             raise ConfigError(f"the options are too many to be told to the swarm: {error}") from error
 
@@ -114,8 +112,8 @@ class RecordFollower:
         await self._follow_mode(training)
 
     def _follow_settings(self, training: Training) -> None:
-        """Follow all records but the mode: none of them has to wait for anything."""
-        record = self._parts.membership.records.get(settings.STOP)
+        """Follow all records but the mode: none of them has to wait for an exchange."""
+        record = self._context.membership.records.get(settings.STOP)
         if record is not None:
             condition = settings.decode(record.value, StopSetting)
             if condition is None:
@@ -125,8 +123,8 @@ class RecordFollower:
                 self.founded_at = condition.founded_at
                 training.stop_config = condition.stop
                 training.supervisor.set_window(condition.stop.window)
-                if self._parts.saving is not None:
-                    self._parts.saving.stop_setting = condition
+                if self._context.checkpointer is not None:
+                    self._context.checkpointer.stop_setting = condition
         self._follow_pause(training)
         self._follow_halt(training)
 
@@ -141,13 +139,15 @@ class RecordFollower:
         if self.halted.is_set():
             return
         training.pause(paused=paused)
-        if self._parts.state in ("training", "paused"):
-            self._parts.state = "paused" if paused else "training"
-        self._parts.events.emit("paused" if paused else "resumed", "paused" if paused else "training goes on")
+        if self._context.state in ("training", "paused"):
+            self._context.state = "paused" if paused else "training"
+        self._context.events.emit(
+            "paused" if paused else "resumed", "paused" if paused else "training goes on"
+        )
 
-    def look(self, training: Training) -> None:
-        """Judge the stop condition from the newest reports, and pass figures on to the learner."""
-        parts = self._parts
+    def on_gossip_round(self, training: Training) -> None:
+        """Act on the newest reports: catch up, adopt a greater lineage, judge the stop condition."""
+        context = self._context
         training.share_moments()
         if serves(training):
             training.supervisor.returns.clear()  # should it train again: these are of an older policy
@@ -156,18 +156,18 @@ class RecordFollower:
         if self._stop is None or self.halted.is_set():
             return
         version, condition = self._stop
-        steps = parts.step_accounting.total().env_steps
+        steps = context.progress_tracker.total().env_steps
         last = condition.stop.env_steps
         training.progress(min(1.0, steps / last) if last else 0.0, steps)
-        reports = self._figures.living_reports()
-        age_s = max(0.0, parts.clock.wall() - condition.founded_at)
+        reports = self._reporter.living_reports()
+        age_s = max(0.0, context.clock.wall() - condition.founded_at)
         reached = stop.judge(condition.stop, steps, age_s, reports or [])
         if reached is not None:
             halt = HaltSetting(reached.kind, reached.reason, *version)
-            parts.membership.propose(settings.HALT, halt)
+            context.membership.propose(settings.HALT, halt)
 
     async def _follow_mode(self, training: Training) -> None:
-        record = self._parts.membership.records.get(settings.MODE)
+        record = self._context.membership.records.get(settings.MODE)
         if record is None or (record.epoch, record.proposer) == self._mode_at:
             return
         self._mode_at = (record.epoch, record.proposer)
@@ -176,7 +176,7 @@ class RecordFollower:
             self._unreadable(record)
             return
         await self._use(training, mode.strategy, record)
-        await self._keep(record, mode.strategy)
+        await self._save_mode(record, mode.strategy)
 
     async def _use(self, training: Training, strategy: StrategyConfig, record: SwarmRecord) -> None:
         """Train by a strategy; alone if it can't work here."""
@@ -188,15 +188,15 @@ class RecordFollower:
             except ConfigError as error:
                 why = str(error)
         name = f"{mode_of(strategy)} ({protocol_of(strategy)})"
-        self._parts.mode_error = None if why is None else f"this node can't run mode {name}: {why}"
+        self._context.mode_error = None if why is None else f"this node can't run mode {name}: {why}"
         if why is not None:
             await training.mode.use(LocalConfig(), stamp)
-            text = f"{self._parts.mode_error}; it trains alone until the mode changes"
-            self._parts.events.emit("mode-failed", text, level="warning", epoch=record.epoch)
+            text = f"{self._context.mode_error}; it trains alone until the mode changes"
+            self._context.events.emit("mode-failed", text, level="warning", epoch=record.epoch)
             return
-        self._parts.events.emit(
+        self._context.events.emit(
             "mode",
-            f"mode is {mode_words(strategy)} by {self._parts.name_of(record.proposer)}",
+            f"mode is {mode_words(strategy)} by {self._context.name_of(record.proposer)}",
             mode=mode_of(strategy),
             protocol=protocol_of(strategy),
             options=told_options(strategy),
@@ -205,31 +205,31 @@ class RecordFollower:
         )
         self._tell_idle_keys(strategy)
 
-    async def _keep(self, record: SwarmRecord, strategy: StrategyConfig) -> None:
-        """Keep the mode for the next start; a disk that doesn't take it is told of, no more."""
+    async def _save_mode(self, record: SwarmRecord, strategy: StrategyConfig) -> None:
+        """Save the mode for the next start; a disk that doesn't take it is told of, no more."""
         try:
             if self.saved_mode is not None:
                 await asyncio.to_thread(self.saved_mode.write, record, strategy)
         except StorageError as error:
             text = f"{error}; should all nodes stop, this one won't know the mode"
-            self._parts.events.emit("mode-unsaved", text, level="warning")
+            self._context.events.emit("mode-unsaved", text, level="warning")
 
     def _catch_up(self) -> None:
         """Ask a member whose mode is newer than our record: gossip tells a change only so many times."""
-        newest, peer = self._figures.newest_mode()
-        record = self._parts.membership.records.get(settings.MODE)
+        newest, peer = self._reporter.newest_mode()
+        record = self._context.membership.records.get(settings.MODE)
         held = 0 if record is None else settings.stamp(record.epoch, record.proposer)
-        now_s = self._parts.clock.monotonic()
+        now_s = self._context.clock.monotonic()
         if newest > held and now_s >= self._caught_up_s + CATCH_UP_EVERY_S:
             self._caught_up_s = now_s
-            self._parts.membership.catch_up(peer)
+            self._context.membership.catch_up(peer)
 
     def _adopt_greater(self, training: Training) -> None:
-        """Take the state of a greater lineage that a living member reports, whatever the mode of either is.
+        """Adopt the state of a greater lineage that a living member reports.
 
-        Nodes of two lineages follow other records, so their strategies may never meet.
+        Nodes of two lineages follow different records, so their strategies may never meet.
         """
-        found = self._figures.greater_lineage()
+        found = self._reporter.greater_lineage()
         if found is not None and training.ready and not training.adoptions.under_way:
             donor, lineage, why = found
             training.adoptions.begin(donor, lineage, why)
@@ -237,27 +237,25 @@ class RecordFollower:
     def _impossible(self, strategy: StrategyConfig, *, exact: bool = False) -> str | None:
         """Why a strategy can't run here, as far as options and task tell: a peer may propose anything.
 
-        Args:
-            strategy: its options.
-            exact: count blocks of the network as our learner has built it. What only this finds a person is
-                told; a swarm that is in such a mode makes the best of it.
+        With ``exact``, blocks are counted in the network that our learner has built: a person who proposes
+        the mode is told what only this finds; a swarm that is in such a mode makes the best of it.
         """
-        parts = self._parts
-        task = parts.config.task if parts.training is None else parts.training.task
-        if exact and parts.training is not None:
-            task = as_built(task, (entry.name for entry in parts.training.spec.layout.entries))
+        context = self._context
+        task = context.config.task if context.training is None else context.training.task
+        if exact and context.training is not None:
+            task = as_built(task, (entry.name for entry in context.training.spec.layout.entries))
         asked = msgspec.structs.replace(task, strategy=strategy)
-        problem = next(mode_problems(asked, parts.config.node), None)
+        problem = next(mode_problems(asked, context.config.node), None)
         return None if problem is None else f"{problem.key}: {problem.message}"
 
     def _tell_idle_keys(self, strategy: StrategyConfig) -> None:
         """Tell what this node's own configuration asks for in vain; no reason to leave the mode."""
-        for problem in idle_keys(strategy, self._parts.config.node.learner):
-            self._parts.events.emit("keys-idle", f"{problem.key} {problem.message}", level="warning")
+        for problem in idle_keys(strategy, self._context.config.node.learner):
+            self._context.events.emit("keys-idle", f"{problem.key} {problem.message}", level="warning")
 
     def _follow_pause(self, training: Training) -> None:
         """Follow a new pause record; what a person did on this node alone since then stays."""
-        record = self._parts.membership.records.get(settings.PAUSE)
+        record = self._context.membership.records.get(settings.PAUSE)
         if record is None or self.halted.is_set() or (record.epoch, record.proposer) == self._pause_at:
             return
         self._pause_at = (record.epoch, record.proposer)
@@ -268,16 +266,16 @@ class RecordFollower:
             self.hold(training, paused=pause.paused)
 
     def _follow_halt(self, training: Training) -> None:
-        record = self._parts.membership.records.get(settings.HALT)
+        record = self._context.membership.records.get(settings.HALT)
         if record is None or self._stop is None or self.halted.is_set():
             return
         halt = settings.decode(record.value, HaltSetting)
         if halt is None or (halt.stop_epoch, halt.stop_proposer) != self._stop[0]:
             return
-        self._parts.halted = halt.reason
-        self._parts.state = "stopping"
+        self._context.halted = halt.reason
+        self._context.state = "stopping"
         training.pause(paused=True)
-        self._parts.events.emit("halted", f"the swarm is done: {halt.reason}", reason=halt.reason)
+        self._context.events.emit("halted", f"the swarm is done: {halt.reason}", reason=halt.reason)
         self.halted.set()
 
     def _unreadable(self, record: SwarmRecord) -> None:
@@ -286,7 +284,7 @@ class RecordFollower:
         if self._told_unreadable.get(record.key) == which:
             return
         self._told_unreadable[record.key] = which
-        self._parts.events.emit(
+        self._context.events.emit(
             "record-unreadable",
             f"the swarm's {record.key} record can't be read; it may come from a newer release of p2pdrl",
             level="warning",

@@ -1,7 +1,6 @@
 """The swarm's records as typed values: mode, stop condition, halt, pause.
 
-Membership spreads them signed, last writer wins; this module says what is in them. A value
-that can't be read (from a newer release, say) is told once and left alone.
+Membership spreads them signed, last writer wins.
 """
 
 from __future__ import annotations
@@ -41,10 +40,6 @@ def stamp(epoch: int, proposer: str) -> int:
 
     Two nodes may propose a mode at once, with the same epoch. Until all have heard of both, each follows the
     one that it knows; messages carry the stamp, so that what belongs to one is refused by the other.
-
-    Args:
-        epoch: of the record.
-        proposer: node id, hex digits.
     """
     return ((epoch % _EPOCHS) << _PROPOSER_BITS) | int(proposer[:4] or "0", 16)
 

@@ -1,8 +1,4 @@
-"""When the swarm is done: judged by each node from what all of them report. Pure.
-
-The daemon judges at every digest round; the first node to find the condition met proposes the
-swarm record that ends training everywhere.
-"""
+"""When the swarm is done: judged by each node from the reports of all, at every gossip round. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +14,7 @@ __all__ = ["StopReached", "judge", "returns_ready"]
 
 @dataclass(frozen=True, slots=True)
 class StopReached:
-    """Why the swarm is done.
-
-    Attributes:
-        kind: the field of the stop configuration that was met.
-        reason: the same in plain words, with the numbers.
-    """
+    """Why the swarm is done: the stop condition that was met, and the same in words with the numbers."""
 
     kind: Literal["env_steps", "time_s", "mean_return"]
     reason: str
@@ -32,18 +23,13 @@ class StopReached:
 def judge(
     stop: StopConfig, swarm_env_steps: int, swarm_age_s: float, reports: Sequence[PeerReport]
 ) -> StopReached | None:
-    """Tell whether the swarm is done.
+    """Return the first condition that is met; None while none is.
 
     Args:
-        stop: the conditions; zero or none never ends it.
-        swarm_env_steps: environment steps of all nodes and boots.
-        swarm_age_s: seconds since the swarm was founded.
+        swarm_env_steps: of all nodes and boots.
         reports: the newest report of every living node, this one's included. A node that is still
             coming up holds back the mean return's condition until it trains; one that only computes for
             another (a lower stage of a pipeline) has no returns to judge.
-
-    Returns:
-        The first condition that is met, or None.
     """
     if stop.env_steps and swarm_env_steps >= stop.env_steps:
         return StopReached("env_steps", f"{swarm_env_steps} of {stop.env_steps} environment steps are done")
@@ -67,13 +53,7 @@ def judge(
 
 
 def returns_ready(stop: StopConfig, episodes_in_window: int, mean_return: float | None) -> bool:
-    """Tell whether one node's returns meet the condition; False when there is none.
-
-    Args:
-        stop: the conditions.
-        episodes_in_window: episodes that ``mean_return`` is taken over.
-        mean_return: the node's own, None before its first episode.
-    """
+    """Tell whether one node's returns meet the condition; False when there is none."""
     return (
         stop.mean_return is not None
         and mean_return is not None

@@ -1,6 +1,6 @@
-"""The training side of a node: learner, board, mode, lineage, adoption.
+"""The training side of a node: learners, board, the mode in force, lineage, adoption of states.
 
-The daemon builds it once the task is known, gives it a first state (none when founding), asks for figures.
+The daemon builds it once the task is known, and gives it a first state (none when founding).
 """
 
 from __future__ import annotations
@@ -8,61 +8,145 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import numpy as np
 
 from p2pdrl.clock import Clock
-from p2pdrl.config.batches import batches_of, minibatch_rows, minibatches_of
+from p2pdrl.config.learner_mode import LearnerMode, learner_mode_of
 from p2pdrl.config.node import NodeConfig
-from p2pdrl.config.task import TaskConfig, task_hash
-from p2pdrl.errors import WireError, WorkerError
+from p2pdrl.config.strategy import LocalConfig, StrategyConfig
+from p2pdrl.config.task import TaskConfig, batches_of, minibatch_rows, minibatches_of, task_hash
+from p2pdrl.errors import ConfigError, WireError, WorkerError
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.ids import short
-from p2pdrl.node.accounting.counters import Counts
+from p2pdrl.node import settings
 from p2pdrl.node.accounting.exchanges import Accounting
-from p2pdrl.node.accounting.steps import StepAccounting
-from p2pdrl.node.bootstrap.joining import direct
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.children.actors import ActorPool, actor_count
 from p2pdrl.node.children.group_process import GroupProcesses
 from p2pdrl.node.children.learner_pool import LearnerPool
 from p2pdrl.node.children.supervisor import LearnerPort, LearnerSupervisor
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.mode import ModeInForce
-from p2pdrl.node.state.adoption import Adoptions, Donors, Download, without_moments
-from p2pdrl.node.state.state_transfer import StateRequest, TransferredState
+from p2pdrl.node.state.state_transfer import (
+    Adoptions,
+    Donors,
+    Download,
+    OwnState,
+    StateRequest,
+    StateServer,
+    TransferredState,
+    without_moments,
+)
 from p2pdrl.node.status.traces import TraceCollector
-from p2pdrl.node.swarm_side import SwarmSide
+from p2pdrl.node.swarm_view import NodeSwarmView
+from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.strategies.pipeline.port import Pipes
-from p2pdrl.strategies.protocol import RoundReport, StrategyContext
+from p2pdrl.strategies.protocol import EXCHANGE_END_S, RoundReport, Strategy, StrategyContext
+from p2pdrl.strategies.registry import build
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
-from p2pdrl.transport.protocol import Address, Transport
+from p2pdrl.transport.pipe.ticket import PipeReply
+from p2pdrl.transport.protocol import Address, Incoming, Reply, Transport
 from p2pdrl.workers.protocol import LearnerPace, Progress, Report, Start
 
-__all__ = ["Training"]
+__all__ = ["ActiveMode", "Training"]
+
+LONGEST_END_S = 15.0
+"""A strategy may have to wait for an update, or for a whole state, but no longer than this."""
+
+
+class ActiveMode:
+    """The strategy in force, from one mode to the next; `LocalStrategy` before the first.
+
+    Args:
+        context: makes what a strategy is given, for the stamp of a mode.
+        change: has the learners work under a learner mode, from the mode of that stamp on.
+    """
+
+    def __init__(
+        self,
+        context: Callable[[int], StrategyContext],
+        change: Callable[[LearnerMode, int], Awaitable[None]],
+        accounting: Accounting,
+        build: Callable[[StrategyConfig, StrategyContext], Strategy] = build,
+    ) -> None:
+        self._build = build
+        self._context = context
+        self._change = change
+        self._accounting = accounting
+        self._past: Counter[str] = Counter()
+        self._used = asyncio.Event()
+        self.strategy: Strategy = LocalStrategy()
+        self.config: StrategyConfig = LocalConfig()
+        self.epoch = 0
+        """A `settings.stamp`, so that two modes proposed at once never mix."""
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """Exchanges by outcome, over all strategies of this boot."""
+        return self._past + Counter(self.strategy.outcomes)
+
+    async def use(self, config: StrategyConfig, epoch: int) -> None:
+        """Change to another strategy, after the exchange in flight; ``epoch`` is the mode record's stamp.
+
+        Raises:
+            ConfigError: this node can't run it; until the next call it trains alone.
+        """
+        await self.strategy.stop(min(self.strategy.ends_within_s, LONGEST_END_S))
+        self._past.update(self.strategy.outcomes)
+        self._accounting.saw_distance(self.strategy.consensus_distance)
+        interim = LocalStrategy()
+        self.strategy, self.config = interim, LocalConfig()
+        self.epoch = epoch
+        strategy = self._build(config, self._context(epoch))
+        await self._change(learner_mode_of(config), epoch)
+        self.strategy = strategy
+        await interim.stop(0.0)  # who began to watch it meanwhile goes on to this one
+        try:
+            await strategy.start()
+        except ConfigError:
+            self.strategy = LocalStrategy()
+            await strategy.stop(0.0)
+            raise
+        self.config = config
+        self._accounting.entered(config, settings.epoch_of(epoch))
+        self._used.set()
+
+    async def watch(self) -> None:
+        """Wait for ever, from one strategy to the next; raise what ended one: a bug of ours."""
+        while True:
+            self._used.clear()
+            await self.strategy.watch()
+            await self._used.wait()
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        """Pass a peer's call on to the strategy, which may raise Refusal."""
+        return await self.strategy.answer(incoming)
+
+    async def accept(self, incoming: Incoming) -> PipeReply:
+        """Pass a peer's request for a pipe on to the strategy.
+
+        Raises:
+            Refusal: the strategy refuses, or has no use for pipes (409).
+        """
+        return await self.strategy.accept(incoming)
+
+    async def stop(self) -> None:
+        """Finish the exchange in flight, soon: when the node leaves, others wait their turn."""
+        await self.strategy.stop(EXCHANGE_END_S)
 
 
 class Training:
     """What trains on this node, and what it agrees on with peers.
 
     Args:
-        me: own node id.
-        task: the swarm's task.
-        config: this machine's options.
         seed: of environments and exploration.
-        transport: how peers are reached.
-        clock: time.
-        events: what is told.
-        step_accounting: counts and moments.
-        rng: source of the random choices.
-        alive: the living members, without ourselves.
-        donors: the same, the best donor first.
+        alive: tells the living learners, without ourselves; ``donors`` the same, the best donor first.
         observed: told how each exchange that we began has ended, and its seconds.
-        rounds: told how each round has ended.
-        named: from a member's id to its name.
+        direct: whether peers reach any port of this machine.
         pipes: opens pipes to peers; None where the transport has none.
-        entered: told the lineage of each state that we take.
+        entered: told the lineage of each state that is trained here.
     """
 
     def __init__(
@@ -75,24 +159,26 @@ class Training:
         transport: Transport,
         clock: Clock,
         events: EventLog,
-        step_accounting: StepAccounting,
+        progress_tracker: ProgressTracker,
         rng: random.Random,
         alive: Callable[[], dict[str, Address]],
         donors: Donors,
         observed: Callable[[str, float], None],
         rounds: Callable[[RoundReport], None] = lambda report: None,
         named: Callable[[str], str] = str,
+        direct: bool = True,
         pipes: Pipes | None = None,
         entered: Callable[[str], None] = lambda lineage: None,
     ) -> None:
         self._me = me
+        self._direct = direct
         self._pipes = pipes
         self._entered = entered
         self._config = config
         self._transport = transport
         self._clock = clock
         self._events = events
-        self._step_accounting = step_accounting
+        self._progress_tracker = progress_tracker
         self._rng = rng
         self.accounting = Accounting(me, clock)
         self._seed = seed
@@ -112,6 +198,7 @@ class Training:
             spec=lambda: self.spec,
             take=self._take,
         )
+        self.state_server = StateServer(self._own_state, events)
         actors = actor_count(config.actors, task)
         start = Start(
             task=msgspec.json.encode(task),
@@ -139,7 +226,7 @@ class Training:
             on_report=self._report,
             actors=self.actors,
         )
-        self.learner_pool = LearnerPool(
+        self.learners = LearnerPool(
             supervisor=self.supervisor,
             start=start,
             config=config.learner,
@@ -147,8 +234,8 @@ class Training:
             events=events,
             on_report=self._report,
         )
-        self.mode = ModeInForce(self.context, self.learner_pool.change, self.accounting)
-        self.swarm = SwarmSide(
+        self.mode = ActiveMode(self.context, self.learners.change, self.accounting)
+        self.swarm = NodeSwarmView(
             me=me,
             limits=config.limits,
             clock=clock,
@@ -157,15 +244,14 @@ class Training:
             alive=alive,
             named=named,
             summary=self.summary,
-            env_steps=lambda: self.learner_pool.totals.env_steps,
+            env_steps=lambda: self.learners.totals.env_steps,
             observed=observed,
             rounds=(self.accounting.round, rounds),
         )
-
-        self.timelines = TraceCollector(
+        self.traces = TraceCollector(
             me=me,
             stages=self.supervisor.stages,
-            members=lambda: self.mode.members,
+            members=lambda: self.mode.strategy.members,
             transport=transport,
             clock=clock,
             alive=alive,
@@ -175,21 +261,12 @@ class Training:
     # --- life -------------------------------------------------------------------------------
 
     async def build(self) -> None:
-        """Start the learner process and wait for its layout.
-
-        Raises:
-            ConfigError: the task can't be run as configured.
-            WorkerError: the learner can't be started, or ended by itself while it was built.
-        """
+        """Start the learner process and wait for its layout."""
         await self.supervisor.build()
-        self._step_accounting.open_streams(self.spec.sidecar)
+        self._progress_tracker.open_streams(self.spec.sidecar)
 
     async def begin(self, state: TransferredState | None, lineage: str) -> None:
-        """Begin to train, from ``state`` or (None) from the task's initial weights.
-
-        Raises:
-            WorkerError: no learner was built.
-        """
+        """Begin to train, from ``state`` or (None) from the task's initial weights."""
         self.enter(lineage)
         if state is not None:
             clean = without_moments(state, self.spec)
@@ -200,7 +277,7 @@ class Training:
             )
             self.board.post_delta(noise.astype(np.float32), 0)
         self.share_moments()
-        self.learner_pool.tell(self._pace())
+        self.learners.tell(self._pace())
         await self.supervisor.begin(restore=state is not None)
         if self.actors is not None:
             self.actors.begin()
@@ -209,18 +286,13 @@ class Training:
         """Finish the exchange in flight, stop the learner; the last state stays readable."""
         await self.adoptions.stop()
         await self.mode.stop()
-        await self.learner_pool.stop()
+        await self.learners.stop()
         await self.supervisor.stop()
         if self.actors is not None:
             await self.actors.stop()
 
     async def watch_actors(self) -> None:
-        """Wait for ever; raise what ended the keeping of actors.
-
-        Raises:
-            ConfigError: they can't act as configured.
-            WorkerError: one dies again and again in the same way.
-        """
+        """Wait for ever; raises as `ActorPool.watch`."""
         if self.actors is not None:
             await self.actors.watch()
         await asyncio.Event().wait()
@@ -228,17 +300,12 @@ class Training:
     def pause(self, *, paused: bool) -> None:
         """Hold the learner, or let it go on; averaging continues meanwhile."""
         self._paused = paused
-        self.learner_pool.tell(self._pace())
+        self.learners.tell(self._pace())
 
     def progress(self, fraction: float, env_steps: int) -> None:
-        """Tell the learner how far the swarm is.
-
-        Args:
-            fraction: towards its last environment step, 0 to 1.
-            env_steps: that it has made.
-        """
+        """Tell the learners how many steps the swarm made, and which ``fraction`` (0 to 1) of all that is."""
         self._progress = fraction
-        self.learner_pool.tell(Progress(fraction, env_steps))
+        self.learners.tell(Progress(fraction, env_steps))
 
     def close(self) -> None:
         """Free the memory that is shared with children. Nobody may use it afterwards."""
@@ -248,7 +315,7 @@ class Training:
 
     def share_moments(self) -> None:
         """Give the learner what everybody else's normalisers counted."""
-        self.learner_pool.share(self._step_accounting.others_moments())
+        self.learners.share(self._progress_tracker.others_moments())
 
     # --- figures ----------------------------------------------------------------------------
 
@@ -284,7 +351,7 @@ class Training:
     @property
     def lineage_steps(self) -> int:
         """Environment steps made within our lineage, as far as known."""
-        return self._step_accounting.steps(self.lineage)
+        return self._progress_tracker.steps(self.lineage)
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -305,21 +372,34 @@ class Training:
             policy_version=self.board.policy_version,
         )
 
-    # --- inside ---------------------------------------------------------------------------------
+    # --- states and modes -----------------------------------------------------------------------
 
-    async def _take(self, giver: str, state: TransferredState, why: str) -> None:
+    def state_request(self) -> StateRequest:
+        """What we ask a peer for its state with."""
+        return StateRequest(
+            task_hash=self.task_hash,
+            layout_hash=self.spec.layout.hash,
+            sidecar_hash=self.spec.sidecar.hash,
+        )
+
+    def _own_state(self) -> OwnState | None:
+        if self.summary() is None:
+            return None
+        return OwnState(self.board, self.spec, self.task_hash, self.lineage, self.lineage_steps)
+
+    async def _take(self, donor: str, state: TransferredState, why: str) -> None:
         clean = without_moments(state, self.spec)
         await asyncio.to_thread(self.board.post_set, clean.vector, clean.sidecar, clean.head.policy_version)
         self.enter(state.head.lineage)
-        self.tell_adopted(giver, state, why)
+        self.tell_adopted(donor, state, why)
 
-    def tell_adopted(self, giver: str, state: TransferredState, why: str) -> None:
+    def tell_adopted(self, donor: str, state: TransferredState, why: str) -> None:
         """Tell that a state was adopted, with the hash that shows it."""
         self._adopted += 1
         self._events.emit(
             "adopted",
-            f"took over the state of {short(giver)} at version {state.head.policy_version}: {why}",
-            peer=giver,
+            f"took over the state of {short(donor)} at version {state.head.policy_version}: {why}",
+            peer=donor,
             policy_version=state.head.policy_version,
             params_hash=state.head.params_hash,
             lineage=state.head.lineage,
@@ -328,7 +408,7 @@ class Training:
     def enter(self, lineage: str) -> None:
         """What is trained from now on belongs to this lineage."""
         self.lineage = lineage
-        self._step_accounting.follow(lineage)
+        self._progress_tracker.follow(lineage)
         self._entered(lineage)
 
     def context(self, epoch: int) -> StrategyContext:
@@ -344,7 +424,7 @@ class Training:
             size=self.spec.layout.size,
             max_abs=config.limits.max_abs_parameter,
             trusted_network=config.trusted_network,
-            direct=direct(config.advertise),
+            direct=self._direct,
             max_exchanges=config.debug.max_exchanges,
             start_at_members=config.debug.start_at_members,
             group_process=GroupProcesses(config.learner) if config.trusted_network else None,
@@ -356,23 +436,16 @@ class Training:
             rows=minibatch_rows(self.task)[0],
         )
 
-    def state_request(self) -> StateRequest:
-        """What we ask a peer for its state with."""
-        return StateRequest(
-            task_hash=self.task_hash,
-            layout_hash=self.spec.layout.hash,
-            sidecar_hash=self.spec.sidecar.hash,
-        )
+    # --- the learner's reports ------------------------------------------------------------------
 
     def _pace(self) -> LearnerPace:
         return LearnerPace(paused=self._paused, max_updates_per_s=self._config.learner.max_updates_per_s)
 
     def _report(self, report: Report, new_updates: int) -> None:
-        totals = self.learner_pool.totals
-        self._step_accounting.credit(Counts(totals.env_steps, totals.episodes, totals.updates))
+        self._progress_tracker.credit(self.learners.totals)
         if report.moments:
             try:
-                self._step_accounting.put_moments(self.learner_pool.moments)
+                self._progress_tracker.put_moments(self.learners.moments)
             except WireError as error:
                 self._events.emit("moments-failed", str(error), level="warning")
         if new_updates > 0:

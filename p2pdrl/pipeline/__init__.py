@@ -3,14 +3,11 @@
 | module | noun |
 |---|---|
 | `schedule` | the actions of each rank: GPipe, 1F1B, interleaved 1F1B; the check of any schedule |
-| `timeline` | predicted start and end of each action, bubbles, speed-up |
-| `drawing` | a timeline as text |
+| `timeline` | predicted start and end of each action, bubbles, speed-up; a timeline as text |
 | `layers` | what layers, peers and links cost |
-| `partition` | the best cut of a chain of layers for peers in a given order, or a cut by hand |
-| `ordering` | the best order of the peers too |
-| `traffic` | what else travels: sums, slices, states |
-| `work` | what there is to compute in an update |
-| `advice` | whether a pipeline pays, or one peer alone is faster |
+| `partition` | the best cut of a chain of layers for peers, in a given order or the best one; a cut by hand |
+| `plan` | who holds which blocks; what a learner is told that becomes a rank, and what it tells |
+| `advice` | what an update computes and sends, and whether a pipeline pays or one peer alone is faster |
 | `wording` | seconds and bytes for people |
 | `trace` | timelines and what really happened, for a trace viewer |
 

@@ -4,7 +4,8 @@ A peer alone computes its microbatches one after another and sends nothing. In a
 as `timeline` predicts; then the sums of squares come up to the first rank, which steps with everybody by
 them. At the end of an update it fetches all other ranks' parameters through the chain, and every so many
 updates the optimizer's state too, which all get as a whole. What both ways have in common, like collecting
-experience and the optimizer's arithmetic, isn't counted.
+experience and the optimizer's arithmetic, isn't counted. Ranks talk to their neighbours only: what comes from
+far down passes through all between, each of whom has the whole of it before it sends it on.
 
 Peers are told by index; the first of them makes the experience and is rank 0 whatever the order of the rest.
 """
@@ -12,21 +13,189 @@ Peers are told by index; the first of them makes the experience and is rank 0 wh
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer, PeerLink
-from p2pdrl.pipeline.ordering import MOST_PEERS, in_order, partition_in_best_order
-from p2pdrl.pipeline.partition import Demands, Partition, partition, partition_at
+from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer, PeerLink, link_between
+from p2pdrl.pipeline.partition import (
+    MOST_PEERS,
+    Demands,
+    Partition,
+    in_order,
+    partition,
+    partition_at,
+    partition_in_best_order,
+)
 from p2pdrl.pipeline.plan import PipelinePlan
-from p2pdrl.pipeline.schedule import ScheduleName, make_schedule, peak_activations
-from p2pdrl.pipeline.timeline import Timeline, predict
-from p2pdrl.pipeline.traffic import Traffic, busiest, fetch_s, spread_s, step_s
+from p2pdrl.pipeline.schedule import ScheduleName, computes_anew, make_schedule, peak_activations, route
+from p2pdrl.pipeline.timeline import MicrobatchCosts, Timeline, predict
 from p2pdrl.pipeline.wording import in_bytes, in_seconds
-from p2pdrl.pipeline.work import UpdateWork
 
-__all__ = ["Advice", "Alone", "Pipeline", "Wishes", "advise", "bytes_alone", "too_large"]
+__all__ = [
+    "Advice",
+    "Alone",
+    "Pipeline",
+    "Traffic",
+    "UpdateWork",
+    "Wishes",
+    "advise",
+    "busiest",
+    "bytes_alone",
+    "fetch_s",
+    "spread_s",
+    "step_s",
+    "too_large",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWork:
+    """What there is to compute.
+
+    Attributes:
+        blocks: what each block costs on the first peer for one microbatch, by the number of microbatches
+            that a minibatch is cut into. Numbers that aren't there are worked out of the nearest that is, as
+            though a microbatch's cost were proportional to its rows.
+        input_bytes: of a whole minibatch.
+        parameter_copies: as of `Demands`.
+        checkpoint: whether ranks that store several microbatches compute their activations anew.
+        state_every: updates until the optimizer's state is fetched and spread; 0 is never.
+        state_vectors: how many vectors as long as the parameters that state has; Adam has 2.
+    """
+
+    blocks: Mapping[int, Sequence[Layer]]
+    minibatches: int = 1
+    input_bytes: float = 0.0
+    parameter_copies: float = 4.0
+    checkpoint: bool = False
+    state_every: int = 0
+    state_vectors: int = 2
+
+    def check(self) -> None:
+        """Raise a `ConfigError` for a number that makes no sense, or when nothing is known."""
+        if not self.blocks or min(self.blocks) < 1 or not all(self.blocks.values()):
+            raise ConfigError("nothing was measured: there must be blocks for 1 microbatch or more")
+        if self.minibatches < 1 or self.state_every < 0 or self.state_vectors < 0:
+            raise ConfigError(
+                f"{self.minibatches} minibatches an update, state every {self.state_every} updates: "
+                "the one begins at 1, the other at 0"
+            )
+
+    def layers(self, microbatches: int) -> list[Layer]:
+        """Return what one of so many microbatches costs."""
+        nearest = min(self.blocks, key=lambda known: (abs(math.log(known / microbatches)), known))
+        part = nearest / microbatches
+        return [
+            layer._replace(
+                forward_s=layer.forward_s * part,
+                backward_s=layer.backward_s * part,
+                output_bytes=layer.output_bytes * part,
+                inner_bytes=layer.inner_bytes * part,
+            )
+            for layer in self.blocks[nearest]
+        ]
+
+    def demands(self, microbatches: int, peaks: tuple[int, ...] = (1,), chunks: int = 1) -> Demands:
+        """Return what stages keep where each rank stores ``peaks`` microbatches, in ``chunks`` stages."""
+        stored = tuple(math.ceil(peak / chunks) for peak in peaks)
+        anew = tuple(computes_anew(self.checkpoint, peak) for peak in peaks)
+        return Demands(self.parameter_copies, stored * chunks, anew * chunks, self.input_bytes / microbatches)
+
+
+class Traffic(NamedTuple):
+    """What passes between two ranks in one update.
+
+    Attributes:
+        update_bytes: both ways.
+        bandwidth_bytes_s: at which these bytes pass, one direction after the other.
+        latency_s: of the slower direction.
+        busy_s: how long they take so, latencies not counted.
+    """
+
+    ranks: tuple[int, int]
+    update_bytes: float
+    bandwidth_bytes_s: float
+    latency_s: float
+    busy_s: float
+
+
+def step_s(timeline: Timeline, links: Links) -> float:
+    """When the first rank knows the sum of squares of all ranks, and can step.
+
+    Each adds its own to those from below and sends them up behind its last gradient.
+    """
+    known_s = 0.0
+    for rank in reversed(range(len(timeline.rows))):
+        row = timeline.rows[rank]
+        known_s = max(known_s, *(t.end_s for t in row if t.action.kind == "backward"))
+        if rank > 0:
+            before_s = (t.end_s for t in row if t.action.kind == "send_gradient")
+            known_s = max(known_s + link_between(links, rank, rank - 1).latency_s, *before_s)
+    return known_s
+
+
+def fetch_s(slice_bytes: Sequence[float], links: Links) -> float:
+    """How long the first rank takes to ask for all ranks' slices and get them; its own needn't travel."""
+    ranks = len(slice_bytes)
+    asked_s = [0.0]
+    for rank in range(1, ranks):
+        asked_s.append(asked_s[-1] + link_between(links, rank - 1, rank).latency_s)
+    arrivals_s: list[float] = []
+    for rank in range(ranks - 1, 0, -1):
+        link = link_between(links, rank, rank - 1)
+        free_s, passed_s = 0.0, []
+        for ready_s, size in zip([asked_s[rank], *arrivals_s], slice_bytes[rank:], strict=True):
+            free_s = max(free_s, ready_s) + link.busy_s(size)
+            passed_s.append(free_s + link.latency_s)
+        arrivals_s = passed_s
+    return max(arrivals_s, default=0.0)
+
+
+def spread_s(size_bytes: float, ranks: int, links: Links) -> float:
+    """How long it takes until the last rank has something of the first."""
+    return sum(link_between(links, rank, rank + 1).transfer_s(size_bytes) for rank in range(ranks - 1))
+
+
+def busiest(
+    timeline: Timeline,
+    costs: MicrobatchCosts,
+    minibatches: int,
+    slice_bytes: Sequence[float],
+    spread_bytes: float = 0.0,
+) -> Traffic | None:
+    """Return the neighbours between whom an update's bytes take longest; None where all links are free.
+
+    An update sends ``slice_bytes`` of each rank up through all above it, and ``spread_bytes`` of the first
+    rank down through all.
+    """
+    ranks = len(timeline.rows)
+    sent: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for row in timeline.rows:
+        for action in (t.action for t in row if t.action.kind.startswith("send")):
+            way = route(action)
+            sent[way.source % ranks, way.target % ranks] += minibatches * costs.boundary_bytes(way)
+    for rank in range(1, ranks):
+        sent[rank, rank - 1] += sum(slice_bytes[rank:])
+        sent[rank - 1, rank] += spread_bytes
+    between = [_traffic(sent, costs.links, (a, b)) for a, b in sent if a < b]
+    slowest = max(between, key=lambda one: (one.busy_s, one.latency_s), default=None)
+    return slowest if slowest is not None and slowest.busy_s + slowest.latency_s > 0.0 else None
+
+
+def _traffic(sent: Mapping[tuple[int, int], float], links: Links, ranks: tuple[int, int]) -> Traffic:
+    ways = [ranks, ranks[::-1]]
+    size = sum(sent.get(way, 0.0) for way in ways)
+    busy_s = sum(link_between(links, *way).busy_s(sent.get(way, 0.0)) for way in ways)
+    return Traffic(
+        ranks=ranks,
+        update_bytes=size,
+        bandwidth_bytes_s=size / busy_s if busy_s > 0.0 else math.inf,
+        latency_s=max(link_between(links, *way).latency_s for way in ways),
+        busy_s=busy_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +203,7 @@ class Wishes:
     """How the pipeline is to be.
 
     Attributes:
-        schedule: its name.
         microbatches: numbers to choose from.
-        chunks: stages of each peer; more than one with ``interleaved`` only.
-        cuts: where to cut; empty has it chosen.
     """
 
     schedule: ScheduleName = "1f1b"
@@ -51,8 +217,6 @@ class Alone:
     """One peer that computes all.
 
     Attributes:
-        peer: index.
-        microbatches: that it accumulates.
         update_s: all minibatches of an update.
         step_s: one of them.
     """
@@ -68,9 +232,7 @@ class Pipeline:
     """All peers, one behind the other.
 
     Attributes:
-        plan: who holds what.
         order: indices of the peers by rank; the first is 0.
-        timeline: of the microbatches of one minibatch.
         minibatch_s: until the first rank has stepped.
         fetch_s: until it has all parameters, at the end of an update; the mean with and without the
             optimizer's state and its spreading.
@@ -96,8 +258,6 @@ class Advice:
     Attributes:
         take_pipeline: whether the pipeline is at least as fast as the fastest peer alone, or the only way.
         why: in a sentence, with numbers.
-        pipeline: the best one; None where there is none that fits the peers, or only one peer.
-        alone: the fastest single peer; None where the model fits none.
     """
 
     take_pipeline: bool
@@ -109,12 +269,8 @@ class Advice:
 def advise(work: UpdateWork, peers: Sequence[Peer], links: Links = FREE, wishes: Wishes = Wishes()) -> Advice:
     """Predict both ways, and choose.
 
-    Args:
-        work: what there is to compute.
-        peers: who may take part. Speeds are relative to the first, on which the blocks were measured.
-        links: between peers, by index. A link between two others that nobody measured is taken to be as bad
-            as the worse of theirs with the first peer.
-        wishes: how the pipeline is to be.
+    Peers' speeds are relative to the first, on which the blocks were measured. A link between two others that
+    nobody measured is taken to be as bad as the worse of theirs with the first peer.
 
     Raises:
         ConfigError: a number makes no sense, or the model fits neither a peer alone nor all together.

@@ -16,7 +16,6 @@ class PeerLink(NamedTuple):
 
     Attributes:
         latency_s: from the last byte's leaving to its arrival, while the next message may leave.
-        bandwidth_bytes_s: bytes per second.
     """
 
     latency_s: float = 0.0
@@ -50,10 +49,6 @@ class Layer(NamedTuple):
     """One piece of the chain that is never cut, as measured on one device with one microbatch.
 
     Attributes:
-        name: for messages.
-        forward_s: seconds of its forward.
-        backward_s: seconds of its backward.
-        parameter_bytes: of its parameters.
         output_bytes: of its output as it travels if the chain is cut behind it.
         inner_bytes: beside that, what is kept between its forward and its backward. Its input isn't, which
             is the output of the layer before, nor are its parameters.
@@ -80,7 +75,6 @@ class Peer(NamedTuple):
     """A device that will hold one stage.
 
     Attributes:
-        name: for messages.
         speed: how many times as fast as the device on which the layers were measured.
         memory_bytes: what a stage may take; without a limit by default.
     """
@@ -98,11 +92,7 @@ class Peer(NamedTuple):
 
 
 def link_between(links: Links, sender: int, receiver: int) -> PeerLink:
-    """The link of one direction.
-
-    Raises:
-        ConfigError: it isn't among them.
-    """
+    """The link of one direction."""
     if isinstance(links, PeerLink):
         return links
     if (sender, receiver) not in links:

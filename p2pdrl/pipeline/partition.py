@@ -20,17 +20,40 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer, check_links, check_numbers, link_between
+from p2pdrl.pipeline.layers import (
+    FREE,
+    Layer,
+    Links,
+    Peer,
+    PeerLink,
+    check_links,
+    check_numbers,
+    link_between,
+)
 from p2pdrl.pipeline.timeline import MicrobatchCosts
 
-__all__ = ["Demands", "Matrix", "Partition", "StageCut", "StageTables", "partition", "partition_at"]
+__all__ = [
+    "MOST_PEERS",
+    "Demands",
+    "Matrix",
+    "Partition",
+    "StageCut",
+    "StageTables",
+    "in_order",
+    "partition",
+    "partition_at",
+    "partition_in_best_order",
+]
+
+MOST_PEERS = 8
+"""Whose order is searched for: with eight there are 40,320 orders."""
 
 Matrix = npt.NDArray[np.float64]
 
@@ -83,13 +106,9 @@ class StageCut:
     """What one peer gets.
 
     Attributes:
-        peer: who.
-        start: index of its first layer.
-        stop: index after its last layer.
         forward_s: of one microbatch on this peer.
         backward_s: of one microbatch on this peer, with a forward where activations are computed anew.
         transfer_s: of its output to the next stage and of the gradient back; 0 of the last stage.
-        parameter_bytes: of its layers, one copy.
         output_bytes: of its output for one microbatch.
         memory_bytes: all that it keeps.
     """
@@ -112,11 +131,7 @@ class StageCut:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A chain of layers, cut.
-
-    Attributes:
-        stages: in the order of the layers.
-    """
+    """A chain of layers, cut."""
 
     stages: tuple[StageCut, ...]
 
@@ -145,11 +160,7 @@ def partition(
 ) -> Partition:
     """Cut a chain into one stage per peer, in their order, with the quickest slowest stage.
 
-    Args:
-        layers: the chain, at least as many as peers.
-        peers: who gets the first stage, the second, …
-        links: between peers, by their places in ``peers``.
-        demands: on memory.
+    Links are by the peers' places in ``peers``.
 
     Raises:
         ConfigError: a number is bad, there are fewer layers than peers, or no cut fits the peers' memory.
@@ -173,14 +184,7 @@ def partition_at(
     links: Links = FREE,
     demands: Demands = PLAIN,
 ) -> Partition:
-    """Cut a chain where somebody says.
-
-    Args:
-        layers: the chain.
-        peers: who gets the first stage, the second, …
-        cuts: index of the first layer of each stage but the first, rising, one fewer than peers.
-        links: between peers, by their places in ``peers``.
-        demands: on memory.
+    """Cut a chain where somebody says: ``cuts`` are the first layers of all stages but the first.
 
     Raises:
         ConfigError: a number is bad, the cuts don't fit the layers or peers, or a stage doesn't fit its peer.
@@ -200,12 +204,6 @@ def partition_at(
 
 class StageTables:
     """What every possible stage costs on every peer; checks what it is given.
-
-    Args:
-        layers: the chain.
-        peers: who may hold stages.
-        links: between peers, by their places in ``peers``.
-        demands: on memory.
 
     Raises:
         ConfigError: a number is bad, or there are fewer layers than peers.
@@ -248,13 +246,7 @@ class StageTables:
         return np.where(self._possible, self.memory(place) - limit, np.inf)
 
     def seconds(self, place: int, peer: int, following: int | None) -> Matrix:
-        """Time of a stage at a place on a peer whose output goes to another; infinite where it can't be.
-
-        Args:
-            place: of the stage.
-            peer: who holds it.
-            following: who holds the next stage; None at the last place.
-        """
+        """Time of a stage at a place on a peer whose output goes to another; infinite where it can't be."""
         if (place, peer) not in self._computing_s:
             compute_s = (self._forward_s + self._back_s(place)) / self.peers[peer].speed
             self._computing_s[place, peer] = np.where(self.shortfall(place, peer) <= 0, compute_s, np.inf)
@@ -328,3 +320,91 @@ def _lack(tables: StageTables, cuts: Sequence[int]) -> str:
         f"stage {place} ({first if stop == start + 1 else f'{first} … {last}'}) needs "
         f"{tables.memory(place)[start, stop]:,.0f} bytes, but {peer.name} has {peer.memory_bytes:,.0f}"
     )
+
+
+def partition_in_best_order(
+    layers: Sequence[Layer],
+    peers: Sequence[Peer],
+    *,
+    links: Links = FREE,
+    demands: Demands = PLAIN,
+    first: int | None = None,
+) -> tuple[tuple[int, ...], Partition]:
+    """Choose the order of the peers and the cut, with the quickest slowest stage that any order has.
+
+    Links are by the peers' places in ``peers``, ``demands.stored`` by place in the pipeline. The peer of
+    index ``first`` is to have the first stage; None has it chosen.
+
+    Returns:
+        The peers' indices in the order of their stages (the first found of equally good ones), and the cut.
+
+    Raises:
+        ConfigError: as `partition`, or there are too many peers.
+    """
+    if len(peers) > MOST_PEERS:
+        raise ConfigError(
+            f"the order of {len(peers)} peers must be given: all orders are tried up to {MOST_PEERS}"
+        )
+    search = _Search(StageTables(layers, peers, links, demands), alike=isinstance(links, PeerLink))
+    order = search.best_order(first)
+    if order is None:  # nothing fits in any order: `partition` says why
+        order = tuple(sorted(range(len(peers)), key=lambda index: index != first))
+    found = partition(layers, [peers[one] for one in order], links=in_order(links, order), demands=demands)
+    return order, found
+
+
+def in_order(links: Links, order: Sequence[int]) -> Links:
+    """Links by place in an order, from links by index of peer."""
+    if not isinstance(links, Mapping):
+        return links
+    place = {peer: at for at, peer in enumerate(order)}
+    return {(place[a], place[b]): link for (a, b), link in links.items() if a in place and b in place}
+
+
+class _Search:
+    """Depth-first through the orders, the same dynamic programming as `partition` on the way down.
+
+    Args:
+        tables: of the stages.
+        alike: whether peers of the same speed and memory may be exchanged, because all links are the same.
+    """
+
+    def __init__(self, tables: StageTables, *, alike: bool) -> None:
+        self._tables, self._alike = tables, alike
+        self._best_s = math.inf
+        self._order: tuple[int, ...] | None = None
+
+    def best_order(self, first: int | None) -> tuple[int, ...] | None:
+        """The order with the quickest slowest stage, maybe of those that begin alike; None when none fits."""
+        start = np.full(len(self._tables.layers) + 1, np.inf)
+        start[0] = -np.inf
+        for head in self._choices(()) if first is None else (first,):
+            self._extend((head,), start)
+        return self._order
+
+    def _extend(self, order: tuple[int, ...], slowest_s: Matrix) -> None:
+        """Go on behind ``plan``, whose last peer's stage isn't in ``slowest_s`` (by layers so far) yet."""
+        place = len(order) - 1
+        if len(order) == len(self._tables.peers):
+            total_s = float(_step(slowest_s, self._tables.seconds(place, order[-1], None))[-1])
+            if total_s < self._best_s:
+                self._best_s, self._order = total_s, order
+            return
+        for following in self._choices(order):
+            after_s = _step(slowest_s, self._tables.seconds(place, order[-1], following))
+            if after_s.min() < self._best_s:
+                self._extend((*order, following), after_s)
+
+    def _choices(self, order: tuple[int, ...]) -> Iterator[int]:
+        seen = set()
+        for index, peer in enumerate(self._tables.peers):
+            kind = (peer.speed, peer.memory_bytes)
+            if index in order or (self._alike and kind in seen):
+                continue
+            seen.add(kind)
+            yield index
+
+
+def _step(slowest_s: Matrix, seconds: Matrix) -> Matrix:
+    through: Matrix = np.maximum(slowest_s[:, None], seconds).min(axis=0)
+    return through

@@ -185,11 +185,7 @@ def _messages(action: Action, stages: int, ranks: int) -> tuple[list[Action], li
 
 
 def route(action: Action) -> MessageRoute:
-    """From which stage to which the message of a send or receive goes.
-
-    Raises:
-        ValueError: the action is a forward or backward.
-    """
+    """From which stage to which the message of a send or receive goes."""
     stage = action.stage
     if action.kind == "send_activation":
         return MessageRoute(stage, stage + 1)
@@ -227,11 +223,6 @@ def check_schedule(schedule: Sequence[Sequence[Action]], stages: int, microbatch
     Every forward and backward comes once and on the rank of its stage, every message is sent and received
     once, each after what it needs, in the order of its stream; and running it comes to its end. The work is
     linear in the number of actions, which is compared with S and M first.
-
-    Args:
-        schedule: the actions of each rank.
-        stages: S, of the whole model.
-        microbatches: M.
 
     Raises:
         ConfigError: something of this doesn't hold; says what, and on which rank.

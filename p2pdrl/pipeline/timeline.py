@@ -16,6 +16,7 @@ further microbatch before a gradient is back; GPipe, which stores them all, hide
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.layers import FREE, Links, check_links, check_numbers, link_between
 from p2pdrl.pipeline.schedule import Action, MessageRoute, check_schedule, peak_activations, route
 
-__all__ = ["MicrobatchCosts", "Timed", "Timeline", "predict"]
+__all__ = ["MicrobatchCosts", "Timed", "Timeline", "draw", "legend", "predict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,6 @@ class MicrobatchCosts:
     """What one microbatch costs, at each stage and between them.
 
     Attributes:
-        forward_s: seconds of each stage's forward.
-        backward_s: seconds of each stage's backward.
         message_bytes: of the activation from each stage to the next, S−1 of them, or one number for all; its
             gradient has as many.
         links: between ranks; by default messages cost nothing.
@@ -78,7 +77,6 @@ class Timed(NamedTuple):
     """An action and its time.
 
     Attributes:
-        action: what.
         start_s: when it begins; a send when its first byte leaves, a receive when its rank begins to wait.
         end_s: when it ends; a send when its last byte arrives.
     """
@@ -93,14 +91,11 @@ class Timeline:
     """A schedule with its times, which begin at 0.
 
     Attributes:
-        rows: of each rank, in the order of its schedule.
         total_s: when the last rank has computed all: the time of one batch.
         busy_s: how long each rank computes.
         bubbles: the part of the total in which each rank computes nothing.
         stored: most microbatches whose activations each rank keeps at once (interleaved: times stages).
         one_device_s: what one device takes that computes each stage as fast as its rank does.
-        stages: S.
-        microbatches: M.
     """
 
     rows: tuple[tuple[Timed, ...], ...]
@@ -127,10 +122,6 @@ class Timeline:
 
 def predict(schedule: Sequence[Sequence[Action]], costs: MicrobatchCosts) -> Timeline:
     """Predict when everything happens.
-
-    Args:
-        schedule: the actions of each rank.
-        costs: of one microbatch.
 
     Raises:
         ConfigError: the costs are bad, or it isn't a schedule of as many stages as they are of.
@@ -203,3 +194,64 @@ class _Clockwork:
         end_s = self._free_s[pair] + link.latency_s
         self._arrives_s[way, action.microbatch] = end_s
         return start_s, end_s
+
+
+def draw(timeline: Timeline, width: int) -> list[str]:
+    """Draw one line per rank and one of time, at most ``width`` columns, but 30 at least."""
+    names = [f"rank {rank}" for rank in range(len(timeline.rows))]
+    indent = len(names[-1]) + 2
+    columns = _columns(timeline, max(30, width) - indent)
+    lines = [f"{name:<{indent}}{_row(timeline, rank, columns)}" for rank, name in enumerate(names)]
+    end = f"{timeline.total_s:.4g} s"
+    axis = "0" + end.rjust(max(columns - 1, len(end) + 1))
+    return [*lines, " " * indent + axis]
+
+
+def legend(timeline: Timeline) -> str:
+    """Say in a line what the drawing's signs are."""
+    if timeline.stages > len(timeline.rows):
+        return "F1a--: forward of microbatch 1, stage a of the rank; B: backward; dots: waiting"
+    return "F1--: forward of microbatch 1, as long as it takes; B: backward; dots: waiting"
+
+
+def _columns(timeline: Timeline, room: int) -> int:
+    """Of the whole time; whole numbers for the quickest action where they fit, up to its name and a space."""
+    computed = [t for row in timeline.rows for t in row if _computes(t) and t.end_s > t.start_s]
+    quickest_s = min(t.end_s - t.start_s for t in computed)
+    longest = max(len(_label(timeline, t.action)) for t in computed)
+    quickest = timeline.total_s / quickest_s
+    if quickest > room:
+        return room
+    return round(min(longest + 1, room // quickest) * quickest)
+
+
+def _row(timeline: Timeline, rank: int, columns: int) -> str:
+    cells = ["."] * columns
+    for t in timeline.rows[rank]:
+        if _computes(t):
+            first, end = (_column(timeline, time_s, columns) for time_s in (t.start_s, t.end_s))
+            cells[first:end] = _block(_label(timeline, t.action), end - first)
+    return "".join(cells)
+
+
+def _column(timeline: Timeline, time_s: float, columns: int) -> int:
+    """The nearest column; what ends when another begins shares its edge."""
+    return math.floor(time_s / timeline.total_s * columns + 0.5)
+
+
+def _block(label: str, size: int) -> str:
+    if size < len(label):
+        return label[0] * size
+    return label.ljust(size - 1, "-").ljust(size)
+
+
+def _label(timeline: Timeline, action: Action) -> str:
+    ranks = len(timeline.rows)
+    chunk = action.stage // ranks
+    several = timeline.stages > ranks
+    letter = (chr(ord("a") + chunk) if chunk < 26 else "+") if several else ""
+    return f"{action.kind[0].upper()}{action.microbatch + 1}{letter}"
+
+
+def _computes(timed: Timed) -> bool:
+    return timed.action.kind in {"forward", "backward"}

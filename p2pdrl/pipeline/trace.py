@@ -25,7 +25,6 @@ class TraceSpan(NamedTuple):
     Attributes:
         what: kind of an action of `schedule`, whose receives are waits; or another word, like ``step``.
         start_s: of its rank's monotonic clock.
-        end_s: likewise.
         stage: from 0; −1 where it is about none.
         microbatch: from 0; −1 where it is about none.
         step: number of the minibatch; −1 where it is about none.
@@ -43,8 +42,6 @@ class RankSpans(NamedTuple):
     """What one rank tells.
 
     Attributes:
-        name: of the rank, for people.
-        spans: in any order.
         offset_s: to be added to its times, so that those of all ranks are of one clock.
     """
 
@@ -72,14 +69,7 @@ _COLOURS = {
 
 
 def trace(pipelines: Mapping[str, Sequence[RankSpans]]) -> dict[str, Any]:
-    """Make one trace of what happened.
-
-    Args:
-        pipelines: the ranks of each, in their order, by a name for people.
-
-    Returns:
-        What is to be written as JSON. Times begin at the first span of all.
-    """
+    """Make one trace of what the ranks of some pipelines did; times begin at the first span of all."""
     starts = (
         span.start_s + rank.offset_s for ranks in pipelines.values() for rank in ranks for span in rank.spans
     )
@@ -93,12 +83,7 @@ def trace(pipelines: Mapping[str, Sequence[RankSpans]]) -> dict[str, Any]:
 
 
 def predicted_trace(timeline: Timeline, name: str = "predicted") -> dict[str, Any]:
-    """Make a trace of a prediction, in the same format.
-
-    Args:
-        timeline: what is predicted.
-        name: of the pipeline, for people.
-    """
+    """Make a trace of a prediction, in the same format."""
     rows: list[tuple[str, list[TraceSpan]]] = []
     sends: list[tuple[str, list[TraceSpan]]] = []
     for rank, row in enumerate(timeline.rows):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from p2pdrl.config.strategy import DsgdConfig
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
-from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
+from p2pdrl.planner.network import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import DOUBT_S, Model, World
 from p2pdrl.strategies.neighbours.dsgd import HOLD
 from p2pdrl.strategies.topology import metropolis
@@ -51,6 +51,10 @@ class NeighboursModel(Model):
         self._last = [(-1, 0.0)] * world.capacity
         """The last round, and when it began."""
         self._weights: list[dict[int, float]] = [{} for _ in world.ids]
+        self._called_s: list[dict[int, float]] = [{} for _ in world.ids]
+        """When the round's calls are at the neighbours with greater ids."""
+        self._answering: list[set[int]] = [set() for _ in world.ids]
+        """The round's edges that will count: an answer is under way."""
         self._frozen_s = 0.0
 
     def begin(self) -> None:
@@ -84,6 +88,8 @@ class NeighboursModel(Model):
             self._number[node] = first
             self._met[node].clear()
             self._missed[node].clear()
+            self._called_s[node].clear()
+            self._answering[node].clear()
             if self._began_s[node] >= 0:
                 self.statistics.outcomes["regrouped"] += 1
                 self.events.at(self._frozen_s, self._begin, node)
@@ -106,6 +112,9 @@ class NeighboursModel(Model):
             self._end(me, number)
             return
         for other in self._weights[me]:
+            if other > me:
+                self._called_s[me][other] = self._sent_s(me, other, number)
+        for other in self._weights[me]:
             if other not in self._met[me]:
                 self._look(me, other, number)
         if not self._settled(me):
@@ -123,7 +132,7 @@ class NeighboursModel(Model):
                 if last == number:
                     self._patience[other].observe(self.world.now_s - began_s)
         elif there and theirs == number:
-            self._edge(min(me, other), max(me, other), self.world.now_s)
+            self._edge(min(me, other), max(me, other))
         elif there:
             self._miss(other, me)
         elif me < other:  # our call tells it where we are, and waits there
@@ -131,11 +140,15 @@ class NeighboursModel(Model):
 
     def _miss(self, me: int, other: int) -> None:
         """An edge of a round at ``me`` won't count."""
-        if other not in self._met[me] and other not in self._missed[me]:
+        if not self._known(me, other):
             self._missed[me].add(other)
             self._seen[me] = max(self._seen[me], self._number[other])
             self.statistics.outcomes["late edges"] += 1
             self._settled(me)
+
+    def _known(self, me: int, other: int) -> bool:
+        """Whether it is known of an edge what becomes of it."""
+        return other in self._met[me] or other in self._missed[me] or other in self._answering[me]
 
     def _settled(self, me: int) -> bool:
         """Whether it is known of all edges what becomes of them; the round ends with the last one then."""
@@ -145,24 +158,39 @@ class NeighboursModel(Model):
         self.events.at(last_s, self._end, me, self._number[me])
         return True
 
-    def _edge(self, low: int, high: int, now_s: float) -> None:
-        """Both ends stand in the round: the call goes and comes."""
-        if not (self.world.up[low] and self.world.up[high]):
-            return
-        mixes = (
-            self._config.exchanges == "parameters"
-            or (self._number[low] + 1) % self._config.parameters_every == 0
-        )
-        nbytes = self._parameters if self._config.exchanges == "parameters" else self._gradients
-        if self._config.exchanges == "gradients" and mixes:
-            nbytes += self._parameters
-        ready_s = self.cpu.work(low, now_s, calls=0.5, nbytes=nbytes)
-        there_s = self.network.send(low, high, nbytes, self.half_bytes, ready_s).arrived_s
-        done_s = self.cpu.work(high, there_s, calls=1.0, nbytes=nbytes)
-        back = self.network.send(high, low, nbytes, self.half_bytes, done_s)
+    def _nbytes(self, number: int) -> float:
+        """What an edge of a round carries each way."""
+        if self._config.exchanges == "parameters":
+            return self._parameters
+        mixes = (number + 1) % self._config.parameters_every == 0
+        return self._gradients + (self._parameters if mixes else 0.0)
+
+    def _sent_s(self, low: int, high: int, number: int) -> float:
+        """The lower one calls as soon as its round begins; return when the call is there."""
+        nbytes = self._nbytes(number)
+        ready_s = self.cpu.work(low, self.world.now_s, calls=0.5, nbytes=nbytes)
+        return self.network.send(low, high, nbytes, self.half_bytes, ready_s).arrived_s
+
+    def _edge(self, low: int, high: int) -> None:
+        """Both ends stand in the round: the call is answered as soon as it is there."""
+        if self.world.up[low] and self.world.up[high] and high in self._called_s[low]:
+            self._answering[low].add(high)
+            self._answering[high].add(low)
+            self.events.at(self._called_s[low][high], self._serve, low, high, self._number[low])
+
+    def _serve(self, low: int, high: int, number: int) -> None:
+        done_s = self.cpu.work(high, self.world.now_s, calls=1.0, nbytes=self._nbytes(number))
+        self.events.at(done_s, self._answer, low, high, number)
+
+    def _answer(self, low: int, high: int, number: int) -> None:
+        if high not in self._answering[low]:
+            return  # the graph is another one by now
+        nbytes = self._nbytes(number)
+        back = self.network.send(high, low, nbytes, self.half_bytes, self.world.now_s)
         end_s = self.cpu.work(low, back.arrived_s, calls=0.5, nbytes=nbytes)
         x_NE, version = self.replicas.x_NE, self.learners.version
         for me, other, at_s in ((low, high, end_s), (high, low, back.written_s)):
+            self._answering[me].discard(other)
             self._met[me][other] = (at_s, version[other], x_NE[other].copy())
             self._patience[me].observe(at_s - self._began_s[me])
             self._settled(me)
@@ -173,7 +201,7 @@ class NeighboursModel(Model):
             return
         took_s = self.world.now_s - self._began_s[me]
         for other in self._weights[me]:
-            if (other > me) == called and other not in self._met[me] and other not in self._missed[me]:
+            if (other > me) == called and not self._known(me, other):
                 if called:  # it lives, and is slower than we thought
                     self._patience[me].observe(2.0 * took_s)
                 self._miss(me, other)
@@ -185,6 +213,7 @@ class NeighboursModel(Model):
         now_s = self.world.now_s
         met, self._met[me] = self._met[me], {}
         self._missed[me].clear()
+        self._called_s[me].clear()
         took_s, self._began_s[me] = now_s - self._began_s[me], -1.0
         self._number[me] = max(number + 1, self._seen[me])
         if not met and self._number[me] > number + 1:  # the others are further on: meet them there

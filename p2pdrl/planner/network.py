@@ -1,21 +1,26 @@
-"""When a message arrives: links with a queue each way, delays, and what TCP makes of loss.
-
-A message leaves when the sender's link is free, and arrives when the receiver's has taken it in. Loss of
-packets never loses a message: it bounds the rate of a connection (Mathis 1997, "The macroscopic behavior of
-the TCP congestion avoidance algorithm", equation 3: MSS / RTT · 1.22 / √p), and now and then costs a
-retransmission timeout at a message's end, where no later packet tells that one is missing.
-"""
+"""What takes how long: links, processors, and the bytes of vectors."""
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 from typing import NamedTuple
 
-from p2pdrl.planner.description import SwarmDescription
-from p2pdrl.planner.statistics import Statistics
+from p2pdrl.config.strategy import Compression
+from p2pdrl.planner.description import CallCosts, SwarmDescription
+from p2pdrl.planner.forecast import Statistics
+from p2pdrl.tensors.positions import encoded_nbytes
 
-__all__ = ["Network", "Passage"]
+__all__ = [
+    "Network",
+    "Passage",
+    "Processors",
+    "dense_nbytes",
+    "on_wire_bytes",
+    "payload_nbytes",
+    "sparse_nbytes",
+]
 
 MSS = 1448.0
 PACKET_BYTES = 66.0
@@ -23,6 +28,11 @@ PACKET_BYTES = 66.0
 RTO_S = 0.2
 TAIL = 3
 """Packets at a message's end whose loss only a timeout shows."""
+
+
+def on_wire_bytes(nbytes: float) -> float:
+    """Bytes of a message with the headers of its packets."""
+    return nbytes + PACKET_BYTES * math.ceil(nbytes / MSS)
 
 
 class Passage(NamedTuple):
@@ -38,7 +48,12 @@ class Passage(NamedTuple):
 
 
 class Network:
-    """All links.
+    """When a message arrives: links with a queue each way, delays, and what TCP makes of loss.
+
+    A message leaves when the sender's link is free, and arrives when the receiver's has taken it in. Loss of
+    packets never loses a message: it bounds the rate of a connection (Mathis 1997, "The macroscopic behavior
+    of the TCP congestion avoidance algorithm", equation 3: MSS / RTT · 1.22 / √p), and now and then costs a
+    retransmission timeout at a message's end, where no later packet tells that one is missing.
 
     Args:
         swarm: whose links they are.
@@ -117,3 +132,63 @@ class Network:
             wait_s *= 2.0
             packets = 1
         return late_s
+
+
+class Processors:
+    """The daemons' cores: each does one thing at a time, on a core of its own or on cores that all share.
+
+    Args:
+        costs: of calls and bytes.
+        capacity: nodes at most.
+    """
+
+    def __init__(self, costs: CallCosts, capacity: int) -> None:
+        self._call_s, self._byte_s = costs.call_s, costs.byte_s
+        self._free_s = [0.0] * capacity
+        self._cores = [0.0] * costs.cores
+
+    def work(self, node: int, begin_s: float, *, calls: float = 0.0, nbytes: float = 0.0) -> float:
+        """Do the work of ``calls`` and ``nbytes`` on a node, from ``begin_s`` on; return when it is done."""
+        seconds = calls * self._call_s + nbytes * self._byte_s
+        start_s = max(begin_s, self._free_s[node])
+        if self._cores:
+            start_s = max(start_s, self._cores[0])
+            heapq.heapreplace(self._cores, start_s + seconds)
+        self._free_s[node] = start_s + seconds
+        return start_s + seconds
+
+
+INT8_ROW = 1024
+"""Elements that share one float32 scale, about."""
+HEAD_BYTES = 8.0
+"""Before the positions of a sparse message."""
+
+
+def dense_nbytes(size: int, compression: Compression) -> float:
+    """What an average or a copy of parameters takes: float32 with ``none``, else bf16."""
+    return (4.0 if compression == "none" else 2.0) * size
+
+
+def sparse_nbytes(size: int, moved: float) -> float:
+    """A message of ±τ about ``moved`` of ``size`` entries."""
+    count = max(1, round(moved * size))
+    return HEAD_BYTES + encoded_nbytes(count, size) + -(-count // 8)
+
+
+def payload_nbytes(size: int, compression: Compression, *, keep: float, moved: float) -> float:
+    """What a gradient or difference takes.
+
+    Args:
+        size: elements.
+        compression: the strategy's.
+        keep: share of the entries that ``topk`` sends.
+        moved: share of the entries that ``threshold`` sends.
+    """
+    if compression == "int8":
+        return size + 4.0 * -(-size // INT8_ROW)
+    if compression == "topk":
+        count = max(1, round(keep * size))
+        return HEAD_BYTES + encoded_nbytes(count, size) + 2.0 * count
+    if compression == "threshold":
+        return sparse_nbytes(size, moved)
+    return dense_nbytes(size, compression)

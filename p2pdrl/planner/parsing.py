@@ -7,15 +7,14 @@ lan                       a link by name: loopback, lan, wan
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Sequence
 
 import msgspec
 
-from p2pdrl.config.loader import resolve
+from p2pdrl.config.loader import preset_names, resolve
 from p2pdrl.config.mode import PROTOCOLS, strategy_from
-from p2pdrl.config.presets import preset_names
+from p2pdrl.config.schema import shown
 from p2pdrl.config.strategy import (
     AdpsgdConfig,
     DsgdConfig,
@@ -31,8 +30,7 @@ from p2pdrl.config.strategy import (
     StrategyConfig,
     StromConfig,
 )
-from p2pdrl.config.values import shown
-from p2pdrl.errors import ConfigError, UsageError
+from p2pdrl.errors import ConfigError, UsageError, did_you_mean
 from p2pdrl.planner.description import LAN, LOOPBACK, WAN, Machine, NodeLink, SwarmDescription
 
 __all__ = ["ALL_STRATEGIES", "link_of", "machines_of", "strategy_of", "swarm_of"]
@@ -155,8 +153,7 @@ def strategy_of(text: str) -> StrategyConfig:
     except ConfigError as error:
         raise UsageError(f"{text}: {error}") from error
     known = dict.fromkeys([*itertools.chain(*PROTOCOLS.values()), *preset_names()])
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    hint = did_you_mean(name, known, f"there are {', '.join(known)}")
     raise UsageError(f"no strategy or preset is named {shown(name)}; {hint}")
 
 

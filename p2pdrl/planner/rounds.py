@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from p2pdrl.config.strategy import FederatedConfig, GradAverageConfig, ParamAverageConfig
 from p2pdrl.group.view import GroupView, ViewKey
-from p2pdrl.planner.payload import dense_nbytes, payload_nbytes
+from p2pdrl.planner.network import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import DOUBT_S, Model, World
 from p2pdrl.strategies.allreduce.federated import participants
 from p2pdrl.strategies.allreduce.reduce_scatter import cut_pieces
@@ -95,13 +95,13 @@ class RoundsModel(Model):
 
     def _round(self, members: list[int]) -> None:
         """Do one round of all ``members``; who has no learner's part takes part as an owner."""
-        giving = [node for node in members if node in self._posted_s]
+        ready = [node for node in members if node in self._posted_s]
         if isinstance(self._config, FederatedConfig):
-            ids = [self.world.ids[node] for node in giving]
+            ids = [self.world.ids[node] for node in ready]
             drawn = participants(0, self._number, ids, self._config.participation)
             taking = [int(one) for one in drawn]
         else:
-            taking = giving
+            taking = ready
         ends_s = self._ends_s(members, set(taking))
         for node, end_s in zip(members, ends_s.tolist(), strict=True):
             self.events.at(end_s, self._ended, node, self._number)
@@ -110,9 +110,9 @@ class RoundsModel(Model):
     def _ends_s(self, members: list[int], taking: set[int]) -> Floats:
         """When each member has the whole average."""
         world, costs, count = self.world, self.world.costs, len(members)
-        begin_s = np.array([max(world.now_s, self._posted_s.get(node, 0.0)) for node in members])
         if count == 1:
-            return begin_s
+            return np.array([world.now_s])
+        begin_s = np.array([self._posted_s.get(node, world.now_s) for node in members])
         ids = [world.ids[node] for node in members]
         view = GroupView(ViewKey(epoch=0, generation=count, proposer=ids[0]), tuple(ids))
         pieces = cut_pieces(view, world.swarm.size)
@@ -131,9 +131,15 @@ class RoundsModel(Model):
         first_s, last_s = float(np.min(sent_s_N + delay_s_N)), float(np.max(sent_s_N + delay_s_N))
         own_s_P = np.maximum(take_s_P, serve_s)
         summed_s_P = np.maximum(first_s + own_s_P, last_s + own_s_P / (count - 1)) + delay_s_N[owners]
-        gone_s_P = summed_s_P + (count - 1) * (whole + self.half_bytes) * out_s_N[owners] + delay_s_N[owners]
-        come_s = float(gone_s_P.max())
-        ends_s: Floats = np.maximum(come_s, summed_s_P.min() + calls_N * whole * in_s_N) + delay_s_N
+        # Owners answer in the order in which they were called.
+        place_N = np.empty(count)
+        place_N[np.argsort(sent_s_N + delay_s_N, kind="stable")] = np.arange(1, count + 1)
+        answer_s_P = (whole + self.half_bytes) * out_s_N[owners]
+        come_s_NP = (summed_s_P + delay_s_N[owners]) + np.minimum(place_N, count - 1)[:, None] * answer_s_P
+        come_s_NP[owners, np.arange(len(pieces))] = summed_s_P
+        ends_s: Floats = np.maximum(come_s_NP.max(1), summed_s_P.min() + calls_N * whole * in_s_N)
+        ends_s += np.where(calls_N > 0, delay_s_N, 0.0)
+        ends_s = np.maximum(ends_s, world.now_s)
         self._count(members, owners.tolist(), gives_N, calls_N, part=part, whole=whole)
         ends_s += self._whole * costs.byte_s + calls_N * costs.call_s / 2
         return ends_s
@@ -197,8 +203,7 @@ class RoundsModel(Model):
         newest = max(self.learners.version[node] for node in members)
         for node in members:
             if len(members) > 1:
-                world.merge(node, newest)
-                self.learners.heard[node] = True
+                self.statistics.merged(0)
             self.learners.version[node] = newest
         there = [node for node in members if world.up[node]]
         first_E = self.replicas.x_NE[there[0]] if there else self.replicas.x_NE[members[0]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 from p2pdrl.config.strategy import (
     AdpsgdConfig,
@@ -21,19 +20,14 @@ from p2pdrl.config.strategy import (
     StromConfig,
 )
 from p2pdrl.errors import UsageError
-from p2pdrl.planner.churn import ChurnEvents, moments
-from p2pdrl.planner.description import TALKED, SwarmDescription
-from p2pdrl.planner.forecast import Forecast
-from p2pdrl.planner.gala import GalaModel
-from p2pdrl.planner.gossip import GossipModel
+from p2pdrl.planner.description import SwarmDescription
+from p2pdrl.planner.forecast import Forecast, forecast_of
+from p2pdrl.planner.gossip import AdpsgdModel, GalaModel, SgpModel
 from p2pdrl.planner.neighbours import NeighboursModel
 from p2pdrl.planner.rounds import RoundsModel
-from p2pdrl.planner.servers_async import ServersAsyncModel
-from p2pdrl.planner.servers_sync import ServersSyncModel
-from p2pdrl.planner.sgp import SgpModel
-from p2pdrl.planner.statistics import STALENESS_BOUNDS
+from p2pdrl.planner.servers import ServersAsyncModel, ServersSyncModel
 from p2pdrl.planner.strom import StromModel
-from p2pdrl.planner.world import Model, World
+from p2pdrl.planner.world import ChurnEvents, Model, World, moments
 
 __all__ = ["predict"]
 
@@ -51,7 +45,7 @@ def model_of(strategy: StrategyConfig, world: World) -> Model:
         case HogwildConfig(between_nodes=False):
             return AloneModel(world)
         case AdpsgdConfig():
-            return GossipModel(strategy, world)
+            return AdpsgdModel(strategy, world)
         case SgpConfig():
             return SgpModel(strategy, world)
         case GalaConfig():
@@ -113,47 +107,4 @@ def predict(
     world.learners.settle(seconds)
     world.statistics.settle()
     comings.close()
-    return _forecast(world, strategy, seconds)
-
-
-def _forecast(world: World, strategy: StrategyConfig, seconds: float) -> Forecast:
-    statistics, replicas, swarm = world.statistics, world.replicas, world.swarm
-    slow = set(swarm.stragglers)
-    healthy = [node for node in range(world.capacity) if node % swarm.nodes not in slow] if slow else None
-
-    def rate(counts: Sequence[float], nodes: Sequence[int] | None = None) -> float:
-        chosen = range(world.capacity) if nodes is None else nodes
-        lived_s = sum(statistics.lived_s[node] for node in chosen)
-        return sum(counts[node] for node in chosen) / lived_s if lived_s else 0.0
-
-    ended, lost = sum(statistics.rounds), sum(statistics.lost)
-    merged = sum(statistics.staleness)
-    bounds = (*STALENESS_BOUNDS, 2 * STALENESS_BOUNDS[-1])
-    background = swarm.costs.background_bytes_s * min(swarm.nodes, TALKED) if swarm.nodes > 1 else 0.0
-    part = replicas.part() if replicas.agreed_s is None else min(replicas.walk[-1][1], 1.0)
-    return Forecast(
-        strategy=str(type(strategy).__struct_config__.tag),
-        nodes=swarm.nodes,
-        seconds=seconds,
-        updates_s=rate(statistics.updates),
-        healthy_updates_s=rate(statistics.updates, healthy),
-        fresh_updates_s=rate(statistics.fresh, healthy),
-        rounds_s=rate(statistics.rounds),
-        lost_s=rate(statistics.lost),
-        lost=lost / (ended + lost) if ended + lost else 0.0,
-        round_s=statistics.round_s / ended if ended else 0.0,
-        waiting=rate(statistics.waited_s),
-        bytes_out_s=rate(statistics.out),
-        bytes_in_s=rate(statistics.into),
-        wire_out_s=rate(statistics.wire_out) + background,
-        wire_in_s=rate(statistics.wire_in) + background,
-        consensus_s=replicas.agreed_s,
-        consensus_exchanges=None if replicas.agreed_s is None else replicas.agreed_mixes,
-        left=part,
-        staleness=sum(n * s for n, s in zip(statistics.staleness, bounds, strict=True)) / merged
-        if merged
-        else 0.0,
-        histogram=tuple(statistics.staleness),
-        outcomes=dict(statistics.outcomes),
-        walk=tuple(replicas.walk),
-    )
+    return forecast_of(swarm, strategy, world.statistics, world.replicas, seconds)

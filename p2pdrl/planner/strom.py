@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.config.strategy import StromConfig
-from p2pdrl.planner.payload import sparse_nbytes
+from p2pdrl.planner.network import on_wire_bytes, sparse_nbytes
 from p2pdrl.planner.world import Model, World
 
 __all__ = ["StromModel"]
@@ -34,10 +34,15 @@ class StromModel(Model):
         self._config = config
         self._nbytes = sparse_nbytes(world.swarm.size, world.swarm.moved)
         self._updates = [0] * world.capacity
+        self._next_s = [0.0] * world.capacity
+        """When a node may make another message."""
+        self._waiting = [0] * world.capacity
+        """Messages of each node that wait for an update after the last push was answered."""
         self._ready_s = [0.0] * world.capacity
+        """When that is."""
         links = [world.swarm.link(node) for node in range(world.capacity)]
-        self._in_s_N = (self._nbytes + self.half_bytes) / np.array([link.in_bytes_s for link in links])
-        self._delay_s_N = np.array([link.delay_s for link in links])
+        self._in_s_N = 1.0 / np.array([link.in_bytes_s for link in links])
+        self._delay_s_N = np.array([link.delay_s + link.jitter_s / 2 for link in links])
         self._free_s_N = np.zeros(world.capacity)
         self._heard_N = np.frombuffer(world.learners.heard, np.uint8)
         self._there_N = np.array(world.up)
@@ -61,35 +66,41 @@ class StromModel(Model):
         self._there_P = np.flatnonzero(self._there_N)
 
     def updated(self, node: int) -> None:
-        """Tell all what has moved, if the last message is out."""
-        world, config, now_s = self.world, self._config, self.world.now_s
+        """Make a message of what has moved, and push it once the last push is answered."""
+        now_s = self.world.now_s
         self._updates[node] += 1
-        if self._updates[node] < config.every_updates or now_s < self._ready_s[node]:
+        if self._updates[node] < self._config.every_updates or now_s < self._next_s[node]:
             return
-        self._updates[node] = 0
+        self._updates[node], self._next_s[node] = 0, now_s + self._config.min_interval_s
+        self._waiting[node] += 1
+        if now_s < self._ready_s[node]:
+            return
+        messages, self._waiting[node] = self._waiting[node], 0
         others_P = self._there_P[self._there_P != node]
-        self.statistics.lost[node] += len(world.view) - 1 - len(others_P)
-        if not len(others_P):
-            return
-        sent_s = self._send(node, others_P, now_s)
-        self._ready_s[node] = max(sent_s, now_s + config.min_interval_s)
+        self.statistics.lost[node] += len(self.world.view) - 1 - len(others_P)
+        if len(others_P):
+            back_s = self._send(node, others_P, messages * self._nbytes)
+            self._ready_s[node] = back_s + self._config.min_interval_s
 
-    def _send(self, node: int, others_P: npt.NDArray[np.int64], now_s: float) -> float:
-        """Send to all; return when the last has left."""
-        world, statistics, costs = self.world, self.statistics, self.world.costs
-        count, each = len(others_P), self._nbytes + self.half_bytes
+    def _send(self, node: int, others_P: npt.NDArray[np.int64], nbytes: float) -> float:
+        """Send to all; return when they have answered."""
+        world, statistics, costs, now_s = self.world, self.statistics, self.world.costs, self.world.now_s
+        count, each = len(others_P), on_wire_bytes(nbytes + self.half_bytes)
         link = world.swarm.link(node)
-        ready_s = self.cpu.work(node, now_s, calls=0.5 * count, nbytes=self._nbytes)
+        ready_s = self.cpu.work(node, now_s, calls=0.5 * count, nbytes=nbytes)
         left_s_P = now_s + np.maximum(
             np.linspace(0.0, ready_s - now_s, count), each / link.out_bytes_s * np.arange(1, count + 1)
         )
-        work_s = costs.call_s + self._nbytes * costs.byte_s
-        begin_s_P = np.maximum(left_s_P + link.delay_s + self._delay_s_N[others_P], self._free_s_N[others_P])
-        done_s_P = begin_s_P + np.maximum(self._in_s_N[others_P], work_s)
+        work_s = costs.call_s + nbytes * costs.byte_s
+        begin_s_P = np.maximum(
+            left_s_P + self._delay_s_N[node] + self._delay_s_N[others_P], self._free_s_N[others_P]
+        )
+        done_s_P = begin_s_P + np.maximum(each * self._in_s_N[others_P], work_s)
         self._free_s_N[others_P] = done_s_P
         lag_s = float(np.mean(done_s_P)) - now_s
-        statistics.broadcast(node, others_P, self._nbytes, each)
+        statistics.broadcast(node, others_P, nbytes, each, on_wire_bytes(self.half_bytes))
         self._heard_N[others_P] = True
         statistics.merged(int(lag_s / self.learners.update_s(node)), count)
-        statistics.round(node, "pushed", lag_s, count)
-        return float(left_s_P[-1])
+        back_s = float(np.mean(self._delay_s_N[others_P]) + self._delay_s_N[node])
+        statistics.round(node, "pushed", lag_s + back_s, count)
+        return now_s + lag_s + back_s

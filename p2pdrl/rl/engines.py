@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from p2pdrl.config.gradients import Microbatches, Precision
+from p2pdrl.config.fields import Microbatches, Precision
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Accumulated, Forward, GradientEngine, Outputs, WholeBatch

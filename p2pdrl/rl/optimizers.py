@@ -1,20 +1,17 @@
-"""Optimizers over one flat tensor.
+"""An algorithm's optimizer: an update rule over one flat tensor, with its state; norms and clipping.
 
-``algorithms`` own one each. torch.optim walks lists of tensors, which for a small policy costs more than
-the arithmetic; over one flat vector the formulas below are the whole of it, and their state is
-plain vectors that travel beside the parameters. On the CPU a step walks through long vectors in pieces that
-stay in the cache, since its five or so operations would else read and write main memory each.
+torch.optim walks lists of tensors, which for a small policy costs more than the arithmetic; over one flat
+vector the rules of `tensors.optimizers` are the whole of it, and their state is plain vectors that travel
+beside the parameters. On the CPU a step walks through long vectors in pieces that stay in the cache.
 
 Shape suffixes: D parameters, K those of them that move. Pieces of vectors have none.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,22 +19,16 @@ import torch
 from torch import Tensor
 
 from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.tensors.optimizers import Arrays, UpdateRule
 from p2pdrl.tensors.sidecar import SidecarItem
 
 __all__ = [
     "MAX_COUNT",
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "Momentum",
     "Optimizer",
-    "RMSProp",
     "clip_gradients",
     "gradient_norm",
     "sum_of_squares",
 ]
-
-Arrays = dict[str, npt.NDArray[Any]]
 
 MAX_COUNT = 1 << 53
 """Where a count that a peer sends is cut: what is added to it must still fit in an int64."""
@@ -75,26 +66,87 @@ def clip_gradients(gradients_D: Tensor, max_norm: float) -> float:
     return norm
 
 
-class Optimizer(ABC):
-    """State shared by all: named vectors of D elements and a count of steps.
+class _TorchOps:
+    """`VectorOps` on tensors.
+
+    On the CPU the memory of roots is kept, since fresh memory costs more there than the root. Other devices'
+    allocators keep theirs.
+    """
+
+    def __init__(self) -> None:
+        self._scratch = torch.empty(0)
+
+    def accumulate(self, m: Tensor, g: Tensor, decay: float) -> None:
+        m.mul_(decay).add_(g)
+
+    def average(self, m: Tensor, g: Tensor, decay: float) -> None:
+        m.lerp_(g, 1.0 - decay)
+
+    def add_squares(self, v: Tensor, g: Tensor) -> None:
+        v.addcmul_(g, g)
+
+    def average_squares(self, v: Tensor, g: Tensor, decay: float) -> None:
+        v.mul_(decay).addcmul_(g, g, value=1.0 - decay)
+
+    def descend(self, x: Tensor, d: Tensor, rate: float) -> None:
+        x.add_(d, alpha=-rate)
+
+    def descend_sparse(self, x: Tensor, d: Tensor, rate: float) -> None:
+        where_K = d.nonzero().squeeze(1)
+        x.index_add_(0, where_K, d[where_K], alpha=-rate)
+
+    def descend_scaled(
+        self,
+        x: Tensor,
+        m: Tensor,
+        v: Tensor,
+        *,
+        rate: float,
+        eps: float,
+        m_bias: float = 1.0,
+        root_bias: float = 1.0,
+    ) -> None:
+        denominator = self._root(v)
+        if root_bias != 1.0:
+            denominator.div_(root_bias)
+        x.addcdiv_(m, denominator.add_(eps), value=-(rate / m_bias))
+
+    def _root(self, v: Tensor) -> Tensor:
+        """Return √v, to be changed at will; valid until the next call."""
+        if v.device.type != "cpu":
+            return v.sqrt()
+        if self._scratch.dtype != v.dtype or self._scratch.numel() < v.numel():
+            self._scratch = torch.empty_like(v)
+        return torch.sqrt(v, out=self._scratch[: v.numel()])
+
+
+class Optimizer:
+    """A rule over flat tensors, with its state: named vectors of D elements and a count of steps.
+
+    Args:
+        rule: formula.
+        parameters_D: moved in place.
+        gradients_D: read at each step.
 
     Attributes:
         name: before the names of its arrays in the sidecar; optimizers of one algorithm have one each.
     """
 
-    name = "optimizer"
-
-    def __init__(self, parameters_D: Tensor, gradients_D: Tensor, names: tuple[str, ...]) -> None:
+    def __init__(self, rule: UpdateRule, parameters_D: Tensor, gradients_D: Tensor) -> None:
+        self.name = "optimizer"
+        self._rule = rule
         self._parameters_D = parameters_D
         self._gradients_D = gradients_D
-        self._vectors = {name: torch.zeros_like(parameters_D) for name in names}
+        self._vectors = {name: torch.zeros_like(parameters_D) for name in rule.slots}
         self._steps = 0
-        self._scratch = parameters_D.new_empty(0)
+        self._ops = _TorchOps()
         self._aside: Arrays | None = None
 
-    @abstractmethod
     def step(self, learning_rate: float) -> None:
         """Move the parameters against the gradients."""
+        self._steps += 1
+        for x, g, *slots in self._pieces():
+            self._rule.step(self._ops, x, g, tuple(slots), rate=learning_rate, count=self._steps)
 
     @property
     def steps(self) -> int:
@@ -102,36 +154,26 @@ class Optimizer(ABC):
         return self._steps if self._aside is None else int(self._aside[f"{self.name}.steps"])
 
     def _pieces(self) -> Iterator[tuple[Tensor, ...]]:
-        """Yield pieces of the parameters, the gradients and each vector in order: together the whole.
+        """Yield pieces of the parameters, the gradients and each slot in order: together the whole.
 
-        Other devices than CPUs do best with one operation over all.
+        Rules without state pass over the vectors once, and devices other than CPUs do best with one operation
+        over all.
         """
         whole = (self._parameters_D, self._gradients_D, *self._vectors.values())
         size = _PIECE * torch.get_num_threads()
-        if self._parameters_D.device.type != "cpu" or self._parameters_D.numel() <= size:
+        cached = self._parameters_D.device.type == "cpu" and self._vectors
+        if not cached or self._parameters_D.numel() <= size:
             yield whole
         else:
             yield from zip(*(torch.split(vector, size) for vector in whole), strict=True)
 
-    def _root(self, v: Tensor) -> Tensor:
-        """Return √v of a piece, to be changed at will; valid until the next call.
+    def over(self, parameters_D: Tensor, gradients_D: Tensor) -> Optimizer:
+        """Return an optimizer with the same rule and name over other tensors, before its first step.
 
-        Its memory is kept on the CPU, where fresh memory costs more than the root. Other devices' allocators
-        keep theirs.
+        Optimizers of a vector's pieces do what the whole one's does.
         """
-        if v.device.type != "cpu":
-            return v.sqrt()
-        if self._scratch.numel() < v.numel():
-            self._scratch = torch.empty_like(v)
-        return torch.sqrt(v, out=self._scratch[: v.numel()])
-
-    def over(self, parameters_D: Tensor, gradients_D: Tensor) -> Self:
-        """Return an optimizer with the same settings over other tensors, before its first step.
-
-        All of them treat each entry by itself: optimizers of a vector's pieces do what the whole one's does.
-        """
-        other = copy.copy(self)
-        Optimizer.__init__(other, parameters_D, gradients_D, tuple(self._vectors))
+        other = Optimizer(self._rule, parameters_D, gradients_D)
+        other.name = self.name
         return other
 
     def set_aside(self, *, aside: bool) -> None:
@@ -143,7 +185,7 @@ class Optimizer(ABC):
         if aside and self._aside is None:
             self._aside = self.state()
             self._vectors = {name: self._parameters_D.new_empty(0) for name in self._vectors}
-            self._scratch = self._parameters_D.new_empty(0)
+            self._ops = _TorchOps()
         elif not aside and self._aside is not None:
             arrays, self._aside = self._aside, None
             self._vectors = {name: torch.empty_like(self._parameters_D) for name in self._vectors}
@@ -196,129 +238,3 @@ class Optimizer(ABC):
             if found is None or found.shape != item.shape:
                 shape = None if found is None else found.shape
                 raise LayoutMismatchError(f"{item.name} should be of shape {item.shape}, is {shape}")
-
-
-class SGD(Optimizer):
-    """Stochastic gradient descent (Robbins and Monro 1951).
-
-    Args:
-        parameters_D: moved in place.
-        gradients_D: read at each step.
-        sparse: write only where the gradient isn't zero, as Hogwild asks for (Recht 2011, arXiv
-            1106.5730, section 3): processes that share the parameters then collide only where they
-            move the same entry. A dense step also writes back what it doesn't move.
-    """
-
-    def __init__(self, parameters_D: Tensor, gradients_D: Tensor, *, sparse: bool = False) -> None:
-        super().__init__(parameters_D, gradients_D, ())
-        self._sparse = sparse
-
-    def step(self, learning_rate: float) -> None:
-        """Move by −lr · g."""
-        self._steps += 1
-        if not self._sparse:
-            self._parameters_D.add_(self._gradients_D, alpha=-learning_rate)
-            return
-        where_K = self._gradients_D.nonzero().squeeze(1)
-        self._parameters_D.index_add_(0, where_K, self._gradients_D[where_K], alpha=-learning_rate)
-
-
-class Momentum(Optimizer):
-    """Gradient descent with momentum (Polyak 1964; Sutskever 2013), in the form that torch has.
-
-    Args:
-        parameters_D: moved in place.
-        gradients_D: read at each step.
-        momentum: μ, share of the last move that goes on.
-        nesterov: look ahead by one move.
-    """
-
-    def __init__(
-        self, parameters_D: Tensor, gradients_D: Tensor, momentum: float = 0.9, *, nesterov: bool = False
-    ) -> None:
-        super().__init__(parameters_D, gradients_D, ("m",))
-        self._momentum = momentum
-        self._nesterov = nesterov
-
-    def step(self, learning_rate: float) -> None:
-        """Move by −lr · m with m ← μ m + g; with Nesterov by −lr · (g + μ m)."""
-        self._steps += 1
-        for x, g, m in self._pieces():
-            m.mul_(self._momentum).add_(g)
-            if self._nesterov:
-                x.add_(g, alpha=-learning_rate)
-                x.add_(m, alpha=-learning_rate * self._momentum)
-            else:
-                x.add_(m, alpha=-learning_rate)
-
-
-class Adagrad(Optimizer):
-    """Adagrad (Duchi 2011, JMLR 12, with diagonal matrices).
-
-    Args:
-        parameters_D: moved in place.
-        gradients_D: read at each step.
-        eps: added to the denominator.
-    """
-
-    def __init__(self, parameters_D: Tensor, gradients_D: Tensor, eps: float = 1e-10) -> None:
-        super().__init__(parameters_D, gradients_D, ("v",))
-        self._eps = eps
-
-    def step(self, learning_rate: float) -> None:
-        """Move by −lr · g / (√Σg² + ε)."""
-        self._steps += 1
-        for x, g, v in self._pieces():
-            v.addcmul_(g, g)
-            x.addcdiv_(g, self._root(v).add_(self._eps), value=-learning_rate)
-
-
-class Adam(Optimizer):
-    """Adam (Kingma and Ba 2015, arXiv 1412.6980, algorithm 1).
-
-    Args:
-        parameters_D: moved in place.
-        gradients_D: read at each step.
-        eps: added to the denominator.
-    """
-
-    BETA_1 = 0.9
-    BETA_2 = 0.999
-
-    def __init__(self, parameters_D: Tensor, gradients_D: Tensor, eps: float = 1e-5) -> None:
-        super().__init__(parameters_D, gradients_D, ("m", "v"))
-        self._eps = eps
-
-    def step(self, learning_rate: float) -> None:
-        """Move by −lr · m̂ / (√v̂ + ε)."""
-        self._steps += 1
-        scale = math.sqrt(1.0 - self.BETA_2**self._steps)
-        step_size = learning_rate / (1.0 - self.BETA_1**self._steps)
-        for x, g, m, v in self._pieces():
-            m.lerp_(g, 1.0 - self.BETA_1)
-            v.mul_(self.BETA_2).addcmul_(g, g, value=1.0 - self.BETA_2)
-            denominator = self._root(v).div_(scale).add_(self._eps)
-            x.addcdiv_(m, denominator, value=-step_size)
-
-
-class RMSProp(Optimizer):
-    """RMSProp without momentum (Hinton 2012, lecture 6), as A3C uses it (Mnih 2016, section 4).
-
-    Args:
-        parameters_D: moved in place.
-        gradients_D: read at each step.
-        alpha: decay of the average of squared gradients.
-        eps: added to the denominator, outside the root.
-    """
-
-    def __init__(self, parameters_D: Tensor, gradients_D: Tensor, alpha: float, eps: float) -> None:
-        super().__init__(parameters_D, gradients_D, ("v",))
-        self._alpha = alpha
-        self._eps = eps
-
-    def step(self, learning_rate: float) -> None:
-        """Move by −lr · g / (√v + ε)."""
-        self._steps += 1
-        for x, g, v in self._pieces():
-            v.mul_(self._alpha).addcmul_(g, g, value=1.0 - self._alpha)
-            x.addcdiv_(g, self._root(v).add_(self._eps), value=-learning_rate)

@@ -24,8 +24,8 @@ from p2pdrl.rl.engines import DEFAULT, EngineOptions, make_engine, module_forwar
 from p2pdrl.rl.envs import EnvSpec, make_vector_env
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
+from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import ModelParts, module_parts, policy_parts
-from p2pdrl.rl.pipeline.tensor_specs import RowSpec
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.rollout import Collector, Unroll
 from p2pdrl.rl.sources.rows import RowSource, make_rows

@@ -30,12 +30,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from p2pdrl.config.gradients import Precision
+from p2pdrl.config.fields import Precision
 from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.rl.distributions import PolicyOutputs
+from p2pdrl.rl.networks.layers import Trunk
 from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
-from p2pdrl.rl.networks.trunk import Trunk
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.tensors.layout import Layout, TensorEntry
 

@@ -10,10 +10,11 @@
 | average exactly, all together | `allreduce` (gradients, parameters, federated) |
 | serve parameters | `servers` (synchronous, asynchronous) |
 | hold one model over several peers | `pipeline` |
-| agree on one list of members | `group` |
-| judge, wait, collect, count | `admission`, `call_timeouts`, `task_runner`, and all of `p2pdrl.group` |
-| begin exchanges now and then | `gossip.exchange_timer` (when), `gossip.asynchronous` (the loop) |
+| agree on one list of members | `p2pdrl.group` |
+| judge who may exchange, and how long to wait for one | `admission`, `call_timeouts` |
+| wait for the learner, read its vector | `learner_requests`, `own_vector` |
+| begin exchanges now and then | `gossip.asynchronous` |
 | lose nothing by compression | `feedback` |
-| run tasks, and long arithmetic beside the event loop | `task_runner`, `offload`, `own_vector` |
-| run one in a test | `testing` |
+| run tasks, and long arithmetic beside the event loop | `task_runner`, `offload` |
+| run one in a test | `p2pdrl.testing` |
 """

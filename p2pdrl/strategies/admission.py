@@ -12,14 +12,13 @@ from p2pdrl.transport.protocol import Refusal
 __all__ = ["BUSY", "ExchangeAdmission"]
 
 BUSY = 423
-"""Status with which an engaged node refuses: the caller tries somebody else."""
+"""Status with which a node in another exchange refuses: the caller tries somebody else."""
 
 
 class ExchangeAdmission:
     """Judges those who come and those whom we called.
 
     Args:
-        swarm: the node.
         epoch: mode epoch of the strategy; exchanges of another are refused.
         max_staleness: policy versions; a node further behind adopts.
     """
@@ -62,12 +61,6 @@ class ExchangeAdmission:
 
     def heard(self, peer: str, mine: Summary, theirs: Summary, verdict: str) -> str:
         """Say what a called peer's answer means for us.
-
-        Args:
-            peer: who answered.
-            mine: what we said of ourselves in the call.
-            theirs: what it says of itself.
-            verdict: what it says that it does.
 
         Returns:
             ``ok``: go on; ``behind``: we begin to adopt its state; ``ahead``: it adopts ours; ``failed``:

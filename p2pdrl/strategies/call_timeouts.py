@@ -18,7 +18,7 @@ __all__ = ["CallDeadline", "outcome_of", "unready"]
 UNREADY = 503
 """Status with which a node refuses that has no state yet, or no longer."""
 FIRST_S = 1.0
-"""Deadline before anybody answered: who waits long for a lost answer is engaged for all others."""
+"""Deadline before anybody answered: who waits long for a lost answer is busy for all others."""
 LEAST_S = 0.25
 FEW = 4
 """Calls that went well below which the longest of them, times `FEW_MARGIN`, is the measure."""
@@ -34,11 +34,8 @@ class CallDeadline:
 
     Before there are some, the time in which peers answer at all is the measure. After three calls in a row
     that nobody answered the next is given all of ``most_s``: a network that became slow at once is found
-    out so. To wait longer and longer instead is a trap where messages are lost: nodes that wait are engaged
+    out so. To wait longer and longer instead is a trap where messages are lost: nodes that wait are busy
     for each other, so that hardly a call goes well, and the waits never end.
-
-    Args:
-        most_s: never wait longer.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -59,7 +56,6 @@ class CallDeadline:
 
         Args:
             outcome: ``ok``, ``timeout``, ``busy`` or ``refused``; another word says nothing about time.
-            seconds: how long it took.
         """
         if outcome == "timeout":
             self._in_vain += 1

@@ -26,8 +26,6 @@ class FeedbackEncoder:
     """One node's stream of gradients.
 
     Args:
-        kind: compression.
-        size: D.
         keep: share of the entries that ``topk`` sends.
         threshold: τ of ``threshold``.
         max_abs: largest entry that peers accept.

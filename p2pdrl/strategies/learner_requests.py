@@ -19,8 +19,6 @@ class RequestQueue:
     Those before belong to a learner that died since. `follow` must run in a task of its own.
 
     Args:
-        learner: whose requests.
-        clock: monotonic time.
         grace_s: how long others wait, see `expected`.
         ahead: requests that the learner posts without waiting for the first one's answer.
 

@@ -22,7 +22,6 @@ def read_now(
     """Write the vector as it is now, as the peer will see it, into ``out``.
 
     Args:
-        board: holds the vector.
         out: D float32.
         max_abs: largest entry that peers accept.
         wire: number format that it is rounded to.
@@ -46,12 +45,7 @@ def read_now(
 
 
 class OwnVector:
-    """A copy of what is on the board.
-
-    Args:
-        board: where the learner's vector is.
-        size: D.
-    """
+    """A copy of what is on the board."""
 
     def __init__(self, board: DaemonBoard, size: int) -> None:
         self._board = board

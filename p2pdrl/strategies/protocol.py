@@ -44,7 +44,7 @@ EXCHANGE_END_S = 3.0
 """What a strategy has for ending the exchange in flight, unless it says otherwise."""
 
 AnswerKind = Literal["none", "replace", "add", "set"]
-"""What the learner does with its post: ``none``: go on as if alone (a gradient is stepped with as it is,
+"""What the learner does at its request: ``none``: go on as if alone (a gradient is stepped with as it is,
 if the learner steps); ``replace``: the slot holds the gradient to step with; ``add``: the slot holds what is
 to be added to its next gradient; ``set``: take what is on the board before going on."""
 
@@ -53,16 +53,15 @@ class LearnerRequest(NamedTuple):
     """What the learner posts, and (unless its learner mode lets it run ahead) waits to have answered.
 
     Args:
-        number: grows by one with each post of this learner process.
+        number: grows by one with each request of this learner process.
         kind: ``gradients`` or, only to say that the board holds a round's result, ``parameters``.
         policy_version: of the parameters that it was computed on, or that are published.
         samples: environment steps (rows, for a regression) behind it: of the gradient, or made since the last
             round. A gradient of 0 has nothing to add, and its vector is zero: the learner's own was not
             finite, and it posts this so that nobody waits in vain.
         vector: the gradient, averaged over ``samples``, in the shared ring: D float32; where the learner mode
-            posts
-            every so many gradients, their sum, each averaged over its own samples. It belongs to the
-            daemon until the post is answered, who may overwrite it. None for ``parameters``.
+            posts every so many gradients, their sum, each averaged over its own samples. It belongs to the
+            daemon, who may overwrite it, until the request is answered. None for ``parameters``.
         left: gradients of the same update that come after this one, at least 0.
     """
 
@@ -88,7 +87,7 @@ class LearnerHandle(Protocol):
         ...
 
     async def next_post(self) -> LearnerRequest:
-        """Wait for the next post; cancelling loses none. Learners that run freely post nothing."""
+        """Wait for the next request; cancelling loses none. Learners that run freely post none."""
         ...
 
     def answer(
@@ -99,11 +98,9 @@ class LearnerHandle(Protocol):
         *,
         end_update: bool = False,
     ) -> None:
-        """Let the learner go on. A post of a learner that died since is passed over.
+        """Let the learner go on; a request of one that died since is passed over.
 
         Args:
-            post: which one.
-            kind: what to do.
             learning_rate: at which to step with what replaces the gradient; None for the algorithm's own.
             end_update: leave out what is left of the update; see `group.round_collector`.
         """
@@ -194,7 +191,6 @@ class Merged(NamedTuple):
     """One contribution to a round.
 
     Args:
-        peer: node id.
         weight: how much it counted for in what we hold now.
         staleness: our policy version minus its; at a server, its steps since the parameters of the gradient.
     """
@@ -248,11 +244,7 @@ class StrategyContext:
     """Everything that the node gives a strategy.
 
     Args:
-        swarm: the node.
-        learner: its learner.
         transport: how peers are reached; ``bulk`` is the lane for vectors.
-        clock: time.
-        rng: source of the random choices.
         epoch: mode epoch, in every message; peers of another epoch are refused with 409.
         size: D, float32 parameters.
         max_abs: largest entry accepted from a peer.
@@ -339,8 +331,8 @@ class Strategy(Protocol):
     async def stop(self, timeout_s: float) -> None:
         """Finish the exchange in flight, at most ``timeout_s`` long, and end.
 
-        Afterwards no thread, task or callback of it touches the board or a post's vector. What was posted
-        and isn't answered is left: the learner drops it when it hears of the next learner_mode.
+        Afterwards no thread, task or callback of it touches the board or a request's vector. What was posted
+        and isn't answered is left: the learner drops it when it hears of its next mode.
         """
         ...
 
@@ -356,7 +348,7 @@ class Strategy(Protocol):
         """Serve a peer's call on one of `ROUTES`.
 
         Raises:
-            Refusal: another mode epoch or route (409), engaged (423), no state (503), poisoned (422),
+            Refusal: another mode epoch or route (409), busy (423), no state (503), poisoned (422),
                 quarantined (403), malformed (400).
         """
         ...

@@ -22,8 +22,8 @@ from p2pdrl.config.strategy import (
     StromConfig,
 )
 from p2pdrl.strategies.allreduce.federated import Privacy
-from p2pdrl.strategies.allreduce.grad_average import GradientQuantity
-from p2pdrl.strategies.allreduce.param_average import ParameterQuantity
+from p2pdrl.strategies.allreduce.grad_average import AveragedGradients
+from p2pdrl.strategies.allreduce.param_average import AveragedParameters
 from p2pdrl.strategies.allreduce.rounds import GroupRounds
 from p2pdrl.strategies.gossip.adpsgd import AdpsgdStrategy
 from p2pdrl.strategies.gossip.gala import GalaStrategy
@@ -63,11 +63,11 @@ def build(config: StrategyConfig, context: StrategyContext) -> Strategy:  # noqa
         case GalaConfig():
             return GalaStrategy(config, context)
         case GradAverageConfig():
-            return GroupRounds(config, context, GradientQuantity(context))
+            return GroupRounds(config, context, AveragedGradients(context))
         case ParamAverageConfig():
-            return GroupRounds(config, context, ParameterQuantity(config, context))
+            return GroupRounds(config, context, AveragedParameters(config, context))
         case FederatedConfig():
             privacy = Privacy(config, context.epoch, context.swarm.node_id)
-            return GroupRounds(config, context, ParameterQuantity(config, context, privacy))
+            return GroupRounds(config, context, AveragedParameters(config, context, privacy))
         case PipelineConfig():
             return PipelineStrategy(config, context)

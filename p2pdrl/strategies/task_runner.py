@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from p2pdrl.strategies.protocol import RoundReport, SwarmView
 
-__all__ = ["OutcomeMetrics", "TaskRunner"]
+__all__ = ["OutcomeMetrics", "TaskRunner", "together"]
 
 DISTANCE_MEMORY = 0.8
 """Part of the estimate that one more measurement leaves."""
@@ -67,6 +67,17 @@ class OutcomeMetrics:
 
 
 T = TypeVar("T")
+
+
+async def together(*jobs: Coroutine[Any, Any, T]) -> list[T]:
+    """Run several things at a time; when one fails, or we are cancelled, end the others first."""
+    tasks = [asyncio.create_task(job, name="together") for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class TaskRunner:

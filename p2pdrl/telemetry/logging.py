@@ -34,7 +34,7 @@ _MAX_DEPTH = 6
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """The handler that `configure` installs, told apart from everybody else's."""
+    """The handler that `configure` installs, and replaces when it is called again."""
 
 
 def configure(level: Level = "info", format: Format = "auto", stream: TextIO | None = None) -> None:  # noqa: A002
@@ -71,8 +71,7 @@ def configure(level: Level = "info", format: Format = "auto", stream: TextIO | N
 def get_logger(name: str) -> BoundLogger:
     """A logger whose methods take an event and keyword fields: ``log.info("joined", peer=id)``.
 
-    Args:
-        name: module name; those under ``p2pdrl`` obey the configured level.
+    Names under ``p2pdrl`` obey the configured level.
     """
     import structlog
 

@@ -101,11 +101,7 @@ class LabelledGauge:
 
 
 class Registry:
-    """All metrics of one node.
-
-    Args:
-        version: of the package, for ``build_info``.
-    """
+    """All metrics of one node; ``version`` is the package's."""
 
     def __init__(self, version: str) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
@@ -222,16 +218,10 @@ class Registry:
         round_trips: int = 0,
         staleness: Iterable[int] = (),
     ) -> None:
-        """Record one round of the strategy.
+        """Record one round of the strategy: ``ok``, or in a word why not.
 
-        Args:
-            outcome: ``ok``, or in a word why not.
-            seconds: how long it took.
-            waited_s: how long the learner stood still for it.
-            bytes_in: payload that came for it.
-            bytes_out: payload that went out.
-            round_trips: calls that were made for it.
-            staleness: of each contribution that was merged, in policy versions.
+        The learner stood still for ``waited_s``; ``staleness`` is that of each merged contribution, in policy
+        versions.
         """
         self.rounds_total.inc(outcome)
         self.round_seconds.observe(seconds)

@@ -29,8 +29,6 @@ class TensorBoardWriter:
     writer falls silent.
 
     Args:
-        folder: made if missing.
-        clock: gives each event its wall time.
         flush_every_s: longest time that written scalars stay in memory.
 
     Raises:
@@ -106,7 +104,7 @@ def _free(folder: Path, name: str) -> Path:
 
 
 def open_writer(folder: str | Path, clock: Clock) -> TensorBoardWriter:
-    """Open a writer on ``folder``.
+    """Open a writer on ``folder``, which is made if missing.
 
     Raises:
         UsageError: if the ``tensorboard`` extra isn't installed.

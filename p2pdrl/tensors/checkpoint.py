@@ -69,20 +69,12 @@ class Checkpoint:
 
     @property
     def layout(self) -> Layout:
-        """Layout of ``params``.
-
-        Raises:
-            CheckpointError: if the document holds none, or a bad one.
-        """
+        """Layout of ``params``."""
         return _layouts(self.meta)[0]
 
     @property
     def sidecar_layout(self) -> SidecarLayout:
-        """Layout of ``sidecar``.
-
-        Raises:
-            CheckpointError: if the document holds a bad one.
-        """
+        """Layout of ``sidecar``."""
         return _layouts(self.meta)[1]
 
     def check(self) -> None:
@@ -144,11 +136,7 @@ def chunks(checkpoint: Checkpoint) -> list[memoryview]:
 
 
 def to_bytes(checkpoint: Checkpoint) -> bytes:
-    """Return a checkpoint as the content of a safetensors file.
-
-    Raises:
-        CheckpointError: if the checkpoint is off (see `Checkpoint.check`).
-    """
+    """Return a checkpoint as the content of a safetensors file."""
     return b"".join(chunks(checkpoint))
 
 

@@ -43,7 +43,6 @@ class TensorEntry:
     """One parameter tensor.
 
     Args:
-        name: unique within the layout, at most 200 characters.
         shape: at most 8 dimensions, each at least 1; ``()`` is a scalar.
         dtype: always ``"float32"`` in this version; recorded so that the hash covers it.
     """
@@ -62,14 +61,11 @@ class TensorEntry:
 class Layout:
     """An ordered list of parameter tensors, laid end to end.
 
-    Args:
-        entries: in the order in which they lie in the vector.
-
     Raises:
         LayoutMismatchError: an entry, their number or their total is out of bounds.
 
     Example:
-        >>> layout = Layout((Entry("w", (2, 3)), Entry("b", (3,))))
+        >>> layout = Layout((TensorEntry("w", (2, 3)), TensorEntry("b", (3,))))
         >>> layout.size, layout.offsets
         (9, (0, 6))
     """
@@ -115,11 +111,7 @@ class Layout:
         return hash_of("p2pdrl layout", self.to_wire())
 
     def views(self, flat: Float32Array) -> dict[str, Float32Array]:
-        """Return one shaped view into ``flat`` per parameter, by name; nothing is copied.
-
-        Raises:
-            LayoutMismatchError: ``flat`` isn't a contiguous float32 vector of D elements.
-        """
+        """Return one shaped view into ``flat`` per parameter, by name; nothing is copied."""
         check_vector(flat, self.size, "the vector")
         return {
             entry.name: flat[at : at + entry.size].reshape(entry.shape)

@@ -32,10 +32,6 @@ def pair_delta(mine: Float32Array, theirs: Float32Array, weight: float = 0.5, *,
         theirs: the other side's values, as they arrived.
         weight: the mixing matrix's W_ij, the same on both sides, in [0, 1].
         out: may be ``mine`` or ``theirs``.
-
-    Raises:
-        LayoutMismatchError: the three differ in shape or dtype.
-        ValueError: ``weight`` is out of its range.
     """
     if not 0 <= weight <= 1:
         raise ValueError(f"a mixing weight lies between 0 and 1, not at {weight}")
@@ -49,13 +45,7 @@ def pair_delta(mine: Float32Array, theirs: Float32Array, weight: float = 0.5, *,
 
 
 class PairFigures(NamedTuple):
-    """What `pair_step` measured on its way: Euclidean norms, to about 1e-6 relative.
-
-    Args:
-        mine: of this side's vector.
-        theirs: of the other's.
-        distance: between the two.
-    """
+    """What `pair_step` measured on its way: Euclidean norms, to about 1e-6 relative."""
 
     mine: float
     theirs: float
@@ -73,17 +63,11 @@ def pair_step(
 ) -> PairFigures:
     """Decode what arrived, check it, write `pair_delta` into ``out`` and measure, in one walk over memory.
 
-    Args:
-        mine: this side's values, as the other side sees them; checked by the caller.
-        incoming: the other side's values, encoded.
-        dtype: how they are encoded.
-        weight: as in `pair_delta`.
-        max_abs: as in `check_finite`.
-        out: may lie where ``incoming`` does when that is float32; rubbish after an error.
+    ``mine`` is as the other side sees it, and was checked by the caller. ``out`` may lie where ``incoming``
+    does when that is float32; it holds rubbish after an error.
 
     Raises:
         PoisonedVectorError: an element is NaN or beyond the bound.
-        LayoutMismatchError: the vectors differ in shape or dtype.
         WireError: ``incoming`` has another length.
     """
     check_vector(mine, mine.size, "the vector of this side")
@@ -122,11 +106,7 @@ def norm(vector: Float32Array) -> float:
 
 
 def distance(a: Float32Array, b: Float32Array) -> float:
-    """Euclidean distance.
-
-    Raises:
-        LayoutMismatchError: the two differ in shape.
-    """
+    """Euclidean distance."""
     if a.shape != b.shape:
         raise LayoutMismatchError(f"vectors of shapes {a.shape} and {b.shape} have no distance")
     total = 0.0
@@ -140,9 +120,7 @@ def distance(a: Float32Array, b: Float32Array) -> float:
 def check_finite(vector: Float32Array, max_abs: float) -> None:
     """Check every element of a vector that came from elsewhere before it touches ours.
 
-    Args:
-        vector: what arrived.
-        max_abs: bound on each element's magnitude; ``inf`` still refuses NaN but lets infinity pass.
+    ``max_abs`` bounds each element's magnitude; ``inf`` still refuses NaN but lets infinity pass.
 
     Raises:
         PoisonedVectorError: an element is NaN or beyond the bound.

@@ -41,8 +41,6 @@ class Moments:
     """Count, mean and sum of squared deviations of the samples seen.
 
     Args:
-        count: samples seen.
-        mean: their mean, float64.
         m2: sum of (sample - mean)², float64, of the same shape.
     """
 
@@ -76,9 +74,6 @@ class Moments:
         """Count a batch of samples in, in place; those that aren't finite, or beyond 1e100, are left out.
 
         An environment that gives infinity or NaN once would otherwise spoil the counters for good.
-
-        Raises:
-            LayoutMismatchError: the samples aren't of the stream's shape.
         """
         if batch.ndim < 1 or batch.shape[1:] != self.mean.shape:
             raise LayoutMismatchError(f"expected samples of shape {self.mean.shape}, not {batch.shape[1:]}")
@@ -96,12 +91,7 @@ class Moments:
 
     @classmethod
     def merge(cls, parts: Iterable[Moments]) -> Moments:
-        """Moments of the union of disjoint sets of samples; the parts stay as they are.
-
-        Raises:
-            LayoutMismatchError: the shapes differ.
-            ValueError: there is no part.
-        """
+        """Moments of the union of disjoint sets of samples; the parts stay as they are."""
         total: Moments | None = None
         for part in parts:
             if total is None:
@@ -174,9 +164,7 @@ class MomentsTable:
     """One stream's moments of every node that was ever heard of.
 
     Args:
-        shape: of the stream.
         owner: id of the node that keeps this table; what others say about its present boot is ignored.
-        boot: the owner's present boot.
         capacity: entries kept beside the owner's; beyond it the one that changed longest ago goes.
     """
 
@@ -195,14 +183,7 @@ class MomentsTable:
         return len(self._now())
 
     def put_own(self, moments: Moments) -> bool:
-        """Keep a copy of what the owner saw in this boot, if it is more than before.
-
-        Returns:
-            Whether the table changed.
-
-        Raises:
-            WireError: the moments are of another shape.
-        """
+        """Keep a copy of what the owner saw in this boot if it is more than before; tell whether it is."""
         self._check(moments)
         if moments.count <= self._own.count:
             return False
@@ -210,14 +191,9 @@ class MomentsTable:
         return True
 
     def merge(self, entries: object, admit: Admit | None = None) -> int:
-        """Put what a peer's `delta_since` made; a broken answer changes nothing.
+        """Take in what a peer's `delta_since` made, and return how much of it was news.
 
-        Args:
-            entries: as they came.
-            admit: says which of them may be taken in; None takes all.
-
-        Returns:
-            How many entries were news.
+        A broken answer changes nothing. ``admit`` says which entries may be taken in; None takes all.
 
         Raises:
             WireError: it isn't of that form.

@@ -1,6 +1,6 @@
 """Where the few entries lie that a sparse message carries: sorted positions, on the wire.
 
-Called by `compression_topk` and `compression_threshold`. Two forms; which one it is follows from how many
+Called by `compression` and `compression`. Two forms; which one it is follows from how many
 there are, so that both sides know the length beforehand and none is told:
 
 - sparse: per block of 2^16 elements its count (u32), then per position its offset in the block (u16);
@@ -61,14 +61,9 @@ def max_encoded_nbytes(size: int) -> int:
 
 
 def gather_beyond(vector: Float32Array, bound: float, *, add: Float32Array | None = None) -> Positions:
-    """Add ``add`` to ``vector`` in place, and return the positions where its magnitude is at least ``bound``.
+    """Add ``add`` to ``vector`` in place; return where its magnitude is at least ``bound``, above zero.
 
     Takes 8 bytes of memory for each position found, and two cache-sized pieces.
-
-    Args:
-        vector: changed when ``add`` is given.
-        bound: above zero.
-        add: of the same length.
 
     Raises:
         PoisonedVectorError: an element is NaN or infinite; ``vector`` is changed up to there.
@@ -99,11 +94,7 @@ def gather_beyond(vector: Float32Array, bound: float, *, add: Float32Array | Non
 
 
 def encode(positions: Positions, size: int, out: memoryview) -> int:
-    """Write ascending ``positions``, none twice, into ``out``; return how many bytes that took.
-
-    Raises:
-        LayoutMismatchError: ``out`` is shorter than `encoded_nbytes`.
-    """
+    """Write ascending ``positions``, none twice, into ``out``; return how many bytes that took."""
     nbytes = encoded_nbytes(positions.size, size)
     if out.nbytes < nbytes:
         raise LayoutMismatchError(f"{positions.size} positions take {nbytes} bytes, not {out.nbytes}")

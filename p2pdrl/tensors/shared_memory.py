@@ -1,4 +1,4 @@
-"""Shared memory between the daemon and its children: regions, the sequence lock, Hogwild's vector."""
+"""Shared memory between the daemon and its children: regions, the sequence lock, shared vectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from p2pdrl.errors import LayoutMismatchError, TensorError
 from p2pdrl.tensors.layout import Float32Array
 
-__all__ = ["SeqLock", "SharedRegion", "SharedVector", "fence"]
+__all__ = ["GradientRing", "SeqLock", "SharedRegion", "SharedVector", "fence"]
 
 _fence_lock = threading.Lock()
 
@@ -30,7 +30,6 @@ class SharedRegion:
 
     Args:
         fd: descriptor of the memory; owned by the region from now on.
-        nbytes: bytes to map.
         writable: False maps them for reading only.
     """
 
@@ -203,14 +202,7 @@ _HEADER_BYTES = 64
 
 
 class SharedVector:
-    """Views of the vector and of the word before it.
-
-    Args:
-        region: shared memory, of at least `nbytes_of` bytes.
-        size: D.
-
-    Raises:
-        LayoutMismatchError: the region is too small.
+    """One vector of D float32 for several learners, and a word that says whether it is filled (Hogwild).
 
     Example:
         >>> region = SharedRegion.create(SharedVector.nbytes_of(2), "vector")
@@ -241,3 +233,53 @@ class SharedVector:
         """Say that the vector holds parameters, after they were written."""
         fence()
         self._words[0] = 1
+
+
+_SECTION_BYTES = 64
+
+
+class GradientRing:
+    """Vectors of D float32 through which a learner and its daemon hand gradients to each other.
+
+    The memory has no state of its own: who owns a slot is said by the messages of `workers.protocol`. A slot
+    belongs to the daemon from the request that names it until the answer to it, and to the learner otherwise.
+
+    Args:
+        region: shared memory, of at least `nbytes_of` bytes.
+
+    Example:
+        >>> region = SharedRegion.create(GradientRing.nbytes_of(slots=2, size=3), "ring")
+        >>> learner, daemon = GradientRing(region, 2, 3), GradientRing(region, 2, 3)
+        >>> learner.slot(1)[:] = 0.5
+        >>> daemon.slot(1).tolist()
+        [0.5, 0.5, 0.5]
+    """
+
+    def __init__(self, region: SharedRegion, slots: int, size: int) -> None:
+        needed = self.nbytes_of(slots, size)
+        if region.nbytes < needed:
+            raise LayoutMismatchError(
+                f"{slots} gradients of {size} floats take {needed} bytes, the region has {region.nbytes}"
+            )
+        stride = _section(4 * size)
+        self._slots = tuple(np.frombuffer(region.buf, np.float32, size, n * stride) for n in range(slots))
+
+    @staticmethod
+    def nbytes_of(slots: int, size: int) -> int:
+        """Bytes of shared memory that ``slots`` vectors of ``size`` float32 take."""
+        if slots < 1 or size < 1:
+            raise TensorError(f"a ring of {slots} vectors of {size} floats can't be made")
+        return slots * _section(4 * size)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def slot(self, number: int) -> Float32Array:
+        """A slot's vector: D float32, writable."""
+        if not 0 <= number < len(self._slots):
+            raise TensorError(f"the ring has slots 0 to {len(self._slots) - 1}, no {number}")
+        return self._slots[number]
+
+
+def _section(nbytes: int) -> int:
+    return -(-nbytes // _SECTION_BYTES) * _SECTION_BYTES

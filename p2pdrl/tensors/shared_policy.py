@@ -2,7 +2,7 @@
 
 A sequence lock over two copies (`shared_memory`): readers never block the writer, and a learner that is
 killed while it writes leaves the copy before whole. Beside the parameters lie the moments that observations
-are normalised with, as merged over the swarm, so that whoever acts sees what the learner will.
+are normalised with, as merged over the swarm, so that actors see what the learner will.
 
 Shape suffixes: D parameters, X the observation's own dimensions.
 """
@@ -33,7 +33,6 @@ class ActingPolicy(NamedTuple):
     """What one acts with, beside the parameters.
 
     Args:
-        version: of the policy.
         exploration: ε; how far to stray from the best actions.
         mean_X: of observations.
         scale_X: 1 / their deviation.
@@ -59,11 +58,7 @@ class SharedPolicy:
 
     Args:
         region: shared memory, of at least `nbytes_of` bytes, zero at first; readers may map it read-only.
-        size: D.
         obs_shape: X; empty dimensions where observations aren't normalised.
-
-    Raises:
-        LayoutMismatchError: the region is too small.
     """
 
     def __init__(self, region: SharedRegion, size: int, obs_shape: tuple[int, ...]) -> None:

@@ -43,7 +43,6 @@ class SidecarItem:
     Args:
         name: unique within the sidecar, at most 200 characters.
         shape: at most 8 dimensions; ``()`` is a scalar.
-        dtype: element type.
         rule: how two nodes' values are brought together; ``moments`` takes float64.
     """
 
@@ -115,11 +114,7 @@ class SidecarLayout:
         return hash_of("p2pdrl sidecar", self.to_wire())
 
     def views(self, buffer: memoryview | bytearray | bytes) -> dict[str, AnyArray]:
-        """Return one shaped view into ``buffer`` per item, by name; writable when the buffer is.
-
-        Raises:
-            LayoutMismatchError: the buffer is of another length.
-        """
+        """Return one shaped view into ``buffer`` per item, by name; writable when the buffer is."""
         have = memoryview(buffer).nbytes
         if have != self.nbytes:
             raise LayoutMismatchError(f"the sidecar takes {self.nbytes} bytes, the buffer has {have}")

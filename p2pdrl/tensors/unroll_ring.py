@@ -56,8 +56,6 @@ class UnrollItem:
     """One array of an unroll.
 
     Args:
-        name: unique within the unroll.
-        dtype: of its elements.
         shape: with one dimension of -1, which stands for B.
     """
 
@@ -208,13 +206,7 @@ class UnrollLane:
         return self._slots[(serial - 1) % len(self._slots)][1]
 
     def commit(self, *, policy_version: int, episodes: int, env_steps: int) -> None:
-        """Let the learner have the unroll that was begun last; its arrays are the learner's from now on.
-
-        Args:
-            policy_version: of the parameters that acted.
-            episodes: how many ended.
-            env_steps: valid steps.
-        """
+        """Let the learner have the unroll that was begun last; its arrays are the learner's from now on."""
         serial = self._word(_BEGUN)
         head = self._slots[(serial - 1) % len(self._slots)][0]
         head[_SERIAL], head[_LIFE], head[_VERSION] = serial, self._word(_LIVES), policy_version
@@ -302,13 +294,6 @@ class UnrollRing:
 
     Args:
         region: shared memory, of at least ``spec.nbytes`` bytes, zero at first.
-        spec: what it holds.
-
-    Attributes:
-        lanes: one for each actor.
-
-    Raises:
-        LayoutMismatchError: the region is too small.
     """
 
     def __init__(self, region: SharedRegion, spec: UnrollSpec) -> None:

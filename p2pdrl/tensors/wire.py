@@ -1,4 +1,4 @@
-"""Long vectors are walked in pieces that stay in the processor's cache; used by `mix` and `wire`.
+"""float32 and bfloat16 on the wire, and the pieces in which long vectors are walked.
 
 Several passes over one piece of 2^18 float32 (1 MiB) cost about as much as one pass over main memory.
 Scratch is kept per thread, so no call allocates it anew and no two threads share it.
@@ -78,23 +78,14 @@ _BYTES = {"float32": 4, "bf16": 2}
 
 
 def encoded_nbytes(size: int, dtype: WireDtype) -> int:
-    """Bytes that ``size`` elements take.
-
-    Raises:
-        WireError: ``dtype`` is unknown.
-    """
+    """Bytes that ``size`` elements take."""
     if dtype not in _BYTES:
         raise WireError(f"the wire carries {' or '.join(_BYTES)}, not {dtype!r}")
     return size * _BYTES[dtype]
 
 
 def encode(vector: Float32Array, dtype: WireDtype, out: bytearray | memoryview) -> None:
-    """Write ``vector`` into ``out``, which has exactly `encoded_nbytes` bytes.
-
-    Raises:
-        LayoutMismatchError: ``vector`` isn't a float32 vector, or ``out`` has another length.
-        WireError: ``dtype`` is unknown.
-    """
+    """Write ``vector`` into ``out``, which has exactly `encoded_nbytes` bytes."""
     check_vector(vector, vector.size, "the vector to send")
     expected, have = encoded_nbytes(vector.size, dtype), memoryview(out).nbytes
     if have != expected:
@@ -114,7 +105,6 @@ def decode(buffer: bytes | bytearray | memoryview, dtype: WireDtype, out: Float3
 
     Raises:
         WireError: the buffer's length doesn't fit, or ``dtype`` is unknown.
-        LayoutMismatchError: ``out`` isn't a float32 vector.
     """
     check_vector(out, out.size, "the vector to receive into")
     expected, have = encoded_nbytes(out.size, dtype), memoryview(buffer).nbytes
@@ -131,12 +121,7 @@ def decode(buffer: bytes | bytearray | memoryview, dtype: WireDtype, out: Float3
 
 
 def encode_rounding_span(piece: Float32Array, wire: npt.NDArray[np.uint16]) -> None:
-    """Encode a piece as bfloat16, and leave in it what the peer will decode; for walks over a vector.
-
-    Args:
-        piece: at most `WALK` elements.
-        wire: `as_wire` of where it goes, as long.
-    """
+    """Encode at most `WALK` elements as bfloat16, and leave in them what the peer will decode; for walks."""
     rounded = _rounded(piece)
     np.bitwise_and(rounded, 0xFFFF0000, out=piece.view(np.uint32))
     np.right_shift(rounded, 16, out=rounded)
@@ -144,14 +129,7 @@ def encode_rounding_span(piece: Float32Array, wire: npt.NDArray[np.uint16]) -> N
 
 
 def decode_span(source: npt.NDArray[Any], dtype: WireDtype, span: slice, out: Float32Array) -> None:
-    """Decode the elements of ``span`` into ``out``; for walks that do more with each piece.
-
-    Args:
-        source: `as_wire` of the buffer.
-        dtype: of the buffer.
-        span: elements, not bytes.
-        out: as long as the span.
-    """
+    """Decode the elements of ``span`` of `as_wire` into ``out``; for walks that do more with each piece."""
     if dtype == "float32":
         np.copyto(out, source[span])
         return
@@ -173,12 +151,7 @@ def as_wire(buffer: bytes | bytearray | memoryview, dtype: WireDtype, size: int)
 
 
 def round_trip(vector: Float32Array, dtype: WireDtype, out: Float32Array) -> None:
-    """Write into ``out`` what the peer will decode; ``out`` may be ``vector``.
-
-    Raises:
-        LayoutMismatchError: the two differ in shape or dtype.
-        WireError: ``dtype`` is unknown.
-    """
+    """Write into ``out`` what the peer will decode; ``out`` may be ``vector``."""
     check_vector(vector, vector.size, "the vector")
     check_vector(out, vector.size, "the output")
     encoded_nbytes(0, dtype)

@@ -34,7 +34,9 @@ class FakeLearner:
         gradient: of its own loss; None is that of ½ |x|².
         learning_rate: of its own steps, and told to servers.
         samples: behind each gradient.
-        period_s: time that one gradient takes.
+        period_s: time that one gradient takes, or what draws it anew for each.
+        post_s: from a post to the daemon, and from its answer to the learner.
+        absorbs_first: takes what was posted to the board before that time, as a real learner does, not after.
         gradients: of one update; all the same, and each counts as an update.
         collect_s: time before the first gradient of an update.
         step: gives the next vector from vector and gradient; None is plain gradient descent.
@@ -48,7 +50,9 @@ class FakeLearner:
         gradient: Gradient | None = None,
         learning_rate: float = 0.1,
         samples: int = 1,
-        period_s: float = 0.01,
+        period_s: float | Callable[[], float] = 0.01,
+        post_s: float = 0.0,
+        absorbs_first: bool = False,
         gradients: int = 1,
         collect_s: float = 0.0,
         step: Step | None = None,
@@ -64,6 +68,8 @@ class FakeLearner:
         self.learning_rate = learning_rate
         self.samples = samples
         self.period_s = period_s
+        self.post_s = post_s
+        self.absorbs_first = absorbs_first
         self.gradients = gradients
         self.collect_s = collect_s
         self.left = 0
@@ -107,7 +113,11 @@ class FakeLearner:
             self.shortened += 1
             self.left = 0
         future = self._answers.get(post.number)
-        if future is not None and not future.done():
+        if future is None or future.done():
+            return
+        if self.post_s:
+            asyncio.get_running_loop().call_later(self.post_s, _settle, future, kind)
+        else:
             future.set_result(kind)
 
     async def run(self, updates: int | None = None) -> None:
@@ -118,7 +128,9 @@ class FakeLearner:
                 self.left = self.gradients
                 if self.collect_s:
                     await asyncio.sleep(self.collect_s)
-            await asyncio.sleep(self.period_s)
+            if self.absorbs_first:
+                self.absorb()
+            await asyncio.sleep(self.next_period_s())
             if self.learner_mode.stages:
                 self.left = 0
                 self.idle()
@@ -127,8 +139,13 @@ class FakeLearner:
             await self._update()
             made += 1
 
+    def next_period_s(self) -> float:
+        """The time that the next gradient takes."""
+        return self.period_s() if callable(self.period_s) else self.period_s
+
     async def _update(self) -> None:
-        self.absorb()
+        if not self.absorbs_first:
+            self.absorb()
         gradient = self.gradient(self.x).astype(np.float32)
         if self.learner_mode.sends == "gradients":
             await self._send(gradient)
@@ -157,9 +174,11 @@ class FakeLearner:
         self._summed = 0
         if self.learner_mode.ahead:
             self._answers[post.number].add_done_callback(lambda done: self._late(post, done))
+            began_s = asyncio.get_running_loop().time()
             while len(self._answers) > self.learner_mode.ahead:
                 await asyncio.wait(self._answers.values(), return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.sleep(0)
+            self.waited_s += asyncio.get_running_loop().time() - began_s
             gradient = gradient + self._extra
             self._extra[:] = 0
         else:
@@ -196,7 +215,10 @@ class FakeLearner:
             self.left,
         )
         self._answers[made.number] = asyncio.get_running_loop().create_future()
-        self._posts.put_nowait(made)
+        if self.post_s:
+            asyncio.get_running_loop().call_later(self.post_s, self._posts.put_nowait, made)
+        else:
+            self._posts.put_nowait(made)
         return made
 
     async def _ask(self, post: LearnerRequest) -> AnswerKind:
@@ -246,3 +268,8 @@ class FakeLearner:
     def close(self) -> None:
         """Free the board."""
         self._region.close()
+
+
+def _settle(future: asyncio.Future[AnswerKind], kind: AnswerKind) -> None:
+    if not future.done():
+        future.set_result(kind)

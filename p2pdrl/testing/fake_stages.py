@@ -15,7 +15,7 @@ from p2pdrl.errors import (
     WorkerError,
 )
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.pipeline.plan import StageNews, StageOrder, StageSide
 from p2pdrl.strategies.pipeline.port import Measured
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.testing.fake_learner import FakeLearner
@@ -303,7 +303,7 @@ class FakeStages:
     async def _drive(self, order: StageOrder, pipes: Mapping[StageSide, Pipe]) -> None:
         learner, since = self._learner, 0
         while not self._finish:
-            await asyncio.sleep(learner.period_s)
+            await asyncio.sleep(learner.next_period_s())
             await self._thawed()
             if order.ranks > 1:
                 self._maybe_fail(order)

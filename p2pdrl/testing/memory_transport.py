@@ -113,8 +113,12 @@ class MemoryNetwork:
         """Who listens at ``address``."""
         return self._nodes.get(address)
 
-    async def travel(self, source: str, target: str) -> bool:
-        """Wait as long as one way takes; tell whether the message arrives."""
+    async def travel(self, source: str, target: str, vector_nbytes: int = 0) -> bool:
+        """Wait as long as one way takes; tell whether the message arrives.
+
+        Here a message takes as long however long its vector is; a network with real links overrides this.
+        """
+        del vector_nbytes
         low_s, high_s = self.delay_s
         delay_s = self.rng.uniform(low_s, high_s)
         lost = self.rng.random() < self.loss or (source, target) in self._cut
@@ -267,7 +271,7 @@ class MemoryTransport:
         """Carry one request over and its answer back."""
         network = self._network
         await network.until_thawed(self.node_id)
-        if not await network.travel(self.node_id, peer.node_id):
+        if not await network.travel(self.node_id, peer.node_id, len(message.vector)):
             return
         if network.broken():
             _break(answered)
@@ -279,8 +283,9 @@ class MemoryTransport:
         except PeerRefusedError as error:
             outcome = error
         arrived = False
+        nbytes = 0 if isinstance(outcome, Exception) else len(outcome[1])
         try:
-            if await network.travel(peer.node_id, self.node_id):
+            if await network.travel(peer.node_id, self.node_id, nbytes):
                 # Nobody's answer waits for a frozen caller for longer than that one's deadline.
                 await network.until_thawed(self.node_id, answered)
                 arrived = not answered.done() and not network.broken()

@@ -1,7 +1,6 @@
 """Proof that a message was made by a holder of the swarm key, and was made for us, now.
 
-Pure functions and one small cache; `http.headers` and `framing` call them, and the API uses
-`sign_api` and `verify_api` for requests from other machines.
+The API uses `sign_api` and `verify_api` for requests from other machines.
 
 All keys come from the swarm key by HKDF-SHA256 (RFC 5869), one per purpose. A header carries
 an HMAC-SHA256, checked before the body is read. A piece carries a GMAC (AES-128-GCM with
@@ -99,12 +98,14 @@ class PieceMac:
 
     def of(self, piece: bytes | bytearray | memoryview) -> bytes:
         """Return the MAC of the next piece."""
-        return self._gcm.encrypt(self._nonce(), b"", piece)
+        self._next += 1
+        return self._gcm.encrypt((self._next - 1).to_bytes(12, "big"), b"", piece)
 
     def good(self, piece: bytes | bytearray | memoryview, mac: bytes | bytearray | memoryview) -> bool:
         """Tell in constant time whether ``mac`` belongs to the next piece."""
+        self._next += 1
         try:
-            self._gcm.decrypt(self._nonce(), bytes(mac), piece)
+            self._gcm.decrypt((self._next - 1).to_bytes(12, "big"), bytes(mac), piece)
         except InvalidTag:
             return False
         return True
@@ -112,10 +113,6 @@ class PieceMac:
     def skip(self, count: int) -> None:
         """Pass over ``count`` pieces that nobody looks at."""
         self._next += count
-
-    def _nonce(self) -> bytes:
-        self._next += 1
-        return (self._next - 1).to_bytes(12, "big")
 
 
 class SwarmKeys:
@@ -220,9 +217,9 @@ def sign_api(
 
     Args:
         key: the swarm's key, or the node's local token.
-        method: HTTP method in upper case.
-        path: path with query, as sent.
-        wall_s: wall time of sending, seconds; sent along with three decimals.
+        method: in upper case.
+        path: with its query, as sent.
+        wall_s: wall time of sending; sent along with three decimals.
         nonce: from `new_nonce`; sent along.
         target: the node and the run of it that the request is for, as it has proven by `prove_target`; never
             sent. A request that somebody has listened to is worth nothing to any other node, nor to this one

@@ -27,6 +27,7 @@ __all__ = [
     "Routes",
     "ServedRoute",
     "TokenBuckets",
+    "errors_refused",
     "refused",
     "report",
     "report_end",
@@ -186,6 +187,21 @@ class Routes(Generic[R]):
         return route
 
 
+@contextmanager
+def errors_refused() -> Iterator[None]:
+    """Raise what a caller's bad bytes or its silence cause as the `Refusal` that it gets."""
+    try:
+        yield
+    except OverlongError as error:
+        raise Refusal(413, str(error)) from error
+    except WireError as error:
+        raise Refusal(400, str(error)) from error
+    except TensorError as error:
+        raise Refusal(422, str(error)) from error
+    except PeerTimeoutError as error:
+        raise Refusal(408, str(error)) from error
+
+
 async def run_handler(route: ServedRoute[R], incoming: Incoming) -> R:
     """Run the handler of ``route``.
 
@@ -196,17 +212,10 @@ async def run_handler(route: ServedRoute[R], incoming: Incoming) -> R:
         Refusal: whatever went wrong, with the status and reason that the caller gets.
     """
     try:
-        return await route.handler(incoming)
+        with errors_refused():
+            return await route.handler(incoming)
     except Refusal:
         raise
-    except OverlongError as error:
-        raise Refusal(413, str(error)) from error
-    except WireError as error:
-        raise Refusal(400, str(error)) from error
-    except TensorError as error:
-        raise Refusal(422, str(error)) from error
-    except PeerTimeoutError as error:
-        raise Refusal(408, str(error)) from error
     except Exception as error:
         context = {"message": f"the handler of {route.name} failed", "exception": error}
         asyncio.get_running_loop().call_exception_handler(context)

@@ -1,4 +1,4 @@
-"""Decoding of what peers send: one place that maps every way of being malformed to one error."""
+"""Decoding of what peers send, whatever is wrong with it becoming a `WireError`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,13 @@ T = TypeVar("T")
 
 
 def decode(data: bytes | memoryview, kind: type[T] | Any, what: str = "message") -> T:
-    """Read MessagePack as ``kind``.
-
-    msgspec tells bad types by its own errors, but text that isn't UTF-8, nesting thousands of levels deep
-    and numbers beyond all bounds by Python's.
-
-    Args:
-        data: from the network, or from a record that came over it.
-        kind: the type to decode to, with its bounds.
-        what: stands in the error's text.
+    """Decode MessagePack as ``kind``, a type with its bounds; ``what`` names the data in the error.
 
     Raises:
-        WireError: whatever is wrong with it.
+        WireError: ``data`` is malformed or out of bounds.
     """
+    # msgspec has errors of its own for bad types, but text that isn't UTF-8, nesting thousands of levels deep
+    # and numbers beyond all bounds raise Python's.
     try:
         result: T = msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError) as error:

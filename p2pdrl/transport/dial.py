@@ -2,7 +2,7 @@
 
 Names are resolved here and the connection goes to the IP that was looked at, so that no name
 can point to one place when checked and to another when dialled, and so that the Host header is
-an IP literal that every node accepts. `http.client` asks before each call.
+an IP literal that every node accepts. `http_transport` asks before each call.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from p2pdrl.errors import ConfigError, PeerUnreachableError
 from p2pdrl.transport.auth import Verdict
 from p2pdrl.transport.protocol import Address
 
-__all__ = ["Dialer", "Resolve", "forbidden", "system_resolve"]
+__all__ = ["METADATA_IPS", "Dialer", "Resolve", "forbidden", "ip_of", "is_loopback", "system_resolve"]
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
-_IP = ipaddress.IPv4Address | ipaddress.IPv6Address
-_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+"""``(host, port) -> IPs``"""
 
-_METADATA = {ipaddress.ip_address(text) for text in ("169.254.169.254", "169.254.170.2", "fd00:ec2::254")}
-_METADATA.add(ipaddress.ip_address("100.100.100.200"))
+IP = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+METADATA_IPS = frozenset(
+    map(ipaddress.ip_address, ("169.254.169.254", "169.254.170.2", "fd00:ec2::254", "100.100.100.200"))
+)
+"""Metadata services of clouds: they give secrets to whoever asks from inside."""
+
 _MAX_NAMES = 1024
 
 
@@ -35,19 +39,33 @@ async def system_resolve(host: str, port: int) -> list[str]:
     return [str(entry[4][0]) for entry in found]
 
 
-def forbidden(ip_text: str, allowed: Sequence[_Network] = ()) -> Verdict:
+def ip_of(host: str) -> IP | None:
+    """Return the IP of a literal, without its zone, IPv4 where it is mapped; None for a name."""
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    if isinstance(ip, ipaddress.IPv4Address):
+        return ip
+    return ip.ipv4_mapped or ipaddress.IPv6Address(int(ip))
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether ``host`` is an IP literal of this machine's loopback."""
+    ip = ip_of(host)
+    return ip is not None and ip.is_loopback
+
+
+def forbidden(ip_text: str, allowed: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network] = ()) -> Verdict:
     """Tell why ``ip_text`` is never dialled.
 
     Cloud metadata services, multicast and unspecified addresses are never peers. With
     ``allowed`` networks given, others aren't either; loopback stays allowed.
     """
-    try:
-        ip: _IP = ipaddress.ip_address(ip_text.partition("%")[0])
-    except ValueError:
+    ip = ip_of(ip_text)
+    if ip is None:
         return f"{ip_text[:80]!r} isn't an IP address"
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        ip = ip.ipv4_mapped
-    if ip in _METADATA:
+    if ip in METADATA_IPS:
         return f"{ip} is a cloud metadata service, not a peer"
     if ip.is_multicast or ip.is_unspecified or ip == ipaddress.IPv4Address("255.255.255.255"):
         return f"{ip} isn't the address of one machine"
@@ -101,11 +119,7 @@ class Dialer:
         return good
 
     async def _ips(self, to: Address) -> list[str]:
-        try:
-            ipaddress.ip_address(to.host.partition("%")[0])
-        except ValueError:
-            pass
-        else:
+        if ip_of(to.host) is not None:
             return [to.host]
         now_s = self._clock.monotonic()
         known = self._names.get(to)

@@ -30,9 +30,9 @@ from p2pdrl.transport.framing import body_nbytes
 from p2pdrl.transport.http.body import BodyReader, body_chunks
 from p2pdrl.transport.http.headers import CONTENT_TYPE, AnswerHead, Credentials, RequestHead
 from p2pdrl.transport.http.server import HttpServer
-from p2pdrl.transport.http.upgrade import NotConnectedError, NotOfferedError
+from p2pdrl.transport.http.upgrade import NotConnectedError, NotOfferedError, Upgrader
 from p2pdrl.transport.limits import TransportLimits
-from p2pdrl.transport.pipe.opening import PipeOpener
+from p2pdrl.transport.pipe.opening import open_pipe
 from p2pdrl.transport.pipe.ticket import MAX_PIPE_META_BYTES, Pipe, PipeReply
 from p2pdrl.transport.protocol import Address, Answer, Handler, Incoming, Lane, TrafficCounters, VectorBuffer
 from p2pdrl.transport.stream.client import StreamClient
@@ -88,10 +88,8 @@ class HttpTransport:
         self._credentials = Credentials(node_id, swarm_id, keys, clock)
         self._dialer = Dialer(clock, self.limits.resolve_ttl_s, allow_cidr, resolve)
         self._sessions: dict[Lane, aiohttp.ClientSession] = {}
-        self._streams = StreamClient(
-            self._credentials, clock=clock, limits=self.limits, counters=self.counters
-        )
-        self._pipes = PipeOpener(self._credentials, self.limits)
+        self._upgrader = Upgrader(self._credentials, self.limits)
+        self._streams = StreamClient(self._upgrader, clock=clock, counters=self.counters)
 
     def mount(self, app: web.Application) -> None:
         """Add the peer routes to ``app``, before it starts."""
@@ -150,7 +148,7 @@ class HttpTransport:
         sessions = tuple(self._sessions.values())
         self._sessions.clear()
         self._streams.close()
-        self._pipes.close()
+        self._upgrader.close()
         for session in sessions:
             await session.close()
 
@@ -197,7 +195,7 @@ class HttpTransport:
         """
 
         async def once(address: Address) -> Pipe:
-            return await self._pipes.open(address, peer_id, route, meta)
+            return await open_pipe(self._upgrader, address, peer_id, route, meta)
 
         return await self._try_addresses(to, once, f"the request for the pipe {route}", deadline_s)
 

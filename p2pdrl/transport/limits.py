@@ -1,8 +1,4 @@
-"""Every bound of the transport in one place: sizes, deadlines, counts and rates.
-
-The node builds one `TransportLimits` from its config and hands it to server, client and
-listener; tests shorten the deadlines.
-"""
+"""Every bound of the transport: sizes, deadlines, counts and rates."""
 
 from __future__ import annotations
 
@@ -31,12 +27,12 @@ class TransportLimits:
             stalled, so that a byte now and then can't hold a connection for ever; 0 allows it.
         watchdog_tick_s: how often connections are looked at: the error of both deadlines.
         keepalive_s: an idle connection is closed by the server after this time.
-        client_keepalive_s: and by the client after this; shorter, so that a client never
+        client_keepalive_s: by the client, after this; shorter, so that a client never
             sends into a connection that the server is just closing.
-        probe_keepalive_s: the same for the probe lane, which talks to everybody in turn: so the open
-            connections follow the number of calls, not the number of members. Shorter connects more often.
-        lingering_s: how long the rest of a refused body is read and thrown away, so that the
-            caller gets to see the refusal.
+        probe_keepalive_s: likewise in the probe lane, which calls everybody in turn: so the number of open
+            connections follows that of calls, not that of members. Shorter connects more often.
+        lingering_s: how long the rest of a refused body is read and dropped, so that the caller gets the
+            refusal.
         shutdown_grace_s: how long running handlers may go on when the listener closes.
         clock_skew_s: greatest difference of wall clocks at which a request counts as fresh.
         max_nonces: nonces remembered against replay; when full, requests are refused (429).
@@ -47,10 +43,10 @@ class TransportLimits:
         max_requests_per_peer: of one peer.
         requests_per_s: steady rate allowed to one peer.
         requests_burst: requests that one peer may send at once.
-        failures_per_s: steady rate of refusals told to one host in full; beyond it 429.
-        failures_burst: the same at once.
+        failures_per_s: steady rate of refusals that one host gets with their reason; beyond it 429.
+        failures_burst: such refusals at once.
         max_answer_meta_bytes: longest metadata accepted in an answer (a view of 4,096 members).
-        max_refusal_bytes: bytes of a refusal that are looked at.
+        max_refusal_bytes: bytes of a refusal that are read.
         max_api_body_bytes: ``client_max_size`` for the application that shares the port.
         read_buffer_bytes: aiohttp's receive buffer; reading pauses at twice this.
         probe_connections_per_host: connections of the probe lane to one peer.

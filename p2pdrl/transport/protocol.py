@@ -1,7 +1,7 @@
 """What every transport offers: one request, one answer, each of metadata and maybe a vector.
 
 Membership, strategies and the node talk to peers through `Transport` alone; `HttpTransport`
-runs it over TCP and `MemoryTransport` inside one process. One contract suite covers both.
+runs it over TCP, `testing.memory_transport` inside one process.
 
 A message is `meta`, a short byte string whose encoding is the caller's business, followed by
 `vector`, a long run of bytes that is streamed between preallocated buffers and never copied
@@ -110,39 +110,33 @@ class Incoming(Protocol):
     @property
     def sender(self) -> str:
         """Node id of the caller, as vouched for by a holder of the swarm key."""
-        ...
 
     @property
     def route(self) -> str:
         """Name under which the handler was registered."""
-        ...
 
     @property
     def meta(self) -> bytes:
         """The request's metadata."""
-        ...
 
     @property
     def vector_nbytes(self) -> int:
         """Length of the vector that follows; 0 when there is none."""
-        ...
 
     @property
     def remote_host(self) -> str:
         """IP address from which the connection came."""
-        ...
 
     async def read_vector_into(self, out: memoryview) -> None:
-        """Fill ``out`` (exactly ``vector_nbytes`` long) with the vector. At most once.
+        """Fill ``out`` (exactly ``vector_nbytes`` long) with the vector, at most once.
 
-        What ``out`` holds is authentic only after this returned; after an error it is rubbish.
+        What ``out`` holds is authentic only after this returned.
 
         Raises:
             WireError: truncated, too long, or a piece that fails its check.
             PeerTimeoutError: the peer stopped sending.
             ValueError: ``out`` has another length, or it is a second read.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +144,6 @@ class Reply:
     """What a handler answers.
 
     Attributes:
-        meta: metadata of the answer.
         vector: one view, or several that are sent one after another as one vector. They must
             stay unchanged until ``on_end`` is called.
         on_end: called exactly once: with True when the whole answer has been written, with False
@@ -167,7 +160,6 @@ class Answer:
     """What a call brings back.
 
     Attributes:
-        meta: metadata of the answer.
         vector_nbytes: bytes written into the buffer that ``into`` returned; 0 for no vector.
         sender: node id that answered, or None where it couldn't be known.
     """
@@ -187,12 +179,10 @@ class Transport(Protocol):
     @property
     def node_id(self) -> str:
         """Our own id."""
-        ...
 
     @property
     def counters(self) -> TrafficCounters:
         """Bytes in and out, in total and by peer; refusals by status."""
-        ...
 
     async def call(
         self,
@@ -224,7 +214,6 @@ class Transport(Protocol):
             PeerRefusedError: the peer said no.
             WireError: the answer breaks the protocol, or ``into`` refused it.
         """
-        ...
 
     def serve(
         self, route: str, handler: Handler, *, max_meta_bytes: int = 65536, max_vector_bytes: int = 0
@@ -234,15 +223,12 @@ class Transport(Protocol):
         Raises:
             ValueError: the name is malformed or taken.
         """
-        ...
 
     async def start(self) -> None:
         """Make calls possible."""
-        ...
 
     async def close(self) -> None:
         """End open calls and free connections; calling it again does nothing."""
-        ...
 
 
 def check_route(route: str) -> str:
@@ -257,20 +243,18 @@ def check_route(route: str) -> str:
 
 
 OTHER_PEERS = "other"
-"""Key that gathers peers beyond the table's bound and callers whose id isn't known."""
+"""Key of all peers beyond the table's bound, and of callers whose id isn't known."""
 
 
 class TrafficCounters:
-    """Bytes in and out by peer, and refusals by status.
+    """What one node's transport has moved and refused; all counts only grow.
+
+    Bytes are those of message bodies (metadata, vectors and their MACs), without heads.
 
     Args:
         max_peers: peers counted by id; later ones share the key ``other``.
 
     Attributes:
-        bytes_in: total body bytes received.
-        bytes_out: total body bytes sent.
-        bytes_in_by_peer: the same by node id.
-        bytes_out_by_peer: the same by node id.
         refused: requests that we refused, by HTTP status.
         refused_connections: connections closed at once because of the caps.
         dropped_connections: connections cut because they were too slow.

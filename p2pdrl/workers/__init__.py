@@ -10,6 +10,6 @@ torch-free and shared with the daemon; everything else here runs in a child.
 | over torch.distributed | `pipeline.torch_stages` |
 | `actor` | |
 | `torch_group.process` | `torch_group.process`, `torch_group.rendezvous` |
-| `evaluator`, `pipeline.block_lister` (for the command line) | |
+| `evaluator`, `pipeline.measure` (for the command line) | |
 | all | `child` |
 """

@@ -20,8 +20,7 @@ from torch import Tensor
 from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.rl.flat import FlatSpan
 from p2pdrl.rl.optimizers import Optimizer, clip_gradients, gradient_norm
-from p2pdrl.tensors.gradient_ring import GradientRing
-from p2pdrl.tensors.shared_memory import SharedRegion, SharedVector
+from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion, SharedVector
 from p2pdrl.workers.protocol import Posted, PostKind, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
 

@@ -51,7 +51,7 @@ from typing import Literal
 
 import msgspec
 
-from p2pdrl.config.gradients import Microbatches
+from p2pdrl.config.fields import Microbatches
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.errors import WireError
 from p2pdrl.transport.codec import decode
@@ -161,7 +161,7 @@ class WorkMode(msgspec.Struct, frozen=True, tag="work"):
     epoch: int
     """Of the mode; posts and answers carry it."""
     ring_nbytes: int = 0
-    """Of the `tensors.gradient_ring`; 0 when gradients don't travel."""
+    """Of the `tensors.shared_memory`; 0 when gradients don't travel."""
     shared_nbytes: int = 0
     """Of the `tensors.shared_memory`; 0 when the learner has its parameters for itself."""
 

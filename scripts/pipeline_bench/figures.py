@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pipeline_bench.teams import Outcome
 from support.plots import COLOURS, pyplot, save
 
-__all__ = ["ALONE", "PLAIN", "Case", "Figures", "Tally", "draw", "ideal_speedup", "show", "show_memory"]
+__all__ = ["ALONE", "PLAIN", "Case", "CaseSamples", "Figures", "draw", "ideal_speedup", "show", "show_memory"]
 
 ALONE, PLAIN = "one process", "plain torch"
 
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 
 @dataclass
-class Tally:
+class CaseSamples:
     """The trials of one case.
 
     Attributes:
@@ -78,20 +78,20 @@ class Figures:
     """All cases.
 
     Args:
-        tallies: by case.
+        by_case: by case.
     """
 
-    def __init__(self, tallies: Mapping[Case, Tally]) -> None:
-        self._tallies = tallies
+    def __init__(self, by_case: Mapping[Case, CaseSamples]) -> None:
+        self._by_case = by_case
 
     def ratio(self, case: Case, other: Case) -> float | None:
         """Return how many times as long as the other a case takes: the median over the rounds.
 
         Both trials of a round meet the same machine, so their ratio is less uneven than their times.
         """
-        if case not in self._tallies or other not in self._tallies:
+        if case not in self._by_case or other not in self._by_case:
             return None
-        pairs = zip(self._tallies[case].rounds, self._tallies[other].rounds, strict=True)
+        pairs = zip(self._by_case[case].rounds, self._by_case[other].rounds, strict=True)
         return statistics.median(one.wall_s / two.wall_s for one, two in pairs)
 
     def speedup(self, case: Case) -> float | None:
@@ -112,15 +112,15 @@ class Figures:
 
     def row(self, case: Case) -> dict[str, Any]:
         """Return all figures of a case."""
-        tally = self._tallies[case]
+        samples = self._by_case[case]
         alone = case.contender == ALONE
-        bubbles = [outcome.bubble for outcome in tally.rounds if outcome.bubble is not None]
-        memory = tally.memory
+        bubbles = [outcome.bubble for outcome in samples.rounds if outcome.bubble is not None]
+        memory = samples.memory
         return {
             **case._asdict(),
-            "wall_s": tally.median(lambda outcome: outcome.wall_s),
-            "cpu_s": tally.median(lambda outcome: outcome.cpu_s),
-            "collect_s": tally.median(lambda outcome: outcome.collect_s) or None,
+            "wall_s": samples.median(lambda outcome: outcome.wall_s),
+            "cpu_s": samples.median(lambda outcome: outcome.cpu_s),
+            "collect_s": samples.median(lambda outcome: outcome.collect_s) or None,
             "x_plain": None if alone else self.ratio(case, case.plain()),
             "speedup": self.speedup(case),
             "ideal": None if alone else ideal_speedup(case.stages, case.microbatches, case.chunks),
@@ -132,7 +132,7 @@ class Figures:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the figures of all cases."""
-        return [self.row(case) for case in self._tallies]
+        return [self.row(case) for case in self._by_case]
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from p2pdrl.config.gradients import Precision
+from p2pdrl.config.fields import Precision
 from p2pdrl.config.task import NetworkConfig
 from p2pdrl.pipeline.layers import Layer, Peer
 from p2pdrl.pipeline.partition import partition
@@ -23,9 +23,10 @@ from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Minibatch
-from p2pdrl.rl.optimizers import Adam
+from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.parts import ModelParts, policy_parts
 from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.tensors.optimizers import Adam
 
 __all__ = ["CHUNKS", "NETWORKS", "SIZES", "Model", "cuts_of", "make_model", "network_of", "plan_of"]
 
@@ -108,7 +109,7 @@ def make_model(kind: str, parameters: int, rows: int, device: torch.device, prec
     parts = policy_parts(
         policy,
         OBJECTIVE,
-        Adam(flat.parameters_D, flat.gradients_D),
+        Optimizer(Adam(), flat.parameters_D, flat.gradients_D),
         steps=1,
         most_rows=rows,
         precision=precision,

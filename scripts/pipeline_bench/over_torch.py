@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from p2pdrl.pipeline.order import Meeting, StageOrder
+from p2pdrl.pipeline.plan import Meeting, StageOrder
 from p2pdrl.rl.pipeline.links import FramedLinks, Links
 from p2pdrl.rl.pipeline.runner import Running
 from p2pdrl.workers.pipeline import torch_stages
 from p2pdrl.workers.pipeline.pipe_carrier import PipeCarrier
-from p2pdrl.workers.torch_group.rendezvous import find_store, open_store
+from p2pdrl.workers.torch_group.rendezvous import connect_store, open_store
 from pipeline_bench.model import Model
 from pipeline_bench.redirected import Redirected
 from pipeline_bench.staged import TIMEOUT_S, Staged, WatchedShare
@@ -77,6 +77,6 @@ def _redirect(rank: int) -> None:
         return Redirected(store, rank), port
 
     def found(*arguments: Any) -> Redirected:
-        return Redirected(find_store(*arguments), rank)
+        return Redirected(connect_store(*arguments), rank)
 
     vars(torch_stages).update(open_store=opened, find_store=found)

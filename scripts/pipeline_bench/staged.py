@@ -9,9 +9,8 @@ from typing import Any
 
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.pipeline.links import Links
-from p2pdrl.rl.pipeline.pipelined import Pipelined
+from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
 from p2pdrl.rl.pipeline.runner import Running
-from p2pdrl.rl.pipeline.server import StageServer
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
 from pipeline_bench.model import OBJECTIVE, Model
 from pipeline_bench.talk import LEARNING_RATE, MAX_GRAD_NORM, Stopwatch, Trial

@@ -14,8 +14,7 @@ import torch
 from aiohttp import web
 
 from p2pdrl.clock import SystemClock
-from p2pdrl.pipeline.order import StageSide
-from p2pdrl.pipeline.plan import PipelinePlan
+from p2pdrl.pipeline.plan import PipelinePlan, StageSide
 from p2pdrl.rl.pipeline.links import FramedLinks, Links
 from p2pdrl.rl.pipeline.runner import Running
 from p2pdrl.transport.http.listener import Listener

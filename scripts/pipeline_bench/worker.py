@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from p2pdrl.config.gradients import Precision
+from p2pdrl.config.fields import Precision
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.schedule import ScheduleName
 from p2pdrl.rl.sequential import measure_blocks

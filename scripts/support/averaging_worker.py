@@ -111,10 +111,10 @@ class Watched(FakeSwarm):
 
 
 class Asking(FakeLearner):
-    """A learner that posts only when it is told to."""
+    """A learner that sends a gradient only when it is asked to."""
 
     async def ask(self, vector: np.ndarray) -> None:
-        """Post a gradient until it is averaged; who adopts a state first has to post again."""
+        """Send a gradient until it is averaged; who adopts a state first has to send again."""
         while await self._ask(self.post("gradients", vector)) != "replace":
             self.absorb()
 

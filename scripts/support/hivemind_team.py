@@ -17,7 +17,7 @@ __all__ = ["ROWS", "HivemindTeam"]
 WORKER = Path(__file__).with_name("hivemind_worker.py")
 ROWS = ("hivemind", "hivemind+meet")
 WARM_UPS = 2
-PATIENCE = 3  # after so many failures in a row a size is given up
+MOST_FAILURES = 3  # after so many failures in a row a size is given up
 PAUSE_S = 0.1  # its processes still tidy up when the round is done; the next method should not pay for it
 
 
@@ -65,7 +65,7 @@ class HivemindTeam:
         Returns:
             (wall seconds of the slowest peer, CPU seconds of all) by row; empty for a round that failed.
         """
-        if self._failed_in_a_row == PATIENCE:
+        if self._failed_in_a_row == MOST_FAILURES:
             return {}
         try:
             times = self._round()

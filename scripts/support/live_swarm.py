@@ -17,7 +17,7 @@ import psutil
 
 from p2pdrl.config.mode import changed_options, protocol_of
 from p2pdrl.config.strategy import StrategyConfig, mode_of
-from p2pdrl.planner.statistics import STALENESS_BOUNDS
+from p2pdrl.planner.forecast import STALENESS_BOUNDS
 from p2pdrl.tensors.checkpoint import from_bytes
 from support.local_swarm import LocalSwarm, Node
 

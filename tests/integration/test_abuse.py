@@ -14,7 +14,7 @@ from p2pdrl.errors import PeerRefusedError
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.node.settings import stamp
-from p2pdrl.strategies.gossip.pair_average import ExchangeHead
+from p2pdrl.strategies.gossip.adpsgd import ExchangeHead
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.protocol import Address
 

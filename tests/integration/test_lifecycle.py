@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pdrl.node.shutdown import WITHIN_S
+from p2pdrl.node.daemon import SHUTDOWN_S
 
 EXCHANGE_DEADLINE_S = 2.0
 AGREE_S = 15.0
@@ -139,7 +139,7 @@ def test_a_swarm_lives_through_joins_and_losses(swarm, make_watch, wait_until, n
     assert command.returncode == 0, complaint
     leaving, left = (moment(c, kind) for kind in ("leaving", "left"))
     print(f"leaves in {left - leaving:.2f} s and has ended after {ended_s - leaving:.2f} s", flush=True)
-    assert ended_s - leaving < WITHIN_S + 1
+    assert ended_s - leaving < SHUTDOWN_S + 1
     wait_until(lambda: views_agree([a, d, e, f], {"c": "left"}), AGREE_S, "all know that c left")
 
     # One learner is killed: it comes back from the board, nothing is lost.

@@ -2,7 +2,7 @@
 
 | to … | modules |
 |---|---|
-| count by lineage, once for each node | `counters`, `steps` (and moments) |
+| count by lineage, once for each node | `counters`, `progress_tracker` (with normaliser moments) |
 | tell the others | `metrics_gossip`, `report_table` |
-| know what agreeing cost | `exchanges` |
+| know what each strategy cost | `exchanges` |
 """

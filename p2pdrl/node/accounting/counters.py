@@ -51,6 +51,11 @@ class Counts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             min(self.updates + other.updates, LARGEST),
         )
 
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(
+            self.env_steps - other.env_steps, self.episodes - other.episodes, self.updates - other.updates
+        )
+
     def at_least(self, other: Counts) -> Counts:
         """The greater of both, field by field."""
         return Counts(
@@ -117,16 +122,13 @@ class CounterTable:
     """Counters of every node ever heard of.
 
     Args:
-        owner: id of the node that keeps this table; what others say about its present boot is ignored.
-        boot: the owner's present boot.
+        owner: id of the node that keeps this table; what others say about its present ``boot`` is ignored.
         max_entries: bound on bases and boots together.
-
-    Attributes:
-        refused: how many nodes' entries weren't taken in because the table was full.
     """
 
     def __init__(self, owner: str = "", boot: int = 0, *, max_entries: int = MAX_ENTRIES) -> None:
         self.refused = 0
+        """Entries that weren't taken in because the table was full."""
         self._owner = owner
         self._boot = boot
         self._max_entries = max_entries
@@ -152,9 +154,7 @@ class CounterTable:
     def merge(self, wire: CountsWire, *, latest_boot: int | None = None) -> bool:
         """Take in another table; return whether this one changed.
 
-        Args:
-            wire: what a peer sent or a checkpoint held.
-            latest_boot: boots beyond this (the far future) are ignored; None takes all.
+        Boots beyond ``latest_boot`` (the far future) are ignored; None takes all.
         """
         changed = False
         for entry in wire.nodes:

@@ -1,4 +1,4 @@
-"""What agreeing cost and brought, per strategy, over this boot; and the last rounds one by one.
+"""What each strategy cost and brought over this boot, and the last rounds one by one.
 
 `Training` feeds it from `strategies.protocol.RoundReport`; status, the metrics page, ``/v1/rounds`` and the
 summary at a run's end show it. Pure but for the clock.
@@ -33,32 +33,24 @@ Named = Callable[[str], str]
 
 @dataclass(slots=True)
 class Account:
-    """Sums over all rounds under one strategy.
-
-    Attributes:
-        mode: its family.
-        outcomes: rounds by outcome.
-        seconds: of all rounds together.
-        waited_s: how long the learner stood still for them.
-        bytes_in: payload that came for them.
-        bytes_out: payload that went out.
-        round_trips: calls that were made for them.
-        staleness: what was merged by bucket (see `STALENESS_BOUNDS`): others' contributions to us, and ours
-            to servers.
-        distance: newest estimate of the consensus distance.
-        in_force_s: how long the strategy was in force, without the present stay.
-    """
+    """Sums over all rounds under one strategy."""
 
     mode: str
+    """The strategy's family."""
     outcomes: Counter[str] = field(default_factory=Counter)
+    """Rounds by outcome."""
     seconds: float = 0.0
     waited_s: float = 0.0
+    """How long the learner stood still for them."""
     bytes_in: int = 0
     bytes_out: int = 0
     round_trips: int = 0
     staleness: list[int] = field(default_factory=lambda: [0] * (len(STALENESS_BOUNDS) + 1))
+    """Contributions merged, by bucket: others' to us, and ours to servers."""
     distance: float | None = None
+    """Newest estimate of the consensus distance."""
     in_force_s: float = 0.0
+    """How long the strategy was in force, without the present stay."""
 
     def add(self, report: RoundReport, me: str) -> None:
         """Add one round."""
@@ -90,12 +82,7 @@ class Account:
 
 
 class Accounting:
-    """Accounts of every strategy of this boot, the walk from one to the next, and the last rounds.
-
-    Args:
-        me: own node id.
-        clock: time.
-    """
+    """Accounts of every strategy of this boot, the walk from one to the next, and the last rounds."""
 
     def __init__(self, me: str, clock: Clock) -> None:
         self._me = me
@@ -110,12 +97,7 @@ class Accounting:
         """Wall time at which the strategy in force began here; None before the first."""
 
     def entered(self, strategy: StrategyConfig, epoch: int) -> None:
-        """Another strategy is in force from now on.
-
-        Args:
-            strategy: its options.
-            epoch: of the mode record, as people see it.
-        """
+        """Another strategy is in force from now on, by the mode record of ``epoch``, as people see it."""
         self._leave()
         self._protocol = protocol_of(strategy)
         self.since_wall_s = self._clock.wall()
@@ -136,16 +118,12 @@ class Accounting:
         self._rounds.append((next(self._numbers), self._clock.wall(), self._protocol, report))
 
     def saw_distance(self, distance: float | None) -> None:
-        """Note the consensus distance that the strategy in force estimates; None changes nothing."""
+        """Note the strategy's estimate of the consensus distance; None changes nothing."""
         if distance is not None:
             self._present().distance = distance
 
     def document(self, named: Named) -> dict[str, object]:
-        """Each strategy's account, with who was merged in its last round; JSON types.
-
-        Args:
-            named: from a node id to a name.
-        """
+        """Each strategy's account, with who was merged in its last round; JSON types."""
         last = {protocol: report for _, _, protocol, report in self._rounds if report.merged}
         stay_s = self._clock.monotonic() - self._since_s
         documents: dict[str, object] = {}
@@ -156,11 +134,7 @@ class Accounting:
         return documents
 
     def rounds(self, named: Named) -> list[dict[str, object]]:
-        """The last rounds, oldest first; JSON types.
-
-        Args:
-            named: from a node id to a name.
-        """
+        """The last rounds, oldest first; JSON types."""
         return [
             {
                 "number": number,

@@ -12,20 +12,27 @@ import msgspec
 from p2pdrl.clock import Clock
 from p2pdrl.errors import TransportError, WireError
 from p2pdrl.node.accounting.counters import Counts, CountsWire, NodeCounts
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.accounting.report_table import FAN_OUT, PeerReport, ReportTable, period_s
-from p2pdrl.node.accounting.steps import StepAccounting
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
 __all__ = ["MAX_META_BYTES", "ROUTE", "GossipBudget", "MetricsGossip", "by_table", "rows_of"]
 
+ROUTE = "gossip"
+MAX_META_BYTES = 1 << 20
+MESSAGE_BYTES = MAX_META_BYTES // 2
+REPORTS = 12
+DEADLINE_S = 2.0
+BOOT_AHEAD_MS = 600_000
+"""A boot id further in the future isn't believed."""
 BOOTS_A_ROW = 64
 
 T = TypeVar("T")
 
 
 class GossipBudget:
-    """Whose turn it is to be sent."""
+    """Which rows go into a message of bounded size: all in turn, over several messages."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -35,7 +42,6 @@ class GossipBudget:
 
         Args:
             first: rows that go before the others, each time, until they take half of the room.
-            rest: rows that take turns.
             room: bytes; a row that is longer than that never goes.
         """
         taken: list[T] = []
@@ -80,7 +86,7 @@ def rows_of(counts: dict[str, CountsWire]) -> tuple[CountRows, CountRows]:
 
 
 def by_table(rows: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
-    """Return the rows of each table."""
+    """Group rows by their table."""
     tables: dict[str, list[T]] = {}
     for table, row in rows:
         tables.setdefault(table, []).append(row)
@@ -95,14 +101,6 @@ def _nbytes(row: object) -> int:
     return len(msgspec.msgpack.encode(row))
 
 
-ROUTE = "gossip"
-MAX_META_BYTES = 1 << 20
-SPOKEN_BYTES = MAX_META_BYTES // 2
-REPORTS = 12
-DEADLINE_S = 2.0
-BOOT_AHEAD_MS = 600_000
-
-
 class MetricsExchange(msgspec.Struct, frozen=True):
     """One side's part of a round."""
 
@@ -115,25 +113,14 @@ class MetricsExchange(msgspec.Struct, frozen=True):
 
 
 class MetricsGossip:
-    """The table of reports and the loop that spreads it.
-
-    Args:
-        me: own node id.
-        transport: how peers are reached; the node routes `ROUTE` to `answer`.
-        step_accounting: counts and moments.
-        clock: time.
-        rng: source of the random choices.
-        alive: the living members, without ourselves.
-        make_report: makes our own report.
-        on_round: called after each change of the tables.
-    """
+    """The table of reports and the loop that spreads it; ``on_round`` is called after each round of ours."""
 
     def __init__(
         self,
         *,
         me: str,
         transport: Transport,
-        step_accounting: StepAccounting,
+        progress_tracker: ProgressTracker,
         clock: Clock,
         rng: random.Random,
         alive: Callable[[], dict[str, Address]],
@@ -141,22 +128,20 @@ class MetricsGossip:
         on_round: Callable[[], None],
     ) -> None:
         self._transport = transport
-        self._step_accounting = step_accounting
+        self._progress_tracker = progress_tracker
         self._clock = clock
         self._rng = rng
         self._alive = alive
         self._make_report = make_report
         self._on_round = on_round
         self._me = me
-        self._counts_ration, self._moments_ration, self._holds_ration = (
-            GossipBudget(),
-            GossipBudget(),
-            GossipBudget(),
-        )
+        self._counts_budget = GossipBudget()
+        self._moments_budget = GossipBudget()
+        self._holds_budget = GossipBudget()
         self.table = ReportTable(me)
 
     async def run(self) -> None:
-        """Go round for ever."""
+        """Gossip for ever."""
         while True:
             self.refresh()
             alive = self._alive()
@@ -171,58 +156,54 @@ class MetricsGossip:
 
     async def tell(self, peer: str, address: Address) -> bool:
         """Do one round with ``peer``; return whether it answered."""
-        meta = msgspec.msgpack.encode(self._speak(None))
+        meta = msgspec.msgpack.encode(self._compose(None))
         try:
             answer = await self._transport.call(address, peer, ROUTE, meta, deadline_s=DEADLINE_S)
-            self._listen(answer.meta)
+            self._merge(answer.meta)
         except TransportError:
             return False
         return True
 
     async def answer(self, incoming: Incoming) -> Reply:
-        """Serve a peer's round.
-
-        Raises:
-            Refusal: 400 when it can't be read.
-        """
+        """Serve a peer's round."""
         try:
-            said = self._speak(self._listen(incoming.meta).holds)
+            said = self._compose(self._merge(incoming.meta).holds)
         except WireError as error:
             raise Refusal(400, str(error)) from error
         return Reply(msgspec.msgpack.encode(said))
 
-    def _speak(self, they_hold: dict[str, object] | None) -> MetricsExchange:
+    def _compose(self, peer_holds: dict[str, object] | None) -> MetricsExchange:
         reports = self.table.outgoing(self._clock.monotonic(), REPORTS)
-        room = SPOKEN_BYTES - len(msgspec.msgpack.encode(reports))
+        room = MESSAGE_BYTES - len(msgspec.msgpack.encode(reports))
         first = {report.id: place for place, report in enumerate(reports, 1)} | {self._me: 0}
         counts = self._counts(first, room // 3)
-        holds = _share(self._holds_ration, self._step_accounting.moments_digest(), first, room // 3)
+        holds = _share(self._holds_budget, self._progress_tracker.moments_digest(), first, room // 3)
         room -= len(msgspec.msgpack.encode((counts, holds)))
-        lacks = {} if they_hold is None else self._step_accounting.moments_since(they_hold)
-        moments = _share(self._moments_ration, lacks, first, room)
+        lacks = {} if peer_holds is None else self._progress_tracker.moments_since(peer_holds)
+        moments = _share(self._moments_budget, lacks, first, room)
         return MetricsExchange(reports=reports, counts=counts, moments=moments, holds=dict(holds))
 
     def _counts(self, first: dict[str, int], room: int) -> dict[str, CountsWire]:
-        newest, older = rows_of(self._step_accounting.counts())
+        newest, older = rows_of(self._progress_tracker.counts())
         ahead = sorted((row for row in newest if row[1].node in first), key=lambda row: first[row[1].node])
         others = [row for row in newest if row[1].node not in first]
-        rows = by_table(self._counts_ration.take(ahead, others + older, room))
+        rows = by_table(self._counts_budget.take(ahead, others + older, room))
         return {lineage: CountsWire(tuple(nodes)) for lineage, nodes in rows.items()}
 
-    def _listen(self, meta: bytes) -> MetricsExchange:
-        heard: MetricsExchange = decode(meta, MetricsExchange, "rumour")
+    def _merge(self, meta: bytes) -> MetricsExchange:
+        heard: MetricsExchange = decode(meta, MetricsExchange, "metrics gossip")
         latest_boot = int(self._clock.wall() * 1000) + BOOT_AHEAD_MS
         self.table.merge(heard.reports, self._clock.monotonic(), latest_boot=latest_boot)
-        self._step_accounting.merge_counts(heard.counts, latest_boot=latest_boot)
-        self._step_accounting.merge_moments(heard.moments, latest_boot=latest_boot)
+        self._progress_tracker.merge_counts(heard.counts, latest_boot=latest_boot)
+        self._progress_tracker.merge_moments(heard.moments, latest_boot=latest_boot)
         return heard
 
 
 def _share(
-    ration: GossipBudget, tables: dict[str, list[Any]], first: dict[str, int], room: int
+    budget: GossipBudget, tables: dict[str, list[Any]], first: dict[str, int], room: int
 ) -> dict[str, list[Any]]:
     """Return what ``room`` bytes hold of rows that begin with their node's id."""
     rows = [(name, row) for name, rows in tables.items() for row in rows]
     ahead = sorted((row for row in rows if row[1][0] in first), key=lambda row: first[row[1][0]])
     others = [row for row in rows if row[1][0] not in first]
-    return by_table(ration.take(ahead, others, room))
+    return by_table(budget.take(ahead, others, room))

@@ -50,7 +50,7 @@ def period_s(nodes: int) -> float:
 
 
 class PeerReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One node's account of itself; counts are of all its boots, bytes of this one.
+    """What one node tells of itself; counts are of all its boots, bytes of this one.
 
     Travels by position: 160 bytes instead of the 430 that names take.
     """
@@ -119,12 +119,7 @@ class _Held:
 
 
 class ReportTable:
-    """The newest report of every node.
-
-    Args:
-        me: id of the node that keeps the table; what others say about it is ignored.
-        capacity: most nodes held; the one that has been silent longest makes room.
-    """
+    """The newest report of every node; at ``capacity`` the one that was silent longest makes room."""
 
     def __init__(self, me: str, *, capacity: int = MAX_REPORTS) -> None:
         self._me = me
@@ -164,18 +159,12 @@ class ReportTable:
     def merge(
         self, reports: Iterable[PeerReport], now: float, *, latest_boot: int | None = None
     ) -> list[str]:
-        """Take in a peer's reports, each if it is newer than the one held.
+        """Take in a peer's reports, each if it is newer than the one held; return the ids that changed.
 
-        Args:
-            reports: decoded, so within the bounds of `PeerReport`.
-            now: monotonic seconds.
-            latest_boot: reports of boots beyond this (the far future) are ignored; None takes all.
-
-        Returns:
-            The ids whose report changed.
+        Reports of boots beyond ``latest_boot`` (the far future) are ignored; None takes all.
 
         Raises:
-            WireError: if a report holds a number that isn't finite; none is taken in then.
+            WireError: a report holds a number that isn't finite; none is taken in then.
         """
         reports = list(reports)
         for report in reports:

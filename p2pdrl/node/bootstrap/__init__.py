@@ -1,8 +1,8 @@
-"""To come up, and to find or found a swarm.
+"""To come up, and to join or found a swarm.
 
 | to … | modules |
 |---|---|
-| have a place, a port and a swarm | `datadir`, `startup` |
-| judge joins, and join | `node.admission`, `joining` (rules) |
+| have a data folder, an identity, a port | `datadir`, `startup` |
+| decide whether to join, resume or found | `joining` (pure; `node.admission` runs it) |
 | begin with a state | `first_state` |
 """

@@ -33,21 +33,14 @@ _FROM_THE_START = ("members.json", "token", "identity.key", "lock")
 
 
 class DataDir:
-    """A locked data folder; make one with `acquire`.
-
-    Attributes:
-        path: the folder.
-        picked_other: True when no folder was named and the first one was in use by another node.
-        keep: set it once the node trains; a folder that wasn't there before a start that fails goes again.
-
-    Example:
-        ``with DataDir.acquire(None, None) as data: print(data.path, data.token())``
-    """
+    """A locked data folder; make one with `acquire`."""
 
     def __init__(self, path: Path, lock: int, *, picked_other: bool, existed: bool = True) -> None:
         self.path = path
         self.picked_other = picked_other
+        """No folder was named, and the first one was in use by another node."""
         self.keep = existed
+        """To be set once the node trains; a folder that wasn't there before a start that fails goes again."""
         self._lock: int | None = lock
 
     @classmethod
@@ -63,7 +56,6 @@ class DataDir:
         Args:
             path: this very folder; None takes the first unlocked one of ``node-1``, ``node-2`` … in the root.
             root: where those are; None is ``P2PDRL_DATA_ROOT``, else the user's data folder.
-            environ: environment variables; None is the process's own.
 
         Raises:
             DataDirLockedError: if ``path`` is in use by another node.

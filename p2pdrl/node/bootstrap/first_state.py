@@ -10,69 +10,60 @@ import msgspec
 from p2pdrl.errors import CheckpointError, WireError
 from p2pdrl.ids import new_lineage
 from p2pdrl.node.accounting.counters import CountsWire
-from p2pdrl.node.accounting.steps import StepAccounting
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.bootstrap.joining import JoinInfo, SwarmOrigin
+from p2pdrl.node.context import NodeContext
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.parts import NodeParts
 from p2pdrl.node.state.checkpoints import Checkpoint, CheckpointStore, as_state
 from p2pdrl.node.state.state_transfer import TransferredState
 from p2pdrl.node.training import Training
 
-__all__ = ["first_state", "founded_at", "restore_steps", "take_up"]
+__all__ = ["first_state", "founded_at", "load_checkpoint", "restore_steps"]
 
 ORPHANED_S = 10.0
 
 
-async def take_up(
-    store: CheckpointStore, step_accounting: StepAccounting, events: EventLog
+async def load_checkpoint(
+    store: CheckpointStore, progress_tracker: ProgressTracker, events: EventLog
 ) -> Checkpoint | None:
-    """Return the newest whole checkpoint of an earlier run, and tell what was passed over.
-
-    Args:
-        store: where checkpoints are.
-        step_accounting: gets back what the checkpoint knew of counts and moments.
-        events: what is told.
-    """
+    """Return the newest whole checkpoint of an earlier run, and tell what was passed over."""
 
     def readable(checkpoint: Checkpoint) -> None:
-        restore_steps(StepAccounting("", 0), checkpoint)
+        restore_steps(ProgressTracker("", 0), checkpoint)
 
     loaded = await asyncio.to_thread(store.load_latest, accept=readable)
     for reason in loaded.skipped:
         events.emit("checkpoint-skipped", reason, level="warning")
     if loaded.checkpoint is not None:
-        restore_steps(step_accounting, loaded.checkpoint)
+        restore_steps(progress_tracker, loaded.checkpoint)
     return loaded.checkpoint
 
 
-def restore_steps(step_accounting: StepAccounting, checkpoint: Checkpoint) -> None:
-    """Give the step accounting back what the checkpoint knew of counts and moments.
+def restore_steps(progress_tracker: ProgressTracker, checkpoint: Checkpoint) -> None:
+    """Give the progress tracker back what the checkpoint knew of counts and moments.
 
     Raises:
         CheckpointError: that part of it can't be read.
     """
     meta = checkpoint.meta
     try:
-        step_accounting.merge_counts(
+        progress_tracker.merge_counts(
             {
                 str(lineage): msgspec.convert(wire, CountsWire)
                 for lineage, wire in dict(meta["counts"]).items()
             }
         )
-        step_accounting.restore_moments(dict(msgspec.msgpack.decode(base64.b64decode(meta["moments"]))))
+        progress_tracker.restore_moments(dict(msgspec.msgpack.decode(base64.b64decode(meta["moments"]))))
     except (KeyError, TypeError, ValueError, msgspec.DecodeError, WireError) as error:
         raise CheckpointError(f"the counts of the checkpoint can't be read: {error}") from error
 
 
 async def first_state(
-    parts: NodeParts, training: Training, origin: SwarmOrigin, checkpoint: Checkpoint | None
+    context: NodeContext, training: Training, origin: SwarmOrigin, checkpoint: Checkpoint | None
 ) -> tuple[TransferredState | None, str]:
     """Return the state to begin from (None: the task's initial weights) and its lineage.
 
     Args:
-        parts: the node.
-        training: built, not begun.
-        origin: whether this node founded or joined.
         checkpoint: of an earlier run of this task, if any.
 
     Raises:
@@ -80,21 +71,21 @@ async def first_state(
     """
     own = None if checkpoint is None else await asyncio.to_thread(as_state, checkpoint, training.spec)
     info = origin.info
-    if parts.config.node.debug.perturb_start > 0:
+    if context.config.node.debug.perturb_start > 0:
         return None, (origin.lineage or new_lineage()) if info is None else info.lineage
-    if info is not None and not (own is not None and _stays(own, info, parts.step_accounting, training)):
-        parts.state = "fetching"
-        found = await training.adoptions.first(_Orphaned(parts).judge)
+    if info is not None and not (own is not None and _stays(own, info, context.progress_tracker, training)):
+        context.state = "fetching"
+        found = await training.adoptions.first(_Orphaned(context).judge)
         if found is not None:
-            giver, state = found
-            alive = parts.learners()
-            if parts.gossip is not None and giver in alive:
-                await parts.gossip.tell(giver, alive[giver])  # its counts and moments
-            training.tell_adopted(giver, state, "joined")
+            donor, state = found
+            alive = context.learners()
+            if context.gossip is not None and donor in alive:
+                await context.gossip.tell(donor, alive[donor])  # its counts and moments
+            training.tell_adopted(donor, state, "joined")
             return state, state.head.lineage
     if own is None:
         return None, origin.lineage or new_lineage()
-    parts.events.emit(
+    context.events.emit(
         "resumed-checkpoint",
         f"goes on from its checkpoint at version {own.head.policy_version}; "
         "another --data-dir would begin afresh",
@@ -106,11 +97,11 @@ async def first_state(
 
 
 def _stays(
-    own: TransferredState, info: JoinInfo, step_accounting: StepAccounting, training: Training
+    own: TransferredState, info: JoinInfo, progress_tracker: ProgressTracker, training: Training
 ) -> bool:
     """Whether our checkpoint is at least as good as the swarm's state, by the rules of an exchange."""
     if own.head.lineage != info.lineage:
-        mine = (-step_accounting.steps(own.head.lineage), own.head.lineage)
+        mine = (-progress_tracker.steps(own.head.lineage), own.head.lineage)
         return mine < (-info.lineage_steps, info.lineage)
     limit = getattr(training.task.strategy, "max_staleness", 0)
     return info.policy_version - own.head.policy_version <= int(limit)
@@ -127,29 +118,26 @@ class _Orphaned:
 
     That happens when the founder dies before anybody has its state. After ten such seconds the
     living node with the lowest id goes on by itself, and the others adopt from it.
-
-    Args:
-        parts: the node.
     """
 
-    def __init__(self, parts: NodeParts) -> None:
-        self._parts = parts
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
         self._since_s: float | None = None
 
     def judge(self) -> bool:
         """Tell whether this node is to go on by itself."""
-        parts = self._parts
-        now_s = parts.clock.monotonic()
-        alive = parts.learners()
+        context = self._context
+        now_s = context.clock.monotonic()
+        alive = context.learners()
         if any(self._may_give(node, now_s) for node in alive):
             self._since_s = None
             return False
         if self._since_s is None:
             self._since_s = now_s
         waited = now_s - self._since_s >= ORPHANED_S
-        return waited and parts.node_id < min(alive, default="g")
+        return waited and context.node_id < min(alive, default="g")
 
     def _may_give(self, node: str, now_s: float) -> bool:
-        gossip = self._parts.gossip
+        gossip = self._context.gossip
         found = None if gossip is None else gossip.table.get(node, now_s)
         return found is None or found[0].state not in ("joining", "fetching")

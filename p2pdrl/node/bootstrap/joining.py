@@ -1,35 +1,46 @@
-"""How a node comes to a task and a lineage: it founds a swarm, or takes over the task of one.
+"""How a node comes to a swarm: it joins one, resumes the one that it remembers, or founds one. Pure.
 
-A node without seeds or memories founds; `founding` has the rules for all others.
+A node that anybody could take in doesn't found: an answer of any kind shows that somebody is there, and
+so does a connection that is taken and never answered (a process that is stopped, or too busy). What
+remains are nodes that nobody is there for, and nodes that all start at once. Of the latter the first in
+rank founds, and the others join it:
+
+| phase | what the node does |
+|---|---|
+| following | was given seeds without itself, and some are silent: it keeps trying for ever |
+| looking | nobody is there who could take it in, or only nodes that are starting themselves |
+| blocked | somebody is there who doesn't take it in: waits |
+| claiming | is first in rank, and asks everybody once more whether somebody else claims or has decided |
+| decided | has founded, resumed or joined, and can soon take others in |
+
+A node that claims says so before it asks, so of two that claim at once at least one sees the other; the one
+behind in rank takes its claim back, and the other waits until it has. `admission` runs it.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import re
-import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from p2pdrl.config.task import TaskConfig, task_hash
-from p2pdrl.errors import UsageError, WireError
+from p2pdrl.errors import WireError
 from p2pdrl.group.compatibility import Natural, Short
+from p2pdrl.membership.joining import Sighting
 from p2pdrl.transport import codec
-from p2pdrl.transport.protocol import Address
 
 __all__ = [
+    "WAIT_FOR_OTHERS_S",
+    "Candidate",
+    "FoundingDecision",
     "JoinInfo",
     "SwarmOrigin",
-    "advertised",
+    "decide",
     "decode_info",
-    "direct",
     "refuse_task",
-    "seed_address",
 ]
-
-_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 
 class JoinInfo(msgspec.Struct, frozen=True):
@@ -56,43 +67,11 @@ class SwarmOrigin:
     """The remembered one that is resumed; empty otherwise."""
 
 
-def seed_address(text: str) -> Address:
-    """Read the address of a peer that a person has given.
-
-    A name that isn't known now is fine: it may be known later.
-
-    Raises:
-        UsageError: it can't be the address of anything.
-    """
-    address = Address.parse(text)
-    if address.port == 0:
-        raise UsageError(f"--peers {text[:80]!r}: nobody listens on port 0: write HOST:PORT")
-    if not _can_be_host(address.host):
-        raise UsageError(
-            f"--peers {text[:80]!r}: {address.host[:80]!r} is neither an IP address nor a machine's name: "
-            "write HOST:PORT, or [IPV6]:PORT"
-        )
-    return address
-
-
-def _can_be_host(host: str) -> bool:
-    """Whether it is an IP address, or could be a name; no name ends with a label of digits alone."""
-    labels = host.removesuffix(".").split(".")
-    try:
-        if ":" in host:
-            ipaddress.IPv6Address(host)
-        elif labels[-1].isdigit():
-            ipaddress.IPv4Address(host)
-    except ValueError:
-        return False
-    return ":" in host or all(map(_LABEL.fullmatch, labels))
-
-
 def decode_info(data: bytes) -> JoinInfo:
-    """Read what a member told.
+    """Decode what a member told.
 
     Raises:
-        WireError: it can't be read, or its hash isn't that of its task.
+        WireError: malformed, or its hash isn't that of its task.
     """
     info: JoinInfo = codec.decode(data, JoinInfo, "swarm's task (of another release?)")
     if task_hash(info.task) != info.task_hash:
@@ -101,13 +80,7 @@ def decode_info(data: bytes) -> JoinInfo:
 
 
 def refuse_task(wanted_hash: str, task: TaskConfig, our_hash: str) -> str | None:
-    """Say why a newcomer that wants ``wanted_hash`` isn't let in; None when it is.
-
-    Args:
-        wanted_hash: hash of the task that the newcomer insists on; empty when it takes any.
-        task: our task.
-        our_hash: its hash.
-    """
+    """Say why a newcomer that wants ``wanted_hash`` (empty: any task) isn't let in; None when it is."""
     if wanted_hash in ("", our_hash):
         return None
     return (
@@ -117,50 +90,89 @@ def refuse_task(wanted_hash: str, task: TaskConfig, our_hash: str) -> str | None
     )
 
 
-def advertised(given: str | None, bound: Address, seeds: tuple[str, ...]) -> Address:
-    """Return the address that others reach us at.
+WAIT_FOR_OTHERS_S = 3.0
+"""A node waits this long for others that start at the same time."""
 
-    Args:
-        given: what the person says, with or without a port.
-        bound: where we listen; a wildcard is replaced by the address that faces the seeds.
-        seeds: addresses of other nodes.
-    """
-    if given is not None:
-        return Address.parse(given, bound.port)
-    if bound.host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
-        return bound
-    towards = Address.parse(seeds[0]) if seeds else Address("192.0.2.1", 9)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((towards.host, towards.port))
-            return Address(str(probe.getsockname()[0]), bound.port)
-        except OSError:
-            return Address("127.0.0.1", bound.port)
+Phase = Literal["looking", "following", "blocked", "claiming", "decided"]
 
 
-def direct(given: str | None) -> bool:
-    """Tell whether others reach this machine itself where they reach its node, so at any port of it.
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node that is in no swarm."""
 
-    Not so behind a router or in a container that passes one port on. Names that aren't the machine's own are
-    looked up nowhere, and count as somebody else's.
+    node_id: str
+    env_steps: int
+    """Of the swarm that its data folder remembers; -1 when it remembers none."""
+    own_among_seeds: bool
+    """The person counts it among the first nodes."""
+    waited_s: float
+    claimed_s: float | None = None
+    """Monotonic time of its claim; None while it has none."""
 
-    Args:
-        given: the address that the person says others reach us at; without one it is an address of our own.
-    """
-    if given is None:
-        return True
-    host = Address.parse(given).host
-    own = socket.gethostname().lower()
-    if host.lower() in (own, own.partition(".")[0], "localhost"):
-        return True
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((host, 0))  # only what is ours can be bound
-    except OSError:
-        return False
-    return not ip.is_unspecified
+
+@dataclass(frozen=True, slots=True)
+class FoundingDecision:
+    """What the candidate does now, and why."""
+
+    what: Literal["wait", "claim", "found"]
+    """``claim``: say so, and ask everybody again; ``found``: or resume what it remembers."""
+    phase: Phase
+    """What it tells others that ask it."""
+    why: str = ""
+
+
+def decide(me: Candidate, sightings: Sequence[Sighting]) -> FoundingDecision:
+    """Tell what ``me`` does, from what came of its last tries of every address that it knows."""
+    others = [sighting for sighting in sightings if sighting.kind != "own"]
+    given = [sighting for sighting in others if sighting.given]
+    if not others and not me.own_among_seeds and me.env_steps < 0:
+        return FoundingDecision("found", "decided")
+    present = _who_is_there(others)
+    if present:
+        return FoundingDecision("wait", "blocked", present)
+    silent = [sighting.address for sighting in given if sighting.kind in ("silent", "pending")]
+    if silent and not me.own_among_seeds:
+        return FoundingDecision("wait", "following", f"nobody listens at {', '.join(silent)} yet")
+    if first := _who_goes_first(me, others):
+        return FoundingDecision("wait", "looking", first)
+    if me.waited_s < WAIT_FOR_OTHERS_S or any(sighting.kind == "pending" for sighting in others):
+        return FoundingDecision("wait", "looking", "others may be about to answer")
+    if me.claimed_s is None:
+        return FoundingDecision("claim", "claiming", "asks once more whether somebody else goes first")
+    claimed = [s.address for s in others if s.starting is not None and s.starting.phase == "claiming"]
+    if claimed:
+        return FoundingDecision("wait", "claiming", f"{', '.join(claimed)} is about to begin as well")
+    if any(sighting.began_s < me.claimed_s for sighting in others):
+        return FoundingDecision("claim", "claiming", "asks once more whether somebody else goes first")
+    return FoundingDecision("found", "decided")
+
+
+def _who_is_there(others: Sequence[Sighting]) -> str:
+    """Say who could take us in sooner or later; empty when nobody could."""
+    for sighting in others:
+        if sighting.kind == "frozen":
+            return (
+                f"{sighting.address} takes connections and doesn't answer; is its process stopped, "
+                "or very busy?"
+            )
+        if sighting.kind in ("answered", "joined"):
+            why = sighting.words or "asked again"
+            return f"{sighting.address} answers, and doesn't take this node in yet ({why})"
+        if sighting.starting is not None and sighting.starting.phase == "decided":
+            return f"{sighting.address} has begun, and takes this node in once it is up"
+    return ""
+
+
+def _who_goes_first(me: Candidate, others: Sequence[Sighting]) -> str:
+    mine = (-me.env_steps, me.node_id)
+    for sighting in others:
+        said = sighting.starting
+        if said is None or said.phase == "following":
+            continue
+        if said.phase == "blocked":
+            return f"{sighting.address} is starting as well, and waits for somebody who is there"
+        if (-said.env_steps, sighting.node_id) < mine:
+            remembers = said.env_steps > me.env_steps
+            reason = "remembers more of the swarm" if remembers else "has the smaller id"
+            return f"{sighting.address} is starting as well and goes first: it {reason}"
+    return ""

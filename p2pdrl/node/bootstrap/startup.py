@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import random
+import re
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -15,9 +17,9 @@ from p2pdrl.api.keyfile import read_swarm_key
 from p2pdrl.api.protocol import NodeView
 from p2pdrl.api.routes import mount
 from p2pdrl.clock import Clock
-from p2pdrl.config.node import NodeConfig
-from p2pdrl.config.roles import tags_of
+from p2pdrl.config.node import NodeConfig, tags_of
 from p2pdrl.config.root import Config
+from p2pdrl.errors import UsageError
 from p2pdrl.ids import short, swarm_id_from_key, swarm_id_from_name
 from p2pdrl.membership.identity import Identity
 from p2pdrl.membership.joining import JoinHooks
@@ -26,31 +28,100 @@ from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.membership.state import open_core
-from p2pdrl.node.accounting.steps import StepAccounting
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.bootstrap.datadir import DataDir
-from p2pdrl.node.bootstrap.joining import advertised, seed_address
+from p2pdrl.node.context import NodeContext
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.parts import NodeParts
-from p2pdrl.node.status.view import View
+from p2pdrl.node.status.view import ApiView
 from p2pdrl.transport.http.guard import guard_middleware
 from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import DEFAULT_PORT, Address
 
-__all__ = ["Endpoint", "Opened", "open_node"]
+__all__ = ["Endpoint", "Opened", "advertised", "direct", "open_node", "seed_address"]
+
+
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+
+
+def seed_address(text: str) -> Address:
+    """Read the address of a peer that a person has given.
+
+    A name that isn't known now is fine: it may be known later.
+
+    Raises:
+        UsageError: it can't be the address of anything.
+    """
+    address = Address.parse(text)
+    if address.port == 0:
+        raise UsageError(f"--peers {text[:80]!r}: nobody listens on port 0: write HOST:PORT")
+    if not _can_be_host(address.host):
+        raise UsageError(
+            f"--peers {text[:80]!r}: {address.host[:80]!r} is neither an IP address nor a machine's name: "
+            "write HOST:PORT, or [IPV6]:PORT"
+        )
+    return address
+
+
+def _can_be_host(host: str) -> bool:
+    """Whether it is an IP address, or could be a name; no name ends with a label of digits alone."""
+    labels = host.removesuffix(".").split(".")
+    try:
+        if ":" in host:
+            ipaddress.IPv6Address(host)
+        elif labels[-1].isdigit():
+            ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return ":" in host or all(map(_LABEL.fullmatch, labels))
+
+
+def advertised(given: str | None, bound: Address, seeds: tuple[str, ...]) -> Address:
+    """Return the address that others reach us at: the given one (a port is added where it has none) or ours.
+
+    A wildcard that we listen on is replaced by the address that faces the seeds.
+    """
+    if given is not None:
+        return Address.parse(given, bound.port)
+    if bound.host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+        return bound
+    towards = Address.parse(seeds[0]) if seeds else Address("192.0.2.1", 9)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards.host, towards.port))
+            return Address(str(probe.getsockname()[0]), bound.port)
+        except OSError:
+            return Address("127.0.0.1", bound.port)
+
+
+def direct(given: str | None) -> bool:
+    """Tell whether others reach this machine itself where they reach its node, so at any port of it.
+
+    Not so behind a router or in a container that passes one port on. Names that aren't the machine's own are
+    looked up nowhere, and count as somebody else's. Without a given address it is one of our own.
+    """
+    if given is None:
+        return True
+    host = Address.parse(given).host
+    own = socket.gethostname().lower()
+    if host.lower() in (own, own.partition(".")[0], "localhost"):
+        return True
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))  # only what is ours can be bound
+    except OSError:
+        return False
+    return not ip.is_unspecified
 
 
 class Endpoint:
-    """Listens and dials.
-
-    Args:
-        node_id: own id.
-        swarm_id: own swarm's id.
-        swarm_key: the shared secret; None keeps the node on loopback.
-        config: where to listen, and the bounds.
-        clock: time.
-    """
+    """Listens and dials; without ``swarm_key`` on loopback only."""
 
     def __init__(
         self, *, node_id: str, swarm_id: str, swarm_key: bytes | None, config: NodeConfig, clock: Clock
@@ -103,8 +174,8 @@ class Opened:
     """A node that listens and knows who it is."""
 
     data: DataDir
-    parts: NodeParts
-    view: View
+    context: NodeContext
+    view: ApiView
     remembers: bool
     """Whether members of an earlier run are on disk."""
 
@@ -122,15 +193,7 @@ async def open_node(
 ) -> Opened:
     """Lock the data folder, bind the port, make membership (not started yet).
 
-    Args:
-        stack: gets what must be closed again.
-        config: the whole configuration.
-        events: what is told.
-        clock: time.
-        hooks: judges joins.
-        leave: begins to leave; the API calls it.
-        on_record: told of each swarm record that changed.
-        on_twin: told the address of another node that runs with our identity.
+    ``on_twin`` is told the address of another node that runs with our identity.
 
     Raises:
         UsageError: bad key file, malformed peer, taken port, open address without a key.
@@ -146,7 +209,7 @@ async def open_node(
     identity = Identity.load_or_create(data.path)
     endpoint = Endpoint(node_id=identity.node_id, swarm_id=swarm_id, swarm_key=key, config=node, clock=clock)
     stack.push_async_callback(endpoint.close)
-    view = View(
+    view = ApiView(
         name=node.name or "",
         node_id=identity.node_id,
         token=data.token(),
@@ -183,7 +246,7 @@ async def open_node(
         on_record=on_record,
         on_twin=on_twin,
     )
-    parts = NodeParts(
+    context = NodeContext(
         config=config,
         name=name,
         node_id=identity.node_id,
@@ -195,21 +258,21 @@ async def open_node(
         events=events,
         transport=endpoint.transport,
         membership=membership,
-        step_accounting=StepAccounting(identity.node_id, boot),
+        progress_tracker=ProgressTracker(identity.node_id, boot),
         began_s=clock.monotonic(),
     )
-    _tell(parts, events, keyed=key is not None, moved=node.listen is None and bound.port != 7700)
-    return Opened(data, parts, view, bool(known.members))
+    _tell(context, events, keyed=key is not None, moved=node.listen is None and bound.port != 7700)
+    return Opened(data, context, view, bool(known.members))
 
 
-def _tell(parts: NodeParts, events: EventLog, *, keyed: bool, moved: bool) -> None:
+def _tell(context: NodeContext, events: EventLog, *, keyed: bool, moved: bool) -> None:
     if moved:
-        events.emit("port", f"port 7700 is taken; this node takes {parts.address.port}")
-    join = f"p2pdrl node --peers {parts.address}" + (" --swarm-key-file FILE" if keyed else "")
+        events.emit("port", f"port 7700 is taken; this node takes {context.address.port}")
+    join = f"p2pdrl node --peers {context.address}" + (" --swarm-key-file FILE" if keyed else "")
     events.emit(
         "started",
-        f"{parts.name} ({short(parts.node_id)}) listens on {parts.address}; others join with: {join}",
-        address=str(parts.address),
+        f"{context.name} ({short(context.node_id)}) listens on {context.address}; others join with: {join}",
+        address=str(context.address),
         version=p2pdrl.__version__,
-        data_dir=parts.data_dir,
+        data_dir=context.data_dir,
     )

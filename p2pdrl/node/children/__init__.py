@@ -2,10 +2,11 @@
 
 | to … | modules |
 |---|---|
-| start and end one, and talk to it | `child_process`, on which `learner_link` and `group_process` stand |
-| log what it prints | `child_process` |
-| keep a learner running | `supervisor`, `deaths`, `hang_watchdog` |
-| say how it works | `learner_io` (learner mode, posts), `stage_port` (pipelines), `supervisor` (strategies) |
-| run several on one vector | `learner_pool` |
-| run torch.distributed beside it | `group_process` |
+| start and end a process, talk to it, log what it prints | `child_process` |
+| keep a learner running, and carry its requests to the strategy | `supervisor` over `learner_link` |
+| notice that one hangs, and when to restart or give up | `hang_watchdog`, `restarts` |
+| have it be a rank of a pipeline | `stage_port` |
+| run several on one vector (Hogwild) | `learner_pool` |
+| run actors | `actors` |
+| run torch.distributed beside them | `group_process` |
 """

@@ -20,7 +20,7 @@ from p2pdrl.config.node import ActorsConfig, LearnerConfig
 from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.node.children.child_process import ChildOutput, ProcessLink
-from p2pdrl.node.children.deaths import Death, Deaths, death_of
+from p2pdrl.node.children.restarts import Death, RestartPolicy, death_of
 from p2pdrl.node.events import EventLog
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.shared_memory import SharedRegion
@@ -51,7 +51,6 @@ def actor_count(config: ActorsConfig, task: TaskConfig, cores: int | None = None
     """Return how many actors a node is to have for a task.
 
     Args:
-        config: this node's.
         task: the swarm's, which may have fewer environments than the node has actors.
         cores: that this process may use; None looks.
     """
@@ -165,14 +164,7 @@ class ActorLink(ProcessLink):
 
 
 class ActorPool:
-    """All actors of this node, through all their restarts. Implements `strategies.protocol.Experience`.
-
-    Args:
-        start: what the learner is told first; task, seed and options are the actors', too.
-        config: restart options.
-        clock: time.
-        events: where deaths are told.
-    """
+    """All actors of this node, through all their restarts. Implements `strategies.protocol.Experience`."""
 
     def __init__(self, start: Start, config: LearnerConfig, clock: Clock, events: EventLog) -> None:
         self._start = start
@@ -198,11 +190,7 @@ class ActorPool:
 
     @property
     def spec(self) -> UnrollSpec:
-        """What unrolls are made of.
-
-        Raises:
-            WorkerError: no learner has said yet.
-        """
+        """What unrolls are made of."""
         if self._unrolls is None:
             raise WorkerError("the learner isn't built yet")
         return self._unrolls
@@ -217,7 +205,6 @@ class ActorPool:
 
         Args:
             hello: of the learner.
-            size: D.
 
         Raises:
             TensorError: the system gives no such memory.
@@ -229,11 +216,7 @@ class ActorPool:
         self._lanes = UnrollRing(self._ring, spec).lanes
 
     def collected(self) -> tuple[Collect, list[SharedRegion]]:
-        """Return what a learner is told, and whose descriptors go along.
-
-        Raises:
-            WorkerError: no learner has said yet what it wants.
-        """
+        """Return what a learner is told, and whose descriptors go along."""
         if self._ring is None or self._policy is None:
             raise WorkerError("the learner isn't built yet")
         return Collect(self._ring.nbytes, self._policy.nbytes), [self._ring, self._policy]
@@ -293,23 +276,23 @@ class ActorPool:
 
     async def _keep(self, number: int) -> None:
         """Keep one actor running."""
-        lane, deaths = self._lanes[number], Deaths(self._config, f"actor {number}")
+        lane, policy = self._lanes[number], RestartPolicy(self._config, f"actor {number}")
         while True:
             began_s = self._clock.monotonic()
             try:
                 death = await self._live(number, lane)
             except WorkerError as error:
-                deaths.failed()
+                policy.failed_to_start()
                 how = f"couldn't be started: {error}"
             else:
                 lived_s = self._clock.monotonic() - began_s
-                deaths.add(death, lived_s)
-                if deaths.in_vain is not None:
-                    raise WorkerError(deaths.in_vain)
+                policy.died(death, lived_s)
+                if policy.give_up_reason is not None:
+                    raise WorkerError(policy.give_up_reason)
                 how = death.how
-            text = f"actor {number} {how}; another takes its place in {deaths.rest_s:g} s"
+            text = f"actor {number} {how}; another takes its place in {policy.backoff_s:g} s"
             self._events.emit("actor-died", text, level="warning", actor=number)
-            await asyncio.sleep(deaths.rest_s)
+            await asyncio.sleep(policy.backoff_s)
             self._restarts[number] += 1
 
     async def _live(self, number: int, lane: UnrollLane) -> Death:

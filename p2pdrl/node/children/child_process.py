@@ -27,13 +27,7 @@ MOST_READS = 256
 
 
 class ChildOutput:
-    """The pipe of one child.
-
-    Args:
-        source: whose it is; ``source`` of the log lines.
-
-    Attributes:
-        writer: descriptor of the child's end, until `follow`.
+    """The pipe that one child prints to; each line is logged with its ``source``.
 
     Raises:
         OSError: no descriptors are left.
@@ -47,13 +41,10 @@ class ChildOutput:
         self._reader, self.writer = (
             os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else _pipe()
         )
+        """``writer`` is the child's end, until `follow`."""
 
     def follow(self, pid: int) -> None:
-        """Give the child's end up, and log what comes from now on.
-
-        Args:
-            pid: of the child, which has started with our ``writer`` as its output.
-        """
+        """Close the child's end, now that it has started with it, and log what comes from now on."""
         self._pid = pid
         self._close_writer()
         asyncio.get_running_loop().add_reader(self._reader, self._readable)
@@ -134,13 +125,7 @@ class HasDescriptor(Protocol):
 
 
 class ProcessLink:
-    """A running child process.
-
-    Args:
-        process: the child.
-        sock: our end of the socket pair, non-blocking.
-        output: what it prints.
-    """
+    """A running child process."""
 
     NAME: ClassVar[str]
     """As errors and log lines call the process."""
@@ -163,9 +148,6 @@ class ProcessLink:
 
         Args:
             module: run by Python; it is told its end of the socket pair as ``--fd`` and us as ``--parent``.
-            options: its further arguments.
-            environment: its environment variables.
-            fds: file descriptors that it inherits.
 
         Raises:
             WorkerError: it can't be started.

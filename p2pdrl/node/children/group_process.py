@@ -41,13 +41,7 @@ Answer = TypeVar("Answer", bound=FromGroup)
 
 
 class GroupLink(ProcessLink):
-    """A running group process.
-
-    Args:
-        process: the child.
-        sock: our end of the socket pair, non-blocking.
-        output: what it prints.
-    """
+    """A running group process."""
 
     NAME = "group process"
 
@@ -58,11 +52,6 @@ class GroupLink(ProcessLink):
     @classmethod
     async def spawn(cls, region: SharedRegion, size: int, config: LearnerConfig) -> GroupLink:
         """Start a process and wait until it has imported torch.
-
-        Args:
-            region: memory of both vectors.
-            size: D.
-            config: device and threads.
 
         Raises:
             WorkerError: it can't be started, or wasn't ready in time.
@@ -89,14 +78,9 @@ class GroupLink(ProcessLink):
         return not self._busy and self._process.returncode is None
 
     async def ask(self, order: ToGroup, kind: type[Answer], deadline_s: float) -> Answer:
-        """Give an order and wait for what comes of it.
+        """Give an order and wait for its answer.
 
         The process isn't `usable` any more when this is cancelled, or when it doesn't answer.
-
-        Args:
-            order: one that is answered by ``kind``.
-            kind: of message.
-            deadline_s: seconds.
 
         Raises:
             WorkerError: it failed, is gone, or doesn't answer.
@@ -136,12 +120,7 @@ SLACK_S = 2.0
 
 
 class GroupProcesses:
-    """See `strategies.allreduce.group_process.GroupProcess`.
-
-    Args:
-        config: device and threads of this node's torch processes.
-        spawn: how a process is made.
-    """
+    """Implements `strategies.allreduce.group_process.GroupProcess`."""
 
     def __init__(
         self,

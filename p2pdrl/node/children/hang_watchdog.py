@@ -27,14 +27,13 @@ import psutil
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.node.events import EventLog
-from p2pdrl.pipeline.order import StageOrder
+from p2pdrl.pipeline.plan import StageOrder
 from p2pdrl.workers.protocol import FromLearner, Report
 
 __all__ = [
     "HANGS_S",
     "Activity",
     "HangWatchdog",
-    "Ordered",
     "Standstill",
     "activity_of",
     "kill_if_it_hangs",
@@ -55,30 +54,25 @@ WAITING = frozenset({psutil.STATUS_SLEEPING, psutil.STATUS_IDLE, psutil.STATUS_S
 Message = TypeVar("Message", bound=FromLearner)
 
 
-class Ordered(Protocol):
-    """What a learner was told to be: `stage_port.StagePort`."""
+class StageOrders(Protocol):
+    """What a learner was ordered to be: `stage_port.StagePort`."""
 
     @property
     def order(self) -> StageOrder | None:
-        """The order in force; None without one."""
+        """The order in force."""
         ...
 
     @property
     def unanswered(self) -> bool:
-        """Whether it is in force, and the learner has yet to take its seat."""
+        """Whether it is in force, and the learner hasn't answered it."""
         ...
 
 
 class HangWatchdog:
-    """Judges one process of a learner, from its first message to its last.
+    """Judges one learner process, from its first message to its last, by its order as a pipeline's stage."""
 
-    Args:
-        ordered: what it is to be.
-        clock: time.
-    """
-
-    def __init__(self, ordered: Ordered, clock: Clock) -> None:
-        self._ordered = ordered
+    def __init__(self, stages: StageOrders, clock: Clock) -> None:
+        self._stages = stages
         self._clock = clock
         self._counted_s = self._looked_s = clock.monotonic()
         self._silent_s = 0.0
@@ -90,7 +84,7 @@ class HangWatchdog:
     def heard(self, message: FromLearner) -> None:
         """Note a message, before anything is done about it."""
         self._count()
-        if not self._ordered.unanswered:
+        if not self._stages.unanswered:
             self._longest_s = max(self._longest_s, self._silent_s)
         self._silent_s = 0.0
         if isinstance(message, Report):
@@ -119,10 +113,10 @@ class HangWatchdog:
         return silent_s if not late and silent_s >= self._bound_s() else 0.0
 
     def _bound_s(self) -> float:
-        """Return for how long it may say nothing, as things are."""
+        """For how long it may say nothing, as things are."""
         if self._order is None:
             return float("inf")
-        if self._ordered.unanswered:
+        if self._stages.unanswered:
             return HANGS_S + self._longest_s
         if self._order.rank == 0 and self._updates > 0:
             return max(HANGS_S, TIMES * self._longest_s)
@@ -135,18 +129,12 @@ class HangWatchdog:
         self._counted_s = now_s
         self._silent_s += passed_s
         self._ordered_s += passed_s
-        if self._ordered.order is not self._order:
-            self._order, self._ordered_s = self._ordered.order, 0.0
+        if self._stages.order is not self._order:
+            self._order, self._ordered_s = self._stages.order, 0.0
 
 
 async def kill_if_it_hangs(pid: int, watch: HangWatchdog, events: EventLog) -> None:
-    """Look at a learner until it hangs, and kill it then; cancelled when it ends before.
-
-    Args:
-        pid: of the process.
-        watch: judges it.
-        events: where it is told.
-    """
+    """Look at a learner until it hangs, and kill it then; cancelled when it ends before."""
     while not (silent_s := watch.look()):  # noqa: ASYNC110 - nothing tells of silence
         await asyncio.sleep(HANGS_S / LOOKS)
     text = f"the learner is to be a stage and has said nothing for {silent_s:.0f} s; it is killed"
@@ -185,9 +173,7 @@ class Standstill:
     processor time: then not even the thread runs whose only task is to give them. One that computes, swaps,
     or wants a processor and gets none, doesn't, and one in a step that takes long gives its signs.
 
-    Args:
-        config: how long either may last.
-        now_s: monotonic time.
+    The configuration bounds how long either may last.
     """
 
     def __init__(self, config: LearnerConfig, now_s: float) -> None:
@@ -213,9 +199,7 @@ class Standstill:
 
         Whoever looks much later than agreed was frozen, and may have yet to read what came meanwhile.
 
-        Args:
-            now_s: monotonic time.
-            activity: asked only when there was no sign of life since the last look.
+        ``activity`` is asked only when there was no sign of life since the last look.
         """
         passed_s, self._looked_s = now_s - self._looked_s, now_s
         beaten, self._beaten = self._beaten, False

@@ -1,8 +1,7 @@
-"""One learner process: start, talk, notice its end.
+"""One learner process: its start, messages both ways, its end. `supervisor` and `learner_pool` restart it.
 
-Called by `supervisor` and `learner_pool`, which decide when to start another one. News (pace, progress, …)
-wait in line, where a later one of the same kind replaces an earlier; answers, which a learner stands still
-for, go out at once whenever the socket takes them, and none is ever replaced.
+News (pace, progress, …) are queued, and a later one of the same type replaces an earlier; answers, which the
+learner waits for, go out at once whenever the socket takes them, and none is ever replaced.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.node.background import beside
 from p2pdrl.node.children.child_process import ChildOutput, HasDescriptor, ProcessLink
-from p2pdrl.node.children.deaths import Death, death_of
 from p2pdrl.node.children.hang_watchdog import Standstill, activity_of
+from p2pdrl.node.children.restarts import Death, death_of
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.workers.pipeline.protocol import Blocks, News, Traced
 from p2pdrl.workers.protocol import (
@@ -52,28 +51,18 @@ DEFAULT = LearnerConfig()
 FromStage = Blocks | Traced | News
 
 
-def _unheard(_message: object) -> None:
-    """Nobody wants to know."""
+def _ignore(_message: object) -> None:
+    """Do nothing."""
 
 
-class _InLine(NamedTuple):
-    """What waits in line."""
-
+class _Queued(NamedTuple):
     message: ToLearner
-    things: Sequence[HasDescriptor]
+    regions: Sequence[HasDescriptor]
     sent: Callable[[], None]
 
 
 class LearnerLink(ProcessLink):
-    """A running learner process.
-
-    Args:
-        process: the child.
-        sock: our end of the socket pair, non-blocking.
-        output: what it prints.
-        config: how long the process may stand still.
-        stopped: told once when it is found stopped, with its id.
-    """
+    """A running learner process."""
 
     NAME = "learner"
 
@@ -83,7 +72,7 @@ class LearnerLink(ProcessLink):
         sock: socket.socket,
         output: ChildOutput,
         config: LearnerConfig = DEFAULT,
-        stopped: Callable[[int], None] = _unheard,
+        stopped: Callable[[int], None] = _ignore,
     ) -> None:
         super().__init__(process, sock, output)
         self._config = config
@@ -92,22 +81,17 @@ class LearnerLink(ProcessLink):
         self._stood_still: str | None = None
         self._crash: Crashed | None = None
         self._failed: str | None = None
-        self._news: dict[type[ToLearner], _InLine] = {}
+        self._news: dict[type[ToLearner], _Queued] = {}
         self._answers: deque[bytes] = deque()
         self._filled = asyncio.Event()
         self._sending = True
-        """Whether something else may be half sent; so it is until `converse`."""
+        """Whether another message may be half sent; so it is until `converse`."""
 
     @classmethod
     async def spawn(
-        cls, start: Start, config: LearnerConfig = DEFAULT, stopped: Callable[[int], None] = _unheard
+        cls, start: Start, config: LearnerConfig = DEFAULT, stopped: Callable[[int], None] = _ignore
     ) -> LearnerLink:
         """Start a learner process and tell it what to train.
-
-        Args:
-            start: that.
-            config: how long it may stand still while somebody waits in `hello` or `converse`.
-            stopped: told once when it is found stopped, with its id.
 
         Raises:
             WorkerError: the process can't be started.
@@ -155,7 +139,7 @@ class LearnerLink(ProcessLink):
         )
 
     async def attach(self, region: SharedRegion, nbytes: int, *, restore: bool) -> None:
-        """Hand the board over.
+        """Give the learner the board; with ``restore`` it begins from what is there.
 
         Raises:
             WorkerError: the learner is gone.
@@ -163,32 +147,26 @@ class LearnerLink(ProcessLink):
         await self.send(frame(Attach(nbytes=nbytes, restore=restore)), [region])
 
     async def join(self, region: SharedRegion) -> None:
-        """Let the learner help another one, whose parameters lie in ``region``.
-
-        Raises:
-            WorkerError: the learner is gone.
-        """
+        """Have the learner step the shared vector in ``region`` beside others (Hogwild)."""
         await self.send(frame(JoinHogwild(nbytes=region.nbytes)), [region])
 
     def tell(
         self,
         message: ToLearner,
-        things: Sequence[HasDescriptor] = (),
+        regions: Sequence[HasDescriptor] = (),
         sent: Callable[[], None] = lambda: None,
     ) -> None:
         """Queue news; a later message of the same type replaces one that wasn't sent yet, at the end.
 
-        Args:
-            message: any but an answer.
-            things: their descriptors go along; they stay open until this is sent or replaced.
-            sent: called once the message and its descriptors are with the learner; never, if it is replaced.
+        Descriptors of ``regions`` go along; they stay open until the message is sent or replaced. ``sent`` is
+        called once it is with the learner; never, if it is replaced.
         """
         self._news.pop(type(message), None)
-        self._news[type(message)] = _InLine(message, things, sent)
+        self._news[type(message)] = _Queued(message, regions, sent)
         self._filled.set()
 
     def withdraw(self, kind: type[ToLearner]) -> None:
-        """Leave unsaid what of this type wasn't sent yet."""
+        """Drop news of this type that weren't sent yet."""
         self._news.pop(kind, None)
 
     def answer(self, message: RequestAnswer) -> None:
@@ -208,10 +186,10 @@ class LearnerLink(ProcessLink):
     async def converse(
         self,
         on_report: Callable[[Report], None],
-        on_posted: Callable[[Posted], None] = _unheard,
-        on_stage: Callable[[FromStage], None] = _unheard,
+        on_posted: Callable[[Posted], None] = _ignore,
+        on_stage: Callable[[FromStage], None] = _ignore,
     ) -> None:
-        """Pass reports, posts and news of stages on, and send what is queued, until its socket closes.
+        """Pass reports, requests and news of stages on, and send what is queued, until its socket closes.
 
         Raises:
             ConfigError: the learner says that it can't run as configured.
@@ -235,7 +213,7 @@ class LearnerLink(ProcessLink):
                             self._fail(message)
 
     def _fail(self, message: FromLearner) -> None:
-        """Note the error that ends the learner; raise what shows that none like it could live."""
+        """Note the error that the learner dies of; raise one that its successors would die of as well."""
         if isinstance(message, Crashed):
             self._crash = message
         elif isinstance(message, LearnerFailed):
@@ -243,7 +221,7 @@ class LearnerLink(ProcessLink):
             raise (ConfigError if message.usage else WorkerError)(message.message)
 
     def _watched(self) -> AbstractAsyncContextManager[None]:
-        """Kill the process when it stands still; its signs of life must be read meanwhile."""
+        """Kill the process when it stands still; its messages must be read meanwhile."""
         return beside(self._kill_if_it_stands_still(), "learner-standstill")
 
     async def _kill_if_it_stands_still(self) -> None:
@@ -281,6 +259,6 @@ class LearnerLink(ProcessLink):
                 except WorkerError:
                     return
 
-    async def _tell(self, news: _InLine) -> None:
-        await self.send(frame(news.message), news.things)
+    async def _tell(self, news: _Queued) -> None:
+        await self.send(frame(news.message), news.regions)
         news.sent()

@@ -1,4 +1,7 @@
-"""All learners of this node: the first, which the supervisor keeps, and further ones under Hogwild."""
+"""All learners of this node: the first, which the supervisor keeps, and workers beside it under Hogwild.
+
+Workers step the first one's shared vector without locks (Niu 2011, "Hogwild!").
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from p2pdrl.clock import Clock
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import ConfigError, LayoutMismatchError, TensorError, WorkerError
-from p2pdrl.node.children.deaths import Death, Deaths
+from p2pdrl.node.accounting.counters import ZERO, Counts
+from p2pdrl.node.background import FirstFailure
 from p2pdrl.node.children.learner_link import LearnerLink
-from p2pdrl.node.children.supervisor import LearnerSupervisor, LearnerTotals
+from p2pdrl.node.children.restarts import Death, RestartPolicy
+from p2pdrl.node.children.supervisor import LearnerSupervisor
 from p2pdrl.node.events import EventLog
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.moments import Moments
@@ -28,15 +33,10 @@ News = LearnerPace | Progress | Others
 
 
 class HogwildWorker:
-    """A worker, through all its restarts.
+    """A further learner process, through all its restarts.
 
     Args:
         start: what it is told first; its seed is its own.
-        region: the `SharedVector` that it steps.
-        spec: the first learner's layout.
-        config: restart options.
-        clock: time.
-        events: where its deaths are told.
         on_report: called with each report and the one before it of the same process.
         on_end: called with the last report of a process that has ended, if there was one.
     """
@@ -95,31 +95,31 @@ class HogwildWorker:
         Raises:
             WorkerError: it died of the same so often that another try is in vain.
         """
-        deaths = Deaths(self._config)
+        policy = RestartPolicy(self._config)
         while True:
             self._began_s = float("inf")
             error = None
             try:
                 death = await self._live()
             except (WorkerError, ConfigError, LayoutMismatchError) as problem:
-                deaths.failed()
+                policy.failed_to_start()
                 how = f"can't work: {problem}"
             else:
-                deaths.add(death, max(0.0, self._clock.monotonic() - self._began_s))
+                policy.died(death, max(0.0, self._clock.monotonic() - self._began_s))
                 how, error = death.how, death.document
             if self._stopping:
                 return
-            in_vain = deaths.in_vain
-            then = f"; next try in {deaths.rest_s:g} s" if in_vain is None else ""
+            give_up_reason = policy.give_up_reason
+            then = f"; next try in {policy.backoff_s:g} s" if give_up_reason is None else ""
             self._events.emit(
                 "worker-died", f"worker of the learner {how}{then}", level="warning", error=error
             )
-            if in_vain is not None:
-                raise WorkerError(f"a worker: {in_vain}")
-            await asyncio.sleep(deaths.rest_s)
+            if give_up_reason is not None:
+                raise WorkerError(f"a worker: {give_up_reason}")
+            await asyncio.sleep(policy.backoff_s)
 
     async def _live(self) -> Death:
-        """Live one life; return how it ended.
+        """Run one process to its end; return how it ended.
 
         Raises:
             WorkerError: it can't be started.
@@ -165,11 +165,7 @@ class LearnerPool:
     """The learners of this node.
 
     Args:
-        supervisor: keeps the first.
         start: what that one is told first; workers get other seeds.
-        config: restart options.
-        clock: time.
-        events: what is told.
         on_report: called after a worker's report, with the number of new updates.
     """
 
@@ -190,13 +186,12 @@ class LearnerPool:
         self._events = events
         self._on_report = on_report
         self._workers: dict[HogwildWorker, asyncio.Task[None]] = {}
-        self._helped = LearnerTotals()
+        self._workers_did = ZERO
         self._gone: dict[str, bytes] = {}
         self._pace: LearnerPace | None = None
         self._progress: Progress | None = None
         self._learners = 1
-        self._failed: asyncio.Future[None] | None = None
-        self._error: BaseException | None = None
+        self._failure = FirstFailure()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -209,14 +204,9 @@ class LearnerPool:
         return tuple(self._workers)
 
     @property
-    def totals(self) -> LearnerTotals:
+    def totals(self) -> Counts:
         """What all learners of this boot did."""
-        first, helped = self._supervisor.totals, self._helped
-        return LearnerTotals(
-            first.updates + helped.updates,
-            first.env_steps + helped.env_steps,
-            first.episodes + helped.episodes,
-        )
+        return self._supervisor.totals + self._workers_did
 
     @property
     def moments(self) -> dict[str, bytes]:
@@ -224,13 +214,13 @@ class LearnerPool:
         return pooled([self._supervisor.moments, self._gone, *self._workers_moments()])
 
     async def change(self, learner_mode: LearnerMode, epoch: int) -> None:
-        """Let the learners work by another learner_mode.
+        """Have the learners work by another learner mode.
 
         Raises:
             ConfigError: there is no memory for it.
             WorkerError: the first learner isn't built yet.
         """
-        await self._dismiss()
+        await self.stop()
         device = self._supervisor.device
         if learner_mode.learners > 1 and device.startswith(ACCELERATORS):
             learner_mode = msgspec.structs.replace(learner_mode, learners=1)
@@ -243,10 +233,10 @@ class LearnerPool:
         self._learners = learner_mode.learners
         if self._pace is not None:
             self.tell(self._pace)
-        region = self._supervisor.io.shared
+        region = self._supervisor.requests.shared
         for number in range(1, learner_mode.learners):
             if region is not None:
-                self._employ(number, region)
+                self._start_worker(number, region)
 
     def tell(self, message: LearnerPace | Progress) -> None:
         """Send a message to all learners, and to each that replaces one of them."""
@@ -268,11 +258,11 @@ class LearnerPool:
         """
         if not others:
             return
-        helped = self._workers_moments()
-        self._supervisor.tell(Others(pooled([others, self._gone, *helped])))
+        moments = self._workers_moments()
+        self._supervisor.tell(Others(pooled([others, self._gone, *moments])))
         first = self._supervisor.moments
         for number, worker in enumerate(self._workers):
-            rest = helped[:number] + helped[number + 1 :]
+            rest = moments[:number] + moments[number + 1 :]
             worker.tell(Others(pooled([others, self._gone, first, *rest])))
 
     async def watch(self) -> None:
@@ -281,16 +271,9 @@ class LearnerPool:
         Raises:
             WorkerError: it died of the same so often that another try is in vain; else it is a bug of ours.
         """
-        if self._error is not None:
-            raise self._error
-        self._failed = asyncio.get_running_loop().create_future()
-        await self._failed
+        await self._failure.watch()
 
-    async def stop(self) -> None:
-        """End the workers, once their last reports are read; calling it again does nothing."""
-        await self._dismiss()
-
-    def _employ(self, number: int, region: SharedRegion) -> None:
+    def _start_worker(self, number: int, region: SharedRegion) -> None:
         spec = self._supervisor.spec
         if spec is None:
             return
@@ -311,10 +294,11 @@ class LearnerPool:
         if self._progress is not None:
             worker.tell(self._progress)
         task = asyncio.create_task(worker.run(), name=f"worker {number}")
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._failure.note)
         self._workers[worker] = task
 
-    async def _dismiss(self) -> None:
+    async def stop(self) -> None:
+        """End the workers, once their last reports are read; calling it again does nothing."""
         tasks = set(self._workers.values())
         if not tasks:
             return
@@ -328,25 +312,14 @@ class LearnerPool:
             await asyncio.wait(late)
         self._workers.clear()
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is None or self._error is not None:
-            return
-        self._error = error
-        if self._failed is not None and not self._failed.done():
-            self._failed.set_exception(error)
-
     def _heard(self, report: Report, before: Report | None) -> None:
-        updates, env_steps, episodes = (
-            (0, 0, 0) if before is None else (before.updates, before.env_steps, before.episodes)
-        )
-        new = report.updates - updates
-        self._helped.updates += new
-        self._helped.env_steps += report.env_steps - env_steps
-        self._helped.episodes += report.episodes - episodes
+        new = Counts(report.env_steps, report.episodes, report.updates)
+        if before is not None:
+            new -= Counts(before.env_steps, before.episodes, before.updates)
+        self._workers_did += new
         self._supervisor.returns.extend(report.returns)
-        self._supervisor.speed.add(report.env_steps - env_steps, self._clock.monotonic())
-        self._on_report(report, new)
+        self._supervisor.speed.add(new.env_steps, self._clock.monotonic())
+        self._on_report(report, new.updates)
 
     def _ended(self, last: Report) -> None:
         self._gone = pooled([self._gone, last.moments])

@@ -1,19 +1,19 @@
 """The learner as a rank of a pipeline: orders with their pipes go to it, news of them come back.
 
-Implements `strategies.pipeline.port.Stages` over whichever learner process runs at the moment; `supervisor`
-keeps one. A pipe is the learner's as soon as its descriptor was sent: the daemon gives its own up at once, so
-that the pipe ends with the learner. It counts as one of the peer's until its generation is over.
+It works over whichever learner process runs at the moment; `supervisor` keeps one. A pipe is the learner's as
+soon as its descriptor was sent: the daemon gives its own up at once, so that the pipe ends with the learner.
+It counts as one of the peer's until its generation is over.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from p2pdrl.errors import ConfigError, WorkerError
-from p2pdrl.node.children.child_process import HasDescriptor
-from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.node.children.learner_link import LearnerLink
+from p2pdrl.pipeline.plan import StageNews, StageOrder, StageSide
 from p2pdrl.pipeline.trace import TraceSpan
 from p2pdrl.strategies.pipeline.port import Measured
 from p2pdrl.transport.pipe.ticket import Pipe
@@ -25,28 +25,14 @@ __all__ = ["StagePort"]
 ORDERS: tuple[type[ToLearner], ...] = (StartStage, Finish)
 
 
-class LearnerChannel(Protocol):
-    """A learner that can be told something: `learner_link.LearnerLink`."""
-
-    def tell(
-        self, message: ToLearner, things: Sequence[HasDescriptor] = (), sent: Callable[[], None] = ...
-    ) -> None:
-        """Queue news; see `LearnerLink.tell`."""
-        ...
-
-    def withdraw(self, kind: type[ToLearner]) -> None:
-        """Leave unsaid what wasn't sent yet."""
-        ...
-
-
 class StagePort:
-    """See `strategies.pipeline.port.Stages`.
+    """Implements `strategies.pipeline.port.Stages`.
 
     Args:
-        learner: the one that runs and can be told something; None while there is none.
+        learner: tells the one that runs and can be told something; None while there is none.
     """
 
-    def __init__(self, learner: Callable[[], LearnerChannel | None]) -> None:
+    def __init__(self, learner: Callable[[], LearnerLink | None]) -> None:
         self._learner = learner
         self._order: StageOrder | None = None
         self._answered = False
@@ -64,7 +50,7 @@ class StagePort:
 
     @property
     def unanswered(self) -> bool:
-        """Whether the learner has an order, and has neither taken its seat nor said that it can't."""
+        """Whether the learner has an order, and has neither become its stage nor said that it can't."""
         return self._order is not None and not self._answered
 
     async def measure(self, microbatches: int, *, deadline_s: float, over_torch: bool = False) -> Measured:

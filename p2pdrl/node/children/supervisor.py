@@ -1,7 +1,11 @@
-"""Keeps one learner running: builds the board once, restarts a learner that died from it.
+"""Keeps one learner running, and carries its requests to the strategy and the answers back.
 
-The board lives in the daemon's memory, so a learner killed −9 loses at most the update it was
-in: its successor takes parameters, optimizer state and untaken deltas off the board.
+The board lives in the daemon's memory, so a learner killed −9 loses at most the update it was in: its
+successor takes parameters, optimizer state and untaken deltas off the board.
+
+An update's way: `learner_link` reads the learner's message; `LearnerSupervisor.reported` counts it;
+`LearnerRequestChannel.posted` makes a `LearnerRequest` of what waits for an answer; the strategy takes it
+from its `LearnerPort`, and answers there.
 """
 
 from __future__ import annotations
@@ -9,30 +13,160 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from p2pdrl.clock import Clock
-from p2pdrl.config.learner_mode import LearnerMode
+from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.config.task import AlgorithmConfig
 from p2pdrl.errors import ConfigError, LayoutMismatchError, P2PDRLError, TensorError, WorkerError
+from p2pdrl.node.accounting.counters import ZERO, Counts
 from p2pdrl.node.background import beside
 from p2pdrl.node.children.actors import ActorPool
-from p2pdrl.node.children.deaths import Death, Deaths, advice
 from p2pdrl.node.children.hang_watchdog import HangWatchdog, kill_if_it_hangs
-from p2pdrl.node.children.learner_io import LearnerIO
 from p2pdrl.node.children.learner_link import REAP_S, LearnerLink
+from p2pdrl.node.children.restarts import Death, RestartPolicy, advice
 from p2pdrl.node.children.stage_port import StagePort
 from p2pdrl.node.events import EventLog
 from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
-from p2pdrl.tensors.shared_memory import SharedRegion
-from p2pdrl.workers.protocol import Hello, LearnerPace, Others, Progress, Report, Start, Stop
+from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion, SharedVector
+from p2pdrl.workers.protocol import (
+    Hello,
+    LearnerPace,
+    Others,
+    Posted,
+    Progress,
+    Report,
+    RequestAnswer,
+    Start,
+    Stop,
+    WorkMode,
+)
 
-__all__ = ["LearnerPort", "LearnerSupervisor", "LearnerTotals"]
+__all__ = ["LearnerPort", "LearnerRequestChannel", "LearnerSupervisor"]
+
+
+class LearnerRequestChannel:
+    """The learner mode in force, its shared memory, and the learner's requests under it.
+
+    Each process gets the learner mode anew, with a ring of its own, so that nothing which still writes into a
+    slot of a dead learner's can spoil a gradient of its successor's. Requests are numbered from one again
+    with each process and whenever the learner went on alone: synchronous strategies see by it that this
+    one's state isn't what they think. An answer names the request itself, so it never meets another one of
+    the same number.
+    """
+
+    def __init__(self) -> None:
+        self.learner_mode: LearnerMode = FREE
+        self.epoch = 0
+        self._ring: GradientRing | None = None
+        self._ring_region: SharedRegion | None = None
+        self._shared_region: SharedRegion | None = None
+        self._number = 0
+        self._posts: asyncio.Queue[LearnerRequest] = asyncio.Queue()
+        self._open: dict[int, tuple[LearnerRequest, int]] = {}
+        """By our numbers: the requests, and the numbers that the learner gave."""
+
+    @property
+    def shared(self) -> SharedRegion | None:
+        """The vector that several learners step, where the learner mode wants one."""
+        return self._shared_region
+
+    def arrange(
+        self, learner_mode: LearnerMode, epoch: int, size: int
+    ) -> tuple[WorkMode, Sequence[SharedRegion]]:
+        """Put another learner mode into force; requests made before are void.
+
+        Returns:
+            The message to the learner, and the regions whose descriptors go along.
+
+        Raises:
+            TensorError: the system gives no shared memory; the old learner mode is over all the same.
+        """
+        self.learner_mode, self.epoch = learner_mode, epoch
+        self._close_shared()
+        if learner_mode.learners > 1:
+            self._shared_region = SharedRegion.create(SharedVector.nbytes_of(size), "hogwild")
+        return self.renew(size)
+
+    def renew(self, size: int) -> tuple[WorkMode, Sequence[SharedRegion]]:
+        """The same for the learner mode in force: the learner gets a new ring of its own."""
+        self._open.clear()
+        self._number = 0
+        while not self._posts.empty():
+            self._posts.get_nowait()
+        self._close_ring()
+        slots = self.learner_mode.slots
+        if slots:
+            self._ring_region = SharedRegion.create(GradientRing.nbytes_of(slots, size), "gradients")
+            self._ring = GradientRing(self._ring_region, slots, size)
+        regions = [region for region in (self._ring_region, self._shared_region) if region is not None]
+        ring_nbytes, shared_nbytes = (
+            0 if region is None else region.nbytes for region in (self._ring_region, self._shared_region)
+        )
+        return WorkMode(self.learner_mode, self.epoch, ring_nbytes, shared_nbytes), regions
+
+    def posted(self, posted: Posted) -> None:
+        """Queue the learner's request; one of an earlier learner mode is dropped.
+
+        Raises:
+            TensorError: it names a slot that there isn't.
+        """
+        # An epoch has two modes where its strategy couldn't be started: then its learner trains alone.
+        if posted.epoch != self.epoch or posted.kind != self.learner_mode.sends:
+            return
+        vector = None
+        if posted.kind == "gradients":
+            if self._ring is None:
+                raise TensorError("the learner posted a gradient, and there is no ring")
+            vector = self._ring.slot(posted.slot)
+        self._number = 1 if posted.alone else self._number + 1
+        post = LearnerRequest(
+            self._number, posted.kind, posted.policy_version, posted.samples, vector, posted.left
+        )
+        self._open[post.number] = post, posted.number
+        self._posts.put_nowait(post)
+
+    async def next_post(self) -> LearnerRequest:
+        """Wait for the next request; cancelling loses none."""
+        return await self._posts.get()
+
+    def answered(
+        self,
+        post: LearnerRequest,
+        kind: AnswerKind,
+        content: int,
+        learning_rate: float | None = None,
+        *,
+        end_update: bool = False,
+    ) -> RequestAnswer | None:
+        """Return the message that answers a request; None when nobody waits for it any more."""
+        waiting, theirs = self._open.get(post.number, (None, 0))
+        if waiting is not post:
+            return None
+        del self._open[post.number]
+        return RequestAnswer(theirs, self.epoch, kind, content, learning_rate, end_update)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._close_ring()
+        self._close_shared()
+
+    def _close_ring(self) -> None:
+        self._ring = None
+        if self._ring_region is not None:
+            self._ring_region.close()
+            self._ring_region = None
+
+    def _close_shared(self) -> None:
+        if self._shared_region is not None:
+            self._shared_region.close()
+            self._shared_region = None
+
 
 END_TIMEOUT_S = 3.0
 LEAVE_S = 1.0
@@ -49,23 +183,11 @@ class _CantStartError(P2PDRLError):
     """The system starts no process now."""
 
 
-class LearnerTotals(msgspec.Struct):
-    """What all learners of this boot did, together."""
-
-    updates: int = 0
-    env_steps: int = 0
-    episodes: int = 0
-
-
 class LearnerSupervisor:
     """The learner process of this node, through all its restarts.
 
     Args:
-        start: what each learner is told first.
-        config: restart and pace options.
         window: episodes that the mean return is taken over.
-        clock: time.
-        events: where starts and deaths are told.
         on_report: called after each report, with the number of new updates.
         actors: act for the learner; None where it does so itself.
     """
@@ -89,23 +211,23 @@ class LearnerSupervisor:
         self._actors = actors
         self._link: LearnerLink | None = None
         self._region: SharedRegion | None = None
-        self.io = LearnerIO()
-        """How the learner works now."""
+        self.requests = LearnerRequestChannel()
+        """The learner mode in force, and what the learner asks under it."""
         self.stages = StagePort(lambda: self._link if self._down_since_s is None else None)
         """The learner as a rank of a pipeline."""
         self.told: dict[type[LearnerPace | Progress | Others], LearnerPace | Progress | Others] = {}
-        """What each learner is told, by the kind of message."""
-        self._before = LearnerTotals()
+        """The newest message of each kind, for each learner that replaces this one."""
+        self._before = ZERO
+        """What the learners before the present one did."""
         self._task: asyncio.Task[None] | None = None
         self._flushing: asyncio.Task[bool] | None = None
         self._stopping = asyncio.Event()
-        self.deaths = Deaths(config)
-        """Of the first learner and those that replaced it."""
+        self.restart_policy = RestartPolicy(config)
         self._starting_since_s: float | None = None
         self._down_since_s: float | None = None
         self.spec: BoardSpec | None = None
         self.board: DaemonBoard | None = None
-        self.totals = LearnerTotals()
+        self.totals = ZERO
         self.returns: deque[float] = deque(maxlen=window)
         self.metrics: dict[str, float] = {}
         self.moments: dict[str, bytes] = {}
@@ -130,7 +252,7 @@ class LearnerSupervisor:
     @property
     def failures(self) -> int:
         """Deaths of the learner without a minute of life between."""
-        return self.deaths.in_a_row
+        return self.restart_policy.in_a_row
 
     @property
     def starting_s(self) -> float | None:
@@ -153,7 +275,7 @@ class LearnerSupervisor:
             WorkerError: the learner can't be started, or ended by itself while it was built.
         """
         while (hello := await self._first_hello()) is None:  # noqa: ASYNC110
-            await asyncio.sleep(self.deaths.rest_s)
+            await asyncio.sleep(self.restart_policy.backoff_s)
         spec = _spec(hello)
         self.device = hello.device
         self.spec = spec
@@ -209,11 +331,7 @@ class LearnerSupervisor:
         self._events.emit("learner-stopped", text, level="warning", pid=pid)
 
     async def begin(self, *, restore: bool) -> None:
-        """Let the learner go, or the next one, if it died; with ``restore`` it takes what is on the board.
-
-        Raises:
-            WorkerError: none was built.
-        """
+        """Let the learner begin, or the next one, if it died; with ``restore`` from what is on the board."""
         if self._link is None or self.spec is None:
             raise WorkerError("the learner isn't built yet")
         with contextlib.suppress(WorkerError):
@@ -237,7 +355,7 @@ class LearnerSupervisor:
             self._link.tell(message)
 
     def work(self, learner_mode: LearnerMode, epoch: int) -> None:
-        """Let the learner, and each that replaces it, work by another learner mode; what it posted is void.
+        """Have the learner, and each that replaces it, work by another learner mode; old requests are void.
 
         Raises:
             TensorError: the system gives no shared memory for it.
@@ -246,7 +364,7 @@ class LearnerSupervisor:
         if self.spec is None:
             raise WorkerError("the learner isn't built yet")
         self.stages.close()
-        order, regions = self.io.arrange(learner_mode, epoch, self.spec.layout.size)
+        order, regions = self.requests.arrange(learner_mode, epoch, self.spec.layout.size)
         if self._link is not None:
             self._link.tell(order, regions)
 
@@ -258,17 +376,17 @@ class LearnerSupervisor:
         *,
         end_update: bool = False,
     ) -> None:
-        """Let the learner go on; an answer to a post that is void is passed over."""
+        """Answer the learner's request; one that is void is passed over."""
         content = 0
         if kind == "set" and self.board is not None:
             self._flush()
             content = self.board.content_id
-        message = self.io.answered(post, kind, content, learning_rate, end_update=end_update)
+        message = self.requests.answered(post, kind, content, learning_rate, end_update=end_update)
         if message is not None and self._link is not None:
             self._link.answer(message)
 
     def set_window(self, window: int) -> None:
-        """Take the mean return over the last ``window`` episodes from now on; the newest known stay."""
+        """Take the mean return over the last ``window`` episodes from now on."""
         if window != self.returns.maxlen:
             self.returns = deque(self.returns, maxlen=window)
 
@@ -306,13 +424,13 @@ class LearnerSupervisor:
     def close(self) -> None:
         """Free the board and the learner mode's memory. Nobody may use them afterwards."""
         self.board = None
-        self.io.close()
+        self.requests.close()
         if self._region is not None:
             self._region.close()
             self._region = None
 
     def _flush(self) -> None:
-        """Move what waits for room on the board there, if there is room by now."""
+        """Move pending deltas to the board, if it has room by now."""
         board, spec = self.board, self.spec
         if board is None or spec is None or not board.pending:
             return
@@ -324,7 +442,7 @@ class LearnerSupervisor:
             self._flushing = asyncio.create_task(asyncio.to_thread(board.flush), name="board-flush")
 
     async def _flushed(self) -> None:
-        """Wait for the thread that may be at work on the board."""
+        """Wait for the thread that may be writing to the board."""
         if self._flushing is not None:
             await self._flushing
 
@@ -334,7 +452,7 @@ class LearnerSupervisor:
         await self._link.attach(self._region, self.spec.nbytes, restore=restore)
         if self._actors is not None:
             self._link.tell(*self._actors.collected())
-        order, regions = self.io.renew(self.spec.layout.size)
+        order, regions = self.requests.renew(self.spec.layout.size)
         self._link.tell(order, regions)
         for message in self.told.values():
             self._link.tell(message)
@@ -357,7 +475,7 @@ class LearnerSupervisor:
                 noting = watch.noting
                 async with beside(kill_if_it_hangs(link.pid, watch, self._events), "learner-hangs"):
                     await link.converse(
-                        noting(self.reported), noting(self.io.posted), noting(self.stages.heard)
+                        noting(self.reported), noting(self.requests.posted), noting(self.stages.heard)
                     )
                 death = await link.ended(LEAVE_S if self._stopping.is_set() else REAP_S)
                 self._link = None
@@ -366,13 +484,13 @@ class LearnerSupervisor:
                     return
                 self._down_since_s = self._clock.monotonic()
                 self._died(death, self._down_since_s - began_s)
-            if await self._stopped_within(self.deaths.rest_s):
+            if await self._stopped_within(self.restart_policy.backoff_s):
                 return
             try:
                 await self._restart()
             except (ConfigError, TensorError, _CantStartError) as error:
                 # The first one was built from the same task, so it is this machine that changed.
-                self.deaths.failed()
+                self.restart_policy.failed_to_start()
                 self._tell_failed(str(error))
 
     def _died(self, death: Death, lived_s: float) -> None:
@@ -381,23 +499,27 @@ class LearnerSupervisor:
         Raises:
             WorkerError: the next learner would die of the same.
         """
-        self.deaths.add(death, lived_s)
-        self._before = LearnerTotals(self.totals.updates, self.totals.env_steps, self.totals.episodes)
-        in_vain = self.deaths.in_vain
-        then = "; it is started again from the board" if in_vain is None and self.board is not None else ""
+        self.restart_policy.died(death, lived_s)
+        self._before = self.totals
+        give_up_reason = self.restart_policy.give_up_reason
+        then = (
+            "; it is started again from the board"
+            if give_up_reason is None and self.board is not None
+            else ""
+        )
         self._events.emit(
             "learner-died",
             f"learner {death.how}{then}",
-            level="info" if in_vain is None and death.cause is None else "warning",
+            level="info" if give_up_reason is None and death.cause is None else "warning",
             code=death.code,
             lived_s=lived_s,
             error=death.document,
         )
-        if in_vain is not None:
-            raise WorkerError(in_vain)
+        if give_up_reason is not None:
+            raise WorkerError(give_up_reason)
 
     def _tell_failed(self, why: str, error: dict[str, object] | None = None) -> None:
-        text = f"learner couldn't be restarted: {why}; next try in {self.deaths.rest_s:g} s"
+        text = f"learner couldn't be restarted: {why}; next try in {self.restart_policy.backoff_s:g} s"
         self._events.emit("learner-failed", text, level="warning", error=error)
 
     async def _stopped_within(self, seconds: float) -> bool:
@@ -424,10 +546,10 @@ class LearnerSupervisor:
         except WorkerError:
             death = await link.ended()
             self._link = None
-            self.deaths.add(death, 0.0)
+            self.restart_policy.died(death, 0.0)
             self._tell_failed(f"it {death.how}", death.document)
-            if (in_vain := self.deaths.in_vain) is not None:
-                raise WorkerError(in_vain) from None
+            if (give_up_reason := self.restart_policy.give_up_reason) is not None:
+                raise WorkerError(give_up_reason) from None
             return
         except BaseException:
             self._link = None
@@ -443,22 +565,18 @@ class LearnerSupervisor:
         await self._attach(restore=self.board.published_once)
 
     def reported(self, report: Report) -> None:
-        """Count what the learner says that it did."""
-        new = report.updates + self._before.updates - self.totals.updates
+        """Count what the learner reports."""
         now_s = self._clock.monotonic()
-        self.speed.add(report.env_steps + self._before.env_steps - self.totals.env_steps, now_s)
-        self.totals = LearnerTotals(
-            self._before.updates + report.updates,
-            self._before.env_steps + report.env_steps,
-            self._before.episodes + report.episodes,
-        )
+        before = self.totals
+        self.totals = self._before + Counts(report.env_steps, report.episodes, report.updates)
+        self.speed.add(self.totals.env_steps - before.env_steps, now_s)
         self.returns.extend(report.returns)
         self.metrics = report.metrics
         if report.moments:
             self.moments = report.moments
         self.reported_s = now_s
         self._flush()  # it has published, so there may be room for what was posted meanwhile
-        self._on_report(report, new)
+        self._on_report(report, self.totals.updates - before.updates)
 
 
 def _spec(hello: Hello) -> BoardSpec:
@@ -466,12 +584,10 @@ def _spec(hello: Hello) -> BoardSpec:
 
 
 class LearnerPort:
-    """One strategy's hold on the learner.
+    """Implements `strategies.protocol.LearnerHandle`, for one strategy.
 
     Args:
-        supervisor: keeps the learner process.
-        algorithm: says the learning rate.
-        progress: how far the swarm is towards its last environment step, 0 to 1, as the learner knows it.
+        progress: tells how far the swarm is towards its last environment step, 0 to 1, as learners know.
     """
 
     def __init__(
@@ -497,8 +613,8 @@ class LearnerPort:
         return algorithm.learning_rate
 
     async def next_post(self) -> LearnerRequest:
-        """Wait for the learner's next post; cancelling loses none."""
-        return await self._supervisor.io.next_post()
+        """Wait for the learner's next request; cancelling loses none."""
+        return await self._supervisor.requests.next_post()
 
     def answer(
         self,
@@ -508,7 +624,7 @@ class LearnerPort:
         *,
         end_update: bool = False,
     ) -> None:
-        """Let the learner go on. A post of an earlier mode, or of a learner that died, is passed over.
+        """Answer a request; one of an earlier mode, or of a learner that died, is passed over.
 
         Annealing only lowers the algorithm's learning rate, which is the same on all nodes: what peers make
         of it never goes beyond.

@@ -2,7 +2,7 @@
 
 | to … | modules |
 |---|---|
-| take one from a peer | `adoption`, `state_transfer`, `node.swarm_side` |
-| give one | `state_server` |
-| keep it on disk | `checkpoints`, `saved_mode`, `atomic` |
+| adopt a peer's, and give ours | `state_transfer` |
+| keep it on disk | `checkpoints`, `atomic` (files written whole or not at all) |
+| remember the swarm: task, lineage, mode, stop condition | `swarm_memory` |
 """

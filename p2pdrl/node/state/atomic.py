@@ -30,27 +30,13 @@ _ADVICE = {
 
 
 def storage_error(doing: str, path: Path, error: OSError) -> StorageError:
-    """Return the package's error for a failed file operation.
-
-    Args:
-        doing: what was tried, as in "write the checkpoint".
-        path: the file or folder it was tried on.
-        error: what the operating system said.
-    """
+    """Return the package's error for a failed file operation; ``doing`` as in "write the checkpoint"."""
     advice = _ADVICE.get(error.errno or 0, error.strerror or str(error))
     return StorageError(f"can't {doing} {path}: {advice}")
 
 
 def write_beside(path: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o600) -> Path:
-    """Write ``chunks`` to a new temporary file in the folder of ``path``, flushed to disk.
-
-    Args:
-        path: the file it is meant to replace; not touched here.
-        chunks: the content in order.
-        mode: permission bits of the new file.
-
-    Returns:
-        The temporary file, complete and flushed, for the caller to rename or link.
+    """Write ``chunks`` to a new temporary file beside ``path``, flushed to disk; return it, to be renamed.
 
     Raises:
         OSError: as the operating system says; the temporary file is gone then.
@@ -85,11 +71,7 @@ def write_atomic(path: Path, content: bytes, mode: int = 0o600) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Flush a folder's list of names, so that a rename in it survives a power cut.
-
-    Raises:
-        OSError: as the operating system says, except that a file system that can't do it is excused.
-    """
+    """Flush a folder's list of names, so that a rename in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -101,11 +83,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Delete the temporary files that a killed process left in ``folder``; return how many.
-
-    Raises:
-        OSError: as the operating system says.
-    """
+    """Delete the temporary files that a killed process left in ``folder``; return how many."""
     leftovers = list(folder.glob(f".*{_TMP_SUFFIX}"))
     for leftover in leftovers:
         leftover.unlink(missing_ok=True)

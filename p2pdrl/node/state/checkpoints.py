@@ -18,7 +18,7 @@ import numpy as np
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import CheckpointConfig
 from p2pdrl.errors import CheckpointError, StorageError
-from p2pdrl.node.accounting.steps import StepAccounting
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.settings import StopSetting
 from p2pdrl.node.state.atomic import fsync_folder, remove_leftovers, storage_error, write_beside
@@ -27,7 +27,16 @@ from p2pdrl.node.training import Training
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.checkpoint import Checkpoint, chunks, from_bytes, to_bytes
 
-__all__ = ["Checkpoint", "CheckpointStore", "Loaded", "Saving", "as_state", "from_bytes", "load", "to_bytes"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointStore",
+    "Checkpointer",
+    "Loaded",
+    "as_state",
+    "from_bytes",
+    "load",
+    "to_bytes",
+]
 
 LAST = "last.safetensors"
 BEST = "best.safetensors"
@@ -36,17 +45,12 @@ _NUMBERED = "checkpoint-{:08d}.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `CheckpointStore.load_latest` found.
-
-    Attributes:
-        checkpoint: the newest whole checkpoint; None when there is none.
-        path: its file.
-        skipped: newer files that couldn't be used, each with the reason.
-    """
+    """The newest whole checkpoint and its file; None when there is none."""
 
     checkpoint: Checkpoint | None
     path: Path | None
     skipped: tuple[str, ...]
+    """Why newer files couldn't be used, one each."""
 
 
 def load(path: Path) -> Checkpoint:
@@ -69,10 +73,9 @@ def load(path: Path) -> Checkpoint:
 
 
 class CheckpointStore:
-    """Checkpoints of one node in one folder.
+    """Checkpoints of one node, in a folder that only this store uses.
 
     Args:
-        folder: created when missing; used by this store alone.
         keep: how many numbered checkpoints stay besides ``last`` and ``best``; 0 keeps none.
 
     Raises:
@@ -101,10 +104,7 @@ class CheckpointStore:
         return self._folder / BEST
 
     def save(self, checkpoint: Checkpoint, *, best: bool = False) -> Path:
-        """Write a checkpoint as the newest; and as the best, if ``best``.
-
-        Returns:
-            Path of ``last.safetensors``.
+        """Write a checkpoint as the newest, and as the best if ``best``; return the path of the newest.
 
         Raises:
             CheckpointError: if the checkpoint holds NaN, or doesn't fit its layout; nothing is written.
@@ -132,10 +132,7 @@ class CheckpointStore:
     def load_latest(self, accept: Callable[[Checkpoint], None] | None = None) -> Loaded:
         """Find the newest whole checkpoint: ``last``, then the history from its end, then ``best``.
 
-        Never raises for a file that is damaged or unreadable; it is passed over and told.
-
-        Args:
-            accept: looks at each candidate, and raises CheckpointError for one that is of no use.
+        A file that is damaged or unreadable, or for which ``accept`` raises CheckpointError, is skipped.
         """
         skipped: list[str] = []
         history = [path for _, path in sorted(self._history(), reverse=True)]
@@ -185,17 +182,8 @@ class CheckpointStore:
             path.unlink(missing_ok=True)
 
 
-class Saving:
-    """The checkpoints of this node's training.
-
-    Args:
-        store: where they go.
-        config: how often.
-        training: what is saved.
-        step_accounting: counts and moments, saved too.
-        clock: time.
-        events: what is told.
-    """
+class Checkpointer:
+    """Writes checkpoints of this node's training now and then."""
 
     def __init__(
         self,
@@ -203,14 +191,14 @@ class Saving:
         store: CheckpointStore,
         config: CheckpointConfig,
         training: Training,
-        step_accounting: StepAccounting,
+        progress_tracker: ProgressTracker,
         clock: Clock,
         events: EventLog,
     ) -> None:
         self._store = store
         self._config = config
         self._training = training
-        self._step_accounting = step_accounting
+        self._progress_tracker = progress_tracker
         self._clock = clock
         self._events = events
         self._best: float | None = None
@@ -244,7 +232,7 @@ class Saving:
         await asyncio.Event().wait()
 
     async def try_save(self) -> bool:
-        """Write one; return whether it worked. A failure is told once until it works again."""
+        """Write one; return whether it worked. A failure is told once, until it works again."""
         try:
             await self.save()
         except (StorageError, CheckpointError) as error:
@@ -278,11 +266,7 @@ class Saving:
             return str(self._store.last)
 
     async def export(self) -> bytes:
-        """Return the present state as the bytes of a checkpoint file.
-
-        Raises:
-            CheckpointError: there is no state yet.
-        """
+        """Return the present state as the bytes of a checkpoint file."""
         return await asyncio.to_thread(to_bytes, await self.snapshot())
 
     async def snapshot(self) -> Checkpoint:
@@ -306,31 +290,28 @@ class Saving:
             meta["sidecar_layout"] = spec.sidecar.to_wire()
         return Checkpoint(vector, sidecar or {}, meta)
 
-    def _known_means(self) -> list[float]:
-        """The best mean return so far, and that of the state which is about to be saved."""
-        return [mean for mean in (self._best, self.mean_return) if mean is not None]
-
     def _meta(self) -> dict[str, Any]:
         training = self._training
-        total = self._step_accounting.total()
+        total = self._progress_tracker.total()
+        means = [mean for mean in (self._best, self.mean_return) if mean is not None]
         return {
             "layout": training.spec.layout.to_wire(),
             "task": msgspec.to_builtins(training.task),
             "task_hash": training.task_hash,
             "lineage": training.lineage,
             "env_steps": total.env_steps,
-            "counts": msgspec.to_builtins(self._step_accounting.counts()),
-            "moments": _text(msgspec.msgpack.encode(self._step_accounting.moments_since({}))),
-            "others_moments": _text(msgspec.msgpack.encode(self._step_accounting.others_moments())),
+            "counts": msgspec.to_builtins(self._progress_tracker.counts()),
+            "moments": _text(msgspec.msgpack.encode(self._progress_tracker.moments_since({}))),
+            "others_moments": _text(msgspec.msgpack.encode(self._progress_tracker.others_moments())),
             "stop": None if self.stop_setting is None else msgspec.to_builtins(self.stop_setting),
             "mean_return": self.mean_return,
-            "best_mean_return": max(self._known_means(), default=None),
+            "best_mean_return": max(means, default=None),
             "saved_at": self._clock.wall(),
         }
 
 
 def as_state(checkpoint: Checkpoint, spec: BoardSpec) -> TransferredState:
-    """Return a checkpoint as a state to begin from.
+    """Make a state to begin from of a checkpoint.
 
     Raises:
         CheckpointError: it is of another layout than the task's.

@@ -1,20 +1,26 @@
-"""Hands a node's whole state to a peer, and takes a peer's: parameters, sidecar, policy version.
+"""Gives a node's whole state to a peer, and adopts a peer's: parameters, sidecar, policy version.
 
-Used when a node joins, adopts another lineage, or has fallen too far behind. The state travels
-as float32 parameters followed by the sidecar's bytes, with a SHA-256 of each in the head.
+A node adopts a state when it joins, when it meets a greater lineage, and when it has fallen too far behind.
+The state travels as float32 parameters followed by the sidecar's bytes, with a SHA-256 of each in the head.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from p2pdrl.errors import PoisonedVectorError, WireError
+from p2pdrl.clock import Clock
+from p2pdrl.errors import PeerRefusedError, PoisonedVectorError, TensorError, TransportError, WireError
 from p2pdrl.group.compatibility import Natural, Short
+from p2pdrl.ids import short
+from p2pdrl.node.background import FirstFailure
+from p2pdrl.node.events import EventLog
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
@@ -24,19 +30,29 @@ from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transpo
 
 __all__ = [
     "ROUTE",
+    "Adoptions",
+    "Donors",
+    "Download",
+    "OwnState",
     "StateHead",
     "StateRequest",
+    "StateServer",
     "TransferredState",
-    "decode_request",
     "fetch",
-    "offer",
     "params_hash",
+    "without_moments",
 ]
+
+Donors = Callable[[], Sequence[tuple[str, Address]]]
+"""Living members, the best donor first."""
 
 ROUTE = "state"
 DEADLINE_S = 10.0
 SLOWEST_BYTES_S = 1e6
 """A donor that gives less than this a second isn't waited for: there are others."""
+RETRY_EVERY_S = 0.5
+MAX_SERVED_AT_ONCE = 2
+"""A state may be large: more askers at once are sent elsewhere, or told to come again."""
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -71,48 +87,35 @@ class TransferredState:
     sidecar: dict[str, AnyArray] | None
 
 
+class OwnState(NamedTuple):
+    """What a node gives."""
+
+    board: DaemonBoard
+    spec: BoardSpec
+    task_hash: str
+    lineage: str
+    lineage_steps: int
+
+
 def params_hash(vector: Float32Array) -> str:
     """Return the SHA-256 of a float32 vector's bytes, 64 hex digits."""
     return hashlib.sha256(vector.data).hexdigest()
 
 
-def decode_request(incoming: Incoming) -> StateRequest:
-    """Read the request.
-
-    Raises:
-        Refusal: 400 when it can't be read.
-    """
-    try:
-        request: StateRequest = codec.decode(incoming.meta, StateRequest, "state request")
-    except WireError as error:
-        raise Refusal(400, str(error)) from error
-    return request
-
-
-async def offer(
-    board: DaemonBoard, spec: BoardSpec, lineage: str, lineage_steps: int
-) -> tuple[Reply, StateHead]:
-    """Return the answer that carries our state, and its head.
-
-    Raises:
-        TensorError: nothing has been published yet.
-        PoisonedVectorError: something in it isn't finite.
-    """
-    return await asyncio.to_thread(_pack, board, spec, lineage, lineage_steps)
-
-
-def _pack(board: DaemonBoard, spec: BoardSpec, lineage: str, steps: int) -> tuple[Reply, StateHead]:
+def _pack(own: OwnState) -> tuple[Reply, StateHead]:
+    """Return the answer that carries our state, and its head."""
+    spec = own.spec
     vector = np.empty(spec.layout.size, np.float32)
-    version = board.now(vector).policy_version
-    sidecar = board.sidecar()
+    version = own.board.now(vector).policy_version
+    sidecar = own.board.sidecar()
     _check_finite(vector, sidecar, FLOAT32_MAX)
     packed = bytearray(spec.sidecar.nbytes if sidecar is not None else 0)
     if sidecar is not None:
         spec.sidecar.write(sidecar, spec.sidecar.views(packed))
     head = StateHead(
         policy_version=version,
-        lineage=lineage,
-        lineage_steps=steps,
+        lineage=own.lineage,
+        lineage_steps=own.lineage_steps,
         params_hash=params_hash(vector),
         sidecar_hash=hashlib.sha256(packed).hexdigest() if packed else "",
         params_bytes=vector.nbytes,
@@ -131,15 +134,7 @@ async def fetch(
     spec: BoardSpec,
     max_abs: float,
 ) -> TransferredState:
-    """Take ``donor``'s state.
-
-    Args:
-        transport: how to reach it.
-        donor: its node id.
-        address: where it listens.
-        request: what we expect.
-        spec: our own layout; the answer must fit it exactly.
-        max_abs: largest parameter accepted.
+    """Take the state of ``donor``; it must fit our ``spec``, and no parameter may exceed ``max_abs``.
 
     Raises:
         TransportError: the donor didn't answer, refused, or sent something that doesn't fit.
@@ -186,3 +181,205 @@ def _check_finite(vector: Float32Array, sidecar: dict[str, AnyArray] | None, max
     for name, value in (sidecar or {}).items():
         if not np.isfinite(value).all():
             raise PoisonedVectorError(f"{name} of the sidecar holds NaN or infinity")
+
+
+class StateServer:
+    """Serves the state route: newcomers ask there, and nodes that fell behind.
+
+    Args:
+        own: tells our state as it is now; None while there is none to give.
+    """
+
+    def __init__(self, own: Callable[[], OwnState | None], events: EventLog) -> None:
+        self._own = own
+        self._events = events
+        self._served = 0
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        """Give our state.
+
+        Raises:
+            Refusal: malformed (400), no usable state (503), another layout or task (409), enough others
+                served (429).
+        """
+        try:
+            request: StateRequest = codec.decode(incoming.meta, StateRequest, "state request")
+        except WireError as error:
+            raise Refusal(400, str(error)) from error
+        own = self._own()
+        if own is None:
+            raise Refusal(503, "no state to give yet")
+        if (request.layout_hash, request.sidecar_hash) != (own.spec.layout.hash, own.spec.sidecar.hash):
+            raise Refusal(409, "our parameters have another layout than you expect")
+        if request.task_hash != own.task_hash:
+            raise Refusal(409, "our task is another one")
+        if self._served >= MAX_SERVED_AT_ONCE:
+            raise Refusal(429, "giving our state to others right now; ask again or elsewhere")
+        self._served += 1
+        try:
+            reply, head = await asyncio.to_thread(_pack, own)
+        except PoisonedVectorError as error:
+            self._served -= 1
+            raise Refusal(503, f"our own state is unusable: {error}") from error
+        except BaseException:
+            self._served -= 1
+            raise
+
+        def ended(sent: bool) -> None:
+            self._served -= 1
+            if sent:
+                self._events.emit(
+                    "state-served",
+                    f"gave state of version {head.policy_version} to {short(incoming.sender)}",
+                    peer=incoming.sender,
+                    policy_version=head.policy_version,
+                    params_hash=head.params_hash,
+                )
+
+        return Reply(reply.meta, vector=reply.vector, on_end=ended)
+
+
+class Download:
+    """Asks donors in turn; accepts no parameter beyond ``max_abs``."""
+
+    def __init__(self, transport: Transport, events: EventLog, max_abs: float) -> None:
+        self._transport = transport
+        self._events = events
+        self._max_abs = max_abs
+
+    async def once(
+        self,
+        donors: Sequence[tuple[str, Address]],
+        request: StateRequest,
+        spec: BoardSpec,
+        *,
+        lineage: str | None = None,
+    ) -> tuple[str, TransferredState] | None:
+        """Return the first donor that gives a state of ``lineage`` (None: any), and the state."""
+        for donor, address in donors:
+            try:
+                state = await fetch(
+                    self._transport, donor, address, request=request, spec=spec, max_abs=self._max_abs
+                )
+            except PeerRefusedError as error:
+                if error.status != 503:
+                    self._tell(donor, address, error)
+            except (TransportError, TensorError) as error:
+                self._tell(donor, address, error)
+            else:
+                if lineage in (None, state.head.lineage):
+                    return donor, state
+        return None
+
+    async def until(
+        self, donors: Donors, request: StateRequest, spec: BoardSpec, give_up: Callable[[], bool]
+    ) -> tuple[str, TransferredState] | None:
+        """Ask again and again until a donor gives its state, or ``give_up`` says so."""
+        while True:
+            found = await self.once(donors(), request, spec)
+            if found is not None or give_up():
+                return found
+            await asyncio.sleep(RETRY_EVERY_S)
+
+    def _tell(self, donor: str, address: Address, error: Exception) -> None:
+        self._events.emit(
+            "donor-failed",
+            f"{short(donor)} at {address} didn't give its state: {error}",
+            level="warning",
+            peer=donor,
+        )
+
+
+class Adoptions:
+    """Adopts states: the first one, and later ones in the background, one at a time.
+
+    Args:
+        request: tells what is expected of a donor.
+        spec: tells our own layout.
+        take: makes a state that arrived our own: ``(donor, state, why)``.
+    """
+
+    def __init__(
+        self,
+        *,
+        download: Download,
+        donors: Donors,
+        clock: Clock,
+        request: Callable[[], StateRequest],
+        spec: Callable[[], BoardSpec],
+        take: Callable[[str, TransferredState, str], Awaitable[None]],
+    ) -> None:
+        self._download = download
+        self._donors = donors
+        self._clock = clock
+        self._request = request
+        self._spec = spec
+        self._take = take
+        self._task: asyncio.Task[bool] | None = None
+        self._since_s = 0.0
+        self._failure = FirstFailure()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether one is going on in the background."""
+        return self._task is not None
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been going on; 0 when none is."""
+        return 0.0 if self._task is None else self._clock.monotonic() - self._since_s
+
+    async def first(self, give_up: Callable[[], bool]) -> tuple[str, TransferredState] | None:
+        """Return the state of the best donor, for a node that has none; None when ``give_up`` says so."""
+        return await self._download.until(self._donors, self._request(), self._spec(), give_up)
+
+    def begin(self, donor: str, lineage: str | None, why: str) -> None:
+        """Adopt a state in the background, and tell ``why`` when it is done.
+
+        Args:
+            donor: asked first; empty begins with the best.
+            lineage: the only one that will do; None takes any.
+        """
+        if self._task is None:
+            self._since_s = self._clock.monotonic()
+            self._task = asyncio.create_task(self._adopt(donor, lineage, why), name="adoption")
+            self._task.add_done_callback(self._ended)
+
+    async def ended(self) -> bool:
+        """Wait for the end of the one under way; False when there is none, or nobody gave a state."""
+        task = self._task
+        if task is None:
+            return False
+        await asyncio.wait([task])
+        return not task.cancelled() and task.exception() is None and task.result()
+
+    async def watch(self) -> None:
+        """Wait for ever; raise what ended an adoption, by now or before: a bug of ours."""
+        await self._failure.watch()
+
+    async def stop(self) -> None:
+        """Give up the one under way."""
+        if self._task is not None:
+            task = self._task
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _adopt(self, donor: str, lineage: str | None, why: str) -> bool:
+        donors = sorted(self._donors(), key=lambda entry: entry[0] != donor)
+        found = await self._download.once(donors, self._request(), self._spec(), lineage=lineage)
+        if found is not None:
+            await self._take(*found, why)
+        return found is not None
+
+    def _ended(self, task: asyncio.Task[bool]) -> None:
+        self._task = None
+        self._failure.note(task)
+
+
+def without_moments(state: TransferredState, spec: BoardSpec) -> TransferredState:
+    """Return ``state`` with its normaliser moments zeroed: they are the donor's own counts, not ours."""
+    if state.sidecar is None:
+        return state
+    moments = {item.name for item in spec.sidecar.items if item.rule == "moments"}
+    sidecar = {name: value * 0 if name in moments else value.copy() for name, value in state.sidecar.items()}
+    return TransferredState(state.head, state.vector, sidecar)

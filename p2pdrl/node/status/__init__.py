@@ -1,8 +1,8 @@
-"""How it goes, for people and programs.
+"""What people and programs see of a node.
 
 | to … | modules |
 |---|---|
-| collect it | `reporter`, `mode`, `pipeline`, `health` |
-| show it | `view` (HTTP), `meters` (Prometheus), `meters` (a file at the end) |
+| collect it | `reporter`, `pipeline`, `health` |
+| show it | `view` (HTTP), `meters` (Prometheus, TensorBoard, ``summary.json``) |
 | show what a pipeline did | `traces` |
 """

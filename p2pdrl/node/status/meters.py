@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 import p2pdrl
-from p2pdrl.node.parts import NodeParts
+from p2pdrl.node.context import NodeContext
 from p2pdrl.node.state.atomic import storage_error, write_atomic
 from p2pdrl.node.status.pipeline import pipeline_document
 from p2pdrl.node.status.reporter import StatusReporter
@@ -19,24 +19,19 @@ from p2pdrl.telemetry.tensorboard import TensorBoardWriter
 __all__ = ["NAME", "Meters", "summary", "write_summary"]
 
 NAME = "summary.json"
+SCALARS_EVERY_S = 5.0
 
 
-def summary(parts: NodeParts, figures: StatusReporter, reason: str) -> dict[str, object]:
-    """The document, as JSON types.
-
-    Args:
-        parts: the node.
-        figures: its figures.
-        reason: why it ended.
-    """
-    status = figures.status()
-    ended = parts.clock.wall()
-    training = parts.training
+def summary(context: NodeContext, reporter: StatusReporter, reason: str) -> dict[str, object]:
+    """``summary.json`` as JSON types; ``reason`` is why the node ended."""
+    status = reporter.status()
+    ended = context.clock.wall()
+    training = context.training
     return {
-        "name": parts.name,
-        "id": parts.node_id,
-        "boot": parts.boot,
-        "began": ended - (parts.clock.monotonic() - parts.began_s),
+        "name": context.name,
+        "id": context.node_id,
+        "boot": context.boot,
+        "began": ended - (context.clock.monotonic() - context.began_s),
         "ended": ended,
         "reason": reason,
         "env_steps": status["env_steps"],
@@ -51,32 +46,25 @@ def summary(parts: NodeParts, figures: StatusReporter, reason: str) -> dict[str,
     }
 
 
-async def write_summary(parts: NodeParts, figures: StatusReporter, reason: str) -> None:
+async def write_summary(context: NodeContext, reporter: StatusReporter, reason: str) -> None:
     """Write it; a disk that doesn't take it is told and does no other harm."""
-    path = Path(parts.data_dir) / NAME
-    content = msgspec.json.format(msgspec.json.encode(summary(parts, figures, reason)), indent=2) + b"\n"
+    path = Path(context.data_dir) / NAME
+    content = msgspec.json.format(msgspec.json.encode(summary(context, reporter, reason)), indent=2) + b"\n"
     try:
         await asyncio.to_thread(write_atomic, path, content)
     except OSError as error:
         told = storage_error("write the summary", path, error)
-        parts.events.emit("summary-failed", str(told), level="warning")
-
-
-SCALARS_EVERY_S = 5.0
+        context.events.emit("summary-failed", str(told), level="warning")
 
 
 class Meters:
-    """Prometheus metrics of this node, filled whenever somebody reads them; and TensorBoard scalars.
+    """Prometheus metrics of this node, filled whenever somebody reads them; and TensorBoard scalars."""
 
-    Args:
-        parts: the node.
-        figures: its figures.
-        writer: where scalars go; None writes none.
-    """
-
-    def __init__(self, parts: NodeParts, figures: StatusReporter, writer: TensorBoardWriter | None) -> None:
-        self._parts = parts
-        self._figures = figures
+    def __init__(
+        self, context: NodeContext, reporter: StatusReporter, writer: TensorBoardWriter | None
+    ) -> None:
+        self._context = context
+        self._reporter = reporter
         self._writer = writer
         self._written_s = float("-inf")
         self.registry = Registry(p2pdrl.__version__)
@@ -90,17 +78,17 @@ class Meters:
             bytes_in=report.bytes_in,
             bytes_out=report.bytes_out,
             round_trips=report.round_trips,
-            staleness=report.staleness(self._parts.node_id),
+            staleness=report.staleness(self._context.node_id),
         )
 
     def write_scalars(self) -> None:
         """Write the newest figures over the swarm's environment steps, at most every five seconds."""
-        now_s = self._parts.clock.monotonic()
-        training = self._parts.training
+        now_s = self._context.clock.monotonic()
+        training = self._context.training
         if self._writer is None or training is None or now_s < self._written_s + SCALARS_EVERY_S:
             return
         self._written_s = now_s
-        report = self._figures.report()
+        report = self._reporter.report()
         values = {
             "swarm/mean_return": report.mean_return,
             "swarm/consensus_distance": report.consensus_distance,
@@ -110,13 +98,13 @@ class Meters:
         }
         values |= {f"train/{name}": value for name, value in training.supervisor.metrics.items()}
         known = {name: value for name, value in values.items() if value is not None}
-        self._writer.scalars(self._parts.step_accounting.total().env_steps, known)
+        self._writer.scalars(self._context.progress_tracker.total().env_steps, known)
 
     def render(self) -> bytes:
         """Return the page of ``/metrics``."""
-        parts, registry = self._parts, self.registry
-        report = self._figures.report()
-        training, saving = parts.training, parts.saving
+        context, registry = self._context, self.registry
+        report = self._reporter.report()
+        training, checkpointer = context.training, context.checkpointer
         registry.env_steps_total.advance_to(report.env_steps)
         registry.episodes_total.advance_to(report.episodes)
         registry.updates_total.advance_to(report.updates)
@@ -126,13 +114,13 @@ class Meters:
         distance = report.consensus_distance
         registry.consensus_distance.set(float("nan") if distance is None else distance)
         registry.rss_bytes.set(report.rss_bytes)
-        counters = parts.transport.counters
+        counters = context.transport.counters
         registry.bytes_in_total.advance_to(counters.bytes_in)
         registry.bytes_out_total.advance_to(counters.bytes_out)
         for status, count in counters.refused.items():
             registry.refused_total.of(str(status)).advance_to(count)
-        registry.records_refused_total.advance_to(parts.membership.core.refused_records)
-        for state, count in parts.member_counts().items():
+        registry.records_refused_total.advance_to(context.membership.core.refused_records)
+        for state, count in context.member_counts().items():
             registry.members.set(state, count)
         if training is not None:
             registry.learner_restarts_total.advance_to(training.supervisor.restarts)
@@ -140,6 +128,6 @@ class Meters:
             if training.actors is not None:
                 registry.set_actors(training.actors.figures())
             registry.set_pipeline(pipeline_document(training) or {})
-        if saving is not None:
-            registry.checkpoint_failures_total.advance_to(saving.failures)
+        if checkpointer is not None:
+            registry.checkpoint_failures_total.advance_to(checkpointer.failures)
         return registry.render()

@@ -27,7 +27,7 @@ def trains(training: Training) -> bool:
     Not so under a pipeline, unless it is the first rank of one: then it computes for another, or stands by.
     """
     learner = training.supervisor
-    if not learner.io.learner_mode.stages:
+    if not learner.requests.learner_mode.stages:
         return True
     return learner.stages.order is not None and learner.stages.order.rank == 0
 
@@ -35,7 +35,7 @@ def trains(training: Training) -> bool:
 def serves(training: Training) -> bool:
     """Whether the learner computes for another, or stands by: returns that it had before are out of date."""
     learner = training.supervisor
-    if not learner.io.learner_mode.stages:
+    if not learner.requests.learner_mode.stages:
         return False
     if learner.stages.order is not None:
         return learner.stages.order.rank > 0
@@ -70,7 +70,7 @@ def pipeline_document(training: Training) -> dict[str, Any] | None:
     ``rank``, ``stage`` and what else comes of an order are missing as long as there is none. Stages count
     from 1, ranks from 0.
     """
-    if not training.supervisor.io.learner_mode.stages:
+    if not training.supervisor.requests.learner_mode.stages:
         return None
     document = _ordered(training)
     order = training.supervisor.stages.order

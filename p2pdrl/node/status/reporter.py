@@ -1,30 +1,99 @@
-"""What a node says of itself and of its peers: its report, ``status``, ``peers``, health.
+"""What a node says of the swarm's mode: what is in force, since when, and who follows it already.
 
-Reads the parts, changes nothing. The API and the gossip call it.
+Serves ``/v1/mode``, which ``p2pdrl mode show`` prints and ``p2pdrl mode set`` waits on.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
 
 import p2pdrl
-from p2pdrl.config.mode import protocol_of
-from p2pdrl.config.roles import roles_in
-from p2pdrl.config.strategy import mode_of
+from p2pdrl.config.mode import protocol_of, told_options
+from p2pdrl.config.node import roles_in
+from p2pdrl.config.strategy import StrategyConfig, mode_of
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberView
 from p2pdrl.node import settings
 from p2pdrl.node.accounting.report_table import PeerReport
-from p2pdrl.node.parts import NodeParts
+from p2pdrl.node.context import NodeContext
+from p2pdrl.node.settings import ModeSetting
 from p2pdrl.node.status import health, pipeline
-from p2pdrl.node.status.mode import describe, facts_of, mode_document
+from p2pdrl.node.status.pipeline import measured_facts
 
-__all__ = ["StatusReporter"]
+__all__ = ["StatusReporter", "describe", "mode_document"]
+
+
+def describe(strategy: StrategyConfig) -> dict[str, object]:
+    """A strategy's name, and its options: those that say what it is, and those that aren't the defaults."""
+    return {"name": protocol_of(strategy), "options": told_options(strategy)}
+
+
+def mode_document(
+    context: NodeContext, reports: Sequence[tuple[str, PeerReport | None]]
+) -> dict[str, object]:
+    """The document of ``/v1/mode``.
+
+    Args:
+        reports: the newest report of ourselves and of every living member, with its name.
+    """
+    training = context.training
+    record = context.membership.records.get(settings.MODE)
+    setting = None if record is None else settings.decode(record.value, ModeSetting)
+    document: dict[str, object] = {
+        "mode": None,
+        "protocol": None,
+        "options": {},
+        "epoch": 0,
+        "since": None,
+        "error": context.mode_error,
+        "facts": {},
+        "record": None,
+    }
+    if training is not None:
+        strategy = training.mode.config
+        document |= {"mode": mode_of(strategy), "protocol": protocol_of(strategy)}
+        document |= {"options": told_options(strategy), "epoch": settings.epoch_of(training.mode.epoch)}
+        facts = dict(training.mode.strategy.facts) | measured_facts(training)
+        document |= {"since": training.accounting.since_wall_s, "facts": facts}
+    wanted = 0
+    if record is not None:
+        wanted = settings.stamp(record.epoch, record.proposer)
+        document["record"] = {
+            "epoch": record.epoch,
+            "proposer": record.proposer,
+            "proposer_name": _name(context, record.proposer),
+            "mode": None if setting is None else mode_of(setting.strategy),
+            "protocol": None if setting is None else protocol_of(setting.strategy),
+            "options": {} if setting is None else told_options(setting.strategy),
+        }
+    protocol = None if setting is None else protocol_of(setting.strategy)
+    document["members"] = [_member(name, report, wanted, protocol) for name, report in reports]
+    return document
+
+
+def _member(name: str, report: PeerReport | None, wanted: int, protocol: str | None) -> dict[str, object]:
+    """One member: where it stands, and whether it runs what the record says."""
+    if report is None:
+        return {"name": name, "state": "unheard", "epoch": None, "protocol": "", "role": "", "follows": False}
+    return {
+        "name": name,
+        "state": report.state,
+        "epoch": settings.epoch_of(report.mode_epoch),
+        "protocol": report.strategy,
+        "role": report.role,
+        "follows": report.mode_epoch == wanted and report.strategy == protocol,
+    }
+
+
+def _name(context: NodeContext, node: str) -> str:
+    name = context.name_of(node)
+    return short(node) if name == node else name
+
 
 PLACE_FIELDS = ("role", "stage", "bubble")
 """What a node does in its group."""
@@ -47,14 +116,10 @@ REPORT_FIELDS = (
 
 
 class StatusReporter:
-    """Figures of one node.
+    """Figures of one node."""
 
-    Args:
-        parts: the node.
-    """
-
-    def __init__(self, parts: NodeParts) -> None:
-        self._parts = parts
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
         self._seq = 0
 
     # --- of this node ---------------------------------------------------------------------------
@@ -62,7 +127,7 @@ class StatusReporter:
     @property
     def mean_return(self) -> float | None:
         """Mean return of the last sampled training episodes; None without any, or if not finite."""
-        training = self._parts.training
+        training = self._context.training
         if training is None or pipeline.serves(training) or not training.supervisor.returns:
             return None
         returns = training.supervisor.returns
@@ -72,7 +137,7 @@ class StatusReporter:
     @property
     def rss_bytes(self) -> int:
         """Memory of the daemon, its learner and its actors; what can't be read counts nothing."""
-        training = self._parts.training
+        training = self._context.training
         learner = None if training is None else training.supervisor.pid
         children: tuple[int, ...] = () if learner is None else (learner,)
         if training is not None and training.actors is not None:
@@ -81,35 +146,36 @@ class StatusReporter:
 
     def health(self) -> tuple[bool, list[str]]:
         """Whether this node is well, and why not."""
-        parts = self._parts
-        now_s = parts.clock.monotonic()
-        training = parts.training
+        context = self._context
+        now_s = context.clock.monotonic()
+        training = context.training
         inputs: dict[str, Any] = {}
-        if training is None and parts.learner is not None:
-            inputs = {"learner_starting_s": parts.learner.starting_s}
+        if training is None and context.learner is not None:
+            inputs = {"learner_starting_s": context.learner.starting_s}
         if training is not None:
             learner = training.supervisor
             reported_s = learner.reported_s
-            wanted = parts.state == "training"
+            wanted = context.state == "training"
             due = wanted and pipeline.trains(training)
             inputs |= {
                 "learner_down_s": learner.down_s if wanted else None,
                 "learner_restarts_in_a_row": learner.failures,
-                "learner_death": "" if learner.deaths.last is None else learner.deaths.last.how,
+                "learner_death": ""
+                if learner.restart_policy.last_death is None
+                else learner.restart_policy.last_death.how,
                 "learner_stopped_s": learner.stopped_s,
                 "progress_age_s": None if not due or reported_s is None else now_s - reported_s,
                 "quarantined": tuple(self.namer()(peer) for peer in training.swarm.quarantine.held(now_s)),
                 "adopting_s": training.adoptions.seconds,
-                "mode_error": parts.mode_error,
+                "mode_error": context.mode_error,
             }
-        me = parts.membership.members()[0]
+        me = context.membership.members()[0]
         return health.judge(
             health.HealthInputs(
-                loop_lag_s=parts.lag.p99_s,
-                storage_error=None if parts.saving is None else parts.saving.error,
-                seeds_given=bool(parts.config.node.peers),
-                alone_s=0.0 if parts.alone_since_s is None else now_s - parts.alone_since_s,
-                join_refused=parts.join_refused,
+                loop_lag_s=context.lag.p99_s,
+                storage_error=None if context.checkpointer is None else context.checkpointer.error,
+                seeds_given=bool(context.config.node.peers),
+                alone_s=0.0 if context.alone_since_s is None else now_s - context.alone_since_s,
                 suspected_by=len(me.suspected_by),
                 **inputs,
             )
@@ -117,7 +183,7 @@ class StatusReporter:
 
     def ready(self) -> tuple[bool, list[str]]:
         """Whether this node trains, and why not."""
-        state, learner = self._parts.state, self._parts.learner
+        state, learner = self._context.state, self._context.learner
         if state == "training":
             return True, []
         starting_s = None if learner is None else learner.starting_s
@@ -126,10 +192,10 @@ class StatusReporter:
 
     def report(self) -> PeerReport:
         """Our own report, to be spread."""
-        parts = self._parts
-        training = parts.training
+        context = self._context
+        training = context.training
         healthy, reasons = self.health()
-        counts = parts.step_accounting.of_node(parts.node_id)
+        counts = context.progress_tracker.of_node(context.node_id)
         self._seq += 1
         mean, window = self.mean_return, 0
         fields: dict[str, Any] = {}
@@ -140,30 +206,30 @@ class StatusReporter:
                 "policy_version": training.policy_version,
                 "consensus_distance": training.mode.strategy.consensus_distance,
                 "device": training.supervisor.device,
-                "steps_per_s": training.supervisor.speed.rate(parts.clock.monotonic()),
+                "steps_per_s": training.supervisor.speed.rate(context.clock.monotonic()),
                 "learner_restarts": training.supervisor.restarts,
                 "mode_epoch": training.mode.epoch,
                 "strategy": protocol_of(training.mode.config),
-                "role": str(facts_of(training.mode.strategy).get("role", ""))[:64],
+                "role": str(training.mode.strategy.facts.get("role", ""))[:64],
                 "trains": pipeline.trains(training),
                 "stage": pipeline.stage_words(training),
                 "bubble": pipeline.pipeline_bubble(training),
             }
         return PeerReport(
-            id=parts.node_id,
-            boot=parts.boot,
+            id=context.node_id,
+            boot=context.boot,
             seq=self._seq,
-            name=parts.name,
-            state=parts.state,
+            name=context.name,
+            state=context.state,
             env_steps=counts.env_steps,
             updates=counts.updates,
             episodes=counts.episodes,
             episodes_in_window=window,
             mean_return=mean,
-            loop_lag_s=parts.lag.p99_s,
+            loop_lag_s=context.lag.p99_s,
             rss_bytes=self.rss_bytes,
-            bytes_in=parts.transport.counters.bytes_in,
-            bytes_out=parts.transport.counters.bytes_out,
+            bytes_in=context.transport.counters.bytes_in,
+            bytes_out=context.transport.counters.bytes_out,
             healthy=healthy,
             reasons=tuple(reasons[:5]),
             **fields,
@@ -171,27 +237,27 @@ class StatusReporter:
 
     def status(self) -> dict[str, object]:
         """The document of ``/v1/status``."""
-        parts = self._parts
+        context = self._context
         report = self.report()
-        training, saving = parts.training, parts.saving
-        alive = [report, *self._reports(parts.alive())]
+        training, checkpointer = context.training, context.checkpointer
+        alive = [report, *self._reports(context.alive())]
         return {
-            "name": parts.name,
-            "id": parts.node_id,
-            "swarm_id": parts.swarm_id,
-            "address": str(parts.address),
+            "name": context.name,
+            "id": context.node_id,
+            "swarm_id": context.swarm_id,
+            "address": str(context.address),
             "pid": os.getpid(),
             "version": p2pdrl.__version__,
             "mode": "none" if training is None else mode_of(training.mode.config),
             "mode_epoch": settings.epoch_of(report.mode_epoch),
-            "mode_error": parts.mode_error,
+            "mode_error": context.mode_error,
             "strategy": None if training is None else describe(training.mode.config),
             "lineage": report.lineage,
-            "state": parts.state,
-            "members": parts.member_counts(),
+            "state": context.state,
+            "members": context.member_counts(),
             "policy_version": report.policy_version,
             "env_steps": report.env_steps,
-            "swarm_env_steps": parts.step_accounting.total().env_steps,
+            "swarm_env_steps": context.progress_tracker.total().env_steps,
             "steps_per_s": report.steps_per_s,
             "swarm_steps_per_s": sum(one.steps_per_s for one in alive),
             "mean_return": report.mean_return,
@@ -211,21 +277,21 @@ class StatusReporter:
             "pipeline": None if training is None else pipeline.pipeline_document(training),
             "learner": self._learner(),
             "actors": [] if training is None or training.actors is None else training.actors.figures(),
-            "stop": {"reached": parts.halted is not None, "reason": parts.halted} | self._stop_config(),
+            "stop": {"reached": context.halted is not None, "reason": context.halted} | self._stop_config(),
             "healthy": report.healthy,
             "reasons": list(report.reasons),
-            "uptime_s": parts.clock.monotonic() - parts.began_s,
-            "data_dir": parts.data_dir,
+            "uptime_s": context.clock.monotonic() - context.began_s,
+            "data_dir": context.data_dir,
             "last_checkpoint": {
-                "path": None if saving is None else saving.path,
-                "age_s": None if saving is None else saving.age_s,
-                "error": None if saving is None else saving.error,
+                "path": None if checkpointer is None else checkpointer.path,
+                "age_s": None if checkpointer is None else checkpointer.age_s,
+                "error": None if checkpointer is None else checkpointer.error,
             },
         }
 
     def accounting(self) -> dict[str, object]:
         """What each strategy cost and brought, by its name."""
-        training = self._parts.training
+        training = self._context.training
         if training is None:
             return {}
         training.accounting.saw_distance(training.mode.strategy.consensus_distance)
@@ -233,42 +299,44 @@ class StatusReporter:
 
     def rounds(self) -> list[dict[str, object]]:
         """The document of ``/v1/rounds``: the last rounds, oldest first."""
-        training = self._parts.training
+        training = self._context.training
         return [] if training is None else training.accounting.rounds(self.namer())
 
     # --- of everybody ---------------------------------------------------------------------------
 
     def peers(self) -> list[dict[str, object]]:
         """The document of ``/v1/peers``: every known member, ourselves first, then by name."""
-        rows = [self._row(member) for member in self._parts.membership.members()]
+        rows = [self._row(member) for member in self._context.membership.members()]
         return sorted(rows, key=lambda row: (not row["self"], str(row["name"]), str(row["id"])))
 
     def donors(self) -> list[str]:
         """Ids of the living members, those that train and are well and ahead first."""
-        alive = self._parts.alive()
+        alive = self._context.alive()
         return sorted(alive, key=self._donor_rank)
 
     def living_reports(self) -> list[PeerReport] | None:
         """Our own report and those of all living members; None while one is unheard of."""
-        alive = self._parts.alive()
+        alive = self._context.alive()
         reports = self._reports(alive)
         return [self.report(), *reports] if len(reports) == len(alive) else None
 
     def mode(self) -> dict[str, object]:
         """The document of ``/v1/mode``."""
         alive = {
-            m.id: m.name for m in self._parts.membership.members() if m.state == "alive" and not m.is_self
+            m.id: m.name for m in self._context.membership.members() if m.state == "alive" and not m.is_self
         }
         heard = {report.id: report for report in self._reports(alive)}
         others = [
             (name, heard.get(node)) for node, name in sorted(alive.items(), key=lambda item: item[::-1])
         ]
-        return mode_document(self._parts, [(self._parts.name, self.report()), *others])
+        return mode_document(self._context, [(self._context.name, self.report()), *others])
 
     def newest_mode(self) -> tuple[int, str]:
         """The greatest mode stamp of the living members of our lineage, and whose it is; (0, "") for none."""
-        lineage = "" if self._parts.training is None else self._parts.training.lineage
-        reports = [report for report in self._reports(self._parts.alive()) if report.lineage in ("", lineage)]
+        lineage = "" if self._context.training is None else self._context.training.lineage
+        reports = [
+            report for report in self._reports(self._context.alive()) if report.lineage in ("", lineage)
+        ]
         return max(((report.mode_epoch, report.id) for report in reports), default=(0, ""))
 
     def greater_lineage(self) -> tuple[str, str, str] | None:
@@ -276,14 +344,14 @@ class StatusReporter:
 
         The one with more environment steps stays, then the lower id: as in an exchange.
         """
-        training, step_accounting = self._parts.training, self._parts.step_accounting
+        training, progress_tracker = self._context.training, self._context.progress_tracker
         if training is None or not training.lineage:
             return None
-        ours = (-step_accounting.steps(training.lineage), training.lineage)
+        ours = (-progress_tracker.steps(training.lineage), training.lineage)
         found = min(
             (
-                ((-step_accounting.steps(report.lineage), report.lineage), report.id)
-                for report in self._reports(self._parts.alive())
+                ((-progress_tracker.steps(report.lineage), report.lineage), report.id)
+                for report in self._reports(self._context.alive())
                 if report.lineage not in ("", training.lineage) and report.state in ("training", "paused")
             ),
             default=None,
@@ -294,11 +362,11 @@ class StatusReporter:
         return donor, lineage, f"lineage {lineage} has {-steps} steps, ours {-ours[0]}"
 
     def _row(self, member: MemberView) -> dict[str, object]:
-        now_s = self._parts.clock.monotonic()
+        now_s = self._context.clock.monotonic()
         if member.is_self:
             found: tuple[PeerReport, float] | None = (self.report(), 0.0)
         else:
-            gossip = self._parts.gossip
+            gossip = self._context.gossip
             found = None if gossip is None else gossip.table.get(member.id, now_s)
         row: dict[str, object] = {
             "name": member.name,
@@ -321,7 +389,7 @@ class StatusReporter:
         row["trains"] = member.state == "alive" and report is not None and report.at_work
         row["collects"] = None if report is None else report.trains
         row["mode_epoch"] = None if report is None else settings.epoch_of(report.mode_epoch)
-        training = self._parts.training
+        training = self._context.training
         behind = training.policy_version - report.policy_version if report and training else None
         row["staleness"] = None if behind is None else max(behind, 0)
         return row
@@ -331,10 +399,10 @@ class StatusReporter:
         return reasons + (list(report.reasons) if report is not None and member.state == "alive" else [])
 
     def _reports(self, ids: dict[str, Any]) -> list[PeerReport]:
-        gossip = self._parts.gossip
+        gossip = self._context.gossip
         if gossip is None:
             return []
-        now_s = self._parts.clock.monotonic()
+        now_s = self._context.clock.monotonic()
         found = (gossip.table.get(node, now_s) for node in ids)
         return [entry[0] for entry in found if entry is not None]
 
@@ -346,8 +414,8 @@ class StatusReporter:
         return (report.state not in ("training", "paused"), not report.healthy, -report.policy_version, node)
 
     def _learner(self) -> dict[str, object] | None:
-        training = self._parts.training
-        learner = self._parts.learner if training is None else training.supervisor
+        training = self._context.training
+        learner = self._context.learner if training is None else training.supervisor
         if learner is None:
             return None
         state = "running" if learner.pid else "down"
@@ -357,7 +425,7 @@ class StatusReporter:
             state = "stopped"
         elif learner.starting_s is not None:
             state = "starting"
-        last = learner.deaths.last
+        last = learner.restart_policy.last_death
         return {
             "pid": learner.pid,
             "state": state,
@@ -372,7 +440,7 @@ class StatusReporter:
         }
 
     def _stop_config(self) -> dict[str, object]:
-        training = self._parts.training
+        training = self._context.training
         if training is None:
             return {}
         config = training.stop_config
@@ -385,7 +453,7 @@ class StatusReporter:
 
     def namer(self) -> Callable[[str], str]:
         """From a node id to the name that people gave it, or to its first digits."""
-        names = {member.id: member.name for member in self._parts.membership.members()}
+        names = {member.id: member.name for member in self._context.membership.members()}
         return lambda node: names.get(node) or short(node)
 
 

@@ -1,7 +1,7 @@
 """What all ranks of our pipeline did lately, as one trace: each node tells of its own learner.
 
-Monotonic clocks of two machines have nothing to do with each other. So a peer is asked for its clock some
-times, and what it says is taken for the middle of the fastest round trip: off by half of that at most.
+A peer is asked for its monotonic clock some times; its answer is taken for the middle of the fastest round
+trip, so it is off by half of that at most.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from p2pdrl.errors import (
     WorkerError,
 )
 from p2pdrl.node.children.stage_port import StagePort
-from p2pdrl.pipeline.order import StageOrder
+from p2pdrl.pipeline.plan import StageOrder
 from p2pdrl.pipeline.trace import MOST_SPANS, RankSpans, TraceSpan, trace
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
@@ -43,7 +43,7 @@ TRIES = 8
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
-    """What did you do?"""
+    """Asks for the spans of the last ``seconds``."""
 
     generation: Annotated[int, Meta(ge=0)]
     """Of the pipeline; another one is refused."""
@@ -63,7 +63,7 @@ class SpanWire(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TraceAnswer(msgspec.Struct, frozen=True):
-    """That."""
+    """The spans of one rank."""
 
     clock_s: float
     """Monotonic, as the answer is made."""
@@ -71,17 +71,7 @@ class TraceAnswer(msgspec.Struct, frozen=True):
 
 
 class TraceCollector:
-    """Tells peers of our learner's part, and puts all parts of our pipeline together.
-
-    Args:
-        me: own node id.
-        stages: our learner as a rank.
-        members: tells the node ids of our pipeline's ranks, in their order.
-        transport: how peers are reached; the node routes `ROUTE` to `answer`.
-        clock: time.
-        alive: the living members, without ourselves.
-        named: from a node id to a name.
-    """
+    """Tells peers of our learner's part, and puts all parts of our pipeline together."""
 
     def __init__(
         self,
@@ -193,11 +183,7 @@ class TraceCollector:
         return min(trips)[1]
 
     async def _ask(self, peer: str, address: Address, ask: TraceRequest) -> tuple[TraceAnswer, float]:
-        """Ask; return the answer, and when it came.
-
-        Raises:
-            TransportError: no answer, or none that can be read.
-        """
+        """Ask; return the answer, and when it came."""
         meta = msgspec.msgpack.encode(ask)
         answer = await self._transport.call(address, peer, ROUTE, meta, deadline_s=CALL_S)
         came_s = self._clock.monotonic()

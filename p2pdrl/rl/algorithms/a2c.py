@@ -21,8 +21,9 @@ from p2pdrl.rl.algorithms.batches import full_batch, gae, normalized
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine, Summed
-from p2pdrl.rl.optimizers import Adam, Optimizer, RMSProp
+from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.rollout import Unroll
+from p2pdrl.tensors.optimizers import Adam, RMSProp, UpdateRule
 
 __all__ = ["A2C", "A2CObjective"]
 
@@ -56,11 +57,10 @@ class A2C(Algorithm[Unroll]):
     def __init__(self, config: A2CConfig, flat: FlatModule, engine: GradientEngine[PolicyOutputs]) -> None:
         self._config = config
         objective = A2CObjective(config.value_coef, config.entropy_coef)
-        optimizer: Optimizer
+        rule: UpdateRule = RMSProp(config.rmsprop_alpha, config.rmsprop_eps)
         if config.optimizer == "adam":
-            optimizer = Adam(flat.parameters_D, flat.gradients_D, config.rmsprop_eps)
-        else:
-            optimizer = RMSProp(flat.parameters_D, flat.gradients_D, config.rmsprop_alpha, config.rmsprop_eps)
+            rule = Adam(eps=config.rmsprop_eps)
+        optimizer = Optimizer(rule, flat.parameters_D, flat.gradients_D)
         self._loss = Loss(objective, optimizer, flat, engine, max_grad_norm=config.max_grad_norm)
         self.losses = (self._loss,)
 

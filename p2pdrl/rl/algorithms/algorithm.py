@@ -194,7 +194,7 @@ class TargetNetwork:
     """A copy of one part of a model.
 
     Args:
-        name: in the sidecar: ``target.NAME``.
+        name: in the sidecar: ``target.`` and this.
         module: the part.
         span: its parameters in the model's flat vector.
         rule: how the copy follows.

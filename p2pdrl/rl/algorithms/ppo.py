@@ -23,8 +23,9 @@ from p2pdrl.rl.algorithms.batches import full_batch, gae, minibatch, normalized
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine, Summed
-from p2pdrl.rl.optimizers import Adam
+from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.rollout import Unroll
+from p2pdrl.tensors.optimizers import Adam
 
 __all__ = ["PPO", "PPOObjective"]
 
@@ -102,7 +103,7 @@ class PPO(Algorithm[Unroll]):
             value_coef=config.value_coef,
             entropy_coef=config.entropy_coef,
         )
-        optimizer = Adam(flat.parameters_D, flat.gradients_D)
+        optimizer = Optimizer(Adam(), flat.parameters_D, flat.gradients_D)
         self._loss = Loss(objective, optimizer, flat, engine, max_grad_norm=config.max_grad_norm)
         self.losses = (self._loss,)
 

@@ -21,10 +21,10 @@ from p2pdrl.config.task import RegressionConfig
 from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine, Minibatch, Objective, Summed
-from p2pdrl.rl.networks.layers import Dense, initialise, mlp
-from p2pdrl.rl.networks.trunk import in_pairs
-from p2pdrl.rl.optimizers import SGD, Adagrad, Adam, Momentum, Optimizer, RMSProp
+from p2pdrl.rl.networks.layers import Dense, in_pairs, initialise, mlp
+from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.sources.rows import DataRows, RowBatch
+from p2pdrl.tensors.optimizers import SGD, Adagrad, Adam, Momentum, RMSProp, UpdateRule
 
 __all__ = [
     "TARGETS",
@@ -89,7 +89,11 @@ class Regression(Algorithm[RowBatch]):
         self._sleep = sleep
         objective: Objective[Tensor] = CrossEntropy() if config.kind == "classifier" else LeastSquares()
         self._loss = Loss(
-            objective, _optimizer(config, flat), flat, engine, max_grad_norm=config.max_grad_norm
+            objective,
+            Optimizer(_update_rule(config), flat.parameters_D, flat.gradients_D),
+            flat,
+            engine,
+            max_grad_norm=config.max_grad_norm,
         )
         self.losses = (self._loss,)
 
@@ -168,16 +172,15 @@ def regression_layers(model: nn.Module) -> list[nn.Module]:
     return [model]
 
 
-def _optimizer(config: RegressionConfig, flat: FlatModule) -> Optimizer:
-    tensors = flat.parameters_D, flat.gradients_D
+def _update_rule(config: RegressionConfig) -> UpdateRule:
     match config.optimizer:
         case "sgd":
-            return SGD(*tensors, sparse=config.kind == "least_squares" and config.density < 1.0)
+            return SGD(sparse=config.kind == "least_squares" and config.density < 1.0)
         case "momentum":
-            return Momentum(*tensors, config.momentum, nesterov=config.nesterov)
+            return Momentum(config.momentum, config.nesterov)
         case "rmsprop":
-            return RMSProp(*tensors, config.decay, config.eps)
+            return RMSProp(config.decay, config.eps)
         case "adagrad":
-            return Adagrad(*tensors, config.eps)
+            return Adagrad(eps=config.eps)
         case "adam":
-            return Adam(*tensors, config.eps)
+            return Adam(eps=config.eps)

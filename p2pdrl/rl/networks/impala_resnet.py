@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from p2pdrl.rl.networks.layers import RELU_GAIN, Convolution, Pixels, mlp
-from p2pdrl.rl.networks.trunk import Trunk, in_pairs
+from p2pdrl.rl.networks.layers import RELU_GAIN, Convolution, Pixels, Trunk, in_pairs, mlp
 
 __all__ = ["ImpalaResNet"]
 
@@ -26,7 +25,6 @@ class Residual(nn.Module):
     """x + conv(relu(conv(relu(x)))), both 3 × 3.
 
     Args:
-        channels: in and out.
         gain: of the second convolution: scales what the block adds at first.
     """
 
@@ -45,7 +43,6 @@ class ImpalaResNet(Trunk):
     """Fifteen convolutions in three sections, and a dense layer.
 
     Args:
-        obs_shape: CHW (frames stacked), or HWC when the last dimension is the small one.
         channels: of each section; the paper has 16, 32, 32.
         hidden: widths of the dense layers; the paper has one of 256.
     """

@@ -1,4 +1,4 @@
-"""Layers that know how their weights begin.
+"""Layers that know how their weights begin, and what a trunk is: the part of a policy up to its features.
 
 All networks are made of them. A layer is made on the meta device, without memory; ``initialise`` gives it
 memory and draws its weights, so that a network's shape can be known, and a part of it built, where the
@@ -16,7 +16,19 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RELU_GAIN", "Convolution", "Dense", "Drawn", "Norm", "Pixels", "initialise", "mlp"]
+__all__ = [
+    "RELU_GAIN",
+    "Convolution",
+    "Dense",
+    "DenseTrunk",
+    "Drawn",
+    "Norm",
+    "Pixels",
+    "Trunk",
+    "in_pairs",
+    "initialise",
+    "mlp",
+]
 
 RELU_GAIN = math.sqrt(2.0)
 """Keeps the variance through a relu (He 2015, arXiv 1502.01852)."""
@@ -102,9 +114,7 @@ def mlp(widths: Sequence[int], activation: str) -> nn.Sequential:
 def initialise(module: nn.Module, generator: torch.Generator) -> None:
     """Give memory and initial weights to a network made on the meta device.
 
-    Args:
-        module: every module in it that has parameters of its own is ``Drawn``.
-        generator: drawn from in the order of ``module.modules()``.
+    Each module with parameters of its own is ``Drawn``, in the order of ``module.modules()``.
     """
     for layer in module.modules():
         if next(layer.parameters(recurse=False), None) is None:
@@ -117,3 +127,52 @@ def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float, generator: torch.Gene
     nn.init.orthogonal_(layer.weight, gain, generator=generator)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
+
+
+class Trunk(nn.Module):
+    """The part of a policy from observations to F features: ``registry`` picks one, ``policy`` calls it."""
+
+    features: int
+
+    def layers(self) -> list[nn.Module]:
+        """Return modules, each one tensor in, one out, that chained give ``forward``.
+
+        Every parameter is in exactly one of them, and no more of them in one than belong together.
+        """
+        raise NotImplementedError
+
+    def forward(self, obs_BX: Tensor) -> Tensor:
+        """Return features_BF."""
+        raise NotImplementedError
+
+
+class DenseTrunk(Trunk):
+    """Dense layers that policy and value function share: what a memory sits on for vectors.
+
+    Args:
+        hidden: widths; none passes the observations on.
+        activation: ``tanh`` or ``relu``.
+    """
+
+    def __init__(self, obs_shape: tuple[int, ...], hidden: Sequence[int], activation: str) -> None:
+        super().__init__()
+        widths = (math.prod(obs_shape), *hidden)
+        self.flatten = nn.Flatten()
+        self.dense = mlp(widths, activation)
+        self.features = widths[-1]
+
+    def layers(self) -> list[nn.Module]:
+        """Return one module per dense layer."""
+        pairs = in_pairs(self.dense)
+        return [nn.Sequential(self.flatten, *pairs[:1]), *pairs[1:]]
+
+    def forward(self, obs_BX: Tensor) -> Tensor:
+        """Return features_BF."""
+        features: Tensor = self.dense(self.flatten(obs_BX))
+        return features
+
+
+def in_pairs(layers: nn.Sequential) -> list[nn.Module]:
+    """Return each layer together with the non-linearity behind it."""
+    members = list(layers)
+    return [nn.Sequential(*members[i : i + 2]) for i in range(0, len(members), 2)]

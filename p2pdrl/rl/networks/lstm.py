@@ -1,7 +1,7 @@
 """Long short-term memory (Hochreiter 1997; with forget gates, Gers 2000): a policy that remembers.
 
 ``policy`` puts it between a trunk and the heads. While acting it takes one step at a time from the state
-that whoever acts keeps; while training it runs over whole unrolls from the state at their beginning. The
+that the actor keeps; while training it runs over whole unrolls from the state at their beginning. The
 arithmetic is PyTorch's, whose fused kernels are many times as fast as a loop in Python; autocast doesn't
 reach it, for what is remembered for hundreds of steps wants all of float32.
 
@@ -57,16 +57,7 @@ class Cells(nn.LSTM):
 
 
 class LSTM(nn.Module):
-    """One layer of ``size`` units.
-
-    Args:
-        features: F.
-        size: H.
-
-    Attributes:
-        size: H.
-        state_size: S.
-    """
+    """One layer of ``size`` (H) units, from ``features`` (F)."""
 
     def __init__(self, features: int, size: int) -> None:
         super().__init__()

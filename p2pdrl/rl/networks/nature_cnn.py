@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.rl.networks.layers import RELU_GAIN, Convolution, Pixels, mlp
-from p2pdrl.rl.networks.trunk import Trunk, in_pairs
+from p2pdrl.rl.networks.layers import RELU_GAIN, Convolution, Pixels, Trunk, in_pairs, mlp
 
 __all__ = ["NatureCNN"]
 
@@ -21,7 +20,6 @@ class NatureCNN(Trunk):
     """Three convolutions and dense layers, relu between them.
 
     Args:
-        obs_shape: CHW (frames stacked), or HWC when the last dimension is the small one.
         hidden: widths of the dense layers behind the convolutions; the paper has one of 512.
 
     Raises:

@@ -6,9 +6,9 @@ from p2pdrl.config.task import NetworkConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.rl.networks.impala_resnet import ImpalaResNet
+from p2pdrl.rl.networks.layers import DenseTrunk, Trunk
 from p2pdrl.rl.networks.nature_cnn import NatureCNN
 from p2pdrl.rl.networks.transformer import Transformer
-from p2pdrl.rl.networks.trunk import DenseTrunk, Trunk
 
 __all__ = ["make_trunk", "resolve_kind"]
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.rl.networks.layers import RELU_GAIN, Dense, Norm, Pixels
-from p2pdrl.rl.networks.trunk import Trunk
+from p2pdrl.rl.networks.layers import RELU_GAIN, Dense, Norm, Pixels, Trunk
 
 __all__ = ["Transformer"]
 
@@ -39,9 +38,7 @@ class Groups(nn.Module):
     """Cuts vectors into tokens of ``size`` features; the last is filled up with zeros.
 
     Args:
-        features: length of a vector, flattened.
         size: P.
-        width: W.
     """
 
     def __init__(self, features: int, size: int, width: int) -> None:
@@ -69,8 +66,6 @@ class Patches(nn.Module):
 
     Args:
         shape: C, H, W of the pixels; the side divides both H and W.
-        side: of a patch.
-        width: W.
     """
 
     def __init__(self, shape: tuple[int, int, int], side: int, width: int) -> None:
@@ -95,7 +90,6 @@ class Attention(nn.Module):
     """x + attention of every token to every token, on normalised x.
 
     Args:
-        width: W.
         heads: H; divides W.
         gain: of the last projection: scales what the layer adds at first.
     """
@@ -120,7 +114,6 @@ class FeedForward(nn.Module):
     """x + two dense layers with a gelu between them, on normalised x.
 
     Args:
-        width: W.
         gain: of the second layer: scales what it adds at first.
     """
 
@@ -155,9 +148,6 @@ class Transformer(Trunk):
     Args:
         obs_shape: of a vector (any shape) or a picture (CHW, or HWC when the last is the small one).
         is_image: which of the two.
-        layers: pairs of attention and feed-forward.
-        heads: of each attention; divides ``width``.
-        width: of a token; also the number of features.
         patch: features of one token, or the side of a patch in pixels; 0 chooses.
 
     Raises:

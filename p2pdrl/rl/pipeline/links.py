@@ -9,9 +9,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar, cast
 from torch import Tensor
 
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
-from p2pdrl.rl.pipeline.frames import decode, encode, fill, on_host
-from p2pdrl.rl.pipeline.messages import Message
-from p2pdrl.rl.pipeline.tensor_specs import TensorSlot
+from p2pdrl.rl.pipeline.messages import Message, TensorSlot, decode, encode, fill, on_host
 
 __all__ = [
     "Carrier",
@@ -42,14 +40,9 @@ class Links(Protocol):
     """
 
     def send(self, way: Way, message: Message, tensors: Sequence[Tensor] = ()) -> None:
-        """Send a message and its tensors without waiting for anybody.
+        """Send a message and its tensors, in one piece each, on any device, without waiting for anybody.
 
-        Whoever sends doesn't write to the tensors before it knows that they have arrived.
-
-        Args:
-            way: to which neighbour.
-            message: what is said.
-            tensors: in one piece each, on any device.
+        The sender doesn't write to the tensors before it knows that they have arrived.
 
         Raises:
             PeerUnreachableError: the link is broken.
@@ -67,27 +60,14 @@ class Links(Protocol):
         ...
 
     def close(self) -> None:
-        """Break all four streams; whoever waits for a message, here and there, is told at once."""
+        """Break all four streams; waits for messages, here and at the neighbours, end at once."""
         ...
 
 
 def receive(
     links: Links, way: Way, wanted: Message, room: Callable[[], Sequence[TensorSlot]], timeout_s: float
 ) -> None:
-    """Receive the one message that is wanted.
-
-    Args:
-        links: of this rank.
-        way: that the message goes.
-        wanted: what it must say.
-        room: where its tensors go, once it is there.
-        timeout_s: bound on the wait.
-
-    Raises:
-        PeerUnreachableError: see ``Links.receive``; all say what was waited for.
-        PeerTimeoutError: likewise.
-        WireError: likewise.
-    """
+    """Receive the one message that is wanted; errors are those of ``Links.receive``, and say what it is."""
 
     def checked(message: Message) -> Sequence[TensorSlot]:
         if message != wanted:
@@ -104,15 +84,7 @@ def receive_kind(
     room: Callable[[_Kind], Sequence[TensorSlot]],
     timeout_s: float,
 ) -> _Kind:
-    """Receive a message of the kind that is wanted; else as ``receive``.
-
-    Args:
-        links: of this rank.
-        way: that the message goes.
-        kind: what the message must be.
-        room: checks what it says, and tells where its tensors go.
-        timeout_s: bound on the wait.
-    """
+    """Receive a message of the kind that is wanted, which ``room`` checks; else as ``receive``."""
 
     def checked(message: Message) -> Sequence[TensorSlot]:
         if not isinstance(message, kind):
@@ -125,15 +97,7 @@ def receive_kind(
 
 
 def receive_any(links: Links, way: Way, room: Room, timeout_s: float, what: str) -> Message:
-    """Receive a message; else as ``receive``.
-
-    Args:
-        links: of this rank.
-        way: that the message goes.
-        room: checks what it is and says, and tells where its tensors go.
-        timeout_s: bound on the wait.
-        what: is waited for, in words.
-    """
+    """Receive a message, which ``room`` checks; else as ``receive``, ``what`` being what is waited for."""
     try:
         return links.receive(way, room, timeout_s)
     except (PeerUnreachableError, PeerTimeoutError, WireError) as error:
@@ -152,12 +116,7 @@ Stream = queue.SimpleQueue[QueuedMessage | None]
 
 
 class MemoryLinks:
-    """Implements ``Links`` on queues; ``ring`` makes them. Tensors are copied once, by the receiver.
-
-    Args:
-        incoming: streams by way.
-        outgoing: streams by way.
-    """
+    """Implements ``Links`` on queues; ``ring`` makes them. Tensors are copied once, by the receiver."""
 
     def __init__(self, incoming: dict[Way, Stream], outgoing: dict[Way, Stream]) -> None:
         self._incoming = incoming
@@ -231,21 +190,17 @@ class Carrier(Protocol):
         Raises:
             PeerUnreachableError: the stream is broken.
             PeerTimeoutError: no whole frame came.
-            WireError: what came is no frame, or longer than any can be (``Parts.longest_nbytes``).
+            WireError: what came is no frame, or longer than any can be (``ModelParts.longest_nbytes``).
         """
         ...
 
     def close(self) -> None:
-        """Break all four streams, and wake whoever waits."""
+        """Break all four streams, and end all waits."""
         ...
 
 
 class FramedLinks:
-    """Implements ``Links`` by frames. What is on other devices goes through the host's memory.
-
-    Args:
-        carrier: of the bytes.
-    """
+    """Implements ``Links`` by frames. What is on other devices goes through the host's memory."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier

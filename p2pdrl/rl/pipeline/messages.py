@@ -1,4 +1,4 @@
-"""What ranks say to each other.
+"""What ranks say to each other, as values and as bytes.
 
     down (to the next rank)                  up (to the rank before)
     Activation   of a microbatch, …          Gradient   of a microbatch's activation, …
@@ -14,29 +14,58 @@ number of microbatches, stages or steps that isn't the one expected is an error.
 
 With ``torch_runner`` a minibatch has one Activation, whose tensors are targets and context of all rows, and
 no Gradient: torch.distributed brings what they are named for.
+
+A tensor on its way has rows first; the rest of its shape and its type are known to both sides from the task
+(`RowSpec`), so nothing but the number of rows is taken from a message. As bytes, a message is a frame: itself
+as MessagePack, and the memory of its tensors as it lies there (little-endian, rows first), one right after
+the other. Its carrier keeps the two apart and their lengths. Nothing in a frame says how tensors are
+cut out of its bytes.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
 from msgspec import Meta
+from torch import Tensor
 
-from p2pdrl.config.gradients import Precision
+from p2pdrl.config.fields import Precision
+from p2pdrl.errors import LayoutMismatchError, WireError
 from p2pdrl.pipeline.plan import MAX_MICROBATCHES
 
 __all__ = [
     "Activation",
+    "Buffers",
+    "Frame",
     "Gradient",
     "Message",
     "Opening",
+    "RowSpec",
     "Slice",
     "StepMessage",
     "Sums",
+    "TensorSlot",
     "UpdateOver",
     "Whole",
+    "bytes_of",
+    "decode",
+    "encode",
+    "fill",
+    "on_host",
 ]
+
+T = TypeVar("T")
+
+if sys.byteorder != "little":  # pragma: no cover
+    raise ImportError("frames are written on little-endian machines only")
 
 _MAX_TERMS = 64
 _MAX_OBJECTIVE_BYTES = 4096
@@ -137,9 +166,146 @@ class Whole(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="whole"
     version: Count = 0
     """Policy version that the first rank gives it."""
     place: Count = 0
-    """Of the first rank in its data, where that goes on in order: whoever is first next goes on there."""
+    """Of the first rank in its data, where that goes on in order: the next first rank goes on there."""
     changed: bool = False
     """Whether it isn't what the slices say: every rank goes on with its part of this."""
 
 
 Message = Activation | Gradient | Sums | StepMessage | UpdateOver | Slice | Whole
+
+
+class RowSpec(NamedTuple):
+    """Tensors that differ in their number of rows alone.
+
+    Attributes:
+        below: what whole numbers are to be smaller than, as indices are; None where any will do.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    below: int | None = None
+
+    def nbytes(self, rows: int) -> int:
+        """Return the bytes of so many rows."""
+        return rows * math.prod(self.shape) * self.dtype.itemsize
+
+    def check(self, tensor: Tensor, what: str) -> None:
+        """Check a tensor of this process."""
+        if tensor.dtype != self.dtype or tuple(tensor.shape[1:]) != self.shape:
+            raise LayoutMismatchError(
+                f"{what} should have rows of {self.dtype} {self.shape}, "
+                f"not of {tensor.dtype} {tuple(tensor.shape[1:])}"
+            )
+
+
+class TensorSlot(NamedTuple):
+    """Where a tensor of a message is to be written.
+
+    Attributes:
+        tensor: in one piece; filled as a whole.
+        below: as in ``RowSpec``: checked where tensors come from a network.
+    """
+
+    tensor: Tensor
+    below: int | None = None
+
+
+class Buffers:
+    """Memory that is used over and over again: one microbatch's activations are like another's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[RowSpec, list[Tensor]] = {}
+
+    def take(self, spec: RowSpec, rows: int) -> Tensor:
+        """Return memory for at least so many rows, whatever is in it."""
+        free = self._free.get(spec)
+        buffer = free.pop() if free else None
+        if buffer is None or len(buffer) < rows:
+            buffer = torch.empty((rows, *spec.shape), dtype=spec.dtype, device=self._device)
+        return buffer
+
+    def give(self, spec: RowSpec, buffer: Tensor) -> None:
+        """Take back what ``take`` gave: nobody reads it any more."""
+        self._free.setdefault(spec, []).append(buffer)
+
+
+class Frame(NamedTuple):
+    """A message, encoded (at most some 4 KiB), and views of the memory of its tensors, as bytes."""
+
+    message: bytes
+    tensors: list[memoryview]
+
+
+def encode(message: Message, tensors: Sequence[Tensor]) -> Frame:
+    """Return the bytes of a message and of its tensors, which are on the CPU and in one piece."""
+    return Frame(msgspec.msgpack.encode(message), [bytes_of(tensor) for tensor in tensors])
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
+    """Read MessagePack as ``kind``; for messages that is ``Message``.
+
+    Raises:
+        WireError: whatever is wrong with it.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
+        raise WireError(f"a stage's message can't be read: {str(error)[:200]}") from error
+
+
+def fill(slots: Sequence[TensorSlot], data: memoryview) -> None:
+    """Copy the bytes of all tensors to where they belong; to other devices from the memory that they came in.
+
+    Raises:
+        WireError: they have another length, or numbers among them would do harm.
+    """
+    ends = [0]
+    for slot in slots:
+        ends.append(ends[-1] + slot.tensor.nbytes)
+    if data.nbytes != ends[-1]:
+        raise WireError(f"a message with {data.nbytes} bytes of tensors should have {ends[-1]}")
+    source: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8)
+    for slot, (begin, end) in zip(slots, pairwise(ends), strict=True):
+        if slot.tensor.device.type == "cpu":
+            np.copyto(_array(slot.tensor), source[begin:end])
+            _check(slot.tensor, slot.below)
+        else:
+            came = _as_came(source[begin:end], slot.tensor)
+            _check(came, slot.below)
+            slot.tensor.copy_(came)  # waits: the memory that it came in is used again afterwards
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, or a copy in host memory, which a GPU writes fastest where it is pinned."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a tensor that is on the CPU and in one piece, as bytes; writable."""
+    return _array(tensor).data
+
+
+def _array(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    array: npt.NDArray[np.uint8] = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return array
+
+
+def _as_came(piece: npt.NDArray[np.uint8], like: Tensor) -> Tensor:
+    """Return a tensor in the memory that its bytes came in, or a copy where they aren't aligned in it."""
+    if not len(piece):  # torch can't see numbers of another length in it
+        return torch.empty(like.shape, dtype=like.dtype)
+    if not piece.flags.writeable or piece.ctypes.data % like.dtype.itemsize:
+        piece = piece.copy()
+    return torch.from_numpy(piece).view(like.dtype).view(like.shape)
+
+
+def _check(tensor: Tensor, below: int | None) -> None:
+    """Check that truth values are 0 or 1 and indices within bounds."""
+    if tensor.dtype == torch.bool:
+        tensor, below = tensor.view(torch.uint8), 2
+    if below is not None and len(tensor) and not 0 <= int(tensor.min()) <= int(tensor.max()) < below:
+        raise WireError(f"a number that came isn't in 0 … {below - 1}")

@@ -21,19 +21,19 @@ from p2pdrl.rl.engines import EngineOptions
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Minibatch, Objective, Outputs
 from p2pdrl.rl.networks.lstm import RecurrentContext
-from p2pdrl.rl.optimizers import SGD, Optimizer
+from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.links import ring
+from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import ModelParts
-from p2pdrl.rl.pipeline.pipelined import Pipelined
-from p2pdrl.rl.pipeline.server import StageServer
+from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.pipeline.tensor_specs import RowSpec
 from p2pdrl.rl.sequential import measure_blocks
+from p2pdrl.tensors.optimizers import SGD
 
 __all__ = ["ModelSplit", "SplitEngine", "split_engine"]
 
 _IDLE_TIMEOUT_S = 7 * 24 * 3600.0
-"""Closing wakes whoever waits; this is for programs that forget to."""
+"""Closing ends all waits; this is for programs that forget to."""
 
 
 class ModelSplit(Generic[Outputs]):
@@ -43,19 +43,9 @@ class ModelSplit(Generic[Outputs]):
     become without it.
 
     Args:
-        parts: of the model, as it is now.
-        plan: who holds what.
         devices: one for each rank; the same one may come twice.
         timeout_s: bound on each wait of one rank for another within a minibatch.
         checkpoint_activations: keep only what comes into a stage, and compute the rest anew.
-        tune: as of ``Pipelined``.
-        clock: likewise.
-        say: likewise.
-        make_share: makes the share of each rank.
-
-    Attributes:
-        ends_update: false.
-        shares: of each rank.
 
     Raises:
         ConfigError: there aren't as many devices as ranks.
@@ -164,7 +154,7 @@ class ModelSplit(Generic[Outputs]):
             while True:
                 server.serve()
         except TransportError:
-            pass  # closed, or another thread has an error to tell
+            pass  # closed, or another thread has the error
         except Exception as error:  # noqa: BLE001 - raised where the trainer runs
             self._errors.append(error)
 
@@ -218,9 +208,6 @@ class SplitEngine(Generic[Outputs]):
     """Implements ``gradients.GradientEngine``; close it when done.
 
     Args:
-        flat: the model, as for any other engine.
-        parts: of the same model.
-        plan: who holds what.
         devices: one for each rank; the same one may come twice.
         options: of which checkpointing, ``auto``, clock and words count.
 
@@ -237,7 +224,7 @@ class SplitEngine(Generic[Outputs]):
         options: EngineOptions,
     ) -> None:
         self._flat = flat
-        self._optimizer = SGD(flat.parameters_D, flat.gradients_D)  # has no state to be copied
+        self._optimizer = Optimizer(SGD(), flat.parameters_D, flat.gradients_D)  # has no state to be copied
         self._split = ModelSplit(
             replace(parts, optimizer=self._optimizer),
             plan,
@@ -261,7 +248,7 @@ class SplitEngine(Generic[Outputs]):
         return terms
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of microbatches and of stages, and how the first device fares."""
+        """Return the number of microbatches and of stages, and the figures of the first device."""
         return self._split.metrics()
 
     def close(self) -> None:

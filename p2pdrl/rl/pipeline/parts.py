@@ -16,16 +16,14 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from p2pdrl.config.gradients import Precision
+from p2pdrl.config.fields import Precision
 from p2pdrl.errors import LayoutMismatchError, WireError
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.gradients import VALID, Minibatch, Objective, Outputs
 from p2pdrl.rl.networks.lstm import NO_CONTEXT
 from p2pdrl.rl.optimizers import Optimizer
-from p2pdrl.rl.pipeline.frames import decode
-from p2pdrl.rl.pipeline.messages import Opening
-from p2pdrl.rl.pipeline.tensor_specs import RowSpec
+from p2pdrl.rl.pipeline.messages import Opening, RowSpec, decode
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.sequential import Block, BlockMap, HeadsBlock, RowBlock, block_map, blocks, map_blocks
 
@@ -46,10 +44,7 @@ class ModelParts(Generic[Outputs]):
         inputs: of the first block.
         targets: of the objective, by name.
         context: of a model that remembers, by the names of ``Context``'s fields; empty for others.
-        objective: as it is at first; each batch may bring another one of its type.
-        optimizer: of the whole model.
         most_rows: that a batch may have.
-        precision: of the model while it learns.
     """
 
     blocks: Sequence[Block]
@@ -141,15 +136,10 @@ def policy_parts(
     most_rows: int,
     precision: Precision = "float32",
 ) -> ModelParts[PolicyOutputs]:
-    """Return the parts of a policy.
+    """Return the parts of a policy, whose parameters are the optimizer's.
 
-    Args:
-        policy: its parameters are the optimizer's.
-        objective: of the algorithm; its targets are one number a row, all but ``actions``.
-        optimizer: of the algorithm.
-        steps: T, of unrolls, where the policy remembers.
-        most_rows: that a batch may have: environments, where the policy remembers.
-        precision: of the model while it learns.
+    The objective's targets are one number a row, all but ``actions``. Where the policy remembers, unrolls
+    have ``steps`` (T) steps, and rows are environments.
     """
     dtype = policy.policy_head.weight.dtype
     leading = () if policy.core is None else (steps,)
@@ -189,18 +179,7 @@ def module_parts(
     most_rows: int,
     precision: Precision = "float32",
 ) -> ModelParts[Tensor]:
-    """Return the parts of a model of layers in a row that remember nothing.
-
-    Args:
-        model: its parameters are the optimizer's.
-        layers: of the model, each one tensor in, one out.
-        objective: of what the last layer gives.
-        optimizer: of the model.
-        inputs: of the first layer.
-        targets: of the objective, all of them.
-        most_rows: that a batch may have.
-        precision: of the model while it learns.
-    """
+    """Return the parts of a model of layers in a row, each one tensor in, one out, that remember nothing."""
     row = [RowBlock(layer, time=False) for layer in layers]
     return ModelParts(
         blocks=row,

@@ -16,9 +16,8 @@ from p2pdrl.pipeline.trace import MOST_SPANS, TraceSpan
 from p2pdrl.rl.gradients import Minibatch, Objective, Outputs
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.pipeline.links import Links, Way, receive
-from p2pdrl.rl.pipeline.messages import Activation, Gradient, Message, Opening
+from p2pdrl.rl.pipeline.messages import Activation, Buffers, Gradient, Message, Opening, RowSpec, TensorSlot
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.pipeline.tensor_specs import Buffers, RowSpec, TensorSlot
 from p2pdrl.rl.sequential import saved_bytes
 
 __all__ = ["ActivationBytes", "ActivationMemory", "Recorder", "Running", "ScheduleRunner"]
@@ -26,9 +25,6 @@ __all__ = ["ActivationBytes", "ActivationMemory", "Recorder", "Running", "Schedu
 
 class Recorder:
     """Keeps the last spans. One thread adds; any may read.
-
-    Args:
-        most: spans that it keeps.
 
     Attributes:
         activation_bytes: most that was kept for backwards at once, since it was set to 0.
@@ -72,9 +68,6 @@ class ActivationMemory(Generic[Outputs]):
     Where activations are computed anew, looking takes another forward: what autograd keeps of the real one
     isn't there yet. Of a recurrent policy, a microbatch in which episodes begin keeps more than one in which
     none does: the first stands for all.
-
-    Args:
-        share: whose stages.
     """
 
     def __init__(self, share: StageParameters[Outputs]) -> None:
@@ -84,14 +77,7 @@ class ActivationMemory(Generic[Outputs]):
     def forward(
         self, stage: int, x: Tensor, context: RecurrentContext, *, stored: int
     ) -> tuple[Tensor, ActivationBytes]:
-        """Return what `StageParameters.forward` does, and what is kept of it.
-
-        Args:
-            stage: see `StageParameters.forward`.
-            x: see there.
-            context: see there.
-            stored: see there.
-        """
+        """Return what `StageParameters.forward` does, and what is kept of it."""
         share, key, output = self._share, (stage, len(x)), None
         anew = share.computes_anew(stored)
         if key not in self._inner_bytes:
@@ -120,11 +106,7 @@ class Running(Protocol):
     recorder: Recorder
 
     def begin(self, opening: Opening, batches: Sequence[Minibatch] = ()) -> None:
-        """Forget the minibatch before and prepare for another.
-
-        Args:
-            opening: says what it is like.
-            batches: its microbatches, where this is the first rank.
+        """Forget the minibatch before and prepare for another; the first rank is given its microbatches.
 
         Raises:
             WireError: this is the last rank, and the opening doesn't say what its objective is.
@@ -132,12 +114,7 @@ class Running(Protocol):
         ...
 
     def room(self, stage: int, microbatch: int) -> list[TensorSlot]:
-        """Return where the tensors go that come with the message which brings the opening.
-
-        Args:
-            stage: this rank's first.
-            microbatch: 0.
-        """
+        """Return where the tensors go that come with the opening, which is with the rank's first message."""
         ...
 
     def run(self) -> Tensor | None:
@@ -147,7 +124,7 @@ class Running(Protocol):
             The objective's terms, where this is the last rank.
 
         Raises:
-            TransportError: a neighbour is gone, late or talks nonsense.
+            TransportError: a neighbour is gone, late or sent what doesn't fit.
         """
         ...
 
@@ -161,19 +138,9 @@ Key = tuple[int, int]
 
 
 class ScheduleRunner(Generic[Outputs]):
-    """Computes the gradients of one share, minibatch by minibatch.
+    """Implements `Running` over links, which are None where one rank is all.
 
-    Args:
-        share: gets the gradients.
-        links: to the neighbours; None where one rank is all.
-        timeout_s: bound on each wait for a message.
-        clock: seconds, monotonic.
-        recorder: see below; None for one of its own.
-
-    Attributes:
-        waited_s: seconds spent waiting for messages, all minibatches together.
-        ran_s: seconds that the actions of all minibatches took, waiting included.
-        recorder: told of each action, with what it keeps.
+    ``timeout_s`` bounds each wait for a message.
     """
 
     def __init__(
@@ -191,7 +158,7 @@ class ScheduleRunner(Generic[Outputs]):
         self._clock = clock
         self.recorder = recorder or Recorder()
         self._buffers = Buffers(share.device)
-        self._keeping = ActivationMemory(share)
+        self._activations = ActivationMemory(share)
         self.waited_s = self.ran_s = 0.0
         self._do = {
             "recv_activation": self._recv_activation,
@@ -203,15 +170,7 @@ class ScheduleRunner(Generic[Outputs]):
         }
 
     def begin(self, opening: Opening, batches: Sequence[Minibatch] = ()) -> None:
-        """Forget the minibatch before and prepare for another.
-
-        Args:
-            opening: says what it is like.
-            batches: its microbatches, where this is the first rank.
-
-        Raises:
-            WireError: this is the last rank, and the opening doesn't say what its objective is.
-        """
+        """See ``Running.begin``."""
         share = self._share
         self.forget()
         self._opening = opening
@@ -231,7 +190,7 @@ class ScheduleRunner(Generic[Outputs]):
         share.begin()
 
     def forget(self) -> None:
-        """Let go of all that a minibatch keeps, wherever it was broken off."""
+        """See ``Running.forget``."""
         self._inputs: dict[Key, Tensor] = {}
         self._roots: dict[Key, Tensor] = {}
         self._gradients: dict[Key, Tensor] = {}
@@ -242,11 +201,7 @@ class ScheduleRunner(Generic[Outputs]):
         self._kept_bytes = 0
 
     def run(self) -> Tensor | None:
-        """Do all that is to be done; the gradients are in the share then.
-
-        Returns:
-            The objective's terms, where this is the last rank.
-        """
+        """See ``Running.run``."""
         begin = before = self._clock()
         for action in self._actions:
             kind, stage, microbatch = action
@@ -284,7 +239,7 @@ class ScheduleRunner(Generic[Outputs]):
         share, inputs = self._share, self._inputs[stage, microbatch]
         extras = self._extras.get(microbatch, {})
         context = RecurrentContext(extras.get("starts_BT"), extras.get("state_BS"))
-        output, kept = self._keeping.forward(stage, inputs, context, stored=self._stored)
+        output, kept = self._activations.forward(stage, inputs, context, stored=self._stored)
         self._keep((stage, microbatch), inputs, output, kept)
         if stage == self._plan.stages - 1:
             assert self._objective is not None  # noqa: S101 - this is the last rank

@@ -1,6 +1,6 @@
 """One rank's share of a model: its blocks, their parameters, gradients and optimizer.
 
-Nothing here knows of other ranks: ``runner`` says what to compute when, ``neighbours`` what to step with.
+Nothing here knows of other ranks: ``runner`` says what to compute when, ``rank`` what to step with.
 
 Shape suffixes: D parameters of the whole model, P of this share.
 """
@@ -42,19 +42,11 @@ class StageParameters(Generic[Outputs]):
     breaks off a minibatch, they are those after the last whole step.
 
     Args:
-        parts: of the model.
-        plan: what this rank holds.
-        rank: this one.
         device: where the blocks are to be.
         checkpoint_activations: keep only what comes into a stage, and compute the rest anew.
         steps: minibatches done before.
 
     Attributes:
-        parts: as given.
-        plan: as given.
-        rank: as given.
-        device: as given.
-        optimizer: of these parameters.
         steps: minibatches that were stepped with, or skipped: equal on all ranks between two minibatches.
 
     Raises:
@@ -104,14 +96,7 @@ class StageParameters(Generic[Outputs]):
         self._flat.gradients_D.zero_()
 
     def forward(self, stage: int, x: Tensor, context: RecurrentContext, *, stored: int) -> Tensor:
-        """Return a stage's output as it travels.
-
-        Args:
-            stage: one of this rank's.
-            x: its input.
-            context: of the microbatch.
-            stored: most microbatches that this rank stores at once.
-        """
+        """Return a stage's output as it travels; the rank stores ``stored`` microbatches at most at once."""
         blocks = self._stages[stage]
         with self._precision():
             if self.computes_anew(stored):
@@ -138,13 +123,7 @@ class StageParameters(Generic[Outputs]):
     def step(self, squares: float, learning_rate: float, max_grad_norm: float) -> float:
         """Clip as the whole model's gradient is to be clipped, and step, unless that isn't finite.
 
-        Args:
-            squares: of all gradients of the whole model.
-            learning_rate: after annealing.
-            max_grad_norm: bound on the norm of the whole gradient.
-
-        Returns:
-            The norm of the whole gradient, before it was clipped.
+        ``squares`` are summed over the whole model's gradients; returned is their norm before clipping.
         """
         norm = math.sqrt(squares)
         if math.isfinite(norm):

@@ -22,10 +22,9 @@ from p2pdrl.pipeline.trace import TraceSpan
 from p2pdrl.rl.gradients import Minibatch, Objective, Outputs
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.pipeline.links import Links
-from p2pdrl.rl.pipeline.messages import Activation, Opening
+from p2pdrl.rl.pipeline.messages import Activation, Opening, RowSpec, TensorSlot
 from p2pdrl.rl.pipeline.runner import ActivationBytes, ActivationMemory, Recorder
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.pipeline.tensor_specs import RowSpec, TensorSlot
 
 __all__ = ["TorchRunner", "peer_error"]
 
@@ -53,16 +52,11 @@ class TorchRunner(Generic[Outputs]):
     """Implements ``runner.Running`` on this process' torch.distributed group, whose ranks are the plan's.
 
     Args:
-        share: gets the gradients.
-        links: to the neighbours.
         travelling: device that tensors are on when they are sent: the CPU with gloo, with NCCL the share's.
-        leave: leaves the group; called once something went wrong, since others wait for this rank then.
-        blame: finds out who is to blame; called when torch says that something went wrong.
-        clock: seconds, monotonic.
+        leave: leaves the group; called after an error, since others wait for this rank then.
+        blame: finds out which neighbour failed; called after an error of torch.
 
     Attributes:
-        waited_s: see ``Running``.
-        ran_s: see ``Running``.
         recorder: see ``Running``. A wait ends with the computation that it was for, and begins with the end
             of the one before.
     """
@@ -87,7 +81,7 @@ class TorchRunner(Generic[Outputs]):
         self._schedules: OrderedDict[tuple[int, int], _Schedule] = OrderedDict()
         self._computed_s = self._idle_since_s = 0.0
         self._kept_bytes = 0
-        self._keeping = ActivationMemory(share)
+        self._activations = ActivationMemory(share)
         self.recorder = Recorder()
         self.waited_s = self.ran_s = 0.0
         self._now: _Minibatch[Outputs] | None = None
@@ -174,7 +168,7 @@ class TorchRunner(Generic[Outputs]):
         before = parts.outputs[numbers[0] - 1] if stage > 0 else parts.inputs
         behind = parts.outputs[numbers[-1]]
         return _Stage(
-            _Blocks(self._share, self._keeping, stage, stored, self._travelling),
+            _Blocks(self._share, self._activations, stage, stored, self._travelling),
             stage,
             plan.stages,
             self._travelling,
@@ -186,7 +180,7 @@ class TorchRunner(Generic[Outputs]):
         )
 
     def _loss(self, output: Tensor, microbatch: Tensor) -> Tensor:
-        """Return the loss of one microbatch, by the rows that it has by rights."""
+        """Return the loss of one microbatch, by its own rows, without those that fill it up."""
         now = self._minibatch
         assert now.objective is not None  # noqa: S101 - this is the last rank
         with self._computing():
@@ -267,14 +261,14 @@ class _Blocks(nn.Module):
     def __init__(
         self,
         share: StageParameters[Any],
-        keeping: ActivationMemory[Any],
+        activations: ActivationMemory[Any],
         stage: int,
         stored: int,
         travelling: torch.device,
     ) -> None:
         super().__init__()
         self._share = share
-        self._keeping = keeping
+        self._activations = activations
         self._stage = stage
         self._stored = stored
         self._travelling = travelling
@@ -289,7 +283,7 @@ class _Blocks(nn.Module):
     ) -> Tensor:
         """Return the stage's output, where it travels from."""
         share = self._share
-        output, self.kept = self._keeping.forward(
+        output, self.kept = self._activations.forward(
             self._stage, x.to(share.device), RecurrentContext(starts_BT, state_BS), stored=self._stored
         )
         if self._stage == share.plan.stages - 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple, Protocol
 
@@ -57,12 +58,9 @@ class ReduceRequest(msgspec.Struct, frozen=True, array_like=True):
         what: ``part``: take my piece, and give me the average once all have come; ``alive``: are you there,
             I wait for you; ``result``: the last round's whole average; ``state``: what a newcomer needs;
             ``store``: the port where your process opened the group's store, as the answer's number.
-        key: the view that the sender acts in.
-        number: of the round.
         weight: of the part; a part of weight 0 has no vector.
-        policy_version: the part's.
         learning_rate: at which the sender would step.
-        call: number of the call, for those whose answers are held (see `group.holding`).
+        call: number of the call, for those whose answers are held (see `group.calls`).
         left: gradients of the sender's update that come after this one.
     """
 
@@ -85,7 +83,7 @@ class ReduceAnswer(msgspec.Struct, frozen=True, array_like=True):
         versions: their policy versions.
         square: ‖average‖² of this piece.
         spread: Σ w_k ‖x_k − average‖² / Σ w_k of this piece; 0 where it isn't measured.
-        mark: digest of the sender's rounds (see `history`).
+        digest: digest of the sender's rounds (see `history`).
         before: the same, one round earlier.
         state: of the sender's parameters, where others take its whole state.
         learning_rates: at which the members would step, in their order.
@@ -97,7 +95,7 @@ class ReduceAnswer(msgspec.Struct, frozen=True, array_like=True):
     versions: Annotated[tuple[Natural, ...], Meta(max_length=MAX_MEMBERS)] = ()
     square: Finite = 0.0
     spread: Finite = 0.0
-    mark: Digest = b""
+    digest: Digest = b""
     before: Digest = b""
     state: Digest = b""
     learning_rates: Annotated[tuple[LearningRate, ...], Meta(max_length=MAX_MEMBERS)] = ()
@@ -110,7 +108,6 @@ class RoundContribution(NamedTuple):
     Args:
         vector: unchanged until the round has ended, or another average of it was begun; None for nothing.
         weight: how much it counts for; 0 exactly when there is no vector.
-        policy_version: that it comes from.
         learning_rate: at which this node would step.
         left: gradients of its update that come after this one.
     """
@@ -165,49 +162,48 @@ class Average(NamedTuple):
         return statistics.median_low([rate for rate, weight in rates if weight] or self.learning_rates)
 
 
-class Averager(Protocol):
-    """Averages within one view; made anew for each."""
+class Averager(ABC):
+    """Averages within one view; made anew for each.
 
-    view: GroupView
-    """In which it averages."""
+    Attributes:
+        view: in which it averages.
+        given: number of the last round that we gave our part to; -1 before the first.
+        busy: whether a round is under way.
+    """
 
-    @property
-    def given(self) -> int:
-        """Number of the last round that we gave our part to; -1 before the first."""
-        ...
+    def __init__(self, context: StrategyContext, group: Group, view: GroupView) -> None:
+        self._context, self._group, self.view = context, group, view
+        self._me = context.swarm.node_id
+        self.given, self.busy = -1, False
+        self._liveness = LivenessCheck(context, group, view)
 
     @property
     def in_force(self) -> bool:
         """Whether the view still is; what comes of a round counts only then."""
-        ...
+        return self._group.view == self.view
 
-    @property
-    def busy(self) -> bool:
-        """Whether a round is under way."""
-        ...
-
+    @abstractmethod
     async def average(self, number: int, part: RoundContribution) -> Average:
         """Do round ``number`` with all members; wait until all have given their part.
 
         Cancelled when the view ends; the part is then given again to the next view's averager.
         """
-        ...
 
+    @abstractmethod
     async def serve(self, incoming: Incoming, ask: ReduceRequest) -> Reply:
         """Answer a member that asks for a ``part`` or for the ``store``.
 
         Raises:
-            Refusal: not now, or not here.
+            Refusal: not now, or not here (409, 503), poisoned (422), malformed (400), too few came (408).
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """The view has ended: whoever waits for us is told."""
-        ...
 
+    @abstractmethod
     async def closed(self) -> None:
         """Wait, after `close`, until no thread touches any vector."""
-        ...
 
 
 class Backend(Protocol):
@@ -219,23 +215,19 @@ class Backend(Protocol):
         Raises:
             ConfigError: this node can't.
         """
-        ...
+        return
 
     async def stop(self) -> None:
         """End everything, after the last averager was closed; calling it again does nothing."""
-        ...
+        return
 
     def averager(self, group: Group, view: GroupView, *, first: int, raw: bool, spread: bool) -> Averager:
-        """Return one for a view that has come into force.
+        """Return one for a view that has come into force, whose first round is ``first``.
 
         Args:
-            group: told whom we doubt.
-            view: in which it averages.
-            first: number of the first round.
             raw: whether that round's vectors travel as float32 whatever the config says.
             spread: whether to measure how far the parts are apart.
         """
-        ...
 
 
 NOTHING = RoundContribution(None, 0.0, 0)
@@ -243,39 +235,35 @@ NOTHING = RoundContribution(None, 0.0, 0)
 
 
 class RoundQuantity(Protocol):
-    """Gradients, parameters or noised differences."""
+    """What rounds average: gradients, parameters or noised differences.
 
-    @property
-    def led(self) -> bool:
-        """Whether a history begins with one member's state; else the first round brings all together."""
-        ...
+    Attributes:
+        led: whether a history begins with one member's state; else the first round brings all together.
+        seeded: whether that member begins with the mean of all members' parameters, which it sees for that.
+        synchronous: whether the state is the learner's, who must make each step; one who missed any takes
+            another's.
+    """
 
-    @property
-    def seeded(self) -> bool:
-        """Whether that member begins with the mean of all members' parameters, which it sees for that."""
-        ...
-
-    @property
-    def synchronous(self) -> bool:
-        """Whether the state is the learner's, who must make each step: who missed one takes another's."""
-        ...
+    led: bool
+    seeded: bool
+    synchronous: bool
 
     @property
     def facts(self) -> dict[str, float | str]:
         """Figures for people."""
-        ...
+        return {}
 
     async def found(self) -> None:
         """Begin a history with our own state."""
-        ...
+        return
 
     def state(self) -> Sequence[memoryview]:
         """What a newcomer needs besides our learner's state; empty for nothing."""
-        ...
+        return ()
 
     def room(self) -> memoryview:
         """Where another member's `state` goes; of the same length."""
-        ...
+        return memoryview(b"")
 
     async def take(self) -> None:
         """What is in `room` is the state from now on.
@@ -283,30 +271,23 @@ class RoundQuantity(Protocol):
         Raises:
             PoisonedVectorError: it can't be.
         """
-        ...
+        return
 
-    async def part(self, post: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
+    async def part(self, request: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
         """What we give to round ``number``.
 
         Raises:
             PoisonedVectorError: our own vector can't be given to anybody.
         """
-        ...
 
     async def apply(
-        self, post: LearnerRequest | None, average: Average, number: int
+        self, request: LearnerRequest | None, average: Average, number: int
     ) -> tuple[AnswerKind, float]:
         """Take a round's result.
-
-        Args:
-            post: the learner's; None when it wasn't there.
-            average: of all members.
-            number: of the round.
 
         Returns:
             What to answer the learner, and the norm of what was added to our vector.
         """
-        ...
 
 
 ASK_S = 1.0
@@ -318,12 +299,10 @@ AGAIN_S = 0.15
 
 
 class LivenessCheck:
-    """For one view.
+    """Asks the members of one view that a round waits for whether they are alive, and doubts the silent.
 
-    Args:
-        context: what the node gives.
-        group: told whom we doubt.
-        view: the members.
+    A learner that takes its time and a process that was stopped both stay silent. The daemon of the first
+    answers at once, and has until the strategy's deadline; the second is soon left out.
     """
 
     def __init__(self, context: StrategyContext, group: Group, view: GroupView) -> None:
@@ -334,17 +313,17 @@ class LivenessCheck:
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, number: int, patience_s: float, silent: Callable[[], Iterable[str]]) -> None:
+    def begin(self, number: int, after_s: float, silent: Callable[[], Iterable[str]]) -> None:
         """Watch over a round.
 
         Args:
             number: of the round, told to those who are asked.
-            patience_s: nobody is asked before.
+            after_s: nobody is asked before.
             silent: gives those whom the round waits for.
         """
         self._number, self._silent = number, silent
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(min(patience_s, ASK_S), self._begin_to_ask)
+        self._timer = loop.call_later(min(after_s, ASK_S), self._begin_to_ask)
 
     async def end(self) -> None:
         """The round has ended."""
@@ -358,7 +337,7 @@ class LivenessCheck:
                 task.result()  # raises: it never ends by itself but by a bug
 
     def _begin_to_ask(self) -> None:
-        self._task = asyncio.create_task(self._ask_all(), name="roll-call")
+        self._task = asyncio.create_task(self._ask_all(), name="liveness")
 
     async def _ask_all(self) -> None:
         while True:

@@ -3,8 +3,8 @@
 And how a history that begins with one member's state begins: with the mean of all members' parameters where
 the `RoundQuantity` wants that. All give theirs, the one takes the mean, the others take its state as always.
 
-And how it gives both. A state is given while its giver stands still between two rounds; it can't go on
-before the taker gives its part, so what is taken is the state after the last round exactly.
+A state is given while its giver stands still between two rounds; it can't go on before the taker gives its
+part, so what is taken is the state after the last round exactly.
 """
 
 from __future__ import annotations
@@ -56,16 +56,7 @@ OUT_OF_STEP = 410
 
 
 class CatchingUp:
-    """One member's place in the group's history.
-
-    Args:
-        context: what the node gives.
-        config: the strategy's options.
-        work: what is averaged.
-        chain: our history.
-        requests: our learner's post.
-        group: makes the calls.
-    """
+    """One member's place in the group's history."""
 
     def __init__(
         self,
@@ -73,12 +64,12 @@ class CatchingUp:
         config: Grouped,
         work: RoundQuantity,
         *,
-        chain: RoundHistory,
+        history: RoundHistory,
         requests: RequestQueue,
         group: Group,
     ) -> None:
         self._context, self._config, self._work, self._group = context, config, work, group
-        self._chain, self._requests = chain, requests
+        self._history, self._requests = history, requests
         self._board = context.learner.board
         self.in_step = False
         """Whether our state is the one that our history leads to."""
@@ -86,20 +77,20 @@ class CatchingUp:
         """Result of the last round; None where others can't come to our state by it."""
         self._content = 0
 
-    def check(self, post: LearnerRequest | None) -> None:
+    def check(self, request: LearnerRequest | None) -> None:
         """Notice what takes a learner in synchronous out of step."""
         if not self._work.synchronous:
             self._requests.restarted = False
             return
-        if post is not None and self._requests.restarted:
+        if request is not None and self._requests.restarted:
             self._requests.restarted = False
             self.in_step = False
         if self._content != self._board.content_id:
             self.in_step = False  # the node replaced the learner's state
 
-    def stepped(self, post: LearnerRequest | None) -> None:
+    def stepped(self, request: LearnerRequest | None) -> None:
         """A round was applied; a learner in synchronous that wasn't there missed a step."""
-        if post is None and self._work.synchronous:
+        if request is None and self._work.synchronous:
             self.in_step = False
 
     def arrived(self) -> None:
@@ -118,13 +109,13 @@ class CatchingUp:
         """
         leads = self._context.swarm.node_id == plan.leaders[0]
         if self._work.seeded and len(averager.view.members) > 1:
-            post = await self._requests.next()  # while it waits for the answer, its learner stands still
+            request = await self._requests.next()  # while it waits for the answer, its learner stands still
             average = await averager.average(plan.number - 1, await self._own(plan))
             if leads and averager.in_force:
-                await through(self._take_mean(post, average))
+                await through(self._take_mean(request, average))
         if leads and averager.in_force:
             await self._work.found()
-            self._chain.found(averager.view.key)
+            self._history.found(averager.view.key)
             self.arrived()
 
     async def _own(self, plan: CatchUpPlan) -> RoundContribution:
@@ -141,14 +132,14 @@ class CatchingUp:
             self._context.swarm.tell("poisoned", text, warning=True)
             return NOTHING
 
-    async def _take_mean(self, post: LearnerRequest | None, average: Average) -> None:
+    async def _take_mean(self, request: LearnerRequest | None, average: Average) -> None:
         """Have the mean in our parameters' place; the optimizer stays as it is."""
         if not average.total:
             return
         version, board = max(average.versions), self._board
         await heavy(average.vector.nbytes, lambda: board.post_set(average.vector, None, version))
-        if post is not None:
-            self._requests.answer(post, "set")
+        if request is not None:
+            self._requests.answer(request, "set")
 
     # Taking
 
@@ -183,7 +174,7 @@ class CatchingUp:
         """
         room = out.data.cast("B")
         answer = await self._request("result", peer, averager, plan.number - 1, room)
-        if answer is None or answer[1] != room.nbytes or answer[0].before != self._chain.mark:
+        if answer is None or answer[1] != room.nbytes or answer[0].before != self._history.digest:
             return None
         head = answer[0]
         if not head.weights or len(head.weights) != len(head.learning_rates):
@@ -193,7 +184,7 @@ class CatchingUp:
         except TensorError as error:
             self._context.swarm.strike(peer, str(error))
             return None
-        self._chain.take(head.number, head.mark, head.before)
+        self._history.take(head.number, head.digest, head.before)
         self.kept = Average(
             vector=out,
             weights=head.weights,
@@ -244,15 +235,15 @@ class CatchingUp:
         except TensorError as error:
             swarm.strike(peer, str(error))
             return False
-        self._chain.take(head.number, head.mark, head.before)
+        self._history.take(head.number, head.digest, head.before)
         self.arrived()
         return True
 
     async def _lead(self, averager: Averager, number: int) -> None:
         """Nobody is in step any more: the first one's state is as good as any."""
         await self._work.found()
-        self._chain.found(averager.view.key)
-        self._chain.number = number - 1
+        self._history.found(averager.view.key)
+        self._history.number = number - 1
         self.arrived()
 
     async def _request(
@@ -290,7 +281,6 @@ class CatchingUp:
         """Give the last result, or the state before round ``ask.number``, once our learner stands still.
 
         Args:
-            ask: what is wanted.
             check: raises once the asker's view has ended.
 
         Raises:
@@ -304,14 +294,14 @@ class CatchingUp:
             if not self.in_step:
                 raise Refusal(OUT_OF_STEP, "this member is out of step itself")
             still = self._requests.open is not None or not self._work.synchronous or what == "result"
-            if self._chain.number == wanted and still:
+            if self._history.number == wanted and still:
                 return await self._give(what)
             await asyncio.sleep(POLL_S)
         raise Refusal(503, "this member's learner is still at work")
 
     async def _give(self, what: Wanted) -> Reply:
-        chain, kept = self._chain, self.kept
-        head = ReduceAnswer(chain.number, mark=chain.mark, before=chain.before)
+        history, kept = self._history, self.kept
+        head = ReduceAnswer(history.number, digest=history.digest, before=history.before)
         if what == "state":
             if self._work.synchronous:
                 head = msgspec.structs.replace(head, state=await self._digest())

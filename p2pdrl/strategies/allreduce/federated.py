@@ -1,4 +1,29 @@
-"""Federated averaging with differential privacy: clipped and noised differences, and (ε, δ) as accounted."""
+"""Federated averaging with differential privacy: clipped differences, noise, and (ε, δ) as accounted.
+
+Each round every member takes part with chance q; each part is shortened to the norm S, and the m who take
+part add noise N(0, z²S²/m) each, so that their sum carries N(0, z²S²) (McMahan 2018, arXiv 1710.06963).
+Where only m' of them come, it carries m'/m of that, and ε counts the round so. Who takes part follows from
+mode epoch, round and node id, so everybody knows without a message. In rounds of fewer than ``min_members``
+members nobody takes part: the fewer bring noise, the more each one's training suffers, and alone it hides
+nothing from anybody. With noise all parts count the same: weights by samples would let one member move the
+sum by more than S.
+
+**What it protects.** The averaged vectors, and whatever is made of them. Not against the owner of a piece,
+who sees parts one by one with their own noise alone, nor the parameters with which the mode began.
+``epsilon`` holds against those who don't know who took part (sampling hides members); ``epsilon_known``
+against those who do, which every member can: it counts our own rounds, with no help from sampling.
+
+**Accounting.** Two swarms are neighbours when one has one member more. Rényi differential privacy of each
+order α adds up over rounds, and the best order's is turned into (ε, δ). References: Mironov 2017 (arXiv
+1702.07476), proposition 1 and corollary 3; Mironov, Talwar and Zhang 2019 (arXiv 1908.10530), theorem 5 (the
+divergence is that of the mixture from N(0, z²), for every α) and section 3.3 (its closed form for integer α);
+Canonne, Kamath and Steinke 2020 (arXiv 2004.00010), proposition 12, for the conversion. Between integers the
+definition is integrated: the alternating series of section 3.3, with the signs of its terms dropped as
+accountants commonly do, is up to some percent greater, and where z is small and α near 1, just where the best
+α lies for a large ε, it doesn't converge.
+
+Shapes: every vector is flat, of D elements (all parameters); names carry no suffix.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +116,6 @@ class PrivacyAccountant:
         """Count ``n`` rounds.
 
         Args:
-            n: how many.
             share: of the noise's variance that was really there, above 0: members who fail bring none.
 
         Raises:
@@ -213,7 +237,23 @@ GRID_BITS = 16
 
 
 class SecretNoise:
-    """One stream of noise.
+    """One stream of Gaussian noise from a cryptographic generator, on a fixed grid.
+
+    A statistical generator won't do: PCG's state can be computed from what it gave out (Bouillaguet 2020,
+    "Practical seed-recovery for the PCG pseudo-random number generator"), and who knows a member's noise of
+    one round could subtract that of all its others.
+
+    **Bits**: the keystream of AES-256 in counter mode, under a key from the operating system that leaves the
+    process nowhere; nothing of it repeats before 2^128 blocks. **Gaussians**: Box and Muller (1958), in
+    float64, 64 bits for the radius and 64 for the angle; the tails end at 9.5 deviations, beyond which the
+    chance is 3e-21. **Grid**: floating-point Gaussians have gaps, and which numbers ``value + noise`` can be
+    says something about ``value`` (Mironov 2012, "On significance of the least significant bits"; Jin 2022,
+    arXiv 2112.05307). So the sum, made in float64, is rounded to multiples of 2^-16 of the deviation, or a
+    little less, the same whatever the value: to round is post-processing.
+
+    What isn't claimed: no proof bounds the distance from the ideal sum (discrete mechanisms have one: Canonne
+    2020); far out in the tails points have fewer sums; time and memory accesses depend on the values; and
+    whoever reads this process's memory has the key.
 
     Args:
         key: `KEY_BYTES` of secret, never used for another stream; None draws one. Give one in tests only.
@@ -275,12 +315,9 @@ def participants(epoch: int, number: int, members: Sequence[str], chance: float)
 
 
 class Privacy:
-    """`Shaping` of one member's differences.
+    """What becomes of one member's differences before anybody gets them: clipped, noised, accounted.
 
     Args:
-        config: the strategy's options.
-        epoch: mode epoch.
-        me: own node id.
         noise: what hides our differences; None makes one with a secret key of its own.
     """
 
@@ -317,7 +354,7 @@ class Privacy:
         return facts
 
     def shape(self, difference: Float32Array, number: int, members: Sequence[str]) -> bool:
-        """Clip to S and add our share of the noise; see `Shaping`.
+        """Clip to S and add our share of the noise, in place; False when we take no part in round ``number``.
 
         A round that is done again, because the group changed, takes noise anew: owners of pieces may have
         seen both, so both are counted.
@@ -342,7 +379,7 @@ class Privacy:
         return True
 
     def ended(self, number: int, givers: int) -> None:
-        """Count the round, with less noise where members who were to take part gave nothing."""
+        """Count round ``number``, with less noise where members who were to take part gave nothing."""
         chosen = self._chosen if number == self._shaped else 0
         if self._too_few and number == self._shaped and not givers:
             return  # nobody was to take part, whoever was drawn: the round says nothing of anybody

@@ -21,20 +21,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from p2pdrl.strategies.allreduce.averager import NOTHING, Average, RoundContribution
+from p2pdrl.strategies.allreduce.averager import NOTHING, Average, RoundContribution, RoundQuantity
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, StrategyContext
 from p2pdrl.tensors.mix import check_finite
 
-__all__ = ["GradientQuantity"]
+__all__ = ["AveragedGradients"]
 
 
-class GradientQuantity:
-    """`Work` on gradients.
-
-    Args:
-        context: what the node gives.
-    """
+class AveragedGradients(RoundQuantity):
+    """The learners' gradients."""
 
     led = True
     seeded = True
@@ -43,41 +39,24 @@ class GradientQuantity:
     def __init__(self, context: StrategyContext) -> None:
         self._learner, self._max_abs = context.learner, context.max_abs
 
-    @property
-    def facts(self) -> dict[str, float | str]:
-        """Nothing besides what all rounds tell."""
-        return {}
-
-    async def found(self) -> None:
-        """The learner has the state."""
-
-    def state(self) -> Sequence[memoryview]:
-        """The learner has the state."""
-        return ()
-
-    def room(self) -> memoryview:
-        """Nothing is sent."""
-        return memoryview(b"")
-
-    async def take(self) -> None:
-        """The learner has the state."""
-
-    async def part(self, post: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
-        """The gradient, weighted by its samples; see `Work`."""
+    async def part(self, request: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
+        """The gradient, weighted by its samples; see `RoundQuantity`."""
         del number, members
-        vector = post.vector
+        vector = request.vector
         rate = self._learner.learning_rate
-        if vector is None or post.samples <= 0:
-            return NOTHING._replace(policy_version=post.policy_version, learning_rate=rate, left=post.left)
+        if vector is None or request.samples <= 0:
+            return NOTHING._replace(
+                policy_version=request.policy_version, learning_rate=rate, left=request.left
+            )
         await heavy(vector.nbytes, lambda: check_finite(vector, self._max_abs))
-        return RoundContribution(vector, float(post.samples), post.policy_version, rate, post.left)
+        return RoundContribution(vector, float(request.samples), request.policy_version, rate, request.left)
 
     async def apply(
-        self, post: LearnerRequest | None, average: Average, number: int
+        self, request: LearnerRequest | None, average: Average, number: int
     ) -> tuple[AnswerKind, float]:
         """Put the mean in the gradient's place; the change told is the learning rate times its norm."""
         del number
-        vector = None if post is None else post.vector
+        vector = None if request is None else request.vector
         if vector is None:
             return "none", 0.0
         changed = average.learning_rate * average.norm

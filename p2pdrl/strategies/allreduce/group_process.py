@@ -18,9 +18,7 @@ class GroupSeat(NamedTuple):
 
     Args:
         rank: 0 for the one that hosts.
-        size: members.
         host: where the one that hosts is; for that one itself, where any other member is.
-        port: of its store.
     """
 
     rank: int
@@ -36,7 +34,6 @@ class SumOrder(NamedTuple):
         number: of the round; the same at all members.
         vector: ours, D float32; None for nothing.
         weight: how much it counts for; 0 exactly when there is no vector.
-        policy_version: that it comes from.
         learning_rate: at which this member would step.
         max_abs: greatest entry that we take.
         bf16: whether numbers travel as bfloat16; the same at all members.
@@ -87,7 +84,6 @@ class GroupProcess(Protocol):
         """Have a process made, in the background.
 
         Args:
-            size: D.
             timeout_s: how long one operation waits for other members.
 
         Raises:

@@ -1,14 +1,14 @@
-"""Whose rounds go on: the history of a group in one short digest, and who has to catch up. Pure.
+"""The history of a group's rounds in one short digest, and who has to catch up with whose. Pure.
 
-Every completed round adds to the *mark*, a digest of all rounds so far, each named by its view and number.
-In one view all members who complete a round get the same bytes, so equal marks mean equal results. When
-a view begins, everybody computes the same `CatchUpPlan` from the members' notes:
+Every completed round adds to the *digest* of all rounds so far, each named by its view and number. In one
+view all members who complete a round get the same bytes, so equal digests mean equal results. When a view
+begins, everybody computes the same `CatchUpPlan` from the members' notes:
 
-- The lineage with most environment steps stays, then the lower id (as in `judgement`).
+- The lineage with most environment steps stays, then the lower id (as in `group.compatibility`).
 - Of its members, those lead who have completed most rounds; of several such histories the one with most
   members, then the first in rendezvous order. Where nobody has a history yet, those with the most steps
   and the highest policy version come first.
-- ``same``: the leader's mark. ``behind``: exactly one round short of it, to be had from a leader.
+- ``same``: the leader's digest. ``behind``: exactly one round short of it, to be had from a leader.
   ``other``: everybody else; they take a leader's whole state.
 """
 
@@ -38,7 +38,7 @@ class AveragingNote(GroupNote, frozen=True, array_like=True):
 
     number: Natural = 0
     """Rounds that it has completed in its history."""
-    mark: Digest = b""
+    digest: Digest = b""
     """Digest of that history; empty for none."""
     before: Digest = b""
     """The same, one round earlier."""
@@ -52,26 +52,25 @@ class RoundHistory:
     """A member's own history.
 
     Attributes:
-        number: rounds completed.
-        mark: digest of all of them; empty for none.
-        before: the mark one round earlier.
+        digest: digest of all of them; empty for none.
+        before: the digest one round earlier.
     """
 
     number: int = 0
-    mark: bytes = b""
+    digest: bytes = b""
     before: bytes = b""
 
     def completed(self, key: ViewKey, number: int) -> None:
         """Add round ``number``, which ended in view ``key``."""
-        self.number, self.before, self.mark = number, self.mark, _digest(self.mark, key, number)
+        self.number, self.before, self.digest = number, self.digest, _digest(self.digest, key, number)
 
     def found(self, key: ViewKey) -> None:
         """Begin a history with our own state, in view ``key``."""
-        self.number, self.before, self.mark = 0, b"", _digest(b"", key, 0)
+        self.number, self.before, self.digest = 0, b"", _digest(b"", key, 0)
 
-    def take(self, number: int, mark: bytes, before: bytes) -> None:
+    def take(self, number: int, digest: bytes, before: bytes) -> None:
         """Have another member's history, having taken its state."""
-        self.number, self.mark, self.before = number, mark, before
+        self.number, self.digest, self.before = number, digest, before
 
 
 class CatchUpPlan(NamedTuple):
@@ -80,7 +79,6 @@ class CatchUpPlan(NamedTuple):
     Args:
         number: the round that is to be done next.
         leaders: who can give the state, the first first.
-        standing: of each member.
         lineage: the one that stays.
         fresh: whether nobody has a history yet.
     """
@@ -98,9 +96,6 @@ def make_plan(
     """Decide who leads and who has to catch up.
 
     Args:
-        key: of the view.
-        members: of the view.
-        notes: theirs, read.
         led: whether all must begin with one member's state; else members without a history count as the
             same, and their first round brings them together.
     """
@@ -108,30 +103,30 @@ def make_plan(
     able = [peer for peer in order if notes[peer].lineage] or order
     lineage = min((-notes[peer].steps, notes[peer].lineage) for peer in able)[1]
     able = [peer for peer in able if notes[peer].lineage == lineage]
-    marked = [peer for peer in able if notes[peer].mark]
-    if not marked:
+    with_history = [peer for peer in able if notes[peer].digest]
+    if not with_history:
         first = min(able, key=lambda peer: (-notes[peer].steps, -notes[peer].policy_version))
         same = [first] if led else able
         standing: dict[str, Standing] = {peer: "same" if peer in same else "other" for peer in order}
         leaders = (first, *(peer for peer in same if peer != first))
         return CatchUpPlan(1, leaders, standing, lineage, fresh=True)
-    counts = [notes[peer].mark for peer in marked]
-    best = notes[max(marked, key=lambda peer: (notes[peer].number, counts.count(notes[peer].mark)))]
+    counts = [notes[peer].digest for peer in with_history]
+    best = notes[max(with_history, key=lambda peer: (notes[peer].number, counts.count(notes[peer].digest)))]
     standing = {peer: _standing(notes[peer], best) for peer in order}
-    leaders = tuple(peer for peer in marked if notes[peer].mark == best.mark)
+    leaders = tuple(peer for peer in with_history if notes[peer].digest == best.digest)
     return CatchUpPlan(best.number + 1, leaders, standing, lineage, fresh=False)
 
 
 def _standing(note: AveragingNote, best: AveragingNote) -> Standing:
-    if note.lineage != best.lineage or not note.mark:
+    if note.lineage != best.lineage or not note.digest:
         return "other"
-    if note.mark == best.mark:
+    if note.digest == best.digest:
         return "same"
-    return "behind" if note.mark == best.before and note.number + 1 == best.number else "other"
+    return "behind" if note.digest == best.before and note.number + 1 == best.number else "other"
 
 
-def _digest(mark: bytes, key: ViewKey, number: int) -> bytes:
+def _digest(digest: bytes, key: ViewKey, number: int) -> bytes:
     return blake2b(
-        mark + msgspec.msgpack.encode((key.epoch, key.generation, key.proposer, number)),
+        digest + msgspec.msgpack.encode((key.epoch, key.generation, key.proposer, number)),
         digest_size=DIGEST_BYTES,
     ).digest()

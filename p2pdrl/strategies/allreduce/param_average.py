@@ -22,19 +22,19 @@ Shapes: every vector is flat, of D elements (all parameters); names carry no suf
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from p2pdrl.config.strategy import Averaged
-from p2pdrl.strategies.allreduce.averager import NOTHING, Average, RoundContribution
+from p2pdrl.strategies.allreduce.averager import NOTHING, Average, RoundContribution, RoundQuantity
+from p2pdrl.strategies.allreduce.federated import Privacy
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, StrategyContext
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.mix import check_finite
 from p2pdrl.tensors.wire import spans
 
-__all__ = ["OuterOptimizer", "ParameterQuantity", "Shaping"]
+__all__ = ["AveragedParameters", "OuterOptimizer"]
 
 CHUNK = 1 << 16
 
@@ -43,7 +43,6 @@ class OuterOptimizer:
     """The step along the mean difference.
 
     Args:
-        learning_rate: lr.
         momentum: μ; 0 keeps no v.
         nesterov: whether it looks ahead.
     """
@@ -58,7 +57,6 @@ class OuterOptimizer:
         Args:
             x: what all agreed on.
             v: momentum, or empty.
-            delta: Δ.
             own: our own difference, from the old ``x``.
 
         Returns:
@@ -83,46 +81,22 @@ class OuterOptimizer:
         return float(np.sqrt(total))
 
 
-class Shaping(Protocol):
-    """What becomes of a difference before anybody gets it; `federated` clips and noises it."""
-
-    @property
-    def equal(self) -> bool:
-        """Whether all parts must count the same, whatever the options say."""
-        ...
-
-    @property
-    def facts(self) -> dict[str, float | str]:
-        """Figures for people."""
-        ...
-
-    def shape(self, difference: Float32Array, number: int, members: Sequence[str]) -> bool:
-        """Change ``difference`` in place; False when we take no part in round ``number``."""
-        ...
-
-    def ended(self, number: int, givers: int) -> None:
-        """Round ``number`` has counted; so many members gave something to it."""
-        ...
-
-
-class ParameterQuantity:
-    """`Work` on parameters.
+class AveragedParameters(RoundQuantity):
+    """The learners' parameters, as differences from what all agreed on.
 
     Args:
-        config: the strategy's options.
-        context: what the node gives.
-        shaping: of the differences; a history then begins with one member's parameters, for nobody's own
-            parameters are to be seen.
+        privacy: clips and noises the differences; a history then begins with one member's parameters, for
+            nobody's own are to be seen.
     """
 
     seeded = False
     synchronous = False
 
-    def __init__(self, config: Averaged, context: StrategyContext, shaping: Shaping | None = None) -> None:
+    def __init__(self, config: Averaged, context: StrategyContext, privacy: Privacy | None = None) -> None:
         self._config, self._board, self._max_abs = config, context.learner.board, context.max_abs
-        self._shaping = shaping
-        self._by_samples = config.weighting == "samples" and (shaping is None or not shaping.equal)
-        self.led = shaping is not None
+        self._privacy = privacy
+        self._by_samples = config.weighting == "samples" and (privacy is None or not privacy.equal)
+        self.led = privacy is not None
         size = context.size
         self._outer = OuterOptimizer(
             config.outer_learning_rate, config.outer_momentum, nesterov=config.nesterov
@@ -137,7 +111,7 @@ class ParameterQuantity:
     @property
     def facts(self) -> dict[str, float | str]:
         """Figures for people."""
-        return {} if self._shaping is None else self._shaping.facts
+        return {} if self._privacy is None else self._privacy.facts
 
     async def found(self) -> None:
         """Begin with our own parameters."""
@@ -161,28 +135,28 @@ class ParameterQuantity:
         np.copyto(self._kept, room)
         self._agreed, self._apart = True, True
 
-    async def part(self, post: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
-        """What our learner changed; see `Work`."""
+    async def part(self, request: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
+        """What our learner changed; see `RoundQuantity`."""
         await heavy(self._own.nbytes, self._difference)
-        weight = float(max(post.samples, 1)) if self._by_samples else 1.0
-        part = self._shaping is None or await heavy(self._own.nbytes, lambda: self._shape(number, members))
+        weight = float(max(request.samples, 1)) if self._by_samples else 1.0
+        part = self._privacy is None or await heavy(self._own.nbytes, lambda: self._shape(number, members))
         if self._apart or not part:
-            return NOTHING._replace(policy_version=post.policy_version)
-        return RoundContribution(self._own, weight, post.policy_version)
+            return NOTHING._replace(policy_version=request.policy_version)
+        return RoundContribution(self._own, weight, request.policy_version)
 
     async def apply(
-        self, post: LearnerRequest | None, average: Average, number: int
+        self, request: LearnerRequest | None, average: Average, number: int
     ) -> tuple[AnswerKind, float]:
         """Take the outer step, and set our learner to where it leads."""
-        if self._shaping is not None:
-            self._shaping.ended(number, sum(weight > 0 for weight in average.weights))
+        if self._privacy is not None:
+            self._privacy.ended(number, sum(weight > 0 for weight in average.weights))
         changed = 0.0
         if average.total:
             changed = await heavy(self._kept.nbytes, lambda: self._step(average, self._own))
-        self._apart = post is None
-        if post is None or not self._agreed:
+        self._apart = request is None
+        if request is None or not self._agreed:
             return "none", 0.0
-        version = max(post.policy_version, *average.versions)
+        version = max(request.policy_version, *average.versions)
         await heavy(self._x.nbytes, lambda: self._board.post_set(self._x, None, version))
         return "set", changed
 
@@ -193,7 +167,7 @@ class ParameterQuantity:
         check_finite(self._own, self._max_abs)
 
     def _shape(self, number: int, members: Sequence[str]) -> bool:
-        return self._shaping is None or self._shaping.shape(self._own, number, members)
+        return self._privacy is None or self._privacy.shape(self._own, number, members)
 
     def _step(self, average: Average, own: Float32Array) -> float:
         if self._agreed:

@@ -37,7 +37,7 @@ from p2pdrl.strategies.allreduce.averager import (
     ROUTE,
     Average,
     Averager,
-    LivenessCheck,
+    Backend,
     ReduceAnswer,
     ReduceRequest,
     RoundContribution,
@@ -103,9 +103,7 @@ def reduce_piece(
     Args:
         vectors: of those with a weight above 0; none gives zeros.
         weights: theirs, above 0.
-        rule: how they are mixed.
         dtype: how the result travels; with ``float32``, ``encoded`` isn't written: it is ``out`` itself.
-        out: the result.
         encoded: room for the result's bytes.
         reference: of ``clipped``; without one the first vector serves.
         spread: whether to measure how far the vectors are from their mean.
@@ -177,8 +175,6 @@ def piece_codec(config: Compressed, size: int, *, raw: bool) -> Codec:
     """Return the codec for a piece.
 
     Args:
-        config: which compression.
-        size: elements.
         raw: float32 whatever the config says.
     """
     kind = "none" if raw else config.compression
@@ -188,9 +184,9 @@ def piece_codec(config: Compressed, size: int, *, raw: bool) -> Codec:
 class PieceWriter:
     """One node's stream of contributions, through all views of a strategy.
 
-    Args:
-        config: which compression.
-        size: D.
+    Pieces change with every view, so what compression lost is kept for the whole vector and not in the codecs
+    (error feedback: Karimireddy 2019, arXiv 1901.09847): ``given = vector + lost``, ``lost ← given − sent``
+    once the round has counted. A round that is done again gives the same.
     """
 
     def __init__(self, config: Compressed, size: int) -> None:
@@ -211,7 +207,6 @@ class PieceWriter:
         """Begin a contribution; ``vector`` stays unchanged until the last piece is written and sent.
 
         Args:
-            vector: what is contributed.
             raw: write float32, and leave what is kept alone.
         """
         self._raw, self._vector = raw, vector
@@ -277,7 +272,6 @@ class Formats(NamedTuple):
     """How vectors travel in each round.
 
     Args:
-        config: which compression.
         raw_number: the round whose vectors travel as float32 whatever the config says; -1 for none.
     """
 
@@ -310,12 +304,7 @@ class OwnedPiece(NamedTuple):
 
 
 class AverageMemory:
-    """Buffers that outlive a view.
-
-    Args:
-        config: which compression.
-        size: D.
-    """
+    """Buffers that outlive a view."""
 
     def __init__(self, config: Grouped, size: int) -> None:
         self.writer = PieceWriter(config, size)
@@ -324,42 +313,29 @@ class AverageMemory:
 
 
 class PieceOwner:
-    """Our own piece, in one view.
-
-    Args:
-        context: what the node gives.
-        config: the strategy's options.
-        group: told whom we doubt.
-        view: the members.
-        piece: ours.
-        memory: where results go: those of even and odd rounds in turn.
-        formats: how vectors travel.
-        first: number of the first round.
-        spread: whether to measure how far parts are apart.
-    """
+    """Our own piece, in one view. Results of even and odd rounds are kept in turn."""
 
     def __init__(
         self,
-        context: StrategyContext,
-        config: Grouped,
+        backend: OwnBackend,
         group: Group,
         view: GroupView,
-        *,
         piece: OwnedPiece,
-        memory: AverageMemory,
         formats: Formats,
+        *,
         first: int,
         spread: bool,
     ) -> None:
-        self.piece = piece
+        context, config = backend.context, backend.config
+        self.piece, self._group = piece, group
         self._swarm, self._max_abs = context.swarm, context.max_abs
-        self._config, self._group, self._memory = config, group, memory
+        self._config, self._memory = config, backend.memory
         self._formats, self._spread = formats, spread
         self._encoded = tuple(memoryview(bytearray(2 * piece.size)) for _ in range(2))
         self._rooms: dict[str, memoryview] = {}
         self._heads: dict[int, ReduceAnswer] = {}
         self._received: dict[int, int] = {}
-        self._gathering = RoundCollector(
+        self._collector = RoundCollector(
             size=piece.size,
             members=view.members,
             clock=context.clock,
@@ -371,12 +347,12 @@ class PieceOwner:
     @property
     def missing(self) -> tuple[str, ...]:
         """Members whose parts of the present round haven't come."""
-        return self._gathering.missing
+        return self._collector.missing
 
     @property
     def overdue(self) -> tuple[str, ...]:
         """Members for whose sake a round was given up."""
-        return self._gathering.overdue
+        return self._collector.overdue
 
     def received_bytes(self, number: int) -> int:
         """Bytes of others' parts of a round, the last or the one before."""
@@ -393,7 +369,7 @@ class PieceOwner:
             return  # `_reduce` takes it where it is
 
         me = self.piece.owner
-        await self._gathering.contribute(
+        await self._collector.contribute(
             number,
             me,
             part.weight,
@@ -415,7 +391,7 @@ class PieceOwner:
                 self._received[ask.number] = self.received_bytes(ask.number) + incoming.vector_nbytes
 
         try:
-            await self._gathering.contribute(
+            await self._collector.contribute(
                 ask.number,
                 incoming.sender,
                 ask.weight,
@@ -435,11 +411,11 @@ class PieceOwner:
 
     def close(self) -> None:
         """The view has ended: whoever waits is told (409)."""
-        self._gathering.close("the group's view has ended")
+        self._collector.close("the group's view has ended")
 
     async def closed(self) -> None:
         """Wait, after `close`, for a reduction under way."""
-        await self._gathering.closed()
+        await self._collector.closed()
 
     async def _read(self, incoming: Incoming, number: int, out: Float32Array) -> None:
         """Read a part into ``out``, and check it.
@@ -470,7 +446,7 @@ class PieceOwner:
         await heavy(out.nbytes, decode)
 
     async def _reduce(self, contributions: Sequence[Contribution]) -> Float32Array:
-        number, span, me = self._gathering.number, self.piece.span, self.piece.owner
+        number, span, me = self._collector.number, self.piece.span, self.piece.owner
         counting = [part for part in contributions if part.weight > 0]
         own = self._memory.writer.own(span)
         vectors = [own if part.sender == me else part.vector for part in counting]
@@ -523,7 +499,6 @@ def cut_pieces(view: GroupView, size: int, least: int | None = None) -> tuple[Ow
 
     Args:
         view: whose members own the pieces, in rendezvous order where not all do.
-        size: D.
         least: elements of a piece, see `LEAST_PIECE`.
     """
     most = max(1, size // (LEAST_PIECE if least is None else least))
@@ -532,75 +507,26 @@ def cut_pieces(view: GroupView, size: int, least: int | None = None) -> tuple[Ow
     return tuple(OwnedPiece(owner, slice(edges[i], edges[i + 1])) for i, owner in enumerate(owners))
 
 
-class ViewAverager:
-    """`Averager` for one view; serves the parts of the others, too.
-
-    Args:
-        context: what the node gives.
-        config: the strategy's options.
-        group: told whom we doubt.
-        view: in which it averages.
-        memory: taken over from view to view.
-        timeout: learns how long rounds take, through all views.
-        first: number of the first round.
-        raw: whether that round's vectors travel as float32 whatever the config says.
-        spread: whether owners measure how far the parts are apart.
-    """
+class ViewAverager(Averager):
+    """`Averager` over the swarm's own connections; serves the parts of the others, too."""
 
     def __init__(
-        self,
-        context: StrategyContext,
-        config: Grouped,
-        group: Group,
-        view: GroupView,
-        *,
-        memory: AverageMemory,
-        timeout: AdaptiveTimeout,
-        first: int,
-        raw: bool = False,
-        spread: bool = False,
+        self, backend: OwnBackend, group: Group, view: GroupView, *, first: int, raw: bool, spread: bool
     ) -> None:
-        self._context, self._config, self._group, self.view = context, config, group, view
-        self._memory, self._timeout = memory, timeout
-        self._formats = Formats(config, first if raw else -1)
-        self._me = context.swarm.node_id
-        self._pieces = cut_pieces(view, context.size)
+        super().__init__(backend.context, group, view)
+        self._config, self._memory, self._timeout = backend.config, backend.memory, backend.timeout
+        self._formats = Formats(self._config, first if raw else -1)
+        self._pieces = cut_pieces(view, self._context.size)
         self._others = [piece for piece in self._pieces if piece.owner != self._me]
-        memory.writer.recut()
+        self._memory.writer.recut()
         self._owner: PieceOwner | None = None
         for piece in self._pieces:
             if piece.owner == self._me:
                 self._owner = PieceOwner(
-                    context,
-                    config,
-                    group,
-                    view,
-                    piece=piece,
-                    memory=memory,
-                    formats=self._formats,
-                    first=first,
-                    spread=spread,
+                    backend, group, view, piece, self._formats, first=first, spread=spread
                 )
         self._waiting: set[str] = set()
-        self._given = -1
-        self._busy = False
         self._calls = 0
-        self._roll = LivenessCheck(context, group, view)
-
-    @property
-    def given(self) -> int:
-        """Number of the last round that we gave our part to; -1 before the first."""
-        return self._given
-
-    @property
-    def in_force(self) -> bool:
-        """Whether our view still is; what comes of it counts only then."""
-        return self._group.view == self.view
-
-    @property
-    def busy(self) -> bool:
-        """Whether a round is under way."""
-        return self._busy
 
     async def average(self, number: int, part: RoundContribution) -> Average:
         """Do one round; see `Averager`."""
@@ -609,15 +535,15 @@ class ViewAverager:
         writer, vector = self._memory.writer, part.vector
         if vector is not None:
             await heavy(vector.nbytes, lambda: writer.load(vector, raw=raw))
-        self._given, self._calls, self._busy = number, 0, True
+        self.given, self._calls, self.busy = number, 0, True
         jobs = [self._bring(piece, number, part, result) for piece in self._pieces]
         self._waiting = {piece.owner for piece in self._others}
-        self._roll.begin(number, self._timeout.deadline_s, self._silent)
+        self._liveness.begin(number, self._timeout.deadline_s, self._silent)
         try:
             heads = await _together(jobs)
         finally:
-            self._busy = False
-            await self._roll.end()
+            self.busy = False
+            await self._liveness.end()
         self._timeout.observe(self._context.clock.monotonic() - began_s)
         return self._whole(number, part, result, heads)
 
@@ -763,35 +689,17 @@ async def _together(jobs: Sequence[Coroutine[Any, Any, ReduceAnswer]]) -> list[R
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class OwnBackend:
-    """The swarm's own connections; see `Backend`.
+class OwnBackend(Backend):
+    """Averages over the swarm's own connections.
 
-    Args:
-        context: what the node gives.
-        config: the strategy's options.
-        memory: taken over from view to view.
+    Attributes:
+        timeout: learns how long rounds take, through all views.
     """
 
     def __init__(self, context: StrategyContext, config: Grouped, memory: AverageMemory) -> None:
-        self._context, self._config, self._memory = context, config, memory
-        self._timeout = AdaptiveTimeout(config.deadline_s)
-
-    async def start(self) -> None:
-        """Nothing is needed."""
-
-    async def stop(self) -> None:
-        """Nothing was begun."""
+        self.context, self.config, self.memory = context, config, memory
+        self.timeout = AdaptiveTimeout(config.deadline_s)
 
     def averager(self, group: Group, view: GroupView, *, first: int, raw: bool, spread: bool) -> Averager:
         """Return one for ``view``; see `Backend`."""
-        return ViewAverager(
-            self._context,
-            self._config,
-            group,
-            view,
-            memory=self._memory,
-            timeout=self._timeout,
-            first=first,
-            raw=raw,
-            spread=spread,
-        )
+        return ViewAverager(self, group, view, first=first, raw=raw, spread=spread)

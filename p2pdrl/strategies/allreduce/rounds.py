@@ -1,4 +1,19 @@
-"""Rounds of a whole group, through all its views: the strategy around an `Averager` and what it averages."""
+"""Exact averaging in rounds of the whole group: the strategy around an `Averager` and a `RoundQuantity`.
+
+**When the group changes** everybody who waits is let go, and the round is done again in the new view with
+the same parts. Members may differ by one round then: some got all pieces of the last one, others didn't.
+The notes say so (`history`); those behind fetch that round's result from one who has it, and all go on with
+the same bits. Every member keeps its last result for that.
+
+**Who joins** takes the state first (a member's whole state, by adoption, where rounds are synchronous; else
+what the quantity keeps), and gives its part from then on. Meanwhile the others stand still, at most
+``deadline_s``: that way the state they give is the one after the last round, exactly.
+
+**A learner that asks for nothing** (paused, starting again) holds the others up once, for `GRACE` of the
+deadline. Then its daemon goes on without it, giving nothing, until it asks.
+
+**Nobody's vectors mix across lineages**: members of another one adopt first.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +62,6 @@ MOST_POISONED = 3
 class GroupRounds(Strategy):
     """A strategy whose rounds take the whole group.
 
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
-        work: what is averaged.
-
     Raises:
         ConfigError: this node can't average over what the options name.
     """
@@ -67,9 +77,9 @@ class GroupRounds(Strategy):
         over_torch = isinstance(config, GradAverageConfig | ParamAverageConfig) and config.backend == "torch"
         make: type[TorchBackend | OwnBackend] = TorchBackend if over_torch else OwnBackend
         self._backend: Backend = make(context, config, self._memory)
-        self._chain = RoundHistory()
+        self._history = RoundHistory()
         self._catching_up = CatchingUp(
-            context, config, work, chain=self._chain, requests=self._requests, group=self._group
+            context, config, work, history=self._history, requests=self._requests, group=self._group
         )
         self._averager: Averager | None = None
         self._said = AveragingNote()
@@ -90,15 +100,15 @@ class GroupRounds(Strategy):
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Rounds: ``ok``, ``regrouped`` (done again in a new view), ``empty`` (nobody gave anything)."""
+        """``ok``, ``regrouped`` (done again in a new view) and ``empty`` (nobody gave a part) so far."""
         return self._outcomes.outcomes
 
     @property
     def facts(self) -> dict[str, float | str]:
-        """Figures for people: rounds completed, the group's size, and those of the work."""
+        """Rounds completed, the group's size, and what the quantity adds."""
         view = self._group.view
         members = 0 if view is None else len(view.members)
-        return {"round": self._chain.number, "members": members, **self._work.facts}
+        return {"round": self._history.number, "members": members, **self._work.facts}
 
     async def start(self) -> None:
         """Begin.
@@ -123,7 +133,7 @@ class GroupRounds(Strategy):
         await self._runner.watch()
 
     def updated(self, updates: int) -> None:
-        """Rounds follow posts, not updates."""
+        """Rounds follow requests, not updates."""
 
     # Rounds
 
@@ -194,28 +204,28 @@ class GroupRounds(Strategy):
 
     async def _catch_up_one(self, plan: CatchUpPlan, averager: Averager) -> None:
         """Take the result of the round that others completed and we didn't."""
-        post = self._requests.open
+        request = self._requests.open
         result = self._memory.results[(plan.number - 1) % 2]
-        if self._work.synchronous and (post is None or self._requests.restarted):
+        if self._work.synchronous and (request is None or self._requests.restarted):
             self._catching_up.in_step = False
             return
         average = await self._catching_up.result(plan, averager, result)
         self._catching_up.in_step = average is not None
         if average is not None:  # from here on it is in our history
-            await through(self._take(post, average, plan.number - 1, self._clock.monotonic()))
+            await through(self._take(request, average, plan.number - 1, self._clock.monotonic()))
 
     async def _round(self, plan: CatchUpPlan, averager: Averager, number: int) -> bool:
         """Do one round; False when there was none yet."""
-        post = await self._requests.next() if self._work.synchronous or self._catching_up.in_step else None
-        self._catching_up.check(post)
-        if not self._catching_up.in_step and (post is not None or not self._work.synchronous):
+        request = await self._requests.next() if self._work.synchronous or self._catching_up.in_step else None
+        self._catching_up.check(request)
+        if not self._catching_up.in_step and (request is not None or not self._work.synchronous):
             if not await self._catching_up.state(plan, averager, number):
                 await asyncio.sleep(POLL_S)
-            elif post is not None and self._work.synchronous:
+            elif request is not None and self._work.synchronous:
                 self._memory.writer.reset()
-                self._requests.answer(post, "set")
+                self._requests.answer(request, "set")
             return False
-        part = NOTHING if post is None else await self._part(post, averager, number)
+        part = NOTHING if request is None else await self._part(request, averager, number)
         began_s = self._clock.monotonic()
         try:
             average = await averager.average(number, part)
@@ -229,21 +239,21 @@ class GroupRounds(Strategy):
         if part.vector is not None:
             self._memory.writer.counted()
         if self._catching_up.in_step:
-            self._chain.completed(averager.view.key, number)
+            self._history.completed(averager.view.key, number)
             # Alone a learner steps with its gradient as it is, and as fast as it likes: not with the result.
             exact = not self._work.synchronous or len(averager.view.members) > 1
             self._catching_up.kept = average if exact else None
-        if post is None and self._catching_up.in_step and not self._requests.restarted:
-            post = self._requests.open  # it came too late to give, but not too late to take
-        await through(self._take(post, average, number, began_s))
+        if request is None and self._catching_up.in_step and not self._requests.restarted:
+            request = self._requests.open  # it came too late to give, but not too late to take
+        await through(self._take(request, average, number, began_s))
         if not average.total:
             self._requests.excuse(False)
         return True
 
-    async def _part(self, post: LearnerRequest, averager: Averager, number: int) -> RoundContribution:
+    async def _part(self, request: LearnerRequest, averager: Averager, number: int) -> RoundContribution:
         """What we give; nothing, and in the end another's state, when ours is unusable."""
         try:
-            part = await self._work.part(post, number, averager.view.members)
+            part = await self._work.part(request, number, averager.view.members)
         except PoisonedVectorError as error:
             self._poisoned += 1
             self._swarm.tell("poisoned", f"our own part isn't given to the group: {error}", warning=True)
@@ -253,25 +263,32 @@ class GroupRounds(Strategy):
         self._poisoned = 0
         return part
 
-    async def _take(self, post: LearnerRequest | None, average: Average, number: int, began_s: float) -> None:
+    async def _take(
+        self, request: LearnerRequest | None, average: Average, number: int, began_s: float
+    ) -> None:
         """Apply a result that counts, let the learner go on, and report."""
-        kind, changed = await self._work.apply(post, average, number)
+        kind, changed = await self._work.apply(request, average, number)
         now_s = self._clock.monotonic()
-        waited_s = 0.0 if post is None else now_s - self._requests.since_s
-        if post is not None:
+        waited_s = 0.0 if request is None else now_s - self._requests.since_s
+        if request is not None:
             rate = average.learning_rate if kind == "replace" else None
-            self._requests.answer(post, kind, rate, end_update=average.ends_update and post.left > 0)
-        self._catching_up.stepped(post)
+            self._requests.answer(request, kind, rate, end_update=average.ends_update and request.left > 0)
+        self._catching_up.stepped(request)
         self._distance = average.spread**0.5
-        self._outcomes.ended(self._report(average, post, now_s - began_s, waited_s, changed))
+        self._outcomes.ended(self._report(average, request, now_s - began_s, waited_s, changed))
 
     def _report(
-        self, average: Average, post: LearnerRequest | None, seconds: float, waited_s: float, changed: float
+        self,
+        average: Average,
+        request: LearnerRequest | None,
+        seconds: float,
+        waited_s: float,
+        changed: float,
     ) -> RoundReport:
         view = self._group.view
         members = () if view is None or len(view.members) != len(average.weights) else view.members
         total = average.total or 1.0
-        mine = 0 if post is None else post.policy_version
+        mine = 0 if request is None else request.policy_version
         return RoundReport(
             outcome="ok" if average.total else "empty",
             merged=tuple(
@@ -300,8 +317,10 @@ class GroupRounds(Strategy):
             )
         note = self._said
         if self._catching_up.in_step:
-            chain = self._chain
-            note = msgspec.structs.replace(note, number=chain.number, mark=chain.mark, before=chain.before)
+            history = self._history
+            note = msgspec.structs.replace(
+                note, number=history.number, digest=history.digest, before=history.before
+            )
         return note.encode()
 
     async def answer(self, incoming: Incoming) -> Reply:

@@ -28,7 +28,8 @@ from p2pdrl.group.service import Group, GroupView
 from p2pdrl.strategies.allreduce.averager import (
     ROUTE,
     Average,
-    LivenessCheck,
+    Averager,
+    Backend,
     ReduceAnswer,
     ReduceRequest,
     RoundContribution,
@@ -52,13 +53,8 @@ CALM_S = (0.25, 5.0)
 """Pause after the second failure in a row before a new view is asked for; doubles, up to the greatest."""
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Makes averagers; see `averager.Backend`.
-
-    Args:
-        context: what the node gives.
-        config: the strategy's options.
-        memory: where results go.
 
     Raises:
         ConfigError: this node may not, or can't.
@@ -111,13 +107,10 @@ class TorchBackend:
         return min(CALM_S[0] * 2.0 ** min(self._failures - 2, 16), CALM_S[1])
 
 
-class TorchAverager:
+class TorchAverager(Averager):
     """`Averager` for one view.
 
     Args:
-        backend: what outlives the view.
-        group: told whom we doubt.
-        view: in which it averages.
         raw: the round whose vectors travel as float32 whatever the config says; -1 for none.
         spread: whether it is measured how far the parts are apart.
     """
@@ -125,38 +118,18 @@ class TorchAverager:
     def __init__(
         self, backend: TorchBackend, group: Group, view: GroupView, *, raw: int, spread: bool
     ) -> None:
-        context = backend.context
-        self._backend, self._context, self._group, self.view = backend, context, group, view
-        self._raw, self._spread = raw, spread
-        self._me = context.swarm.node_id
+        super().__init__(backend.context, group, view)
+        self._backend, self._raw, self._spread = backend, raw, spread
         self._others = [member for member in view.members if member != self._me]
-        self._roll = LivenessCheck(context, group, view)
-        self._given = -1
-        self._busy = False
         loop = asyncio.get_running_loop()
         self._port: asyncio.Future[int] = loop.create_future()
         self._joined = loop.create_task(self._join(), name="torch-join")
 
-    @property
-    def given(self) -> int:
-        """See `Averager`."""
-        return self._given
-
-    @property
-    def in_force(self) -> bool:
-        """See `Averager`."""
-        return self._group.view == self.view
-
-    @property
-    def busy(self) -> bool:
-        """See `Averager`."""
-        return self._busy
-
     async def average(self, number: int, part: RoundContribution) -> Average:
         """Do one round; see `Averager`."""
-        self._given, self._busy = number, True
+        self.given, self.busy = number, True
         began_s = self._context.clock.monotonic()
-        self._roll.begin(number, self._backend.timeout.deadline_s, lambda: self._others)
+        self._liveness.begin(number, self._backend.timeout.deadline_s, lambda: self._others)
         try:
             await asyncio.shield(self._joined)
             if self._others:
@@ -166,8 +139,8 @@ class TorchAverager:
         except WorkerError as error:
             await self._begin_anew(str(error))
         finally:
-            self._busy = False
-            await self._roll.end()
+            self.busy = False
+            await self._liveness.end()
         self._backend.timeout.observe(self._context.clock.monotonic() - began_s)
         self._backend.succeeded()
         return average

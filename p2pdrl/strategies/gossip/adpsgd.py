@@ -1,54 +1,77 @@
-"""AD-PSGD (Lian 2018, arXiv 1710.06952): two nodes average at a time, asynchronously."""
+"""AD-PSGD (Lian 2018, arXiv 1710.06952, Algorithm 1): two nodes average at a time, asynchronously.
+
+Node i, with learning rate γ, never waiting for the others:
+
+    x_i ← x_i − γ ∇F(x̂_i; ξ_i)             its learner; x̂_i is x_i as it was when the gradient was begun
+    choose j at random among the neighbours
+    x_i, x_j ← x_i + α (x_j − x_i), x_j + α (x_i − x_j)          α = ½ in the paper, ``weight`` here
+
+The average is atomic: each of the two takes its exchange lock, and refuses third parties until both sides are
+committed. One call carries x_i there and x_j back; both sides compute with the same two vectors, as the wire
+rounded them, so that x_i + x_j is kept.
+
+In this order below: when and with whom (`AdpsgdCore`); how far each side moves (`fresh_weight`, an
+extension); what is averaged (`ParameterQuantity` or `GradientQuantity`); the exchange (`AdpsgdStrategy`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sized
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from p2pdrl.config.strategy import AdpsgdConfig, Content
-from p2pdrl.errors import P2PDRLError, PoisonedVectorError, TensorError, TransportError
-from p2pdrl.group.compatibility import Summary, Verdict
+from p2pdrl.errors import PoisonedVectorError, TensorError, TransportError, WireError
+from p2pdrl.group.compatibility import Natural, Short, Summary, Verdict
 from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.admission import BUSY
 from p2pdrl.strategies.call_timeouts import outcome_of, unready
 from p2pdrl.strategies.feedback import FeedbackEncoder
-from p2pdrl.strategies.gossip.asynchronous import AsynchronousStrategy
-from p2pdrl.strategies.gossip.exchange_timer import COOL_MAX_S, ExchangeTimer
+from p2pdrl.strategies.gossip.asynchronous import AsynchronousStrategy, ExchangeTimer
 from p2pdrl.strategies.gossip.pair_average import (
     Bounds,
-    ExchangeHead,
-    PairScratch,
     PairUpdate,
     WireName,
-    decode_head,
-    fresh_weight,
     pair_report,
     pair_step,
+    wire_step,
 )
+from p2pdrl.strategies.own_vector import read_now
 from p2pdrl.strategies.protocol import LearnerHandle, LearnerRequest, RoundReport, StrategyContext
 from p2pdrl.strategies.topology import candidates
 from p2pdrl.tensors.board import DaemonBoard
-from p2pdrl.tensors.wire import WireDtype
+from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.tensors.wire import WireDtype, encoded_nbytes
+from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Address, Answer, Incoming, Refusal, Reply
 
 __all__ = [
-    "COOL_MAX_S",
     "ROUTE",
     "AdpsgdCore",
     "AdpsgdStrategy",
-    "ExchangeLock",
+    "ExchangeHead",
+    "Freshness",
     "GradientOffers",
     "GradientQuantity",
     "PairQuantity",
     "ParameterQuantity",
+    "fresh_weight",
 ]
+
+ROUTE = "exchange"
+REMEMBERED = 1024
+"""Exchange ids that are remembered, so that a replay is refused."""
+
+
+# --- when, with whom, and about what ----------------------------------------------------------------
 
 
 class AdpsgdCore(ExchangeTimer):
@@ -62,16 +85,13 @@ class AdpsgdCore(ExchangeTimer):
 
     def __init__(self, config: AdpsgdConfig, me: str, rng: random.Random) -> None:
         super().__init__(config, rng)
-        self._config = config
+        self._options = config
         self._me = me
         self._gradients_in_a_row = 0
 
     def choose(self, alive: Iterable[str], now_s: float) -> str | None:
-        """Return the partner of the next exchange, or None while nobody is fit.
-
-        Members that lately failed to answer are passed over for a while.
-        """
-        return self.choose_among(candidates(self._config.partners, self._me, alive), now_s)
+        """Return the partner of the next exchange; None while all candidates rest after failures."""
+        return self.choose_among(candidates(self._options.partners, self._me, alive), now_s)
 
     def choose_among(self, peers: Iterable[str], now_s: float) -> str | None:
         """The same for peers that are candidates already."""
@@ -81,7 +101,7 @@ class AdpsgdCore(ExchangeTimer):
     @property
     def gradients_next(self) -> bool:
         """Whether the next exchange that we begin averages gradients."""
-        config = self._config
+        config = self._options
         return config.exchanges == "gradients" and self._gradients_in_a_row < config.parameters_every
 
     def exchanged(self, *, gradients: bool) -> None:
@@ -89,39 +109,174 @@ class AdpsgdCore(ExchangeTimer):
         self._gradients_in_a_row = self._gradients_in_a_row + 1 if gradients else 0
 
 
-class ExchangeLock:
-    """True while an exchange has the node's buffers."""
+# --- how far each side moves ------------------------------------------------------------------------
 
-    def __init__(self) -> None:
-        self._free = asyncio.Event()
-        self._free.set()
+LAG_HALVES = 100.0
+"""Policy versions of lag that halve the trust."""
+LEAST_SHARE = 0.1
+"""Neither side gives up more than nine tenths of its own, whatever the other claims."""
 
-    def __bool__(self) -> bool:
-        return not self._free.is_set()
 
-    def begin(self) -> None:
-        """An exchange takes the buffers; only when it is false."""
-        self._free.clear()
+class Freshness(NamedTuple):
+    """What one side claims.
 
-    def end(self) -> None:
-        """The exchange gives them back."""
-        self._free.set()
+    Args:
+        steps: environment steps since its last exchange.
+        policy_version: of its vector.
+    """
 
-    async def until_free(self, timeout_s: float) -> None:
-        """Wait for the end of the exchange, at most so long."""
-        if self and timeout_s > 0:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._free.wait()
-            except TimeoutError:
-                return
+    steps: int
+    policy_version: int
+
+
+def fresh_weight(weight: float, mine: Freshness, theirs: Freshness) -> float:
+    """Return how far our side moves with ``merge_weights = "fresh"``, in [0.2, 1.8] · ``weight``.
+
+    Args:
+        weight: half of what both sides' weights add up to, in (0, ½].
+        mine: our side.
+        theirs: the other side.
+    """
+
+    def trust(side: Freshness) -> float:
+        return (1.0 + side.steps) / (1.0 + (newest - side.policy_version) / LAG_HALVES)
+
+    newest = max(mine.policy_version, theirs.policy_version)
+    my_trust, their_trust = trust(mine), trust(theirs)
+    share = their_trust / (my_trust + their_trust)
+    return 2.0 * weight * min(max(share, LEAST_SHARE), 1.0 - LEAST_SHARE)
+
+
+class ExchangeHead(msgspec.Struct, frozen=True):
+    """What goes before the vector, in both directions."""
+
+    exchange_id: Short
+    wire: WireName
+    summary: Summary
+    verdict: str = "mix"
+    """In an answer: what the responder does (a `Verdict`); a vector follows only for ``mix``."""
+    content: Content = "parameters"
+    fresh_steps: Natural = 0
+    """Environment steps of this side since its last exchange."""
+
+    @property
+    def freshness(self) -> Freshness:
+        """What this side claims of its experience."""
+        return Freshness(self.fresh_steps, self.summary.policy_version)
+
+
+# --- what is averaged -------------------------------------------------------------------------------
+
+
+class PairQuantity(ABC):
+    """This node's side of an exchange: what goes out, where the peer's goes, and what is then added.
+
+    Attributes:
+        content: parameters or gradients.
+        wire: number format.
+        step: what our side does, once mixed.
+    """
+
+    content: Content
+    wire: WireName
+    step = PairUpdate(0.0, 0.0, 0.0)
+
+    @property
+    @abstractmethod
+    def outgoing(self) -> memoryview:
+        """What goes to the peer, once loaded."""
+
+    def begin(self) -> bool:
+        """Take part with what there is; False when there is nothing."""
+        return True
+
+    def end(self, *, done: bool) -> None:
+        """The exchange is over; ``done`` when our side was committed."""
+        del done
+
+    @abstractmethod
+    def load(self) -> None:
+        """Write what is ours into ``outgoing``.
+
+        Raises:
+            PoisonedVectorError: ours holds NaN, infinity or a huge entry; peers would strike us for it.
+        """
+
+    @abstractmethod
+    def room(self, nbytes: int) -> memoryview | None:
+        """Where the peer's ``nbytes`` go; None when that length can't be right."""
+
+    @abstractmethod
+    def mix(self, weight: float) -> Float32Array:
+        """Return what our side adds, ``weight`` · (theirs − ours); valid until the next `load`.
+
+        Raises:
+            PoisonedVectorError: the peer's is unusable.
+            WireError: it can't be read.
+        """
+
+    @abstractmethod
+    def commit(self, policy_version: int) -> bool:
+        """Add it; False when what it belongs to is gone."""
+
+
+class ParameterQuantity(PairQuantity):
+    """The vector on the board, and buffers for one exchange at a time.
+
+    Args:
+        board: where the learner's vector is.
+        size: D, float32 parameters.
+        wire: number format.
+        bounds: what is accepted.
+    """
+
+    content = "parameters"
+
+    def __init__(self, board: DaemonBoard, size: int, wire: WireDtype, bounds: Bounds) -> None:
+        self.wire: WireDtype = wire
+        self._board = board
+        self._bounds = bounds
+        self._mine_D = np.zeros(size, np.float32)
+        self._theirs_D = np.zeros(size, np.float32)
+        if wire == "float32":  # as they lie in memory, so nothing is copied
+            self._outgoing = self._mine_D.data.cast("B")
+            self._incoming = self._theirs_D.data.cast("B")
+        else:
+            self._outgoing = memoryview(bytearray(encoded_nbytes(size, wire)))
+            self._incoming = memoryview(bytearray(encoded_nbytes(size, wire)))
+        self._sets = 0
+
+    @property
+    def outgoing(self) -> memoryview:
+        """Our vector, as the wire rounds it."""
+        return self._outgoing
+
+    def load(self) -> None:
+        """Read our vector off the board."""
+        message = None if self.wire == "float32" else self._outgoing
+        self._sets = read_now(self._board, self._mine_D, self._bounds.max_abs, self.wire, message).sets
+
+    def room(self, nbytes: int) -> memoryview | None:
+        """The peer's vector is as long as ours."""
+        return self._incoming if nbytes == len(self._incoming) else None
+
+    def mix(self, weight: float) -> Float32Array:
+        """Return what the learner's vector is to move by."""
+        self.step = wire_step(
+            self._mine_D, self._incoming, self.wire, weight, self._bounds, out_D=self._theirs_D
+        )
+        return self._theirs_D
+
+    def commit(self, policy_version: int) -> bool:
+        """Post it to the learner; False when the learner's vector was replaced since `load`."""
+        return self._board.post_delta(self._theirs_D, policy_version, sets=self._sets)
 
 
 class GradientOffers:
-    """What of the learner's posts can be exchanged.
+    """The learner's newest gradient, while it waits for an exchange.
 
     Args:
-        learner: who posts.
+        learner: who computes them.
     """
 
     def __init__(self, learner: LearnerHandle) -> None:
@@ -173,107 +328,7 @@ class GradientOffers:
             self._learner.answer(post, "none")
 
 
-class PairQuantity(Protocol):
-    """One side of an exchange."""
-
-    content: Content
-    wire: WireName
-
-    @property
-    def outgoing(self) -> memoryview:
-        """What goes to the peer, once loaded."""
-        ...
-
-    @property
-    def step(self) -> PairUpdate:
-        """What our side does, once mixed."""
-        ...
-
-    def begin(self) -> bool:
-        """Take part with what there is; False when there is nothing."""
-        ...
-
-    def load(self) -> None:
-        """Write what is ours into ``outgoing``.
-
-        Raises:
-            PoisonedVectorError: ours is unusable.
-        """
-        ...
-
-    def room(self, nbytes: int) -> memoryview | None:
-        """Where the peer's ``nbytes`` go; None when they can't be right."""
-        ...
-
-    def mix(self, weight: float) -> None:
-        """Compute what we add.
-
-        Raises:
-            PoisonedVectorError: the peer's is unusable.
-            WireError: it can't be read.
-        """
-        ...
-
-    def commit(self, policy_version: int) -> bool:
-        """Add it; False when what it belongs to is gone."""
-        ...
-
-    def end(self, *, done: bool) -> None:
-        """The exchange is over; ``done`` when our side was committed."""
-        ...
-
-
-class ParameterQuantity:
-    """The vector on the board.
-
-    Args:
-        scratch: buffers and arithmetic.
-        board: where the learner's vector is.
-        wire: number format.
-    """
-
-    content: Content = "parameters"
-
-    def __init__(self, scratch: PairScratch, board: DaemonBoard, wire: WireName) -> None:
-        self._scratch = scratch
-        self._board = board
-        self.wire = wire
-
-    @property
-    def outgoing(self) -> memoryview:
-        """What goes to the peer."""
-        return self._scratch.outgoing
-
-    @property
-    def step(self) -> PairUpdate:
-        """What our side does."""
-        return self._scratch.step
-
-    def begin(self) -> bool:
-        """There always is a vector."""
-        return True
-
-    def load(self) -> None:
-        """Read the board."""
-        self._scratch.load(self._board)
-
-    def room(self, nbytes: int) -> memoryview | None:
-        """The peer's vector is as long as ours."""
-        return self._scratch.incoming if nbytes == self._scratch.nbytes else None
-
-    def mix(self, weight: float) -> None:
-        """Compute our delta."""
-        self._delta_D = self._scratch.mix(weight)
-
-    def commit(self, policy_version: int) -> bool:
-        """Post it."""
-        return self._scratch.commit(self._board, self._delta_D, policy_version)
-
-    def end(self, *, done: bool) -> None:
-        """Nothing is held."""
-
-
-class GradientQuantity:
+class GradientQuantity(PairQuantity):
     """The gradient that the learner offers; both sides answer ``add`` with ``weight · (theirs − mine)``.
 
     Compressed gradients are subtracted as the other side decoded them, so what one side's step gains the
@@ -283,29 +338,27 @@ class GradientQuantity:
         config: the strategy's options.
         learner: whose gradients.
         size: D, float32 parameters.
-        max_abs: largest entry accepted.
+        bounds: what is accepted.
     """
 
-    content: Content = "gradients"
+    content = "gradients"
 
-    def __init__(self, config: AdpsgdConfig, learner: LearnerHandle, size: int, max_abs: float) -> None:
+    def __init__(self, config: AdpsgdConfig, learner: LearnerHandle, size: int, bounds: Bounds) -> None:
         self.offers = GradientOffers(learner)
-        self.wire: WireName = "float32" if config.compression == "none" else config.compression
-        clip = config.clip_distance if config.mixing == "clipped" else None
-        self._bounds = Bounds(max_abs, config.max_distance, clip)
+        self.wire = "float32" if config.compression == "none" else config.compression
+        self._bounds = bounds
         self._learner = learner
         self._encoder = FeedbackEncoder(
-            config.compression, size, keep=config.keep, threshold=config.threshold, max_abs=max_abs
+            config.compression, size, keep=config.keep, threshold=config.threshold, max_abs=bounds.max_abs
         )
         self._theirs_D = np.zeros(size, np.float32)
         self._incoming = memoryview(bytearray(self._encoder.max_nbytes))
         self._in = 0
         self._post: LearnerRequest | None = None
-        self.step = PairUpdate(0.0, 0.0, 0.0)
 
     @property
     def outgoing(self) -> memoryview:
-        """What goes to the peer."""
+        """Our compressed gradient."""
         return self._encoder.message
 
     def begin(self) -> bool:
@@ -314,11 +367,7 @@ class GradientQuantity:
         return self._post is not None
 
     def load(self) -> None:
-        """Compress the gradient, and read it as the peer will.
-
-        Raises:
-            PoisonedVectorError: it holds NaN, infinity or a huge entry.
-        """
+        """Compress the gradient, and read it as the peer will."""
         post = self._post
         if post is None or post.vector is None:
             raise PoisonedVectorError("there is no gradient to send")
@@ -331,13 +380,14 @@ class GradientQuantity:
         self._in = nbytes
         return self._incoming[:nbytes]
 
-    def mix(self, weight: float) -> None:
-        """Compute what is to be added to our next gradient."""
+    def mix(self, weight: float) -> Float32Array:
+        """Return what the learner's next step is to be corrected by."""
         self._encoder.decode(self._incoming[: self._in], self._theirs_D)
         self.step = pair_step(self._encoder.sent_D, self._theirs_D, weight, self._bounds)
+        return self._theirs_D
 
     def commit(self, policy_version: int) -> bool:
-        """Put it into the learner's slot."""
+        """Put it into the slot of the learner's gradient."""
         del policy_version
         if self._post is None or self._post.vector is None:
             return False
@@ -356,11 +406,10 @@ class GradientQuantity:
             self.offers.back(post)
 
 
-ROUTE = "exchange"
-REMEMBERED = 1024
+# --- the exchange -----------------------------------------------------------------------------------
 
 
-class _Visit(NamedTuple):
+class _PeersExchange(NamedTuple):
     """An exchange that a peer began."""
 
     incoming: Incoming
@@ -382,30 +431,29 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
 
     def __init__(self, config: AdpsgdConfig, context: StrategyContext) -> None:
         wire: WireDtype = "float32" if config.compression == "none" else "bf16"
-        self._scratch = PairScratch(
-            context.size,
-            wire,
-            config.weight,
-            context.max_abs,
-            config.max_distance,
-            config.clip_distance if config.mixing == "clipped" else None,
-        )
         core = AdpsgdCore(config, context.swarm.node_id, context.rng)
-        super().__init__(config, context, core, self._scratch.nbytes)
+        super().__init__(config, context, core, encoded_nbytes(context.size, wire))
+        clip = config.clip_distance if config.mixing == "clipped" else None
+        bounds = Bounds(context.max_abs, config.max_distance, clip)
         self._config = config
-        self._parameters = ParameterQuantity(self._scratch, self._board, wire)
+        self._parameters = ParameterQuantity(self._board, context.size, wire, bounds)
         self._gradients: GradientQuantity | None = None
         if config.exchanges == "gradients":
-            self._gradients = GradientQuantity(config, context.learner, context.size, context.max_abs)
+            self._gradients = GradientQuantity(config, context.learner, context.size, bounds)
         self._fresh_steps = 0
-        self._locked = ExchangeLock()
+        self._lock = asyncio.Lock()
+        """Held while an exchange has the buffers; whoever finds it held doesn't wait, but refuses."""
         self._seen: OrderedDict[str, None] = OrderedDict()
 
     async def stop(self, timeout_s: float) -> None:
         """Finish the exchange in flight, in either role, waiting at most ``timeout_s``."""
         until_s = self._clock.monotonic() + timeout_s
         await self._runner.stop(timeout_s)
-        await self._locked.until_free(until_s - self._clock.monotonic())
+        left_s = until_s - self._clock.monotonic()
+        if self._lock.locked() and left_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s), self._lock:
+                    pass
         await self._heavy.close()
 
     def _beside(self) -> list[Coroutine[Any, Any, None]]:
@@ -414,36 +462,27 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
         return [self._gradients.offers.follow(self._swarm.alive, self._runner.news.set)]
 
     async def _turn(self) -> bool:
-        partner = self._next_partner()
-        if partner is None:
+        now_s, alive = self._clock.monotonic(), self._swarm.alive()
+        if self._lock.locked() or not self._may_begin(now_s, len(alive) + 1):
             return False
-        await self._meet(*partner)
+        gradients = self._gradients if self._core.gradients_next else None
+        if gradients is not None and not gradients.offers.open:
+            return False
+        peer = self._core.choose(alive, now_s)
+        if peer is None:
+            return False
+        self._core.began(now_s)
+        side: PairQuantity = self._parameters if gradients is None else gradients
+        report = RoundReport("failed", missing=(peer,), error="given up")
+        async with self._lock:
+            try:
+                report = await self._exchange(side, peer, alive[peer])
+            finally:
+                side.end(done=report.outcome in ("ok", "unchanged"))
+        self._ended(peer, report, now_s)
         return True
 
-    def _next_partner(self) -> tuple[str, Address] | None:
-        now_s, alive = self._clock.monotonic(), self._swarm.alive()
-        if self._locked or not self._may_begin(now_s, len(alive) + 1):
-            return None
-        if self._gradients is not None and self._core.gradients_next and not self._gradients.offers.open:
-            return None
-        peer = self._core.choose(alive, now_s)
-        return None if peer is None else (peer, alive[peer])
-
     # --- as the one that calls ------------------------------------------------------------------
-
-    async def _meet(self, peer: str, address: Address) -> None:
-        began_s = self._clock.monotonic()
-        self._core.began(began_s)
-        gradients = self._gradients if self._core.gradients_next else None
-        side: PairQuantity = self._parameters if gradients is None else gradients
-        self._locked.begin()
-        report = RoundReport("failed", missing=(peer,), error="given up")
-        try:
-            report = await self._exchange(side, peer, address)
-        finally:
-            side.end(done=report.outcome in ("ok", "unchanged"))
-            self._locked.end()
-        self._ended(peer, report, began_s)
 
     async def _exchange(self, side: PairQuantity, peer: str, address: Address) -> RoundReport:
         """Begin an exchange and finish it; a peer's failure is a report."""
@@ -458,7 +497,7 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
             head = self._head(new_exchange_id(), side, mine)
             answer = await self._call(side, head, peer, address)
             report = replace(report, bytes_in=answer.vector_nbytes)
-            theirs = decode_head(answer.meta)
+            theirs = _answered_head(answer)
             if theirs is None or theirs.exchange_id != head.exchange_id:
                 return replace(report, error="the answer's head can't be read")
             heard = self._admission.heard(peer, mine, theirs.summary, theirs.verdict)
@@ -470,8 +509,11 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
             if not await self._heavy.run(lambda: side.commit(version)):
                 return replace(report, outcome="unsure", error="our vector was replaced meanwhile")
         except (TransportError, TensorError) as error:
-            return self._failed(peer, report, error)
-        return self._met(side, peer, head, theirs.summary, report)
+            outcome = outcome_of(error)
+            if outcome == "poisoned":
+                self._swarm.strike(peer, str(error))
+            return replace(report, outcome=outcome, error=str(error), unready=unready(error))
+        return self._exchanged(side, peer, head, theirs.summary, report)
 
     async def _call(self, side: PairQuantity, head: ExchangeHead, peer: str, address: Address) -> Answer:
         return await self._transport.call(
@@ -485,12 +527,6 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
             lane="bulk",
         )
 
-    def _failed(self, peer: str, report: RoundReport, error: P2PDRLError) -> RoundReport:
-        outcome = outcome_of(error)
-        if outcome == "poisoned":
-            self._swarm.strike(peer, str(error))
-        return replace(report, outcome=outcome, error=str(error), unready=unready(error))
-
     # --- as the one that is called ---------------------------------------------------------------
 
     async def answer(self, incoming: Incoming) -> Reply:
@@ -498,15 +534,14 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
 
         Raises:
             Refusal: locked (423), no state yet (503), another task or mode (409), a replay (409),
-                poisoned (422), quarantined (403), malformed (400).
+                poisoned (422), quarantined (403).
+            WireError: the head is malformed.
         """
         if incoming.route != ROUTE:
             raise Refusal(409, f"this node's strategy is adpsgd, which has no {incoming.route}")
-        head = decode_head(incoming.meta)
-        if head is None:
-            raise Refusal(400, "the exchange's head can't be read")
+        head: ExchangeHead = codec.decode(incoming.meta, ExchangeHead, "exchange's head")
         mine = self._admission.admit(incoming.sender, stopping=self._runner.stopping)
-        if self._locked:
+        if self._lock.locked():
             raise Refusal(BUSY, "in another exchange")
         verdict = self._admission.judge(incoming.sender, mine, head.summary)
         side: PairQuantity | None = self._parameters if head.content == "parameters" else self._gradients
@@ -523,24 +558,26 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
         if not side.begin():
             raise Refusal(BUSY, "no gradient at hand")
         self._remember(head.exchange_id)
-        return await self._engage(_Visit(incoming, side, head, reply, self._clock.monotonic()), room)
+        exchange = _PeersExchange(incoming, side, head, reply, self._clock.monotonic())
+        return await self._mix_with_caller(exchange, room)
 
-    async def _engage(self, visit: _Visit, room: memoryview) -> Reply:
-        incoming, side = visit.incoming, visit.side
-        self._locked.begin()
+    async def _mix_with_caller(self, exchange: _PeersExchange, room: memoryview) -> Reply:
+        """Read the caller's vector and answer with ours; the lock is held until our side is committed."""
+        incoming, side = exchange.incoming, exchange.side
+        await self._lock.acquire()  # at once, for it is free
         handed_over = False
         try:
             async with asyncio.timeout(self._config.deadline_s):
                 await incoming.read_vector_into(room)
                 if not await self._load(side):
                     raise Refusal(503, "our own numbers are unusable")
-                await self._mix(side, visit.ours, visit.theirs)
+                await self._mix(side, exchange.ours, exchange.theirs)
 
             def ended(sent: bool) -> None:
-                self._runner.briefly(self._commit(visit, sent=sent and not self._heavy.closed))
+                self._runner.briefly(self._commit(exchange, sent=sent and not self._heavy.closed))
 
             handed_over = True
-            return Reply(msgspec.msgpack.encode(visit.ours), vector=side.outgoing, on_end=ended)
+            return Reply(msgspec.msgpack.encode(exchange.ours), vector=side.outgoing, on_end=ended)
         except PoisonedVectorError as error:
             self._swarm.strike(incoming.sender, str(error))
             raise Refusal(422, f"poisoned vector: {error}") from error
@@ -549,21 +586,22 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
         finally:
             if not handed_over:
                 side.end(done=False)
-                self._locked.end()
+                self._lock.release()
 
-    async def _commit(self, visit: _Visit, *, sent: bool) -> None:
+    async def _commit(self, exchange: _PeersExchange, *, sent: bool) -> None:
         """End an exchange that a peer began: our side counts once the answer is written."""
-        peer, side, nbytes = visit.incoming.sender, visit.side, visit.incoming.vector_nbytes
-        version = max(visit.ours.summary.policy_version, visit.theirs.summary.policy_version)
+        side, nbytes = exchange.side, exchange.incoming.vector_nbytes
+        ours, theirs, peer = exchange.ours, exchange.theirs.summary, exchange.incoming.sender
+        version = max(ours.summary.policy_version, theirs.policy_version)
         report = RoundReport("unsure", missing=(peer,), bytes_in=nbytes, error="cut off")
         try:
             if sent and await self._heavy.run(lambda: side.commit(version)):
                 report = RoundReport("answered", bytes_in=nbytes, bytes_out=len(side.outgoing))
-                report = self._met(side, peer, visit.ours, visit.theirs.summary, report)
+                report = self._exchanged(side, peer, ours, theirs, report)
         finally:
             side.end(done=report.outcome == "answered")
-            self._locked.end()
-        took_s = self._clock.monotonic() - visit.began_s
+            self._lock.release()
+        took_s = self._clock.monotonic() - exchange.began_s
         self._outcomes.ended(replace(report, seconds=took_s), ours=False)
 
     # --- in both roles ----------------------------------------------------------------------------
@@ -599,7 +637,7 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
         self._swarm.heal(f"our own parameters are unusable: {why}")
         return False
 
-    def _met(
+    def _exchanged(
         self, side: PairQuantity, peer: str, mine: ExchangeHead, theirs: Summary, report: RoundReport
     ) -> RoundReport:
         """Note an exchange that is done; complete its report, whose outcome says in which role."""
@@ -615,3 +653,11 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
         self._seen[exchange_id] = None
         while len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
+
+
+def _answered_head(answer: Answer) -> ExchangeHead | None:
+    try:
+        head: ExchangeHead = codec.decode(answer.meta, ExchangeHead)
+    except WireError:
+        return None
+    return head

@@ -1,4 +1,18 @@
-"""Gossiping actor-learners (GALA; Assran 2019, arXiv 1906.04585): pushes that nobody waits for."""
+"""Gossiping actor-learners (GALA; Assran 2019, arXiv 1906.04585, Algorithm 1): pushes that nobody waits for.
+
+Node i, with out-peers on a directed graph:
+
+    x_i ← x_i − γ g_i                                      its learner's update
+    send x_i to each out-peer, without waiting             each gets the newest
+    x_i ← (x_i + Σ_{j ∈ in} x_j) / (1 + |in|)              over the in-peers whose vectors have come since
+
+The paper mixes once every in-peer has sent, and bounds the nodes' distance while no vector is older than τ
+updates. Here nobody waits: a node mixes with what has come, and what lags more than τ (``max_lag``) policy
+versions is left out; the bound says nothing of a node all of whose in-peers lag that far.
+
+In this order below: the receive buffer (`GalaInbox`), the average (`GalaQuantity`), pushes to nodes that have
+no in-peers (`RelayedPushes`, an extension), the loop (`GalaStrategy`).
+"""
 
 from __future__ import annotations
 
@@ -21,111 +35,38 @@ from p2pdrl.strategies.call_timeouts import outcome_of, unready
 from p2pdrl.strategies.feedback import FeedbackEncoder
 from p2pdrl.strategies.gossip.asynchronous import AsynchronousStrategy
 from p2pdrl.strategies.gossip.pair_average import WireName
-from p2pdrl.strategies.gossip.push import (
-    Arrivals,
-    BufferPool,
-    PushAnswer,
-    PushCore,
-    PushHead,
-    decode_push_answer,
-    decode_push_head,
-)
+from p2pdrl.strategies.gossip.push import BufferPool, PushAnswer, PushCore, PushHead
 from p2pdrl.strategies.own_vector import OwnVector
 from p2pdrl.strategies.protocol import Merged, RoundReport, StrategyContext
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.robust import combine
+from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
 
-__all__ = ["MOST", "ROUTE", "GalaInbox", "GalaQuantity", "GalaStrategy", "Letter", "RelayedPushes"]
+__all__ = [
+    "ASK_AFTER",
+    "MOST_IN_PEERS",
+    "MOST_RELAYED",
+    "RELAYED",
+    "ROUTE",
+    "GalaInbox",
+    "GalaQuantity",
+    "GalaStrategy",
+    "RelayedPushes",
+]
 
-HUNGRY = 8
-"""So many pushes of ours, and nothing that came and was good: we ask."""
-LENT = 16
-"""So many of our pushes also go to a node that asked; and again so many when it says so in an answer."""
-MOST_LENT = 4
-"""So many nodes that asked are pushed to at once; more are told no."""
+ROUTE = "push"
 
+# --- the receive buffer -----------------------------------------------------------------------------
 
-class RelayedPushes:
-    """What one node asks for and gives.
-
-    Args:
-        me: own node id.
-    """
-
-    def __init__(self, me: str) -> None:
-        self._me = me
-        self._pushes = 0
-        self._fed: dict[str, int] = {}
-        """How many pushes we had made when a push of each peer came."""
-        self._fed_last = 0
-        self._asked, self._asked_last = 0, 0
-        self._lent: dict[str, int] = {}
-
-    def pushed(self) -> None:
-        """We push once more."""
-        self._pushes += 1
-        self._lent = {peer: left - 1 for peer, left in self._lent.items() if left > 1}
-        self._fed = {peer: at for peer, at in self._fed.items() if at + LENT > self._pushes}
-
-    # As the one who takes
-
-    def came(self, peer: str) -> None:
-        """A push of ``peer`` came, and was good."""
-        self._fed[peer] = self._fed_last = self._pushes
-        self._asked = 0
-
-    def only(self, peer: str) -> bool:
-        """Whether nobody but ``peer`` gave us anything of late."""
-        return not self._fed.keys() - {peer}
-
-    def whom_to_ask(self, alive: Iterable[str]) -> str | None:
-        """Whom to ask now for pushes, each time somebody further down the ring of ids; None for nobody."""
-        ring = sorted({*alive, self._me})
-        if len(ring) < 2 or self._pushes < max(self._fed_last, self._asked_last) + HUNGRY:
-            return None
-        step = 1 + self._asked % (len(ring) - 1)
-        self._asked, self._asked_last = self._asked + 1, self._pushes
-        return ring[ring.index(self._me) - step]
-
-    # As the one who gives
-
-    def lend(self, peer: str) -> bool:
-        """``peer`` asks for our pushes; whether it gets them."""
-        if peer not in self._lent and len(self._lent) >= MOST_LENT:
-            return False
-        self._lent[peer] = LENT
-        return True
-
-    def renew(self, peer: str) -> None:
-        """``peer`` gets nothing from anybody else: if it asked, it goes on getting our pushes."""
-        if peer in self._lent:
-            self._lent[peer] = LENT
-
-    @property
-    def lent(self) -> set[str]:
-        """Who gets our pushes because it asked."""
-        return set(self._lent)
-
-
-MOST = 16
+MOST_IN_PEERS = 16
 """In-peers whose vectors are kept at once; each costs D float32."""
 
 
 @dataclass(slots=True)
-class Letter:
-    """An in-peer's latest vector.
-
-    Attributes:
-        peer: node id.
-        vector: the vector; belongs to the inbox.
-        boot: of the peer's strategy.
-        number: of the push.
-        policy_version: of the vector.
-        nbytes: as it travelled.
-        fresh: whether it waits to be used.
-    """
+class ReceivedVector:
+    """An in-peer's latest vector, its push, and its length on the wire."""
 
     peer: str
     vector: Float32Array
@@ -134,93 +75,87 @@ class Letter:
     policy_version: int = 0
     nbytes: int = 0
     fresh: bool = False
+    """Whether it waits to be averaged."""
 
 
 class GalaInbox:
-    """The latest vectors.
-
-    Args:
-        size: D.
-    """
+    """The receive buffer: the latest vector, of ``size`` entries, of each in-peer."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._letters: dict[str, Letter] = {}
+        self._received: dict[str, ReceivedVector] = {}
 
     @property
     def any_fresh(self) -> bool:
-        """Whether something waits to be used."""
-        return any(letter.fresh for letter in self._letters.values())
+        """Whether a vector waits to be averaged."""
+        return any(received.fresh for received in self._received.values())
 
     def known(self, peer: str, boot: str, number: int) -> bool:
         """Whether this push, or a later one of the peer's boot, was here."""
-        letter = self._letters.get(peer)
-        return letter is not None and letter.boot == boot and number <= letter.number
+        received = self._received.get(peer)
+        return received is not None and received.boot == boot and number <= received.number
 
-    def open(self, peer: str) -> Letter | None:
-        """Give the letter to write the peer's vector into; call `seal` when it is good.
+    def open(self, peer: str) -> ReceivedVector | None:
+        """Return where to write the peer's vector; call `seal` when it is good.
 
-        Returns:
-            None when there are too many in-peers, all of whose vectors wait to be used.
+        None when there are too many in-peers, all of whose vectors wait.
         """
-        letter = self._letters.get(peer)
-        if letter is None:
+        received = self._received.get(peer)
+        if received is None:
             vector = self._vacant()
             if vector is None:
                 return None
-            letter = self._letters[peer] = Letter(peer, vector)
-        letter.fresh = False
-        return letter
+            received = self._received[peer] = ReceivedVector(peer, vector)
+        received.fresh = False
+        return received
 
-    def seal(self, letter: Letter, head: PushHead, nbytes: int) -> None:
-        """The vector in ``letter`` is good: it waits to be used."""
-        letter.boot, letter.number, letter.nbytes = head.boot, head.number, nbytes
-        letter.policy_version = head.summary.policy_version
-        letter.fresh = True
+    def seal(self, received: ReceivedVector, head: PushHead, nbytes: int) -> None:
+        """What was written is good: it waits to be averaged."""
+        received.boot, received.number, received.nbytes = head.boot, head.number, nbytes
+        received.policy_version = head.summary.policy_version
+        received.fresh = True
 
-    def take(self, policy_version: int, max_lag: int) -> tuple[list[Letter], tuple[str, ...]]:
+    def take(self, policy_version: int, max_lag: int) -> tuple[list[ReceivedVector], tuple[str, ...]]:
         """Take all that waits.
 
         Args:
             policy_version: ours.
-            max_lag: τ, policy versions; what is older is left out.
+            max_lag: τ, policy versions.
 
         Returns:
-            The letters to use, by peer, and the peers whose vectors are too old. Neither waits any longer.
+            What to average, by peer, and the peers that lag more than τ. Neither waits any longer.
         """
-        waiting = [letter for _, letter in sorted(self._letters.items()) if letter.fresh]
-        for letter in waiting:
-            letter.fresh = False
-        good = [letter for letter in waiting if policy_version - letter.policy_version <= max_lag]
-        late = tuple(letter.peer for letter in waiting if policy_version - letter.policy_version > max_lag)
+        waiting = [received for _, received in sorted(self._received.items()) if received.fresh]
+        for received in waiting:
+            received.fresh = False
+        good = [one for one in waiting if policy_version - one.policy_version <= max_lag]
+        late = tuple(
+            received.peer for received in waiting if policy_version - received.policy_version > max_lag
+        )
         return good, late
 
     def clear(self) -> None:
-        """Use none of what waits: our own vector was replaced."""
-        for letter in self._letters.values():
-            letter.fresh = False
+        """Average none of what waits: our own vector was replaced."""
+        for received in self._received.values():
+            received.fresh = False
 
     def _vacant(self) -> Float32Array | None:
-        if len(self._letters) < MOST:
+        if len(self._received) < MOST_IN_PEERS:
             return np.zeros(self._size, np.float32)
-        for peer, letter in self._letters.items():
-            if not letter.fresh:
-                return self._letters.pop(peer).vector
+        for peer, received in self._received.items():
+            if not received.fresh:
+                return self._received.pop(peer).vector
         return None
 
+
+# --- the average ------------------------------------------------------------------------------------
 
 ARRIVING = 4
 """Pushes of one kind that are read at once; more are refused."""
 
 
 class GalaQuantity:
-    """Buffers and arithmetic of one kind.
-
-    Args:
-        content: the kind.
-        config: the strategy's options.
-        context: what the node gives.
-    """
+    """What is averaged, parameters or gradients: its receive buffer, its encoding, its arithmetic."""
 
     def __init__(self, content: Content, config: GalaConfig, context: StrategyContext) -> None:
         kind = config.compression
@@ -232,7 +167,7 @@ class GalaQuantity:
             kind, context.size, keep=config.keep, threshold=config.threshold, max_abs=context.max_abs
         )
         self.inbox = GalaInbox(context.size)
-        self.arrivals = Arrivals(self.encoder.max_nbytes, ARRIVING)
+        self.arrivals = BufferPool(self.encoder.max_nbytes, ARRIVING)
         self._config = config
         self._me = context.swarm.node_id
         self._max_abs = context.max_abs
@@ -248,68 +183,135 @@ class GalaQuantity:
         mix.check_finite(mine_D, self._max_abs)
         self._own_norm = mix.norm(mine_D)
 
-    def keep(self, letter: Letter, message: memoryview) -> None:
-        """Read what came into ``letter``.
+    def keep(self, received: ReceivedVector, message: memoryview) -> None:
+        """Decode what came.
 
         Raises:
             WireError: it is malformed.
             PoisonedVectorError: it holds NaN, infinity, a huge entry, or is out of proportion to ours.
         """
-        self.encoder.decode(message, letter.vector)
-        mix.check_finite(letter.vector, self._max_abs)
+        self.encoder.decode(message, received.vector)
+        mix.check_finite(received.vector, self._max_abs)
         if self._own_norm is None:
             return
-        length, bound = mix.norm(letter.vector), self._config.max_distance * (1.0 + self._own_norm)
+        length, bound = mix.norm(received.vector), self._config.max_distance * (1.0 + self._own_norm)
         if length > bound:
             raise PoisonedVectorError(f"norm {length:.3g} is beyond the bound {bound:.3g}")
 
     def merge(
         self, mine_D: Float32Array, policy_version: int, write: Callable[[Float32Array, int], bool]
     ) -> RoundReport:
-        """Average our vector with what waits.
+        """Average our vector, which was checked, with what waits.
 
         Args:
-            mine_D: ours, checked.
+            mine_D: ours.
             policy_version: of it.
             write: takes what is to be added, and the newest version in it; False when ours is gone.
         """
-        letters, late = self.inbox.take(policy_version, self._config.max_lag)
-        if not letters:
+        others, late = self.inbox.take(policy_version, self._config.max_lag)
+        if not others:
             return RoundReport("stale", missing=late, error="all that came is too old")
-        self._average(mine_D, letters)
+        combine(
+            [mine_D, *(received.vector for received in others)],
+            [1.0] * (1 + len(others)),
+            mixing=self._config.mixing,
+            clip_distance=self._config.clip_distance,
+            trim=self._config.trim,
+            reference=mine_D,
+            out=self._delta_D,
+        )
+        np.subtract(self._delta_D, mine_D, out=self._delta_D)
         changed = mix.norm(self._delta_D)
-        squares = [mix.distance(mine_D, letter.vector) ** 2 for letter in letters]
+        squares = [mix.distance(mine_D, received.vector) ** 2 for received in others]
         distance = math.sqrt(sum(squares) / len(squares))
-        if not write(self._delta_D, max(policy_version, *(letter.policy_version for letter in letters))):
+        if not write(self._delta_D, max(policy_version, *(received.policy_version for received in others))):
             return RoundReport("failed", missing=late, error="our vector was replaced meanwhile")
-        good, weight = changed > 0 or distance == 0, 1.0 / (1 + len(letters))
-        parts = [Merged(letter.peer, weight, policy_version - letter.policy_version) for letter in letters]
+        good, weight = changed > 0 or distance == 0, 1.0 / (1 + len(others))
+        parts = [
+            Merged(received.peer, weight, policy_version - received.policy_version) for received in others
+        ]
         return RoundReport(
             "ok" if good else "unchanged",
             merged=(Merged(self._me, weight), *parts),
             missing=late,
-            bytes_in=sum(letter.nbytes for letter in letters),
+            bytes_in=sum(received.nbytes for received in others),
             changed=changed,
             distance=distance,
             error="" if good else "they differ, but the step rounds or clips to nothing",
         )
 
-    def _average(self, mine_D: Float32Array, letters: list[Letter]) -> None:
-        """Put what our vector is to move into the scratch."""
-        config = self._config
-        combine(
-            [mine_D, *(letter.vector for letter in letters)],
-            [1.0] * (1 + len(letters)),
-            mixing=config.mixing,
-            clip_distance=config.clip_distance,
-            trim=config.trim,
-            reference=mine_D,
-            out=self._delta_D,
-        )
-        np.subtract(self._delta_D, mine_D, out=self._delta_D)
+
+# --- nodes without in-peers -------------------------------------------------------------------------
+
+ASK_AFTER = 8
+"""So many pushes of ours, and nothing that came and was good: we ask."""
+RELAYED = 16
+"""So many of our pushes also go to a node that asked; and so many more when its answer asks for that."""
+MOST_RELAYED = 4
+"""So many nodes that asked are pushed to at once; more are told no."""
 
 
-ROUTE = "push"
+class RelayedPushes:
+    """Pushes beyond the graph: a node that no in-peer pushes to asks others for theirs.
+
+    Args:
+        me: own node id.
+    """
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self._pushes = 0
+        self._came_at: dict[str, int] = {}
+        """How many pushes we had made when a push of each peer came."""
+        self._came_last = 0
+        self._asked, self._asked_last = 0, 0
+        self._left: dict[str, int] = {}
+        """How many more pushes each node that asked gets."""
+
+    def pushed(self) -> None:
+        """We push once more."""
+        self._pushes += 1
+        self._left = {peer: left - 1 for peer, left in self._left.items() if left > 1}
+        self._came_at = {peer: at for peer, at in self._came_at.items() if at + RELAYED > self._pushes}
+
+    def came(self, peer: str) -> None:
+        """A push of ``peer`` came, and was good."""
+        self._came_at[peer] = self._came_last = self._pushes
+        self._asked = 0
+
+    def only(self, peer: str) -> bool:
+        """Whether nobody but ``peer`` gave us anything of late."""
+        return not self._came_at.keys() - {peer}
+
+    def whom_to_ask(self, alive: Iterable[str]) -> str | None:
+        """Whom to ask now for pushes, each time somebody further down the ring of ids; None for nobody."""
+        ring = sorted({*alive, self._me})
+        if len(ring) < 2 or self._pushes < max(self._came_last, self._asked_last) + ASK_AFTER:
+            return None
+        step = 1 + self._asked % (len(ring) - 1)
+        self._asked, self._asked_last = self._asked + 1, self._pushes
+        return ring[ring.index(self._me) - step]
+
+    def accept(self, peer: str) -> bool:
+        """``peer`` asks for our pushes; whether it gets them."""
+        if peer not in self._left and len(self._left) >= MOST_RELAYED:
+            return False
+        self._left[peer] = RELAYED
+        return True
+
+    def renew(self, peer: str) -> None:
+        """``peer`` gets nothing from anybody else: if it asked, it goes on getting our pushes."""
+        if peer in self._left:
+            self._left[peer] = RELAYED
+
+    @property
+    def peers(self) -> set[str]:
+        """Who gets our pushes because it asked."""
+        return set(self._left)
+
+
+# --- the loop ---------------------------------------------------------------------------------------
+
 UNDER_WAY = 3
 """Vectors that may be under way at once: a silent out-peer holds one until its deadline."""
 
@@ -317,7 +319,7 @@ _UNUSABLE = RoundReport("failed", error="our own numbers are unusable")
 
 
 class GalaStrategy(AsynchronousStrategy[PushCore]):
-    """Non-blocking push gossip; see `Strategy`.
+    """GALA over the transport; see `Strategy`.
 
     Outcomes of averages: ``ok``, ``unchanged``, ``stale`` (all that came was too old), ``failed``. Of our
     pushes: ``pushed busy refused failed timeout unsure``, ``behind`` and ``ahead`` (somebody adopts).
@@ -345,7 +347,7 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
         self._gradient_wanted = False
         self._gradient_ready = False
         self._unmixed_updates = 0
-        self._books = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     def updated(self, updates: int) -> None:
         """The learner made ``updates`` more updates."""
@@ -368,7 +370,7 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
                 continue
             self._unmixed_updates = 0
             began_s, report = self._clock.monotonic(), _UNUSABLE
-            async with self._books:
+            async with self._lock:
                 if await self._read():
                     report = await self._heavy.run(
                         lambda: side.merge(own.vector, own.policy_version, own.add)
@@ -383,7 +385,7 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
             post = await self._learner.next_post()
             outcome = "none"
             if post.vector is not None:
-                async with self._books:
+                async with self._lock:
                     outcome = await self._average_gradient(side, post.vector, post.policy_version)
             self._learner.answer(post, "add" if outcome == "ok" else "none")
 
@@ -427,8 +429,8 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
         side = self._due(now_s, len(alive) + 1)
         if side is None:
             return False
-        lent = self._core.fit(self._relayed.lent & alive.keys(), now_s)
-        peers = {*self._core.choose_all(alive, now_s), *lent}
+        asked = self._core.fit(self._relayed.peers & alive.keys(), now_s)
+        peers = {*self._core.choose_all(alive, now_s), *asked}
         if not peers:
             self._gradient_ready = False  # it would be old when somebody is there
         peers -= self._flights.keys()
@@ -436,9 +438,9 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
             return False
         self._core.began(now_s)
         await self._push(side, {peer: alive[peer] for peer in sorted(peers)})
-        hungry_for = None if self._config.partners == "random" else self._relayed.whom_to_ask(alive)
-        if hungry_for is not None:
-            self._runner.beside(self._ask(hungry_for, alive[hungry_for]))
+        asked_next = None if self._config.partners == "random" else self._relayed.whom_to_ask(alive)
+        if asked_next is not None:
+            self._runner.beside(self._ask(asked_next, alive[asked_next]))
         return True
 
     def _due(self, now_s: float, members: int) -> GalaQuantity | None:
@@ -470,16 +472,16 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
         for peer, address in peers.items():
             self._flights[peer] = self._runner.beside(self._push_to(head, message, peer, address))
         flights = [self._flights[peer] for peer in peers]
-        self._runner.beside(self._land(flights, buffer))
+        self._runner.beside(self._give_back(flights, buffer))
 
-    async def _land(self, flights: list[asyncio.Task[None]], buffer: memoryview) -> None:
+    async def _give_back(self, flights: list[asyncio.Task[None]], buffer: memoryview) -> None:
         """Have the buffer back when the last push of it has ended."""
         await asyncio.wait(flights)
         self._messages.give(buffer)
 
     async def _load(self) -> bool:
         """Encode our parameters; False when they can't be given to anybody."""
-        async with self._books:
+        async with self._lock:
             if not await self._read():
                 return False
             await self._heavy.run(lambda: self._parameters.encoder.encode(self._own.vector))
@@ -494,7 +496,7 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
             got = await self._transport.call(
                 address, peer, ROUTE, meta, vector=message, deadline_s=deadline_s, lane="bulk"
             )
-            report = self._pushed(peer, head, decode_push_answer(got.meta), report)
+            report = self._pushed(peer, head, codec.decode(got.meta, PushAnswer, "push's answer"), report)
         except TransportError as error:
             report = replace(report, outcome=outcome_of(error), error=str(error), unready=unready(error))
         finally:
@@ -517,11 +519,9 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
         with contextlib.suppress(TransportError):
             await self._transport.call(address, peer, ROUTE, meta, deadline_s=self._deadline.seconds)
 
-    def _pushed(
-        self, peer: str, head: PushHead, answer: PushAnswer | None, report: RoundReport
-    ) -> RoundReport:
-        if answer is None or answer.number != head.number:
-            return replace(report, error="the answer can't be read")
+    def _pushed(self, peer: str, head: PushHead, answer: PushAnswer, report: RoundReport) -> RoundReport:
+        if answer.number != head.number:
+            return replace(report, error="it answered another push")
         heard = self._admission.heard(peer, head.summary, answer.summary, answer.verdict)
         if heard != "ok":
             return replace(report, outcome=heard, error=f"it answered {answer.verdict}")
@@ -537,17 +537,16 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
         Raises:
             Refusal: too many at once (423), no state yet (503), another task or mode (409), poisoned (422),
                 quarantined (403), malformed (400), late (408).
+            WireError: the head is malformed.
         """
         if incoming.route != ROUTE:
             raise Refusal(409, f"this node's strategy is gala, which has no {incoming.route}")
-        head = decode_push_head(incoming.meta)
-        if head is None:
-            raise Refusal(400, "the push's head can't be read")
+        head: PushHead = codec.decode(incoming.meta, PushHead, "push's head")
         mine = self._admission.admit(incoming.sender, stopping=self._runner.stopping)
         verdict = self._admission.judge(incoming.sender, mine, head.summary)
         if head.asks:
-            lent = verdict is Verdict.MIX and self._relayed.lend(incoming.sender)
-            result = PushAnswer(head.number, "taken" if lent else "void", mine, verdict.value)
+            accepted = verdict is Verdict.MIX and self._relayed.accept(incoming.sender)
+            result = PushAnswer(head.number, "taken" if accepted else "void", mine, verdict.value)
             return Reply(msgspec.msgpack.encode(result))
         side = self._parameters if head.content == "parameters" else self._gradients
         if side is None:
@@ -569,14 +568,14 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
     ) -> Refusal | None:
         """Keep what came; return why not, if it is refused."""
         try:
-            async with self._books:
+            async with self._lock:
                 if side.inbox.known(sender, head.boot, head.number):
                     return None
-                letter = side.inbox.open(sender)
-                if letter is None:
+                received = side.inbox.open(sender)
+                if received is None:
                     return Refusal(BUSY, "too many peers push to this node")
-                await self._heavy.run(lambda: side.keep(letter, message[:nbytes]))
-                side.inbox.seal(letter, head, nbytes)
+                await self._heavy.run(lambda: side.keep(received, message[:nbytes]))
+                side.inbox.seal(received, head, nbytes)
                 self._relayed.came(sender)
         except PoisonedVectorError as error:
             self._swarm.strike(sender, str(error))

@@ -1,4 +1,4 @@
-"""Directed gossip: when a node pushes and to whom, the messages, and buffers for what arrives."""
+"""Directed gossip, for SGP and GALA: to whom a node pushes, the messages, and buffers for what arrives."""
 
 from __future__ import annotations
 
@@ -10,28 +10,23 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.config.strategy import Content, Partners
-from p2pdrl.errors import WireError
+from p2pdrl.config.strategy import Content, GalaConfig, Partners, SgpConfig
 from p2pdrl.group.compatibility import Natural, Short, Summary
 from p2pdrl.strategies.admission import BUSY
-from p2pdrl.strategies.gossip.exchange_timer import ExchangeTimer, Timetable
+from p2pdrl.strategies.gossip.asynchronous import ExchangeTimer
 from p2pdrl.strategies.gossip.pair_average import WireName
-from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Incoming, Refusal
 
 __all__ = [
-    "Arrivals",
     "BufferPool",
     "PushAnswer",
     "PushCore",
     "PushHead",
-    "decode_push_answer",
-    "decode_push_head",
     "out_peers",
     "up_the_ring",
 ]
 
-COOL_FIRST_S = 0.05
+FIRST_REST_S = 0.05
 """A lost push costs nobody else anything, so that its peer hardly rests after the first."""
 
 
@@ -39,7 +34,8 @@ def out_peers(kind: Partners, me: str, others: Iterable[str]) -> list[str]:
     """Return the ids that ``me`` pushes to, the nearest up the ring first.
 
     Args:
-        kind: see the module; ``random`` gives everybody.
+        kind: ``ring``: the next one; ``exponential``: those 1, 2, 4, … places further (Assran 2019, arXiv
+            1811.10792, section 3); ``random``: everybody.
         me: own id.
         others: ids of the living members; own id is ignored.
     """
@@ -67,24 +63,18 @@ class PushCore(ExchangeTimer):
         rng: source of the random choices.
     """
 
-    def __init__(self, config: Timetable, me: str, rng: random.Random) -> None:
-        super().__init__(config, rng, COOL_FIRST_S)
+    def __init__(self, config: SgpConfig | GalaConfig, me: str, rng: random.Random) -> None:
+        super().__init__(config, rng, FIRST_REST_S)
         self._partners = config.partners
         self._me = me
         self._turn = 0
 
     def choose(self, alive: Iterable[str], now_s: float, without: Collection[str] = ()) -> str | None:
-        """Return whom to push to next, or None while nobody is fit.
-
-        Args:
-            alive: the living members.
-            now_s: monotonic time.
-            without: peers that aren't to be chosen now.
-        """
+        """Return whom to push to next, none of ``without``; None while all others rest."""
         return self.choose_among(self._out_peers(alive, now_s), now_s, without)
 
     def choose_among(self, peers: Sequence[str], now_s: float, without: Collection[str] = ()) -> str | None:
-        """The same for peers that are out-peers already."""
+        """The same for ``peers`` that are out-peers already."""
         fit = [peer for peer in self.fit(peers, now_s) if peer not in without]
         if not fit:
             return None
@@ -104,7 +94,7 @@ class PushCore(ExchangeTimer):
         return self.fit(self._out_peers(alive, now_s), now_s)
 
     def _out_peers(self, alive: Iterable[str], now_s: float) -> list[str]:
-        """Those that we push to; on a ring the next one that doesn't rest."""
+        """Own out-peers; on a ring the next one that doesn't rest."""
         if self._partners == "ring":
             return self.fit(up_the_ring(self._me, alive), now_s)[:1]
         return out_peers(self._partners, self._me, alive)
@@ -133,36 +123,13 @@ class PushAnswer(msgspec.Struct, frozen=True):
     result: Literal["taken", "void"]
     summary: Summary
     verdict: Short = "mix"
-    """A `judgement.Verdict`: why it is void, if one side is to adopt the other's state."""
+    """A `Verdict`: why it is void, if one side is to adopt the other's state."""
     more: bool = False
     """Nobody else pushes to us: go on; see `gala`."""
 
 
-def decode_push_head(meta: bytes) -> PushHead | None:
-    """Read a head; None when it can't be read."""
-    try:
-        head: PushHead = codec.decode(meta, PushHead)
-    except WireError:
-        return None
-    return head
-
-
-def decode_push_answer(meta: bytes) -> PushAnswer | None:
-    """Read an answer; None when it can't be read."""
-    try:
-        answer: PushAnswer = codec.decode(meta, PushAnswer)
-    except WireError:
-        return None
-    return answer
-
-
 class BufferPool:
-    """Lends buffers.
-
-    Args:
-        nbytes: length of each.
-        most: how many there are at most.
-    """
+    """At most ``most`` buffers of ``nbytes`` each, made when they are first needed."""
 
     def __init__(self, nbytes: int, most: int) -> None:
         self.nbytes = nbytes
@@ -175,7 +142,7 @@ class BufferPool:
         return bool(self._free) or self._unmade > 0
 
     def take(self) -> memoryview | None:
-        """Borrow one; None when all are lent."""
+        """Borrow one; None when all are in use."""
         if self._free:
             return self._free.pop()
         if self._unmade <= 0:
@@ -187,29 +154,17 @@ class BufferPool:
         """Give one back."""
         self._free.append(buffer)
 
-
-class Arrivals:
-    """Reads what peers send.
-
-    Args:
-        nbytes: the longest message.
-        most: how many may arrive at once.
-    """
-
-    def __init__(self, nbytes: int, most: int) -> None:
-        self._pool = BufferPool(nbytes, most)
-
     async def read(self, incoming: Incoming, deadline_s: float) -> memoryview:
-        """Return a buffer that begins with the whole vector; `give` it back when it is used.
+        """Read a peer's vector into a buffer, which begins with it; `give` it back when it is used.
 
         Args:
-            incoming: whose vector isn't longer than the buffers.
+            incoming: its vector isn't longer than the buffers.
             deadline_s: the longest that it may take.
 
         Raises:
             Refusal: other vectors are arriving (423); this one is late (408).
         """
-        buffer = self._pool.take()
+        buffer = self.take()
         if buffer is None:
             raise Refusal(BUSY, "other vectors are arriving")
         try:
@@ -222,7 +177,3 @@ class Arrivals:
             self.give(buffer)
             raise
         return buffer
-
-    def give(self, buffer: memoryview) -> None:
-        """Give a buffer back."""
-        self._pool.give(buffer)

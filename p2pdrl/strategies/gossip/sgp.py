@@ -1,4 +1,19 @@
-"""Stochastic gradient push (Assran 2019, arXiv 1811.10792): push-sum over a directed graph."""
+"""Stochastic gradient push (SGP; Assran 2019, arXiv 1811.10792, Algorithm 1): push-sum over a directed graph.
+
+Node i holds x_i and a weight w_i, at first 1, and trains at z_i = x_i / w_i:
+
+    x_i ← x_i − γ ∇F(z_i; ξ_i)                       its learner, at z_i
+    send p·(x_i, w_i) to an out-peer, keep the rest           p is ``share``
+    x_i, w_i ← x_i + Σ x_in, w_i + Σ w_in
+    z_i ← x_i / w_i
+
+Here the board holds z, a push carries z and its mass m = p·w, and what comes moves z_i by m / (w_i + m)
+towards the z that came: the same sums. Mass must be neither lost nor counted twice, so pushes are numbered,
+acknowledged, and sent again until their fate is known.
+
+In this order below: the weights (`PushSum`), the vectors (`PushVectors`), pushes that aren't acknowledged yet
+(`Outbox`), the loop (`SgpStrategy`).
+"""
 
 from __future__ import annotations
 
@@ -25,20 +40,13 @@ from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.call_timeouts import outcome_of, unready
 from p2pdrl.strategies.gossip.asynchronous import AsynchronousStrategy
 from p2pdrl.strategies.gossip.pair_average import Bounds, PairUpdate, pair_report, pair_step
-from p2pdrl.strategies.gossip.push import (
-    Arrivals,
-    BufferPool,
-    PushAnswer,
-    PushCore,
-    PushHead,
-    decode_push_answer,
-    decode_push_head,
-)
+from p2pdrl.strategies.gossip.push import BufferPool, PushAnswer, PushCore, PushHead
 from p2pdrl.strategies.own_vector import read_now
 from p2pdrl.strategies.protocol import RoundReport, StrategyContext
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.wire import WireDtype, decode, encode, encoded_nbytes
+from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
 
 __all__ = [
@@ -52,8 +60,12 @@ __all__ = [
     "PushVectors",
     "Result",
     "SgpStrategy",
-    "Unsettled",
+    "UnacknowledgedPush",
 ]
+
+ROUTE = "push"
+
+# --- weights ----------------------------------------------------------------------------------------
 
 FLOOR = 2.0**-20
 """A node keeps at least this weight: one that only gives would underflow, and with it what it stands for."""
@@ -69,7 +81,7 @@ Result = Literal["new", "taken", "void"]
 
 
 class Arrival(NamedTuple):
-    """What names a message."""
+    """What names a push that comes."""
 
     sender: str
     boot: str
@@ -77,14 +89,7 @@ class Arrival(NamedTuple):
 
 
 class PushInFlight(NamedTuple):
-    """A message under way.
-
-    Args:
-        number: names it, with the sender and its boot.
-        peer: to whom.
-        mass: weight set aside for it.
-        left: weight that the sender kept.
-    """
+    """A push under way to ``peer``: the weight that it carries, and the weight that the sender kept."""
 
     number: int
     peer: str
@@ -93,7 +98,7 @@ class PushInFlight(NamedTuple):
 
 
 class PushSum:
-    """One node's weight and its messages; the caller moves the vectors by the factors it is given."""
+    """One node's weight w and its pushes; the caller moves the vectors by the factors it is given."""
 
     def __init__(self) -> None:
         self.weight = 1.0
@@ -104,40 +109,27 @@ class PushSum:
     @property
     def under_way(self) -> float:
         """Mass that is set aside."""
-        return sum(parcel.mass for parcel in self._open.values())
+        return sum(flight.mass for flight in self._open.values())
 
     def send(self, peer: str, share: float) -> PushInFlight | None:
-        """Set aside ``share`` of the weight; None when too little is left to give.
-
-        Args:
-            peer: to whom.
-            share: in (0, 1); less is given where the weight would fall below `FLOOR`.
-        """
+        """Set aside ``share`` of the weight, but leave `FLOOR`; None when nothing is left to give."""
         if self.weight < 2 * FLOOR:
             return None
         mass = min(share * self.weight, self.weight - FLOOR)
         self._number += 1
         self.weight -= mass
-        parcel = PushInFlight(self._number, peer, mass, self.weight)
-        self._open[parcel.number] = parcel
-        return parcel
+        flight = PushInFlight(self._number, peer, mass, self.weight)
+        self._open[flight.number] = flight
+        return flight
 
-    def acknowledged(self, number: int) -> None:
-        """The peer has it."""
-        self._open.pop(number, None)
-
-    def lost(self, number: int) -> None:
-        """Nobody will ever tell what became of it."""
+    def gone(self, number: int) -> None:
+        """The peer has it, or nobody will ever tell what became of it."""
         self._open.pop(number, None)
 
     def returned(self, number: int) -> float:
-        """It came to nothing: have the mass back.
-
-        Returns:
-            How far z is to move towards the z that was sent.
-        """
-        parcel = self._open.pop(number, None)
-        return 0.0 if parcel is None else self._gain(parcel.mass)
+        """It came to nothing: have the mass back; return how far z is to move towards the z that was sent."""
+        flight = self._open.pop(number, None)
+        return 0.0 if flight is None else self._gain(flight.mass)
 
     def restart(self) -> None:
         """Another vector is in place of ours: begin anew with weight 1, and forget what is under way."""
@@ -145,7 +137,7 @@ class PushSum:
         self._open.clear()
 
     def result(self, arrival: Arrival) -> Result:
-        """What became of a message that arrives, if it was here before."""
+        """What became of a push that comes, if it was here before."""
         numbers = self._seen.get(arrival[:2])
         return "new" if numbers is None else numbers.result(arrival.number)
 
@@ -154,25 +146,22 @@ class PushSum:
         return 0 < mass < CEILING and self.weight + mass < CEILING
 
     def factor(self, mass: float) -> float:
-        """How far z would move towards the z that came with ``mass``."""
+        """How far z moves towards a z that comes with ``mass``."""
         return mass / (self.weight + mass)
 
     def take(self, arrival: Arrival, mass: float) -> float:
-        """Take a new message.
-
-        Returns:
-            How far z is to move towards the z that came.
+        """Take a new push; return how far z is to move towards the z that came.
 
         Raises:
             ValueError: it was here before, or the mass isn't acceptable.
         """
         if self.result(arrival) != "new" or not self.acceptable(mass):
-            raise ValueError(f"message {arrival.number} of {arrival.sender} can't be taken")
+            raise ValueError(f"push {arrival.number} of {arrival.sender} can't be taken")
         self._numbers(arrival).note(arrival.number, "taken")
         return self._gain(mass)
 
     def refuse(self, arrival: Arrival) -> Result:
-        """Never take a message, unless that is done already; return what became of it."""
+        """Never take a push, unless that is done already; return what became of it."""
         if self.result(arrival) == "new":
             self._numbers(arrival).note(arrival.number, "void")
         return self.result(arrival)
@@ -191,7 +180,7 @@ class PushSum:
 
 
 class _Numbers:
-    """What became of one sender's messages; those too old to be remembered count as void."""
+    """What became of one sender's pushes; those too old to be remembered count as void."""
 
     def __init__(self) -> None:
         self._results: dict[int, Result] = {}
@@ -205,6 +194,9 @@ class _Numbers:
         if len(self._results) > NUMBERS:
             self._forgotten = min(self._results)
             del self._results[self._forgotten]
+
+
+# --- vectors ----------------------------------------------------------------------------------------
 
 
 class PushVectors:
@@ -223,14 +215,10 @@ class PushVectors:
         self._bounds = bounds
         self._mine_D = np.zeros(size, np.float32)
         self._theirs_D = np.zeros(size, np.float32)
-        self._sets = 0
         self._version = 0
-        self.nbytes = encoded_nbytes(size, wire)
-
-    @property
-    def sets(self) -> int:
+        self.sets = 0
         """Sets on the board when it was last read."""
-        return self._sets
+        self.nbytes = encoded_nbytes(size, wire)
 
     def read(self) -> None:
         """Take our vector off the board.
@@ -240,7 +228,7 @@ class PushVectors:
             TensorError: it can't be read now.
         """
         snapshot = read_now(self._board, self._mine_D, self._bounds.max_abs)
-        self._sets, self._version = snapshot.sets, snapshot.policy_version
+        self.sets, self._version = snapshot.sets, snapshot.policy_version
 
     def pack(self, out: memoryview, ratio: float) -> None:
         """Write what was read for the wire.
@@ -261,7 +249,7 @@ class PushVectors:
         decode(out, self._wire, self._theirs_D)
         mix.check_finite(self._theirs_D, self._bounds.max_abs)
         mix.pair_delta(self._theirs_D, self._mine_D, min(ratio, 1.0), out=self._theirs_D)
-        self._board.post_delta(self._theirs_D, self._version, sets=self._sets)
+        self._board.post_delta(self._theirs_D, self._version, sets=self.sets)
 
     def merge(self, message: memoryview, factor: float, policy_version: int) -> PairUpdate | None:
         """Move our vector, as it was read, by ``factor`` towards the one that came.
@@ -275,15 +263,17 @@ class PushVectors:
         """
         decode(message, self._wire, self._theirs_D)
         step = pair_step(self._mine_D, self._theirs_D, factor, self._bounds)
-        posted = self._board.post_delta(self._theirs_D, policy_version, sets=self._sets)
+        posted = self._board.post_delta(self._theirs_D, policy_version, sets=self.sets)
         return step if posted else None
 
     def regain(self, message: memoryview, factor: float) -> None:
         """Move our vector, as it was read, by ``factor`` towards what we sent in vain."""
         decode(message, self._wire, self._theirs_D)
         mix.pair_delta(self._mine_D, self._theirs_D, factor, out=self._theirs_D)
-        self._board.post_delta(self._theirs_D, self._version, sets=self._sets)
+        self._board.post_delta(self._theirs_D, self._version, sets=self.sets)
 
+
+# --- pushes that aren't acknowledged yet -------------------------------------------------------------
 
 OPEN = 4
 """Pushes whose fate may be unknown at once: each holds its bytes, and a part of our weight."""
@@ -295,19 +285,19 @@ ABSENT_S = 10.0
 
 
 @dataclass(slots=True)
-class Unsettled:
-    """A push whose fate isn't known yet.
+class UnacknowledgedPush:
+    """A push whose fate isn't known yet. Times are monotonic.
 
     Attributes:
-        parcel: its number, peer and mass.
-        summary: what we said of ourselves when its vector was read.
+        flight: its number, peer and mass.
+        summary: what this node said of itself when its vector was read.
         message: the vector as it travels; the same each time.
         attempts: how often it was sent.
-        next_s: monotonic time before which it isn't sent again.
+        next_s: it isn't sent again before.
         missed_s: since when its peer isn't among the living; None while it is.
     """
 
-    parcel: PushInFlight
+    flight: PushInFlight
     summary: Summary
     message: memoryview
     attempts: int = 0
@@ -316,15 +306,11 @@ class Unsettled:
 
 
 class Outbox:
-    """The pushes under way.
-
-    Args:
-        nbytes: length of a message.
-    """
+    """The pushes under way, each a message of ``nbytes``."""
 
     def __init__(self, nbytes: int) -> None:
         self._pool = BufferPool(nbytes, OPEN)
-        self._pushes: dict[int, Unsettled] = {}
+        self._pushes: dict[int, UnacknowledgedPush] = {}
 
     @property
     def room(self) -> bool:
@@ -334,7 +320,7 @@ class Outbox:
     @property
     def peers(self) -> set[str]:
         """To whom something is under way."""
-        return {push.parcel.peer for push in self._pushes.values()}
+        return {push.flight.peer for push in self._pushes.values()}
 
     def buffer(self) -> memoryview:
         """Borrow a buffer for a new push; only while there is `room`.
@@ -348,34 +334,34 @@ class Outbox:
         return buffer
 
     def give_back(self, buffer: memoryview) -> None:
-        """The push that it was for isn't begun."""
+        """The push that ``buffer`` was for isn't begun."""
         self._pool.give(buffer)
 
-    def add(self, push: Unsettled) -> None:
+    def add(self, push: UnacknowledgedPush) -> None:
         """A push begins."""
-        self._pushes[push.parcel.number] = push
+        self._pushes[push.flight.number] = push
 
-    def settle(self, push: Unsettled) -> None:
-        """Its fate is known."""
-        if self._pushes.pop(push.parcel.number, None) is not None:
+    def remove(self, push: UnacknowledgedPush) -> None:
+        """The fate of a push is known."""
+        if self._pushes.pop(push.flight.number, None) is not None:
             self._pool.give(push.message)
 
-    def unknown(self, push: Unsettled, now_s: float) -> None:
-        """Nothing was heard of it: it goes out again after a while that doubles."""
+    def retry(self, push: UnacknowledgedPush, now_s: float) -> None:
+        """Nothing was heard of a push: it goes out again after a while that doubles."""
         push.next_s = now_s + min(AGAIN_FIRST_S * 2.0 ** min(push.attempts - 1, 16), AGAIN_MAX_S)
 
-    def due(self, alive: Collection[str], now_s: float) -> Unsettled | None:
+    def due(self, alive: Collection[str], now_s: float) -> UnacknowledgedPush | None:
         """The push to send again now, if there is one."""
         for push in self._pushes.values():
-            if push.attempts and push.next_s <= now_s and push.parcel.peer in alive:
+            if push.attempts and push.next_s <= now_s and push.flight.peer in alive:
                 return push
         return None
 
-    def dead(self, alive: Collection[str], now_s: float) -> list[Unsettled]:
-        """Pushes whose peer has been gone for `ABSENT_S`."""
+    def dead(self, alive: Collection[str], now_s: float) -> list[UnacknowledgedPush]:
+        """Pushes whose peer hasn't been among the living for `ABSENT_S`."""
         gone = []
         for push in self._pushes.values():
-            if push.parcel.peer in alive:
+            if push.flight.peer in alive:
                 push.missed_s = None
             elif push.missed_s is None:
                 push.missed_s = now_s
@@ -383,21 +369,20 @@ class Outbox:
                 gone.append(push)
         return gone
 
-    def clear(self) -> list[Unsettled]:
-        """Forget all; return them."""
-        pushes = list(self._pushes.values())
-        for push in pushes:
-            self.settle(push)
-        return pushes
+    def clear(self) -> None:
+        """Forget all."""
+        for push in list(self._pushes.values()):
+            self.remove(push)
 
 
-ROUTE = "push"
+# --- the loop ---------------------------------------------------------------------------------------
+
 ARRIVING = 2
 """Pushes that are read at once; more are refused."""
 
 
 class SgpStrategy(AsynchronousStrategy[PushCore]):
-    """Push-sum gossip; see `Strategy`.
+    """SGP over the transport; see `Strategy`.
 
     Outcomes of our pushes: ``pushed`` (arrived), ``busy refused failed`` (taken back), ``behind`` and
     ``ahead`` (somebody adopts), ``timeout unsure`` (sent again later), ``lost`` (the peer died first). Of
@@ -418,8 +403,8 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
         self._boot = new_exchange_id()
         self._sets = self._board.sets
         self._outbox = Outbox(self._vectors.nbytes)
-        self._arriving = Arrivals(self._vectors.nbytes, ARRIVING)
-        self._books = asyncio.Lock()
+        self._arriving = BufferPool(self._vectors.nbytes, ARRIVING)
+        self._lock = asyncio.Lock()
 
     @property
     def weight(self) -> float:
@@ -441,10 +426,10 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
         push_due = self._outbox.due(alive, now_s) or await self._new_push(alive, now_s)
         if push_due is None:
             return False
-        await self._deliver(push_due, alive[push_due.parcel.peer])
+        await self._deliver(push_due, alive[push_due.flight.peer])
         return True
 
-    async def _new_push(self, alive: dict[str, Address], now_s: float) -> Unsettled | None:
+    async def _new_push(self, alive: dict[str, Address], now_s: float) -> UnacknowledgedPush | None:
         """Begin a push if one is due; None when there is none to begin."""
         summary = self._swarm.summary()
         if summary is None or not self._outbox.room or not self._may_begin(now_s, len(alive) + 1):
@@ -454,41 +439,41 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
             return None
         self._core.began(now_s)
         buffer = self._outbox.buffer()
-        async with self._books:
+        async with self._lock:
             readable = await self._read()
-            parcel = self._sum.send(peer, self._config.share) if readable else None
-            if parcel is not None and not await self._pack(parcel, buffer):
-                self._sum.returned(parcel.number)
+            flight = self._sum.send(peer, self._config.share) if readable else None
+            if flight is not None and not await self._pack(flight, buffer):
+                self._sum.returned(flight.number)
                 readable = False
             if not readable:
                 self._outcomes.ended(RoundReport("failed", error="our own parameters are unusable"))
-            if parcel is None or not readable:
+            if flight is None or not readable:
                 self._outbox.give_back(buffer)
                 return None
-            push = Unsettled(parcel, summary, buffer)
+            push = UnacknowledgedPush(flight, summary, buffer)
             self._outbox.add(push)
         return push
 
-    async def _pack(self, parcel: PushInFlight, buffer: memoryview) -> bool:
+    async def _pack(self, flight: PushInFlight, buffer: memoryview) -> bool:
         """Write what was read for a peer; False when no peer would take it (then it is healed)."""
         try:
-            await self._heavy.run(lambda: self._vectors.pack(buffer, parcel.mass / parcel.left))
+            await self._heavy.run(lambda: self._vectors.pack(buffer, flight.mass / flight.left))
         except PoisonedVectorError as error:
             self._swarm.heal(f"our own parameters are unusable: {error}")
             return False
         return True
 
-    async def _deliver(self, push: Unsettled, address: Address) -> None:
+    async def _deliver(self, push: UnacknowledgedPush, address: Address) -> None:
         """Send a push once, and do what its answer asks for."""
         began_s = self._clock.monotonic()
-        peer, attempts = push.parcel.peer, push.attempts
+        peer, attempts = push.flight.peer, push.attempts
         push.attempts += 1
         report = RoundReport("unsure", missing=(peer,), bytes_out=self._vectors.nbytes, round_trips=1)
         known = False
         try:
             answer = await self._call(push, address)
-            if answer is None or answer.number != push.parcel.number:
-                report = replace(report, error="the answer can't be read")
+            if answer.number != push.flight.number:
+                report = replace(report, error="it answered another push")
             else:
                 known = True
                 report = await self._answered(push, answer, report)
@@ -498,53 +483,56 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
                 known = True
                 await self._take_back(push)
         if known:
-            self._outbox.settle(push)
+            self._outbox.remove(push)
         else:
-            self._outbox.unknown(push, self._clock.monotonic())
+            self._outbox.retry(push, self._clock.monotonic())
         self._ended(peer, report, began_s)
 
-    async def _call(self, push: Unsettled, address: Address) -> PushAnswer | None:
+    async def _call(self, push: UnacknowledgedPush, address: Address) -> PushAnswer:
         head = PushHead(
             boot=self._boot,
-            number=push.parcel.number,
+            number=push.flight.number,
             wire=self._wire,
             summary=push.summary,
-            mass=push.parcel.mass,
+            mass=push.flight.mass,
         )
-        answer = await self._transport.call(
+        got = await self._transport.call(
             address,
-            push.parcel.peer,
+            push.flight.peer,
             ROUTE,
             msgspec.msgpack.encode(head),
             vector=push.message,
             deadline_s=self._deadline.seconds,
             lane="bulk",
         )
-        return decode_push_answer(answer.meta)
+        answer: PushAnswer = codec.decode(got.meta, PushAnswer, "push's answer")
+        return answer
 
-    async def _answered(self, push: Unsettled, answer: PushAnswer, report: RoundReport) -> RoundReport:
+    async def _answered(
+        self, push: UnacknowledgedPush, answer: PushAnswer, report: RoundReport
+    ) -> RoundReport:
         """The peer says what became of a push."""
         if answer.result == "taken":
-            self._sum.acknowledged(push.parcel.number)
+            self._sum.gone(push.flight.number)
             return replace(report, outcome="pushed", missing=())
         await self._take_back(push)
-        heard = self._admission.heard(push.parcel.peer, push.summary, answer.summary, answer.verdict)
+        heard = self._admission.heard(push.flight.peer, push.summary, answer.summary, answer.verdict)
         outcome = "refused" if heard in ("ok", "failed") else heard
         return replace(report, outcome=outcome, error="it didn't take the push")
 
-    async def _take_back(self, push: Unsettled) -> None:
+    async def _take_back(self, push: UnacknowledgedPush) -> None:
         """A push came to nothing: its mass and what it stands for are ours again."""
-        async with self._books:
+        async with self._lock:
             readable = await self._read()
-            factor = self._sum.returned(push.parcel.number)
+            factor = self._sum.returned(push.flight.number)
             if readable and factor:
                 await self._heavy.run(lambda: self._vectors.regain(push.message, factor))
 
-    def _lose(self, push: Unsettled) -> None:
-        self._sum.lost(push.parcel.number)
-        self._outbox.settle(push)
+    def _lose(self, push: UnacknowledgedPush) -> None:
+        self._sum.gone(push.flight.number)
+        self._outbox.remove(push)
         error = "the peer died before it answered"
-        self._outcomes.ended(RoundReport("lost", missing=(push.parcel.peer,), error=error))
+        self._outcomes.ended(RoundReport("lost", missing=(push.flight.peer,), error=error))
 
     # --- what comes -------------------------------------------------------------------------------
 
@@ -553,13 +541,12 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
 
         Raises:
             Refusal: too many at once (423), no state yet (503), another task or mode (409), poisoned (422),
-                quarantined (403), malformed (400), late (408). The push is void then, whenever it comes.
+                quarantined (403), late (408). The push is void then, whenever it comes.
+            WireError: the head is malformed.
         """
         if incoming.route != ROUTE:
             raise Refusal(409, f"this node's strategy is sgp, which has no {incoming.route}")
-        head = decode_push_head(incoming.meta)
-        if head is None:
-            raise Refusal(400, "the push's head can't be read")
+        head: PushHead = codec.decode(incoming.meta, PushHead, "push's head")
         arrival = Arrival(incoming.sender, head.boot, head.number)
         try:
             return await self._receive(incoming, head, arrival)
@@ -597,7 +584,7 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
     ) -> Refusal | None:
         """Take a push that has arrived; return why not, if it is refused."""
         try:
-            async with self._books:
+            async with self._lock:
                 if self._sum.result(arrival) != "new":
                     return None  # another copy of it was quicker
                 if not await self._read():

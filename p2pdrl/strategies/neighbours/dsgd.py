@@ -1,4 +1,22 @@
-"""Synchronous gossip with neighbours on a graph: D-PSGD (Lian 2017, arXiv 1705.09056)."""
+"""Synchronous gossip with neighbours on a graph: D-PSGD (Lian 2017, arXiv 1705.09056).
+
+The group's members lay a graph over themselves (`topology`), whose Metropolis weights keep their mean. Each
+``every_updates`` updates the learner posts a request and stands still; its node exchanges vectors with each
+neighbour, mixes, and lets it go on:
+
+    x_i ← x_i + Σ_j W_ij (x_j − x_i)
+
+A neighbour that doesn't come in time is left out of the round, by both ends. When the view changes, a round
+that has exchanged nothing yet is done again in the new one; one that has ends with the edges it has, which
+keeps the mean as well. While there is no view, or no state, the learner waits ``deadline_s`` at most.
+
+With ``exchanges = "gradients"`` it posts each gradient and steps with g_i + Σ_j W_ij (g_j − g_i); each
+``parameters_every`` rounds the parameters that the gradient was computed on are mixed as well, before it
+steps: that is D-PSGD's own update, x ← W x − γ g(x).
+
+**Which mixing keeps the mean**: ``mean`` and ``clipped`` (both ends shorten an edge alike). ``trimmed``
+leaves out other values at each node, so the mean moves by as much as what was left out.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +55,7 @@ from p2pdrl.strategies.neighbours.mixing import (
 from p2pdrl.strategies.neighbours.round import (
     PAST,
     ROUTE,
-    Line,
+    EdgeBuffer,
     Met,
     NeighbourHead,
     Neighbourhood,
@@ -45,7 +63,8 @@ from p2pdrl.strategies.neighbours.round import (
     Position,
     SentMessages,
     decode_neighbour_head,
-    stage_report,
+    position_of,
+    round_report,
 )
 from p2pdrl.strategies.offload import Arithmetic
 from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, RoundReport, Strategy, StrategyContext
@@ -59,13 +78,9 @@ REMEMBERED = 16
 
 
 class PeerState:
-    """One node's place.
+    """Where one node stands in its neighbourhood: the view, the round under way, what was sent.
 
     Args:
-        config: the strategy's options.
-        context: what the node gives.
-        group: its views.
-        heavy: runs arithmetic.
         max_nbytes: of the longest message.
         unsure: told of each edge in which one side may have moved alone.
         distance: told how far a neighbour's parameters were.
@@ -73,9 +88,7 @@ class PeerState:
     Attributes:
         at: the last round that was begun.
         seen: the greatest number that neighbours were heard to be at.
-        stage: the round under way.
-        offer: what it mixes.
-        sent: our messages of the last rounds.
+        round: the one under way.
         missed_s: how long rounds have waited in vain for each neighbour, since the last that it came to.
     """
 
@@ -100,8 +113,7 @@ class PeerState:
         self.sent = SentMessages(max_nbytes)
         self.hood: Neighbourhood | None = None
         self.at, self.seen = Position(-1, 1), 0
-        self.stage: NeighbourRound | None = None
-        self.offer: NeighbourContribution | None = None
+        self.round: NeighbourRound | None = None
         self.adaptive = AdaptiveTimeout(config.deadline_s)
         self.stopping = False
         self.missed_s: dict[str, float] = {}
@@ -126,27 +138,27 @@ class PeerState:
 
     def leave(self) -> None:
         """The view is over, or the strategy stops: the round under way ends with the edges that it has."""
-        if self.stage is not None:
-            self.stage.cut("regrouped", regrouped=True)
+        if self.round is not None:
+            self.round.cut("regrouped", regrouped=True)
         self.notify()
 
-    def begin(self, stage: NeighbourRound, offer: NeighbourContribution) -> None:
+    def begin(self, round_: NeighbourRound) -> None:
         """A round begins."""
-        self.stage, self.offer, self.at = stage, offer, stage.position
-        self._began_s[stage.position] = stage.began_s
+        self.round, self.at = round_, round_.position
+        self._began_s[round_.position] = round_.began_s
         while len(self._began_s) > REMEMBERED:
             del self._began_s[min(self._began_s)]
         self.notify()
 
     def end(self) -> None:
         """It has ended."""
-        self.stage = self.offer = None
+        self.round = None
         self.notify()
 
-    def came(self, stage: NeighbourRound, met: Met) -> None:
+    def came(self, round_: NeighbourRound, met: Met) -> None:
         """An edge counts."""
-        self.adaptive.observe(self.clock.monotonic() - stage.began_s)
-        if stage.content == "parameters":
+        self.adaptive.observe(self.clock.monotonic() - round_.began_s)
+        if round_.part.content == "parameters":
             self._distance(met.edge.distance)
 
     def came_late(self, position: Position) -> None:
@@ -155,11 +167,13 @@ class PeerState:
         if began_s is not None:
             self.adaptive.observe(self.clock.monotonic() - began_s)
 
-    def line(self, hood: Neighbourhood, peer: str) -> Line:
+    def buffer(self, hood: Neighbourhood, peer: str) -> EdgeBuffer:
         """The edge to a neighbour."""
-        return hood.line(peer, self.context.size, self._max_nbytes)
+        return hood.buffer(peer, self.context.size, self._max_nbytes)
 
-    async def read(self, stage: NeighbourRound, line: Line, peer: str, nbytes: int, theirs: Summary) -> Met:
+    async def read(
+        self, round_: NeighbourRound, buffer: EdgeBuffer, peer: str, nbytes: int, theirs: Summary
+    ) -> Met:
         """Read and check the vector in an edge's buffer.
 
         Raises:
@@ -167,29 +181,17 @@ class PeerState:
             WireError: it is malformed.
             Refusal: the round has ended (408).
         """
-        room, offer = line.room(nbytes), self.offer
-        if room is None or offer is None or self.stage is not stage:
-            raise Refusal(408, f"round {stage.number} has ended")
-        mine, length, weight = offer.mine, offer.my_length, stage.weights[peer]
+        room, part = buffer.room(nbytes), round_.part
+        if room is None or self.round is not round_:
+            raise Refusal(408, f"round {round_.number} has ended")
+        mine, length, weight = part.mine, part.my_length, round_.hood.weights[peer]
 
         def work() -> Met:
-            offer.read(room, line.theirs)
-            edge = measure(mine, length, line.theirs, weight, self._bounds)
-            return Met(edge, theirs.policy_version, line.theirs)
+            part.read(room, buffer.theirs)
+            edge = measure(mine, length, buffer.theirs, weight, self._bounds)
+            return Met(edge, theirs.policy_version, buffer.theirs)
 
         return await self._heavy.run(work)
-
-    def head(
-        self,
-        stage: NeighbourRound,
-        offer: NeighbourContribution,
-        mine: Summary,
-        *,
-        wait_s: float = 0.0,
-        verdict: str = "mix",
-    ) -> NeighbourHead:
-        """What goes before our message."""
-        return NeighbourHead(stage.key, stage.number, offer.content, offer.wire, mine, wait_s, verdict)
 
     async def change(self) -> None:
         """Wait until something in here changes.
@@ -212,10 +214,10 @@ HOLD = 0.8
 
 
 class NeighbourRoundServer:
-    """Answers of one node.
+    """Answers neighbours' calls, held until we have come to the same round or they have waited too long.
 
-    Args:
-        state: where it stands.
+    Who gives up says so, and both ends leave the edge out. A caller that lags hears of it and goes on to our
+    round; when we lag, its call shows us where it is, and waits there for us.
     """
 
     def __init__(self, state: PeerState) -> None:
@@ -247,23 +249,23 @@ class NeighbourRoundServer:
         again = state.sent.again(head.view, head.position, sender)
         if again is not None:  # it counts here already, and our answer was lost
             return again
-        line = state.line(hood, sender)
-        line.newest = max(line.newest, head.position)
+        buffer = state.buffer(hood, sender)
+        buffer.newest = max(buffer.newest, head.position)
         state.notify()
-        async with line.lock:
-            room = line.room(incoming.vector_nbytes)
+        async with buffer.lock:
+            room = buffer.room(incoming.vector_nbytes)
             if room is None:
                 raise Refusal(422, "the vector has another length than ours")
             await incoming.read_vector_into(room)
-            stage = await self._until_round(head, line, sender)
-            offer, mine = state.offer, state.admission.admit(sender, stopping=state.stopping)
-            if stage is None or offer is None:
+            round_ = await self._until_round(head, buffer, sender)
+            mine = state.admission.admit(sender, stopping=state.stopping)
+            if round_ is None:
                 return Reply(msgspec.msgpack.encode(self._past(head, mine, sender)))
-            stage.busy.add(sender)
+            round_.busy.add(sender)
             try:
-                return await self._reply(stage, offer, line, incoming, head)
+                return await self._reply(round_, buffer, incoming, head, mine)
             except BaseException as error:
-                stage.miss(sender, "refused" if isinstance(error, Refusal) else "timeout")
+                round_.miss(sender, "refused" if isinstance(error, Refusal) else "timeout")
                 raise
 
     async def _until_view(self, key: ViewKey) -> Neighbourhood:
@@ -280,22 +282,24 @@ class NeighbourRoundServer:
                 return hood
             await state.change()
 
-    async def _until_round(self, head: NeighbourHead, line: Line, sender: str) -> NeighbourRound | None:
+    async def _until_round(
+        self, head: NeighbourHead, buffer: EdgeBuffer, sender: str
+    ) -> NeighbourRound | None:
         """Wait for the round that ``head`` is about; None when it is over.
 
         Raises:
             Refusal: the view changed (409), or we stop (503).
         """
         state, wanted = self._state, head.position
-        while line.newest == wanted and state.at <= wanted:
-            stage = state.stage
+        while buffer.newest == wanted and state.at <= wanted:
+            round_ = state.round
             if state.at == wanted:
-                if stage is not None and stage.awaits(sender):
-                    return stage
+                if round_ is not None and round_.awaits(sender):
+                    return round_
                 break
             state.seen = max(state.seen, head.number)
-            if stage is not None:
-                stage.miss(sender, "ahead")
+            if round_ is not None:
+                round_.miss(sender, "ahead")
             await state.change()
             state.group.check(head.view)
         state.came_late(wanted)
@@ -303,55 +307,54 @@ class NeighbourRoundServer:
 
     async def _reply(
         self,
-        stage: NeighbourRound,
-        offer: NeighbourContribution,
-        line: Line,
+        round_: NeighbourRound,
+        buffer: EdgeBuffer,
         incoming: Incoming,
         head: NeighbourHead,
+        mine: Summary,
     ) -> Reply:
         state, sender, nbytes = self._state, incoming.sender, incoming.vector_nbytes
-        mine = state.admission.admit(sender, stopping=state.stopping)
         verdict = state.admission.judge(sender, mine, head.summary)
-        meta = msgspec.msgpack.encode(state.head(stage, offer, mine, verdict=verdict.value))
+        meta = msgspec.msgpack.encode(round_.head(mine, verdict=verdict.value))
         if verdict is not Verdict.MIX:
-            stage.miss(sender, "behind" if verdict is Verdict.ADOPT else "ahead")
+            round_.miss(sender, "behind" if verdict is Verdict.ADOPT else "ahead")
             return Reply(meta)
-        if head.wire != offer.wire:
+        if head.wire != round_.part.wire:
             raise Refusal(422, "the vector has another format than ours")
         try:
-            met = await state.read(stage, line, sender, nbytes, head.summary)
+            met = await state.read(round_, buffer, sender, nbytes, head.summary)
         except PoisonedVectorError as error:
             state.swarm.strike(sender, str(error))
-            stage.miss(sender, "poisoned")
+            round_.miss(sender, "poisoned")
             raise Refusal(422, f"poisoned vector: {error}") from error
-        if stage.closed:
+        if round_.closed:
             raise Refusal(408, f"round {head.number} has ended")
-        stage.bytes_in += nbytes
-        stage.bytes_out += stage.message.nbytes
-        return self._counted(stage, sender, met, meta)
+        round_.bytes_in += nbytes
+        round_.bytes_out += round_.message.nbytes
+        return self._counted(round_, sender, met, meta)
 
-    def _counted(self, stage: NeighbourRound, sender: str, met: Met, meta: bytes) -> Reply:
+    def _counted(self, round_: NeighbourRound, sender: str, met: Met, meta: bytes) -> Reply:
         """An answer whose end makes the edge count."""
         state = self._state
 
         def ended(sent: bool) -> None:
             if not sent:
-                stage.broke(sender)
-            elif stage.settle(sender, met):
-                stage.message.answers[sender] = meta
-                state.came(stage, met)
+                round_.broke(sender)
+            elif round_.settle(sender, met):
+                round_.message.answers[sender] = meta
+                state.came(round_, met)
             else:
                 state.unsure(sender)
 
-        return stage.message.reply(meta, ended)
+        return round_.message.reply(meta, ended)
 
     def _past(self, head: NeighbourHead, mine: Summary, sender: str) -> NeighbourHead:
         """Say which round is the next one that the sender can meet us in."""
         state = self._state
-        stage = state.stage
+        round_ = state.round
         number = state.next_number
-        if stage is not None and stage.number > head.number and stage.awaits(sender):
-            number = stage.number
+        if round_ is not None and round_.number > head.number and round_.awaits(sender):
+            number = round_.number
         return NeighbourHead(head.view, number, head.content, head.wire, mine, verdict=PAST)
 
 
@@ -363,37 +366,37 @@ RETRIES = 3
 
 
 class NeighbourCalls:
-    """Rounds of one node.
+    """Does rounds: the lower id of each edge calls, the higher one answers; x_i goes there, x_j comes back.
 
-    Args:
-        state: where it stands.
+    The callee counts an edge once its answer is written, and that can be lost. The caller asks after it
+    (`group.calls`) and calls again, and gets the same answer; only when that fails until the round's end has
+    the callee moved alone. Such edges are counted as ``unsure``, on the side that can know.
     """
 
     def __init__(self, state: PeerState) -> None:
         self._state = state
 
-    async def meet(self, hood: Neighbourhood, number: int, offer: NeighbourContribution) -> NeighbourRound:
-        """Exchange what ``offer`` has loaded with each neighbour, as far as they come."""
+    async def meet(self, hood: Neighbourhood, number: int, part: NeighbourContribution) -> NeighbourRound:
+        """Exchange what ``part`` has loaded with each neighbour, as far as they come."""
         state, began_s = self._state, self._state.clock.monotonic()
         until_s = began_s + state.adaptive.deadline_s
-        position = Position(number, int(offer.content == "parameters"))
-        message = state.sent.begin(hood.key, position, offer.message)
-        stage = NeighbourRound(hood.key, number, offer.content, hood.weights, began_s, until_s, message)
-        state.begin(stage, offer)
+        message = state.sent.begin(hood.key, position_of(number, part.content), part.message)
+        round_ = NeighbourRound(hood, number, part, began_s, until_s, message)
+        state.begin(round_)
         calls = [
-            asyncio.create_task(self._call(stage, offer, hood, peer), name="neighbour")
+            asyncio.create_task(self._call(round_, peer), name="neighbour")
             for peer in sorted(hood.weights)
             if peer > state.me
         ]
         try:
             await asyncio.sleep(0)
             if state.stopping or state.group.view is None or state.group.view.key != hood.key:
-                stage.cut("regrouped", regrouped=True)
-            await stage.wait(until_s - state.clock.monotonic())
-            stage.cut("timeout")
-            await stage.wait_settled(GRACE_S)
+                round_.cut("regrouped", regrouped=True)
+            await round_.wait(until_s - state.clock.monotonic())
+            round_.cut("timeout")
+            await round_.wait_settled(GRACE_S)
         finally:
-            stage.close()
+            round_.close()
             state.end()
             for call in calls:
                 call.cancel()
@@ -401,51 +404,49 @@ class NeighbourCalls:
         for error in ended:
             if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
                 raise error
-        for peer in stage.half & stage.missing.keys():
+        for peer in round_.half & round_.missing.keys():
             state.unsure(peer)
-        self._doubts(stage, hood)
-        return stage
+        self._doubts(round_)
+        return round_
 
-    def _doubts(self, stage: NeighbourRound, hood: Neighbourhood) -> None:
+    def _doubts(self, round_: NeighbourRound) -> None:
         """Ask for a view without neighbours that are gone for good.
 
         Who was left out before, and comes to no round after its return either, is left out again at once.
         """
-        state, took_s = self._state, self._state.clock.monotonic() - stage.began_s
-        for peer in hood.weights:
-            if peer not in stage.missing:
+        state, took_s = self._state, self._state.clock.monotonic() - round_.began_s
+        for peer in round_.hood.weights:
+            if peer not in round_.missing:
                 state.missed_s.pop(peer, None)
                 continue
             missed_s = state.missed_s[peer] = state.missed_s.get(peer, 0.0) + took_s
-            if stage.missing[peer] == "gone":
+            if round_.missing[peer] == "gone":
                 state.group.doubt(peer, "nothing listens there")
-            elif missed_s > state.config.deadline_s and not stage.regrouped:
+            elif missed_s > state.config.deadline_s and not round_.regrouped:
                 state.group.doubt(peer, f"came to no round for {missed_s:.1f} s")
 
-    async def _call(
-        self, stage: NeighbourRound, offer: NeighbourContribution, hood: Neighbourhood, peer: str
-    ) -> None:
+    async def _call(self, round_: NeighbourRound, peer: str) -> None:
         """Exchange with a neighbour; whatever becomes of it settles the edge."""
         for attempt in range(RETRIES + 1):
             try:
-                await self._exchange(stage, offer, hood, peer)
+                await self._exchange(round_, peer)
             except PeerRefusedError as refusal:
-                stage.busy.discard(peer)
-                if refusal.status == 409 and attempt < RETRIES and not stage.cut_off:
+                round_.busy.discard(peer)
+                if refusal.status == 409 and attempt < RETRIES and not round_.cut_off:
                     await asyncio.sleep(RETRY_S * 2**attempt)
                     continue
-                stage.miss(peer, "late" if refusal.status == 408 else "refused")
+                round_.miss(peer, "late" if refusal.status == 408 else "refused")
                 if refusal.status == 408:  # it lives, and is slower than we thought
-                    self._state.adaptive.observe(2 * (self._state.clock.monotonic() - stage.began_s))
+                    self._state.adaptive.observe(2 * (self._state.clock.monotonic() - round_.began_s))
             except (TransportError, TensorError, Refusal) as error:
                 broke = isinstance(error, PeerUnreachableError) and error.sent
-                if broke and attempt < RETRIES and not stage.cut_off:
+                if broke and attempt < RETRIES and not round_.cut_off:
                     await asyncio.sleep(RETRY_S)
                     continue
-                self._failed(stage, peer, error)
+                self._failed(round_, peer, error)
             return
 
-    def _failed(self, stage: NeighbourRound, peer: str, error: P2PDRLError) -> None:
+    def _failed(self, round_: NeighbourRound, peer: str, error: P2PDRLError) -> None:
         outcome = outcome_of(error)
         if outcome == "poisoned":
             self._state.swarm.strike(peer, str(error))
@@ -455,46 +456,44 @@ class NeighbourCalls:
             outcome = "unsure"
         if outcome in ("unsure", "poisoned"):
             self._state.unsure(peer)
-        stage.miss(peer, outcome)
+        round_.miss(peer, outcome)
 
-    async def _exchange(
-        self, stage: NeighbourRound, offer: NeighbourContribution, hood: Neighbourhood, peer: str
-    ) -> None:
+    async def _exchange(self, round_: NeighbourRound, peer: str) -> None:
         state = self._state
         away, mine = peer not in state.swarm.alive(), state.swarm.summary()
-        left_s = stage.until_s - state.clock.monotonic()
-        if away or mine is None or left_s <= 0 or stage.cut_off:
-            stage.miss(peer, "away" if away else "timeout")
+        left_s = round_.until_s - state.clock.monotonic()
+        if away or mine is None or left_s <= 0 or round_.cut_off:
+            round_.miss(peer, "away" if away else "timeout")
             return
-        line = state.line(hood, peer)
-        stage.busy.add(peer)
-        stage.bytes_out += stage.message.nbytes
-        stage.round_trips += 1
-        head = state.head(stage, offer, mine, wait_s=left_s)
+        buffer = state.buffer(round_.hood, peer)
+        round_.busy.add(peer)
+        round_.bytes_out += round_.message.nbytes
+        round_.round_trips += 1
+        head = round_.head(mine, wait_s=left_s)
         answer = await state.group.call(
             peer,
             ROUTE,
             head,
-            vector=stage.message.view,
-            into=lambda _, nbytes: line.room(nbytes),
+            vector=round_.message.view,
+            into=lambda _, nbytes: buffer.room(nbytes),
             deadline_s=left_s,
         )
-        stage.bytes_in += answer.vector_nbytes
+        round_.bytes_in += answer.vector_nbytes
         theirs = decode_neighbour_head(answer.meta)
         if theirs is None:
-            stage.miss(peer, "failed")
+            round_.miss(peer, "failed")
             return
         if theirs.verdict == PAST:
             state.seen = max(state.seen, theirs.number)
-            stage.miss(peer, PAST)
+            round_.miss(peer, PAST)
             return
         heard = state.admission.heard(peer, mine, theirs.summary, theirs.verdict)
-        if heard != "ok" or theirs.position != stage.position or not answer.vector_nbytes:
-            stage.miss(peer, "failed" if heard == "ok" else heard)
+        if heard != "ok" or theirs.position != round_.position or not answer.vector_nbytes:
+            round_.miss(peer, "failed" if heard == "ok" else heard)
             return
-        met = await state.read(stage, line, peer, answer.vector_nbytes, theirs.summary)
-        if stage.settle(peer, met):
-            state.came(stage, met)
+        met = await state.read(round_, buffer, peer, answer.vector_nbytes, theirs.summary)
+        if round_.settle(peer, met):
+            state.came(round_, met)
 
 
 POLL_S = 0.05
@@ -505,12 +504,7 @@ MAX_NUMBER = 2**52
 
 
 class DsgdStrategy(Strategy):
-    """D-PSGD over the transport; see `Strategy`.
-
-    Args:
-        config: its options.
-        context: what the node gives.
-    """
+    """D-PSGD over the transport; see `Strategy`."""
 
     mode: Mode = "gossip"
 
@@ -523,7 +517,7 @@ class DsgdStrategy(Strategy):
         self._gradients = (
             GradientContribution(config, context, delta_D) if config.exchanges == "gradients" else None
         )
-        longest = max(offer.max_nbytes for offer in (self._parameters, self._gradients) if offer is not None)
+        longest = max(part.max_nbytes for part in (self._parameters, self._gradients) if part is not None)
         self._outcomes = OutcomeMetrics(context.swarm)
         self._group = Group(context.swarm, context.transport, context.clock, context.epoch, self._note)
         self._state = PeerState(
@@ -535,9 +529,9 @@ class DsgdStrategy(Strategy):
             unsure=self._unsure,
             distance=self._outcomes.met,
         )
-        self._calls, self._visits = NeighbourCalls(self._state), NeighbourRoundServer(self._state)
+        self._calls, self._server = NeighbourCalls(self._state), NeighbourRoundServer(self._state)
         self._requests = RequestQueue(context.learner, context.clock)
-        self._group_runs = asyncio.Event()
+        self._group_runs = False
         self._runner = TaskRunner()
 
     @property
@@ -594,7 +588,7 @@ class DsgdStrategy(Strategy):
         await self._runner.watch()
 
     def updated(self, updates: int) -> None:
-        """Rounds follow posts, not updates."""
+        """Rounds follow requests, not updates."""
 
     async def answer(self, incoming: Incoming) -> Reply:
         """Serve a peer's call; see `NeighbourRoundServer.answer` and `Group.answer`."""
@@ -602,7 +596,7 @@ class DsgdStrategy(Strategy):
             return await self._group.answer(incoming)
         if incoming.route != ROUTE:
             raise Refusal(409, f"this node's strategy is dsgd, which has no {incoming.route}")
-        return await self._visits.answer(incoming)
+        return await self._server.answer(incoming)
 
     # Views
 
@@ -617,7 +611,7 @@ class DsgdStrategy(Strategy):
                 break
             await asyncio.sleep(POLL_S)
         await self._group.start()
-        self._group_runs.set()
+        self._group_runs = True
         await self._group.run(self._in_view)
 
     async def _in_view(self, active: ActiveView) -> None:
@@ -640,38 +634,38 @@ class DsgdStrategy(Strategy):
     async def _turn(self, request: LearnerRequest) -> None:
         """Do what the learner asks for, and let the learner go on."""
         began_s, sets = self._requests.since_s, self._learner.board.sets
-        offer: NeighbourContribution | None = self._parameters
+        part: NeighbourContribution | None = self._parameters
         if self._gradients is not None:
-            self._gradients.post = request
-            offer = None if request.vector is None else self._gradients
+            self._gradients.request = request
+            part = None if request.vector is None else self._gradients
         kind: AnswerKind = "none"
         enough = 0 < self._context.max_exchanges <= self._outcomes.count("ok")
-        if offer is not None and self._group_runs.is_set() and not enough:
-            stage = await self._round(offer, began_s)
-            if stage is not None and self._runner.stopping and not stage.met:
+        if part is not None and self._group_runs and not enough:
+            round_ = await self._round(part, began_s)
+            if round_ is not None and self._runner.stopping and not round_.met:
                 return
-            if stage is not None and await self._ended(stage, offer, began_s):
-                kind = "set" if offer is self._parameters else "replace"
-            if stage is not None and offer is self._gradients:
-                await self._mix_parameters(stage.number)
+            if round_ is not None and await self._ended(round_, part, began_s):
+                kind = "set" if part is self._parameters else "replace"
+            if round_ is not None and part is self._gradients:
+                await self._mix_parameters(round_.number)
         if kind == "none" and self._learner.board.sets != sets:
             kind = "set"
         if not self._runner.stopping or kind != "none":
             self._requests.answer(request, kind)
 
-    async def _round(self, offer: NeighbourContribution, began_s: float) -> NeighbourRound | None:
+    async def _round(self, part: NeighbourContribution, began_s: float) -> NeighbourRound | None:
         """Do one round; None when there is nobody to do it with, or nothing to do it with."""
         while not self._runner.stopping:
             hood = await self._place(began_s + self._config.deadline_s)
-            if hood is None or not hood.weights or not await self._load(offer):
+            if hood is None or not hood.weights or not await self._load(part):
                 return None
             number = self._state.next_number
-            stage = await self._calls.meet(hood, number, offer)
+            round_ = await self._calls.meet(hood, number, part)
             late = self._clock.monotonic() > began_s + self._config.deadline_s
-            if stage.met or late or not (stage.regrouped or self._state.next_number > number + 1):
-                return stage
+            if round_.met or late or not (round_.regrouped or self._state.next_number > number + 1):
+                return round_
             self._outcomes.ended(
-                RoundReport("regrouped" if stage.regrouped else "past", missing=tuple(stage.missing)),
+                RoundReport("regrouped" if round_.regrouped else "past", missing=tuple(round_.missing)),
                 ours=False,
             )
         return None
@@ -683,8 +677,8 @@ class DsgdStrategy(Strategy):
             return
         began_s = self._clock.monotonic()
         if self._state.at.number == number and await self._load(self._parameters):
-            stage = await self._calls.meet(hood, number, self._parameters)
-            await self._ended(stage, self._parameters, began_s)
+            round_ = await self._calls.meet(hood, number, self._parameters)
+            await self._ended(round_, self._parameters, began_s)
 
     async def _place(self, until_s: float) -> Neighbourhood | None:
         """Wait for a state of ours and a view; None when they don't come in time."""
@@ -701,28 +695,28 @@ class DsgdStrategy(Strategy):
                     await self._state.change()
         return None
 
-    async def _load(self, offer: NeighbourContribution) -> bool:
+    async def _load(self, part: NeighbourContribution) -> bool:
         """Take what is ours; False when it can't be given to anybody. Parameters that can't are healed."""
         try:
-            await self._heavy.run(offer.load)
+            await self._heavy.run(part.load)
             return True
         except PoisonedVectorError as error:
-            if offer is self._parameters:
+            if part is self._parameters:
                 self._swarm.heal(f"our own parameters are unusable: {error}")
             return False
 
-    async def _ended(self, stage: NeighbourRound, offer: NeighbourContribution, began_s: float) -> bool:
+    async def _ended(self, round_: NeighbourRound, part: NeighbourContribution, began_s: float) -> bool:
         """Mix what came, and report; False when nothing was added to ours."""
         own_version = self._learner.board.policy_version
         changed: float | None = 0.0
-        if stage.met:
-            others = [(met.theirs, met.edge.weight) for _, met in sorted(stage.met.items())]
-            version = max(own_version, *(met.policy_version for met in stage.met.values()))
-            changed = await self._heavy.run(lambda: offer.apply(others, version))
-        report = stage_report(stage, self._config.mixing, self._swarm.node_id, own_version, changed)
+        if round_.met:
+            others = [(met.theirs, met.edge.weight) for _, met in sorted(round_.met.items())]
+            version = max(own_version, *(met.policy_version for met in round_.met.values()))
+            changed = await self._heavy.run(lambda: part.apply(others, version))
+        report = round_report(round_, self._config.mixing, self._swarm.node_id, own_version, changed)
         now_s = self._clock.monotonic()
-        self._outcomes.ended(replace(report, seconds=now_s - stage.began_s, waited_s=now_s - began_s))
-        return bool(stage.met) and changed is not None
+        self._outcomes.ended(replace(report, seconds=now_s - round_.began_s, waited_s=now_s - began_s))
+        return bool(round_.met) and changed is not None
 
     def _unsure(self, peer: str) -> None:
         self._outcomes.ended(

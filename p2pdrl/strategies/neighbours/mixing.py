@@ -1,4 +1,11 @@
-"""The arithmetic of one synchronous round on a graph, of parameters or of the learner's gradient."""
+"""The arithmetic of one synchronous round on a graph, of parameters or of the learner's gradient.
+
+D-PSGD (Lian 2017, arXiv 1705.09056, algorithm 1): x_i ← Σ_j W_ij x_j = x_i + Σ_j W_ij (x_j − x_i), with W
+symmetric and doubly stochastic. Written by edges, each may be left out by itself: W stays symmetric and
+doubly stochastic as long as both ends leave it out, so the members' mean is kept.
+
+Shapes: every vector is flat, of D elements (all parameters); names carry no suffix.
+"""
 
 from __future__ import annotations
 
@@ -79,9 +86,7 @@ def measure(
     Args:
         mine: our vector as the neighbour sees it.
         my_length: ‖mine‖.
-        theirs: the neighbour's.
         weight: W_ij.
-        bounds: what is accepted.
 
     Raises:
         PoisonedVectorError: it holds NaN, infinity, a huge entry, or its norm is out of proportion.
@@ -102,7 +107,7 @@ Others = Sequence[tuple[Float32Array, float]]
 
 
 class NeighbourContribution(Protocol):
-    """Our part in a round."""
+    """Our part in a round: parameters, or a gradient. `load`, `read` and `apply` are work for a thread."""
 
     content: Content
     wire: WireName
@@ -152,13 +157,7 @@ def _delta(config: DsgdConfig, mine: Float32Array, others: Others, out: Float32A
 
 
 class ParameterContribution:
-    """The vector on the board.
-
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
-        delta_D: scratch.
-    """
+    """The vector on the board."""
 
     content: Content = "parameters"
 
@@ -190,12 +189,10 @@ class ParameterContribution:
 
 
 class GradientContribution:
-    """The gradient of the learner's post.
+    """The gradient of the learner's request.
 
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
-        delta_D: scratch.
+    All neighbours get the same message, so that each edge's two ends subtract the same numbers; what
+    compression left out is added to the next one once anybody got it.
     """
 
     content: Content = "gradients"
@@ -214,7 +211,7 @@ class GradientContribution:
         self.mine = self._encoder.sent_D
         self.my_length = 0.0
         self._delta_D = delta_D
-        self.post: LearnerRequest | None = None
+        self.request: LearnerRequest | None = None
 
     @property
     def message(self) -> memoryview:
@@ -223,9 +220,9 @@ class GradientContribution:
 
     def load(self) -> None:
         """Compress the gradient, and read it as neighbours will."""
-        if self.post is None or self.post.vector is None:
+        if self.request is None or self.request.vector is None:
             raise PoisonedVectorError("there is no gradient to send")
-        self._encoder.encode(self.post.vector)
+        self._encoder.encode(self.request.vector)
         self.my_length = mix.norm(self.mine)
 
     def read(self, message: memoryview, out: Float32Array) -> None:
@@ -235,9 +232,9 @@ class GradientContribution:
     def apply(self, others: Others, policy_version: int) -> float | None:
         """Add the difference to the gradient in the learner's slot."""
         del policy_version
-        if self.post is None or self.post.vector is None:
+        if self.request is None or self.request.vector is None:
             return None
         changed = _delta(self._config, self.mine, others, self._delta_D)
-        np.add(self.post.vector, self._delta_D, out=self.post.vector)
+        np.add(self.request.vector, self._delta_D, out=self.request.vector)
         self._encoder.delivered()
         return changed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
@@ -18,7 +18,7 @@ from p2pdrl.errors import WireError
 from p2pdrl.group.compatibility import Natural, Short, Summary
 from p2pdrl.group.view import GroupView, ViewKey
 from p2pdrl.strategies.gossip.pair_average import WireName
-from p2pdrl.strategies.neighbours.mixing import Edge
+from p2pdrl.strategies.neighbours.mixing import Edge, NeighbourContribution
 from p2pdrl.strategies.protocol import Merged, RoundReport
 from p2pdrl.strategies.topology import matrix, metropolis, spectral_gap
 from p2pdrl.tensors.layout import Float32Array
@@ -28,7 +28,7 @@ from p2pdrl.transport.protocol import Reply
 __all__ = [
     "PAST",
     "ROUTE",
-    "Line",
+    "EdgeBuffer",
     "Met",
     "NeighbourHead",
     "NeighbourRound",
@@ -37,7 +37,8 @@ __all__ = [
     "SentMessage",
     "SentMessages",
     "decode_neighbour_head",
-    "stage_report",
+    "position_of",
+    "round_report",
 ]
 
 ROUTE = "neighbour"
@@ -49,12 +50,16 @@ class Position(NamedTuple):
     """Where a node is within a view; of two, the greater is later.
 
     Args:
-        number: of the round.
-        stage: 0 for its gradients, 1 for its parameters.
+        phase: 0 for its gradients, 1 for its parameters.
     """
 
     number: int
-    stage: int
+    phase: int
+
+
+def position_of(number: int, content: Content) -> Position:
+    """Return where a round that mixes ``content`` is in its view."""
+    return Position(number, int(content == "parameters"))
 
 
 class NeighbourHead(msgspec.Struct, frozen=True):
@@ -69,14 +74,14 @@ class NeighbourHead(msgspec.Struct, frozen=True):
     wait_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
     """In a call: how long the caller waits for its answer."""
     verdict: Short = "mix"
-    """In an answer: `PAST`, or what is done (a `judgement.Verdict`); a vector follows only for ``mix``."""
+    """In an answer: `PAST`, or what is done (`group.compatibility.Verdict`); only ``mix`` brings a vector."""
     call: Natural = 0
-    """In a call: its number (see `group.holding`)."""
+    """In a call: its number (see `group.calls`)."""
 
     @property
     def position(self) -> Position:
         """Where its sender is."""
-        return Position(self.number, int(self.content == "parameters"))
+        return position_of(self.number, self.content)
 
 
 def decode_neighbour_head(meta: bytes) -> NeighbourHead | None:
@@ -88,11 +93,10 @@ def decode_neighbour_head(meta: bytes) -> NeighbourHead | None:
     return head
 
 
-class Line:
+class EdgeBuffer:
     """What an edge keeps from round to round.
 
     Args:
-        size: D.
         max_nbytes: of the longest message.
 
     Attributes:
@@ -116,9 +120,6 @@ class Neighbourhood:
     """Neighbours in a view.
 
     Args:
-        config: the strategy's options.
-        me: own node id.
-        view: in force.
         first: number of the view's first round.
     """
 
@@ -128,21 +129,21 @@ class Neighbourhood:
         self.weights = {peer: weight for peer, weight in row.items() if peer != me}
         W_NN = matrix(config.topology, view.members, degree=config.degree, seed=str(view.key))
         self.spectral_gap = spectral_gap(W_NN)
-        self.lines: dict[str, Line] = {}
+        self.buffers: dict[str, EdgeBuffer] = {}
 
-    def line(self, peer: str, size: int, max_nbytes: int) -> Line:
+    def buffer(self, peer: str, size: int, max_nbytes: int) -> EdgeBuffer:
         """The edge to a neighbour."""
-        line = self.lines.get(peer)
-        if line is None:
-            line = self.lines[peer] = Line(size, max_nbytes)
-        return line
+        buffer = self.buffers.get(peer)
+        if buffer is None:
+            buffer = self.buffers[peer] = EdgeBuffer(size, max_nbytes)
+        return buffer
 
     def inherit(self, before: Neighbourhood) -> None:
         """Keep the buffers of those who were neighbours before."""
-        for peer, line in before.lines.items():
+        for peer, buffer in before.buffers.items():
             if peer in self.weights:
-                line.newest = Position(-1, 0)
-                self.lines[peer] = line
+                buffer.newest = Position(-1, 0)
+                self.buffers[peer] = buffer
 
 
 @dataclass(eq=False)
@@ -151,9 +152,7 @@ class SentMessage:
 
     Attributes:
         room: where it is; longer than it.
-        nbytes: its length.
         key: view that the round is of.
-        position: of the round.
         answers: what went before it to those neighbours who called and whose edges count.
         writing: answers under way that show it.
     """
@@ -182,11 +181,7 @@ class SentMessage:
 
 
 class SentMessages:
-    """The messages of this round and of the one before.
-
-    Args:
-        max_nbytes: of the longest.
-    """
+    """The messages of this round and of the one before."""
 
     def __init__(self, max_nbytes: int) -> None:
         self._max_nbytes = max_nbytes
@@ -214,8 +209,6 @@ class Met:
     """An edge that counts.
 
     Args:
-        edge: how.
-        policy_version: the neighbour's.
         theirs: what it sent; of the edge's buffer.
     """
 
@@ -228,16 +221,15 @@ class Met:
 class NeighbourRound:
     """A round, or one of the two of a round of gradients.
 
+    It ends when all its edges are settled, or is cut off: by time, by a new view, or when the strategy stops.
+    An edge at which a call or an answer is under way is settled by that one's end, not by the cut.
+
     Attributes:
-        key: of the view.
-        number: of the round in the view.
-        content: what is mixed.
-        weights: W_ij of each neighbour j.
+        part: what we give to it.
         began_s: monotonic.
         until_s: when it is cut off.
         message: ours.
-        met: edges that count.
-        missing: why the others don't, in a word.
+        missing: why edges don't count, in a word.
         busy: neighbours to whom a call or an answer is under way.
         half: neighbours who called, and to whom our answer couldn't be written: they may have moved.
         cut_off: it waits for nobody any more who isn't busy.
@@ -245,10 +237,9 @@ class NeighbourRound:
         closed: it has ended; whatever comes now doesn't count.
     """
 
-    key: ViewKey
+    hood: Neighbourhood
     number: int
-    content: Content
-    weights: Mapping[str, float]
+    part: NeighbourContribution
     began_s: float
     until_s: float
     message: SentMessage
@@ -264,14 +255,20 @@ class NeighbourRound:
     closed: bool = False
 
     def __post_init__(self) -> None:
-        self._open = set(self.weights)
+        self._open = set(self.hood.weights)
         self._cut, self._settled = asyncio.Event(), asyncio.Event()
         self._check()
 
     @property
     def position(self) -> Position:
         """Where it is in the view."""
-        return Position(self.number, int(self.content == "parameters"))
+        return position_of(self.number, self.part.content)
+
+    def head(self, mine: Summary, *, wait_s: float = 0.0, verdict: str = "mix") -> NeighbourHead:
+        """What goes before our message."""
+        return NeighbourHead(
+            self.hood.key, self.number, self.part.content, self.part.wire, mine, wait_s, verdict
+        )
 
     def awaits(self, peer: str) -> bool:
         """Whether the edge to ``peer`` isn't settled, and nobody works at it."""
@@ -340,19 +337,15 @@ async def _within(event: asyncio.Event, seconds: float) -> None:
         return
 
 
-def stage_report(
-    stage: NeighbourRound, mixing: Mixing, me: str, policy_version: int, changed: float | None
+def round_report(
+    round_: NeighbourRound, mixing: Mixing, me: str, policy_version: int, changed: float | None
 ) -> RoundReport:
     """Say how a round went.
 
     Args:
-        stage: the round, closed.
-        mixing: how it was mixed; ``trimmed`` counts all alike.
-        me: own node id.
-        policy_version: ours.
         changed: norm of what was added to ours; None when ours was replaced meanwhile.
     """
-    met = sorted(stage.met.items())
+    met = sorted(round_.met.items())
     weights = {peer: edge.edge.weight for peer, edge in met}
     if mixing == "trimmed":
         weights = dict.fromkeys(weights, 1.0 / (len(met) + 1))
@@ -361,7 +354,7 @@ def stage_report(
     square = sum(edge.edge.distance**2 for _, edge in met)
     outcome, error = "ok", ""
     if not met:
-        outcome = "regrouped" if stage.regrouped else _commonest(stage)
+        outcome = "regrouped" if round_.regrouped else _commonest(round_)
         error = f"no neighbour came: {outcome}"
     elif changed is None:
         outcome, error = "unsure", "our vector was replaced meanwhile"
@@ -370,16 +363,16 @@ def stage_report(
     return RoundReport(
         outcome,
         merged=tuple(merged),
-        missing=tuple(sorted(stage.missing)),
-        bytes_out=stage.bytes_out,
-        bytes_in=stage.bytes_in,
-        round_trips=stage.round_trips,
+        missing=tuple(sorted(round_.missing)),
+        bytes_out=round_.bytes_out,
+        bytes_in=round_.bytes_in,
+        round_trips=round_.round_trips,
         changed=changed or 0.0,
         distance=math.sqrt(square / len(met)) if met else None,
         error=error,
     )
 
 
-def _commonest(stage: NeighbourRound) -> str:
-    counts = Counter(stage.missing.values()).most_common(1)
+def _commonest(round_: NeighbourRound) -> str:
+    counts = Counter(round_.missing.values()).most_common(1)
     return counts[0][0] if counts else "timeout"

@@ -1,7 +1,7 @@
-"""What carries activations: as the configuration says, or by trust, devices and reachability. Pure.
+"""What carries activations: as configured, or by trust, devices and reachability. Pure.
 
-Both carry them equally fast from host to host. torch.distributed can do better where NCCL moves tensors from
-GPU to GPU; but it listens at further ports, of each rank, and authenticates nobody.
+Both backends are equally fast from host to host. torch.distributed can do better where NCCL moves tensors
+from GPU to GPU; but it listens at further ports, of each rank, and authenticates nobody.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from p2pdrl.pipeline.order import StageBackend, StageNews
+from p2pdrl.pipeline.plan import StageBackend, StageNews
 from p2pdrl.strategies.pipeline.generation import Generation
 from p2pdrl.strategies.pipeline.messages import RankOffer
 from p2pdrl.strategies.protocol import SwarmView
@@ -18,12 +18,7 @@ __all__ = ["BackendFallback", "Choice", "chosen"]
 
 
 class Choice(NamedTuple):
-    """What carries them.
-
-    Args:
-        backend: which.
-        why: in a sentence; empty where there was nothing to choose.
-    """
+    """A backend, and in a sentence why; empty where there was nothing to choose."""
 
     backend: StageBackend
     why: str = ""
@@ -32,12 +27,12 @@ class Choice(NamedTuple):
 def chosen(
     wanted: Literal["auto", "stream", "torch"], ranks: Sequence[tuple[str, RankOffer]], failed: str = ""
 ) -> Choice:
-    """Choose.
+    """Choose a backend.
 
     Args:
         wanted: by the configuration.
-        ranks: name of each, and how it stands.
-        failed: how what had been chosen before came to nothing; empty where it didn't.
+        ranks: name and offer of each.
+        failed: how torch came to nothing before; empty where it didn't.
     """
     if wanted != "auto":
         return Choice(wanted)
@@ -52,7 +47,7 @@ def chosen(
 
 
 def _hindrance(ranks: Sequence[tuple[str, RankOffer]]) -> str:
-    """What speaks against torch; empty where nothing does."""
+    """Return what speaks against torch; empty where nothing does."""
     for name, offer in ranks:
         if not offer.trusted:
             return f"{name} doesn't trust its network (node.trusted_network)"
@@ -70,11 +65,11 @@ def _hindrance(ranks: Sequence[tuple[str, RankOffer]]) -> str:
 
 
 LONGEST = 160
-"""Characters of what a learner told of it."""
+"""Characters of the reason that a learner told."""
 
 
 class BackendFallback:
-    """What this node learnt of it as a head, since its mode began.
+    """Whether torch failed in a pipeline that this node coordinated, since its mode began.
 
     Args:
         swarm: told the first failure.
@@ -89,20 +84,18 @@ class BackendFallback:
         self.failed = ""
 
     def unmet(self, generation: int, why: str) -> None:
-        """The ranks of a generation didn't meet."""
+        """Note that the ranks of a generation didn't meet."""
         self._fail(f"the ranks of generation {generation} couldn't meet over torch", why)
 
     def ended(self, generation: Generation, news: StageNews) -> None:
-        """A generation ended."""
+        """Note a generation's end."""
         if (
             generation.leads
             and generation.order.backend == "torch"
             and news.what == "broken"
             and not generation.progressed
         ):
-            self._fail(
-                f"generation {generation.generation} broke over torch before its first update", news.why
-            )
+            self._fail(f"generation {generation.number} broke over torch before its first update", news.why)
 
     def _fail(self, what: str, why: str) -> None:
         if not self._counts or self.failed:
@@ -110,6 +103,6 @@ class BackendFallback:
         self.failed = f"{what}: {why[:LONGEST]}" if why else what
         self._swarm.tell(
             "pipeline-backend",
-            f"{self.failed}; the next pipelines that this node heads run over stream",
+            f"{self.failed}; the next pipelines that this node coordinates run over stream",
             warning=True,
         )

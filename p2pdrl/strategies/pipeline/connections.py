@@ -1,43 +1,112 @@
-"""The pipes of one rank in one formation: it opens that to the next rank and is given that of the previous.
-
-With an interleaved schedule the last rank's next is the first: the chain is a circle.
-"""
+"""Calls and pipes between the ranks of a pipeline: tried again until the other is ready, or gone."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
-from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, WireError
+from p2pdrl.errors import P2PDRLError, PeerRefusedError, PeerTimeoutError, PeerUnreachableError, WireError
+from p2pdrl.group.service import Group
 from p2pdrl.group.view import ViewKey
-from p2pdrl.pipeline.order import StageSide
+from p2pdrl.pipeline.plan import StageSide
 from p2pdrl.strategies.pipeline.messages import PipeHead
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE, Pipes
+from p2pdrl.strategies.protocol import StrategyContext
+from p2pdrl.transport import codec
 from p2pdrl.transport.pipe.ticket import Pipe, PipeReply
 from p2pdrl.transport.protocol import Address, Refusal
 
-__all__ = ["RankConnections"]
+__all__ = ["BLAMELESS", "RankConnections", "Unformed", "call_rank"]
+
+PAUSE_S = (0.02, 0.25)
+"""First and longest pause before a call, or the opening of a pipe, is tried again."""
+BLAMELESS = 424
+"""The peer couldn't do it for another one's sake."""
+LATER = (409, 423, 503)
+"""Refusals after which a call is made again: the view isn't in force there yet, or the generation before
+hasn't ended."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Unformed(P2PDRLError):  # noqa: N818 - an event, not a bug
+    """A pipeline couldn't be formed.
+
+    Attributes:
+        suspect: node id of the one to blame; empty for nobody.
+        for_s: seconds for which another try is of no use, as far as is known.
+    """
+
+    def __init__(self, why: str, suspect: str = "", for_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.suspect, self.for_s = suspect, for_s
+
+
+async def call_rank(
+    context: StrategyContext,
+    group: Group,
+    peer: str,
+    message: msgspec.Struct,
+    answer: type[T],
+    *,
+    what: str,
+    deadline_s: float,
+) -> T:
+    """Call another rank until there is an answer.
+
+    Args:
+        message: has a field ``call``.
+        answer: what is expected.
+        what: the same in a word, for people.
+        deadline_s: seconds for all of it.
+
+    Raises:
+        Unformed: the peer is gone, refuses for good, or isn't ready in time.
+    """
+    clock, pause_s = context.clock, PAUSE_S[0]
+    until_s = clock.monotonic() + deadline_s
+
+    def unformed(error: Exception) -> Unformed:
+        return Unformed(f"no {what} from {context.swarm.name_of(peer)}: {error}", peer)
+
+    while True:
+        left_s = max(0.0, until_s - clock.monotonic())
+        try:
+            reply = await group.call(peer, PIPE_ROUTE, message, deadline_s=left_s)
+            decoded: T = codec.decode(reply.meta, answer, what)
+            return decoded
+        except PeerRefusedError as error:
+            if error.status == BLAMELESS:
+                raise Unformed(str(error)) from error
+            if error.status not in LATER or clock.monotonic() >= until_s:
+                raise unformed(error) from error
+        except PeerUnreachableError as error:
+            if not error.sent or not await group.lives(peer):
+                raise unformed(error) from error
+        except (PeerTimeoutError, WireError) as error:
+            raise unformed(error) from error
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, PAUSE_S[1])
+
 
 OPEN_S = 3.0
 """Deadline of one try to open a pipe."""
 TRIES = 3
 """In a row that nobody answers, after which the next rank is given up."""
-PAUSE_S = (0.02, 0.25)
-"""First and longest pause before the next try."""
 TAKEN = 410
 
 
 class RankConnections:
-    """Pipes of one rank.
+    """The pipes of one rank in one formation: it opens that to the next rank and is given the previous one's.
+
+    With an interleaved schedule the last rank's next is the first: the chain is a circle.
 
     Args:
-        pipes: opens them.
         key: view in which the pipeline is formed.
-        generation: of the pipeline.
         members: node ids by rank.
-        rank: ours.
         circle: whether the last rank has the first for its next.
     """
 

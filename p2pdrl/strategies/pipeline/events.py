@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from p2pdrl.config.checks import Problem
-from p2pdrl.pipeline.order import StageNews
+from p2pdrl.pipeline.plan import StageNews
 from p2pdrl.pipeline.wording import in_seconds
 from p2pdrl.strategies.pipeline.generation import Generation, blamed
 from p2pdrl.strategies.pipeline.layout import PipelineLayout, PipelineMembers
@@ -28,7 +28,7 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
     pipelines: int = 0
     """How many there are."""
     rank: int | None = None
-    """Its place; 0 is the head."""
+    """Its own; rank 0 makes the experience."""
     ranks: tuple[str, ...] = ()
     """Names of all ranks' nodes."""
     stages: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of the blocks in them."""
     schedule: str = ""
     microbatches: int = 0
-    """At most, where the head measures which number is fastest."""
+    """At most, where rank 0 measures which number is fastest."""
     generation: int = 0
     from_version: int = 0
     """Policy version with which the generation began."""
@@ -46,7 +46,7 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
     alone: bool = False
     """Whether all ranks compute by themselves, because a pipeline would be slower."""
     why: str = ""
-    """Why it is as it is, with numbers, as the head told all ranks."""
+    """Why it is as it is, with numbers, as the coordinator told all ranks."""
     limit: str = ""
     """What can't be as the strategy's options ask, and which of them to change; empty when all can."""
     step_s: float = 0.0
@@ -69,11 +69,7 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelineEvents:
-    """One node's account.
-
-    Args:
-        context: what the node gives.
-    """
+    """Tells and counts what happens in one node's pipelines."""
 
     def __init__(self, context: StrategyContext) -> None:
         self._swarm, self._clock = context.swarm, context.clock
@@ -98,13 +94,13 @@ class PipelineEvents:
     # Events
 
     def standing_by(self, layout: PipelineLayout) -> None:
-        """We are left over."""
-        heads = self._names(layout.heads)
-        full = f"pipelines of {', '.join(heads)} have" if len(heads) > 1 else f"pipeline of {heads[0]} has"
+        """Tell that no pipeline has a rank for this node."""
+        names = self._names(layout.rank0s)
+        full = f"pipelines of {', '.join(names)} have" if len(names) > 1 else f"pipeline of {names[0]} has"
         self._once("standby", f"stands by: the {full} all peers; it takes part once peers come or go")
 
     def limited(self, problems: Iterable[Problem]) -> None:
-        """Our pipeline won't be what the strategy's options ask for, until there are no such problems."""
+        """Tell which options our pipeline can't have, until it can."""
         limit = "; ".join(f"{problem.key}: {problem.message}" for problem in problems)
         if limit and limit != self._limit:
             text = f"a pipeline can't be as its options ask. {limit}"
@@ -112,10 +108,9 @@ class PipelineEvents:
         self._limit = limit
 
     def formed(self, generation: Generation, carried: str = "") -> None:
-        """We are in a pipeline that was formed, or compute by ourselves as all peers of one do.
+        """Tell that a pipeline was formed with us, or that all its peers compute by themselves.
 
         Args:
-            generation: its generation.
             carried: why activations travel as they do; empty where nobody chose.
         """
         self._since_s = self._clock.monotonic()
@@ -143,23 +138,23 @@ class PipelineEvents:
         begun = self._begun(generation)
         back = begun.get("updates_back")
         where = f"from version {generation.policy_version}" + (f", {back} updates back" if back else "")
-        self._swarm.tell("pipeline", f"{text} (generation {generation.generation}, {where})", facts=begun)
+        self._swarm.tell("pipeline", f"{text} (generation {generation.number}, {where})", facts=begun)
         self._told = ""
 
     def _begun(self, generation: Generation) -> dict[str, int]:
-        """With what a generation begins, and if we know, how many updates that is behind our last one's end.
+        """Return with what a generation begins, and how many updates that is behind the end of our last one.
 
-        We don't where that one neither ended nor broke here before this one's order came.
+        That isn't known where the last one neither ended nor broke here before this one's order came.
         """
-        begun = {"generation": generation.generation, "policy_version": generation.policy_version}
+        begun = {"generation": generation.number, "policy_version": generation.policy_version}
         reached, self._reached = self._reached, None
         if reached is not None and reached[0] == generation.lineage:
             begun["updates_back"] = max(0, reached[1] - generation.policy_version)
         return begun
 
-    def unformed(self, place: PipelineMembers, why: str, suspect: str) -> None:
-        """A pipeline couldn't be formed."""
-        names = ", ".join(self._names(place.members))
+    def unformed(self, pipeline: PipelineMembers, why: str, suspect: str) -> None:
+        """Tell that a pipeline couldn't be formed."""
+        names = ", ".join(self._names(pipeline.members))
         self._swarm.tell(
             "pipeline-failed", f"the pipeline of {names} couldn't be formed: {why}", warning=True
         )
@@ -167,7 +162,7 @@ class PipelineEvents:
         self._outcomes.ended(RoundReport("unformed", missing=missing, error=why))
 
     def copied(self, generation: Generation) -> None:
-        """All ranks have the whole state."""
+        """Count a state copy: all ranks have the whole state."""
         now_s = self._clock.monotonic()
         since_s, self._since_s = self._since_s, now_s
         merged = (self._me,) if generation.alone else generation.members
@@ -183,24 +178,24 @@ class PipelineEvents:
         )
 
     def ended(self, generation: Generation, news: StageNews) -> bool:
-        """A generation ended; False when that was told before."""
-        if generation.generation == self._told_end:
+        """Tell that a generation ended; False when that was told before."""
+        if generation.number == self._told_end:
             return False
-        self._told_end = generation.generation
+        self._told_end = generation.number
         self._reached = (generation.lineage, news.policy_version + news.behind)
         if news.what == "over":
             self.copied(generation)
             return True
         neighbour = blamed(generation, news)
         by = f", with {self._swarm.name_of(neighbour)}" if neighbour else ""
-        text = f"generation {generation.generation} broke{by}: {news.why}"
+        text = f"generation {generation.number} broke{by}: {news.why}"
         self._swarm.tell("pipeline-broken", text, warning=True)
         missing = (neighbour,) if neighbour else ()
         self._outcomes.ended(RoundReport("broken", missing=missing, error=news.why))
         return True
 
     def learner_lost(self, why: str) -> None:
-        """Our own learner doesn't answer."""
+        """Tell that our own learner doesn't answer."""
         self._swarm.tell(
             "pipeline-learner", f"this node's learner is gone for the moment: {why}", warning=True
         )
@@ -218,27 +213,27 @@ class PipelineEvents:
     def figures(
         self, layout: PipelineLayout | None, me: str, generation: Generation | None
     ) -> PipelineStatus:
-        """Say where we stand.
+        """Return where we stand.
 
         Args:
             layout: of the view in force; None before the first.
             me: own node id.
-            generation: our generation, while it runs.
+            generation: ours, while it runs.
         """
         if layout is None:
             return PipelineStatus()
-        place = layout.place_of(me)
-        if place is None:
+        pipeline = layout.pipeline_of(me)
+        if pipeline is None:
             return PipelineStatus(standby=True, pipelines=len(layout.pipelines), limit=self._limit)
         if generation is None or not generation.formed:
-            ranks = tuple(self._names(place.members))
+            ranks = tuple(self._names(pipeline.members))
             return PipelineStatus(
-                pipeline=place.number, pipelines=len(layout.pipelines), ranks=ranks, limit=self._limit
+                pipeline=pipeline.number, pipelines=len(layout.pipelines), ranks=ranks, limit=self._limit
             )
         order = generation.order
         plan = order.plan
         return PipelineStatus(
-            pipeline=place.number,
+            pipeline=pipeline.number,
             pipelines=len(layout.pipelines),
             rank=generation.rank,
             ranks=tuple(self._names(generation.members)),
@@ -258,7 +253,7 @@ class PipelineEvents:
         )
 
     def facts(self, figures: PipelineStatus) -> dict[str, float | str]:
-        """The same for people."""
+        """Return figures for people, of what there is."""
         facts: dict[str, float | str] = {"role": figures.role, "pipelines": figures.pipelines}
         if figures.limit:
             facts["limited"] = figures.limit

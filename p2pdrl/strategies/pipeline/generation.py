@@ -10,21 +10,16 @@ from typing import NamedTuple
 
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.pipeline.plan import StageNews, StageOrder, StageSide
 from p2pdrl.strategies.pipeline.port import Stages
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.transport.pipe.ticket import Pipe
 
-__all__ = ["Generation", "LearnerSide", "Moved", "blamed", "copy_bytes", "state_vectors"]
+__all__ = ["CopyBytes", "Generation", "LearnerSide", "blamed", "copy_bytes", "state_vectors"]
 
 
-class Moved(NamedTuple):
-    """What one rank sends and gets.
-
-    Args:
-        bytes_out: to both neighbours.
-        bytes_in: from both.
-    """
+class CopyBytes(NamedTuple):
+    """What a state copy moves at one rank: to both neighbours, and from both."""
 
     bytes_out: int = 0
     bytes_in: int = 0
@@ -36,15 +31,11 @@ def state_vectors(spec: BoardSpec) -> int:
     return 1 + sum(item.name.startswith("optimizer.") and item.shape == whole for item in spec.sidecar.items)
 
 
-def copy_bytes(order: StageOrder, layers: Sequence[Layer], vectors: int) -> Moved:
-    """Return what one state copy moves at a rank; payload alone, headers aren't counted.
+def copy_bytes(order: StageOrder, layers: Sequence[Layer], vectors: int) -> CopyBytes:
+    """Return what one state copy moves at the rank of an order, without headers.
 
-    Each rank sends its own slice up, and those from below behind it; the whole passes down from rank to rank.
-
-    Args:
-        order: of the rank.
-        layers: all blocks.
-        vectors: that the state has.
+    Each rank sends its own slice to the previous one, and behind it those of the next ones; the whole passes
+    back from rank to rank. Each slice has as many ``vectors`` as the state.
     """
     plan, rank = order.plan, order.rank
     slices = [
@@ -54,25 +45,25 @@ def copy_bytes(order: StageOrder, layers: Sequence[Layer], vectors: int) -> Move
     below, whole = sum(slices[rank + 1 :]), sum(slices)
     up = slices[rank] + below if rank > 0 else 0.0
     down_out, down_in = (whole if rank < plan.ranks - 1 else 0.0), (whole if rank > 0 else 0.0)
-    return Moved(int(up + down_out), int(below + down_in))
+    return CopyBytes(int(up + down_out), int(below + down_in))
 
 
 class Generation:
-    """One generation.
+    """One generation of a pipeline, as one of its nodes sees it.
 
     Args:
         order: that our learner has.
-        members: node ids by rank; of an order for one rank alone all who compute by themselves.
+        members: node ids by rank; or all who compute by themselves.
         rank: ours among them.
         alone: whether they compute by themselves.
-        why: it is as it is, as the head says.
+        why: it is as it is, as rank 0 says.
         step_s: predicted for one minibatch.
-        bubble: predicted.
+        bubble: predicted part of the time in which ranks idle.
         lineage: of the state with which all ranks began.
-        policy_version: likewise.
+        policy_version: of that state.
 
     Attributes:
-        formed: whether it counts: all that was to be done before the work is done, as far as we know.
+        formed: whether all is done, as far as we know, that comes before the work.
         copies: state copies so far.
         moves: bytes that each of them moves here.
         ended: with the last news of it, ``over`` or ``broken``.
@@ -96,7 +87,7 @@ class Generation:
         self.lineage, self.policy_version = lineage, policy_version
         self.formed = False
         self.copies = 0
-        self.moves = Moved()
+        self.moves = CopyBytes()
         self.why = why
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[StageNews] = loop.create_future()
@@ -105,18 +96,18 @@ class Generation:
         self._began_with: int | None = None
 
     @property
-    def generation(self) -> int:
-        """Its number."""
+    def number(self) -> int:
+        """By which orders and news name it; grows with each that a node has been in."""
         return self.order.generation
 
     @property
-    def head(self) -> str:
-        """Node id of the first rank."""
+    def rank0(self) -> str:
+        """Node id of the rank that coordinates it."""
         return self.members[0]
 
     @property
     def leads(self) -> bool:
-        """Whether our learner makes experience: it is the first rank, or computes by itself."""
+        """Whether our learner makes experience: it is rank 0, or computes by itself."""
         return self.order.rank == 0
 
     @property
@@ -132,7 +123,7 @@ class Generation:
         return self.ended.done() and self.ended.result().policy_version > self._began_with
 
     async def until_ready(self, deadline_s: float) -> None:
-        """Wait for the learner to take its place.
+        """Wait for the learner to be in place.
 
         Raises:
             WorkerError: it didn't in time, or the generation ended before.
@@ -154,7 +145,7 @@ class Generation:
         await asyncio.wait({news, self.ended}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         if not news.done():
             why = self.ended.result().why if self.ended.done() else f"not within {deadline_s:g} s"
-            raise WorkerError(f"the learner isn't {what} for generation {self.generation}: {why}")
+            raise WorkerError(f"the learner isn't {what} for generation {self.number}: {why}")
 
     def hear(self, news: StageNews) -> None:
         """Take in what the learner says of this generation."""
@@ -181,8 +172,7 @@ class LearnerSide:
     """The learner of this node: what it costs, and the generation that it serves in.
 
     Args:
-        stages: the learner.
-        heard: told of each news of the present generation, after the generation itself.
+        heard: told of each news of the present generation, after that generation.
         over_torch: whether pipelines run over torch.distributed.
         may_nccl: whether they may where NCCL can reach the learner's GPU.
         vectors: says how many vectors the whole state has, the optimizer's too.
@@ -190,10 +180,10 @@ class LearnerSide:
     Attributes:
         layers: what its blocks cost; empty before `measure`.
         device: where it computes.
-        gpu_bytes: of its GPU's memory, that its stage may take, when it was asked last; 0 where nobody knows.
+        gpu_bytes: of its GPU's memory, as last asked, that its stage may take; 0 where nobody knows.
         gpu: what tells its GPU from all others; empty where NCCL can't reach one.
         generation: the last generation; None before the first, and after `drop`.
-        last: the greatest generation so far.
+        last: number of the greatest generation so far.
     """
 
     def __init__(
@@ -216,7 +206,7 @@ class LearnerSide:
 
     @property
     def seconds(self) -> float:
-        """That all blocks take for one microbatch, forwards and backwards."""
+        """What all blocks take for one microbatch, forwards and backwards."""
         return sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
     @property
@@ -245,7 +235,7 @@ class LearnerSide:
 
     def begin(self, generation: Generation, pipes: Mapping[StageSide, Pipe]) -> None:
         """Give the learner its order; whatever it did before ends."""
-        self.generation, self.last = generation, max(self.last, generation.generation)
+        self.generation, self.last = generation, max(self.last, generation.number)
         generation.moves = copy_bytes(generation.order, self.layers, self._vectors())
         self._stages.work(generation.order, pipes)
 
@@ -256,9 +246,9 @@ class LearnerSide:
                 await self.measure(self._microbatches, deadline_s)
 
     def finish(self) -> None:
-        """Have the present generation end after its update; for the first rank."""
+        """Have the present generation end after its update; for rank 0."""
         if self.running is not None:
-            self._stages.finish(self.running.generation)
+            self._stages.finish(self.running.number)
 
     def drop(self) -> None:
         """Have nothing to do with the present generation any more.
@@ -274,6 +264,6 @@ class LearnerSide:
         while True:
             news = await self._stages.news()
             generation = self.generation
-            if generation is not None and news.generation == generation.generation:
+            if generation is not None and news.generation == generation.number:
                 generation.hear(news)
                 self._heard(generation, news)

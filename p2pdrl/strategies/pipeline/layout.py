@@ -1,14 +1,14 @@
 """Who is in which pipeline: from a group view and its notes, alike at all members. Pure.
 
 A pipeline that is whole goes on whoever comes or goes: its ranks say so in their notes, all naming the same
-generation. Everybody else is taken in the view's order, S at a time; the first of each lot is its head. Those
+generation. Everybody else is taken in the view's order, S at a time; the first of each S is rank 0. Those
 who are left over stand by. Where there are fewer than S members, all of them make one pipeline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from p2pdrl.config.checks import Problem, too_few_blocks
 from p2pdrl.config.strategy import PipelineConfig
@@ -22,8 +22,8 @@ class PipelineMembers:
     """One pipeline.
 
     Attributes:
-        number: of the pipeline, from 0, in the order of the heads' ids.
-        members: node ids, the head first; by rank where it is kept.
+        number: of the pipeline, from 0, in the order of their rank 0's ids.
+        members: node ids, rank 0 first; by rank in one that goes on.
         generation: of one that goes on; 0 for one that is to be formed.
         alone: whether its members compute by themselves.
     """
@@ -34,13 +34,13 @@ class PipelineMembers:
     alone: bool = False
 
     @property
-    def head(self) -> str:
-        """Who makes the experience and drives the others."""
+    def rank0(self) -> str:
+        """Who coordinates it, and makes its experience."""
         return self.members[0]
 
     @property
     def others(self) -> tuple[str, ...]:
-        """All but the head."""
+        """All but rank 0."""
         return self.members[1:]
 
 
@@ -49,22 +49,22 @@ class PipelineLayout:
     """All pipelines of a view.
 
     Attributes:
-        pipelines: in the order of their heads' ids.
+        pipelines: in the order of their rank 0's ids.
         standby: who is in none.
     """
 
     pipelines: tuple[PipelineMembers, ...]
     standby: tuple[str, ...]
 
-    def place_of(self, member: str) -> PipelineMembers | None:
+    def pipeline_of(self, member: str) -> PipelineMembers | None:
         """Return a member's pipeline; None when it stands by."""
-        return next((place for place in self.pipelines if member in place.members), None)
+        return next((one for one in self.pipelines if member in one.members), None)
 
     @property
-    def heads(self) -> tuple[str, ...]:
-        """Whose parameters are trained: heads, and all who compute by themselves."""
+    def rank0s(self) -> tuple[str, ...]:
+        """Node ids of each pipeline's rank 0, and of all who compute by themselves."""
         return tuple(
-            member for place in self.pipelines for member in (place.members if place.alone else (place.head,))
+            member for one in self.pipelines for member in (one.members if one.alone else one.members[:1])
         )
 
 
@@ -83,56 +83,51 @@ def lay_out(members: Sequence[str], notes: Mapping[str, PipelineNote], most: int
     """Compute the pipelines of a view.
 
     Args:
-        members: of the view, in its order.
         notes: what each said when it acknowledged the view.
         most: ranks of a pipeline.
     """
     size = min(most, len(members))
     kept = _whole(members, notes, size)
-    taken = {member for place in kept for member in place.members}
+    taken = {member for one in kept for member in one.members}
     free = [member for member in members if member not in taken]
     full = len(free) - len(free) % size
-    lots = [PipelineMembers(0, tuple(free[start : start + size])) for start in range(0, full, size)]
-    places = sorted([*kept, *lots], key=lambda place: place.head)
-    numbered = tuple(
-        PipelineMembers(number, place.members, place.generation, place.alone)
-        for number, place in enumerate(places)
-    )
+    fresh = [PipelineMembers(0, tuple(free[start : start + size])) for start in range(0, full, size)]
+    ordered = sorted([*kept, *fresh], key=lambda one: one.rank0)
+    numbered = tuple(replace(one, number=number) for number, one in enumerate(ordered))
     return PipelineLayout(numbered, tuple(free[full:]))
 
 
 def _whole(members: Sequence[str], notes: Mapping[str, PipelineNote], size: int) -> list[PipelineMembers]:
-    """Pipelines of the right size all of whose ranks are there."""
+    """Return the pipelines of the right size all of whose ranks are there."""
     found: dict[tuple[int, str], dict[int, str]] = {}
     for member in members:
         note = notes.get(member, PipelineNote())
         if note.generation and note.ranks == size:
-            found.setdefault((note.generation, note.head), {})[note.rank] = member
+            found.setdefault((note.generation, note.rank0), {})[note.rank] = member
     return [
-        PipelineMembers(0, tuple(ranks[rank] for rank in range(size)), generation, notes[head].alone)
-        for (generation, head), ranks in found.items()
-        if set(ranks) == set(range(size)) and ranks[0] == head
+        PipelineMembers(0, tuple(ranks[rank] for rank in range(size)), generation, notes[rank0].alone)
+        for (generation, rank0), ranks in found.items()
+        if set(ranks) == set(range(size)) and ranks[0] == rank0
     ]
 
 
 def limits(
-    config: PipelineConfig, notes: Mapping[str, PipelineNote], place: PipelineMembers | None
+    config: PipelineConfig, notes: Mapping[str, PipelineNote], pipeline: PipelineMembers | None
 ) -> Iterator[Problem]:
-    """Yield what our pipeline does without.
+    """Yield which options our pipeline can't have.
 
     Args:
-        config: the strategy's options.
         notes: of the view's members.
-        place: our pipeline; None where we stand by.
+        pipeline: ours; None where we stand by.
     """
     blocks = blocks_of(notes)
     if blocks:
         problem = too_few_blocks(config, blocks)
         if problem is not None:
             yield problem
-    if config.cuts and place is not None and len(place.members) != config.stages:
+    if config.cuts and pipeline is not None and len(pipeline.members) != config.stages:
         yield Problem(
             "task.strategy.cuts",
             f"they are for pipelines of {config.stages} peers, and go unused while this one has "
-            f"{len(place.members)}",
+            f"{len(pipeline.members)}",
         )

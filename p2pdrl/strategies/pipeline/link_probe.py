@@ -1,27 +1,25 @@
-"""How fast peers are reached: round trips for latency, long messages for bandwidth; kept for a while."""
+"""How fast peers are reached: round trips for latency, long messages for bandwidth; known for a while."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-from msgspec import Meta
 
 from p2pdrl.errors import PeerTimeoutError, TransportError, WireError
 from p2pdrl.pipeline.layers import FREE, PeerLink
 from p2pdrl.strategies.admission import BUSY
-from p2pdrl.strategies.pipeline.calls import Peers
+from p2pdrl.strategies.pipeline.messages import MAX_PROBE_BYTES, Probe
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
-__all__ = ["MAX_PROBE_BYTES", "LinkBook", "LinkPair", "Probe", "ProbeServer", "measure_link"]
+__all__ = ["LinkBook", "LinkPair", "ProbeServer", "measure_link"]
 
-MAX_PROBE_BYTES = 4 << 20
 FIRST_BYTES = 256 << 10
 GROWTH = 4
 ROUND_TRIPS = 5
@@ -29,19 +27,8 @@ FASTEST = 10.0
 """A message takes at least this part of its whole time, however much of that was the round trip before."""
 
 
-class Probe(msgspec.Struct, frozen=True, tag="probe", forbid_unknown_fields=True):
-    """Take the vector that comes with this, and answer with one."""
-
-    answer_bytes: Annotated[int, Meta(ge=0, le=MAX_PROBE_BYTES)] = 0
-
-
 class LinkPair(NamedTuple):
-    """Both directions between this node and a peer.
-
-    Attributes:
-        there: to the peer.
-        back: from it.
-    """
+    """Both directions between this node and a peer: there, and back."""
 
     there: PeerLink
     back: PeerLink
@@ -100,7 +87,6 @@ async def measure_link(
     """Measure both directions to a peer that serves probes on a route.
 
     Args:
-        transport: ours.
         to: where the peer listens.
         peer_id: who must answer there.
         route: where its `ProbeServer` is reached.
@@ -120,7 +106,7 @@ async def measure_link(
 
 
 class _Line:
-    """Calls of one peer, with a watch."""
+    """Timed calls of one peer."""
 
     def __init__(
         self, transport: Transport, to: Address, peer_id: str, route: str, clock: Callable[[], float]
@@ -156,7 +142,7 @@ class _Line:
                 return measured
 
     async def _send(self, up_bytes: int, down_bytes: int, deadline_s: float) -> float:
-        """Send and get so much; return how long it took."""
+        """Send and get so many bytes; return how long it took."""
         vector = memoryview(bytes(up_bytes)) if up_bytes else None
         room = memoryview(bytearray(down_bytes))
         meta = msgspec.msgpack.encode(Probe(down_bytes))
@@ -189,10 +175,9 @@ ALL_S = 4.0
 
 
 class LinkBook:
-    """Links from here.
+    """What is known of the links from this node.
 
     Args:
-        context: what the node gives.
         measure: measures one link.
     """
 
@@ -203,24 +188,26 @@ class LinkBook:
         self._transport, self._clock = context.transport, context.clock
         self._known: dict[str, tuple[LinkPair, float]] = {}
 
-    async def between(self, peers: Peers, ranks: tuple[str, ...]) -> dict[tuple[int, int], PeerLink]:
+    async def between(
+        self, address: Callable[[str], Address], ranks: tuple[str, ...]
+    ) -> dict[tuple[int, int], PeerLink]:
         """Return the links from the first rank to the others and back, measured one after another.
 
         One that can't be measured, or for which no time is left, is as it was known before, else taken for
         free: whoever is gone is found out otherwise.
 
         Args:
-            peers: where they are.
+            address: where a member listens; raises `PeerUnreachableError`.
             ranks: node ids, ours first.
         """
         links: dict[tuple[int, int], PeerLink] = {}
         until_s = self._clock.monotonic() + ALL_S
         for index, peer in enumerate(ranks[1:], start=1):
-            pair = await self._link(peers, peer, until_s)
+            pair = await self._link(address, peer, until_s)
             links[0, index], links[index, 0] = pair
         return links
 
-    async def _link(self, peers: Peers, peer: str, until_s: float) -> LinkPair:
+    async def _link(self, address: Callable[[str], Address], peer: str, until_s: float) -> LinkPair:
         known, since_s = self._known.get(peer, (LinkPair(FREE, FREE), -math.inf))
         if self._clock.monotonic() < since_s + GOOD_FOR_S:
             return known
@@ -230,20 +217,17 @@ class LinkBook:
                 break
             try:
                 async with asyncio.timeout(left_s):
-                    pair = await self._measured(peers, peer)
+                    pair = await self._measure(
+                        self._transport,
+                        address(peer),
+                        peer,
+                        PIPE_ROUTE,
+                        clock=self._clock.monotonic,
+                        deadline_s=DEADLINE_S,
+                        most_s=MOST_S,
+                    )
             except (TransportError, TimeoutError):
                 continue
             self._known[peer] = pair, self._clock.monotonic()
             return pair
         return known
-
-    async def _measured(self, peers: Peers, peer: str) -> LinkPair:
-        return await self._measure(
-            self._transport,
-            peers.address(peer),
-            peer,
-            PIPE_ROUTE,
-            clock=self._clock.monotonic,
-            deadline_s=DEADLINE_S,
-            most_s=MOST_S,
-        )

@@ -1,4 +1,4 @@
-"""What peers of a pipeline say to each other on the route ``stage``, beside probes of links.
+"""What peers of a pipeline say to each other on the route ``stage``.
 
 Everything names the group view that its sender acts in, whose key holds the mode epoch; whoever acts in
 another one refuses it (409). Everything is bounded before it is believed.
@@ -14,16 +14,17 @@ from msgspec import Meta
 from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES
 from p2pdrl.group.compatibility import Natural, Short
 from p2pdrl.group.view import GroupNote, ViewKey
-from p2pdrl.pipeline.order import StageBackend
-from p2pdrl.strategies.pipeline.link_probe import Probe
+from p2pdrl.pipeline.plan import StageBackend
 
 __all__ = [
     "MAX_GENERATION",
+    "MAX_PROBE_BYTES",
     "Form",
     "Leave",
     "PipeHead",
     "PipelineDone",
     "PipelineNote",
+    "Probe",
     "RankOffer",
     "RankRequest",
     "Request",
@@ -32,6 +33,7 @@ __all__ = [
 
 MAX_GENERATION = 2**62
 """Learners get it as a signed number of 64 bits."""
+MAX_PROBE_BYTES = 4 << 20
 MAX_BLOCKS = 100_000
 MAX_WHY = 500
 
@@ -48,8 +50,8 @@ class PipelineNote(GroupNote, frozen=True, array_like=True):
     """Of the policy."""
     generation: Generation = 0
     """Of the pipeline that it is in; 0 for none, or one that broke or ended."""
-    head: Short = ""
-    """Node id of that pipeline's first rank."""
+    rank0: Short = ""
+    """Node id of that pipeline's rank 0."""
     rank: Annotated[int, Meta(ge=0, lt=MAX_STAGES)] = 0
     ranks: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
     alone: bool = False
@@ -57,14 +59,14 @@ class PipelineNote(GroupNote, frozen=True, array_like=True):
 
 
 class RankRequest(msgspec.Struct, frozen=True, tag="offer"):
-    """Be part of my pipeline: how do you stand?"""
+    """A coordinator's question to a rank of its pipeline: what could you contribute?"""
 
     key: ViewKey
     call: Natural = 0
 
 
 class RankOffer(msgspec.Struct, frozen=True):
-    """How a rank stands."""
+    """What a rank holds, and how fast it is."""
 
     lineage: Short
     lineage_steps: Natural
@@ -72,7 +74,7 @@ class RankOffer(msgspec.Struct, frozen=True):
     digest: Digest
     """Of its parameters."""
     generation: Generation
-    """The last one that it was part of."""
+    """The last that it was part of."""
     seconds: Seconds
     """Of all blocks there, forwards and backwards, for one microbatch."""
     blocks: Natural
@@ -88,7 +90,7 @@ class RankOffer(msgspec.Struct, frozen=True):
 
 
 class Form(msgspec.Struct, frozen=True, tag="form"):
-    """Be this rank; answered with `PipelineDone` once your learner is."""
+    """A coordinator's order to a rank; answered with `PipelineDone` once its learner is in place."""
 
     key: ViewKey
     generation: Generation
@@ -100,13 +102,13 @@ class Form(msgspec.Struct, frozen=True, tag="form"):
     lineage: Short
     policy_version: Natural
     digest: Digest
-    """Of the parameters with which all begin; the first rank has them."""
+    """Of the parameters with which all begin; rank 0 has them."""
     alone: bool = False
     """No pipeline: compute by yourself, and agree with the others by gossip."""
     backend: StageBackend = "stream"
-    """What carries the activations; what is configured, or what the head chose where that is ``auto``."""
+    """What carries the activations: as configured, or as the coordinator chose where that is ``auto``."""
     port: Annotated[int, Meta(ge=0, lt=65_536)] = 0
-    """Where the store of torch.distributed is, at the first rank; 0 without that."""
+    """Where the store of torch.distributed is, at rank 0; 0 without that."""
     step_s: Seconds = 0.0
     """Predicted for one minibatch."""
     bubble: Annotated[float, Meta(ge=0, le=1)] = 0.0
@@ -126,7 +128,7 @@ class Form(msgspec.Struct, frozen=True, tag="form"):
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """To the first rank: end this generation, for the sender goes."""
+    """A rank's request to rank 0 to end a generation, for it leaves."""
 
     key: ViewKey
     generation: Generation
@@ -134,7 +136,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 
 
 class PipelineDone(msgspec.Struct, frozen=True):
-    """It is."""
+    """The answer to `Form` and `Leave`: it is done."""
 
     generation: Generation
 
@@ -146,6 +148,12 @@ class PipeHead(msgspec.Struct, frozen=True):
     generation: Generation
     rank: Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
     """The sender's."""
+
+
+class Probe(msgspec.Struct, frozen=True, tag="probe", forbid_unknown_fields=True):
+    """A vector to be thrown away, and a request for one that long: see `link_probe`."""
+
+    answer_bytes: Annotated[int, Meta(ge=0, le=MAX_PROBE_BYTES)] = 0
 
 
 Request = RankRequest | Form | Leave | Probe

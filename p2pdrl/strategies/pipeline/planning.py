@@ -1,7 +1,7 @@
-"""What a head orders once it knows its ranks: who holds which blocks, and whether a pipeline pays. Pure.
+"""What a coordinator orders: who holds which blocks, and whether a pipeline pays at all. Pure.
 
-Its own blocks were measured there; what they cost at the others follows from how long all of them take
-there. Cuts made by hand are taken as given, where there are as many peers as they were made for.
+Each block was measured at the coordinator; what it costs at another rank follows from how long all blocks
+take there. Cuts made by hand are taken as given, where there are as many peers as they were made for.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from p2pdrl.config.checks import LIST_BLOCKS
 from p2pdrl.config.schedules import ScheduleName
 from p2pdrl.config.strategy import PipelineConfig
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.advice import Advice, Pipeline, Wishes, advise, bytes_alone, too_large
+from p2pdrl.pipeline.advice import Advice, Pipeline, UpdateWork, Wishes, advise, bytes_alone, too_large
 from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer
 from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.pipeline.timeline import Timeline
-from p2pdrl.pipeline.work import UpdateWork
 
 __all__ = ["AUTO", "NO_PIPELINE", "Design", "RankCandidate", "design", "measured_with", "schedule_of"]
 
@@ -32,11 +31,9 @@ ONE = "no other rank is in its pipeline"
 
 @dataclass(frozen=True, slots=True)
 class RankCandidate:
-    """One peer of a pipeline to be.
+    """One peer of a pipeline that is planned.
 
     Attributes:
-        peer: node id.
-        name: for people.
         seconds: that all blocks take there, forwards and backwards, for one microbatch.
         memory_bytes: that its stage may take; without a limit by default.
     """
@@ -49,7 +46,7 @@ class RankCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """What is to be formed.
+    """The plan of a pipeline.
 
     Attributes:
         members: node ids by rank.
@@ -80,7 +77,6 @@ def measured_with(config: PipelineConfig, rows: int = 0) -> int:
     """Return into how many microbatches a minibatch is cut when blocks are measured.
 
     Args:
-        config: the strategy's options.
         rows: of a minibatch, which isn't cut into more; 0 is no bound.
     """
     wanted = AUTO[-1] if config.microbatches == "auto" else config.microbatches
@@ -96,12 +92,11 @@ def design(
     minibatches: int = 1,
     rows: int = 0,
 ) -> Design:
-    """Choose.
+    """Plan a pipeline.
 
     Args:
-        config: the strategy's options.
-        layers: what the blocks cost at the head with one of `measured_with` microbatches.
-        ranks: the head first.
+        layers: what the blocks cost at rank 0 with one of `measured_with` microbatches.
+        ranks: rank 0 first.
         links: between them, by index.
         minibatches: of one update.
         rows: as of `measured_with`.
@@ -143,7 +138,7 @@ def design(
         why = f"{why}; but {too_large(work, without, (most,))}"
     plan = pipeline.plan
     if config.microbatches == "auto":
-        plan = _most(plan)
+        plan = _with(plan, AUTO[-1])
     bubbles = pipeline.timeline.bubbles
     order = tuple(members[index] for index in pipeline.order)
     return Design(order, plan, False, why, pipeline.step_s, sum(bubbles) / len(bubbles), pipeline.timeline)
@@ -165,18 +160,14 @@ def _wishes(config: PipelineConfig, ranks: int, most: int, blocks: int) -> Wishe
 
 
 def _allowed(microbatches: int, ranks: int, chunks: int) -> int:
-    """The most microbatches of so many that an interleaved schedule takes."""
+    """Return how many of so many microbatches an interleaved schedule takes."""
     stages = ranks * chunks
     plan = PipelinePlan(stages, tuple(range(1, stages)), "interleaved", 1, ranks)
     return _with(plan, microbatches).microbatches
 
 
-def _most(plan: PipelinePlan) -> PipelinePlan:
-    """The plan with the most microbatches that ``auto`` tries."""
-    return _with(plan, AUTO[-1])
-
-
 def _with(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
+    """Return the plan with so many microbatches, or as many fewer as its schedule takes."""
     for number in range(microbatches, 1, -1):
         try:
             return PipelinePlan(plan.blocks, plan.cuts, plan.schedule, number, plan.ranks)
@@ -186,7 +177,7 @@ def _with(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
 
 
 def _trainable(layers: Sequence[Layer], advice: Advice) -> Pipeline:
-    """The pipeline that was found.
+    """Return the pipeline that was found.
 
     Raises:
         ConfigError: there is none, or a rank of it has nothing to train.

@@ -1,4 +1,4 @@
-"""What the pipeline strategy needs of its node beyond `protocol.Context`: a learner for a stage, pipes."""
+"""What the pipeline strategy asks of its node: a learner that can be a stage, and pipes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.pipeline.plan import StageNews, StageOrder, StageSide
 from p2pdrl.transport.pipe.ticket import Pipe
 from p2pdrl.transport.protocol import Address
 
@@ -56,7 +56,7 @@ class Stages(Protocol):
         """Return what each block costs here with one of so many microbatches, and what it computes on.
 
         The learner measures once for each number and answers at once afterwards. With ``over_torch`` it also
-        imports what pipelines over torch.distributed need, so that it is quick to take its place in one.
+        imports what pipelines over torch.distributed need, so that it joins one quickly.
 
         Raises:
             WorkerError: it didn't answer in time, or is gone.

@@ -1,4 +1,4 @@
-"""One model over several peers: who forms a pipeline with whom, through all views of the group."""
+"""One model over several peers: a node's pipelines through all views of the group."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -15,11 +14,11 @@ from p2pdrl.config.strategy import Mode, PipelineConfig
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.group.service import ROUTE as GROUP_ROUTE
 from p2pdrl.group.service import ActiveView, Group, GroupView
-from p2pdrl.pipeline.order import StageNews
+from p2pdrl.pipeline.plan import StageNews
 from p2pdrl.strategies.pipeline.backend import BackendFallback
-from p2pdrl.strategies.pipeline.calls import Peers, Unformed
-from p2pdrl.strategies.pipeline.coordinator import Coordinator
+from p2pdrl.strategies.pipeline.connections import Unformed, call_rank
 from p2pdrl.strategies.pipeline.events import PipelineEvents, PipelineStatus
+from p2pdrl.strategies.pipeline.forming import FORM_S, Coordinator, PipelineParts, RankSetup
 from p2pdrl.strategies.pipeline.generation import Generation, LearnerSide, blamed, state_vectors
 from p2pdrl.strategies.pipeline.layout import PipelineLayout, PipelineMembers, lay_out, limits, width
 from p2pdrl.strategies.pipeline.link_probe import LinkBook, ProbeServer
@@ -33,41 +32,31 @@ from p2pdrl.strategies.pipeline.messages import (
     Request,
 )
 from p2pdrl.strategies.pipeline.planning import measured_with
-from p2pdrl.strategies.pipeline.port import PIPE_ROUTE, Pipes
-from p2pdrl.strategies.pipeline.rank0_gossip import ROUTE as HEADS_ROUTE
+from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
+from p2pdrl.strategies.pipeline.rank0_gossip import ROUTE as GOSSIP_ROUTE
 from p2pdrl.strategies.pipeline.rank0_gossip import Rank0Gossip
-from p2pdrl.strategies.pipeline.rank_setup import FORM_S, RankSetup
 from p2pdrl.strategies.protocol import Strategy, StrategyContext
 from p2pdrl.strategies.task_runner import TaskRunner
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.pipe.ticket import PipeReply
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
-__all__ = [
-    "GOSSIP_END_S",
-    "LearnerLostError",
-    "PipelineStrategy",
-    "Tools",
-    "ViewWork",
-    "finish_s",
-    "left_behind",
-    "parts_of",
-]
+__all__ = ["PipelineStrategy"]
 
 ANSWER_S = 2.0
 """The longest that a learner may take to say that it is there, once a pipeline broke."""
 FINISH_S = 15.0
 """The longest that the end of an update is waited for; more where the strategy's deadline is longer."""
 LONE_S = 1.0
-"""The same where somebody else's pipeline has ended already, or a member is gone."""
+"""The same where the generation has ended at another rank already, or a member is gone."""
 RENEW_S = 3.0
-"""A new view is asked for again after this."""
+"""A new view is asked for this long after a generation that ended as it was asked to."""
 CALM_S = (0.25, 5.0)
 """Pause after the second failure in a row before a new view is asked for; doubles, up to the greatest."""
 BLAMED_AFTER = 3
-"""Failures in a row after which a neighbour is left out; twice as many before it is the previous rank."""
+"""Failures in a row after which the next rank is doubted; the previous one after twice as many."""
 GOSSIP_END_S = 0.5
-"""The longest that an exchange with another head may take to end."""
+"""The longest that an exchange with another pipeline's rank 0 may take to end."""
 
 
 class LearnerLostError(WorkerError):
@@ -90,61 +79,29 @@ def finish_s(config: PipelineConfig) -> float:
     return max(FINISH_S, config.deadline_s + 5.0)
 
 
-@dataclass(slots=True)
-class Tools:
-    """What outlives a view.
-
-    Attributes:
-        config: the strategy's options.
-        context: what the node gives.
-        pipes: opens pipes.
-        side: our learner.
-        heads: gossip with other heads.
-        links: what is known of them.
-        events: what people are told.
-        fallback: of torch, where that is chosen.
-        failures: in a row, since the last state copy.
-    """
-
-    config: PipelineConfig
-    context: StrategyContext
-    pipes: Pipes
-    side: LearnerSide
-    heads: Rank0Gossip
-    links: LinkBook
-    events: PipelineEvents
-    fallback: BackendFallback
-    failures: int = 0
-
-
 class ViewWork:
-    """One view.
+    """What a node does in one view.
 
     Args:
-        tools: what outlives it.
-        group: agreed on it.
-        view: which.
-        notes: of its members.
-        layout: that follows from both.
+        parts: what outlives it.
 
     Attributes:
-        coordinator: forms our pipeline, where we head it.
-        setup: takes our place in it, where another does.
+        coordinator: forms our pipeline, where we are its rank 0.
+        setup: takes our part in it, where another is.
     """
 
     def __init__(
         self,
-        tools: Tools,
+        parts: PipelineParts,
         group: Group,
         view: GroupView,
         notes: Mapping[str, PipelineNote],
         layout: PipelineLayout,
     ) -> None:
-        self._tools, self._group, self._view = tools, group, view
+        self._parts, self._group, self._view = parts, group, view
         self._notes, self._layout = notes, layout
-        self._side, self._events = tools.side, tools.events
-        self._me = tools.context.swarm.node_id
-        self._peers = Peers(tools.context, group)
+        self._side, self._events = parts.side, parts.events
+        self._me = parts.context.swarm.node_id
         self.coordinator: Coordinator | None = None
         self.setup: RankSetup | None = None
 
@@ -154,36 +111,36 @@ class ViewWork:
         Raises:
             LearnerLostError: our own learner doesn't answer.
         """
-        place = self._layout.place_of(self._me)
+        pipeline = self._layout.pipeline_of(self._me)
         generation = self._side.running
-        if generation is None or place is None or not _goes_on(place, generation):
+        if generation is None or pipeline is None or not _goes_on(pipeline, generation):
             await self._release()
-            if place is None:
+            if pipeline is None:
                 self._events.standing_by(self._layout)
                 return
             try:
-                generation = await self._form(place)
+                generation = await self._form(pipeline)
             except Unformed as error:
-                await self._came_to_nothing(place, error)
+                await self._form_failed(pipeline, error)
                 return
         news = await self._serve(generation)
         self._ended(generation, news)
         if news.what == "broken":
             await self._still_there()
-        elif not left_behind(self._tools.context, generation):
+        elif not left_behind(self._parts.context, generation):
             await asyncio.sleep(RENEW_S)  # who had it finished is about to go
-        await self._anew(generation.members, news.why or "it is over")
+        await self._renew(generation.members, news.why or "it is over")
 
     async def close(self) -> None:
-        """The view ended: give up what isn't done."""
+        """Give up what isn't done, at the view's end."""
         if self.setup is not None:
             await self.setup.close()
 
     # The generation before
 
     async def _release(self) -> None:
-        """End it: finished where it works at all its members, else soon or as it is."""
-        await self._tools.heads.end(GOSSIP_END_S)
+        """End it: after its update where it works at all its members, else soon or as it is."""
+        await self._parts.gossip.end(GOSSIP_END_S)
         generation = self._side.running
         if generation is not None and (generation.formed or generation.leads):
             if generation.leads:
@@ -192,8 +149,8 @@ class ViewWork:
             works = generation.formed and (
                 lone or all(_is_in(self._notes.get(one), generation) for one in generation.members)
             )
-            patience_s = finish_s(self._tools.config) if works else LONE_S
-            await asyncio.wait({generation.ended}, timeout=patience_s)
+            limit_s = finish_s(self._parts.config) if works else LONE_S
+            await asyncio.wait({generation.ended}, timeout=limit_s)
             gone = not set(generation.members) <= set(self._view.members)
             if generation.running and generation.formed and not works and not gone:
                 await self._still_there()  # it ended at others, so that it should have here, too
@@ -207,126 +164,102 @@ class ViewWork:
 
     # Forming
 
-    async def _form(self, place: PipelineMembers) -> Generation:
-        """Form a pipeline as its head, or take the place that the head gives us.
+    async def _form(self, pipeline: PipelineMembers) -> Generation:
+        """Form a pipeline as its coordinator, or take the part that its coordinator gives us.
 
         Raises:
             Unformed: it came to nothing.
         """
-        tools = self._tools
-        if place.head != self._me:
-            return await self._set_up(place)
+        parts = self._parts
+        if pipeline.rank0 != self._me:
+            return await self._set_up(pipeline)
         self.coordinator = Coordinator(
-            tools.context,
-            tools.config,
-            pipes=tools.pipes,
-            side=self._side,
-            peers=self._peers,
-            links=tools.links,
-            key=self._view.key,
-            place=place,
-            offer_s=finish_s(tools.config) + 5.0,
-            fallback=tools.fallback,
+            parts, self._group, self._view.key, pipeline, offer_s=finish_s(parts.config) + 5.0
         )
         generation = await self.coordinator.form()
         self._events.formed(generation, self.coordinator.choice.why)
         return generation
 
-    async def _set_up(self, place: PipelineMembers) -> Generation:
-        tools = self._tools
-        setup = self.setup = RankSetup(
-            tools.context,
-            tools.config,
-            pipes=tools.pipes,
-            side=self._side,
-            peers=self._peers,
-            key=self._view.key,
-            place=place,
-            doubt=self._group.doubt,
-        )
+    async def _set_up(self, pipeline: PipelineMembers) -> Generation:
+        setup = self.setup = RankSetup(self._parts, self._group, self._view.key, pipeline)
         try:
-            async with asyncio.timeout(finish_s(tools.config) + FORM_S):
+            async with asyncio.timeout(finish_s(self._parts.config) + FORM_S):
                 await setup.settled.wait()
         except TimeoutError as error:
-            raise Unformed("the head didn't form its pipeline in time", place.head) from error
+            raise Unformed("rank 0 didn't form its pipeline in time", pipeline.rank0) from error
         generation = self._side.generation
         if setup.lost or generation is None:
             raise Unformed(setup.lost)
         self._events.formed(generation)
         return generation
 
-    async def _came_to_nothing(self, place: PipelineMembers, error: Unformed) -> None:
-        self._events.unformed(place, str(error), error.suspect)
-        self._tools.failures += 1
+    async def _form_failed(self, pipeline: PipelineMembers, error: Unformed) -> None:
+        self._events.unformed(pipeline, str(error), error.suspect)
+        self._parts.failures += 1
         if error.suspect:
             self._group.doubt(error.suspect, str(error))
         else:
             await self._still_there()
         await asyncio.sleep(error.for_s)
-        await self._anew(place.members, str(error))
+        await self._renew(pipeline.members, str(error))
 
     # Working
 
     async def _serve(self, generation: Generation) -> StageNews:
-        """Wait for the end of a generation; a head meets the others meanwhile."""
-        heads = self._tools.heads
-        heads.with_whom((*self._layout.heads, *(generation.members if generation.alone else ())))
-        gossip = [await heads.begin()] if generation.leads else []
+        """Wait for the end of a generation; rank 0 exchanges with the other pipelines' meanwhile."""
+        gossip = self._parts.gossip
+        gossip.set_peers((*self._layout.rank0s, *(generation.members if generation.alone else ())))
+        exchanging = [await gossip.begin()] if generation.leads else []
         try:
-            waiting: list[asyncio.Future[Any]] = [generation.ended, *gossip]
+            waiting: list[asyncio.Future[Any]] = [generation.ended, *exchanging]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in gossip:
+            for task in exchanging:
                 if task.done():
                     task.result()
             return await asyncio.shield(generation.ended)
         finally:
-            for task in gossip:
+            for task in exchanging:
                 task.cancel()
-            await asyncio.gather(*gossip, return_exceptions=True)
+            await asyncio.gather(*exchanging, return_exceptions=True)
             if not generation.running:
-                await heads.end(GOSSIP_END_S)
+                await gossip.end(GOSSIP_END_S)
 
     def _ended(self, generation: Generation, news: StageNews) -> None:
-        """Note a generation's end; doubt a neighbour with whom it breaks time and again, though it lives."""
+        """Note a generation's end; doubt a neighbour with whom they break time and again, though it lives."""
         if not self._events.ended(generation, news) or news.what != "broken":
             return
-        self._tools.failures += 1
-        self._tools.fallback.ended(generation, news)
+        self._parts.failures += 1
+        self._parts.fallback.ended(generation, news)
         peer = blamed(generation, news)
-        if peer and self._tools.failures >= BLAMED_AFTER * (1 if news.side == "next" else 2):
+        if peer and self._parts.failures >= BLAMED_AFTER * (1 if news.side == "next" else 2):
             self._group.doubt(peer, f"pipelines break with it time and again: {news.why}")
 
     async def _still_there(self) -> None:
-        """Make sure that our own learner is.
+        """Make sure that our own learner answers.
 
         Raises:
-            LearnerLostError: it isn't.
+            LearnerLostError: it doesn't.
         """
         try:
-            await self._side.measure(parts_of(self._tools.config, self._tools.context), ANSWER_S)
+            await self._side.measure(parts_of(self._parts.config, self._parts.context), ANSWER_S)
         except WorkerError as error:
             raise LearnerLostError(str(error)) from error
 
-    async def _anew(self, members: tuple[str, ...], why: str) -> None:
-        """Doubt who doesn't answer, and ask for a new view until this one ends, and we with it."""
-        failures = self._tools.failures
+    async def _renew(self, members: tuple[str, ...], why: str) -> NoReturn:
+        """Ask for a new view until this one ends, and we with it; pause longer the more failed in a row."""
+        failures = self._parts.failures
         if failures > 1:
             await asyncio.sleep(min(CALM_S[0] * 2.0 ** min(failures - 2, 16), CALM_S[1]))
-        others = tuple(member for member in members if member != self._me)
-        while True:
-            for peer in await self._peers.silent(others):
-                self._group.doubt(peer, "its pipeline broke, and it doesn't answer")
-            self._group.renew(self._view.key, why)
-            await asyncio.sleep(RENEW_S)
+        await self._group.break_up(GroupView(self._view.key, members), why)
 
 
-def _goes_on(place: PipelineMembers, generation: Generation) -> bool:
-    return (place.generation, place.head) == (generation.generation, generation.head)
+def _goes_on(pipeline: PipelineMembers, generation: Generation) -> bool:
+    return (pipeline.generation, pipeline.rank0) == (generation.number, generation.rank0)
 
 
 def _is_in(note: PipelineNote | None, generation: Generation) -> bool:
     """Whether a member said that it works in a generation."""
-    return note is not None and (note.generation, note.head) == (generation.generation, generation.head)
+    return note is not None and (note.generation, note.rank0) == (generation.number, generation.rank0)
 
 
 MEASURE_S = 120.0
@@ -339,10 +272,6 @@ LEAVE_S = 1.0
 
 class PipelineStrategy(Strategy):
     """See `Strategy`.
-
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
 
     Raises:
         ConfigError: this node can't be in a pipeline.
@@ -367,12 +296,19 @@ class PipelineStrategy(Strategy):
             may_nccl=config.backend == "auto" and context.trusted_network and context.direct,
             vectors=lambda: state_vectors(context.learner.board.spec),
         )
-        self._heads = Rank0Gossip(config, context)
-        self._desk = ProbeServer()
+        self._gossip = Rank0Gossip(config, context)
+        self._probes = ProbeServer()
         self._events = PipelineEvents(context)
         fallback = BackendFallback(context.swarm, counts=config.backend == "auto")
-        self._tools = Tools(
-            config, context, context.pipes, self._side, self._heads, LinkBook(context), self._events, fallback
+        self._parts = PipelineParts(
+            config,
+            context,
+            context.pipes,
+            self._side,
+            self._gossip,
+            LinkBook(context),
+            self._events,
+            fallback,
         )
         self._runner = TaskRunner()
         self._group: Group | None = None
@@ -386,15 +322,15 @@ class PipelineStrategy(Strategy):
 
     @property
     def consensus_distance(self) -> float | None:
-        """Between heads; 0 within the only pipeline, after its first state copy."""
-        if self._heads.distance is not None:
-            return self._heads.distance
+        """Between pipelines' rank 0; 0 within the only pipeline, after its first state copy."""
+        if self._gossip.distance is not None:
+            return self._gossip.distance
         return 0.0 if self._events.count("ok") else None
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """State copies (``ok``), what ended badly (``broken``, ``unformed``), and heads' exchanges."""
-        return dict(Counter(self._events.outcomes) + self._heads.outcomes)
+        """State copies (``ok``), what ended badly (``broken``, ``unformed``), and rank 0's exchanges."""
+        return dict(Counter(self._events.outcomes) + self._gossip.outcomes)
 
     @property
     def ends_within_s(self) -> float:
@@ -408,7 +344,7 @@ class PipelineStrategy(Strategy):
 
     @property
     def facts(self) -> dict[str, float | str]:
-        """The same for people."""
+        """Where this node stands, for people."""
         return self._events.facts(self.figures)
 
     @property
@@ -425,12 +361,12 @@ class PipelineStrategy(Strategy):
         """Have the update under way finished, with the whole state at all ranks, and end everything."""
         until_s = self._clock.monotonic() + timeout_s
         self._runner.stopping = True
-        await self._heads.end(min(timeout_s, GOSSIP_END_S))
+        await self._gossip.end(min(timeout_s, GOSSIP_END_S))
         generation = self._side.running
         if generation is not None and generation.formed and timeout_s > 0:
             await self._finish(generation, max(0.0, until_s - self._clock.monotonic()))
         await self._runner.stop(0.0)
-        await self._heads.end(0.0)
+        await self._gossip.end(0.0)
         if self._group is not None:
             await self._group.stop()
 
@@ -469,46 +405,35 @@ class PipelineStrategy(Strategy):
                 await asyncio.sleep(UNCUT_S)
 
     async def _in_group(self) -> None:
-        given = self._context
-        group = self._group = Group(given.swarm, given.transport, given.clock, given.epoch, self._note)
+        context = self._context
+        group = self._group = Group(
+            context.swarm, context.transport, context.clock, context.epoch, self._note
+        )
         await group.start()
-        key = None
         try:
-            while not self._runner.stopping:
-                active = await group.active(after=key)
-                key = active.view.key
-                await self._in_view(group, active)
-        except Refusal:
-            await group.watch()  # raises what ended it: a bug
+            await group.run(self._in_view, done=lambda: self._runner.stopping)
         finally:
-            await self._heads.end(0.0)
+            await self._gossip.end(0.0)
             await group.stop()
 
-    async def _in_view(self, group: Group, active: ActiveView) -> None:
-        """Work until the view ends."""
-        view = active.view
+    async def _in_view(self, active: ActiveView) -> None:
+        """Work until the view ends, and we are cancelled."""
+        view, group = active.view, self._group
+        assert group is not None  # noqa: S101 - it calls us
         notes = {member: PipelineNote.read(active.notes.get(member)) for member in view.members}
         most = width(notes, self._config.stages, self._config.chunks)
         layout = self._layout = lay_out(view.members, notes, most)
-        self._events.limited(limits(self._config, notes, layout.place_of(self._me)))
-        self._heads.with_whom(layout.heads)
-        work = self._work = ViewWork(self._tools, group, view, notes, layout)
-        running = asyncio.create_task(work.run(), name="pipeline")
-        ended = asyncio.create_task(group.ended(view.key), name="view-ended")
+        self._events.limited(limits(self._config, notes, layout.pipeline_of(self._me)))
+        self._gossip.set_peers(layout.rank0s)
+        work = self._work = ViewWork(self._parts, group, view, notes, layout)
         try:
-            await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()
-                await ended  # who stands by has nothing to do
+            await work.run()
         finally:
             self._work = None
-            for task in (running, ended):
-                task.cancel()
-            await asyncio.gather(running, ended, return_exceptions=True)
             await work.close()
 
     async def _finish(self, generation: Generation, timeout_s: float) -> None:
-        """Have the generation end after its update; a rank asks its head to."""
+        """Have the generation end after its update; another rank asks rank 0 to."""
         asking: asyncio.Task[None] | None = None
         if generation.leads:
             self._side.finish()
@@ -522,20 +447,20 @@ class PipelineStrategy(Strategy):
             self._events.ended(generation, generation.ended.result())
 
     async def _ask_to_finish(self, generation: Generation) -> None:
-        """Tell the head that we go."""
+        """Tell rank 0 that we go."""
         group = self._group
         if group is None or group.view is None:
             return
-        leave = Leave(group.view.key, generation.generation)
+        leave = Leave(group.view.key, generation.number)
         with contextlib.suppress(Unformed):
-            await Peers(self._context, group).call(
-                generation.head, leave, PipelineDone, "leave", deadline_s=LEAVE_S
+            await call_rank(
+                self._context, group, generation.rank0, leave, PipelineDone, what="leave", deadline_s=LEAVE_S
             )
 
     def _heard(self, generation: Generation, news: StageNews) -> None:
-        """The learner told something of its present generation."""
+        """Take in what the learner tells of its present generation."""
         if news.what == "copied":
-            self._tools.failures = 0
+            self._parts.failures = 0
             self._events.copied(generation)
             if generation.leads and generation.order.ranks > 1 and left_behind(self._context, generation):
                 self._side.finish()  # and the ranks come along when the next one is formed
@@ -549,8 +474,8 @@ class PipelineStrategy(Strategy):
         if generation is not None and generation.formed and not self._runner.stopping:
             note = PipelineNote(
                 blocks=len(self._side.layers),
-                generation=generation.generation,
-                head=generation.head,
+                generation=generation.number,
+                rank0=generation.rank0,
                 rank=generation.rank,
                 ranks=len(generation.members),
                 alone=generation.alone,
@@ -559,8 +484,8 @@ class PipelineStrategy(Strategy):
 
     async def answer(self, incoming: Incoming) -> Reply:
         """Serve a member's call; see `Strategy`."""
-        if incoming.route == HEADS_ROUTE:
-            return await self._heads.answer(incoming)
+        if incoming.route == GOSSIP_ROUTE:
+            return await self._gossip.answer(incoming)
         if incoming.route not in (GROUP_ROUTE, PIPE_ROUTE):
             raise Refusal(409, f"this node's mode is pipeline, which has no {incoming.route}")
         group = self._group
@@ -572,7 +497,7 @@ class PipelineStrategy(Strategy):
             raise Refusal(403, "quarantined after poisoned vectors")
         message: Request = decode(incoming.meta, Request, "request")
         if not isinstance(message, RankRequest | Form | Leave):
-            return await self._desk.serve_probe(incoming)
+            return await self._probes.serve_probe(incoming)
         group.check(message.key)
         work = self._answer(incoming.sender, message)
         return await group.hold(incoming.sender, message.call, work)
@@ -582,27 +507,27 @@ class PipelineStrategy(Strategy):
             self._left(sender, message)
             return Reply(msgspec.msgpack.encode(PipelineDone(message.generation)))
         setup = None if self._work is None else self._work.setup
-        if setup is None or setup.key != message.key or setup.place.head != sender:
+        if setup is None or setup.key != message.key or setup.pipeline.rank0 != sender:
             raise Refusal(409, "this node isn't ready for a pipeline of yours")
         if isinstance(message, RankRequest):
             return Reply(msgspec.msgpack.encode(await setup.offer()))
-        await setup.take_place(sender, message)
+        await setup.follow(sender, message)
         return Reply(msgspec.msgpack.encode(PipelineDone(message.generation)))
 
     def _left(self, sender: str, leave: Leave) -> None:
-        """A rank of our pipeline goes: finish.
+        """End our generation after its update: one of its ranks leaves.
 
         Raises:
-            Refusal: 409, we head no such pipeline.
+            Refusal: 409, we are rank 0 of no such generation.
         """
         generation = self._side.running
         if (
             generation is None
             or not generation.leads
-            or generation.generation != leave.generation
+            or generation.number != leave.generation
             or sender not in generation.members
         ):
-            raise Refusal(409, f"this node heads no generation {leave.generation} with you")
+            raise Refusal(409, f"this node is rank 0 of no generation {leave.generation} with you")
         self._side.finish()
 
     async def accept(self, incoming: Incoming) -> PipeReply:
@@ -619,6 +544,6 @@ class PipelineStrategy(Strategy):
         self._group.check(head.key)
         work = self._work
         forming = None if work is None else work.coordinator or work.setup
-        if forming is None:
+        if forming is None or forming.connections is None:
             raise Refusal(503, "no pipeline is being formed here yet")
-        return forming.accept(incoming.sender, head)
+        return forming.connections.accept(incoming.sender, head)

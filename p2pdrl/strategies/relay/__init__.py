@@ -1,1 +1,4 @@
-"""Strom's thresholded updates, to everybody, each exactly once."""
+"""Strom's thresholded updates, to everybody, each exactly once.
+
+`state`: the algorithm's arithmetic, and one node's part; `log`: who has which updates; `strom`: the strategy.
+"""

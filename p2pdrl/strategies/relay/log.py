@@ -11,7 +11,7 @@ messages that nobody keeps any more (they are kept up to a bound), or comes anew
 its ``have`` together, adds those of its own messages that this base lacks, and goes on.
 
 Of two histories the greater counts; members of a lesser one take the greater one's base. A node begins a
-history when nobody has one, and a greater one when somebody who wants its base has messages in his own that
+history when nobody has one, and a greater one when a node that wants its base has messages in its own that
 the giver lacks for good: as after a partition that was longer than the bound.
 """
 
@@ -30,43 +30,27 @@ MAX_ORIGINS = 384
 
 
 class UpdateOrigin(NamedTuple):
-    """Whose numbers.
-
-    Args:
-        node: node id.
-        boot: drawn anew whenever the node begins to count again.
-    """
+    """A node, and the ``boot`` that it draws anew whenever it begins to count again."""
 
     node: str
     boot: str
 
 
 class History(NamedTuple):
-    """Which base; of two, the greater counts.
-
-    Args:
-        era: 0 while nobody but its founder has it.
-        founder: node id.
-    """
+    """Which base; of two, the greater counts. ``era`` is 0 while nobody but its founder has it."""
 
     era: int
     founder: str
 
 
 class Run(NamedTuple):
-    """Messages of one origin in a row.
-
-    Args:
-        origin: whose.
-        first: number of the first one.
-        messages: in order.
-        oldest: number of the oldest one that the sender keeps.
-    """
+    """Messages of one origin in a row, from number ``first`` on."""
 
     origin: UpdateOrigin
     first: int
     messages: tuple[bytes, ...]
     oldest: int
+    """Number of the oldest one that the sender keeps."""
 
 
 class GapError(P2PDRLError):
@@ -93,7 +77,7 @@ class _Kept:
 
 
 class StromLog:
-    """One node's messages, and what it knows of others.
+    """One node's messages, and what it knows of its peers.
 
     Args:
         me: own node id.
@@ -111,12 +95,12 @@ class StromLog:
 
     @property
     def kept_bytes(self) -> int:
-        """Length of all messages that are kept."""
+        """Length of all messages kept."""
         return sum(kept.nbytes for kept in self._kept.values())
 
     @property
     def oldest_own(self) -> int:
-        """Number of our oldest message that is kept, or of the next one."""
+        """Number of our oldest message kept, or of the next one."""
         return self._kept[self.own].first
 
     def append(self, message: bytes) -> None:
@@ -156,7 +140,7 @@ class StromLog:
         """
         runs: list[Run] = []
         if peer not in self._known:
-            return runs  # it says first what it has
+            return runs
         for origin in self.origins(relay=relay):
             kept = self._kept.get(origin) or _Kept(self.have[origin] + 1)
             if most <= 0 or most_bytes <= 0:
@@ -222,10 +206,10 @@ class StromLog:
         that nobody keeps a base that contains it.
 
         Args:
-            theirs: his history; only within one what he has counts.
-            have: what he has.
-            own: his origin.
-            oldest: the oldest message of his own that he keeps.
+            theirs: its history; only within one does what it has count.
+            have: what it has.
+            own: its origin.
+            oldest: the oldest message of its own that it keeps.
         """
         if theirs != self.history:
             return True
@@ -236,15 +220,12 @@ class StromLog:
         return True
 
     def take(self, history: History, have: Mapping[UpdateOrigin, int], boot: str) -> Sequence[bytes]:
-        """Have another base.
+        """Take another base; return messages of our own that are to be added to it.
 
         Args:
             history: the giver's.
             have: what it contains.
-            boot: a new name, in case that messages of ours are lost.
-
-        Returns:
-            Messages of our own that are to be added to it.
+            boot: a new name, in case messages of ours are lost.
         """
         number = have.get(self.own, 0)
         own = self._kept[self.own]

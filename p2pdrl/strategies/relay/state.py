@@ -1,14 +1,15 @@
-"""What this node's learner has moved by, and how much of it was told: the arithmetic of `strom`.
+"""Strom's algorithm (Strom 2015, Interspeech, section 3) on what the learner moved by; one node's part of it.
 
-    own progress      u = now − expected            (whatever its optimizer is)
+    own progress      u = now − expected            (the paper's gradient; here whatever the optimizer made)
     residual          r ← r + u;  where |r| ≥ τ: send ±τ, r ← r ∓ τ
-    a peer's message  delta: now ← now ± τ,  expected ← expected ± τ
+    a peer's message  now ← now ± τ,  expected ← expected ± τ
 
 ``expected`` is kept in float64, so that what a learner's float32 additions round off counts as own progress:
 it is told to all, and replicas don't drift apart by rounding. Then ``now − r`` is the same at all nodes that
 have the same messages, up to a rounding of now − r itself (2⁻²⁴ of each entry, not growing).
 
-All methods are work for a thread, one at a time. Shapes: every vector is flat, of D elements.
+`StromState` is the arithmetic (work for a thread, one call at a time), `StromMember` that and the log.
+Shapes: every vector is flat, of D elements.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.strategies.relay.log import GapError, History, Run, StromLog, UpdateOrigin
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import DaemonBoard
-from p2pdrl.tensors.compression_threshold import ThresholdResidual, add_message, entries_in
+from p2pdrl.tensors.compression import ThresholdResidual, add_message, entries_in
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.wire import WALK, spans
 
@@ -167,27 +168,18 @@ MOST_AT_ONCE = 4
 
 
 class Absorbed(NamedTuple):
-    """What came of a push.
-
-    Args:
-        messages: that were new.
-        changed: Euclidean norm of what they added, as if no entry occurred twice.
-        gap: messages before the sender's oldest one are missing here.
-    """
+    """What came of a push."""
 
     messages: int
+    """That were new."""
     changed: float
+    """Euclidean norm of what they added, as if no entry occurred twice."""
     gap: bool
+    """Messages before the sender's oldest one are missing here."""
 
 
 class GivenBase(NamedTuple):
-    """A base.
-
-    Args:
-        history: whose.
-        have: what it contains.
-        base: D float32.
-    """
+    """A base, D float32, its history, and the messages that it contains."""
 
     history: History
     have: Mapping[UpdateOrigin, int]
@@ -237,7 +229,7 @@ class StromMember:
 
         Args:
             tell: whether a message is wanted; else the residual grows.
-            fold: nobody has been there for a while, so the residual belongs to our base.
+            fold: nobody has been there for a while, so that the residual belongs to our base.
 
         Returns:
             Whether there is a new message.
@@ -295,7 +287,7 @@ class StromMember:
             return Absorbed(len(new), self.state.tau * math.sqrt(entries), gap)
 
     async def give(self) -> GivenBase | None:
-        """Our base, for somebody who needs one; None when we need one ourselves.
+        """Return our base, for a member that needs one; None when we need one ourselves.
 
         Raises:
             PoisonedVectorError: our own vector is unusable.
@@ -309,7 +301,7 @@ class StromMember:
             return GivenBase(self.log.history, dict(self.log.have), base)
 
     async def take(self, given: GivenBase, policy_version: int) -> bool:
-        """Have a member's base, and what we did ourselves beyond it.
+        """Take a member's base, and what we did ourselves beyond it.
 
         Returns:
             False when our learner's vector was replaced meanwhile.

@@ -1,4 +1,11 @@
-"""Threshold-compressed updates to everybody (Strom 2015, Interspeech)."""
+"""Strom's thresholded updates (Strom 2015, Interspeech) over the transport: pushes to all others.
+
+A push names what its sender wants acknowledged, and the answer what the receiver has (`log`). Up to
+`DIRECT_MEMBERS` nodes push straight to all others; more pass messages on along a sparse graph. A node without
+a base, or that lacks messages which nobody keeps, takes a member's base first.
+
+In this order below: the messages, pushes (`StromPush`), bases (`StromSync`), the loop (`StromStrategy`).
+"""
 
 from __future__ import annotations
 
@@ -7,39 +14,20 @@ import math
 import random
 from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from p2pdrl.config.strategy import Mode, StromConfig
-from p2pdrl.errors import (
-    P2PDRLError,
-    PeerTimeoutError,
-    PoisonedVectorError,
-    TensorError,
-    TransportError,
-    WireError,
-)
-from p2pdrl.group.compatibility import Summary, Verdict
+from p2pdrl.errors import PeerTimeoutError, PoisonedVectorError, TensorError, TransportError, WireError
+from p2pdrl.group.compatibility import Natural, Short, Summary, Verdict
 from p2pdrl.strategies.admission import ExchangeAdmission
 from p2pdrl.strategies.call_timeouts import outcome_of
 from p2pdrl.strategies.offload import Arithmetic
 from p2pdrl.strategies.protocol import Merged, RoundReport, Strategy, StrategyContext
-from p2pdrl.strategies.relay.log import History, UpdateOrigin
-from p2pdrl.strategies.relay.messages import (
-    MAX_MESSAGES,
-    ROUTE,
-    Asked,
-    BaseRequest,
-    BaseState,
-    Call,
-    Known,
-    RelayPush,
-    RelayPushed,
-    cut_runs,
-    run_head,
-)
+from p2pdrl.strategies.relay.log import MAX_ORIGINS, History, Run, UpdateOrigin
 from p2pdrl.strategies.relay.state import Absorbed, GivenBase, StromMember
 from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
 from p2pdrl.strategies.topology import neighbours
@@ -47,162 +35,105 @@ from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
 
-__all__ = ["DIRECT_MEMBERS", "StromPush", "StromStrategy", "StromSync"]
+__all__ = ["DIRECT_MEMBERS", "RelayPush", "RunHead", "StromPush", "StromStrategy", "StromSync", "cut_runs"]
 
-FIRST_PAUSE_S = 0.05
-MOST_PAUSE_S = 1.0
-URGENT_AFTER = 6
-"""Rounds of asking, with growing pauses: about two seconds."""
-SILENT_AFTER = 3
-"""Rounds of asking after which those who don't answer are no longer waited for."""
-STATE_DEADLINE_S = 30.0
-"""Longest time for a base; it begins with the strategy's deadline and doubles when that wasn't enough."""
+# --- messages --------------------------------------------------------------------------------------
 
-Heard = Literal["taken", "wait", "failed"]
+ROUTE = "relay"
+MAX_MESSAGES = 256
+"""Messages of one push, over all origins."""
+
+Id = Annotated[str, Meta(max_length=32)]
+Known = Annotated[list[tuple[Id, Id, Natural]], Meta(max_length=MAX_ORIGINS + 1)]
+"""(node, boot, last number that one's parameters contain)."""
 
 
-class StromSync:
-    """Asks for bases, and gives them.
+class RunHead(msgspec.Struct, frozen=True, array_like=True):
+    """Messages of one origin in a row."""
 
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
-        member: our part.
-        admission: judges peers.
-    """
+    node: Id
+    boot: Id
+    first: Natural
+    oldest: Natural
+    sizes: Annotated[tuple[Natural, ...], Meta(max_length=MAX_MESSAGES)]
+    """Bytes of each; none says that the sender has lost what comes before ``oldest``."""
 
-    def __init__(
-        self, config: StromConfig, context: StrategyContext, member: StromMember, admission: ExchangeAdmission
-    ) -> None:
-        self._context, self._member, self._admission = context, member, admission
-        self._swarm, self._rng = context.swarm, random.Random(context.rng.getrandbits(64))
-        self._first_deadline_s = self._deadline_s = config.deadline_s
-        self.hint = ""
-        """Who is known to have a base that we need."""
-        self.taken = 0
-        self.bytes_in = self.bytes_out = 0
 
-    async def run(self) -> None:
-        """Ask until we are in step."""
-        rounds = 0
-        while not self._member.in_step:
-            if self._swarm.summary() is not None and await self._round(rounds):
-                return
-            rounds += 1
-            pause_s = min(FIRST_PAUSE_S * 2.0**rounds, MOST_PAUSE_S)
-            await asyncio.sleep(self._rng.uniform(0.5, 1.0) * pause_s)
+class RelayPush(msgspec.Struct, frozen=True, tag="push"):
+    """Goes before the messages that a vector carries, one after another; there may be none."""
 
-    async def _round(self, rounds: int) -> bool:
-        """Ask everybody who has a base, then one of them for it."""
-        living = self._swarm.alive()
-        peers = sorted(living)
-        told = dict(
-            zip(
-                peers, await asyncio.gather(*(self._probe(peer, living[peer]) for peer in peers)), strict=True
-            )
-        )
-        histories = {peer: one.history for peer, one in told.items() if one is not None and one.history}
-        if histories:
-            best = [peer for peer in peers if histories.get(peer) == max(histories.values())]
-            giver = self.hint if self.hint in best else self._rng.choice(best)
-            heard = await self._ask(giver, living[giver], urgent=rounds >= URGENT_AFTER)
-            self.hint = giver if heard == "wait" else ""
-            return heard == "taken"
-        silent = [peer for peer in peers if told[peer] is None]
-        if silent and rounds < SILENT_AFTER:
-            return False
-        if any(peer < self._swarm.node_id for peer in peers if told[peer] is not None):
-            return False
-        history = self._member.log.history
-        await self._member.found(era=0 if history is None else history.era + 1)
-        return True
+    summary: Summary
+    history: History
+    tau: float
+    runs: Annotated[tuple[RunHead, ...], Meta(max_length=MAX_ORIGINS + 1)] = ()
+    asks: Annotated[tuple[tuple[Id, Id], ...], Meta(max_length=MAX_ORIGINS + 1)] = ()
+    """Origins of which the sender wants to know what the receiver has."""
 
-    async def _probe(self, peer: str, address: Address) -> Asked | None:
-        """Ask which history a peer has; None when it doesn't say, or can't be mixed with."""
-        mine = self._swarm.summary()
-        if mine is None:
-            return None
-        try:
-            answer = await self._context.transport.call(
-                address,
-                peer,
-                ROUTE,
-                msgspec.msgpack.encode(BaseRequest(mine, self._member.log.own.boot, 0, probe=True)),
-                deadline_s=self._first_deadline_s,
-                lane="bulk",
-            )
-            told: Asked = decode(answer.meta, Asked, "answer of a member")
-        except (TransportError, TensorError):
-            return None
-        return told if self._admission.heard(peer, mine, told.summary, told.verdict) == "ok" else None
 
-    async def _ask(self, peer: str, address: Address, *, urgent: bool) -> Heard:
-        """Ask a peer for its base, and have it."""
-        mine, log = self._swarm.summary(), self._member.log
-        if mine is None:
-            return "failed"
-        have = [(origin.node, origin.boot, number) for origin, number in log.have.items()]
-        ask = BaseRequest(mine, log.own.boot, log.oldest_own, log.history, have, urgent)
-        base: Float32Array = np.empty(self._context.size, np.float32)
-        room = base.data.cast("B")
-        try:
-            answer = await self._context.transport.call(
-                address,
-                peer,
-                ROUTE,
-                msgspec.msgpack.encode(ask),
-                into=lambda _, nbytes: room if nbytes == len(room) else None,
-                deadline_s=self._deadline_s,
-                lane="bulk",
-            )
-            told: BaseState | Asked = decode(answer.meta, BaseState | Asked, "answer of a member")
-            if isinstance(told, Asked):
-                return "wait" if told.history is not None else "failed"
-            if answer.vector_nbytes != len(room):
-                return "failed"
-            self.bytes_in += len(room)
-            contains = {UpdateOrigin(node, boot): number for node, boot, number in told.have}
-            version = max(mine.policy_version, told.summary.policy_version)
-            done = await self._member.take(GivenBase(told.history, contains, base), version)
-        except (PoisonedVectorError, WireError) as error:
-            self._swarm.strike(peer, str(error))
-            return "failed"
-        except (TransportError, TensorError) as error:
-            if isinstance(error, PeerTimeoutError):
-                self._deadline_s = min(2 * self._deadline_s, max(STATE_DEADLINE_S, self._deadline_s))
-            return "failed"
-        self.taken += 1
-        return "taken" if done else "failed"
+class BaseRequest(msgspec.Struct, frozen=True, tag="ask"):
+    """Give me your base."""
 
-    async def answer(self, sender: str, ask: BaseRequest) -> Reply:
-        """Give our base.
+    summary: Summary
+    boot: Id
+    oldest: Natural
+    """The oldest message of its own that the sender keeps."""
+    history: History | None = None
+    have: Known = []
+    urgent: bool = False
+    """It has asked for a while: a member that lacks what the sender has begins a greater history."""
+    probe: bool = False
+    """Only say which history you have."""
 
-        Raises:
-            Refusal: see `ExchangeAdmission`; our own numbers are unusable (503).
-        """
-        mine = self._admission.admit(sender, stopping=False)
-        verdict = self._admission.judge(sender, mine, ask.summary)
-        log = self._member.log
-        if ask.probe or verdict is not Verdict.MIX or not self._member.in_step or log.history is None:
-            history = log.history if self._member.in_step else None
-            return Reply(msgspec.msgpack.encode(Asked(mine, verdict.value, history)))
-        have = {UpdateOrigin(node, boot): number for node, boot, number in ask.have}
-        if not log.contains(ask.history, have, UpdateOrigin(sender, ask.boot), ask.oldest):
-            if not ask.urgent:
-                return Reply(msgspec.msgpack.encode(Asked(mine, history=log.history)))
-            await self._member.found(era=log.history.era + 1)
-        try:
-            given = await self._member.give()
-        except PoisonedVectorError as error:
-            self._swarm.heal(f"our own parameters are unusable: {error}")
-            raise Refusal(503, "our own numbers are unusable") from error
-        if given is None:
-            return Reply(msgspec.msgpack.encode(Asked(mine)))
-        contains = [(origin.node, origin.boot, number) for origin, number in given.have.items()]
-        vector = given.base.data.cast("B")
-        self.bytes_out += len(vector)
-        return Reply(msgspec.msgpack.encode(BaseState(mine, given.history, contains)), vector=vector)
 
+Call = RelayPush | BaseRequest
+
+
+class RelayPushed(msgspec.Struct, frozen=True, tag="pushed"):
+    """What became of a push."""
+
+    summary: Summary
+    verdict: Short = "mix"
+    history: History | None = None
+    """None: the receiver has no base yet."""
+    have: Known = []
+
+
+class BaseState(msgspec.Struct, frozen=True, tag="state"):
+    """Goes before a base, as float32."""
+
+    summary: Summary
+    history: History
+    have: Known
+
+
+class Asked(msgspec.Struct, frozen=True, tag="asked"):
+    """No base, or not now."""
+
+    summary: Summary
+    verdict: Short = "mix"
+    history: History | None = None
+    """None: there is none here."""
+
+
+def run_head(run: Run) -> RunHead:
+    """What goes before a run's messages."""
+    sizes = tuple(len(message) for message in run.messages)
+    return RunHead(run.origin.node, run.origin.boot, run.first, run.oldest, sizes)
+
+
+def cut_runs(heads: tuple[RunHead, ...], vector: memoryview) -> list[Run] | None:
+    """Cut a push's vector into its messages; None when the lengths don't fit."""
+    runs, at = [], 0
+    for head in heads:
+        messages = []
+        for size in head.sizes:
+            messages.append(bytes(vector[at : at + size]))
+            at += size
+        runs.append(Run(UpdateOrigin(head.node, head.boot), head.first, tuple(messages), head.oldest))
+    return runs if at == len(vector) else None
+
+
+# --- pushes ----------------------------------------------------------------------------------------
 
 GAP_S = 1.0
 """With relays, messages that one neighbour has lost may come from another one within this time."""
@@ -210,16 +141,7 @@ BATCH_BYTES = 1 << 20
 
 
 class StromPush:
-    """Sends and takes messages.
-
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
-        member: our part.
-        admission: judges peers.
-        sync: told who has a base when we need one.
-        outcomes: counts.
-    """
+    """Sends and takes messages; tells ``sync`` who has a base when we need one."""
 
     def __init__(  # noqa: PLR0917 - the parts of one strategy
         self,
@@ -235,8 +157,6 @@ class StromPush:
         self._swarm, self._clock = context.swarm, context.clock
         self._most_bytes = max(BATCH_BYTES, member.state.max_nbytes)
         self._gaps_s: dict[str, float] = {}
-
-    # As the one that calls
 
     async def push(self, peer: str, address: Address, *, relay: bool) -> bool:
         """Send a peer what it lacks; False when it is better left alone for a while."""
@@ -294,8 +214,6 @@ class StromPush:
         if log.history is None or history > log.history:
             self._member.in_step, self._sync.hint = False, peer
 
-    # As the one that is called
-
     async def answer(self, incoming: Incoming, push: RelayPush, *, relay: bool) -> Reply:
         """Add what is new to our parameters.
 
@@ -340,11 +258,8 @@ class StromPush:
         try:
             return await self._member.absorb(runs, push.summary.policy_version, relay=relay)
         except WireError as error:
-            self._strike(incoming.sender, error)
+            self._swarm.strike(incoming.sender, str(error))
             raise Refusal(422, f"a message can't be: {error}") from error
-
-    def _strike(self, sender: str, error: P2PDRLError) -> None:
-        self._swarm.strike(sender, str(error))
 
     def _have(self, push: RelayPush) -> Known:
         asked = self._member.log.covers(UpdateOrigin(node, boot) for node, boot in push.asks)
@@ -362,6 +277,156 @@ class StromPush:
             self._member.in_step, self._sync.hint = False, sender
 
 
+# --- bases -----------------------------------------------------------------------------------------
+
+FIRST_PAUSE_S = 0.05
+MOST_PAUSE_S = 1.0
+URGENT_AFTER = 6
+"""Rounds of asking, with growing pauses: about two seconds."""
+SILENT_AFTER = 3
+"""Rounds of asking after which those who don't answer are no longer waited for."""
+STATE_DEADLINE_S = 30.0
+"""Longest time for a base; it begins with the strategy's deadline and doubles when that wasn't enough."""
+
+Heard = Literal["taken", "wait", "failed"]
+
+
+class StromSync:
+    """Asks for bases, and gives them.
+
+    Attributes:
+        hint: who is known to have a base that we need.
+        taken: bases so far.
+    """
+
+    def __init__(
+        self, config: StromConfig, context: StrategyContext, member: StromMember, admission: ExchangeAdmission
+    ) -> None:
+        self._context, self._member, self._admission = context, member, admission
+        self._swarm, self._rng = context.swarm, random.Random(context.rng.getrandbits(64))
+        self._first_deadline_s = self._deadline_s = config.deadline_s
+        self.hint = ""
+        self.taken = 0
+
+    async def run(self) -> None:
+        """Ask until we are in step."""
+        rounds = 0
+        while not self._member.in_step:
+            if self._swarm.summary() is not None and await self._round(rounds):
+                return
+            rounds += 1
+            pause_s = min(FIRST_PAUSE_S * 2.0**rounds, MOST_PAUSE_S)
+            await asyncio.sleep(self._rng.uniform(0.5, 1.0) * pause_s)
+
+    async def _round(self, rounds: int) -> bool:
+        """Ask everybody who has a base, then one of them for it."""
+        living = self._swarm.alive()
+        peers = sorted(living)
+        answers = await asyncio.gather(*(self._probe(peer, living[peer]) for peer in peers))
+        told = dict(zip(peers, answers, strict=True))
+        histories = {peer: one.history for peer, one in told.items() if one is not None and one.history}
+        if histories:
+            best = [peer for peer in peers if histories.get(peer) == max(histories.values())]
+            giver = self.hint if self.hint in best else self._rng.choice(best)
+            heard = await self._ask(giver, living[giver], urgent=rounds >= URGENT_AFTER)
+            self.hint = giver if heard == "wait" else ""
+            return heard == "taken"
+        silent = [peer for peer in peers if told[peer] is None]
+        if silent and rounds < SILENT_AFTER:
+            return False
+        if any(peer < self._swarm.node_id for peer in peers if told[peer] is not None):
+            return False
+        history = self._member.log.history
+        await self._member.found(era=0 if history is None else history.era + 1)
+        return True
+
+    async def _probe(self, peer: str, address: Address) -> Asked | None:
+        """Ask which history a peer has; None when it doesn't say, or can't be mixed with."""
+        mine = self._swarm.summary()
+        if mine is None:
+            return None
+        try:
+            answer = await self._context.transport.call(
+                address,
+                peer,
+                ROUTE,
+                msgspec.msgpack.encode(BaseRequest(mine, self._member.log.own.boot, 0, probe=True)),
+                deadline_s=self._first_deadline_s,
+                lane="bulk",
+            )
+            told: Asked = decode(answer.meta, Asked, "answer of a member")
+        except (TransportError, TensorError):
+            return None
+        return told if self._admission.heard(peer, mine, told.summary, told.verdict) == "ok" else None
+
+    async def _ask(self, peer: str, address: Address, *, urgent: bool) -> Heard:
+        """Ask a peer for its base, and take it."""
+        mine, log = self._swarm.summary(), self._member.log
+        if mine is None:
+            return "failed"
+        have = [(origin.node, origin.boot, number) for origin, number in log.have.items()]
+        ask = BaseRequest(mine, log.own.boot, log.oldest_own, log.history, have, urgent)
+        base: Float32Array = np.empty(self._context.size, np.float32)
+        room = base.data.cast("B")
+        try:
+            answer = await self._context.transport.call(
+                address,
+                peer,
+                ROUTE,
+                msgspec.msgpack.encode(ask),
+                into=lambda _, nbytes: room if nbytes == len(room) else None,
+                deadline_s=self._deadline_s,
+                lane="bulk",
+            )
+            told: BaseState | Asked = decode(answer.meta, BaseState | Asked, "answer of a member")
+            if isinstance(told, Asked):
+                return "wait" if told.history is not None else "failed"
+            if answer.vector_nbytes != len(room):
+                return "failed"
+            contains = {UpdateOrigin(node, boot): number for node, boot, number in told.have}
+            version = max(mine.policy_version, told.summary.policy_version)
+            done = await self._member.take(GivenBase(told.history, contains, base), version)
+        except (PoisonedVectorError, WireError) as error:
+            self._swarm.strike(peer, str(error))
+            return "failed"
+        except (TransportError, TensorError) as error:
+            if isinstance(error, PeerTimeoutError):
+                self._deadline_s = min(2 * self._deadline_s, max(STATE_DEADLINE_S, self._deadline_s))
+            return "failed"
+        self.taken += 1
+        return "taken" if done else "failed"
+
+    async def answer(self, sender: str, ask: BaseRequest) -> Reply:
+        """Give our base.
+
+        Raises:
+            Refusal: see `ExchangeAdmission`; our own numbers are unusable (503).
+        """
+        mine = self._admission.admit(sender, stopping=False)
+        verdict = self._admission.judge(sender, mine, ask.summary)
+        log = self._member.log
+        if ask.probe or verdict is not Verdict.MIX or not self._member.in_step or log.history is None:
+            history = log.history if self._member.in_step else None
+            return Reply(msgspec.msgpack.encode(Asked(mine, verdict.value, history)))
+        have = {UpdateOrigin(node, boot): number for node, boot, number in ask.have}
+        if not log.contains(ask.history, have, UpdateOrigin(sender, ask.boot), ask.oldest):
+            if not ask.urgent:
+                return Reply(msgspec.msgpack.encode(Asked(mine, history=log.history)))
+            await self._member.found(era=log.history.era + 1)
+        try:
+            given = await self._member.give()
+        except PoisonedVectorError as error:
+            self._swarm.heal(f"our own parameters are unusable: {error}")
+            raise Refusal(503, "our own numbers are unusable") from error
+        if given is None:
+            return Reply(msgspec.msgpack.encode(Asked(mine)))
+        contains = [(origin.node, origin.boot, number) for origin, number in given.have.items()]
+        vector = given.base.data.cast("B")
+        return Reply(msgspec.msgpack.encode(BaseState(mine, given.history, contains)), vector=vector)
+
+
+# --- the loop --------------------------------------------------------------------------------------
+
 DIRECT_MEMBERS = 16
 DEGREE = 4
 POLL_S = 0.1
@@ -377,7 +442,7 @@ class StromStrategy(Strategy):
     Args:
         config: its options.
         context: what the node gives.
-        direct_members: up to so many nodes send straight to all others.
+        direct_members: up to so many nodes push straight to all others.
         window_bytes: see `StromMember`.
     """
 
@@ -418,12 +483,12 @@ class StromStrategy(Strategy):
 
     @property
     def residual(self) -> Float32Array:
-        """What of our learner's progress was told to nobody yet; the rest of our vector is the base."""
+        """What of our learner's progress was told to nobody yet; the rest of its vector is the base."""
         return self._member.state.residual
 
     @property
     def history(self) -> History | None:
-        """That our base belongs to; None before we have one."""
+        """The history that our base belongs to; None before we have one."""
         return self._member.log.history
 
     @property
@@ -479,8 +544,6 @@ class StromStrategy(Strategy):
         self._updates += updates
         self._all_updates += updates
         self._runner.news.set()
-
-    # What we do
 
     @property
     def _relay(self) -> bool:
@@ -553,8 +616,6 @@ class StromStrategy(Strategy):
         if failures:
             rest_s = max(rest_s, FIRST_REST_S * 2.0 ** min(failures, MOST_DOUBLINGS))
         self._rests[peer] = (failures, self._clock.monotonic() + rest_s)
-
-    # What others want
 
     async def answer(self, incoming: Incoming) -> Reply:
         """Serve a member's call.

@@ -1,116 +1,98 @@
-"""The base of both server strategies: views, shards that move between nodes, the calls of peers."""
+"""What both server strategies share: views of the group, this node as a server, and as a worker.
+
+In each view every node computes the same `ShardPlan`. Servers fill their shards (`restore`), successors keep
+replicas of them, and workers begin with the servers' parameters. How gradients are pushed, and what a server
+does with them, is up to the strategies: `server_sync`, `server_async`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Coroutine
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
 from p2pdrl.config.strategy import Mode, ServerOptions
+from p2pdrl.errors import PeerTimeoutError, PoisonedVectorError, TensorError, TransportError
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.group.service import ActiveView, Group
 from p2pdrl.group.view import ViewKey
-from p2pdrl.strategies.protocol import LearnerHandle, LearnerRequest, Strategy, StrategyContext
-from p2pdrl.strategies.servers.messages import GradientPush, Pull, ShardRequest
-from p2pdrl.strategies.servers.replica_store import ReplicaStore
-from p2pdrl.strategies.servers.server_host import ServerHost
-from p2pdrl.strategies.servers.shard import Shard
-from p2pdrl.strategies.servers.shard_plan import ServerNote, make_plan, read_note
-from p2pdrl.strategies.servers.shard_server import ShardServer, ShardServerOptions
+from p2pdrl.strategies.learner_requests import RequestQueue
+from p2pdrl.strategies.offload import heavy
+from p2pdrl.strategies.own_vector import read_now
+from p2pdrl.strategies.protocol import Strategy, StrategyContext
+from p2pdrl.strategies.servers.messages import GradientPush, Pull, ShardRequest, Take
+from p2pdrl.strategies.servers.shard import NobodyGivesError, Puller, ReplicaStore, Shard, restore
+from p2pdrl.strategies.servers.shard_client import BadServerError, PoisonedPushError, ShardClient, SliceAnswer
+from p2pdrl.strategies.servers.shard_plan import ServerNote, ShardSpan, make_plan, pieces, read_note
+from p2pdrl.strategies.servers.shard_server import ReceivedPush, ShardServer, ShardServerOptions
 from p2pdrl.strategies.servers.view_session import ViewSession
-from p2pdrl.strategies.task_runner import OutcomeMetrics
+from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
+from p2pdrl.tensors import mix
+from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
-__all__ = ["LearnerRequests", "ServedStrategy"]
-
-
-class LearnerRequests:
-    """Waits for posts, from view to view.
-
-    Args:
-        learner: the node's.
-        stopped: set when the strategy is to end; then nobody waits any longer.
-    """
-
-    def __init__(self, learner: LearnerHandle, stopped: asyncio.Event) -> None:
-        self._learner = learner
-        self._stopped = stopped
-        self._next: asyncio.Task[LearnerRequest] | None = None
-        self._end: asyncio.Task[bool] | None = None
-
-    async def next(self, timeout_s: float | None = None) -> LearnerRequest | None:
-        """Return the next post; None when none came in time, or we are stopped."""
-        task = self._next
-        if task is None:
-            task = self._next = asyncio.create_task(self._learner.next_post(), name="post")
-        if self._end is None:
-            self._end = asyncio.create_task(self._stopped.wait(), name="stop")
-        await asyncio.wait([task, self._end], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        # From here on nothing waits, so nobody can be cancelled with a post in his hands.
-        if self._stopped.is_set() or self._next is not task or not task.done():
-            return None
-        self._next = None
-        return task.result()
-
-    async def close(self) -> None:
-        """Wait for no more posts; what came and wasn't taken is left to the learner."""
-        tasks = [task for task in (self._next, self._end) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._next = self._end = None
+__all__ = ["ServedStrategy"]
 
 
 POLL_S = 0.1
-TERM_S = 2.0
-"""How long a peer's call waits until the view that is in force is acted in here."""
+SESSION_S = 2.0
+"""The longest that a peer's call waits until this node acts in the view that is in force."""
 ROUND_SHARE = 0.4
 """Part of the time to stop in that the round in flight may take; what is left is for handing over."""
-
-T = TypeVar("T")
+KEEP_S = 2.0
+"""A successor pulls its replica so often; less when pulling takes long."""
+KEEP_SHARE = 10.0
+"""Between two rounds of pulling lies at least so many times what the last one took."""
+FORGET_S = 10.0
+"""A view this old needs no replicas of an older one any more."""
+RESTORE_AGAIN_S = 0.2
+HANDOVER_S = 3.0
+RETRY_S = 0.25
+ADOPT_S = 1.0
 
 
 class ServedStrategy(Strategy, ABC):
     """Parameter servers among the nodes themselves.
 
     Args:
-        config: the strategy's options.
-        context: what the node gives.
         differences: whether workers may be sent differences between versions.
+        ahead: gradients that the learner gives without waiting for the first one's answer.
     """
 
     mode: Mode
 
-    def __init__(self, config: ServerOptions, context: StrategyContext, *, differences: bool) -> None:
-        self._options = config
-        self._context = context
-        self._swarm = context.swarm
-        self._differences = differences
+    def __init__(
+        self, config: ServerOptions, context: StrategyContext, *, differences: bool, ahead: int = 1
+    ) -> None:
+        self._options, self._context, self._differences = config, context, differences
+        self._swarm, self._learner, self._clock = context.swarm, context.learner, context.clock
         self._me = context.swarm.node_id
         self._group = Group(context.swarm, context.transport, context.clock, context.epoch, self._note)
         self._store = ReplicaStore(context.size)
+        self._counts: Counter[str] = Counter()
+        """What happened here as a server and as a worker, for status."""
+        self._outcomes = OutcomeMetrics(context.swarm)
         self._stopped = asyncio.Event()
         self._stop_s = 0.0
-        self._posts = LearnerRequests(context.learner, self._stopped)
-        self._task: asyncio.Task[None] | None = None
-        self._outcomes = OutcomeMetrics(context.swarm)
-        self._host = ServerHost(
-            config, context, self._store, self._group.doubt, self._open_server, differences=differences
-        )
+        self._requests = RequestQueue(context.learner, context.clock, ahead=ahead)
+        self._runner = TaskRunner()
         self._session: ViewSession | None = None
-        self._termed = asyncio.Event()
+        self._changed = asyncio.Event()
+        """Set and replaced when a session begins."""
         self._summary: Summary | None = None
         self._policy = 0
-        self._served_by: tuple[str, ...] = ()
+        self._servers: tuple[str, ...] = ()
+        self._on_board = -1
+        """Version of the vector that was last put on the board."""
 
     # What the strategies add
 
     @abstractmethod
-    def _open_server(self, session: ViewSession, shard: Shard, options: ShardServerOptions) -> ShardServer:
+    def _open_server(self, shard: Shard, options: ShardServerOptions) -> ShardServer:
         """Put a shard to work."""
 
     @abstractmethod
@@ -139,7 +121,7 @@ class ServedStrategy(Strategy, ABC):
         """Role, shard, version, servers and counts, for status."""
         session, facts = self._session, dict[str, float | str]()
         facts["version"] = float(max(0, self._store.copy_version))
-        facts.update({name: float(count) for name, count in sorted(self._host.counts.items())})
+        facts.update({name: float(count) for name, count in sorted(self._counts.items())})
         if session is None:
             return {"role": "waiting for a group", **facts}
         names = [self._swarm.name_of(server) for server in dict.fromkeys(session.plan.servers)]
@@ -153,41 +135,26 @@ class ServedStrategy(Strategy, ABC):
 
     async def start(self) -> None:
         """Begin."""
-        self._task = asyncio.create_task(self._run(), name="served")
+        self._runner.start(self._run(), self._requests.follow())
 
     async def stop(self, timeout_s: float) -> None:
         """Finish the round in flight and hand our shard over, at most ``timeout_s`` long; end."""
         self._stop_s = timeout_s
         self._stopped.set()
-        if self._task is not None:
-            _, late = await asyncio.wait([self._task], timeout=timeout_s)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        await self._posts.close()
+        self._requests.close()
+        await self._runner.stop(0.0 if self._session is None else timeout_s)
         await self._group.stop()
         self._store.clear()
 
     async def watch(self) -> None:
         """Wait until the strategy is stopped; raise what ended it before: a bug of ours."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
-            if not self._task.cancelled():
-                self._task.result()
+        await self._runner.watch()
 
     def updated(self, updates: int) -> None:
-        """Rounds follow posts, not updates."""
+        """Servers follow the learner's requests, not its updates."""
         del updates
 
-    # Views
-
-    async def _ready(self) -> None:
-        """Wait until there are parameters to bring along, and members enough."""
-        least = self._context.start_at_members
-        while True:
-            if self._swarm.summary() is not None and len(self._swarm.alive()) + 1 >= least:
-                return
-            await asyncio.sleep(POLL_S)
+    # From view to view
 
     def _note(self) -> bytes:
         held = self._store
@@ -209,87 +176,52 @@ class ServedStrategy(Strategy, ABC):
         return note.encode()
 
     def _pin(self) -> int:
-        """Our place among the pinned servers; -1 for none."""
+        """Our index among the pinned servers; -1 for none."""
         pinned = self._options.pinned
         for called in (self._me, self._swarm.name_of(self._me)):
             if called in pinned:
                 return pinned.index(called)
         return -1
 
-    async def _run(self) -> None:
-        await self._or_stop(self._ready())
-        if self._stopped.is_set():
-            return
-        await self._group.start()
-        key: ViewKey | None = None
-        watching = asyncio.create_task(self._group.watch(), name="group")
-        try:
-            while not self._stopped.is_set():
-                active = await self._or_stop(self._group.active(key), watching)
-                if active is None:
-                    break
-                key = active.view.key
-                await self._act(active)
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+    async def _ready(self) -> None:
+        """Wait until there are parameters to bring along, and members enough."""
+        least = self._context.start_at_members
+        while True:
+            if self._swarm.summary() is not None and len(self._swarm.alive()) + 1 >= least:
+                return
+            await asyncio.sleep(POLL_S)
 
-    async def _or_stop(self, waiting: Coroutine[Any, Any, T], *others: asyncio.Task[None]) -> T | None:
-        """Wait for something; None when we were stopped first, or one of ``others`` has ended."""
-        task = asyncio.ensure_future(waiting)
-        stopped = asyncio.ensure_future(self._stopped.wait())
-        try:
-            await asyncio.wait([task, stopped, *others], return_when=asyncio.FIRST_COMPLETED)
-            for other in others:
-                if other.done():
-                    other.result()
-            return task.result() if task.done() else None
-        finally:
-            for one in (task, stopped):
-                one.cancel()
-            await asyncio.gather(task, stopped, return_exceptions=True)
+    async def _run(self) -> None:
+        await self._ready()
+        await self._group.start()
+        await self._group.run(self._act, done=self._stopped.is_set)
 
     async def _act(self, active: ActiveView) -> None:
-        """Act in a view until it is no longer in force."""
+        """Act in a view until it ends and we are cancelled, or until we are stopped."""
         session = self._begin(active)
-        ended = asyncio.create_task(self._group.ended(session.key), name="view")
-        tasks = {
-            asyncio.create_task(self._work(session), name="worker"),
-            asyncio.create_task(self._host.insure(session), name="keeper"),
-        }
+        worker = asyncio.create_task(self._work(session), name="worker")
+        tasks = {worker, asyncio.create_task(self._keep_replicas(session), name="replicas")}
         if session.index is not None:
-            tasks.add(
-                asyncio.create_task(
-                    self._host.serve(session, session.plan.spans[session.index]), name="server"
-                )
-            )
+            span = session.plan.spans[session.index]
+            tasks.add(asyncio.create_task(self._serve(session, span), name="server"))
         stopped = asyncio.create_task(self._stopped.wait(), name="stop")
         try:
-            await asyncio.wait({ended, stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-            if stopped.done() and not ended.done():
-                await self._finish(session, tasks, ended)
+            await asyncio.wait({stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                await asyncio.wait([worker], timeout=ROUND_SHARE * self._stop_s)
+                if self._stop_s > 0:
+                    await self._hand_over(session)
             for task in tasks:
                 if task.done():
                     task.result()
         finally:
-            for one in (ended, stopped, *tasks):
+            for one in (stopped, *tasks):
                 one.cancel()
-            await asyncio.gather(ended, stopped, *tasks, return_exceptions=True)
+            await asyncio.gather(stopped, *tasks, return_exceptions=True)
             await session.close("the group's view has changed")
             self._session = None
             if self._stopped.is_set():
-                self._termed.set()
-
-    async def _finish(
-        self, session: ViewSession, tasks: Collection[asyncio.Task[None]], ended: asyncio.Task[None]
-    ) -> None:
-        """We are stopped: let the worker finish its round, while the view lasts; hand our shard over."""
-        work = next(task for task in tasks if task.get_name() == "worker")
-        await asyncio.wait(
-            [work, ended], timeout=ROUND_SHARE * self._stop_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not ended.done() and self._stop_s > 0:
-            await self._host.hand_over(session)
+                self._changed.set()
 
     def _begin(self, active: ActiveView) -> ViewSession:
         size = self._context.size
@@ -299,14 +231,245 @@ class ServedStrategy(Strategy, ABC):
         )
         if self._me not in plan.holders:
             self._store.clear()  # of another branch, or of none
-        session = self._session = ViewSession(active, plan, notes, self._swarm, self._group)
-        self._termed.set()
-        self._termed = asyncio.Event()
-        names = ", ".join(self._swarm.name_of(server) for server in plan.servers[:20])
-        if plan.servers != self._served_by:
-            self._served_by = plan.servers
+        session = self._session = ViewSession(active.view, plan, notes, self._me, self._group)
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if plan.servers != self._servers:
+            self._servers = plan.servers
+            names = ", ".join(self._swarm.name_of(server) for server in plan.servers[:20])
             self._swarm.tell("servers", f"served by {names}")
         return session
+
+    # As a server
+
+    async def _serve(self, session: ViewSession, span: ShardSpan) -> None:
+        """Fill our shard, put it to work, and stay."""
+        plan, context = session.plan, self._context
+        if plan.seed:
+            shard = Shard(span, self._options, plan.version, differences=self._differences)
+        else:
+            shard = await self._filled(session, span)
+        self._store.replace_shard(shard)
+        shard.progress = plan.progress
+        options = ShardServerOptions(
+            config=self._options,
+            members=session.members,
+            givers=plan.givers,
+            seed=plan.seed,
+            version=plan.version,
+            clock=self._clock,
+            learning_rate=self._learning_rate,
+            max_abs=context.max_abs,
+            strike=self._swarm.strike,
+            doubt=self._group.doubt,
+            counts=self._counts,
+        )
+        session.open(self._open_server(shard, options))
+        await asyncio.Event().wait()
+
+    def _learning_rate(self) -> float:
+        rate = self._options.learning_rate
+        return self._learner.learning_rate if rate is None else rate
+
+    async def _filled(self, session: ViewSession, span: ShardSpan) -> Shard:
+        """Return our shard with the freshest contents: as it is, or restored."""
+        plan = session.plan
+        parts = pieces(span, self._me, plan, session.notes)
+        best = max(holder.version for part in parts for holder in part.holders[:1])
+        shard = self._store.shard
+        if shard is None or shard.span != span or shard.published is None or shard.version < best:
+            shard = Shard(span, self._options, plan.version, differences=self._differences)
+            while True:
+                try:
+                    with_state = await restore(shard, parts, self._puller(session))
+                    break
+                except (NobodyGivesError, TensorError) as error:
+                    self._counts["restores_failed"] += 1
+                    self._swarm.tell("servers", f"our shard can't be filled: {error}", warning=True)
+                    await asyncio.sleep(RESTORE_AGAIN_S)
+            what = "with" if with_state else "without"
+            self._swarm.tell("servers", f"took over entries {span.start} to {span.stop - 1}, {what} momenta")
+            self._counts["takeovers"] += 1
+        await shard.republish(plan.version)
+        return shard
+
+    def _puller(self, session: ViewSession) -> Puller:
+        return Puller(
+            self._me,
+            session.key,
+            self._store,
+            self._context.transport,
+            self._group.address,
+            self._context.max_abs,
+            self._swarm.strike,
+            self._options,
+        )
+
+    async def _keep_replicas(self, session: ViewSession) -> None:
+        """Pull replicas of the shards that we would take over, again and again."""
+        plan = session.plan
+        mine = [
+            (server, span)
+            for server, span, successor in zip(plan.servers, plan.spans, plan.successors, strict=True)
+            if successor == self._me != server
+        ]
+        began_s, pause_s = self._clock.monotonic(), KEEP_S
+        while True:
+            await asyncio.sleep(pause_s)
+            before_s = self._clock.monotonic()
+            for server, span in mine:
+                await self._replicate(session, server, span)
+            now_s = self._clock.monotonic()
+            pause_s = max(KEEP_S, KEEP_SHARE * (now_s - before_s))
+            if now_s - began_s > FORGET_S:
+                self._store.forget({span for _, span in mine}, keep_shard=session.index is not None)
+
+    async def _replicate(self, session: ViewSession, server: str, span: ShardSpan) -> bool:
+        """Pull one replica, where there is a newer one; False when that failed."""
+        have = self._store.kept.get(span)
+        try:
+            contents = await self._puller(session).pull(
+                server, span, 0 if have is None else have.version + 1, parameters=True, state=True
+            )
+        except (TransportError, PoisonedVectorError):
+            return False
+        self._store.keep(contents)
+        return True
+
+    async def _hand_over(self, session: ViewSession) -> None:
+        """Let our successor pull our shard before we leave."""
+        shard = self._store.shard
+        if session.index is None or shard is None or shard.published is None:
+            return
+        successor = session.plan.successors[session.index]
+        if successor == self._me:
+            return
+        take = Take(session.key, *shard.span, shard.version)
+        try:
+            await self._context.transport.call(
+                self._group.address(successor),
+                successor,
+                "shard",
+                msgspec.msgpack.encode(take),
+                deadline_s=HANDOVER_S,
+                lane="bulk",
+            )
+        except TransportError:
+            self._counts["handovers_failed"] += 1
+
+    # As a worker
+
+    async def _join(self, session: ViewSession, client: ShardClient, *, settle: bool) -> list[int]:
+        """Begin a view with the servers' parameters, to which our own are the seed if there were none.
+
+        Args:
+            session: the view.
+            client: to its servers.
+            settle: whether all slices must be of one version.
+
+        Returns:
+            The version of each shard.
+        """
+        await self._adopt(session)
+        if session.plan.seed and not session.plan.givers:
+            await self._wait_for_parameters()
+        while True:
+            try:
+                versions = await self._fetch_first(session, client, settle=settle)
+            except BadServerError as error:
+                self._reject(error)
+            except PoisonedPushError as error:
+                self._swarm.heal(f"our own parameters are unusable: {error}")
+            except PeerTimeoutError as error:
+                self._swarm.tell("servers", str(error), warning=True)
+            else:
+                self._store.branch = f"{session.key.generation}/{session.key.proposer[-12:]}"
+                return versions
+            await asyncio.sleep(RETRY_S)
+
+    async def _adopt(self, session: ViewSession) -> None:
+        """Take the whole state of the lineage that stays, where ours is another."""
+        plan, mine = session.plan, session.notes[self._me].lineage
+        while mine and plan.lineage and mine != plan.lineage:
+            why = f"lineage {plan.lineage} has more steps than ours"
+            if await self._swarm.adopted(plan.donor, plan.lineage, why):
+                self._on_board = -1
+                return
+            await asyncio.sleep(ADOPT_S)
+
+    async def _wait_for_parameters(self) -> None:
+        """Nobody in this view had parameters: once we have some, ask for a view that knows it."""
+        while True:
+            await asyncio.sleep(ADOPT_S)
+            if self._swarm.summary() is not None:
+                self._group.doubt(self._me, "it has parameters by now")
+
+    async def _fetch_first(self, session: ViewSession, client: ShardClient, *, settle: bool) -> list[int]:
+        plan = session.plan
+        if plan.seed and self._me in plan.givers:
+            own = await self._own_parameters()
+            parts = await client.insist_all(GradientPush(session.key, 0, "seed", plan.version), own)
+        else:
+            parts = await client.fetch(plan.version)
+        if settle:
+            parts = await client.settle(parts)
+        try:
+            versions = [part.head.version for part in parts]
+            await self._take_parts(client, parts, max(versions), min(versions))
+            return versions
+        finally:
+            client.release(parts)
+
+    async def _own_parameters(self) -> Float32Array:
+        """Return our own parameters, as they are on the board."""
+        out, board = self._store.blank_copy(), self._learner.board
+        while True:
+            try:
+                await heavy(out.nbytes, lambda: read_now(board, out, self._context.max_abs))
+                return out
+            except PoisonedVectorError as error:
+                self._swarm.heal(f"our own parameters are unusable: {error}")
+            except TensorError:
+                pass  # nothing was published yet
+            await asyncio.sleep(RETRY_S)
+
+    async def _take_parts(
+        self, client: ShardClient, parts: Sequence[SliceAnswer | None], policy: int, version: int
+    ) -> float:
+        """Put slices together, keep the vector, and put it on the board when it is another than before.
+
+        Args:
+            client: that brought them.
+            policy: policy version for the learner.
+            version: for our note: every slice has it, or a higher one.
+
+        Returns:
+            Euclidean norm of the change.
+
+        Raises:
+            BadServerError: a slice is unusable; nothing was changed.
+        """
+        out = self._store.blank_copy()
+        held = None if self._store.copy is None else self._store.copy.parameters
+
+        def work() -> float:
+            client.assemble(parts, held, out)
+            return mix.norm(out) if held is None else mix.distance(out, held)
+
+        changed = await heavy(3 * out.nbytes, work)
+        await self._store.replace_copy(out, version)
+        progress = [part.head.progress for part in parts if part is not None]
+        self._store.progress = max(self._store.progress, *progress, 0)
+        if changed or self._on_board != policy:
+            self._on_board = -1
+            await heavy(out.nbytes, lambda: self._learner.board.post_set(out, None, policy))
+            self._on_board = policy
+        return changed
+
+    def _reject(self, error: BadServerError) -> None:
+        """Strike and doubt a server that gave something unusable."""
+        self._swarm.strike(error.server, str(error))
+        self._group.doubt(error.server, "its parameters are unusable")
 
     # Peers' calls
 
@@ -326,23 +489,45 @@ class ServedStrategy(Strategy, ABC):
             raise Refusal(403, "quarantined after poisoned vectors")
         if incoming.route == "push":
             head: GradientPush = decode(incoming.meta, GradientPush, "push")
-            session = await self._term_of(head.key, incoming.sender)
-            work = self._host.answer_push(incoming, head, session)
+            session = await self._session_of(head.key, incoming.sender)
+            work = self._answer_push(incoming, head, session)
             return await self._group.hold(incoming.sender, head.call, work)
         request: ShardRequest = decode(incoming.meta, ShardRequest, "shard message")
-        session = await self._term_of(request.key, incoming.sender)
+        session = await self._session_of(request.key, incoming.sender)
         if isinstance(request, Pull):
-            return await self._host.answer_pull(request)
-        return await self._host.answer_take(incoming.sender, request, session)
+            pulled, contents = await self._store.serve(request)
+            meta = msgspec.msgpack.encode(pulled)
+            return Reply(meta, contents.views, on_end=lambda _: self._store.sent())
+        return await self._answer_take(incoming.sender, request, session)
 
-    async def _term_of(self, key: ViewKey, sender: str) -> ViewSession:
-        """Return the view that a message belongs to, once we act in it."""
+    async def _answer_push(self, incoming: Incoming, head: GradientPush, session: ViewSession) -> Reply:
+        if head.shard != session.index:
+            raise Refusal(409, "another node serves this shard")
+        server = await session.server(self._options.deadline_s)
+        answer, held = await server.push(incoming.sender, head, ReceivedPush(incoming))
+        meta = msgspec.msgpack.encode(answer)
+        if held is None:
+            return Reply(meta)
+        vector = held.delta if answer.kind == "delta" else held.vector.data.cast("B")
+        return Reply(meta, vector, on_end=lambda _: held.release())
+
+    async def _answer_take(self, sender: str, take: Take, session: ViewSession) -> Reply:
+        """Pull the shard of a server that leaves."""
+        span = ShardSpan(take.start, take.stop)
+        if (sender, span) not in zip(session.plan.servers, session.plan.spans, strict=True):
+            raise Refusal(409, "this shard isn't yours to give")
+        if not await self._replicate(session, sender, span):
+            raise Refusal(503, "the shard couldn't be pulled")
+        return Reply(b"")
+
+    async def _session_of(self, key: ViewKey, sender: str) -> ViewSession:
+        """Return the session of the view that a message belongs to, once we act in it."""
         self._group.check(key)
         session = self._session
         if (session is None or session.key != key) and not self._stopped.is_set():
             try:
-                async with asyncio.timeout(TERM_S):
-                    await self._termed.wait()
+                async with asyncio.timeout(SESSION_S):
+                    await self._changed.wait()
             except TimeoutError as error:
                 raise Refusal(503, "this node doesn't act in that view yet") from error
             self._group.check(key)

@@ -1,10 +1,10 @@
 """What workers and servers say to each other, on two routes.
 
-    worker ── Push, gradient or parameters ──▶ server      route "push"
-           ◀── Given, parameters ──
-    server ── Pull ──▶ whoever holds a piece               route "shard"
+    worker ── GradientPush, gradient or parameters ──▶ server    route "push"
+           ◀── ServerAnswer, parameters ──
+    server ── Pull ──▶ whoever holds a piece                     route "shard"
            ◀── Pulled, parameters, optimizer state ──
-    server that leaves ── Take ──▶ its successor           route "shard": which then pulls
+    server that leaves ── Take ──▶ its successor                 route "shard": which then pulls
 
 Every message carries the view in which it counts. All fields are bounded; vectors are checked where they
 are read.
@@ -24,8 +24,8 @@ from p2pdrl.strategies.servers.shard_plan import ShardSpan
 __all__ = ["GradientPush", "Op", "Pull", "Pulled", "ServerAnswer", "ShardRequest", "Take"]
 
 Op = Literal["seed", "step", "idle", "fetch"]
-"""``seed``: parameters, of which the first are the mean; ``step``: a gradient; ``idle``: nothing to give to
-this round; ``fetch``: only give me the parameters."""
+"""``seed``: parameters, whose mean the shard begins with; ``step``: a gradient; ``idle``: no gradient for
+this round; ``fetch``: only the parameters are wanted."""
 Weight = Annotated[float, Meta(ge=0, le=1e12)]
 Step = Annotated[int, Meta(ge=-1, lt=2**53)]
 
@@ -37,13 +37,12 @@ class GradientPush(msgspec.Struct, frozen=True):
         key: view in force at the worker.
         shard: index of the shard.
         op: what it is about.
-        number: version of the shard that a gradient was computed on; the least one that a fetch is about.
-        base: version of the version buffer that the worker holds, to which a difference may be sent; -1 for
-            none.
+        number: version of the shard that a gradient was computed on; the least one that a fetch asks for.
+        base: version that the worker holds, to which a difference may be sent; -1 for none.
         weight: samples behind a gradient.
         policy: the worker's policy version.
         wants: whether the answer shall bring parameters.
-        call: number of the call, for those whose answers are held (see `group.holding`).
+        call: its number, for calls whose answers are held (see `group.calls`).
         left: gradients of the worker's update that come after this one.
     """
 
@@ -85,15 +84,10 @@ class ServerAnswer(msgspec.Struct, frozen=True):
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """Give me what you hold of ``start`` to ``stop``.
+    """A request for what the receiver holds of the entries from ``start`` up to ``stop``.
 
     Attributes:
-        key: view in force at the sender.
-        start: first entry.
-        stop: behind the last.
-        version: the least version worth having.
-        parameters: whether they are wanted.
-        state: whether the optimizer's state is.
+        version: the least worth having.
     """
 
     key: ViewKey
@@ -105,7 +99,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
 
     @property
     def span(self) -> ShardSpan:
-        """What it asks for."""
+        """The entries."""
         return ShardSpan(self.start, self.stop)
 
 
@@ -122,7 +116,7 @@ class Pulled(msgspec.Struct, frozen=True):
 
 
 class Take(msgspec.Struct, frozen=True, tag="take"):
-    """I leave: pull my shard now."""
+    """A leaving server's request that its successor pull the shard now."""
 
     key: ViewKey
     start: Natural

@@ -17,89 +17,48 @@ from p2pdrl.strategies.protocol import LearnerRequest, Merged, RoundReport, Stra
 from p2pdrl.strategies.servers.base import ServedStrategy
 from p2pdrl.strategies.servers.messages import GradientPush, ServerAnswer
 from p2pdrl.strategies.servers.shard import Shard
-from p2pdrl.strategies.servers.shard_client import (
-    BadServerError,
-    PoisonedPushError,
-    ServerWorker,
-    ShardClient,
-    SliceAnswer,
-    together,
-)
-from p2pdrl.strategies.servers.shard_server import (
-    Answered,
-    PushReader,
-    ReceivedPush,
-    Seeding,
-    ShardServer,
-    ShardServerOptions,
-    Turns,
-    give,
-)
+from p2pdrl.strategies.servers.shard_client import BadServerError, PoisonedPushError, ShardClient, SliceAnswer
+from p2pdrl.strategies.servers.shard_server import Answered, ReceivedPush, ShardServer, ShardServerOptions
 from p2pdrl.strategies.servers.view_session import ViewSession
+from p2pdrl.strategies.task_runner import together
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.protocol import Refusal
 
-__all__ = ["AsyncShardServer", "ServerAsyncStrategy", "bucket_of", "weight_of"]
+__all__ = ["ServerAsyncStrategy", "bucket_of", "weight_of"]
 
 
-class AsyncShardServer:
-    """One shard at work in one view.
+class AsyncShardServer(ShardServer):
+    """One shard at work in one view."""
 
-    Args:
-        shard: filled, unless ``seed``.
-        config: the strategy's options.
-        options: what the node and the view give.
-        seed: whether the shard becomes the mean of the givers' parameters first.
-    """
-
-    def __init__(
-        self, shard: Shard, config: ServerAsyncConfig, options: ShardServerOptions, *, seed: bool
-    ) -> None:
-        self._shard = shard
+    def __init__(self, shard: Shard, config: ServerAsyncConfig, options: ShardServerOptions) -> None:
+        super().__init__(shard, options)
         self._config = config
-        self._options = options
-        self._inbox = PushReader(config, shard.span.size, options.max_abs, options.strike)
-        self._turns = Turns()
         self._gradient: Float32Array = np.empty(shard.span.size, np.float32)
-        self._seeding = Seeding(shard, options, self._inbox, self._turns.turn) if seed else None
         self._why: str | None = None
-
-    async def push(self, sender: str, head: GradientPush, parcel: ReceivedPush) -> Answered:
-        """Take what a worker sends: apply its gradient, give the parameters if they are wanted.
-
-        Raises:
-            Refusal: the view has ended (409), or no parameters came in time (408).
-            TensorError: what it sent is poisoned.
-        """
-        given = ServerAnswer(self._shard.version)
-        if head.op == "seed" and self._seeding is not None:
-            await self._seeding.give(sender, parcel)
-        elif head.op == "step" and head.weight > 0:
-            await self._filled()
-            given = await self._step(sender, head, parcel)
-        else:
-            await self._filled()
-        await self._inbox.drain(parcel)
-        if head.wants:
-            await self._refresh()
-        return give(self._shard, head.base, given, wants=head.wants)
 
     async def close(self, why: str) -> None:
         """Refuse everybody, and wait for a step that is under way."""
         self._why = why
-        self._turns.close(why)
-        if self._seeding is not None:
-            await self._seeding.close(why)
+        await super().close(why)
         async with self._shard.lock:
             pass
 
-    async def _filled(self) -> None:
-        while self._shard.version_buffer is None:
-            await self._turns.next(self._options.config.deadline_s)
+    async def _serve(self, sender: str, head: GradientPush, push: ReceivedPush) -> ServerAnswer:
+        """Apply a gradient, where the worker brings one."""
+        await self._reach()
+        if head.op == "step" and head.weight > 0:
+            return await self._step(sender, head, push)
+        return ServerAnswer(self._shard.version)
 
-    async def _step(self, sender: str, head: GradientPush, parcel: ReceivedPush) -> ServerAnswer:
+    async def _give(self, answer: ServerAnswer, head: GradientPush) -> Answered:
+        """Give the parameters with all steps so far."""
+        if head.wants:
+            await self._shard.republish()
+        return await super()._give(answer, head)
+
+    async def _step(self, sender: str, head: GradientPush, push: ReceivedPush) -> ServerAnswer:
         shard, options = self._shard, self._options
-        async with self._inbox.received(parcel, whole=False) as data, shard.lock:
+        async with self._reader.read(push, whole=False) as data, shard.lock:
             if self._why is not None:
                 raise Refusal(409, self._why)
             staleness = max(0, shard.version - head.number)
@@ -113,7 +72,7 @@ class AsyncShardServer:
             rate = weight * options.learning_rate()
 
             def work() -> None:
-                self._inbox.decode_now(sender, data, self._gradient, whole=False)
+                self._reader.decode_now(sender, data, self._gradient, whole=False)
                 if math.isfinite(rate):
                     shard.apply(self._gradient, rate)
 
@@ -126,14 +85,6 @@ class AsyncShardServer:
                 shard.stepping = False
             options.counts["steps"] += 1
             return ServerAnswer(shard.version, merged=((sender, weight),), staleness=staleness)
-
-    async def _refresh(self) -> None:
-        """See to it that the newest version buffer is of the present version."""
-        shard = self._shard
-        async with shard.lock:
-            if shard.version_buffer is None or shard.version_buffer.version != shard.version:
-                version = shard.version
-                shard.publish(await shard.edit(), version)
 
 
 def weight_of(staleness: int, config: ServerAsyncConfig) -> float:
@@ -165,22 +116,15 @@ LOST_FOR_GOOD = 12
 
 
 class ServerAsyncStrategy(ServedStrategy):
-    """Pushes and fetches without rounds.
-
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
-    """
+    """Pushes and fetches without rounds."""
 
     mode: Mode = "server-async"
 
     def __init__(self, config: ServerAsyncConfig, context: StrategyContext) -> None:
-        super().__init__(config, context, differences=False)
+        super().__init__(config, context, differences=False, ahead=max(1, config.ahead))
         self._config = config
-        self._worker = ServerWorker(context, self._store)
-        self._learner = context.learner
-        self._clock = context.clock
         self._versions: list[int] = []
+        """Of the shards, as we hold them."""
         self._sets: deque[tuple[int, list[int]]] = deque(maxlen=SETS_REMEMBERED)
         """Policy version and shards' versions of what was put on the board, the latest last."""
         self._taking = asyncio.Lock()
@@ -188,67 +132,63 @@ class ServerAsyncStrategy(ServedStrategy):
         self._lost: Counter[str] = Counter()
         """Calls that failed in a row, by server."""
 
-    def _open_server(self, session: ViewSession, shard: Shard, options: ShardServerOptions) -> ShardServer:
-        return AsyncShardServer(shard, self._config, options, seed=session.plan.seed)
+    def _open_server(self, shard: Shard, options: ShardServerOptions) -> ShardServer:
+        return AsyncShardServer(shard, self._config, options)
 
     async def _work(self, session: ViewSession) -> None:
-        client = ShardClient(session, self._context, self._config, differences=False)
-        self._versions = await self._worker.join(session, client, settle=False)
+        lanes = [
+            ShardClient(session, self._context, self._config, differences=False)
+            for _ in range(max(1, self._config.ahead))
+        ]
+        self._versions = await self._join(session, lanes[0], settle=False)
         self._sets.clear()
         self._sets.append((max(self._versions), list(self._versions)))
-        lanes = [client]
-        lanes += [
-            ShardClient(session, self._context, self._config, differences=False)
-            for _ in range(self._config.ahead - 1)
-        ]
-        await together(*(self._lane(lane) for lane in lanes))
+        await together(*(self._lane(client) for client in lanes))
 
     async def _lane(self, client: ShardClient) -> None:
         """Push one gradient after the other."""
         deadline = CallDeadline(self._config.deadline_s)
         while not self._stopped.is_set():
-            post = await self._posts.next()
-            if post is None:
+            request = await self._requests.take()
+            if request is None:
                 continue
             try:
-                await self._push(client, post, deadline)
+                await self._push(client, request, deadline)
             except asyncio.CancelledError:
                 # The view has ended: what was under way is lost, and the learner goes on.
-                self._end(post, RoundReport("regrouped"))
+                self._answer_learner(request, RoundReport("regrouped"))
                 raise
 
-    async def _push(self, client: ShardClient, post: LearnerRequest, deadline: CallDeadline) -> None:
+    async def _push(self, client: ShardClient, request: LearnerRequest, deadline: CallDeadline) -> None:
         began_s = self._clock.monotonic()
         enough = 0 < self._context.max_exchanges <= self._outcomes.count("ok")
-        gradient = post.vector
+        gradient = request.vector
         if gradient is None or enough:
-            self._learner.answer(post, "none")
+            self._learner.answer(request, "none")
             return
-        bases = self._bases(post)
+        bases = self._bases(request)
         self._pushes += 1
         wants = self._pushes % self._config.fetch_every == 0
         try:
             await heavy(8 * gradient.size, lambda: client.encode(gradient))
         except PoisonedVectorError as error:
             self._swarm.tell("servers", f"our gradient isn't given away: {error}", warning=True)
-            self._end(post, RoundReport("poisoned", error=str(error)))
+            self._answer_learner(request, RoundReport("poisoned", error=str(error)))
             return
-        shards = range(len(client.spans))
-        outcomes: list[str] = []
-        parts = await together(
-            *(
-                self._ask(
-                    client,
-                    shard,
-                    post,
-                    base=bases[shard],
-                    wants=wants,
-                    deadline=deadline,
-                    outcomes=outcomes,
-                )
-                for shard in shards
+        heads = [
+            GradientPush(
+                client.session.key,
+                shard,
+                "step",
+                base,
+                weight=float(request.samples),
+                policy=request.policy_version,
+                wants=wants,
             )
-        )
+            for shard, base in enumerate(bases)
+        ]
+        outcomes: list[str] = []
+        parts = await together(*(self._ask(client, head, gradient, deadline, outcomes) for head in heads))
         changed, fetched = 0.0, False
         if wants and any(part is not None for part in parts):
             changed = await self._take(client, parts)
@@ -256,8 +196,8 @@ class ServerAsyncStrategy(ServedStrategy):
         client.release(parts)
         outcome = next((word for word in ("poisoned", "lost", "stale") if word in outcomes), "ok")
         report = self._report(client, parts, outcome, changed, self._clock.monotonic() - began_s)
-        self._tell_aged(report)
-        self._end(post, report, fetched=fetched)
+        self._tell_stale(report)
+        self._answer_learner(request, report, fetched=fetched)
 
     def _report(
         self,
@@ -267,10 +207,10 @@ class ServerAsyncStrategy(ServedStrategy):
         changed: float,
         seconds: float,
     ) -> RoundReport:
-        given = [part.given for part in parts if part is not None]
-        shares = [share for one in given for peer, share in one.merged if peer == self._me]
-        stalest = max((one.staleness for one in given if one.merged), default=0)
-        refused = [one.staleness for one in given if one.outcome == "stale"]
+        answers = [part.head for part in parts if part is not None]
+        shares = [share for one in answers for peer, share in one.merged if peer == self._me]
+        stalest = max((one.staleness for one in answers if one.merged), default=0)
+        refused = [one.staleness for one in answers if one.outcome == "stale"]
         servers = client.session.plan.servers
         bytes_out, bytes_in, trips = client.traffic()
         return RoundReport(
@@ -287,7 +227,7 @@ class ServerAsyncStrategy(ServedStrategy):
             served=True,
         )
 
-    def _tell_aged(self, report: RoundReport) -> None:
+    def _tell_stale(self, report: RoundReport) -> None:
         """Tell people of a push that was scaled or refused: the first one, the tenth, the hundredth …."""
         if report.outcome == "stale":
             word, what, advice = "own_stale", "were refused", "; raise it, or set stale = scale"
@@ -295,8 +235,8 @@ class ServerAsyncStrategy(ServedStrategy):
             word, what, advice = "own_scaled", "count for less", ""
         else:
             return
-        self._host.counts[word] += 1
-        count = self._host.counts[word]
+        self._counts[word] += 1
+        count = self._counts[word]
         if str(count).strip("0") != "1":
             return
         self._swarm.tell(
@@ -310,36 +250,24 @@ class ServerAsyncStrategy(ServedStrategy):
     async def _ask(
         self,
         client: ShardClient,
-        shard: int,
-        post: LearnerRequest,
-        *,
-        base: int,
-        wants: bool,
+        head: GradientPush,
+        gradient: Float32Array,
         deadline: CallDeadline,
         outcomes: list[str],
     ) -> SliceAnswer | None:
-        """Push one slice, once; None when it is lost."""
-        server = client.session.plan.servers[shard]
+        """Push one slice, once, and note how that ended; None when it is lost."""
+        server = client.session.plan.servers[head.shard]
         began_s = self._clock.monotonic()
         word = "lost"
         try:
-            part = await client.ask(
-                shard,
-                "step",
-                base,
-                weight=float(post.samples),
-                policy=post.policy_version,
-                wants=wants,
-                vector=post.vector,
-                once_s=deadline.seconds,
-            )
-            word = part.given.outcome
+            part = await client.ask(head, gradient, once_s=deadline.seconds)
+            word = part.head.outcome
             del self._lost[server]
             return part
         except PoisonedPushError:
             word = "poisoned"
         except (PeerTimeoutError, PeerUnreachableError) as error:
-            await self._lose(client.session, server, error)
+            await self._lose(server, error)
         except TransportError:
             pass
         finally:
@@ -348,43 +276,42 @@ class ServerAsyncStrategy(ServedStrategy):
             deadline.note(ended, self._clock.monotonic() - began_s)
         return None
 
-    async def _lose(self, session: ViewSession, server: str, error: TransportError) -> None:
-        """A call failed: when that happens time and again, doubt the server."""
+    async def _lose(self, server: str, error: TransportError) -> None:
+        """Note a failed call; after several in a row doubt the server."""
         in_a_row = self._lost[server] = self._lost[server] + 1
         some = LOST_TIMEOUTS if isinstance(error, PeerTimeoutError) else LOST_CALLS
-        if in_a_row >= LOST_FOR_GOOD or (in_a_row % some == 0 and not await session.lives(server)):
-            session.doubt(server, str(error))
+        if in_a_row >= LOST_FOR_GOOD or (in_a_row % some == 0 and not await self._group.lives(server)):
+            self._group.doubt(server, str(error))
 
     async def _take(self, client: ShardClient, parts: Sequence[SliceAnswer | None]) -> float:
         """Put what is newer than what we have on the board."""
         async with self._taking:
             fresh = [
-                part if part is not None and part.given.version >= version else None
+                part if part is not None and part.head.version >= version else None
                 for part, version in zip(parts, self._versions, strict=True)
             ]
             versions = [
-                version if part is None else part.given.version
+                version if part is None else part.head.version
                 for part, version in zip(fresh, self._versions, strict=True)
             ]
             try:
-                changed = await self._worker.take(client, fresh, max(versions), min(versions))
+                changed = await self._take_parts(client, fresh, max(versions), min(versions))
             except BadServerError as error:
-                self._swarm.strike(error.server, str(error))
-                client.session.doubt(error.server, "its parameters are unusable")
+                self._reject(error)
                 return 0.0
             self._versions = versions
             self._sets.append((max(versions), list(versions)))
             return changed
 
-    def _bases(self, post: LearnerRequest) -> list[int]:
-        """Versions of the shards that a gradient was computed on: of the last set it can have seen."""
+    def _bases(self, request: LearnerRequest) -> list[int]:
+        """Return the shards' versions that a gradient was computed on: of the last set it can have seen."""
         sets = list(self._sets)
         if not self._learner.board.absorbed and len(sets) > 1:
             sets.pop()
-        seen = [versions for policy, versions in sets if policy <= post.policy_version]
+        seen = [versions for policy, versions in sets if policy <= request.policy_version]
         return seen[-1] if seen else sets[0][1]
 
-    def _end(self, post: LearnerRequest, report: RoundReport, *, fetched: bool = False) -> None:
-        """Answer a post."""
+    def _answer_learner(self, request: LearnerRequest, report: RoundReport, *, fetched: bool = False) -> None:
+        """Let the learner go on, with what is on the board where that was fetched."""
         self._outcomes.ended(report)
-        self._learner.answer(post, "set" if fetched else "none")
+        self._learner.answer(request, "set" if fetched else "none")

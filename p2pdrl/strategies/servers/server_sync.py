@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from p2pdrl.config.strategy import Mode, ServerSyncConfig
@@ -22,67 +23,38 @@ from p2pdrl.group.round_collector import (
 )
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import LearnerRequest, Merged, RoundReport, StrategyContext
-from p2pdrl.strategies.servers.base import ServedStrategy
+from p2pdrl.strategies.servers.base import RETRY_S, ServedStrategy
 from p2pdrl.strategies.servers.messages import GradientPush, ServerAnswer
 from p2pdrl.strategies.servers.shard import Shard, ShardVersion
-from p2pdrl.strategies.servers.shard_client import (
-    BadServerError,
-    PoisonedPushError,
-    ServerWorker,
-    ShardClient,
-    SliceAnswer,
-    together,
-)
-from p2pdrl.strategies.servers.shard_server import (
-    Answered,
-    Attendance,
-    PushReader,
-    ReceivedPush,
-    Seeding,
-    ShardServer,
-    ShardServerOptions,
-    Turns,
-    give,
-)
+from p2pdrl.strategies.servers.shard_client import BadServerError, PoisonedPushError, ShardClient, SliceAnswer
+from p2pdrl.strategies.servers.shard_server import Attendance, ReceivedPush, ShardServer, ShardServerOptions
 from p2pdrl.strategies.servers.view_session import ViewSession
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.robust import combine
 from p2pdrl.transport.protocol import Refusal
 
-__all__ = ["ServerSyncStrategy", "SyncShardServer"]
+__all__ = ["ServerSyncStrategy"]
 
 
-class SyncShardServer:
+class SyncShardServer(ShardServer):
     """One shard's rounds in one view.
 
     Args:
-        shard: filled, unless ``seed``.
-        config: the strategy's options.
-        options: what the node and the view give.
-        seed: whether the shard becomes the mean of the givers' parameters first.
         timeout: of rounds; it outlives views.
     """
 
     def __init__(
-        self,
-        shard: Shard,
-        config: ServerSyncConfig,
-        options: ShardServerOptions,
-        timeout: AdaptiveTimeout,
-        *,
-        seed: bool,
+        self, shard: Shard, config: ServerSyncConfig, options: ShardServerOptions, timeout: AdaptiveTimeout
     ) -> None:
-        self._shard = shard
+        super().__init__(shard, options)
         self._config = config
-        self._options = options
-        self._inbox = PushReader(config, shard.span.size, options.max_abs, options.strike)
-        self._turns = Turns()
         self._begun = asyncio.Event()
+        """Set once somebody gave a gradient to the present round."""
         self._poisoned: set[tuple[int, str]] = set()
+        """Round and sender of gradients that came and don't count."""
         self._attendance = Attendance(options.members, options.doubt)
         self._combined: Float32Array = np.zeros(shard.span.size, np.float32)
-        self._seeding = Seeding(shard, options, self._inbox, self._turns.turn) if seed else None
-        self._gathering = RoundCollector(
+        self._collector = RoundCollector(
             size=shard.span.size,
             members=options.members,
             clock=options.clock,
@@ -93,51 +65,34 @@ class SyncShardServer:
             first=options.version,
         )
 
-    async def push(self, sender: str, head: GradientPush, parcel: ReceivedPush) -> Answered:
-        """Take what a worker sends and answer when its round has closed.
-
-        Raises:
-            Refusal: the view has ended (409), the round found too few (408), a poisoned gradient (422).
-            TensorError: poisoned parameters.
-        """
-        given, before = ServerAnswer(self._shard.version), self._gathering.result
-        if head.op == "seed" and self._seeding is not None:
-            await self._seeding.give(sender, parcel)
-        elif head.op in ("seed", "fetch"):
-            await self._reach(head.number if head.op == "fetch" else 0)
-        elif before is not None and head.op == "step" and _counted(sender, head.number, before):
-            given = self._told(before)  # it is asked again: the answer was lost
-        elif head.number < self._shard.version:
-            self._options.counts["late"] += head.op == "step"
-            given = ServerAnswer(self._shard.version, outcome="late", ends_update=_ends_update(before))
-        elif head.op == "step":
-            given = await self._step(sender, head, parcel)
-        else:
-            given = await self._idle(sender, head)
-        await self._inbox.drain(parcel)
-        if given.outcome == "waiting":
-            return given, None
-        return give(self._shard, head.base, given, wants=head.wants)
-
     async def close(self, why: str) -> None:
         """Refuse everybody, and wait for a step that is under way."""
-        self._turns.close(why)
         self._begun.set()
-        self._gathering.close(why)
-        if self._seeding is not None:
-            await self._seeding.close(why)
-        await self._gathering.closed()
+        self._collector.close(why)
+        await super().close(why)
+        await self._collector.closed()
 
-    async def _reach(self, version: int) -> None:
-        """Wait until the shard has parameters of ``version`` or later."""
-        while self._shard.version_buffer is None or self._shard.version < version:
-            await self._turns.next(self._options.config.deadline_s)
+    async def _serve(self, sender: str, head: GradientPush, push: ReceivedPush) -> ServerAnswer:
+        """Answer when the worker's round has closed."""
+        last = self._collector.result
+        if head.op in ("seed", "fetch"):
+            answer = ServerAnswer(self._shard.version)
+            await self._reach(head.number if head.op == "fetch" else 0)
+            return answer
+        if last is not None and head.op == "step" and _counted(sender, head.number, last):
+            return self._answer(last)  # it is asked again: the answer was lost
+        if head.number < self._shard.version:
+            self._options.counts["late"] += head.op == "step"
+            return ServerAnswer(self._shard.version, outcome="late", ends_update=_ends_update(last))
+        if head.op == "step":
+            return await self._step(sender, head, push)
+        return await self._idle(sender, head)
 
-    async def _step(self, sender: str, head: GradientPush, parcel: ReceivedPush) -> ServerAnswer:
+    async def _step(self, sender: str, head: GradientPush, push: ReceivedPush) -> ServerAnswer:
         async def fill(out: Float32Array) -> None:
             try:
-                async with self._inbox.received(parcel, whole=False) as data:
-                    await self._inbox.decode(sender, data, out, whole=False)
+                async with self._reader.read(push, whole=False) as data:
+                    await self._reader.decode(sender, data, out, whole=False)
             except PoisonedVectorError:
                 # It came, so the others needn't wait for it; but it doesn't count.
                 self._poisoned.add((head.number, sender))
@@ -146,30 +101,29 @@ class SyncShardServer:
             self._begun.set()
 
         refused: list[str] = []
-        gathered = await self._contribute(sender, head, head.weight, fill)
+        collected = await self._contribute(sender, head, head.weight, fill)
         if refused:
             self._options.counts["poisoned"] += 1
             raise Refusal(422, "the gradient is malformed, or holds NaN or an entry beyond the bound")
-        if gathered.late:
+        if collected.late:
             self._options.counts["late"] += 1
-        return self._told(gathered)
+        return self._answer(collected)
 
     def _weight(self, one: Contribution) -> float:
         """How much a gradient counts for, relative to the others of its round."""
         return one.weight if self._config.reduce == "count" else 1.0
 
-    def _told(self, gathered: CollectedRound) -> ServerAnswer:
-        merged = tuple((one.sender, self._weight(one)) for one in gathered.merged if one.weight > 0)
+    def _answer(self, collected: CollectedRound) -> ServerAnswer:
         return ServerAnswer(
-            gathered.number + 1,
-            outcome="late" if gathered.late else "ok",
-            merged=merged,
-            missing=gathered.missing,
-            ends_update=_ends_update(gathered),
+            collected.number + 1,
+            outcome="late" if collected.late else "ok",
+            merged=tuple((one.sender, self._weight(one)) for one in collected.merged if one.weight > 0),
+            missing=collected.missing,
+            ends_update=_ends_update(collected),
         )
 
     async def _idle(self, sender: str, head: GradientPush) -> ServerAnswer:
-        """Wait for the round to begin, then count as come without a gradient."""
+        """Wait for the round to begin, then contribute to it without a gradient."""
         try:
             async with asyncio.timeout(self._config.deadline_s / 2):
                 await self._begun.wait()
@@ -180,19 +134,18 @@ class SyncShardServer:
             await self._contribute(sender, head, 0.0, _nothing)
         else:
             await self._reach(head.number + 1)
-        return ServerAnswer(self._shard.version, ends_update=_ends_update(self._gathering.result))
+        return ServerAnswer(self._shard.version, ends_update=_ends_update(self._collector.result))
 
     async def _contribute(
-        self, sender: str, head: GradientPush, weight: float, fill: object
+        self,
+        sender: str,
+        head: GradientPush,
+        weight: float,
+        fill: Callable[[Float32Array], Awaitable[None]],
     ) -> CollectedRound:
         try:
-            return await self._gathering.contribute(
-                head.number,
-                sender,
-                weight,
-                head.policy,
-                fill,  # type: ignore[arg-type]
-                left=head.left,
+            return await self._collector.contribute(
+                head.number, sender, weight, head.policy, fill, left=head.left
             )
         except Refusal as refusal:
             if refusal.status == 408:
@@ -211,11 +164,11 @@ class SyncShardServer:
         shard.stepping = True
         try:
             async with shard.lock:
-                version_buffer = await heavy(
-                    4 * shard.span.size * (len(counted) + 1), lambda: self._work(counted, learning_rate)
+                written = await heavy(
+                    4 * shard.span.size * (len(counted) + 1), lambda: self._apply(counted, learning_rate)
                 )
                 shard.stepping = False
-                shard.publish(version_buffer, shard.version + 1)
+                shard.publish(written, shard.version + 1)
                 shard.progress += int(sum(one.weight for one in counted))
         finally:
             shard.stepping = False
@@ -225,9 +178,10 @@ class SyncShardServer:
         self._attendance.clear()
         self._begun.clear()
         self._turns.turn()
-        return version_buffer.vector
+        return written.vector
 
-    def _work(self, counted: Sequence[Contribution], learning_rate: float) -> ShardVersion:
+    def _apply(self, counted: Sequence[Contribution], learning_rate: float) -> ShardVersion:
+        """Step along the gradients' mean (or sum), and write the next version; in a thread."""
         config = self._config
         if counted:
             combine(
@@ -246,16 +200,14 @@ class SyncShardServer:
         return self._shard.write_version()
 
 
-def _counted(sender: str, number: int, gathered: CollectedRound) -> bool:
-    """Whether a sender's gradient is in that round, which was the last."""
-    return gathered.number == number and any(
-        one.sender == sender and one.weight > 0 for one in gathered.merged
-    )
+def _counted(sender: str, number: int, last: CollectedRound) -> bool:
+    """Whether a sender's gradient is in the last round, and that was ``number``."""
+    return last.number == number and any(one.sender == sender and one.weight > 0 for one in last.merged)
 
 
-def _ends_update(gathered: CollectedRound | None) -> bool:
-    """Whether the leader's update ended with that round: then all others collect now."""
-    merged = () if gathered is None else gathered.merged
+def _ends_update(collected: CollectedRound | None) -> bool:
+    """Whether the leader's update ended with that round: then all others make experience again."""
+    merged = () if collected is None else collected.merged
     return leader_ends(UpdatePosition(one.sender, one.weight, one.left) for one in merged)
 
 
@@ -264,78 +216,69 @@ async def _nothing(out: Float32Array) -> None:
     del out
 
 
-FIRST_POST_S = 2.0
-"""A learner that hasn't posted at all is waited for this long."""
-LEAST_POST_S = 0.5
-RETRY_S = 0.25
+FIRST_REQUEST_S = 2.0
+"""A learner that never gave a gradient is waited for this long."""
+LEAST_REQUEST_S = 0.5
 
 
 class ServerSyncStrategy(ServedStrategy):
-    """Synchronous rounds with servers among the nodes.
-
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
-    """
+    """Synchronous rounds with servers among the nodes."""
 
     mode: Mode = "server-sync"
 
     def __init__(self, config: ServerSyncConfig, context: StrategyContext) -> None:
         super().__init__(config, context, differences=True)
         self._config = config
-        self._worker = ServerWorker(context, self._store)
-        self._learner = context.learner
-        self._clock = context.clock
-        self._rounds_patience = AdaptiveTimeout(config.deadline_s)
-        self._posts_patience = AdaptiveTimeout(config.deadline_s, least_s=LEAST_POST_S)
-        self._post: LearnerRequest | None = None
+        self._round_timeout = AdaptiveTimeout(config.deadline_s)
+        self._request_timeout = AdaptiveTimeout(config.deadline_s, least_s=LEAST_REQUEST_S)
+        self._request: LearnerRequest | None = None
         """What the learner waits for: kept from view to view until it is answered."""
-        self._posted_once = False
+        self._requested_once = False
         self._version = -1
 
-    def _open_server(self, session: ViewSession, shard: Shard, options: ShardServerOptions) -> ShardServer:
-        return SyncShardServer(shard, self._config, options, self._rounds_patience, seed=session.plan.seed)
+    def _open_server(self, shard: Shard, options: ShardServerOptions) -> ShardServer:
+        return SyncShardServer(shard, self._config, options, self._round_timeout)
 
     async def _work(self, session: ViewSession) -> None:
         client = ShardClient(session, self._context, self._config, differences=True)
         before = self._version
-        self._version = (await self._worker.join(session, client, settle=True))[0]
-        if self._post is not None and self._version != before:
-            self._done(self._post, "regrouped")
+        self._version = (await self._join(session, client, settle=True))[0]
+        if self._request is not None and self._version != before:
+            self._answer_learner(self._request, "regrouped")
         while not self._stopped.is_set():
             if 0 < self._context.max_exchanges <= self._outcomes.count("ok"):
                 await self._stand_aside(client)
                 continue
-            if self._post is None:
-                await self._next_post(client)
-            if self._post is not None:
-                await self._round(client, self._post)
+            if self._request is None:
+                await self._next_request(client)
+            if self._request is not None:
+                await self._round(client, self._request)
 
-    async def _next_post(self, client: ShardClient) -> None:
+    async def _next_request(self, client: ShardClient) -> None:
         """Wait for the learner; when it takes long, follow the rounds that go on without it."""
         began_s = self._clock.monotonic()
-        limit_s = self._posts_patience.deadline_s if self._posted_once else FIRST_POST_S
-        self._post = await self._posts.next(min(limit_s, self._config.deadline_s))
-        if self._post is None and not self._stopped.is_set():
+        limit_s = self._request_timeout.deadline_s if self._requested_once else FIRST_REQUEST_S
+        self._request = await self._requests.take(min(limit_s, self._config.deadline_s))
+        if self._request is None and not self._stopped.is_set():
             async with self._following(client) as following:
-                while self._post is None and not following.done() and not self._stopped.is_set():
-                    self._post = await self._posts.next(LEAST_POST_S)
-        if self._post is not None:
-            self._posted_once = True
-            self._posts_patience.observe(self._clock.monotonic() - began_s)
+                while self._request is None and not following.done() and not self._stopped.is_set():
+                    self._request = await self._requests.take(LEAST_REQUEST_S)
+        if self._request is not None:
+            self._requested_once = True
+            self._request_timeout.observe(self._clock.monotonic() - began_s)
 
     async def _stand_aside(self, client: ShardClient) -> None:
-        """We had rounds enough: let our learner go on, and hold up nobody who hasn't."""
+        """Let our learner go on, which had rounds enough, and hold up nobody who hasn't."""
         async with self._following(client) as following:
             while not following.done() and not self._stopped.is_set():
-                post, self._post = self._post, None
-                if post is not None:
-                    self._learner.answer(post, "none")
-                self._post = await self._posts.next(LEAST_POST_S)
+                request, self._request = self._request, None
+                if request is not None:
+                    self._learner.answer(request, "none")
+                self._request = await self._requests.take(LEAST_REQUEST_S)
 
     @asynccontextmanager
     async def _following(self, client: ShardClient) -> AsyncIterator[asyncio.Task[None]]:
-        """Follow the rounds of the others meanwhile; see `_follow`."""
+        """Follow the others' rounds meanwhile."""
         following = asyncio.create_task(self._follow(client), name="follow")
         try:
             yield following
@@ -348,40 +291,39 @@ class ServerSyncStrategy(ServedStrategy):
     async def _follow(self, client: ShardClient) -> None:
         """Tell the servers that we have no gradient, and take what they give, round by round."""
         while True:
-            parts = await self._ask_all(client, "idle", None)
-            if any(part.given.outcome != "waiting" for part in parts):
+            parts = await self._push(client, "idle", None)
+            if any(part.head.outcome != "waiting" for part in parts):
                 await self._take(client, parts)
-                self._host.counts["rounds_without_us"] += 1
+                self._counts["rounds_without_us"] += 1
 
-    async def _round(self, client: ShardClient, post: LearnerRequest) -> None:
-        """Give the post's gradient to a round, and answer it."""
+    async def _round(self, client: ShardClient, request: LearnerRequest) -> None:
+        """Give the learner's gradient to a round, and answer it."""
         began_s = self._clock.monotonic()
-        board = self._learner.board
-        if not board.absorbed:
+        if not self._learner.board.absorbed:
             # Computed before the learner took what we put on the board last.
-            self._done(post, "stale")
+            self._answer_learner(request, "stale")
             return
-        usable = post.vector is not None and await self._encode(client, post.vector)
+        usable = request.vector is not None and await self._encode(client, request.vector)
         try:
-            parts = await self._ask_all(client, "step" if usable else "idle", post)
+            parts = await self._push(client, "step" if usable else "idle", request)
         except PoisonedPushError as error:
             self._swarm.tell("servers", f"our gradient was refused: {error}", warning=True)
-            await self._take(client, await self._fetched(client))
-            self._done(post, "poisoned")
+            await self._take(client, await client.fetch(self._version))
+            self._answer_learner(request, "poisoned")
             return
-        outcomes = {part.given.outcome for part in parts}
+        outcomes = {part.head.outcome for part in parts}
         if outcomes == {"waiting"}:
-            self._done(post, "idle")
+            self._answer_learner(request, "idle")
             return
-        given = parts[0].given
+        answer = parts[0].head
         changed = await self._take(client, parts)
         outcome = "late" if "late" in outcomes else "ok" if usable else "idle"
         bytes_out, bytes_in, trips = client.traffic()
         seconds = self._clock.monotonic() - began_s
         report = RoundReport(
             outcome,
-            merged=_merged(given.merged),
-            missing=given.missing,
+            merged=_merged(answer.merged),
+            missing=answer.missing,
             seconds=seconds,
             waited_s=seconds,
             bytes_out=bytes_out,
@@ -389,7 +331,8 @@ class ServerSyncStrategy(ServedStrategy):
             round_trips=trips,
             changed=changed,
         )
-        self._done(post, outcome, report, end_update=given.ends_update and post.left > 0)
+        end_update = answer.ends_update and request.left > 0
+        self._answer_learner(request, outcome, report, end_update=end_update)
 
     async def _encode(self, client: ShardClient, gradient: Float32Array) -> bool:
         """Get a gradient ready to travel; False, and nobody is given it, when it is unusable."""
@@ -397,68 +340,53 @@ class ServerSyncStrategy(ServedStrategy):
             await heavy(8 * gradient.size, lambda: client.encode(gradient))
         except PoisonedVectorError as error:
             self._swarm.tell("servers", f"our gradient isn't given away: {error}", warning=True)
-            self._host.counts["own_poisoned"] += 1
+            self._counts["own_poisoned"] += 1
             return False
         return True
 
-    async def _ask_all(
-        self, client: ShardClient, op: Literal["step", "idle"], post: LearnerRequest | None
+    async def _push(
+        self, client: ShardClient, op: Literal["step", "idle"], request: LearnerRequest | None
     ) -> list[SliceAnswer]:
         """Take part in the round that begins with the parameters which we hold."""
-        gives = post if op == "step" else None
-        return await together(
-            *(
-                client.insist(
-                    shard,
-                    op,
-                    self._version,
-                    base=self._version,
-                    weight=0.0 if gives is None else float(gives.samples),
-                    policy=0 if gives is None else gives.policy_version,
-                    left=0 if gives is None else gives.left,
-                    vector=None if gives is None else gives.vector,
-                )
-                for shard in range(len(client.spans))
-            )
+        head = GradientPush(client.session.key, 0, op, self._version, base=self._version)
+        if op == "idle" or request is None:
+            return await client.insist_all(head)
+        head = msgspec.structs.replace(
+            head, weight=float(request.samples), policy=request.policy_version, left=request.left
         )
+        return await client.insist_all(head, request.vector)
 
     async def _take(self, client: ShardClient, parts: list[SliceAnswer]) -> float:
-        """Take a round's result; until it is usable."""
+        """Take a round's result; fetch it again until it is usable."""
         while True:
             settled = parts
             try:
                 settled = await client.settle(parts)
-                version = settled[0].given.version
-                changed = await self._worker.take(client, settled, version, version)
+                version = settled[0].head.version
+                changed = await self._take_parts(client, settled, version, version)
                 self._version = version
                 return changed
             except BadServerError as error:
-                self._swarm.strike(error.server, str(error))
-                client.session.doubt(error.server, "its parameters are unusable")
+                self._reject(error)
             except PeerTimeoutError as error:
                 self._swarm.tell("servers", str(error), warning=True)
             finally:
                 client.release(settled)
             await asyncio.sleep(RETRY_S)
-            parts = await self._fetched(client)
+            parts = await client.fetch(self._version)
 
-    async def _fetched(self, client: ShardClient) -> list[SliceAnswer]:
-        return await together(
-            *(client.insist(shard, "fetch", self._version) for shard in range(len(client.spans)))
-        )
-
-    def _done(
+    def _answer_learner(
         self,
-        post: LearnerRequest,
+        request: LearnerRequest,
         outcome: str,
         report: RoundReport | None = None,
         *,
         end_update: bool = False,
     ) -> None:
         """Let the learner go on with what is on the board."""
-        self._post = None
+        self._request = None
         self._outcomes.ended(RoundReport(outcome) if report is None else report, ours=report is not None)
-        self._learner.answer(post, "set", end_update=end_update)
+        self._learner.answer(request, "set", end_update=end_update)
 
 
 def _merged(weights: tuple[tuple[str, float], ...]) -> tuple[Merged, ...]:

@@ -3,16 +3,16 @@
 Every member of a group puts what it holds into a `ServerNote`; all members see the same notes of a view and
 so come to the same `ShardPlan` without another message. The parts of a plan:
 
-- **Servers** are the pinned members in the order of the pins, then others in rendezvous order. Who held a
-  shard of the same cuts keeps it, so the loss of one server moves one shard.
-- **Contents**: each piece comes from the copy with the highest version: a live shard, a copy kept as
-  insurance, or a worker's whole vector. Only members that acted together last (a *branch*) give, those with
+- **Servers** are the pinned members in the order of the pins, then others in rendezvous order. Whoever
+  serves a shard of the same cuts keeps it, so the loss of one server moves one shard.
+- **Contents**: each piece comes from the copy with the highest version: a live shard, a replica, or a
+  worker's whole copy. Only members that acted together last (a *branch*) give, those with
   the most samples behind them: after a partition the side that did more work goes on, and the slices of two
   sides never make one vector. When nobody holds anything of the mode's epoch, servers begin from the mean of
   the members' vectors (the seed).
 - **Lineage**: members of another founding than the one with the most steps give nothing; they adopt.
 
-Versions are counts of steps that go on from the highest policy version at the seed.
+Versions count steps, from the highest policy version at the seed.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ class ShardSpan(NamedTuple):
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True):
-    """Parameters and optimizer state of a span that a member holds."""
+    """A member's word that it holds parameters and optimizer state of a span."""
 
     start: Natural
     stop: Natural
     version: Natural
     live: bool
-    """Whether it is the shard that the member serves; else it keeps it for another."""
+    """Whether it is the shard that the member serves; else a replica."""
 
     @property
     def span(self) -> ShardSpan:
-        """What it covers."""
+        """The entries."""
         return ShardSpan(self.start, self.stop)
 
 
@@ -97,7 +97,7 @@ class ServerNote(GroupNote, frozen=True, array_like=True):
     policy: Natural = 0
     """Its policy version."""
     pin: Annotated[int, Meta(ge=-1, le=4096)] = -1
-    """Its place among the pinned servers; -1 for none."""
+    """Its index among the pinned servers; -1 for none."""
     copy: Step = -1
     """Version of the whole vector that it took from servers of this mode epoch; -1 for none."""
     progress: Natural = 0
@@ -120,13 +120,7 @@ class ServerNote(GroupNote, frozen=True, array_like=True):
 
 
 class Holder(NamedTuple):
-    """Who can give a piece.
-
-    Args:
-        peer: node id.
-        version: of what it holds.
-        state: whether with optimizer state.
-    """
+    """A member that can give a piece in some version, with or without optimizer state."""
 
     peer: str
     version: int
@@ -134,12 +128,7 @@ class Holder(NamedTuple):
 
 
 class HeldSpan(NamedTuple):
-    """A span that comes from one holder.
-
-    Args:
-        span: what it covers.
-        holders: whom to ask, the best first.
-    """
+    """A span that comes from one holder: whom to ask for it, the best first."""
 
     span: ShardSpan
     holders: tuple[Holder, ...]
@@ -150,15 +139,15 @@ class ShardPlan(NamedTuple):
 
     Args:
         servers: node id that serves each shard.
-        spans: what each shard covers.
+        spans: entries of each shard.
         version: at which all servers begin.
-        progress: samples behind that.
+        progress: samples whose gradients are in it.
         seed: whether they begin from the mean of the givers' vectors.
         lineage: the one that stays; empty when nobody has parameters.
         givers: its members.
         holders: those whose contents the servers begin with; none when they begin from a seed.
         donor: the one of them to adopt from.
-        successors: node that keeps a copy of each shard; the server itself when it is alone.
+        successors: node that keeps a replica of each shard; the server itself when it is alone.
     """
 
     servers: tuple[str, ...]
@@ -178,7 +167,7 @@ class ShardPlan(NamedTuple):
 
 
 def read_note(data: bytes | None, size: int) -> ServerNote:
-    """Read a member's note; an empty one when it can't be read or claims what can't be."""
+    """Read a member's note; an empty one when it can't be read, and without impossible claims."""
     note = ServerNote.read(data)
     good = tuple(claim for claim in note.claims if claim.start < claim.stop <= size)
     return msgspec.structs.replace(note, claims=good)
@@ -227,7 +216,7 @@ def make_plan(
 
 
 def pieces(span: ShardSpan, me: str, plan: ShardPlan, notes: Mapping[str, ServerNote]) -> list[HeldSpan]:
-    """Say where each part of ``span`` comes from: the highest version, ourselves first among equals."""
+    """Return where each part of ``span`` comes from: the highest version, of equals our own."""
     claims = [(peer, claim) for peer in plan.holders for claim in notes[peer].claims]
     edges = {span.start, span.stop}
     for _, claim in claims:
@@ -257,7 +246,7 @@ def _givers(members: Sequence[str], notes: Mapping[str, ServerNote]) -> tuple[st
 def _assign(
     servers: Sequence[str], spans: Sequence[ShardSpan], notes: Mapping[str, ServerNote]
 ) -> tuple[str, ...]:
-    """Give each span to a server: to who serves it already, the rest in order."""
+    """Give each span to a server: to that which serves it already, the rest in order."""
     taken: dict[ShardSpan, str] = {}
     for peer in servers:
         live = [claim for claim in notes[peer].claims if claim.live] if peer in notes else []
@@ -269,7 +258,7 @@ def _assign(
 
 
 def _branch(notes: Mapping[str, ServerNote]) -> tuple[str, ...]:
-    """Return the members that acted together last and came furthest: each has a whole copy."""
+    """Return the members with a whole copy that acted together last and came furthest."""
     able = {peer: note for peer, note in notes.items() if note.copy >= 0}
     if not able:
         return ()
@@ -278,7 +267,7 @@ def _branch(notes: Mapping[str, ServerNote]) -> tuple[str, ...]:
 
 
 def _successor(server: str, order: Sequence[str], count: int) -> str:
-    """Who keeps a copy of its shard: the first that doesn't serve, else the next of the servers."""
+    """Return who keeps a replica of a server's shard: the first that doesn't serve, else the next server."""
     if len(order) > count:
         return order[count]
     return order[(order.index(server) + 1) % len(order)]

@@ -1,13 +1,14 @@
-"""One shard at work in one view: what the servers of both strategies share, and how pushes are read."""
+"""One shard at work in one view: what the servers of both strategies share."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -26,34 +27,24 @@ from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.robust import combine
 from p2pdrl.transport.protocol import Incoming, Refusal
 
-__all__ = [
-    "Answered",
-    "Attendance",
-    "PushReader",
-    "ReceivedPush",
-    "Seeding",
-    "ShardServer",
-    "ShardServerOptions",
-    "Turns",
-    "give",
-]
+__all__ = ["Answered", "Attendance", "ReceivedPush", "ShardServer", "ShardServerOptions"]
 
 READERS = 8
 """Vectors that are read at a time; other senders wait."""
 
 
 class ReceivedPush:
-    """What comes with a push: a peer's vector, or the local worker's.
+    """The vector of a push: a peer's, still to be read off the network, or the local worker's.
 
     Args:
-        incoming: a peer's call.
+        incoming: a peer's call; None for the local worker.
         vector: the local worker's; unchanged until the push is answered.
     """
 
     def __init__(self, incoming: Incoming | None, vector: Float32Array | None = None) -> None:
         self.incoming = incoming
         self.vector = vector
-        self.read = False
+        self.was_read = False
         """Whether the vector was read off the network."""
 
 
@@ -61,9 +52,7 @@ class PushReader:
     """Reads the vectors of one shard's pushes.
 
     Args:
-        config: compression.
         size: entries of the shard.
-        max_abs: greatest entry accepted.
         strike: notes that a peer sent something poisoned.
     """
 
@@ -78,17 +67,15 @@ class PushReader:
             config.compression, size, keep=config.keep, threshold=config.threshold, feedback=False
         )
         self._decoding = asyncio.Lock()
-        self._room = asyncio.Semaphore(READERS)
+        self._readers = asyncio.Semaphore(READERS)
         self._buffers: list[memoryview] = []
 
     @asynccontextmanager
-    async def received(
-        self, parcel: ReceivedPush, *, whole: bool
-    ) -> AsyncIterator[memoryview | Float32Array]:
-        """Read a parcel; what it gives is good for `decode` until the block ends.
+    async def read(self, push: ReceivedPush, *, whole: bool) -> AsyncIterator[memoryview | Float32Array]:
+        """Read a push's vector; what is yielded is good for `decode` until the block ends.
 
         Args:
-            parcel: what came.
+            push: whose.
             whole: whether it is parameters, which travel as float32; else a gradient.
 
         Raises:
@@ -96,36 +83,36 @@ class PushReader:
             WireError: truncated, or altered on the way.
             PeerTimeoutError: the peer stopped sending.
         """
-        incoming = parcel.incoming
+        incoming = push.incoming
         if incoming is None:
-            if parcel.vector is None or parcel.vector.size != self._size:
+            if push.vector is None or push.vector.size != self._size:
                 raise Refusal(422, "the push brings no vector of this shard's length")
-            yield parcel.vector
+            yield push.vector
             return
         nbytes, most = incoming.vector_nbytes, (self._whole if whole else self._codec).max_nbytes
         if not 0 < nbytes <= most:
             self._strike(incoming.sender, f"a vector of {nbytes} bytes, at most {most} are possible")
             raise Refusal(422, "the vector has an impossible length")
-        async with self._room:
-            room = max(self._whole.max_nbytes, self._codec.max_nbytes)
-            buffer = self._buffers.pop() if self._buffers else memoryview(bytearray(room))
+        async with self._readers:
+            longest = max(self._whole.max_nbytes, self._codec.max_nbytes)
+            buffer = self._buffers.pop() if self._buffers else memoryview(bytearray(longest))
             try:
-                parcel.read = True
+                push.was_read = True
                 await incoming.read_vector_into(buffer[:nbytes])
                 yield buffer[:nbytes]
             finally:
                 self._buffers.append(buffer)
 
-    async def drain(self, parcel: ReceivedPush) -> None:
+    async def drain(self, push: ReceivedPush) -> None:
         """Read what nobody needed: a connection with an unread vector can't be used again."""
-        if parcel.incoming is not None and parcel.incoming.vector_nbytes and not parcel.read:
-            async with self.received(parcel, whole=True):
+        if push.incoming is not None and push.incoming.vector_nbytes and not push.was_read:
+            async with self.read(push, whole=True):
                 pass
 
     async def decode(
         self, sender: str, data: memoryview | Float32Array, out: Float32Array, *, whole: bool
     ) -> None:
-        """Write what was received into ``out``.
+        """Write what was read into ``out``, in a thread where it is long.
 
         Raises:
             PoisonedVectorError: malformed, NaN or an entry beyond the bound; the sender has its strike.
@@ -136,7 +123,7 @@ class PushReader:
     def decode_now(
         self, sender: str, data: memoryview | Float32Array, out: Float32Array, *, whole: bool
     ) -> None:
-        """The same, here and now; one at a time."""
+        """Decode in the caller's thread; one at a time."""
         try:
             if isinstance(data, memoryview):
                 (self._whole if whole else self._codec).decode(data, out)
@@ -149,21 +136,19 @@ class PushReader:
 
 
 Answered = tuple[ServerAnswer, ShardVersion | None]
-"""An answer; the version buffer is held for the caller, who releases it."""
+"""An answer; the version is held for the caller, who releases it."""
 
 
 @dataclass(frozen=True)
 class ShardServerOptions:
     """What a server needs of its node and view.
 
-    Args:
-        config: the strategy's options.
+    Attributes:
         members: of the view, in order.
         givers: those whose parameters make the seed.
+        seed: whether the shard becomes the mean of the givers' parameters first.
         version: at which the shard begins.
-        clock: time.
         learning_rate: of the next step.
-        max_abs: greatest entry accepted.
         strike: notes that a peer sent something poisoned.
         doubt: asks for a view without a member.
         counts: of what happened, for status.
@@ -172,6 +157,7 @@ class ShardServerOptions:
     config: ServerOptions
     members: tuple[str, ...]
     givers: tuple[str, ...]
+    seed: bool
     version: int
     clock: Clock
     learning_rate: Callable[[], float]
@@ -182,19 +168,19 @@ class ShardServerOptions:
 
 
 class Turns:
-    """Lets many wait for the next version."""
+    """Lets many wait for the next version of a shard."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self._why: str | None = None
 
     def turn(self) -> None:
-        """A version is out: wake all."""
+        """Wake all: a version is out."""
         self._event.set()
         self._event = asyncio.Event()
 
     def close(self, why: str) -> None:
-        """No more: all who wait, and whoever comes, are refused."""
+        """Refuse all who wait, and whoever comes."""
         self._why = why
         self._event.set()
 
@@ -215,10 +201,10 @@ class Turns:
 
 
 class Attendance:
-    """Who came to the present round.
+    """Who contributed to the present round.
 
     Args:
-        members: who should come.
+        members: who should.
         doubt: asks for a view without a member.
     """
 
@@ -228,19 +214,19 @@ class Attendance:
         self._came: set[tuple[int, str]] = set()
 
     def note(self, number: int, member: str) -> None:
-        """``member`` came to round ``number``."""
+        """Note that ``member`` contributed to round ``number``."""
         self._came.add((number, member))
 
     def came(self, number: int, member: str) -> bool:
-        """Tell whether ``member`` came to round ``number``."""
+        """Tell whether ``member`` contributed to round ``number``."""
         return (number, member) in self._came
 
     def clear(self) -> None:
-        """A round is over."""
+        """Forget all, at a round's end."""
         self._came.clear()
 
     def doubt_absent(self, number: int, why: str) -> None:
-        """Round ``number`` found too few: doubt those who didn't come. Only the first call does it."""
+        """Doubt those without whom round ``number`` timed out; of a round's waiters only the first does."""
         absent = [member for member in self._members if not self.came(number, member)]
         if len(absent) < len(self._members):
             self.clear()
@@ -248,39 +234,24 @@ class Attendance:
                 self._doubt(member, why)
 
 
-class ShardServer(Protocol):
-    """One shard at work."""
-
-    async def push(self, sender: str, head: GradientPush, parcel: ReceivedPush) -> Answered:
-        """Take a push and answer it; raises `Refusal` or `TensorError`."""
-        ...
-
-    async def close(self, why: str) -> None:
-        """Refuse everybody; afterwards nothing touches the shard."""
-        ...
-
-
 class Seeding:
     """The first round of a mode epoch: the shard becomes the mean of all givers' parameters.
 
-    Everybody's parameters count the same, so what mode was before, the mean of all nodes stays.
+    All count the same: whatever mode was in force before, the mean of all nodes stays.
 
     Args:
-        shard: to fill.
-        options: of the server.
-        inbox: reads the vectors.
         done: called once the shard is filled.
     """
 
     def __init__(
-        self, shard: Shard, options: ShardServerOptions, inbox: PushReader, done: Callable[[], None]
+        self, shard: Shard, options: ShardServerOptions, reader: PushReader, done: Callable[[], None]
     ) -> None:
         self._shard = shard
         self._options = options
-        self._inbox = inbox
+        self._reader = reader
         self._done = done
         self._attendance = Attendance(options.givers, options.doubt)
-        self._gathering = RoundCollector(
+        self._collector = RoundCollector(
             size=shard.span.size,
             members=options.givers,
             clock=options.clock,
@@ -289,8 +260,8 @@ class Seeding:
             first=0,
         )
 
-    async def give(self, sender: str, parcel: ReceivedPush) -> None:
-        """Take a member's parameters and wait for the mean.
+    async def contribute(self, sender: str, push: ReceivedPush) -> None:
+        """Take a giver's parameters and wait for the mean.
 
         Raises:
             Refusal: not in time (408): those who are missing are doubted.
@@ -298,12 +269,12 @@ class Seeding:
         """
 
         async def fill(out: Float32Array) -> None:
-            async with self._inbox.received(parcel, whole=True) as data:
-                await self._inbox.decode(sender, data, out, whole=True)
+            async with self._reader.read(push, whole=True) as data:
+                await self._reader.decode(sender, data, out, whole=True)
             self._attendance.note(0, sender)
 
         try:
-            await self._gathering.contribute(0, sender, 1.0, 0, fill)
+            await self._collector.contribute(0, sender, 1.0, 0, fill)
         except Refusal as refusal:
             if refusal.status == 408:
                 self._attendance.doubt_absent(0, "it gave no parameters to begin with")
@@ -311,8 +282,8 @@ class Seeding:
 
     async def close(self, why: str) -> None:
         """Refuse everybody."""
-        self._gathering.close(why)
-        await self._gathering.closed()
+        self._collector.close(why)
+        await self._collector.closed()
 
     async def _reduce(self, contributions: Sequence[Contribution]) -> Float32Array:
         shard, vectors = self._shard, [one.vector for one in contributions]
@@ -322,29 +293,69 @@ class Seeding:
                 combine(vectors, [1.0] * len(vectors), out=shard.parameters)
                 return shard.write_version()
 
-            version_buffer = await heavy(4 * shard.span.size * (len(vectors) + 1), work)
-            shard.publish(version_buffer, self._options.version)
+            mean = await heavy(4 * shard.span.size * (len(vectors) + 1), work)
+            shard.publish(mean, self._options.version)
         self._done()
-        return version_buffer.vector
+        return mean.vector
 
 
-def give(shard: Shard, base: int, given: ServerAnswer, *, wants: bool) -> Answered:
-    """Answer with the newest version_buffer: as a difference where the worker holds the one before.
+class ShardServer(ABC):
+    """One shard at work in one view."""
 
-    Raises:
-        Refusal: there is none yet (503).
-    """
-    version_buffer = shard.version_buffer
-    if version_buffer is None:
-        raise Refusal(503, "this shard has no parameters yet")
-    if not wants or base == version_buffer.version:
-        return _with(given, shard, version_buffer.version, "nothing"), None
-    if version_buffer.delta is not None and base == version_buffer.version - 1:
-        return _with(given, shard, version_buffer.version, "delta"), version_buffer.hold()
-    return _with(given, shard, version_buffer.version, "whole"), version_buffer.hold()
+    def __init__(self, shard: Shard, options: ShardServerOptions) -> None:
+        self._shard = shard
+        self._options = options
+        self._reader = PushReader(options.config, shard.span.size, options.max_abs, options.strike)
+        self._turns = Turns()
+        self._seeding = Seeding(shard, options, self._reader, self._turns.turn) if options.seed else None
 
+    async def push(self, sender: str, head: GradientPush, push: ReceivedPush) -> Answered:
+        """Take what a worker sends; give it the parameters where it wants them.
 
-def _with(
-    given: ServerAnswer, shard: Shard, version: int, kind: Literal["whole", "delta", "nothing"]
-) -> ServerAnswer:
-    return msgspec.structs.replace(given, version=version, kind=kind, progress=shard.progress)
+        Raises:
+            Refusal: the view has ended (409), nothing came of it in time (408), a poisoned gradient (422).
+            TensorError: poisoned parameters.
+        """
+        if head.op == "seed" and self._seeding is not None:
+            await self._seeding.contribute(sender, push)
+            answer = ServerAnswer(self._shard.version)
+        else:
+            answer = await self._serve(sender, head, push)
+        await self._reader.drain(push)
+        if answer.outcome == "waiting":
+            return answer, None
+        return await self._give(answer, head)
+
+    @abstractmethod
+    async def _serve(self, sender: str, head: GradientPush, push: ReceivedPush) -> ServerAnswer:
+        """Do what a worker asks for, but for the seed."""
+
+    async def close(self, why: str) -> None:
+        """Refuse everybody; afterwards nothing touches the shard."""
+        self._turns.close(why)
+        if self._seeding is not None:
+            await self._seeding.close(why)
+
+    async def _reach(self, version: int = 0) -> None:
+        """Wait until the shard has parameters, of ``version`` or later."""
+        while self._shard.published is None or self._shard.version < version:
+            await self._turns.next(self._options.config.deadline_s)
+
+    async def _give(self, answer: ServerAnswer, head: GradientPush) -> Answered:
+        """Add the newest version to an answer: as a difference where the worker holds the one before.
+
+        Raises:
+            Refusal: there is none yet (503).
+        """
+        newest = self._shard.published
+        if newest is None:
+            raise Refusal(503, "this shard has no parameters yet")
+        kind: Literal["whole", "delta", "nothing"] = "whole"
+        if not head.wants or head.base == newest.version:
+            kind = "nothing"
+        elif newest.delta is not None and head.base == newest.version - 1:
+            kind = "delta"
+        complete = msgspec.structs.replace(
+            answer, version=newest.version, kind=kind, progress=self._shard.progress
+        )
+        return complete, None if kind == "nothing" else newest.hold()

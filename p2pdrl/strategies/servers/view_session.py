@@ -1,16 +1,14 @@
-"""One group view as a server strategy acts in it: the plan, our part in it, its server once open."""
+"""One group view as a node of a server strategy acts in it: the plan, and our shard's server once open."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
 
-from p2pdrl.errors import PeerUnreachableError
-from p2pdrl.group.service import ActiveView, Group
-from p2pdrl.strategies.protocol import SwarmView
+from p2pdrl.group.service import Group, GroupView
 from p2pdrl.strategies.servers.shard_plan import ServerNote, ShardPlan
 from p2pdrl.strategies.servers.shard_server import ShardServer
-from p2pdrl.transport.protocol import Address, Refusal
+from p2pdrl.transport.protocol import Refusal
 
 __all__ = ["ViewSession"]
 
@@ -19,59 +17,28 @@ class ViewSession:
     """A view in force.
 
     Args:
-        active: the view.
-        plan: what follows from it.
         notes: the members', read.
-        swarm: the node.
-        group: whose view it is.
     """
 
     def __init__(
-        self,
-        active: ActiveView,
-        plan: ShardPlan,
-        notes: Mapping[str, ServerNote],
-        swarm: SwarmView,
-        group: Group,
+        self, view: GroupView, plan: ShardPlan, notes: Mapping[str, ServerNote], me: str, group: Group
     ) -> None:
-        self.key = active.view.key
-        self.members = active.view.members
-        self.plan = plan
-        self.notes = notes
-        self.me = swarm.node_id
-        self.index = plan.shard_of(self.me)
+        self.key, self.members = view.key, view.members
+        self.plan, self.notes = plan, notes
+        self.me, self.group = me, group
+        self.index = plan.shard_of(me)
         """Shard that we serve; None for none."""
-        self.doubt, self.calls = group.doubt, group.calls
-        self.strike = swarm.strike
-        self._swarm, self._group = swarm, group
-        self._addresses: dict[str, Address] = dict(swarm.alive())
         self._server: ShardServer | None = None
         self._opened = asyncio.Event()
         self._why: str | None = None
 
-    def address_of(self, peer: str) -> Address:
-        """Where a member listens.
-
-        Raises:
-            PeerUnreachableError: nobody knows.
-        """
-        self._addresses.update(self._swarm.alive())
-        address = self._addresses.get(peer)
-        if address is None:
-            raise PeerUnreachableError(f"nobody knows where {peer} listens")
-        return address
-
-    async def lives(self, peer: str) -> bool:
-        """Whether a member answers anything."""
-        return await self._group.lives(peer)
-
     def open(self, server: ShardServer) -> None:
-        """Our shard is at work."""
+        """Let our shard be called."""
         self._server = server
         self._opened.set()
 
     async def server(self, limit_s: float) -> ShardServer:
-        """Return our server once it is open.
+        """Return our shard's server once it is open.
 
         Raises:
             Refusal: we serve nothing (409), the view has ended (409), or it isn't open in time (503).
@@ -88,7 +55,7 @@ class ViewSession:
         return self._server
 
     async def close(self, why: str) -> None:
-        """The view has ended: refuse everybody; afterwards nothing touches the shard."""
+        """Refuse everybody, at the view's end; afterwards nothing touches the shard."""
         self._why = why
         self._opened.set()
         if self._server is not None:

@@ -36,7 +36,6 @@ class _ByteSource(Protocol):
 
     async def readany(self) -> bytes:
         """Return what has arrived, at least one byte; nothing at the end."""
-        ...
 
 
 class BodyReader:

@@ -9,7 +9,6 @@ application; the peer routes check by themselves too.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
@@ -17,6 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from p2pdrl.transport.auth import Verdict
+from p2pdrl.transport.dial import ip_of
 from p2pdrl.transport.protocol import TrafficCounters
 
 __all__ = ["guard_middleware", "host_of", "judge"]
@@ -41,14 +41,6 @@ def host_of(authority: str) -> str | None:
     return parts.hostname.rstrip(".")
 
 
-def _is_ip(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def judge(hosts: list[str], origin: str | None, allowed: set[str], *, own_origin_allowed: bool) -> Verdict:
     """Tell why a request with these Host and Origin headers is refused.
 
@@ -61,7 +53,7 @@ def judge(hosts: list[str], origin: str | None, allowed: set[str], *, own_origin
     host = host_of(hosts[0]) if len(hosts) == 1 else None
     if host is None:
         return "the request needs exactly one well-formed Host header"
-    if not (_is_ip(host) or host == "localhost" or host in allowed):
+    if not (ip_of(host) is not None or host == "localhost" or host in allowed):
         return (
             f"Host {host[:80]!r} isn't a name of this node: use its IP address, "
             "or start it with this name as its advertised address"

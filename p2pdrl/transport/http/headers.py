@@ -1,9 +1,9 @@
-"""The HTTP headers of a request and of its answer: how they are written, read, signed and checked."""
+"""The HTTP headers of a request and of its answer: how they are written, parsed, signed and checked."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from p2pdrl.clock import Clock
@@ -31,20 +31,18 @@ _MAC = "P2PDRL-Mac"
 _LENGTH = re.compile(r"0|[1-9][0-9]{0,14}")
 _VERSION = re.compile(r"[1-9][0-9]{0,5}")
 _SWARM_ID = re.compile(r"[0-9a-zA-Z_.-]{1,64}")
-_HEX_MAC = re.compile(r"[0-9a-f]{64}")
+_HEX_MAC_OR_NONE = re.compile(r"([0-9a-f]{64})?")
+
+
+def _word(headers: Mapping[str, str], name: str, good: Callable[[str], object]) -> str:
+    text = headers.get(name, "")
+    if not good(text):
+        raise WireError(f"{name} is missing or malformed")
+    return text
 
 
 def _length(headers: Mapping[str, str], name: str) -> int:
-    text = headers.get(name, "")
-    if _LENGTH.fullmatch(text) is None:
-        raise WireError(f"{name} is missing or isn't a length")
-    return int(text)
-
-
-def _word(headers: Mapping[str, str], name: str, good: bool) -> str:
-    if not good:
-        raise WireError(f"{name} is missing or malformed")
-    return headers[name]
+    return int(_word(headers, name, _LENGTH.fullmatch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +53,9 @@ class RequestHead:
         path: as in the request line.
         sender: node id of the caller.
         target: node id of the callee, or `NO_TARGET`.
-        swarm: swarm id.
-        meta_nbytes: length of the metadata.
-        vector_nbytes: length of the vector.
         time: wall time of sending, as `auth.format_time` writes it.
         nonce: 32 hex digits, fresh for each request.
-        method: as in the request line: POST for a call, GET to open a stream.
-        protocol: version of the peer protocol.
+        method: POST for a call or a pipe, GET to open a stream.
         mac: 64 hex digits; empty without a swarm key.
     """
 
@@ -103,31 +97,27 @@ class RequestHead:
             _TIME: self.time,
             _NONCE: self.nonce,
         }
-        if self.mac:
-            headers[_MAC] = self.mac
-        return headers
+        return {**headers, _MAC: self.mac} if self.mac else headers
 
     @classmethod
     def from_headers(cls, path: str, headers: Mapping[str, str], method: str = "POST") -> RequestHead:
-        """Read the headers of a request.
+        """Parse the headers of a request.
 
         Raises:
             WireError: one is missing or malformed.
         """
-        get = headers.get
-        target, mac = get(_TARGET, ""), get(_MAC, "")
         return cls(
             path=path,
             method=method,
-            protocol=int(_word(headers, _PROTOCOL, _VERSION.fullmatch(get(_PROTOCOL, "")) is not None)),
-            sender=_word(headers, _SENDER, is_node_id(get(_SENDER, ""))),
-            target=_word(headers, _TARGET, target == NO_TARGET or is_node_id(target)),
-            swarm=_word(headers, _SWARM, _SWARM_ID.fullmatch(get(_SWARM, "")) is not None),
+            protocol=int(_word(headers, _PROTOCOL, _VERSION.fullmatch)),
+            sender=_word(headers, _SENDER, is_node_id),
+            target=_word(headers, _TARGET, lambda text: text == NO_TARGET or is_node_id(text)),
+            swarm=_word(headers, _SWARM, _SWARM_ID.fullmatch),
             meta_nbytes=_length(headers, _META),
             vector_nbytes=_length(headers, _VECTOR),
-            time=_word(headers, _TIME, parse_time(get(_TIME, "")) is not None),
-            nonce=_word(headers, _NONCE, is_nonce(get(_NONCE, ""))),
-            mac=_word(headers, _MAC, _HEX_MAC.fullmatch(mac) is not None) if mac else "",
+            time=_word(headers, _TIME, lambda text: parse_time(text) is not None),
+            nonce=_word(headers, _NONCE, is_nonce),
+            mac=_word(headers, _MAC, _HEX_MAC_OR_NONE.fullmatch),
         )
 
 
@@ -137,8 +127,6 @@ class AnswerHead:
 
     Attributes:
         sender: node id of the callee.
-        meta_nbytes: length of the metadata.
-        vector_nbytes: length of the vector.
         nonce: 32 hex digits, fresh for each answer.
         mac: 64 hex digits; empty without a swarm key.
     """
@@ -184,30 +172,26 @@ class AnswerHead:
             _VECTOR: str(self.vector_nbytes),
             _NONCE: self.nonce,
         }
-        if self.mac:
-            headers[_MAC] = self.mac
-        return headers
+        return {**headers, _MAC: self.mac} if self.mac else headers
 
     @classmethod
     def from_headers(cls, headers: Mapping[str, str]) -> AnswerHead:
-        """Read the headers of an answer.
+        """Parse the headers of an answer.
 
         Raises:
             WireError: one is missing or malformed.
         """
-        get = headers.get
-        mac = get(_MAC, "")
         return cls(
-            sender=_word(headers, _SENDER, is_node_id(get(_SENDER, ""))),
+            sender=_word(headers, _SENDER, is_node_id),
             meta_nbytes=_length(headers, _META),
             vector_nbytes=_length(headers, _VECTOR),
-            nonce=_word(headers, _NONCE, is_nonce(get(_NONCE, ""))),
-            mac=_word(headers, _MAC, _HEX_MAC.fullmatch(mac) is not None) if mac else "",
+            nonce=_word(headers, _NONCE, is_nonce),
+            mac=_word(headers, _MAC, _HEX_MAC_OR_NONE.fullmatch),
         )
 
 
 class Credentials:
-    """What this node proves itself with, and holds others to.
+    """Signs this node's requests, and checks the answers to them.
 
     Args:
         node_id: our id, told to peers.
@@ -231,15 +215,7 @@ class Credentials:
         meta_nbytes: int = 0,
         vector_nbytes: int = 0,
     ) -> RequestHead:
-        """Return the head of a new request.
-
-        Args:
-            path: as in the request line.
-            target_id: who must answer; None when unknown.
-            method: likewise.
-            meta_nbytes: length of the metadata.
-            vector_nbytes: length of the vector.
-        """
+        """Return the head of a new request; ``target_id`` is who must answer, None when unknown."""
         head = RequestHead(
             path=path,
             method=method,

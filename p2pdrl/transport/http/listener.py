@@ -1,10 +1,15 @@
-"""Stands between the socket and aiohttp: caps connections and cuts slow ones."""
+"""The node's one port: binds it, caps connections, cuts slow ones, and closes it in good order.
+
+listener = Listener(transport.limits, clock, transport.counters)
+address = await listener.listen(app, "127.0.0.1", 7700, port_is_default=True, has_key=False)
+
+Each connection is a `Watched` between the socket and aiohttp; the `Watchdog` looks at all of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import logging
 import socket
 from collections.abc import Callable
@@ -17,19 +22,15 @@ from aiohttp.typedefs import Handler, Middleware
 from p2pdrl.clock import Clock
 from p2pdrl.errors import UsageError
 from p2pdrl.transport.auth import Verdict
+from p2pdrl.transport.dial import is_loopback
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import Address, TrafficCounters
 
-__all__ = ["ConnectionPace", "Lent", "Listener", "Watchdog", "Watched", "is_loopback", "watched"]
+__all__ = ["ConnectionPace", "Listener", "Upgraded", "Watchdog", "Watched", "watched"]
 
 
 class ConnectionPace:
-    """What one connection has done lately.
-
-    Args:
-        limits: ``header_deadline_s``, ``stall_deadline_s`` and ``min_body_bytes_s``.
-        now_s: monotonic time at which the connection was made.
-    """
+    """What one connection has done lately, and whether that is too slow; times are monotonic."""
 
     def __init__(self, limits: TransportLimits, now_s: float) -> None:
         self._limits = limits
@@ -93,26 +94,14 @@ _REFUSAL = (
 )
 
 
-def is_loopback(host: str) -> bool:
-    """Tell whether ``host`` is an IP literal of this machine's loopback."""
-    try:
-        ip = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_loopback
-
-
-class Lent(Protocol):
+class Upgraded(Protocol):
     """What has taken a connection over from aiohttp."""
 
     def tick(self, now_s: float) -> bool:
         """Look at it, once per tick; return whether it is too slow to be kept."""
-        ...
 
     def abort(self) -> None:
-        """Cut it."""
-        ...
+        """Cut the connection."""
 
 
 def watched(request: web.Request) -> Watched | None:
@@ -122,13 +111,7 @@ def watched(request: web.Request) -> Watched | None:
 
 
 class Watchdog:
-    """All connections of one port.
-
-    Args:
-        limits: caps and deadlines.
-        clock: monotonic time.
-        counters: refused and dropped connections are counted here.
-    """
+    """All connections of one port; refused and dropped ones are counted."""
 
     def __init__(self, limits: TransportLimits, clock: Clock, counters: TrafficCounters) -> None:
         self.limits = limits
@@ -204,12 +187,7 @@ class Watchdog:
 
 
 class Watched(asyncio.Protocol):
-    """One connection: everything goes on to aiohttp, some of it is noted on the way.
-
-    Args:
-        watchdog: counts it.
-        make: makes the protocol of aiohttp.
-    """
+    """One connection: everything goes on to aiohttp's protocol, which ``make`` makes."""
 
     def __init__(self, watchdog: Watchdog, make: _MakeProtocol) -> None:
         self.make = make
@@ -219,14 +197,14 @@ class Watched(asyncio.Protocol):
         self._inner: asyncio.Protocol | None = None
         self._transport: asyncio.Transport | None = None
         self._request: web.Request | None = None
-        self._lent: Lent | None = None
+        self._upgraded: Upgraded | None = None
 
-    def lend(self, to: Lent) -> None:
+    def hand_over(self, to: Upgraded) -> None:
         """From now on ``to`` says whether this connection is too slow."""
-        self._lent = to
+        self._upgraded = to
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Count it, or refuse it."""
+        """Count the connection, or refuse it."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - TCP gives no other
         peer = transport.get_extra_info("peername")
         self._host = str(peer[0]) if peer else ""
@@ -280,8 +258,8 @@ class Watched(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return False
-        if self._lent is not None:
-            return self._lent.tick(now_s)
+        if self._upgraded is not None:
+            return self._upgraded.tick(now_s)
         body_open = (
             self._request is not None and not self._request.content.is_eof() and transport.is_reading()
         )
@@ -290,8 +268,8 @@ class Watched(asyncio.Protocol):
 
     def abort(self) -> None:
         """Cut the connection without waiting for unsent bytes."""
-        if self._lent is not None:
-            self._lent.abort()
+        if self._upgraded is not None:
+            self._upgraded.abort()
         if self._transport is not None:
             self._transport.abort()
 
@@ -303,23 +281,17 @@ _PORTS_TRIED = 100
 _log = logging.getLogger("p2pdrl.transport.http")
 
 
-def _is_our_trouble(record: logging.LogRecord) -> bool:
+def _isnt_a_bad_request(record: logging.LogRecord) -> bool:
     """Leave out the trace that aiohttp logs for each malformed request: anybody could fill the disk."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)
 
 
-_log.addFilter(_is_our_trouble)
+_log.addFilter(_isnt_a_bad_request)
 
 
 class Listener:
-    """Serves one application on one port.
-
-    Args:
-        limits: deadlines and caps of connections.
-        clock: monotonic time for them.
-        counters: refused and dropped connections are counted here.
-    """
+    """Serves one application on one port."""
 
     def __init__(self, limits: TransportLimits, clock: Clock, counters: TrafficCounters) -> None:
         self._limits = limits

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from p2pdrl.clock import Clock
-from p2pdrl.errors import PeerTimeoutError, WireError
+from p2pdrl.errors import WireError
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.transport.auth import ReplayGuard, SwarmKeys, parse_time
 from p2pdrl.transport.calls import (
@@ -22,10 +22,11 @@ from p2pdrl.transport.calls import (
     R,
     Routes,
     ServedRoute,
+    errors_refused,
     report_end,
     run_handler,
 )
-from p2pdrl.transport.framing import OverlongError, body_nbytes, views_of
+from p2pdrl.transport.framing import body_nbytes, views_of
 from p2pdrl.transport.http.body import BodyReader, body_chunks
 from p2pdrl.transport.http.guard import refuse_foreign
 from p2pdrl.transport.http.headers import CONTENT_TYPE, NO_TARGET, AnswerHead, RequestHead
@@ -55,10 +56,6 @@ class HttpServer:
         limits: all bounds.
         counters: written to.
         allowed_hosts: our names that a Host header may hold.
-
-    Attributes:
-        routes: what is served to calls.
-        pipes: the pipes that were opened here, and the routes of those that can be.
     """
 
     def __init__(
@@ -118,7 +115,7 @@ class HttpServer:
         """Judge a request for a stream, and serve the stream.
 
         Raises:
-            Refusal: with the status of the abuse table.
+            Refusal: the request is refused.
             ConnectionError: the caller went away.
         """
         head = self._head(request, "GET")
@@ -138,7 +135,7 @@ class HttpServer:
         """Judge a request for a pipe, let its handler decide, and hand the pipe over.
 
         Raises:
-            Refusal: with the status of the abuse table.
+            Refusal: the request is refused.
             ConnectionError: the caller went away.
         """
         head, route = self._judge(request, self.pipes.routes)
@@ -151,7 +148,7 @@ class HttpServer:
         """Decide from the header alone.
 
         Raises:
-            Refusal: with the status of the abuse table.
+            Refusal: the request is refused.
         """
         head = self._head(request, "POST")
         route = routes.find(request.match_info["route"])
@@ -163,7 +160,7 @@ class HttpServer:
         """Read the header, and check everything that is cheap to check.
 
         Raises:
-            Refusal: with the status of the abuse table.
+            Refusal: the request is refused.
         """
         foreign = refuse_foreign(request, self._allowed_hosts(), own_origin_allowed=False)
         if foreign is not None:
@@ -226,9 +223,10 @@ class HttpServer:
         mac = self._keys.request_pieces(head.nonce) if self._keys is not None else None
         body = BodyReader(request.content, mac, self._limits.stall_deadline_s)
         try:
-            meta = await body.meta(head.meta_nbytes)
-            if head.vector_nbytes == 0:
-                await body.end()
+            with errors_refused():
+                meta = await body.meta(head.meta_nbytes)
+                if head.vector_nbytes == 0:
+                    await body.end()
             incoming = IncomingCall(
                 sender=head.sender,
                 route=route.name,
@@ -238,12 +236,6 @@ class HttpServer:
                 read_vector=body.vector_into,
             )
             return await run_handler(route, incoming)
-        except OverlongError as error:
-            raise Refusal(413, str(error)) from error
-        except WireError as error:
-            raise Refusal(400, str(error)) from error
-        except PeerTimeoutError as error:
-            raise Refusal(408, str(error)) from error
         finally:
             self._counters.received(head.sender, body.nbytes)
 

@@ -66,7 +66,7 @@ def switching(protocol: str, answer: AnswerHead) -> bytes:
 
 
 class DetachedTransport(web.StreamResponse):
-    """What is left to aiohttp of a connection that was taken over: to close its socket."""
+    """The response after which aiohttp closes its own socket of a connection that was taken over."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,16 +93,11 @@ class NotOfferedError(Exception):
 
 
 class Upgrader:
-    """Makes connections that speak another protocol than HTTP.
-
-    Args:
-        credentials: sign requests, check answers.
-        limits: all bounds.
-    """
+    """Makes connections that speak another protocol than HTTP."""
 
     def __init__(self, credentials: Credentials, limits: TransportLimits) -> None:
-        self._credentials = credentials
-        self._limits = limits
+        self.credentials = credentials
+        self.limits = limits
         self._opening: set[StreamSocket] = set()
 
     def close(self) -> None:
@@ -141,11 +136,11 @@ class Upgrader:
 
         Args:
             sock: from `connection`; what it holds afterwards is of the new protocol.
-            address: where that is.
+            address: of the peer.
             head: of the request.
-            protocol: its name.
+            protocol: name in the Upgrade header.
             body: of the request.
-            absent: statuses by which a peer says that it has no such thing.
+            absent: statuses by which a peer says that it has no such protocol.
 
         Raises:
             NotOfferedError: the answer was one of ``absent``.
@@ -169,18 +164,18 @@ class Upgrader:
         if fields.get("Upgrade", "").lower() != protocol:
             raise WireError("the peer speaks another protocol")
         answer = AnswerHead.from_headers(fields)
-        self._credentials.check(answer, head)
+        self.credentials.check(answer, head)
         return answer
 
     async def _reason(self, sock: StreamSocket, headers: CIMultiDict[str]) -> bytes:
-        """Return what comes of a refusal's text."""
+        """Return as much of a refusal's text as comes."""
         length, text = headers.get("Content-Length", ""), b""
-        most = self._limits.max_refusal_bytes
+        most = self.limits.max_refusal_bytes
         if length.isascii() and length.isdigit() and len(length) < 10:
             most = min(most, int(length))
         try:
             while len(text) < most:
-                text += await sock.read(1, self._limits.stall_deadline_s)
+                text += await sock.read(1, self.limits.stall_deadline_s)
                 text += await sock.read(min(sock.staged_nbytes, most - len(text)))
         except (PeerTimeoutError, ConnectionError):
             pass  # the status alone says enough

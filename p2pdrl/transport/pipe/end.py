@@ -25,13 +25,9 @@ __all__ = ["PipeBuffer", "PipeEnd", "PipeLink", "PipeMessage", "PipeReceiver", "
 
 
 class PipeLink:
-    """A connected socket and its first fault.
-
-    Args:
-        sock: in blocking mode.
+    """A connected socket in blocking mode, and its first fault.
 
     Attributes:
-        sock: the same.
         fault: why the pipe ended; None while it goes on.
         closed: whether it was our end that was closed.
     """
@@ -55,7 +51,9 @@ class PipeLink:
         with self._lock:
             if self.fault is not None:
                 return
-            self.fault = broken(error) if isinstance(error, OSError) else error
+            if isinstance(error, OSError):
+                error = PeerUnreachableError(f"the pipe broke: {error}")
+            self.fault = error
         try:
             self.sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -85,11 +83,6 @@ class PipeLink:
         raise RuntimeError("our end of the pipe failed") from fault
 
 
-def broken(error: OSError) -> PeerUnreachableError:
-    """Return what to tell of a socket that doesn't work any more."""
-    return PeerUnreachableError(f"the pipe broke: {error}")
-
-
 _AT_ONCE_BYTES = 272 << 10
 """A message up to this length is given to the kernel by its caller, if it takes it without waiting: to wake
 the thread would take about as long."""
@@ -98,12 +91,7 @@ _Frame = Iterator[list[Buffer]]
 
 
 class PipeSender:
-    """Sends messages in the order in which they are given.
-
-    Args:
-        link: the connection.
-        mac: makes MACs; None without a swarm key.
-        queued_bytes: how much may wait; see `PipeBounds`.
+    """Sends messages in the order in which they are given; ``queued_bytes`` of them may wait.
 
     Attributes:
         nbytes: bytes that the kernel took, heads and MACs included.
@@ -159,7 +147,7 @@ class PipeSender:
             pass
 
     def run(self) -> None:
-        """What the thread does."""
+        """Send what is queued, in a thread, until the pipe ends."""
         try:
             while (item := self._queue.get()) is not None and self._link.fault is None:
                 rest, nbytes = item
@@ -225,12 +213,10 @@ def _cost_nbytes(message: PipeMessage) -> int:
 
 
 class PipeReceiver:
-    """Receives messages in the order in which they were sent.
+    """Receives messages in the order in which they were sent, by the caller's thread or ahead by its own.
 
-    Args:
-        link: the connection.
-        parser: makes messages of what comes.
-        prefetched_bytes: see `PipeBounds`.
+    Whoever has the turn reads from the socket: a caller that waits for a message, and the thread once no
+    caller came for a moment, up to ``prefetched_bytes``.
 
     Attributes:
         nbytes: bytes that came from the socket, heads and MACs included.
@@ -280,7 +266,7 @@ class PipeReceiver:
                 self._wish = self._wishing = -1
 
     def run(self) -> None:
-        """What the thread does."""
+        """Read ahead, in a thread, until the pipe ends."""
         while self._await_turn():
             try:
                 self._read_ahead()
@@ -450,8 +436,7 @@ class PipeEnd:
         keys: of what we send and of what we receive; None without a swarm key.
         leftover: bytes of the pipe that were read from the socket already.
         into: asked, in the thread that receives, where a vector goes: what it returns is filled and comes
-            back in the message. What is in it before that is worth nothing. None refuses the message, which
-            ends the pipe.
+            back in the message, authentic only then. None refuses the message, which ends the pipe.
         bounds: of queues, vectors and silence.
     """
 

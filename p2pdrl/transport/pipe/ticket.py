@@ -24,7 +24,7 @@ MAX_PIPE_META_BYTES = 16384
 
 
 class PipeTicket(msgspec.Struct, frozen=True):
-    """What a process needs beside the descriptor; keep it as safe as a key."""
+    """What the process that uses a pipe needs beside the descriptor; it holds keys."""
 
     keys: tuple[bytes, bytes] | None
     """Of what we send and of what we receive; None without a swarm key."""
@@ -36,14 +36,7 @@ class PipeTicket(msgspec.Struct, frozen=True):
 
 
 class Pipe:
-    """One end of an open pipe, which nobody reads from yet.
-
-    Args:
-        sock: connected; owned from now on.
-        peer: see below.
-        meta: see below.
-        ticket: see below.
-        on_close: called once, by `close`.
+    """One end of an open pipe, which nobody reads from yet; ``on_close`` is called once, by `close`.
 
     Attributes:
         peer: node id of the other end.

@@ -11,7 +11,6 @@ from p2pdrl.errors import WireError
 from p2pdrl.transport.auth import MAC_BYTES, PieceMac
 from p2pdrl.transport.calls import OutgoingCall, refused
 from p2pdrl.transport.framing import HEAD_BYTES, AnswerFrame, CallFrame, Filling, batches, body_nbytes, unseal
-from p2pdrl.transport.http.headers import Credentials
 from p2pdrl.transport.http.upgrade import STREAM_PATH, STREAM_UPGRADE, NotOfferedError, Upgrader
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import Address, Answer, TrafficCounters
@@ -146,23 +145,13 @@ _NO_STREAMS = frozenset({404, 405, 426, 501})
 
 
 class StreamClient:
-    """Streams to all peers.
+    """Streams to all peers, opened by an upgrader."""
 
-    Args:
-        credentials: sign requests, check answers.
-        clock: monotonic time for idle streams.
-        limits: all bounds.
-        counters: written to.
-    """
-
-    def __init__(
-        self, credentials: Credentials, *, clock: Clock, limits: TransportLimits, counters: TrafficCounters
-    ) -> None:
-        self._credentials = credentials
+    def __init__(self, upgrader: Upgrader, *, clock: Clock, counters: TrafficCounters) -> None:
+        self._upgrader = upgrader
+        self._limits = upgrader.limits
         self._clock = clock
-        self._limits = limits
         self._counters = counters
-        self._upgrader = Upgrader(credentials, limits)
         self._pools: dict[tuple[Address, str | None], _StreamPool] = {}
         self._busy: set[CallerStream] = set()
         self._without: dict[Address, float] = {}
@@ -181,7 +170,6 @@ class StreamClient:
     def close(self) -> None:
         """Close all streams; calls on them end with a ``ConnectionError``."""
         self._closed = True
-        self._upgrader.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
@@ -263,7 +251,7 @@ class StreamClient:
 
     async def _open(self, address: Address, target_id: str | None) -> CallerStream:
         """Open a stream; remember for a while when none is offered."""
-        head = self._credentials.head(STREAM_PATH, target_id, method="GET")
+        head = self._upgrader.credentials.head(STREAM_PATH, target_id, method="GET")
         try:
             async with self._upgrader.connection(address) as sock:
                 answer = await self._upgrader.ask(sock, address, head, STREAM_UPGRADE, absent=_NO_STREAMS)
@@ -274,7 +262,7 @@ class StreamClient:
                 self._without.clear()
             self._without[address] = self._clock.monotonic() + self._limits.stream_retry_s
             raise
-        keys = self._credentials.keys
+        keys = self._upgrader.credentials.keys
         macs = keys.stream(head.nonce, answer.nonce) if keys is not None else (None, None)
         stream = CallerStream(sock, answer.sender, macs, self._limits, self._counters)
         if self._closed:

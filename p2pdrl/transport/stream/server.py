@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -12,7 +12,15 @@ from aiohttp import web
 from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerTimeoutError, WireError
 from p2pdrl.transport.auth import MAC_BYTES, PieceMac, SwarmKeys
-from p2pdrl.transport.calls import Admission, IncomingCall, Routes, report_end, run_handler
+from p2pdrl.transport.calls import (
+    Admission,
+    IncomingCall,
+    Routes,
+    ServedRoute,
+    errors_refused,
+    report_end,
+    run_handler,
+)
 from p2pdrl.transport.framing import (
     HEAD_BYTES,
     STAGE_BYTES,
@@ -42,12 +50,7 @@ class Shared:
     """What all streams of a node share.
 
     Attributes:
-        routes: what is served.
-        admission: how much one peer may ask.
-        tell: ``(refusal, host) -> (status, reason)``: counts a refusal, and says how it is told.
-        clock: monotonic time.
-        limits: all bounds.
-        counters: written to.
+        tell: ``(refusal, host) -> (status, reason)``: counts a refusal, and says what ``host`` is answered.
     """
 
     routes: Routes[Reply]
@@ -63,9 +66,9 @@ class ServedStream:
 
     Args:
         shared: what all streams of a node share.
-        sock: carries it.
+        sock: carries the stream.
         peer: node id of the caller.
-        remote_host: its IP.
+        remote_host: IP of the caller.
         macs: of calls and of answers.
     """
 
@@ -104,11 +107,11 @@ class ServedStream:
         return verdict is not None
 
     def abort(self) -> None:
-        """Cut it."""
+        """Cut the connection."""
         self._sock.close()
 
     def end(self) -> None:
-        """Close it when the call that runs is done, at once if there is none."""
+        """Close the stream when the call that runs is done, at once if there is none."""
         self._closing = True
         if not self.busy:
             self._sock.close()
@@ -139,24 +142,24 @@ class ServedStream:
             ConnectionError: there can be no further one.
         """
         try:
-            incoming = await self._incoming(raw)
+            route, incoming = await self._incoming(raw)
             with self._shared.admission.slot(self.peer):
-                reply = await run_handler(self._shared.routes.find(incoming.route), incoming)
-                await self._answer(incoming.route, reply)
+                reply = await run_handler(route, incoming)
+                await self._answer(route.name, reply)
         except Refusal as refusal:
             status, reason = self._shared.tell(refusal, self._remote_host)
             await self._send(status, reason.encode(), ())
         await self._finish()
 
-    async def _incoming(self, raw: bytes) -> IncomingCall:
+    async def _incoming(self, raw: bytes) -> tuple[ServedRoute[Reply], IncomingCall]:
         """Judge a call by its head, then read and check its metadata.
 
         Raises:
-            Refusal: with the status of the abuse table.
+            Refusal: the call is refused.
             ConnectionError: the caller went away.
         """
         self._broken = True  # until it is known where this call ends
-        try:
+        with errors_refused():
             frame = CallFrame.decode(raw)
             name = await self._sock.read(frame.route_nbytes, self._limits.stall_deadline_s)
             self._pace.request_started(self._clock.monotonic())
@@ -167,14 +170,10 @@ class ServedStream:
             route.admit(frame.meta_nbytes, frame.vector_nbytes)
             self._broken = True
             meta = await self._meta(raw + name, frame.meta_nbytes)
-        except WireError as error:
-            raise Refusal(400, str(error)) from error
-        except PeerTimeoutError as error:
-            raise Refusal(408, str(error)) from error
         self._broken = False
         self._rest_nbytes -= frame.meta_nbytes + self._mac_nbytes
         self._rest_pieces -= 1
-        return IncomingCall(
+        incoming = IncomingCall(
             sender=self.peer,
             route=route.name,
             meta=meta,
@@ -182,6 +181,7 @@ class ServedStream:
             remote_host=self._remote_host,
             read_vector=self._vector_into,
         )
+        return route, incoming
 
     async def _meta(self, before: bytes, nbytes: int) -> bytes:
         sealed = await self._sock.read(nbytes + self._mac_nbytes, self._limits.stall_deadline_s)
@@ -218,8 +218,7 @@ class ServedStream:
         finally:
             report_end(route, reply, sent)
 
-    async def _send(self, status: int, meta: bytes, views: Iterable[memoryview]) -> None:
-        views = list(views)
+    async def _send(self, status: int, meta: bytes, views: Sequence[memoryview]) -> None:
         vector_nbytes = sum(view.nbytes for view in views)
         self._closing = self._closing or self._broken or self._rest_nbytes > _SMALL_REST_BYTES
         first = AnswerFrame(status, len(meta), vector_nbytes, self._closing).encode() + meta
@@ -250,13 +249,7 @@ class ServedStream:
 
 
 class StreamServer:
-    """Every stream that peers have opened here.
-
-    Args:
-        node_id: our id.
-        keys: the swarm's keys; None without a key.
-        shared: what all streams share.
-    """
+    """Every stream that peers have opened here."""
 
     def __init__(self, node_id: str, keys: SwarmKeys | None, shared: Shared) -> None:
         self._node_id = node_id
@@ -293,7 +286,7 @@ class StreamServer:
         macs = self._keys.stream(head.nonce, answer.nonce) if self._keys is not None else (None, None)
         stream = ServedStream(self._shared, take_over(request), head.sender, request.remote or "", macs)
         self._streams.setdefault(head.sender, set()).add(stream)
-        watched.lend(stream)
+        watched.hand_over(stream)
         try:
             await stream.run(switching(STREAM_UPGRADE, answer))
         finally:

@@ -1,32 +1,39 @@
-"""What each block of a learner's policy costs on its device, and what that device is. Imports torch."""
+"""What each block of a learner's policy costs on its device, and what that device is. Imports torch.
+
+Also a process of its own, which ``p2pdrl pipeline plan --config`` starts as ``python -m
+p2pdrl.workers.pipeline.measure --parts N``: it reads the task as JSON from its standard input, and writes
+`Blocks` as JSON to its standard output.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from p2pdrl.errors import ConfigError
+from p2pdrl.config.task import TaskConfig
+from p2pdrl.errors import ConfigError, P2PDRLError
 from p2pdrl.rl.networks.lstm import RecurrentContext
-from p2pdrl.rl.pipeline.tensor_specs import RowSpec
+from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.sequential import measure_blocks
 from p2pdrl.workers.pipeline.protocol import Blocks, Measure
 
-__all__ = ["identity", "measured", "nccl_identity", "usable_bytes"]
+if TYPE_CHECKING:
+    from p2pdrl.rl.trainer import Pipelineable
+
+__all__ = ["identity", "main", "measured", "nccl_identity", "usable_bytes"]
 
 
 def usable_bytes(device: torch.device, kept: float = 0.0) -> int:
-    """Return the bytes of a device that a stage of this process may take.
+    """Return the bytes of a CUDA device that a stage of this process may take; 0 of any other.
 
-    Those are the free ones, and what the process holds itself but for its copy of the parameters: torch keeps
+    Those are the free ones, and what the process holds itself but for ``kept`` (its parameters): torch keeps
     some to give out again, and in a pipeline's rank gradients and the optimizer's state are given up.
-
-    Args:
-        device: any; of others than CUDA devices nothing is known, which is 0.
-        kept: bytes that stay what they are.
     """
     if device.type != "cuda":
         return 0
@@ -48,20 +55,11 @@ def nccl_identity(device: torch.device) -> str:
     return identity(device) if distributed.is_available() and distributed.is_nccl_available() else ""
 
 
-if TYPE_CHECKING:
-    from p2pdrl.rl.trainer import Pipelineable
-
-
 def measured(trainer: Pipelineable, asked: Measure, known: dict[int, Blocks]) -> Blocks:
     """Do what was asked: measure the blocks with one microbatch of the longest batch that the task has.
 
-    Parameters, gradients and random numbers of the trainer stay as they are.
-
-    Args:
-        trainer: of the model.
-        asked: by the daemon.
-        known: by number of microbatches what was measured before, and is not again; this is added. What is
-            free changes, and is looked at each time.
+    Parameters, gradients and random numbers of the trainer stay as they are. What is ``known``, by number of
+    microbatches, isn't measured again; what is free changes, and is looked at each time.
     """
     if asked.over_torch:
         from p2pdrl.workers.pipeline.torch_stages import import_schedules
@@ -105,3 +103,36 @@ def _inputs(spec: RowSpec, rows: int, random: torch.Generator) -> Tensor:
 
 def _zeros(spec: RowSpec, rows: int, device: torch.device) -> Any:
     return torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=device)
+
+
+def _run(arguments: argparse.Namespace) -> Blocks:
+    from p2pdrl.rl.registry import build_trainer
+
+    torch.set_num_threads(arguments.threads)
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=TaskConfig)
+    trainer = build_trainer(task, 0, arguments.device, allow_import=arguments.allow_import)
+    try:
+        return measured(trainer, Measure(arguments.parts), {})
+    finally:
+        trainer.close()
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="p2pdrl.workers.pipeline.measure")
+    parser.add_argument("--parts", type=int, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--allow-import", action="store_true")
+    arguments = parser.parse_args()
+    try:
+        blocks = _run(arguments)
+    except P2PDRLError as error:
+        print(f"p2pdrl: {error}", file=sys.stderr)
+        return error.exit_code
+    sys.stdout.write(msgspec.json.encode(blocks).decode() + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError, WireError
-from p2pdrl.pipeline.order import StageSide
+from p2pdrl.pipeline.plan import StageSide
 from p2pdrl.transport.limits import PipeBounds
 from p2pdrl.transport.pipe.end import PipeEnd, PipeMessage
 from p2pdrl.transport.pipe.ticket import PipeTicket
@@ -63,10 +63,9 @@ class PipeCarrier:
             for, and about as often while messages come all the time.
         interrupted: whether the pipeline is to end because the daemon said so; asked after each ``listen``.
         allocate: gives memory for what comes, such as pinned one for a GPU; used again and again.
-        clock: seconds, monotonic.
 
     Attributes:
-        side: of the neighbour to blame, once one of the methods raised an error; None when none is.
+        side: of the neighbour that caused the last error; None where none did.
 
     Raises:
         OSError: a descriptor isn't a socket's.
@@ -117,20 +116,14 @@ class PipeCarrier:
             raise
 
     def receive(self, way: Way, timeout_s: float) -> tuple[bytes, memoryview]:
-        """See ``Carrier.receive``.
-
-        Raises:
-            PeerUnreachableError: also when the daemon's words ended the wait.
-            PeerTimeoutError: see ``Carrier``.
-            WireError: see ``Carrier``.
-        """
+        """See ``Carrier.receive``; what the daemon said may end the wait, too."""
         self._give_back()
         side = _FROM[way]
         message = self._early.pop(way, None) or self._await(side, timeout_s)
         if message is None:
             self.side = side
             raise PeerTimeoutError(f"the {side} rank didn't say a whole message within {timeout_s:g} s")
-        # Until the next message, what is wrong is this one: whoever reads it may find more than we can.
+        # Until the next message this neighbour is to blame: the reader may find more wrong than we can.
         self.side = side
         if message.kind != _KINDS[way]:
             raise WireError(f"the {side} rank sent a message of kind {message.kind}")
@@ -146,7 +139,6 @@ class PipeCarrier:
 
         Raises:
             PeerUnreachableError: a pipe broke, of either neighbour; or the daemon's words ended the wait.
-            WireError: what came is no message.
         """
         self._give_back()
         if way not in self._early:
@@ -256,12 +248,7 @@ class PipeCarrier:
 
 
 class _BufferPool:
-    """Memory of one pipe's messages, most of which are as long as others before.
-
-    Args:
-        allocate: see `PipeCarrier`.
-        kept_nbytes: of all buffers that nobody reads.
-    """
+    """Memory of one pipe's messages, most of which are as long as others before."""
 
     def __init__(self, allocate: Allocate, kept_nbytes: int) -> None:
         self._allocate = allocate

@@ -25,7 +25,7 @@ from __future__ import annotations
 import msgspec
 
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
+from p2pdrl.pipeline.plan import StageNews, StageOrder, StageSide
 from p2pdrl.pipeline.trace import TraceSpan
 from p2pdrl.transport.pipe.ticket import PipeTicket
 
@@ -57,7 +57,7 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     """Say what each block costs here; answered with `Blocks`.
 
     Done between two updates, or between two of those that a rank serves; so by one in a pipeline it may take
-    as long as an update takes. It ends a meeting of a torch.distributed group: whoever asks has given it up.
+    as long as an update takes. It ends a meeting of a torch.distributed group, which the daemon gave up.
     """
 
     microbatches: int

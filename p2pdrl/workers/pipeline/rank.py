@@ -8,19 +8,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.order import StageNews, StageOrder, StageSide
-from p2pdrl.pipeline.plan import PipelinePlan
-from p2pdrl.rl.pipeline.links import FramedLinks, Links, Way
+from p2pdrl.pipeline.plan import PipelinePlan, StageNews, StageOrder, StageSide
+from p2pdrl.rl.pipeline.links import FramedLinks, Links
 from p2pdrl.rl.pipeline.parts import ModelParts
-from p2pdrl.rl.pipeline.pipelined import Pipelined
+from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
 from p2pdrl.rl.pipeline.runner import Recorder, Running
-from p2pdrl.rl.pipeline.server import StageServer
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
 from p2pdrl.transport.pipe.ticket import PipeTicket
 from p2pdrl.workers.pipeline.pipe_carrier import PipeCarrier
@@ -30,56 +28,19 @@ if TYPE_CHECKING:
     from p2pdrl.rl.trainer import Pipelineable
     from p2pdrl.workers.pipeline.torch_stages import TorchStages
 
-__all__ = ["Connected", "Ears", "Neighbours", "Pipes", "WorkerRank", "make_rank"]
+__all__ = ["DaemonCallbacks", "Pipes", "WorkerRank", "make_rank"]
 
 _KEPT_ACTIVATIONS = 4
 """Each pipe keeps memory for so many of a whole batch: in microbatches, more than wait to be read at once."""
+
+_MEASURED = ("microbatches", "bubble", "step_s", "activation_bytes")
+"""Figures of a rank that its gradient engine or server measures."""
 
 Pipes = Mapping[StageSide, tuple[int, PipeTicket]]
 """Descriptors, and what goes with them."""
 
 
-class Neighbours(Protocol):
-    """What a rank asks of its connections beside `Links`; `PipeCarrier` says what each means.
-
-    Attributes:
-        side: of the neighbour to blame for the last error; None when none is.
-    """
-
-    side: StageSide | None
-
-    def waiting(self, way: Way, timeout_s: float) -> bool:
-        """Tell whether a message that goes this way is there, or comes in time."""
-        ...
-
-    def check(self) -> None:
-        """Raise a TransportError once a neighbour is known to be gone."""
-        ...
-
-    def flush(self, timeout_s: float) -> None:
-        """Wait until all that was sent has left."""
-        ...
-
-    def close(self) -> None:
-        """Be done with it; calling it again does nothing."""
-        ...
-
-
-class Connected(NamedTuple):
-    """A rank with its neighbours.
-
-    Attributes:
-        links: what ranks say to each other goes over them; None where one rank is all.
-        neighbours: the same connections.
-        runner: computes gradients; None for one that does so over the links.
-    """
-
-    links: Links | None
-    neighbours: Neighbours
-    runner: Running | None
-
-
-class Ears(NamedTuple):
+class DaemonCallbacks(NamedTuple):
     """How a rank hears its daemon, and tells it something, while it waits.
 
     Attributes:
@@ -98,33 +59,28 @@ class Ears(NamedTuple):
 class WorkerRank:
     """A rank of a pipeline; `make_rank` makes it.
 
-    Args:
-        order: of the daemon.
-        share: this rank's part of the model.
-        connected: it and its neighbours.
-        leave: called by `close`, beside what closes connections.
-
     Attributes:
-        order: as given.
-        neighbours: its connections.
+        carrier: on its pipes, of which a rank that is alone has none.
         head: gradient engine and stepper, of the first rank.
         server: of any other.
-        recorder: told what it does.
     """
 
     def __init__(
         self,
         order: StageOrder,
         share: StageParameters[Any],
-        connected: Connected,
+        carrier: PipeCarrier,
+        *,
+        links: Links | None,
+        runner: Running | None = None,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
         self.order = order
+        self.carrier = carrier
         self._leave = leave
         self.recorder = Recorder()
         self.head: Pipelined[Any] | None = None
         self.server: StageServer[Any] | None = None
-        links, self.neighbours, runner = connected
         if order.rank == 0:
             self.head = Pipelined(
                 share,
@@ -158,11 +114,7 @@ class WorkerRank:
         return 0 if self.server is None else self.server.behind
 
     def figures(self, measured: Mapping[str, float]) -> dict[str, float]:
-        """Return what the daemon is told of this rank.
-
-        Args:
-            measured: what ``head`` or ``server`` tells of itself.
-        """
+        """Return what the daemon is told of this rank."""
         order = self.order
         figures = {
             "generation": float(order.generation),
@@ -179,39 +131,14 @@ class WorkerRank:
         work = self.head or self.server
         if work is not None:
             work.close()
-        self.neighbours.close()
+        self.carrier.close()
         self._leave()
 
 
-_MEASURED = ("microbatches", "bubble", "step_s", "activation_bytes")
-
-
-class _Nobody:
-    """Implements `Neighbours` for a rank that is alone."""
-
-    side: StageSide | None = None
-
-    def waiting(self, _way: Way, _timeout_s: float) -> bool:
-        return False
-
-    def check(self) -> None:
-        pass
-
-    def flush(self, _timeout_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def make_rank(order: StageOrder, pipes: Pipes, trainer: Pipelineable, ears: Ears) -> WorkerRank:
-    """Build what an order asks for, from the trainer's model as it is now.
-
-    Args:
-        order: of the daemon.
-        pipes: owned from now on, whatever comes of it.
-        trainer: of the model.
-        ears: for while it waits.
+def make_rank(
+    order: StageOrder, pipes: Pipes, trainer: Pipelineable, callbacks: DaemonCallbacks
+) -> WorkerRank:
+    """Build what an order asks for, from the trainer's model as it is now; the pipes are owned from now on.
 
     Raises:
         ConfigError: the order doesn't fit the model, or the pipes don't fit the order.
@@ -227,38 +154,32 @@ def make_rank(order: StageOrder, pipes: Pipes, trainer: Pipelineable, ears: Ears
             parts, plan, order.rank, device, checkpoint_activations=order.checkpoint_activations
         )
         if order.backend == "torch":
-            torch_stages, pipes = _meet(order, device, ears)
+            torch_stages, pipes = _meet(order, device, callbacks)
     except BaseException:
         for fd, _ in pipes.values():
             os.close(fd)
         raise
-    if not pipes:
-        return WorkerRank(order, share, Connected(None, _Nobody(), None))
     try:
         carrier = PipeCarrier(
             pipes,
             parts.longest_nbytes,
             kept_nbytes=_KEPT_ACTIVATIONS * parts.activation_nbytes,
-            listen=ears.listen,
-            interrupted=ears.interrupted,
+            listen=callbacks.listen,
+            interrupted=callbacks.interrupted,
             allocate=_pinned if device.type == "cuda" else _plain,
         )
     except BaseException:
         if torch_stages is not None:
             torch_stages.close()
         raise
-    links = FramedLinks(carrier)
-    if torch_stages is None:
-        return WorkerRank(order, share, Connected(links, carrier, None))
-    return WorkerRank(
-        order,
-        share,
-        Connected(links, carrier, torch_stages.runner(share, links, carrier)),
-        torch_stages.close,
-    )
+    links = FramedLinks(carrier) if pipes else None
+    if torch_stages is None or links is None:
+        return WorkerRank(order, share, carrier, links=links)
+    runner = torch_stages.runner(share, links, carrier)
+    return WorkerRank(order, share, carrier, links=links, runner=runner, leave=torch_stages.close)
 
 
-def _meet(order: StageOrder, device: torch.device, ears: Ears) -> tuple[TorchStages, Pipes]:
+def _meet(order: StageOrder, device: torch.device, callbacks: DaemonCallbacks) -> tuple[TorchStages, Pipes]:
     """Join the other ranks' torch.distributed group; return it, and connections to the neighbours."""
     # Not above: torch.distributed is slow to import, and most pipelines have no need of it.
     from p2pdrl.workers.pipeline.torch_stages import TorchStages
@@ -266,18 +187,14 @@ def _meet(order: StageOrder, device: torch.device, ears: Ears) -> tuple[TorchSta
     stages = TorchStages(
         order,
         device,
-        lambda port: ears.tell(StageNews(order.generation, "meeting", port=port)),
-        ahead=ears.ahead,
+        lambda port: callbacks.tell(StageNews(order.generation, "meeting", port=port)),
+        ahead=callbacks.ahead,
     )
     return stages, stages.pipes
 
 
 def _plan(order: StageOrder, parts: ModelParts[Any], pipes: Pipes) -> PipelinePlan:
-    """Return the order's plan, once it is sure that it fits.
-
-    Raises:
-        ConfigError: it doesn't.
-    """
+    """Return the order's plan, once it is sure that it fits."""
     plan = order.plan
     if plan.blocks != len(parts.blocks):
         raise ConfigError(f"the policy has {len(parts.blocks)} blocks here, not {plan.blocks}")

@@ -26,14 +26,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from p2pdrl.errors import ConfigError, PeerTimeoutError, TransportError
-from p2pdrl.pipeline.order import StageNews, StageOrder
+from p2pdrl.pipeline.plan import StageNews, StageOrder
 from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, News, StartStage, Trace, Traced
 from p2pdrl.workers.protocol import ToLearner
 from p2pdrl.workers.replica import Replica
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.pipeline.pipelined import Pipelined
-    from p2pdrl.rl.pipeline.rank import Assembled
+    from p2pdrl.rl.pipeline.rank import Assembled, Pipelined
     from p2pdrl.rl.pipeline.runner import Recorder
     from p2pdrl.rl.trainer import StepStats, Trainer
     from p2pdrl.workers.pipeline.rank import Pipes, WorkerRank
@@ -49,13 +48,9 @@ class StageRunner:
     """The rank that is taken, and the order that was heard.
 
     Args:
-        trainer: of the model.
-        replica: its parameters.
-        say: sends a message to the daemon.
         listen: hears the daemon's messages, without waiting, obeys them, and reports when that is due.
         paused: whether the learner is held.
         ahead: what the daemon has said and wasn't heard yet; called in other threads.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -116,9 +111,7 @@ class StageRunner:
     def hear(self, message: StartStage | Finish | Measure | Trace, take_fd: Callable[[], int]) -> None:
         """Note what is to be done between two updates; another order ends the wait for a neighbour at once.
 
-        Args:
-            message: it.
-            take_fd: claims the next descriptor that came along.
+        ``take_fd`` claims the next descriptor that came along.
 
         Raises:
             WorkerError: a descriptor is missing.
@@ -142,8 +135,7 @@ class StageRunner:
     def end(self, *, stages: bool) -> None:
         """Another learner mode comes, or none: whatever is under way ends, and no order before it counts.
 
-        Args:
-            stages: whether the next learner mode has any.
+        ``stages``: whether the next learner mode has any.
         """
         self._ended = True
         self._stages_next = stages
@@ -154,31 +146,26 @@ class StageRunner:
     def leave(self) -> None:
         """Leave the rank if another order or learner mode has ended it; before that one comes into force."""
         if self._interrupted():
-            self._rise()
+            self._leave_rank()
 
     def turn(self, *, stages: bool) -> None:
-        """Carry out the order that was heard last.
-
-        Args:
-            stages: whether the learner mode in force has any.
-        """
+        """Carry out the order that was heard last; ``stages``: whether the learner mode in force has any."""
         self._stages, self._ended = stages, False
         if self._order is None:
             return
-        from p2pdrl.workers.pipeline.rank import (  # torch is slow to import, and few are stages
-            Ears,
-            make_rank,
-        )
+        from p2pdrl.workers.pipeline.rank import DaemonCallbacks, make_rank
 
         self._replica.take()
         self._replica.publish()
-        ears = Ears(self._listen, self._interrupted, lambda news: self._say(News(news)), self._ahead)
+        callbacks = DaemonCallbacks(
+            self._listen, self._interrupted, lambda news: self._say(News(news)), self._ahead
+        )
         self._answer()
         # Not before: until a rank has them, the descriptors are closed with the order.
         (order, pipes), self._order = self._order, None
         self._replica.set_aside(aside=True)  # a share of the model has its own gradients and optimizer
         try:
-            rank = make_rank(order, pipes, self._trainer, ears)
+            rank = make_rank(order, pipes, self._trainer, callbacks)
         except (TransportError, ConfigError, OSError) as error:
             self._replica.set_aside(aside=False)
             if not self._interrupted():
@@ -236,27 +223,27 @@ class StageRunner:
             elif self._finish == rank.order.generation:
                 self._end(rank)
             else:
-                rank.neighbours.check()
+                rank.carrier.check()
         except TransportError as error:
             self._break(rank, error)
 
     def close(self) -> None:
         """Leave, and let go of everything."""
         self._forget_order()
-        self._rise()
+        self._leave_rank()
 
     def _interrupted(self) -> bool:
         return self._ended or self._order is not None
 
     def _serve(self, rank: WorkerRank) -> None:
         """Take part in an update, if one comes soon."""
-        assert rank.server is not None  # noqa: S101 - whoever calls has looked
-        if not rank.neighbours.waiting("down", POLL_S):
+        assert rank.server is not None  # noqa: S101 - callers check
+        if not rank.carrier.waiting("down", POLL_S):
             now_s = self._clock()
             if self._paused():
                 self._idle_since_s = now_s
             elif now_s > self._idle_since_s + rank.order.idle_timeout_s:
-                rank.neighbours.side = "previous"
+                rank.carrier.side = "previous"
                 raise PeerTimeoutError(f"there was no update for {rank.order.idle_timeout_s:g} s")
             return
         whole = rank.server.serve()
@@ -274,7 +261,7 @@ class StageRunner:
 
     def _end(self, rank: WorkerRank) -> None:
         """End the pipeline, with a copy of the whole state to all ranks."""
-        assert rank.head is not None  # noqa: S101 - whoever calls has looked
+        assert rank.head is not None  # noqa: S101 - callers check
         whole = rank.head.fetch(state=True, spread=True, last=True)
         assert whole.optimizer is not None  # noqa: S101 - fetched
         self._replica.become(whole.vector_D, whole.optimizer, self._replica.version, self._trainer.place)
@@ -283,7 +270,7 @@ class StageRunner:
 
     def _copy(self, rank: WorkerRank, whole: Assembled) -> None:
         """Take what peers have posted, let all ranks have what has become of it, and publish."""
-        assert rank.head is not None  # noqa: S101 - whoever calls has looked
+        assert rank.head is not None  # noqa: S101 - callers check
         changed = self._replica.take()
         whole = replace(whole, version=self._replica.version, place=self._trainer.place)
         if changed:
@@ -306,21 +293,21 @@ class StageRunner:
     def _over(self, rank: WorkerRank) -> None:
         """Leave in good order: the ranks behind get what is on its way to them."""
         with contextlib.suppress(TransportError):  # they tell themselves if they didn't
-            rank.neighbours.flush(rank.order.timeout_s)
-        self._rise()
+            rank.carrier.flush(rank.order.timeout_s)
+        self._leave_rank()
         self._tell(rank.order, "over")
 
     def _break(self, rank: WorkerRank, error: TransportError) -> None:
         """Leave, and say why, unless the daemon itself had it end."""
-        self._rise()
+        self._leave_rank()
         if self._interrupted():
             return
-        side, why = rank.neighbours.side, str(error)
+        side, why = rank.carrier.side, str(error)
         print(f"learner: generation {rank.order.generation} of the pipeline broke: {why}", file=sys.stderr)
         self._replica.publish()
         self._tell(rank.order, "broken", side=side, why=why, behind=rank.behind)
 
-    def _rise(self) -> None:
+    def _leave_rank(self) -> None:
         """Leave the rank; the trainer works by itself again."""
         rank, self._rank, self._figures = self._rank, None, {}
         if rank is None:

@@ -1,4 +1,4 @@
-"""This process as one rank of a pipeline over torch.distributed: meets the others, gives links."""
+"""One rank of a pipeline over torch.distributed: meets the others, connects to its neighbours."""
 
 from __future__ import annotations
 
@@ -13,32 +13,49 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import torch
 
 from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError, TransportError, WorkerError
-from p2pdrl.pipeline.order import Meeting, StageOrder, StageSide
+from p2pdrl.pipeline.plan import Meeting, StageOrder, StageSide
 from p2pdrl.rl.pipeline.torch_runner import peer_error
 from p2pdrl.transport.pipe.ticket import PipeTicket
 from p2pdrl.workers.pipeline.protocol import Measure, StartStage
 from p2pdrl.workers.protocol import Stop, ToLearner, WorkMode
 from p2pdrl.workers.torch_group.rendezvous import (
+    abort_group,
     bounded,
-    break_off,
-    come,
-    cut_off,
-    find_store,
+    connect_store,
+    cut_connections,
     join,
     leave,
     local_address,
     open_store,
+    wait_for_all,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # it lists no exports
+
+    from p2pdrl.rl.gradients import Outputs
+    from p2pdrl.rl.pipeline.links import Links
+    from p2pdrl.rl.pipeline.stage_parameters import StageParameters
+    from p2pdrl.rl.pipeline.torch_runner import TorchRunner
+    from p2pdrl.workers.pipeline.pipe_carrier import PipeCarrier
 
 __all__ = ["OrderWatch", "TorchStages", "import_schedules"]
 
+POLL_S = 0.05
+AGAIN_S = 1.0
+"""Seconds after which a group is broken off again: a wait that begins at that moment may be missed."""
+TOKEN_TIMEOUT_S = 1.0
+"""How long a connection may take to bring its token: others may be waiting behind it."""
+
+_TOKEN_BYTES = 16
+_TICKET = PipeTicket(keys=None, leftover=b"")
 EVERY_S = 0.05
 CLOSE_S = 2.0
 """To end waits takes milliseconds, but it asks the same library that may hang."""
@@ -47,14 +64,11 @@ _ENDS = (StartStage, WorkMode, Stop)
 
 
 class OrderWatch:
-    """Ends waits once the daemon has said something by which they end.
+    """Ends waits once the daemon has said something by which they end; calls both in a thread of its own.
 
     Args:
         ahead: what the daemon has said and wasn't heard yet: `mailbox.Mailbox.ahead`.
         end: ends the waits; called again until `close`, for another wait may have begun meanwhile.
-        every_s: seconds between two looks.
-
-    Both are called in the thread, and not any more after `close`.
 
     Attributes:
         meeting: whether the wait is for others to come. The daemon asks what blocks cost only when it has
@@ -75,14 +89,7 @@ class OrderWatch:
         self._thread.start()
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Look no more; calling it again does nothing.
-
-        Args:
-            timeout_s: the longest that is waited for ``end`` to return.
-
-        Returns:
-            Whether it has.
-        """
+        """Look no more, and return whether ``end`` has returned in time; calling it again does nothing."""
         self._closed.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -103,29 +110,6 @@ class OrderWatch:
         return any(isinstance(message, ends) for message in ahead)
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # it lists no exports
-
-    from p2pdrl.rl.gradients import Outputs
-    from p2pdrl.rl.pipeline.links import Links
-    from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-    from p2pdrl.rl.pipeline.torch_runner import TorchRunner
-    from p2pdrl.workers.pipeline.pipe_carrier import PipeCarrier
-    from p2pdrl.workers.protocol import ToLearner
-
-
-POLL_S = 0.05
-AGAIN_S = 1.0
-"""Seconds after which a group is broken off again: a wait that begins at that moment may be missed."""
-STRANGER_S = 1.0
-"""How long whoever connects may take to say its word: others may be waiting behind it."""
-
-_TOKEN_BYTES = 16
-_TICKET = PipeTicket(keys=None, leftover=b"")
-
-
 class TorchStages:
     """Meets the other ranks, and leaves them with `close`. Made and closed by the same thread.
 
@@ -135,12 +119,11 @@ class TorchStages:
     Args:
         order: with ``meeting``, and at least 2 ranks. Its ``timeout_s`` bounds each wait, and how long
             those who have all come take to connect.
-        device: of the stage.
         say_port: told the store's port, where this is rank 0.
         ahead: what the daemon has said and wasn't heard yet, called in a thread: some of it ends all waits.
 
     Attributes:
-        pipes: connections to the neighbours, as `PipeCarrier` takes them: it owns the descriptors. Whoever
+        pipes: connections to the neighbours, as `PipeCarrier` takes them: it owns the descriptors. Who
             makes none closes them.
         nccl: whether activations stay on GPUs; else they travel through the memory of the host.
 
@@ -166,7 +149,7 @@ class TorchStages:
         self._store: TCPStore | None = None
         self._store_port = 0
         self._broken, self._again_s = False, -math.inf
-        # A wait that takes too long is to raise an error in whoever waits, as it does with gloo.
+        # A wait that takes too long is to raise an error, as it does with gloo.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         # On errors it prints whole schedules; neighbours that die are an event here.
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
@@ -194,10 +177,7 @@ class TorchStages:
     ) -> TorchRunner[Outputs]:
         """Return what computes the gradients of this rank's share.
 
-        Args:
-            share: of the model.
-            links: to the neighbours.
-            carrier: on `pipes`. torch doesn't say who is gone: the pipe that broke does, if one did.
+        torch doesn't say who is gone: the pipe of ``carrier`` that broke does, if one did.
         """
         from p2pdrl.rl.pipeline.torch_runner import TorchRunner  # takes a second; see `_meet`
 
@@ -214,15 +194,15 @@ class TorchStages:
     def break_off(self) -> None:
         """End all waits at once, here and at the others; from any thread, but not after `close`."""
         if self._watch.meeting and self._store_port:
-            cut_off(self._store_port)
+            cut_connections(self._store_port)
         now_s = time.monotonic()
-        if now_s >= self._again_s and break_off():
+        if now_s >= self._again_s and abort_group():
             self._broken, self._again_s = True, now_s + AGAIN_S
 
     def close(self) -> None:
         """Leave the group; calling it again does nothing."""
         if self._watch.close() and not self._broken:
-            break_off()
+            abort_group()
         leave()
         self._store = None
 
@@ -234,7 +214,7 @@ class TorchStages:
             return store
         self._store_port = meeting.port
         with self._bounded(order):
-            return find_store(meeting.host, meeting.port, order.timeout_s)
+            return connect_store(meeting.host, meeting.port, order.timeout_s)
 
     def _bounded(self, order: StageOrder) -> contextlib.AbstractContextManager[None]:
         """Bound waits for the store of another process; rank 0 has its own."""
@@ -255,13 +235,13 @@ class TorchStages:
             import_schedules()  # all ranks at the same time
             listener = None
             token = secrets.token_bytes(_TOKEN_BYTES)
-            if rank < order.ranks - 1:  # before it comes: whoever finds all there finds this
+            if rank < order.ranks - 1:  # before this rank counts as there: once all do, this is set
                 listener = stack.enter_context(_listener(local_address(host)))
                 address, own_port = listener.getsockname()[:2]
                 with self._bounded(order):
                     store.set(f"link/{rank}", f"{address} {own_port} {token.hex()}")
             bound, here_s = functools.partial(self._bounded, order), meeting.come_s
-            if not come(store, rank, order.ranks, within_s=here_s, bound=bound, wanted=self._wanted):
+            if not wait_for_all(store, rank, order.ranks, within_s=here_s, bound=bound, wanted=self._wanted):
                 raise PeerTimeoutError(f"not all ranks came within {here_s:g} s, or before another order")
             until_s = time.monotonic() + timeout_s
             with self._bounded(order):
@@ -288,7 +268,7 @@ def _listener(address: str) -> socket.socket:
 
 
 def connect_to_rank(where: str, until_s: float) -> socket.socket:
-    """Connect to the rank before, and say its word."""
+    """Connect to the rank before, and send its token."""
     address, port, token = where.split()
     sock = socket.create_connection((address, int(port)), timeout=_left_s(until_s))
     try:
@@ -302,13 +282,9 @@ def connect_to_rank(where: str, until_s: float) -> socket.socket:
 def accept_rank(
     listener: socket.socket, token: bytes, until_s: float, check: Callable[[], None] = lambda: None
 ) -> socket.socket:
-    """Return the connection of the rank behind; whoever else comes is sent away.
+    """Return the connection of the rank behind, which says ``token``; any other connection is closed.
 
-    Args:
-        listener: where it connects.
-        token: its word.
-        until_s: by ``time.monotonic``.
-        check: called often; its errors end the wait.
+    ``check`` is called often; its errors end the wait.
 
     Raises:
         TimeoutError: it didn't come in time.
@@ -323,7 +299,7 @@ def accept_rank(
                 raise
             continue
         try:
-            known = secrets.compare_digest(_word(sock, len(token), until_s), token)
+            known = secrets.compare_digest(_read_token(sock, len(token), until_s), token)
         except BaseException:
             sock.close()
             raise
@@ -332,18 +308,18 @@ def accept_rank(
         sock.close()
 
 
-def _word(sock: socket.socket, nbytes: int, until_s: float) -> bytes:
-    """Return what whoever connected says first, as far as it says it in time."""
-    until_s = min(until_s, time.monotonic() + STRANGER_S)
-    said = b""
+def _read_token(sock: socket.socket, nbytes: int, until_s: float) -> bytes:
+    """Return the first bytes of a connection, as many as come in time."""
+    until_s = min(until_s, time.monotonic() + TOKEN_TIMEOUT_S)
+    token = b""
     with contextlib.suppress(OSError):  # it broke off, or took too long
-        while len(said) < nbytes and time.monotonic() < until_s:
+        while len(token) < nbytes and time.monotonic() < until_s:
             sock.settimeout(_left_s(until_s))
-            data = sock.recv(nbytes - len(said))
+            data = sock.recv(nbytes - len(token))
             if not data:
                 break
-            said += data
-    return said
+            token += data
+    return token
 
 
 def _detached(sock: socket.socket) -> int:

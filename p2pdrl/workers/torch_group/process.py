@@ -34,7 +34,7 @@ from p2pdrl.workers.torch_group.protocol import (
     frame,
     memory_nbytes,
 )
-from p2pdrl.workers.torch_group.rendezvous import find_store, join, leave, open_store
+from p2pdrl.workers.torch_group.rendezvous import connect_store, cuda_device, join, leave, open_store
 
 __all__ = ["TorchGroup", "main", "serve"]
 
@@ -43,7 +43,7 @@ _NORM_SPAN = 1 << 18
 
 
 class TorchGroup:
-    """This process' place in a group, and the next one's, one after another.
+    """This process' membership in one group after another.
 
     Args:
         own: D float32 of this member, shared with the daemon.
@@ -58,12 +58,7 @@ class TorchGroup:
         self._nccl = False
 
     def host(self, order: Host) -> Hosting:
-        """Open a store.
-
-        Raises:
-            OSError: no such address, no free port.
-            RuntimeError: torch says no.
-        """
+        """Open a store."""
         self.leave()
         self._store, port = open_store(order.others, order.timeout_s)
         return Hosting(port)
@@ -78,7 +73,7 @@ class TorchGroup:
         """
         if order.rank > 0:
             self.leave()
-            self._store = find_store(order.host, order.port, order.timeout_s)
+            self._store = connect_store(order.host, order.port, order.timeout_s)
         if self._store is None:
             raise WorkerError("the first member opens the store before it joins")
         self._nccl = join(
@@ -165,13 +160,7 @@ MOST_CHARS = 300
 
 
 def serve(sock: socket.socket, group: TorchGroup, device: str) -> None:
-    """Do the daemon's orders until it closes its end of the socket.
-
-    Args:
-        sock: this process' end, blocking.
-        group: does them.
-        device: told at once.
-    """
+    """Do the daemon's orders until it closes its end of the socket."""
     frames = FrameBuffer()
     sock.sendall(frame(Ready(device)))
     while data := sock.recv(READ_BYTES):
@@ -212,10 +201,6 @@ def main() -> int:
     die_with_parent(arguments.parent)
     print_patiently()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import torch
-
-    from p2pdrl.workers.torch_group.rendezvous import cuda_device
-
     torch.set_num_threads(arguments.threads)
     size = arguments.size
     region = SharedRegion.attach(arguments.memory, memory_nbytes(size))

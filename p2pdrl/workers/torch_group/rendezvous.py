@@ -25,16 +25,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # it lists 
 from p2pdrl.workers.pipeline.measure import identity
 
 __all__ = [
+    "abort_group",
     "bounded",
-    "break_off",
-    "come",
+    "connect_store",
     "cuda_device",
-    "cut_off",
-    "find_store",
+    "cut_connections",
     "join",
     "leave",
     "local_address",
     "open_store",
+    "wait_for_all",
 ]
 
 _INTERFACES = tuple(name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ)
@@ -46,11 +46,7 @@ _UNUSED_TAG = 4711
 
 
 def open_store(others: Sequence[str], timeout_s: float) -> tuple[TCPStore, int]:
-    """Open a store, and return it with its port. It lasts as long as the object.
-
-    Args:
-        others: host names or IP literals of those that are to reach it.
-        timeout_s: bound on each wait for a key.
+    """Open a store that ``others`` reach, and return it with its port. It lasts as long as the object.
 
     Raises:
         OSError: no such address, no free port.
@@ -72,7 +68,7 @@ def open_store(others: Sequence[str], timeout_s: float) -> tuple[TCPStore, int]:
     return store, port
 
 
-def find_store(host: str, port: int, timeout_s: float) -> TCPStore:
+def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """Connect to the store that the first one opened.
 
     Raises:
@@ -83,13 +79,11 @@ def find_store(host: str, port: int, timeout_s: float) -> TCPStore:
 
 @contextlib.contextmanager
 def bounded(port: int, timeout_s: float) -> Iterator[None]:
-    """Bound all waits for the store in here: by itself torch waits forever for a process that is frozen.
+    """Bound all waits for the store in here: by itself torch waits forever for a frozen process.
 
-    Args:
-        port: of the store, in another process.
-        timeout_s: after which the connections to it are cut off.
+    After ``timeout_s`` the connections to the store, at ``port`` of another process, are cut off.
     """
-    timer = threading.Timer(timeout_s, cut_off, [port])
+    timer = threading.Timer(timeout_s, cut_connections, [port])
     timer.start()
     try:
         yield
@@ -98,7 +92,7 @@ def bounded(port: int, timeout_s: float) -> Iterator[None]:
         timer.join()
 
 
-def come(
+def wait_for_all(
     store: TCPStore,
     rank: int,
     size: int,
@@ -107,15 +101,10 @@ def come(
     bound: Callable[[], contextlib.AbstractContextManager[None]],
     wanted: Callable[[], bool],
 ) -> bool:
-    """Wait until all have come to the store; return whether they have.
+    """Wait until all have come to the store; return whether they have, ``within_s``.
 
-    Args:
-        store: where all meet.
-        rank: of this process.
-        size: how many they are.
-        within_s: how long they may take.
-        bound: see `bounded`: on each question to the store, whose host is to answer at once.
-        wanted: whether this process is wanted elsewhere, which ends the wait.
+    ``bound`` bounds each question to the store (`bounded`), whose host is to answer at once. The wait ends
+    once this process is ``wanted`` elsewhere.
 
     Raises:
         RuntimeError: the store is gone.
@@ -138,13 +127,8 @@ def join(
 ) -> bool:
     """Meet the others in a group, which is this process' default one from then on.
 
-    Args:
-        store: where all meet.
-        rank: of this process; 0 opened the store.
-        size: of the group.
-        host: of the store; for rank 0 that of any other.
-        timeout_s: bound on this, and on each operation of the group.
-        device: CUDA device that tensors may travel from; None for none.
+    ``host`` is the store's; for rank 0, which opened it, that of any other. ``timeout_s`` bounds this and
+    each operation of the group.
 
     Returns:
         Whether what is on CUDA devices can travel: everybody has one of its own.
@@ -168,13 +152,10 @@ def join(
     return nccl
 
 
-def break_off() -> bool:
+def abort_group() -> bool:
     """Break the group, if there is one: all its waits end at once, here and at the others. From any thread.
 
     NCCL can be told to. gloo can't, but closes all connections when a wait takes too long.
-
-    Returns:
-        Whether there is one. It stays broken.
     """
     world = dist.group.WORLD
     if world is None:
@@ -234,12 +215,8 @@ def _use_interface_towards(peer: str) -> None:
             return
 
 
-def cut_off(port: int) -> None:
-    """End this process' connections to a store, and so all waits for it. From any thread.
-
-    Args:
-        port: of the store, here or in another process.
-    """
+def cut_connections(port: int) -> None:
+    """End this process' connections to a store, and so all waits for it. From any thread."""
     for connection in psutil.Process().net_connections("tcp"):
         if getattr(connection.raddr, "port", None) == port and connection.fd >= 0:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as sock:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from p2pdrl.cli import formats
-from p2pdrl.cli.facts import status_view
+from p2pdrl.cli.status import status_view, watch
 from p2pdrl.cli.tables import (
     ADDRESSES,
     TRAINING,
@@ -19,7 +19,6 @@ from p2pdrl.cli.tables import (
     progress_line,
     swarm_view,
 )
-from p2pdrl.cli.watch import watch
 from p2pdrl.errors import DaemonUnreachableError
 from p2pdrl.testing.fake_node import FakeNode
 
@@ -281,7 +280,7 @@ def test_watching_survives_a_node_that_goes_away(monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr("p2pdrl.cli.watch.time.sleep", lambda _s: None)
+    monkeypatch.setattr("p2pdrl.cli.status.time.sleep", lambda _s: None)
     out = io.StringIO()
     with pytest.raises(KeyboardInterrupt):
         watch(show, console(out), 1.0)

@@ -72,7 +72,7 @@ def test_blocks_are_numbered_and_the_plan_of_the_task_is_drawn(p2pdrl, child):
         "bubble    33.3%, the ranks' mean\n"
     )
     ((command, task),) = calls
-    assert command[:2] == ["-m", "p2pdrl.workers.pipeline.block_lister"]
+    assert command[:2] == ["-m", "p2pdrl.workers.pipeline.measure"]
     assert command[command.index("--parts") + 1] == "16", "an unroll has 4 minibatches of 4 microbatches"
     assert command[command.index("--threads") + 1] == "2"
     assert task.strategy.microbatches == 4

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from p2pdrl.config import presets
-from p2pdrl.config.loader import resolve
+from p2pdrl.config import loader
+from p2pdrl.config.loader import is_preset_name, preset_names, preset_path, preset_summary, resolve
 from p2pdrl.config.mode import PROTOCOLS, protocol_of
-from p2pdrl.config.presets import is_preset_name, preset_names, preset_path, preset_summary
 from p2pdrl.config.strategy import AdpsgdConfig, PipelineConfig
 from p2pdrl.config.task import A2CConfig, PPOConfig
 from p2pdrl.errors import ConfigError
@@ -89,7 +88,7 @@ def test_a_wheel_carries_its_presets_beside_the_module(
     folder.mkdir(parents=True)
     (folder / "one.toml").write_text("# The one.\n")
     (tmp_path / "config").mkdir()  # somebody else's
-    monkeypatch.setattr(presets, "__file__", str(folder.parent / "presets.py"))
+    monkeypatch.setattr(loader, "__file__", str(folder.parent / "presets.py"))
     assert preset_names() == ["one"]
     assert preset_summary("one") == "The one."
 
@@ -97,7 +96,7 @@ def test_a_wheel_carries_its_presets_beside_the_module(
 def test_a_foreign_config_folder_holds_no_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "theirs.toml").write_text("")
-    monkeypatch.setattr(presets, "__file__", str(tmp_path / "p2pdrl" / "config" / "presets.py"))
+    monkeypatch.setattr(loader, "__file__", str(tmp_path / "p2pdrl" / "config" / "presets.py"))
     assert preset_names() == []
     with pytest.raises(ConfigError, match="none"):
         preset_path("theirs")

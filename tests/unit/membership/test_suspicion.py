@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pdrl.membership.suspicion import SuspicionTimer, suspicion_timeout_s
+from p2pdrl.membership.suspicion import Awareness, SuspicionTimer, suspicion_timeout_s
 
 
 def test_the_formula_of_lifeguard() -> None:
@@ -54,3 +54,16 @@ def test_heard_from_again_gives_it_the_minimum() -> None:
     timer = SuspicionTimer("a", 2, 4.0, 24.0, started=100.0)
     timer.restart(124.0)
     assert timer.deadline == 128.0
+
+
+def test_local_health_stays_within_its_bounds_and_scales() -> None:
+    awareness = Awareness(7)
+    awareness.add(-1)
+    assert awareness.score == 0
+    assert awareness.scale(0.5) == 0.5
+    awareness.add(3)
+    assert awareness.scale(0.5) == 2.0
+    awareness.add(99)
+    assert awareness.score == 7
+    awareness.add(-1)
+    assert awareness.score == 6

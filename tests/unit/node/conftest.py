@@ -27,10 +27,10 @@ from p2pdrl.membership.records import Incarnation, Verifier
 from p2pdrl.membership.swarm_records import SwarmRecords
 from p2pdrl.node.accounting.exchanges import Accounting
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
-from p2pdrl.node.accounting.steps import StepAccounting
-from p2pdrl.node.children.deaths import Deaths
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
+from p2pdrl.node.children.restarts import RestartPolicy
+from p2pdrl.node.context import NodeContext
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.parts import NodeParts
 from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
@@ -40,7 +40,7 @@ from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.transport.protocol import Address, TrafficCounters
 
-from .conducts import FakeFigures
+from .follower_fakes import FakeFigures
 from .supervised import QUICK, Supervised
 from .training_peers import Peer
 
@@ -112,7 +112,7 @@ class FakeMembership:
 
 
 class FakeTraining:
-    """What figures, follower and saving ask of `Training`, and what they told it."""
+    """What figures, follower and checkpointer ask of `Training`, and what they told it."""
 
     def __init__(self, board: DaemonBoard | None = None) -> None:
         self.task = TaskConfig(stop=StopConfig(env_steps=1000, window=3))
@@ -145,7 +145,7 @@ class FakeTraining:
             returns=[],
             down_s=None,
             failures=0,
-            deaths=Deaths(LearnerConfig()),
+            restart_policy=RestartPolicy(LearnerConfig()),
             starting_s=None,
             stopped_s=0.0,
             reported_s=None,
@@ -153,7 +153,7 @@ class FakeTraining:
             speed=RateMeter(10.0),
             restarts=0,
             metrics={"loss": 0.5},
-            io=SimpleNamespace(learner_mode=FREE),
+            requests=SimpleNamespace(learner_mode=FREE),
             stages=SimpleNamespace(order=None),
             set_window=self.windows.append,
         )
@@ -229,9 +229,9 @@ def training(make_board: Callable[..., DaemonBoard]) -> FakeTraining:
 
 
 @pytest.fixture
-def parts(clock: ManualClock, events: EventLog, membership: FakeMembership, tmp_path: Path) -> NodeParts:
+def context(clock: ManualClock, events: EventLog, membership: FakeMembership, tmp_path: Path) -> NodeContext:
     me = membership.identity.node_id
-    return NodeParts(
+    return NodeContext(
         config=Config(),
         name="me",
         node_id=me,
@@ -243,25 +243,25 @@ def parts(clock: ManualClock, events: EventLog, membership: FakeMembership, tmp_
         events=events,
         transport=SimpleNamespace(counters=TrafficCounters()),  # type: ignore[arg-type]
         membership=membership,  # type: ignore[arg-type]
-        step_accounting=StepAccounting(me, 5),
+        progress_tracker=ProgressTracker(me, 5),
         began_s=clock.monotonic(),
     )
 
 
 @pytest.fixture
-def talking(parts: NodeParts) -> NodeParts:
+def talking(context: NodeContext) -> NodeContext:
     """A node that holds reports of others; it sends none by itself."""
-    parts.gossip = MetricsGossip(
-        me=parts.node_id,
-        transport=parts.transport,
-        step_accounting=parts.step_accounting,
-        clock=parts.clock,
+    context.gossip = MetricsGossip(
+        me=context.node_id,
+        transport=context.transport,
+        progress_tracker=context.progress_tracker,
+        clock=context.clock,
         rng=random.Random(0),
-        alive=parts.alive,
+        alive=context.alive,
         make_report=lambda: None,  # type: ignore[arg-type,return-value]
         on_round=lambda: None,
     )
-    return parts
+    return context
 
 
 @pytest.fixture
@@ -330,11 +330,11 @@ def figures() -> FakeFigures:
 
 
 @pytest.fixture
-def follower(parts, figures, membership, training) -> RecordFollower:
-    parts.training = training
-    parts.state = "training"
-    parts.saving = SimpleNamespace(stop_setting=None)
-    parts.step_accounting.follow(training.lineage)
-    made = RecordFollower(parts, figures)
+def follower(context, figures, membership, training) -> RecordFollower:
+    context.training = training
+    context.state = "training"
+    context.checkpointer = SimpleNamespace(stop_setting=None)
+    context.progress_tracker.follow(training.lineage)
+    made = RecordFollower(context, figures)
     membership.on_record = lambda record: made.record_changed()
     return made

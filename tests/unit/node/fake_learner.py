@@ -111,13 +111,14 @@ class Gradients(Trainer):
 
         from p2pdrl.rl.flat import FlatModule
         from p2pdrl.rl.gradients import OwnStepper
-        from p2pdrl.rl.optimizers import SGD
+        from p2pdrl.rl.optimizers import Optimizer
+        from p2pdrl.tensors.optimizers import SGD
 
         super().__init__("gradients", 0)
         self.module = FlatModule(torch.nn.Linear(4, 1, bias=False), torch.device("cpu"))
         self.flat = self.module.numpy()
         self.flat[:] = 0.0
-        self.optimizer = SGD(self.module.parameters_D, self.module.gradients_D)
+        self.optimizer = Optimizer(SGD(), self.module.parameters_D, self.module.gradients_D)
         self.stepper = OwnStepper()
 
     def step(self) -> SimpleNamespace:

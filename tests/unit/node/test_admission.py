@@ -49,8 +49,10 @@ class FakeJoins:
         return self.refused
 
 
-def admission(events, clock, *peers: str, insists: bool = False) -> JoinAdmission:
-    return JoinAdmission(Config(node=NodeConfig(peers=peers)), insists=insists, events=events, clock=clock)
+def admission(events, clock, *peers: str, task_given: bool = False) -> JoinAdmission:
+    return JoinAdmission(
+        Config(node=NodeConfig(peers=peers)), task_given=task_given, events=events, clock=clock
+    )
 
 
 def welcome(task: TaskConfig = OTHER) -> bytes:
@@ -77,7 +79,7 @@ async def test_without_seeds_it_founds_at_once(events, clock, kinds):
     assert origin.task == TaskConfig()
     assert now_s() == 0.0
     assert kinds() == []  # that is told once the learner has taken the task
-    one.founds(origin)
+    one.tell_founded(origin)
     assert kinds() == ["founded"]
 
 
@@ -103,7 +105,7 @@ async def test_it_takes_the_swarms_task(events, clock, kinds):
     assert origin.info.lineage == "ab" * 8
     assert now_s() == pytest.approx(25.0)
     # It said every ten seconds that it goes on trying.
-    one.founds(origin)
+    one.tell_founded(origin)
     assert kinds() == ["joining", "still-trying", "still-trying", "joined"]
 
 
@@ -156,10 +158,10 @@ async def test_refused_by_every_seed(events, clock, kinds):
 
 
 async def test_a_welcome_is_judged(events, clock):
-    insists = admission(events, clock, SEED, insists=True)
-    assert "you ask for another task" in insists.hooks.check_welcome(welcome())
-    assert insists.hooks.check_welcome(welcome(TaskConfig())) is None
-    assert insists.hooks.meta() == task_hash(TaskConfig()).encode()
+    task_given = admission(events, clock, SEED, task_given=True)
+    assert "you ask for another task" in task_given.hooks.check_welcome(welcome())
+    assert task_given.hooks.check_welcome(welcome(TaskConfig())) is None
+    assert task_given.hooks.meta() == task_hash(TaskConfig()).encode()
     takes_any = admission(events, clock, SEED)
     assert takes_any.hooks.meta() == b""
     assert "another release" in takes_any.hooks.check_welcome(b"\xc1")
@@ -204,7 +206,7 @@ async def test_newcomers_are_judged_once_there_is_a_task(events, clock):
 )
 async def test_options_that_the_swarm_overrules_are_told(events, clock, kinds, own, overruled):
     config = Config(task=TaskConfig(stop=own), node=NodeConfig(peers=(SEED,)))
-    one, joins = JoinAdmission(config, insists=False, events=events, clock=clock), FakeJoins(silent(SEED))
+    one, joins = JoinAdmission(config, task_given=False, events=events, clock=clock), FakeJoins(silent(SEED))
     assert one.hooks.check_welcome(welcome(TaskConfig(stop=StopConfig(env_steps=5)))) is None
     joins.joined.set()
     await one.find_swarm(joins, OWN, remembers=False)

@@ -69,8 +69,6 @@ async def test_the_monitor_measures_how_late_it_wakes():
     with contextlib.suppress(EnoughError):
         await monitor.run()
     assert samples == pytest.approx([0.0, 0.25, 0.05])
-    assert monitor.current_s == pytest.approx(0.05)
-    assert monitor.worst_s == pytest.approx(0.25)
     assert monitor.p99_s == pytest.approx(0.25)
 
 

@@ -13,16 +13,16 @@ from p2pdrl.node import settings
 from p2pdrl.node.accounting.counters import Counts
 from p2pdrl.node.settings import HaltSetting, ModeSetting, StopSetting
 
-from .conducts import at, stop_setting
+from .follower_fakes import at, stop_setting
 
 
-async def test_a_founder_writes_the_first_records(follower, membership, training, parts, kinds):
+async def test_a_founder_writes_the_first_records(follower, membership, training, context, kinds):
     follower.found(training, 500.0)
     await follower.follow(training)
     assert training.used == [(training.task.strategy, at(1, membership))]
     assert training.stop_config == training.task.stop
     assert follower.founded_at == 500.0
-    assert parts.saving.stop_setting == StopSetting.of(training.task, 500.0)
+    assert context.checkpointer.stop_setting == StopSetting.of(training.task, 500.0)
     assert kinds() == ["mode"]
     follower.found(training, 900.0)
     await follower.follow(training)
@@ -32,7 +32,7 @@ async def test_a_founder_writes_the_first_records(follower, membership, training
 
 async def test_without_records_nothing_happens(follower, training):
     await follower.follow(training)
-    follower.look(training)
+    follower.on_gossip_round(training)
     assert training.used == []
     assert training.shared == 1
     assert follower.founded_at is None
@@ -64,9 +64,9 @@ async def test_returns_from_before_a_pipeline_are_dropped_where_another_trains(
 ):
     training.supervisor.returns.append(9.0)
     learner = training.supervisor
-    learner.io = SimpleNamespace(learner_mode=LearnerMode(stages=True))
+    learner.requests = SimpleNamespace(learner_mode=LearnerMode(stages=True))
     learner.stages = SimpleNamespace(order=None if rank is None else SimpleNamespace(rank=rank))
-    follower.look(training)
+    follower.on_gossip_round(training)
     assert training.supervisor.returns == kept
 
 
@@ -77,7 +77,7 @@ async def test_the_window_follows_the_record(follower, membership, training):
     assert training.windows == [30, 50]
 
 
-async def test_the_halt_ends_training(follower, membership, training, parts, kinds):
+async def test_the_halt_ends_training(follower, membership, training, context, kinds):
     membership.propose(settings.STOP, stop_setting(env_steps=100))
     await follower.follow(training)
     membership.propose(
@@ -86,7 +86,7 @@ async def test_the_halt_ends_training(follower, membership, training, parts, kin
     await follower.follow(training)
     assert follower.halted.is_set()
     assert training.paused
-    assert (parts.halted, parts.state) == ("100 of 100 steps are done", "stopping")
+    assert (context.halted, context.state) == ("100 of 100 steps are done", "stopping")
     assert kinds() == ["halted"]
 
 
@@ -111,20 +111,20 @@ async def test_a_halt_that_came_before_its_stop_record_waits(follower, membershi
     assert follower.halted.is_set()
 
 
-async def test_who_sees_the_stop_condition_met_halts_the_swarm(follower, membership, training, parts):
+async def test_who_sees_the_stop_condition_met_halts_the_swarm(follower, membership, training, context):
     membership.propose(settings.STOP, stop_setting(env_steps=100))
     await follower.follow(training)
-    parts.step_accounting.credit(Counts(40))
-    follower.look(training)
+    context.progress_tracker.credit(Counts(40))
+    follower.on_gossip_round(training)
     assert membership.records.get(settings.HALT) is None
     assert training.fractions == [0.4]
-    parts.step_accounting.credit(Counts(130))
-    follower.look(training)
+    context.progress_tracker.credit(Counts(130))
+    follower.on_gossip_round(training)
     record = membership.records.get(settings.HALT)
     assert settings.decode(record.value, HaltSetting).stop_epoch == 1
     assert training.fractions == [0.4, 1.0]
     await follower.follow(training)
-    follower.look(training)
+    follower.on_gossip_round(training)
     assert membership.records.get(settings.HALT) is record
 
 
@@ -132,39 +132,39 @@ async def test_returns_are_judged_once_everybody_is_heard(follower, membership, 
     report = SimpleNamespace(state="training", trains=True, episodes_in_window=3, mean_return=500.0)
     membership.propose(settings.STOP, stop_setting(mean_return=475.0, window=3))
     await follower.follow(training)
-    follower.look(training)
+    follower.on_gossip_round(training)
     assert membership.records.get(settings.HALT) is None
     figures.reports = [
         report,
         SimpleNamespace(state="training", trains=True, episodes_in_window=3, mean_return=100.0),
     ]
-    follower.look(training)
+    follower.on_gossip_round(training)
     assert membership.records.get(settings.HALT) is None
     figures.reports = [report, report]
-    follower.look(training)
+    follower.on_gossip_round(training)
     assert membership.records.get(settings.HALT) is not None
 
 
 async def test_time_is_counted_from_the_founding(follower, membership, training, clock):
     membership.propose(settings.STOP, StopSetting(StopConfig(time_s=60.0), clock.wall() - 50.0))
     await follower.follow(training)
-    follower.look(training)
+    follower.on_gossip_round(training)
     assert membership.records.get(settings.HALT) is None
     clock.advance(11.0)
-    follower.look(training)
+    follower.on_gossip_round(training)
     assert membership.records.get(settings.HALT) is not None
 
 
-async def test_pause_and_resume_for_all(follower, training, parts, kinds):
+async def test_pause_and_resume_for_all(follower, training, context, kinds):
     follower.pause(paused=True)
     await follower.follow(training)
     await follower.follow(training)
     assert training.paused
-    assert parts.state == "paused"
+    assert context.state == "paused"
     follower.pause(paused=False)
     await follower.follow(training)
     assert not training.paused
-    assert parts.state == "training"
+    assert context.state == "training"
     assert kinds() == ["paused", "resumed"]
 
 
@@ -249,7 +249,7 @@ async def test_who_adopts_another_lineage_follows_its_records(
     theirs = stranger.propose(settings.STOP, stop_setting(env_steps=100_000_000))
     follower.enter("old")
     assert membership.records.all() == ()
-    follower.look(training)  # judges by no condition until the swarm's is there
+    follower.on_gossip_round(training)  # judges by no condition until the swarm's is there
     membership.recall(theirs)
     await follower.follow(training)
     assert training.stop_config.env_steps == 100_000_000
@@ -261,10 +261,10 @@ async def test_a_greater_lineage_that_a_member_reports_is_adopted_whatever_the_m
     begun = []
     assert training.ready
     training.adoptions = SimpleNamespace(under_way=False, begin=lambda *what: begun.append(what))
-    follower.look(training)
+    follower.on_gossip_round(training)
     assert begun == []
     figures.greater = ("d" * 32, "old", "lineage old has 9 steps, ours 1")
-    follower.look(training)
+    follower.on_gossip_round(training)
     training.adoptions.under_way = True
-    follower.look(training)
+    follower.on_gossip_round(training)
     assert begun == [figures.greater]

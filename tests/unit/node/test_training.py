@@ -80,10 +80,10 @@ async def test_a_smaller_lineage_is_adopted_from(pair, until, kinds):
     assert "adopted" in kinds()
     sidecar = one.training.board.sidecar()
     assert (int(sidecar["adam.step"]), float(sidecar["observations.count"])) == (7, 0.0)
-    assert one.step_accounting.steps("aa" * 8) == 10
+    assert one.progress_tracker.steps("aa" * 8) == 10
     one.reports(3)
-    assert one.step_accounting.steps("bb" * 8) == 20
-    assert one.step_accounting.total().env_steps == 30
+    assert one.progress_tracker.steps("bb" * 8) == 20
+    assert one.progress_tracker.total().env_steps == 30
 
 
 async def test_while_it_adopts_it_says_nothing(pair, until):
@@ -167,7 +167,7 @@ async def test_the_learner_begins_with_the_others_moments(pair, monkeypatch):
     monkeypatch.setattr(one.training.supervisor, "begin", begin)
     parts = (("count", ()), ("mean", (2,)), ("m2", (2,)))
     items = tuple(SidecarItem(f"obs.{part}", shape, "float64", "moments") for part, shape in parts)
-    one.step_accounting.open_streams(SidecarLayout(items))
+    one.progress_tracker.open_streams(SidecarLayout(items))
     await one.training.begin(None, "cc" * 8)
     assert told == ["Others", "LearnerPace", "begin"]
 
@@ -176,18 +176,18 @@ async def test_another_strategy_changes_the_work_of_a_live_learner(plan, events,
     plan("train")
     peer = Peer(MemoryNetwork(random.Random(0)), 1, events)
     training = peer.training
-    steps = lambda: peer.step_accounting.steps("cc" * 8)  # noqa: E731
+    steps = lambda: peer.progress_tracker.steps("cc" * 8)  # noqa: E731
     try:
         await training.build()
         await training.begin(None, "cc" * 8)
         pid = training.supervisor.pid
         await training.mode.use(HogwildConfig(learners=3), 1)
-        assert training.supervisor.io.learner_mode.learners == 3
+        assert training.supervisor.requests.learner_mode.learners == 3
         await until(lambda: steps() > 10 * training.supervisor.totals.updates)
-        assert steps() == training.learner_pool.totals.env_steps
+        assert steps() == training.learners.totals.env_steps
         await training.mode.use(GOSSIP, 2)
-        assert (training.supervisor.io.learner_mode.learners, training.learner_pool.pids) == (1, ())
-        assert training.swarm.steps_since() == training.learner_pool.totals.env_steps
+        assert (training.supervisor.requests.learner_mode.learners, training.learners.pids) == (1, ())
+        assert training.swarm.steps_since() == training.learners.totals.env_steps
         assert training.supervisor.pid == pid
     finally:
         await training.stop()
@@ -232,7 +232,7 @@ async def test_a_life_with_a_learner(plan, events, until, noise):
         await training.mode.use(LocalConfig(), 1)
         await until(lambda: training.supervisor.totals.updates >= 2)
         assert training.ready
-        assert peer.step_accounting.steps("cc" * 8) == 10 * training.supervisor.totals.updates
+        assert peer.progress_tracker.steps("cc" * 8) == 10 * training.supervisor.totals.updates
         await training.stop()
         assert bool(np.std(peer.now()) > 0.05) is (noise > 0)
     finally:

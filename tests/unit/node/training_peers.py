@@ -10,9 +10,8 @@ from p2pdrl.clock import SystemClock
 from p2pdrl.config.node import LearnerConfig, LimitsConfig, NodeConfig
 from p2pdrl.config.strategy import AdpsgdConfig
 from p2pdrl.config.task import StopConfig, TaskConfig
-from p2pdrl.node.accounting.steps import StepAccounting
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.state import state_transfer
-from p2pdrl.node.state.state_server import StateServer
 from p2pdrl.node.training import Training
 from p2pdrl.strategies.gossip import adpsgd
 from p2pdrl.transport.protocol import Address
@@ -34,7 +33,7 @@ class Peer:
         self.transport = network.join(self.id, self.address)
         self.peers: dict[str, Address] = {}
         self.seen: list[str] = []
-        self.step_accounting = StepAccounting(self.id, 1)
+        self.progress_tracker = ProgressTracker(self.id, 1)
         self.training = Training(
             me=self.id,
             task=TaskConfig(strategy=GOSSIP, stop=StopConfig(window=5)),
@@ -43,7 +42,7 @@ class Peer:
             transport=self.transport,
             clock=SystemClock(),
             events=events,
-            step_accounting=self.step_accounting,
+            progress_tracker=self.progress_tracker,
             rng=random.Random(number),
             alive=lambda: self.peers,
             donors=lambda: list(self.peers.items()),
@@ -55,9 +54,8 @@ class Peer:
             self.training.supervisor.board = board
             self.training.supervisor.spec = board.spec
             self.training.enter(lineage)
-        giving = StateServer(self.training, self.step_accounting, self.events)
         await self.transport.start()
-        self.transport.serve(state_transfer.ROUTE, giving.answer)
+        self.transport.serve(state_transfer.ROUTE, self.training.state_server.answer)
         self.transport.serve(adpsgd.ROUTE, self.training.mode.answer, max_vector_bytes=1 << 20)
 
     def now(self) -> list[float]:

@@ -7,9 +7,8 @@ import math
 import pytest
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.advice import Wishes, advise, bytes_alone
+from p2pdrl.pipeline.advice import UpdateWork, Wishes, advise, bytes_alone
 from p2pdrl.pipeline.layers import FREE, Layer, Peer, PeerLink
-from p2pdrl.pipeline.work import UpdateWork
 
 A, B, C = Peer("node a"), Peer("node b"), Peer("node c")
 SLOW = PeerLink(0.04, 1e6)

@@ -45,17 +45,17 @@ def measured(figures):
     slow = (1.0, 5.0, 1.0)
     stream = figures.Case("", 2, "1f1b", 4, "stream")
 
-    def tally(wall_s, **more):
-        return figures.Tally([outcome(figures, wall_s * one, **more) for one in slow])
+    def samples(wall_s, **more):
+        return figures.CaseSamples([outcome(figures, wall_s * one, **more) for one in slow])
 
-    tallies = {
-        stream.whole(): tally(1.0),
-        stream.accumulated(): tally(1.2),
-        stream: tally(0.8, bubble=0.25, collect_s=0.05),
-        stream.plain(): tally(0.9),
+    by_case = {
+        stream.whole(): samples(1.0),
+        stream.accumulated(): samples(1.2),
+        stream: samples(0.8, bubble=0.25, collect_s=0.05),
+        stream.plain(): samples(0.9),
     }
-    tallies[stream].memory = outcome(figures, 9.0, peak_bytes=(3 << 20, 2 << 20), kept_bytes=(1 << 19, 0))
-    return stream, tallies
+    by_case[stream].memory = outcome(figures, 9.0, peak_bytes=(3 << 20, 2 << 20), kept_bytes=(1 << 19, 0))
+    return stream, by_case
 
 
 def test_the_ideal_is_that_of_the_papers_and_of_timelines(figures):
@@ -68,8 +68,8 @@ def test_the_ideal_is_that_of_the_papers_and_of_timelines(figures):
 
 
 def test_ratios_are_of_the_same_round(figures, measured):
-    stream, tallies = measured
-    found = figures.Figures(tallies)
+    stream, by_case = measured
+    found = figures.Figures(by_case)
     assert found.ratio(stream, stream.plain()) == pytest.approx(0.8 / 0.9)
     assert found.speedup(stream) == pytest.approx(1.0 / 0.8)
     assert found.gain(stream) == pytest.approx(1.2 / 0.8)
@@ -77,9 +77,9 @@ def test_ratios_are_of_the_same_round(figures, measured):
 
 
 def test_the_table_of_the_readme(figures, script, measured):
-    stream, tallies = measured
-    tallies[stream.accumulated()].memory = outcome(figures, 9.0, peak_bytes=(5 << 20,), kept_bytes=(0,))
-    table = script("pipeline_bench.markdown").markdown(figures.Figures(tallies).rows())
+    stream, by_case = measured
+    by_case[stream.accumulated()].memory = outcome(figures, 9.0, peak_bytes=(5 << 20,), kept_bytes=(0,))
+    table = script("pipeline_bench.markdown").markdown(figures.Figures(by_case).rows())
     heads, rule, line = table.splitlines()
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert len(cells) == heads.strip("|").count("|") + 1 == rule.count("---")
@@ -89,28 +89,28 @@ def test_the_table_of_the_readme(figures, script, measured):
 
 
 def test_what_was_not_measured_has_no_ratio(figures, measured):
-    stream, tallies = measured
-    del tallies[stream.plain()], tallies[stream.accumulated()]
-    row = figures.Figures(tallies).row(stream)
+    stream, by_case = measured
+    del by_case[stream.plain()], by_case[stream.accumulated()]
+    row = figures.Figures(by_case).row(stream)
     assert row["x_plain"] is None
     assert row["efficiency"] is None
     assert row["speedup"] == pytest.approx(1.25)
 
 
 def test_rows_say_all_there_is(figures, measured):
-    stream, tallies = measured
-    row = figures.Figures(tallies).row(stream)
+    stream, by_case = measured
+    row = figures.Figures(by_case).row(stream)
     assert (row["contender"], row["stages"], row["schedule"], row["microbatches"]) == ("stream", 2, "1f1b", 4)
     assert (row["wall_s"], row["cpu_s"], row["bubble"], row["collect_s"]) == (0.8, 1.6, 0.25, 0.05)
     assert row["peak_bytes"] == (3 << 20, 2 << 20)
-    alone = figures.Figures(tallies).row(stream.whole())
+    alone = figures.Figures(by_case).row(stream.whole())
     assert alone["speedup"] == 1.0
     assert all(alone[name] is None for name in ("x_plain", "ideal", "efficiency", "bubble", "collect_s"))
 
 
 def test_tables_are_those_of_the_rows(figures, measured, capsys):
-    _, tallies = measured
-    rows = figures.Figures(tallies).rows()
+    _, by_case = measured
+    rows = figures.Figures(by_case).rows()
     figures.show(rows)
     figures.show_memory(rows)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -121,15 +121,15 @@ def test_tables_are_those_of_the_rows(figures, measured, capsys):
 
 def test_pictures_have_all_contenders(figures, measured, tmp_path):
     pytest.importorskip("matplotlib")
-    _, tallies = measured
-    figures.draw(figures.Figures(tallies).rows(), tmp_path / "steps.png", "a policy")
+    _, by_case = measured
+    figures.draw(figures.Figures(by_case).rows(), tmp_path / "steps.png", "a policy")
     assert (tmp_path / "steps.png").stat().st_size > 10_000
 
 
 def test_gradients_must_be_the_same(script, figures, measured):
     bench = script("bench_pipeline")
-    stream, tallies = measured
-    outcomes = {case: tally.rounds[0] for case, tally in tallies.items()}
+    stream, by_case = measured
+    outcomes = {case: samples.rounds[0] for case, samples in by_case.items()}
     bench.check(outcomes, 1e-2)
     for other in (1.02, float("nan")):
         outcomes[stream] = outcome(figures, 1.0, norm=other)

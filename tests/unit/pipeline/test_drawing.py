@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from p2pdrl.pipeline.drawing import draw
 from p2pdrl.pipeline.schedule import make_schedule
-from p2pdrl.pipeline.timeline import MicrobatchCosts, predict
+from p2pdrl.pipeline.timeline import MicrobatchCosts, draw, predict
 
 
 def drawn(name, stages, microbatches, width, ranks=None, forward_s=1.0, backward_s=2.0):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.layers import Layer, Peer, PeerLink
-from p2pdrl.pipeline.ordering import MOST_PEERS, in_order, partition_in_best_order
-from p2pdrl.pipeline.partition import Demands, partition
+from p2pdrl.pipeline.partition import MOST_PEERS, Demands, in_order, partition, partition_in_best_order
 
 amounts = st.integers(0, 16).map(float)
 links = st.builds(PeerLink, amounts, st.sampled_from([0.5, 2.0, math.inf]))

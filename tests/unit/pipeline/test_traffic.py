@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from p2pdrl.pipeline.advice import busiest, fetch_s, spread_s, step_s
 from p2pdrl.pipeline.layers import FREE, PeerLink
 from p2pdrl.pipeline.schedule import make_schedule
 from p2pdrl.pipeline.timeline import MicrobatchCosts, predict
-from p2pdrl.pipeline.traffic import busiest, fetch_s, spread_s, step_s
 
 SLOW = PeerLink(1.0, 100.0)
 """1 s, and 100 bytes a second."""

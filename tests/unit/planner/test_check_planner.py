@@ -46,7 +46,7 @@ def test_a_ratio_is_claimed_to_be_within_thirty_per_cent(script, measured, predi
 
 
 def test_crossings_lie_between_two_looks_by_the_logarithm(script):
-    crossing = importlib.import_module("support.gathering_nodes").crossing
+    crossing = importlib.import_module("support.agreeing_nodes").crossing
     assert crossing([(0.0, 1.0), (10.0, 0.1), (30.0, 0.001)]) == pytest.approx(20.5)
     assert crossing([(0.0, 1.0), (10.0, 0.1), (12.0, 1e-12)]) == pytest.approx(11.0), "one exchange did it"
     assert crossing([(0.0, 1.0), (10.0, 0.011), (11.0, 0.009)]) == pytest.approx(11.0)

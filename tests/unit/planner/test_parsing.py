@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from p2pdrl.config.loader import resolve
+from p2pdrl.config.loader import preset_names, resolve
 from p2pdrl.config.mode import PROTOCOLS, protocol_of
-from p2pdrl.config.presets import preset_names
 from p2pdrl.errors import UsageError
 from p2pdrl.planner.description import LAN, WAN
 from p2pdrl.planner.parsing import link_of, machines_of, strategy_of, swarm_of

@@ -7,14 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from p2pdrl.planner.churn import moments
 from p2pdrl.planner.description import CallCosts, NodeLink, Pair, SwarmDescription
-from p2pdrl.planner.event_queue import EventQueue
-from p2pdrl.planner.network import MSS, PACKET_BYTES, Network
-from p2pdrl.planner.payload import payload_nbytes, sparse_nbytes
-from p2pdrl.planner.processors import Processors
-from p2pdrl.planner.replicas import Replicas
-from p2pdrl.planner.statistics import Statistics
+from p2pdrl.planner.forecast import Replicas, Statistics
+from p2pdrl.planner.network import MSS, PACKET_BYTES, Network, Processors, payload_nbytes, sparse_nbytes
+from p2pdrl.planner.world import EventQueue, moments
 from p2pdrl.tensors.compression import make_codec
 
 
@@ -74,7 +70,8 @@ def test_a_broadcast_counts_as_the_messages_that_it_is():
     one_by_one, at_once = Statistics(4), Statistics(4)
     for target in (0, 2, 3):
         one_by_one.message(1, target, 100.0, 120.0)
-    at_once.broadcast(1, np.array([0, 2, 3]), 100.0, 120.0)
+        one_by_one.message(target, 1, 0.0, 50.0)
+    at_once.broadcast(1, np.array([0, 2, 3]), 100.0, 120.0, 50.0)
     at_once.settle()
     at_once.settle()
     for name in ("out", "into", "wire_out", "wire_in"):

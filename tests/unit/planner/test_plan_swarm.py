@@ -32,6 +32,14 @@ def test_a_file_and_json(tmp_path):
     assert found["swarm"]["size"] == 500
 
 
+def test_the_real_strategies():
+    words = ("--nodes", "3", "--seconds", "4", "--strategy", "adpsgd", "--strategy", "grad_average", "--json")
+    real, said = (json.loads(run(*words, *more).stdout)["forecasts"] for more in (["--real"], []))
+    for one, other in zip(real, said, strict=True):
+        assert abs(one["rounds_s"] / other["rounds_s"] - 1) < 0.15
+    assert real != said
+
+
 def test_a_picture(tmp_path):
     picture = tmp_path / "plan.svg"
     done = run(
@@ -59,6 +67,7 @@ def test_mistakes_are_told():
         (("--nodes", "0"), "nodes"),
         (("--nodes", "4", "--slow", "9x2"), "COUNTxFACTOR"),
         (("--file", "/nowhere.toml"), "nowhere"),
+        (("--nodes", "17", "--real"), "at most 16 nodes"),
         (("--seconds", "0"), "seconds"),
         (("--plot", "plan.gif"), ".png"),
         (("--plot", "/nowhere/plan.png"), "folder"),

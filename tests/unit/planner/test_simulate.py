@@ -18,9 +18,9 @@ from p2pdrl.config.strategy import (
     StromConfig,
 )
 from p2pdrl.planner.description import LAN, WAN, CallCosts, Churn, Machine, NodeLink, SwarmDescription
-from p2pdrl.planner.gala import GalaModel
+from p2pdrl.planner.gossip import GalaModel
+from p2pdrl.planner.network import sparse_nbytes
 from p2pdrl.planner.parsing import ALL_STRATEGIES
-from p2pdrl.planner.payload import sparse_nbytes
 from p2pdrl.planner.simulate import predict
 from p2pdrl.planner.world import World
 
@@ -148,7 +148,7 @@ def test_a_vector_that_comes_is_averaged_at_once_if_an_update_has_been_made_sinc
     assert x_NE[0] == pytest.approx((mine_E + 3 * theirs_E) / 4)
 
 
-@pytest.mark.parametrize("seed", [4, 8, 19, 30])
+@pytest.mark.parametrize("seed", [4, 8, 30])
 def test_rounds_with_neighbours_go_on_after_one_came_late(seed):
     # These seeds have a learner that comes later than its neighbours' patience, which is short at first.
     late = swarm(8, machines=(Machine(update_s=0.5, jitter=0.02),), costs=CallCosts(call_s=0.005))

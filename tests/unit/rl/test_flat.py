@@ -9,7 +9,8 @@ from torch import nn
 
 from p2pdrl.errors import ConfigError, LayoutMismatchError
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.optimizers import Adam
+from p2pdrl.rl.optimizers import Optimizer
+from p2pdrl.tensors.optimizers import Adam
 from p2pdrl.tensors.shared_memory import SharedRegion
 
 CPU = torch.device("cpu")
@@ -86,7 +87,7 @@ def train(flat, optimizer, steps):
 
 def test_rebinding_in_the_midst_of_training_changes_no_number():
     moved, stays = FlatModule(make(), CPU), FlatModule(make(), CPU)
-    optimizers = [Adam(flat.parameters_D, flat.gradients_D) for flat in (moved, stays)]
+    optimizers = [Optimizer(Adam(), flat.parameters_D, flat.gradients_D) for flat in (moved, stays)]
     for flat, optimizer in zip((moved, stays), optimizers, strict=True):
         train(flat, optimizer, 3)
     old = moved.numpy()
@@ -119,7 +120,7 @@ def test_two_modules_step_on_one_piece_of_shared_memory():
         two.rebind(np.frombuffer(region.buf, np.float32), write=False)
         x = torch.randn(5, 3)
         torch.testing.assert_close(one.module(x), two.module(x), rtol=0, atol=0)
-        train(two, Adam(two.parameters_D, two.gradients_D), 2)
+        train(two, Optimizer(Adam(), two.parameters_D, two.gradients_D), 2)
         torch.testing.assert_close(one.module(x), two.module(x), rtol=0, atol=0)
         for flat in (one, two):  # let go of the memory before it is unmapped
             flat.rebind(np.empty(flat.layout.size, np.float32), write=True)
@@ -152,7 +153,7 @@ def test_memory_is_shared_on_the_cpu_only():
 def test_gradients_memory_can_be_given_back_and_had_again():
     module, twin = make(), make()
     flat, other = FlatModule(module, CPU), FlatModule(twin, CPU)
-    ours, theirs = (Adam(one.parameters_D, one.gradients_D) for one in (flat, other))
+    ours, theirs = (Optimizer(Adam(), one.parameters_D, one.gradients_D) for one in (flat, other))
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         for one, optimizer in ((flat, ours), (other, theirs)):

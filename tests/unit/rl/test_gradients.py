@@ -10,8 +10,9 @@ from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, R
 from p2pdrl.rl.engines import EngineOptions
 from p2pdrl.rl.gradients import Accumulated, Minibatch, OwnStepper, WholeBatch, cut
 from p2pdrl.rl.networks.lstm import RecurrentContext
-from p2pdrl.rl.optimizers import SGD
+from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.registry import build_trainer
+from p2pdrl.tensors.optimizers import SGD
 
 from .gradient_cases import CASES, reference
 
@@ -58,7 +59,7 @@ def test_clipping_sees_the_full_batchs_norm(microbatches, max_grad_norm):
         before = case.flat.parameters_D.clone()
         norm = OwnStepper().step(
             case.flat,
-            SGD(case.flat.parameters_D, case.flat.gradients_D),
+            Optimizer(SGD(), case.flat.parameters_D, case.flat.gradients_D),
             learning_rate=1.0,
             max_grad_norm=max_grad_norm,
             samples=case.batch.rows,

@@ -14,8 +14,9 @@ import torch
 from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import OwnStepper
-from p2pdrl.rl.optimizers import SGD
+from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.registry import build_trainer
+from p2pdrl.tensors.optimizers import SGD
 
 from .naive_updates import naive_a2c, naive_ppo
 
@@ -56,7 +57,7 @@ def make_trainer(algorithm):
 def tiny():
     flat = FlatModule(torch.nn.Linear(2, 1, bias=False), CPU)
     flat.set_(np.array([1.0, 2.0], np.float32))
-    return flat, SGD(flat.parameters_D, flat.gradients_D)
+    return flat, Optimizer(SGD(), flat.parameters_D, flat.gradients_D)
 
 
 def test_the_own_stepper_clips_then_steps():

@@ -18,8 +18,9 @@ from p2pdrl.rl.algorithms.batches import full_batch
 from p2pdrl.rl.algorithms.registry import AlgorithmEntry, Materials, register
 from p2pdrl.rl.gradients import Summed
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
-from p2pdrl.rl.optimizers import SGD, Adam
+from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.rollout import Unroll
+from p2pdrl.tensors.optimizers import SGD, Adam
 
 
 class TwoLossConfig(msgspec.Struct, frozen=True):
@@ -110,7 +111,7 @@ class TwoLosses(Algorithm[Unroll]):
         actor, critic = made.flat.span("actor"), made.flat.span("critic")
         self.actor: Loss[Any] = Loss(
             Policy(),
-            Adam(actor.parameters_D, actor.gradients_D),
+            Optimizer(Adam(), actor.parameters_D, actor.gradients_D),
             actor,
             made.engine_for(lambda obs, _: made.policy.outputs(obs)),
             max_grad_norm=1e9,
@@ -119,7 +120,7 @@ class TwoLosses(Algorithm[Unroll]):
         )
         self.critic: Loss[Any] = Loss(
             Value(),
-            SGD(critic.parameters_D, critic.gradients_D),
+            Optimizer(SGD(), critic.parameters_D, critic.gradients_D),
             critic,
             made.engine,
             max_grad_norm=1e9,

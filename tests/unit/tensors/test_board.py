@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import LayoutMismatchError, TensorError, WireError
-from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
-from p2pdrl.tensors.board_memory import InboxSlot
+from p2pdrl.tensors.board import BoardSpec, DaemonBoard, InboxSlot, LearnerBoard
 from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout

@@ -9,10 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError, WireError
-from p2pdrl.tensors.compression import make_codec
-from p2pdrl.tensors.compression_int8 import ROW, Int8Codec
-from p2pdrl.tensors.compression_threshold import ThresholdResidual, add_message, entries_in
-from p2pdrl.tensors.compression_topk import TopkCodec
+from p2pdrl.tensors.compression import (
+    ROW,
+    Int8Codec,
+    ThresholdResidual,
+    TopkCodec,
+    add_message,
+    entries_in,
+    make_codec,
+)
 from p2pdrl.tensors.wire import CHUNK
 
 finite = st.floats(-(2.0**60), 2.0**60, width=32)

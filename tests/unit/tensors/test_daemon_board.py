@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import TensorError
-from p2pdrl.tensors import daemon_board
+from p2pdrl.tensors import board
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
 from p2pdrl.tensors.shared_memory import SharedRegion
 
@@ -36,7 +36,7 @@ def twice(learner: LearnerBoard, version: int) -> None:
 def test_what_is_done_with_each_piece_may_change_it(
     learner: LearnerBoard, daemon: DaemonBoard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon_board, "WALK", 2)
+    monkeypatch.setattr(board, "WALK", 2)
     daemon.post_delta(vec(1, 1, 1), 4)
     out, spans = np.empty(3, np.float32), []
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import LayoutMismatchError, TensorError
-from p2pdrl.tensors.gradient_ring import GradientRing
-from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion
 
 
 @pytest.mark.parametrize(("slots", "size"), [(1, 1), (3, 16), (4, 17), (2, 100_003)])

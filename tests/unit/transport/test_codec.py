@@ -12,7 +12,7 @@ from p2pdrl.membership.messages import decode as decode_membership
 from p2pdrl.node.bootstrap.joining import JoinInfo
 from p2pdrl.node.settings import HaltSetting, ModeSetting, PauseSetting, StopSetting
 from p2pdrl.node.state.state_transfer import StateHead, StateRequest
-from p2pdrl.strategies.gossip.pair_average import ExchangeHead
+from p2pdrl.strategies.gossip.adpsgd import ExchangeHead
 from p2pdrl.transport.codec import decode
 
 KINDS = [

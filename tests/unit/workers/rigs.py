@@ -10,10 +10,10 @@ from torch import nn
 
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.optimizers import SGD
+from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
-from p2pdrl.tensors.gradient_ring import GradientRing
-from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.tensors.optimizers import SGD
+from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion
 from p2pdrl.workers.learner_modes import ModeRequests, RequestStepper
 from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
@@ -36,7 +36,7 @@ class Trainer:
         module = nn.Linear(SIZE, 1, bias=False)
         self.module = FlatModule(module, torch.device("cpu"))
         self.module.set_(np.zeros(SIZE, np.float32))
-        self.optimizer = SGD(self.module.parameters_D, self.module.gradients_D)
+        self.optimizer = Optimizer(SGD(), self.module.parameters_D, self.module.gradients_D)
 
     @property
     def flat(self) -> np.ndarray:

@@ -16,7 +16,7 @@ import torch
 
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.config.task import EnvConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
-from p2pdrl.pipeline.order import StageOrder
+from p2pdrl.pipeline.plan import StageOrder
 from p2pdrl.rl.engines import EngineOptions
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard

@@ -13,9 +13,8 @@ import pytest
 from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.errors import TensorError, WorkerError
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
-from p2pdrl.tensors.gradient_ring import GradientRing
 from p2pdrl.tensors.layout import Layout, TensorEntry
-from p2pdrl.tensors.shared_memory import SharedRegion, SharedVector
+from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion, SharedVector
 from p2pdrl.workers.learner import Learner
 from p2pdrl.workers.protocol import LearnerPace, Posted, Report, RequestAnswer, Stop, WorkMode, frame
 

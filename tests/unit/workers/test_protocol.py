@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.errors import WireError
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.pipeline.order import Meeting, StageNews, StageOrder
+from p2pdrl.pipeline.plan import Meeting, StageNews, StageOrder
 from p2pdrl.pipeline.trace import TraceSpan
 from p2pdrl.transport.pipe.ticket import PipeTicket
 from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, News, StartStage, Trace, Traced

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from p2pdrl.pipeline.order import Meeting
+from p2pdrl.pipeline.plan import Meeting
 from p2pdrl.workers.pipeline.protocol import Finish
 
 from .pipes import joined

@@ -19,8 +19,8 @@ from p2pdrl.membership.service import MembershipService
 from p2pdrl.membership.state import open_core
 from p2pdrl.node.admission import JoinAdmission
 from p2pdrl.node.bootstrap.joining import SwarmOrigin
-from p2pdrl.node.bootstrap.memory import RememberedSwarm
 from p2pdrl.node.events import EventLog
+from p2pdrl.node.state.swarm_memory import RememberedSwarm
 from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.transport.protocol import Address, Refusal
 
@@ -52,7 +52,7 @@ class Node:
         self.events = EventLog(200, clock)
         peers = tuple(map(at, seeds))
         self.admission = JoinAdmission(
-            Config(node=NodeConfig(peers=peers)), insists=False, events=self.events, clock=clock
+            Config(node=NodeConfig(peers=peers)), task_given=False, events=self.events, clock=clock
         )
         self.own = Address.parse(at(number))
         self.transport = network.join(self.identity.node_id, self.own)

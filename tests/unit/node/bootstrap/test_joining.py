@@ -7,7 +7,8 @@ import pytest
 
 from p2pdrl.config.task import A2CConfig, EnvConfig, TaskConfig, task_hash
 from p2pdrl.errors import UsageError, WireError
-from p2pdrl.node.bootstrap.joining import JoinInfo, advertised, decode_info, direct, refuse_task, seed_address
+from p2pdrl.node.bootstrap.joining import JoinInfo, decode_info, refuse_task
+from p2pdrl.node.bootstrap.startup import advertised, direct, seed_address
 from p2pdrl.transport.protocol import Address
 
 TASK = TaskConfig()

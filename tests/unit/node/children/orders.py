@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from p2pdrl.pipeline.order import StageOrder
+from p2pdrl.pipeline.plan import StageOrder
 
 __all__ = ["stage_order"]
 

@@ -25,7 +25,7 @@ from p2pdrl.node.children.hang_watchdog import (
     activity_of,
     kill_if_it_hangs,
 )
-from p2pdrl.pipeline.order import StageNews, StageOrder
+from p2pdrl.pipeline.plan import StageNews, StageOrder
 from p2pdrl.workers.pipeline.protocol import News
 from p2pdrl.workers.protocol import Report
 

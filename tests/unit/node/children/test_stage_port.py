@@ -13,7 +13,7 @@ from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.node.children.learner_link import LearnerLink
 from p2pdrl.node.children.stage_port import StagePort
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.pipeline.order import StageNews
+from p2pdrl.pipeline.plan import StageNews
 from p2pdrl.pipeline.trace import TraceSpan
 from p2pdrl.strategies.pipeline.port import Measured
 from p2pdrl.transport.pipe.ticket import Pipe, PipeTicket

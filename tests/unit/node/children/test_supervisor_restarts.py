@@ -18,7 +18,7 @@ from p2pdrl.node.children import child_process as link_module
 from p2pdrl.node.children import hang_watchdog
 from p2pdrl.node.children import supervisor as supervisor_module
 from p2pdrl.node.children.learner_link import LearnerLink
-from p2pdrl.pipeline.order import StageNews
+from p2pdrl.pipeline.plan import StageNews
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.workers.pipeline.protocol import News
@@ -277,7 +277,7 @@ async def test_the_error_that_ends_one_is_told_in_one_record(plan, supervise, un
     assert "fake_learner.py" in error["where"]
     assert error["traceback"].endswith("ValueError: the environment fell over")
     assert 'raise ValueError("the environment fell over")' in error["traceback"]
-    assert it.one.deaths.last.document == error
+    assert it.one.restart_policy.last_death.document == error
 
 
 @pytest.mark.parametrize("words", [("raise:5",), ("exit:5",), ("die:5", "raise")])
@@ -287,6 +287,6 @@ async def test_learners_that_end_the_same_way_end_the_watch(plan, supervise, wor
     await it.begin()
     with pytest.raises(WorkerError, match="3 times in a row") as caught:
         await asyncio.wait_for(it.one.watch(), 30)
-    assert it.one.deaths.last.how in str(caught.value)
+    assert it.one.restart_policy.last_death.how in str(caught.value)
     assert it.one.pid is None
     await it.one.stop()

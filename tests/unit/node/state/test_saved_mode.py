@@ -15,7 +15,7 @@ from p2pdrl.node import settings
 from p2pdrl.node.bootstrap.joining import JoinInfo, SwarmOrigin
 from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.node.settings import ModeSetting
-from p2pdrl.node.state.saved_mode import SavedMode, recall
+from p2pdrl.node.state.swarm_memory import SavedMode, recall_mode
 
 LINEAGE = "ab" * 8
 TASK = TaskConfig(strategy=AdpsgdConfig(weight=0.3))
@@ -119,33 +119,33 @@ def test_a_disk_that_does_not_take_it_is_an_error(saved, record):
         saved.write(record, SERVERS)
 
 
-async def test_a_founder_goes_on_in_the_last_mode_under_its_epoch(parts, membership, kept, record, events):
-    await recall(parts, kept, FOUNDED, None)
+async def test_a_founder_goes_on_in_the_last_mode_under_its_epoch(context, membership, kept, record, events):
+    await recall_mode(context, kept, FOUNDED, None)
     assert membership.records.get(settings.MODE) == record
     assert events.since(0)[-1]["kind"] == "mode-recalled"
     assert "server-sync (servers=2)" in last_text(events)
     assert "gossip: adpsgd" in last_text(events)
 
 
-async def test_a_founder_whose_mode_is_the_configurations_says_nothing(parts, membership, kept, kinds):
+async def test_a_founder_whose_mode_is_the_configurations_says_nothing(context, membership, kept, kinds):
     task = TaskConfig(strategy=SERVERS)
-    await recall(parts, kept, SwarmOrigin("founded", task, None), None)
+    await recall_mode(context, kept, SwarmOrigin("founded", task, None), None)
     assert mode(membership) == SERVERS
     assert kinds() == []
 
 
-async def test_on_request_the_configurations_mode_overrules_the_last_one(parts, membership, kept, record):
-    parts.config = msgspec.convert({"node": {"mode_from_config": True}}, Config)
-    await recall(parts, kept, FOUNDED, CHECKPOINT)
+async def test_on_request_the_configurations_mode_overrules_the_last_one(context, membership, kept, record):
+    context.config = msgspec.convert({"node": {"mode_from_config": True}}, Config)
+    await recall_mode(context, kept, FOUNDED, CHECKPOINT)
     held = membership.records.get(settings.MODE)
     assert mode(membership) == TASK.strategy
     assert (held.epoch, held.proposer) == (record.epoch + 1, membership.identity.node_id)
 
 
-async def test_a_newer_mode_that_others_hold_stays(parts, membership, stranger, kept):
+async def test_a_newer_mode_that_others_hold_stays(context, membership, stranger, kept):
     newer = stranger.propose(settings.MODE, ModeSetting.of(LocalConfig()))
     membership.records.merge(newer, trusted=True)
-    await recall(parts, kept, joined(), CHECKPOINT)
+    await recall_mode(context, kept, joined(), CHECKPOINT)
     assert membership.records.get(settings.MODE) == newer
 
 
@@ -159,18 +159,18 @@ async def test_a_newer_mode_that_others_hold_stays(parts, membership, stranger, 
     ],
 )
 async def test_a_member_recalls_its_mode_only_for_what_it_trained_before(
-    parts, membership, kept, lineage, checkpoint, recalls, kinds
+    context, membership, kept, lineage, checkpoint, recalls, kinds
 ):
-    await recall(parts, kept, joined(lineage), checkpoint)
+    await recall_mode(context, kept, joined(lineage), checkpoint)
     assert mode(membership) == (SERVERS if recalls else None)
     assert kinds() == []
 
 
 async def test_a_damaged_file_leaves_the_configurations_mode_and_is_told(
-    parts, membership, kept, events, kinds
+    context, membership, kept, events, kinds
 ):
     kept.path.write_bytes(b"rubbish")
-    await recall(parts, kept, FOUNDED, CHECKPOINT)
+    await recall_mode(context, kept, FOUNDED, CHECKPOINT)
     assert mode(membership) is None
     assert kinds() == ["mode-unreadable"]
     assert "gossip: adpsgd" in last_text(events)
@@ -178,7 +178,7 @@ async def test_a_damaged_file_leaves_the_configurations_mode_and_is_told(
 
 
 @pytest.mark.parametrize("forged", ["value", "epoch", "proposer"])
-async def test_a_forged_record_is_not_followed(parts, membership, kept, record, forged, kinds):
+async def test_a_forged_record_is_not_followed(context, membership, kept, record, forged, kinds):
     changes = {
         "value": msgspec.msgpack.encode(ModeSetting.of(LocalConfig())),
         "epoch": record.epoch + 7,
@@ -186,7 +186,7 @@ async def test_a_forged_record_is_not_followed(parts, membership, kept, record, 
     }
     bad = msgspec.structs.replace(record, **{forged: changes[forged]})
     kept.write(bad, SERVERS)
-    await recall(parts, kept, FOUNDED, CHECKPOINT)
+    await recall_mode(context, kept, FOUNDED, CHECKPOINT)
     assert membership.records.get(settings.MODE) is None
     assert kinds() == ["mode-unreadable"]
 
@@ -198,8 +198,8 @@ class Reports:
         return 0, ""
 
 
-async def test_every_mode_that_is_followed_is_kept(parts, membership, training, stranger, saved, kinds):
-    follower = RecordFollower(parts, Reports())
+async def test_every_mode_that_is_followed_is_kept(context, membership, training, stranger, saved, kinds):
+    follower = RecordFollower(context, Reports())
     follower.saved_mode = saved
     membership.propose(settings.MODE, ModeSetting.of(SERVERS))
     await follower.follow(training)
@@ -213,9 +213,9 @@ async def test_every_mode_that_is_followed_is_kept(parts, membership, training, 
     assert saved.read() == theirs
 
 
-async def test_a_mode_that_cannot_work_here_is_kept_as_well(parts, membership, training, saved, kinds):
+async def test_a_mode_that_cannot_work_here_is_kept_as_well(context, membership, training, saved, kinds):
     """The swarm is in it; others can."""
-    follower = RecordFollower(parts, Reports())
+    follower = RecordFollower(context, Reports())
     follower.saved_mode = saved
     training.cannot = (ServerSyncConfig,)
     record = membership.propose(settings.MODE, ModeSetting.of(SERVERS))
@@ -224,9 +224,9 @@ async def test_a_mode_that_cannot_work_here_is_kept_as_well(parts, membership, t
     assert saved.read() == record
 
 
-async def test_a_bad_disk_is_a_warning_and_the_mode_is_followed(parts, membership, training, saved, kinds):
+async def test_a_bad_disk_is_a_warning_and_the_mode_is_followed(context, membership, training, saved, kinds):
     saved.path.parent.write_text("a file where the folder should be")
-    follower = RecordFollower(parts, Reports())
+    follower = RecordFollower(context, Reports())
     follower.saved_mode = saved
     membership.propose(settings.MODE, ModeSetting.of(SERVERS))
     await follower.follow(training)

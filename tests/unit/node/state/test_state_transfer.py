@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import PeerRefusedError, PoisonedVectorError, WireError
-from p2pdrl.node.accounting.steps import StepAccounting
-from p2pdrl.node.state import state_server as giving_module
 from p2pdrl.node.state import state_transfer
-from p2pdrl.node.state.adoption import Download, without_moments
-from p2pdrl.node.state.state_server import StateServer
-from p2pdrl.node.state.state_transfer import StateHead, StateRequest, fetch, params_hash
+from p2pdrl.node.state.state_transfer import (
+    Download,
+    OwnState,
+    StateHead,
+    StateRequest,
+    StateServer,
+    fetch,
+    params_hash,
+    without_moments,
+)
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.testing.memory_transport import MemoryNetwork
@@ -34,10 +39,8 @@ class Donor:
         self.address = Address("10.0.0.1", 7000 + number)
         self.transport = network.join(self.id, self.address)
         self.board, self.spec = board, spec
-        self.training = SimpleNamespace(
-            spec=spec, board=board, lineage="ab" * 8, task_hash="task", summary=lambda: "here"
-        )
-        self.state_server = StateServer(self.training, StepAccounting(self.id, 1), events)
+        self.own: OwnState | None = OwnState(board, spec, "task", "ab" * 8, 0)
+        self.state_server = StateServer(lambda: self.own, events)
         self.spoil = lambda head, body: (head, body)
         self.asked = 0
 
@@ -101,7 +104,8 @@ async def test_a_state_arrives_whole(world, kinds):
 
 async def test_a_donor_without_sidecar(world, make_board):
     donor = world.donors[0]
-    donor.training.board = donor.board = make_board(None)
+    donor.board = make_board(None)
+    donor.own = donor.own._replace(board=donor.board)
     donor.board.seed(np.ones(5, np.float32), None, 3)
     state = await ask(world)
     assert state.sidecar is None
@@ -185,7 +189,7 @@ async def test_another_task_or_layout_is_refused(world, changes, status):
 
 
 async def test_without_a_state_or_while_adopting_nothing_is_given(world):
-    world.donors[0].training.summary = lambda: None
+    world.donors[0].own = None
     with pytest.raises(PeerRefusedError) as caught:
         await ask(world)
     assert caught.value.status == 503
@@ -200,24 +204,24 @@ async def test_an_unreadable_request_is_refused(world):
 
 async def test_no_more_are_served_at_once_than_bearable(world):
     world.network.delay_s = (0.05, 0.05)
-    asked = [asyncio.create_task(ask(world)) for _ in range(giving_module.MAX_AT_ONCE + 2)]
+    asked = [asyncio.create_task(ask(world)) for _ in range(state_transfer.MAX_SERVED_AT_ONCE + 2)]
     done = await asyncio.gather(*asked, return_exceptions=True)
     refused = [one for one in done if isinstance(one, PeerRefusedError)]
     assert [error.status for error in refused] == [429, 429]
     world.network.delay_s = (0.0, 0.0)
     assert (await ask(world)).head.policy_version == 7
-    asked = [ask(world) for _ in range(giving_module.MAX_AT_ONCE)]
+    asked = [ask(world) for _ in range(state_transfer.MAX_SERVED_AT_ONCE)]
     assert all(state.head.policy_version == 7 for state in await asyncio.gather(*asked))
 
 
 async def test_a_failed_gift_makes_room_again(world, make_board):
     donor = world.donors[0]
-    donor.training.board = make_board(None)  # nothing to read yet: 422
-    for _ in range(giving_module.MAX_AT_ONCE + 1):
+    donor.own = donor.own._replace(board=make_board(None))  # nothing to read yet: 422
+    for _ in range(state_transfer.MAX_SERVED_AT_ONCE + 1):
         with pytest.raises(PeerRefusedError) as caught:
             await ask(world)
         assert caught.value.status == 422
-    donor.training.board = donor.board
+    donor.own = donor.own._replace(board=donor.board)
     assert (await ask(world)).head.policy_version == 7
 
 
@@ -234,7 +238,7 @@ async def test_the_next_donor_is_asked_when_one_fails(world, events, kinds):
 
 async def test_a_donor_that_isnt_ready_is_no_news(world, events, kinds):
     for donor in world.donors:
-        donor.training.summary = lambda: None
+        donor.own = None
     assert await download(world, events).once(listed(world.donors), world.request, world.spec) is None
     assert "donor-failed" not in kinds()
     assert [donor.asked for donor in world.donors] == [1, 1, 1]
@@ -245,7 +249,7 @@ async def test_nobody_to_ask(world, events):
 
 
 async def test_asks_until_somebody_has_it(world, events, monkeypatch):
-    monkeypatch.setattr("p2pdrl.node.state.adoption.PAUSE_S", 0.001)
+    monkeypatch.setattr("p2pdrl.node.state.state_transfer.RETRY_EVERY_S", 0.001)
     donor, looks = world.donors[0], []
 
     def donors():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdrl.node.status.health import HealthInputs, HealthLimits, judge
+from p2pdrl.node.status.health import HealthInputs, judge
 
 
 def test_the_defaults_are_well():
@@ -21,7 +21,6 @@ def test_the_defaults_are_well():
         (HealthInputs(loop_lag_s=1.5), "1.5 s late"),
         (HealthInputs(storage_error="the disk is full"), "the disk is full"),
         (HealthInputs(seeds_given=True, alone_s=16.0), "none of the peers"),
-        (HealthInputs(join_refused="another key"), "another key"),
         (HealthInputs(suspected_by=1), "one peer suspects"),
         (HealthInputs(suspected_by=2), "2 peers suspect"),
         (HealthInputs(adopting_s=61.0), "take over"),
@@ -63,7 +62,6 @@ def test_reasons_are_bounded_and_the_gravest_come_first():
         loop_lag_s=9.0,
         seeds_given=True,
         mode_error="no port",
-        join_refused="no",
         suspected_by=1,
         quarantined=("q",),
     )
@@ -71,7 +69,3 @@ def test_reasons_are_bounded_and_the_gravest_come_first():
     assert len(reasons) == 5
     assert "learner" in reasons[0]
     assert max(map(len, reasons)) <= 200
-
-
-def test_limits_can_be_given():
-    assert not judge(HealthInputs(loop_lag_s=0.2), HealthLimits(loop_lag_s=0.1))[0]

@@ -12,9 +12,8 @@ from p2pdrl.node.accounting.report_table import PeerReport
 from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.node.settings import ModeSetting
 from p2pdrl.node.status.meters import Meters
-from p2pdrl.node.status.mode import facts_of
 from p2pdrl.node.status.reporter import StatusReporter
-from p2pdrl.node.status.view import View
+from p2pdrl.node.status.view import ApiView
 from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.strategies.protocol import Merged, RoundReport
 
@@ -31,19 +30,19 @@ def figures(talking, membership, training) -> StatusReporter:
 
 
 @pytest.fixture
-def view(figures, parts, events) -> View:
-    made = View(
+def view(figures, context, events) -> ApiView:
+    made = ApiView(
         node_id="a" * 32,
         name="me", token="t" * 64, swarm_key=None, open_metrics=False, data_dir="/data", events=events,
         leave=lambda reason: None,
     )  # fmt: skip
-    made.attach(parts, figures, Meters(parts, figures, None), RecordFollower(parts, figures))
+    made.attach(context, figures, Meters(context, figures, None), RecordFollower(context, figures))
     return made
 
 
-def hear(parts, clock, node, stamp, strategy, seq=1):
+def hear(context, clock, node, stamp, strategy, seq=1):
     report = PeerReport(id=node, boot=1, seq=seq, state="training", mode_epoch=stamp, strategy=strategy)
-    parts.gossip.table.merge([report], clock.monotonic())
+    context.gossip.table.merge([report], clock.monotonic())
 
 
 async def test_before_there_is_a_record(figures):
@@ -52,11 +51,11 @@ async def test_before_there_is_a_record(figures):
     assert not any(member["follows"] for member in document["members"])
 
 
-async def test_who_follows(figures, parts, membership, training, clock):
+async def test_who_follows(figures, context, membership, training, clock):
     record = membership.propose(settings.MODE, ModeSetting.of(AdpsgdConfig(weight=0.3)))
     stamp = settings.stamp(record.epoch, record.proposer)
     training.mode.epoch = stamp
-    hear(parts, clock, B, stamp, "adpsgd")
+    hear(context, clock, B, stamp, "adpsgd")
     document = figures.mode()
     assert (document["mode"], document["protocol"], document["epoch"]) == ("gossip", "adpsgd", 1)
     assert document["options"] == {"weight": 0.3}
@@ -69,17 +68,17 @@ async def test_who_follows(figures, parts, membership, training, clock):
     follows = {member["name"]: member["follows"] for member in document["members"]}
     assert follows == {"me": True, "bob": True, "carol": False}, "the dead don't count"
     assert document["members"][2]["state"] == "unheard"
-    hear(parts, clock, C, stamp, "local")
+    hear(context, clock, C, stamp, "local")
     carol = figures.mode()["members"][2]
     assert (carol["epoch"], carol["protocol"], carol["follows"]) == (1, "local", False), "it can't run it"
     # The same epoch by another proposer isn't the same mode.
-    hear(parts, clock, B, settings.stamp(1, "0" * 32), "adpsgd", seq=2)
+    hear(context, clock, B, settings.stamp(1, "0" * 32), "adpsgd", seq=2)
     assert not figures.mode()["members"][1]["follows"]
     msgspec.json.encode(document)
 
 
-async def test_the_row_of_a_peer_tells_its_strategy(figures, parts, clock):
-    hear(parts, clock, B, settings.stamp(3, B), "dsgd")
+async def test_the_row_of_a_peer_tells_its_strategy(figures, context, clock):
+    hear(context, clock, B, settings.stamp(3, B), "dsgd")
     bob = figures.peers()[1]
     assert (bob["mode_epoch"], bob["strategy"], bob["role"]) == (3, "dsgd", "")
 
@@ -101,17 +100,17 @@ async def test_a_bad_change_is_refused(view, membership, mode, sets):
     assert membership.records.get(settings.MODE) is None
 
 
-async def test_a_node_without_a_swarm_proposes_nothing(view, parts):
-    parts.training = None
+async def test_a_node_without_a_swarm_proposes_nothing(view, context):
+    context.training = None
     with pytest.raises(CheckpointError, match="still starting"):
         await view.set_mode("local", [])
     assert view.mode()["mode"] is None
     assert view.rounds() == []
 
 
-async def test_rounds_are_counted_and_shown(view, parts, training):
-    meters = Meters(parts, StatusReporter(parts), None)
-    report = RoundReport("ok", (Merged(parts.node_id, 0.5), Merged(B, 0.5, 4)), bytes_in=10, round_trips=1)
+async def test_rounds_are_counted_and_shown(view, context, training):
+    meters = Meters(context, StatusReporter(context), None)
+    report = RoundReport("ok", (Merged(context.node_id, 0.5), Merged(B, 0.5, 4)), bytes_in=10, round_trips=1)
     training.accounting.round(report)
     meters.round(report)
     assert view.rounds()[0]["merged"][1]["name"] == "bob"
@@ -121,4 +120,4 @@ async def test_rounds_are_counted_and_shown(view, parts, training):
 
 
 async def test_strategies_without_facts_have_none():
-    assert facts_of(LocalStrategy()) == {}
+    assert dict(LocalStrategy().facts) == {}

@@ -11,7 +11,7 @@ from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.node.status.meters import Meters
 from p2pdrl.node.status.pipeline import pipeline_bubble, pipeline_document, stage_words, trains
 from p2pdrl.node.status.reporter import StatusReporter as NodeFigures
-from p2pdrl.pipeline.order import StageOrder
+from p2pdrl.pipeline.plan import StageOrder
 from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.strategies.pipeline.events import PipelineStatus
 from p2pdrl.strategies.pipeline.strategy import PipelineStrategy
@@ -49,7 +49,7 @@ def enter(training):
 
     def put(which: StageOrder | None, **metrics: float) -> None:
         learner = training.supervisor
-        learner.io, learner.stages = SimpleNamespace(learner_mode=STAGES), SimpleNamespace(order=which)
+        learner.requests, learner.stages = SimpleNamespace(learner_mode=STAGES), SimpleNamespace(order=which)
         learner.metrics = {f"pipeline_{name}": value for name, value in metrics.items()}
         training.mode.strategy = Rank(
             FIGURES if which is not None else PipelineStatus(standby=True, pipelines=1)
@@ -59,7 +59,7 @@ def enter(training):
 
 
 def test_in_another_mode_there_is_nothing_to_tell(training):
-    assert training.supervisor.io.learner_mode is FREE
+    assert training.supervisor.requests.learner_mode is FREE
     assert (trains(training), stage_words(training), pipeline_bubble(training)) == (True, "", None)
     assert pipeline_document(training) is None
 
@@ -141,8 +141,8 @@ async def test_what_was_measured_stands_beside_what_was_predicted(figures, train
     }  # fmt: skip
 
 
-async def test_the_metrics_page(figures, training, enter, parts):
-    meters = Meters(parts, figures, None)
+async def test_the_metrics_page(figures, training, enter, context):
+    meters = Meters(context, figures, None)
     assert "p2pdrl_pipeline_rank NaN" in meters.render().decode()
     enter(order(1), generation=3.0, bubble=0.25, activation_bytes=4096.0)
     page = meters.render().decode()

@@ -8,13 +8,13 @@ import pytest
 
 from p2pdrl.errors import CheckpointError
 from p2pdrl.node.accounting.counters import Counts
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.accounting.report_table import PeerReport
-from p2pdrl.node.accounting.steps import StepAccounting
-from p2pdrl.node.children.deaths import death_of
-from p2pdrl.node.parts import NodeParts
+from p2pdrl.node.children.restarts import death_of
+from p2pdrl.node.context import NodeContext
 from p2pdrl.node.status.meters import Meters
 from p2pdrl.node.status.reporter import StatusReporter
-from p2pdrl.node.status.view import View
+from p2pdrl.node.status.view import ApiView
 from p2pdrl.workers.protocol import Crashed
 
 STATUS = (
@@ -35,25 +35,25 @@ B, C, D, E = ("b" * 32, "c" * 32, "d" * 32, "e" * 32)
 
 
 @pytest.fixture
-def full(talking, membership, training, clock) -> NodeParts:
+def full(talking, membership, training, clock) -> NodeContext:
     """A node that trains among four others: alive, suspect, dead and left."""
-    parts = talking
+    context = talking
     membership.views += [
         membership.view(B, "bob"),
         membership.view(C, "carol", "suspect", state_reason="no answer for 2 s"),
         membership.view(D, "dave", "dead", state_reason="connection refused"),
         membership.view(E, "eve", "left", state_reason="said goodbye"),
     ]
-    parts.training = training
-    parts.state = "training"
-    parts.step_accounting.follow(training.lineage)
-    parts.step_accounting.credit(Counts(800, 4, 2))
+    context.training = training
+    context.state = "training"
+    context.progress_tracker.follow(training.lineage)
+    context.progress_tracker.credit(Counts(800, 4, 2))
     reports = [
         report(B, policy_version=30, state="training", steps_per_s=50.0, mean_return=7.0),
         report(C, policy_version=99, healthy=False, reasons=("the learner is down",)),
     ]
-    parts.gossip.table.merge(reports, clock.monotonic())
-    return parts
+    context.gossip.table.merge(reports, clock.monotonic())
+    return context
 
 
 def report(node: str, **fields) -> PeerReport:
@@ -83,8 +83,8 @@ async def test_status_has_exactly_the_promised_keys(figures, full):
     msgspec.json.encode(status)
 
 
-async def test_status_before_there_is_a_task(parts):
-    status = StatusReporter(parts).status()
+async def test_status_before_there_is_a_task(context):
+    status = StatusReporter(context).status()
     assert status.keys() == STATUS_KEYS
     assert (status["mode"], status["state"], status["learner"], status["exchanges"]) == (
         "none",
@@ -95,7 +95,7 @@ async def test_status_before_there_is_a_task(parts):
     assert (status["strategy"], status["accounting"], status["mode_error"]) == (None, {}, None)
     assert status["mean_return"] is None
     assert status["members"] == {"alive": 1, "suspect": 0, "dead": 0, "left": 0}
-    assert StatusReporter(parts).ready() == (False, ["this node is joining"])
+    assert StatusReporter(context).ready() == (False, ["this node is joining"])
     msgspec.json.encode(status)
 
 
@@ -187,7 +187,6 @@ async def test_living_reports_want_everybody(figures, full, membership):
 async def test_health_tells_what_is_wrong(figures, full, training, membership, clock):
     training.supervisor.down_s, training.supervisor.failures = 20.0, 3
     training.held = (B,)
-    full.join_refused = "another task"
     healthy, reasons = figures.health()
     assert not healthy
     assert any("down for 20 s and died 3 times" in reason for reason in reasons)
@@ -209,7 +208,7 @@ async def test_a_learner_that_is_starting_is_told_of(figures, full, training):
 
 async def test_the_error_that_learners_die_of_is_shown(figures, training):
     crash = Crashed("ValueError", "bad action", "/envs/mine.py:12 in step", "Traceback …")
-    training.supervisor.deaths.add(death_of(1, crash=crash), 1.0)
+    training.supervisor.restart_policy.died(death_of(1, crash=crash), 1.0)
     training.supervisor.down_s, training.supervisor.failures = 20.0, 3
     shown = figures.status()["learner"]["last_death"]
     assert shown == {
@@ -264,7 +263,7 @@ async def test_scalars_are_written_every_five_seconds(figures, full, clock):
 
 async def test_the_view_before_and_after_the_parts_are_there(figures, full, events, training):
     left: list[str] = []
-    view = View(
+    view = ApiView(
         node_id="a" * 32,
         name="me",
         token="t" * 64,
@@ -322,10 +321,10 @@ async def test_without_file_descriptors_memory_is_left_out(figures, monkeypatch)
     [(799, "training", False), (801, "training", True), (801, "paused", True), (801, "fetching", False)],
 )
 def test_a_greater_lineage_is_seen_in_the_reports(full, figures, clock, steps, state, greater):
-    other = StepAccounting(B, 7)
+    other = ProgressTracker(B, 7)
     other.follow("cd" * 8)
     other.credit(Counts(steps, 1, 1))
-    full.step_accounting.merge_counts(other.counts())
+    full.progress_tracker.merge_counts(other.counts())
     told = PeerReport(id=B, boot=1, seq=9, state=state, lineage="cd" * 8, mode_epoch=2**40)
     full.gossip.table.merge([told], clock.monotonic())
     found = figures.greater_lineage()

@@ -8,10 +8,10 @@ from p2pdrl.config.task import NetworkConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.networks.impala_resnet import ImpalaResNet
+from p2pdrl.rl.networks.layers import DenseTrunk
 from p2pdrl.rl.networks.nature_cnn import NatureCNN
 from p2pdrl.rl.networks.registry import make_trunk, resolve_kind
 from p2pdrl.rl.networks.transformer import Transformer
-from p2pdrl.rl.networks.trunk import DenseTrunk
 
 VECTOR = EnvSpec((4,), "float32", Discrete(3))
 FRAMES = EnvSpec((4, 84, 84), "uint8", Discrete(6))

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from p2pdrl.rl.networks.impala_resnet import ImpalaResNet
-from p2pdrl.rl.networks.layers import initialise
+from p2pdrl.rl.networks.layers import DenseTrunk, initialise
 from p2pdrl.rl.networks.nature_cnn import NatureCNN
 from p2pdrl.rl.networks.transformer import Transformer
-from p2pdrl.rl.networks.trunk import DenseTrunk
 
 TRUNKS = {
     "dense": (DenseTrunk((2, 3), (5, 4), "relu"), (2, 3), 2),

@@ -17,14 +17,14 @@ from p2pdrl.rl.engines import policy_forward
 from p2pdrl.rl.envs import Discrete
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Minibatch
-from p2pdrl.rl.optimizers import Adam
+from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.links import FramedLinks, ring
+from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import policy_parts
-from p2pdrl.rl.pipeline.pipelined import Pipelined
-from p2pdrl.rl.pipeline.server import StageServer
+from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.pipeline.tensor_specs import RowSpec
 from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.tensors.optimizers import Adam
 
 from ..gradient_cases import Case
 from ..policies import CONTROL, FRAMES, LSTM, PICTURE, RESNET, TRANSFORMER, VECTOR, make_inputs
@@ -82,7 +82,7 @@ def make_case(name, dtype=torch.float64, objective=PPO, rows=ROWS, precision="fl
     parts = policy_parts(
         policy,
         objective,
-        Adam(flat.parameters_D, flat.gradients_D),
+        Optimizer(Adam(), flat.parameters_D, flat.gradients_D),
         steps=STEPS,
         most_rows=rows,
         precision=precision,

@@ -13,11 +13,18 @@ import torch
 
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
 from p2pdrl.rl.pipeline.links import receive_any, ring
-from p2pdrl.rl.pipeline.messages import Activation, Gradient, Opening, Slice, StepMessage, Sums, UpdateOver
-from p2pdrl.rl.pipeline.pipelined import Pipelined
-from p2pdrl.rl.pipeline.server import StageServer
+from p2pdrl.rl.pipeline.messages import (
+    Activation,
+    Gradient,
+    Opening,
+    Slice,
+    StepMessage,
+    Sums,
+    TensorSlot,
+    UpdateOver,
+)
+from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.pipeline.tensor_specs import TensorSlot
 
 from .pipelines import CPU, PPO, TIMEOUT_S, Pipeline, make_case, make_plan, step_with
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from p2pdrl.errors import PeerUnreachableError, WireError
 from p2pdrl.rl.gradients import Minibatch, cut
-from p2pdrl.rl.pipeline.frames import bytes_of, decode, encode, fill
 from p2pdrl.rl.pipeline.links import FramedLinks
 from p2pdrl.rl.pipeline.messages import (
     Activation,
@@ -20,10 +19,14 @@ from p2pdrl.rl.pipeline.messages import (
     Slice,
     StepMessage,
     Sums,
+    TensorSlot,
     UpdateOver,
     Whole,
+    bytes_of,
+    decode,
+    encode,
+    fill,
 )
-from p2pdrl.rl.pipeline.tensor_specs import TensorSlot
 
 from .pipelines import framed_ring
 

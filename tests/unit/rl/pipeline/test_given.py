@@ -10,10 +10,9 @@ import torch
 
 from p2pdrl.errors import WireError
 from p2pdrl.rl.pipeline.links import ring
-from p2pdrl.rl.pipeline.messages import Slice, UpdateOver, Whole
-from p2pdrl.rl.pipeline.server import StageServer
+from p2pdrl.rl.pipeline.messages import Slice, TensorSlot, UpdateOver, Whole
+from p2pdrl.rl.pipeline.rank import StageServer
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.pipeline.tensor_specs import TensorSlot
 
 from .pipelines import CPU, TIMEOUT_S, Pipeline, framed_ring, make_case, make_plan, step_with
 

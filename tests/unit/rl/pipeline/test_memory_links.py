@@ -7,8 +7,7 @@ import torch
 
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
 from p2pdrl.rl.pipeline.links import ring
-from p2pdrl.rl.pipeline.messages import Activation, Gradient
-from p2pdrl.rl.pipeline.tensor_specs import TensorSlot
+from p2pdrl.rl.pipeline.messages import Activation, Gradient, TensorSlot
 
 
 def test_each_way_has_its_own_order():

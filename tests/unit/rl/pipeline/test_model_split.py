@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from p2pdrl.config.gradients import GradientsConfig
-from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
+from p2pdrl.config.task import (
+    A2CConfig,
+    EnvConfig,
+    GradientsConfig,
+    NetworkConfig,
+    PPOConfig,
+    RegressionConfig,
+    TaskConfig,
+)
 from p2pdrl.errors import ConfigError, PeerUnreachableError
 from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.rl.pipeline.model_split import ModelSplit

@@ -10,13 +10,14 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import WholeBatch
-from p2pdrl.rl.optimizers import Adam
+from p2pdrl.rl.optimizers import Optimizer
+from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import policy_parts
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.pipeline.tensor_specs import RowSpec
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.sequential import chain
+from p2pdrl.tensors.optimizers import Adam
 
 from ..policies import POLICIES
 from .pipelines import CPU, MODELS, PPO, Pipeline, Pipes, framed_ring, make_case, make_plan, step_with
@@ -110,7 +111,7 @@ def test_a_rank_without_parameters_is_refused():
     spec, network = POLICIES["lstm on nothing"]
     policy = ActorCritic(spec, network, 0)
     flat = FlatModule(policy, CPU)
-    adam = Adam(flat.parameters_D, flat.gradients_D)
+    adam = Optimizer(Adam(), flat.parameters_D, flat.gradients_D)
     parts = policy_parts(policy, PPO, adam, steps=5, most_rows=4)
     with pytest.raises(ConfigError, match="rank 0 has no parameters"):
         StageParameters(parts, PipelinePlan(len(parts.blocks), (1,), "1f1b", 1, 2), 0, CPU)

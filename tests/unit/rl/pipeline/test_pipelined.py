@@ -13,31 +13,30 @@ import torch
 from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.rl.gradients import Accumulated, OwnStepper, WholeBatch
 from p2pdrl.rl.networks.lstm import RecurrentContext
-from p2pdrl.rl.optimizers import SGD, Adagrad, Adam, Momentum, RMSProp
-from p2pdrl.rl.pipeline.pipelined import Pipelined
+from p2pdrl.rl.optimizers import Optimizer
+from p2pdrl.rl.pipeline.rank import Pipelined
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
+from p2pdrl.tensors.optimizers import SGD, Adagrad, Adam, Momentum, RMSProp
 
 from ..gradient_cases import reference
 from .pipelines import BOUNDS, TIMEOUT_S, Pipeline, framed_ring, make_case, make_plan, relative, step_with
 
-OPTIMIZERS = {
-    "adam": Adam,
-    "rmsprop": lambda *tensors: RMSProp(*tensors, 0.99, 1e-5),
-    "sgd": SGD,
-    "sparse sgd": lambda *tensors: SGD(*tensors, sparse=True),
-    "nesterov": lambda *tensors: Momentum(*tensors, nesterov=True),
-    "adagrad": Adagrad,
+RULES = {
+    "adam": Adam(),
+    "rmsprop": RMSProp(),
+    "sgd": SGD(),
+    "sparse sgd": SGD(sparse=True),
+    "nesterov": Momentum(nesterov=True),
+    "adagrad": Adagrad(),
 }
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.05, 1e3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_after_some_steps_parameters_and_optimizer_are_those_of_the_unsplit_run(
-    optimizer, dtype, max_grad_norm
-):
+@pytest.mark.parametrize("rule", RULES)
+def test_after_some_steps_parameters_and_optimizer_are_those_of_the_unsplit_run(rule, dtype, max_grad_norm):
     case, parts = make_case("mlp", dtype)
-    own = OPTIMIZERS[optimizer](case.flat.parameters_D, case.flat.gradients_D)
+    own = Optimizer(RULES[rule], case.flat.parameters_D, case.flat.gradients_D)
     parts = dataclasses.replace(parts, optimizer=own)
     engine, stepper = WholeBatch(case.flat, case.forward), OwnStepper()
     rates = [0.01 * 0.9**number for number in range(5)]
@@ -133,7 +132,7 @@ def test_a_pipeline_goes_on_where_another_left_off_even_if_it_is_cut_otherwise()
 
 def test_the_end_of_an_update_brings_the_algorithm_what_it_would_have():
     whole, _ = make_case("mlp", torch.float32)
-    own = Adam(whole.flat.parameters_D, whole.flat.gradients_D)
+    own = Optimizer(Adam(), whole.flat.parameters_D, whole.flat.gradients_D)
     engine, stepper = Accumulated(whole.flat, whole.forward, 2), OwnStepper()
     case, parts = make_case("mlp", torch.float32)
     how = {"learning_rate": 1e-2, "max_grad_norm": 1e9, "samples": 11}
@@ -204,7 +203,7 @@ def test_the_number_of_microbatches_can_be_measured():
     with Pipeline(parts, make_plan(parts, 3, 6)) as pipeline:
         tuned = Pipelined(
             pipeline.shares[0],
-            pipeline.head._rank._links,
+            pipeline.head._links,
             generation=7,
             timeout_s=TIMEOUT_S,
             tune=True,
@@ -214,7 +213,7 @@ def test_the_number_of_microbatches_can_be_measured():
         expected, _ = reference(case)
         used = []
         pipeline.head = tuned
-        original = tuned._rank.gather
+        original = tuned._gather
 
         def gather(terms):
             number = tuned._microbatches
@@ -222,7 +221,7 @@ def test_the_number_of_microbatches_can_be_measured():
             time[0] += (number + 2) / number + 0.3 * number
             return original(terms)
 
-        tuned._rank.gather = gather
+        tuned._gather = gather
         for _ in range(20):
             tuned.gradients(case.batch, case.objective)
             step_with(pipeline, learning_rate=0.0, max_grad_norm=1e9)
@@ -277,9 +276,9 @@ def test_with_one_microbatch_every_rank_idles_while_each_of_the_others_computes(
         members = [pipeline.head, *pipeline.servers]
         pipeline.head._clock = lambda: now_s
         for rank, member in enumerate(members):
-            member._rank._clock = member._rank.runner._clock = lambda: now_s
+            member._clock = member.runner._clock = lambda: now_s
             if ranks > 1:
-                watched(member._rank._links, rank)
+                watched(member._links, rank)
         for _ in range(3):
             pipeline.head.gradients(case.batch, case.objective)
             step_with(pipeline)

@@ -14,9 +14,10 @@ from p2pdrl.rl.algorithms.regression import TARGETS, CrossEntropy
 from p2pdrl.rl.engines import module_forward
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Accumulated, Minibatch, WholeBatch
-from p2pdrl.rl.optimizers import SGD
+from p2pdrl.rl.optimizers import Optimizer
+from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import module_parts
-from p2pdrl.rl.pipeline.tensor_specs import RowSpec
+from p2pdrl.tensors.optimizers import SGD
 
 from ..gradient_cases import reference
 from .pipelines import (
@@ -145,7 +146,7 @@ def test_blocks_that_only_look_at_their_input_otherwise(microbatches):
         flat.module,
         layers,
         CrossEntropy(),
-        SGD(flat.parameters_D, flat.gradients_D),
+        Optimizer(SGD(), flat.parameters_D, flat.gradients_D),
         inputs=RowSpec((5,), torch.float64),
         targets=RowSpec((), torch.int64, 4),
         most_rows=32,

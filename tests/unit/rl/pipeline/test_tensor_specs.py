@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from p2pdrl.errors import LayoutMismatchError
-from p2pdrl.rl.pipeline.tensor_specs import Buffers, RowSpec
+from p2pdrl.rl.pipeline.messages import Buffers, RowSpec
 
 SPEC = RowSpec((3,), torch.float32)
 

@@ -24,7 +24,7 @@ def run(job, ranks, frozen=(), **arguments):
     """
     call = pickle.dumps((job, ranks, frozen, arguments))
     found = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.unit.rl.stages.torch_processes"],
+        [sys.executable, "-W", "error", "-m", "tests.unit.rl.pipeline.torch_processes"],
         input=call,
         capture_output=True,
         cwd=ROOT,

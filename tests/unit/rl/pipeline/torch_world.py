@@ -24,7 +24,7 @@ class World:
     def meet(self, ranks, timeout_s=TIMEOUT_S, rank=None, ahead=list, others=None):
         import torch
 
-        from p2pdrl.pipeline.order import Meeting, StageOrder
+        from p2pdrl.pipeline.plan import Meeting, StageOrder
         from p2pdrl.workers.pipeline.torch_stages import TorchStages
 
         rank = self.rank if rank is None else rank
@@ -55,8 +55,7 @@ class Member:
     """One rank of a pipeline."""
 
     def __init__(self, stages, links, share, generation, carrier=None):
-        from p2pdrl.rl.pipeline.pipelined import Pipelined
-        from p2pdrl.rl.pipeline.server import StageServer
+        from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
 
         self.share = share
         self.runner = stages.runner(share, links, carrier)
@@ -269,7 +268,7 @@ def frozen_host(world, phase, timeout_s, wanted_s=None):
         os.kill(os.getpid(), signal.SIGSTOP)
 
     if world.rank == 0:
-        come, join = torch_stages.come, torch_stages.join
+        come, join = torch_stages.wait_for_all, torch_stages.join
 
         def coming(*args, **options):
             if phase == "opened":
@@ -286,7 +285,7 @@ def frozen_host(world, phase, timeout_s, wanted_s=None):
                 freeze()
             return nccl
 
-        torch_stages.come, torch_stages.join = coming, joining
+        torch_stages.wait_for_all, torch_stages.join = coming, joining
 
     def ahead():
         frozen_s = world.clock.value

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from p2pdrl.config.loader import resolve
-from p2pdrl.config.presets import preset_path
+from p2pdrl.config.loader import preset_path, resolve
 from p2pdrl.config.strategy import FederatedConfig
 from p2pdrl.strategies.allreduce.federated import KEY_BYTES, Privacy, SecretNoise, epsilon_of, participants
 

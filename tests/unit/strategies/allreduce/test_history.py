@@ -11,15 +11,15 @@ KEY = ViewKey(1, 7, "a" * 32)
 LATER = ViewKey(1, 8, "a" * 32)
 
 
-def after(rounds, key=KEY, chain=None) -> RoundHistory:
-    chain = RoundHistory() if chain is None else chain
+def after(rounds, key=KEY, history=None) -> RoundHistory:
+    history = RoundHistory() if history is None else history
     for number in rounds:
-        chain.completed(key, number)
-    return chain
+        history.completed(key, number)
+    return history
 
 
-def noted(chain, lineage="aa", steps=100, version=5) -> AveragingNote:
-    return AveragingNote(chain.number, chain.mark, chain.before, lineage, steps, version)
+def noted(history, lineage="aa", steps=100, version=5) -> AveragingNote:
+    return AveragingNote(history.number, history.digest, history.before, lineage, steps, version)
 
 
 def plan(notes, *, led=True):
@@ -28,9 +28,9 @@ def plan(notes, *, led=True):
 
 def test_equal_histories_have_equal_marks_and_others_dont():
     assert after((1, 2)) == after((1, 2))
-    assert after((1, 2)).before == after((1,)).mark
-    assert after((1, 2)).mark != after((1, 2), LATER).mark
-    assert after((1, 2)).mark != after((2, 1)).mark
+    assert after((1, 2)).before == after((1,)).digest
+    assert after((1, 2)).digest != after((1, 2), LATER).digest
+    assert after((1, 2)).digest != after((2, 1)).digest
 
 
 def test_a_note_is_short_and_survives_rubbish():

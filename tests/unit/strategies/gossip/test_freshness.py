@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pdrl.strategies.gossip.pair_average import Freshness, fresh_weight
+from p2pdrl.strategies.gossip.adpsgd import Freshness, fresh_weight
 
 sides = st.builds(Freshness, st.integers(0, 2**53 - 1), st.integers(0, 10**9))
 

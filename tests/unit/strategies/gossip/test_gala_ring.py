@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.strategy import GalaConfig
-from p2pdrl.strategies.gossip.push import PushHead, decode_push_head
+from p2pdrl.strategies.gossip.push import PushHead
 from p2pdrl.testing.virtual_swarm import SimNode, SimSwarm
+from p2pdrl.transport import codec
 
 from .pushers import start
 
@@ -33,7 +34,7 @@ class Ring:
 
         async def watched(incoming):
             reply = await answer(incoming)
-            head: PushHead | None = decode_push_head(incoming.meta)
+            head = codec.decode(incoming.meta, PushHead)
             if head is not None and not head.asks:
                 self.taken.append((node, incoming.sender))
             return reply

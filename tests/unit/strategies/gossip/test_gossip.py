@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import PeerRefusedError
-from p2pdrl.strategies.gossip.adpsgd import ROUTE
-from p2pdrl.strategies.gossip.pair_average import ExchangeHead
+from p2pdrl.strategies.gossip.adpsgd import ROUTE, ExchangeHead
 from p2pdrl.strategies.local import LocalStrategy
 from p2pdrl.transport.protocol import Reply
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from p2pdrl.strategies.gossip.pair_average import ExchangeHead, Freshness, fresh_weight
+from p2pdrl.strategies.gossip.adpsgd import ExchangeHead, Freshness, fresh_weight
 from p2pdrl.strategies.protocol import Merged
 
 pytestmark = pytest.mark.looptime

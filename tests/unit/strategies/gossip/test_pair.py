@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from p2pdrl.errors import PoisonedVectorError
-from p2pdrl.strategies.gossip.pair_average import PairScratch
+from p2pdrl.strategies.gossip.adpsgd import ParameterQuantity
+from p2pdrl.strategies.gossip.pair_average import Bounds
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.board import DaemonBoard
-from p2pdrl.tensors.wire import encode, round_trip
+from p2pdrl.tensors.wire import encode, encoded_nbytes, round_trip
 
 WIRES = ("float32", "bf16")
 D = 12
@@ -35,22 +36,34 @@ class StillBoard:
         return sets == 0
 
 
-def scratch(wire="float32", weight=0.5, size=D, **bounds) -> PairScratch:
-    return PairScratch(
-        size, wire, weight, bounds.get("max_abs", 1e6), bounds.get("max_distance", float("inf"))
-    )
+def side_of(board, wire="float32", **bounds) -> ParameterQuantity:
+    limits = Bounds(bounds.get("max_abs", 1e6), bounds.get("max_distance", float("inf")))
+    return ParameterQuantity(board, D, wire, limits)
+
+
+def receive(side: ParameterQuantity, message) -> None:
+    """The peer's vector arrives."""
+    side.room(len(message))[:] = message
+
+
+def encoded(vector_D: np.ndarray, wire: str = "float32") -> bytearray:
+    message = bytearray(encoded_nbytes(vector_D.size, wire))
+    encode(vector_D, wire, memoryview(message))
+    return message
 
 
 def exchange(a_D: np.ndarray, b_D: np.ndarray, wire: str, weight: float = 0.5):
-    """Both sides' boards, scratches and deltas after one exchange."""
+    """Both boards, sides and deltas after one exchange."""
     boards = StillBoard(a_D), StillBoard(b_D)
-    sides = scratch(wire, weight), scratch(wire, weight)
-    for side, board in zip(sides, boards, strict=True):
-        side.load(board)
-    sides[0].incoming[:], sides[1].incoming[:] = sides[1].outgoing, sides[0].outgoing
-    deltas = [side.mix() for side in sides]
-    for side, board, delta_D in zip(sides, boards, deltas, strict=True):
-        assert side.commit(board, delta_D, 1)
+    sides = [side_of(board, wire) for board in boards]
+    for side in sides:
+        side.load()
+    messages = [bytes(side.outgoing) for side in sides]
+    receive(sides[0], messages[1])
+    receive(sides[1], messages[0])
+    deltas = [side.mix(weight) for side in sides]
+    for side in sides:
+        assert side.commit(1)
     return boards, sides, deltas
 
 
@@ -59,7 +72,7 @@ def exchange(a_D: np.ndarray, b_D: np.ndarray, wire: str, weight: float = 0.5):
 def test_what_one_side_gains_the_other_loses_bit_for_bit(wire, a_D, b_D, weight):
     _, sides, (to_a, to_b) = exchange(a_D, b_D, wire, weight)
     assert np.array_equal(to_a, -to_b)
-    assert sides[0].distance == sides[1].distance
+    assert sides[0].step.distance == sides[1].step.distance
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -86,18 +99,18 @@ def test_bf16_mixes_what_the_peer_sees():
 def test_the_distance_is_that_of_the_two():
     a_D, b_D = np.zeros(D, np.float32), np.full(D, 2.0, np.float32)
     _, sides, _ = exchange(a_D, b_D, "float32", 0.25)
-    assert sides[0].distance == pytest.approx(mix.distance(a_D, b_D))
+    assert sides[0].step.distance == pytest.approx(mix.distance(a_D, b_D))
 
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2e6, -2e6])
 def test_poisoned_vectors_are_refused(wire, bad):
-    mine, poison_D = scratch(wire), np.zeros(D, np.float32)
-    mine.load(StillBoard(np.ones(D, np.float32)))
+    mine, poison_D = side_of(StillBoard(np.ones(D, np.float32)), wire), np.zeros(D, np.float32)
+    mine.load()
     poison_D[7] = bad
-    encode(poison_D, wire, mine.incoming)
+    receive(mine, encoded(poison_D, wire))
     with pytest.raises(PoisonedVectorError):
-        mine.mix()
+        mine.mix(0.5)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -106,30 +119,30 @@ def test_our_own_poison_isnt_loaded(wire, bad):
     mine_D = np.ones(D, np.float32)
     mine_D[3] = bad
     with pytest.raises(PoisonedVectorError):
-        scratch(wire).load(StillBoard(mine_D))
+        side_of(StillBoard(mine_D), wire).load()
 
 
 def test_a_norm_out_of_proportion_is_refused():
-    mine = scratch(max_distance=10.0)
-    mine.load(StillBoard(np.zeros(D, np.float32)))
+    mine = side_of(StillBoard(np.zeros(D, np.float32)), max_distance=10.0)
+    mine.load()
     theirs_D = np.zeros(D, np.float32)
     theirs_D[0] = 10.0
-    encode(theirs_D, "float32", mine.incoming)
-    mine.mix()
+    receive(mine, encoded(theirs_D))
+    mine.mix(0.5)
     theirs_D[0] = 10.1
-    encode(theirs_D, "float32", mine.incoming)
+    receive(mine, encoded(theirs_D))
     with pytest.raises(PoisonedVectorError, match="norm"):
-        mine.mix()
+        mine.mix(0.5)
 
 
 def test_a_delta_is_dropped_after_a_set(make_board):
     board: DaemonBoard = make_board(np.zeros(D))
-    mine = scratch()
-    mine.load(board)
-    encode(np.ones(D, np.float32), "float32", mine.incoming)
-    delta_D = mine.mix()
+    mine = side_of(board)
+    mine.load()
+    receive(mine, encoded(np.ones(D, np.float32)))
+    mine.mix(0.5)
     board.post_set(np.full(D, 9.0, np.float32), None, 5)
-    assert not mine.commit(board, delta_D, 6)
+    assert not mine.commit(6)
     now_D = np.empty(D, np.float32)
     assert board.now(now_D).policy_version == 5
     assert np.array_equal(now_D, np.full(D, 9.0))
@@ -137,10 +150,11 @@ def test_a_delta_is_dropped_after_a_set(make_board):
 
 def test_a_delta_raises_the_version(make_board):
     board: DaemonBoard = make_board(np.zeros(D))
-    mine = scratch()
-    mine.load(board)
-    encode(np.ones(D, np.float32), "float32", mine.incoming)
-    assert mine.commit(board, mine.mix(), 7)
+    mine = side_of(board)
+    mine.load()
+    receive(mine, encoded(np.ones(D, np.float32)))
+    mine.mix(0.5)
+    assert mine.commit(7)
     now_D = np.empty(D, np.float32)
     assert board.now(now_D).policy_version == 7
     assert np.array_equal(now_D, np.full(D, 0.5))
@@ -148,4 +162,7 @@ def test_a_delta_raises_the_version(make_board):
 
 @pytest.mark.parametrize(("wire", "width"), [("float32", 4), ("bf16", 2)])
 def test_the_length_on_the_wire(wire, width):
-    assert scratch(wire).nbytes == D * width
+    side = side_of(StillBoard(np.zeros(D, np.float32)), wire)
+    assert len(side.outgoing) == D * width
+    assert side.room(D * width) is not None
+    assert side.room(D * width + 1) is None

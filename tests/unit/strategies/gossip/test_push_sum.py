@@ -62,7 +62,7 @@ class Network:
         if opened is None:
             return
         if result == "taken":
-            node.sum.acknowledged(number)
+            node.sum.gone(number)
         else:
             node.z_D += node.sum.returned(number) * (opened[2] - node.z_D)
 

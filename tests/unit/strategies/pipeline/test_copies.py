@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.pipeline.order import StageOrder
-from p2pdrl.strategies.pipeline.generation import Moved, copy_bytes, state_vectors
+from p2pdrl.pipeline.plan import StageOrder
+from p2pdrl.strategies.pipeline.generation import CopyBytes, copy_bytes, state_vectors
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
@@ -17,7 +17,7 @@ from .swarms import CONFIG, swarm_of
 LAYERS = [Layer(f"{size}", 0.1, 0.1, size, 1.0) for size in (100.0, 20.0, 3.0, 400.0)]
 
 
-def moved(ranks: int, cuts: tuple[int, ...], schedule: str = "1f1b", vectors: int = 1) -> list[Moved]:
+def moved(ranks: int, cuts: tuple[int, ...], schedule: str = "1f1b", vectors: int = 1) -> list[CopyBytes]:
     orders = [
         StageOrder(7, rank, 4, cuts, schedule, 4, ranks, 1.0, 1.0, 10)  # type: ignore[arg-type]
         for rank in range(ranks)

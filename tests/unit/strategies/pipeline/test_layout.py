@@ -1,4 +1,4 @@
-"""Who is in which pipeline, from the view and its notes alone."""
+"""Who is in which pipeline, from the view and its notes alone; and which options can't be had there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from p2pdrl.strategies.pipeline.layout import lay_out, width
+from p2pdrl.config.strategy import PipelineConfig
+from p2pdrl.strategies.pipeline.layout import PipelineMembers, lay_out, limits, width
 from p2pdrl.strategies.pipeline.messages import PipelineNote
 
 
@@ -49,7 +50,7 @@ def test_a_whole_pipeline_is_kept_in_its_own_order():
     layout = lay_out((a, b, c, d), in_pipeline(7, c, b), 2)
     assert short(layout.pipelines) == ["03", "21"]
     assert [place.generation for place in layout.pipelines] == [0, 7]
-    assert layout.heads == (a, c)
+    assert layout.rank0s == (a, c)
 
 
 def test_one_that_lost_a_rank_or_grows_is_formed_anew():
@@ -64,7 +65,7 @@ def test_those_who_compute_by_themselves_stay_so():
     a, b, c, d = members(4)
     layout = lay_out((a, b, c, d), in_pipeline(3, a, b, alone=True) | in_pipeline(3, c, d), 2)
     assert [place.alone for place in layout.pipelines] == [True, False]
-    assert layout.heads == (a, b, c)
+    assert layout.rank0s == (a, b, c)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -106,3 +107,31 @@ def test_notes_are_short_and_what_cannot_be_read_says_nothing():
     assert len(longest.encode()) <= 256
     assert PipelineNote.read(longest.encode()) == longest
     assert PipelineNote.read(b"\xc1") == PipelineNote.read(None) == PipelineNote()
+
+
+PAIR = PipelineMembers(0, ("a", "b"))
+
+
+def problems(config: PipelineConfig, blocks: int, pipeline: PipelineMembers | None = PAIR) -> dict[str, str]:
+    notes = {"a": PipelineNote(blocks), "b": PipelineNote(blocks)}
+    return {problem.key: problem.message for problem in limits(config, notes, pipeline)}
+
+
+def test_too_few_blocks_for_what_each_peer_should_hold():
+    few = problems(PipelineConfig(schedule="interleaved", chunks=2), 3)
+    assert list(few) == ["task.strategy.chunks"]
+    assert "needs 4 blocks, and this model has 3; lower chunks" in few["task.strategy.chunks"]
+    assert list(problems(PipelineConfig(stages=4), 3, None)) == ["task.strategy.stages"], (
+        "who stands by is told too"
+    )
+    assert problems(PipelineConfig(stages=3), 3) == {}
+    assert problems(PipelineConfig(stages=3), 0) == {}, "nobody knows"
+
+
+def test_cuts_go_unused_while_there_are_fewer_peers():
+    config = PipelineConfig(stages=3, cuts=(1, 2))
+    unused = problems(config, 6)
+    assert list(unused) == ["task.strategy.cuts"]
+    assert "pipelines of 3 peers, and go unused while this one has 2" in unused["task.strategy.cuts"]
+    assert problems(config, 6, PipelineMembers(0, ("a", "b", "c"))) == {}
+    assert problems(config, 6, None) == {}

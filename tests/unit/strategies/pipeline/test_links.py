@@ -44,7 +44,7 @@ class World:
         return LinkPair(SLOW, FAST)
 
     async def between(self, *ranks: str) -> dict[tuple[int, int], PeerLink]:
-        return await self.book.between(self, ranks)
+        return await self.book.between(self.address, ranks)
 
 
 async def test_links_are_measured_once_for_a_while():

@@ -6,7 +6,7 @@ import msgspec
 import psutil
 import pytest
 
-from p2pdrl.strategies.pipeline.rank_setup import usable_bytes
+from p2pdrl.strategies.pipeline.forming import usable_bytes
 
 from .swarms import CONFIG, Swarm, strategy, swarm_of
 

@@ -11,8 +11,8 @@ from p2pdrl.config.strategy import PipelineConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.group.view import ViewKey
 from p2pdrl.pipeline.layers import PeerLink
+from p2pdrl.strategies.pipeline.forming import generation_of
 from p2pdrl.strategies.pipeline.planning import RankCandidate, design, measured_with, schedule_of
-from p2pdrl.strategies.pipeline.rank_setup import generation_of
 from p2pdrl.testing.fake_stages import blocks_of
 
 from .forms import make_form

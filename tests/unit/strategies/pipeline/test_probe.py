@@ -11,7 +11,8 @@ from aiohttp import web
 
 from p2pdrl.clock import ManualClock, SystemClock
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, WireError
-from p2pdrl.strategies.pipeline.link_probe import MAX_PROBE_BYTES, Probe, ProbeServer, measure_link
+from p2pdrl.strategies.pipeline.link_probe import ProbeServer, measure_link
+from p2pdrl.strategies.pipeline.messages import MAX_PROBE_BYTES, Probe
 from p2pdrl.testing.fault_proxy import FaultProxy
 from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.transport.http.listener import Listener

@@ -21,7 +21,7 @@ async def test_who_is_called_away_while_an_exchange_ends_has_ended_it():
             await node.transport.start()
         swarm.network.freeze(other.id)  # so that the exchange takes as long as it may
         heads = Rank0Gossip(CONFIG, me.context())
-        heads.with_whom((me.id, other.id))
+        heads.set_peers((me.id, other.id))
         watch = await heads.begin()
         await asyncio.sleep(0.05)
         assert gossiping()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from p2pdrl.strategies.pipeline.forming import newest, read_state
 from p2pdrl.strategies.pipeline.messages import RankOffer
-from p2pdrl.strategies.pipeline.rank_setup import newest, read_state
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.shared_memory import SharedRegion

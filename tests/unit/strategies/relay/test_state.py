@@ -7,7 +7,7 @@ import pytest
 
 from p2pdrl.errors import PoisonedVectorError, WireError
 from p2pdrl.strategies.relay.state import StromState
-from p2pdrl.tensors.compression_threshold import add_message
+from p2pdrl.tensors.compression import add_message
 from p2pdrl.testing.fake_learner import FakeLearner
 
 D, TAU = 5000, 2e-3

@@ -10,7 +10,7 @@ import pytest
 from p2pdrl.config.strategy import StromConfig
 from p2pdrl.errors import PeerRefusedError
 from p2pdrl.strategies.relay.log import History
-from p2pdrl.strategies.relay.messages import RelayPush, RunHead, cut_runs
+from p2pdrl.strategies.relay.strom import RelayPush, RunHead, cut_runs
 
 from ..graphs import Crowd
 

@@ -9,15 +9,16 @@ from p2pdrl.config.strategy import ServerSyncConfig
 from p2pdrl.errors import PeerUnreachableError, PoisonedVectorError
 from p2pdrl.group.view import ViewKey
 from p2pdrl.strategies.servers.messages import Pull
-from p2pdrl.strategies.servers.replica_store import (
+from p2pdrl.strategies.servers.shard import (
     Contents,
     NobodyGivesError,
     Puller,
     ReplicaStore,
-    StateShape,
+    Shard,
+    ShardVersions,
+    difference_codec,
     restore,
 )
-from p2pdrl.strategies.servers.shard import Shard, ShardVersions, difference_codec
 from p2pdrl.strategies.servers.shard_plan import STATE_LAG, HeldSpan, Holder, ShardSpan
 from p2pdrl.transport.protocol import Refusal
 
@@ -37,7 +38,7 @@ def stepped(span: ShardSpan, steps: int, config: ServerSyncConfig = ADAM, seed: 
     return shard
 
 
-class TestEditions:
+class TestShardVersions:
     def test_what_is_sent_is_never_written_to(self):
         versions = ShardVersions(3)
         first = versions.blank()
@@ -45,9 +46,9 @@ class TestEditions:
         versions.put(first, 1)
         sending = first.hold()
         for version in (2, 3, 4, 5):
-            version_buffer = versions.blank()
-            version_buffer.vector[:] = version
-            versions.put(version_buffer, version)
+            written = versions.blank()
+            written.vector[:] = version
+            versions.put(written, version)
         assert sending.vector.tolist() == [1, 1, 1]
         assert versions.newest.version == 5
 
@@ -55,9 +56,9 @@ class TestEditions:
         versions = ShardVersions(3)
         seen = set()
         for version in range(10):
-            version_buffer = versions.blank()
-            seen.add(id(version_buffer))
-            versions.put(version_buffer, version)
+            written = versions.blank()
+            seen.add(id(written))
+            versions.put(written, version)
         assert len(seen) == 2
 
 
@@ -69,28 +70,28 @@ class TestDifferences:
         rng = np.random.default_rng(1)
         shard.parameters[:] = rng.normal(size=SIZE)
         shard.publish(shard.write_version(), 0)
-        worker = shard.version_buffer.vector.copy()
+        worker = shard.published.vector.copy()
         assert np.array_equal(worker, shard.parameters)
         codec, difference = difference_codec(compression, SIZE), np.empty(SIZE, np.float32)
         for version in range(1, 60):
             shard.apply(rng.normal(size=SIZE).astype(np.float32), 1e-3)
             shard.publish(shard.write_version(), version)
-            codec.decode(shard.version_buffer.delta, difference)
+            codec.decode(shard.published.delta, difference)
             worker = worker + difference
-            assert np.array_equal(worker, shard.version_buffer.vector)
+            assert np.array_equal(worker, shard.published.vector)
         assert np.abs(worker - shard.parameters).max() < 1e-4
 
     def test_a_step_of_zero_changes_nothing(self):
         shard = stepped(ShardSpan(0, SIZE), 3, ServerSyncConfig(compression="int8", optimizer="adam"))
-        before = shard.version_buffer.vector.copy()
+        before = shard.published.vector.copy()
         for version in range(4, 9):
             shard.apply(np.ones(SIZE, np.float32), 0.0)
             shard.publish(shard.write_version(), version)
-        assert np.array_equal(shard.version_buffer.vector, before)
+        assert np.array_equal(shard.published.vector, before)
 
 
 class Elsewhere:
-    """Holdings of several nodes, pulled from without a network."""
+    """Stores of several nodes, pulled from without a network."""
 
     def __init__(self, **nodes: ReplicaStore) -> None:
         self.nodes = nodes
@@ -163,7 +164,7 @@ class TestRestoring:
         assert target.optimizer.steps == 4
 
 
-class TestHoldings:
+class TestReplicaStore:
     async def test_the_newest_is_given(self):
         store = holding(stepped(ShardSpan(0, 10), 5))
         copy = np.arange(SIZE, dtype=np.float32)
@@ -251,7 +252,7 @@ class TestPuller:
             lambda peer: None,
             1e6,
             lambda peer, why: self.strikes.append(peer),
-            StateShape.of(ADAM),
+            ADAM,
         )
         return puller.pull("peer", ShardSpan(0, 4), 3, parameters=True, state=True)
 

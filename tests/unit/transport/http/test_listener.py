@@ -10,7 +10,8 @@ from aiohttp import web
 
 from p2pdrl.clock import SystemClock
 from p2pdrl.errors import UsageError
-from p2pdrl.transport.http.listener import Listener, is_loopback
+from p2pdrl.transport.dial import is_loopback
+from p2pdrl.transport.http.listener import Listener
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import Address, TrafficCounters
 

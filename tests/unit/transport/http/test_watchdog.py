@@ -75,7 +75,7 @@ def test_a_refused_connection_is_deaf(watchdog: Watchdog) -> None:
     assert len(watchdog) == 4
 
 
-def test_a_lent_connection_counts_and_is_watched_by_its_borrower(watchdog: Watchdog) -> None:
+def test_an_upgraded_connection_counts_and_is_watched_by_its_new_owner(watchdog: Watchdog) -> None:
     class Borrower:
         slow, aborted = False, False
 
@@ -87,7 +87,7 @@ def test_a_lent_connection_counts_and_is_watched_by_its_borrower(watchdog: Watch
 
     connection, borrower = connect(watchdog, "10.0.0.1")[0], Borrower()
     assert isinstance(connection, Watched)
-    connection.lend(borrower)
+    connection.hand_over(borrower)
     assert len(watchdog) == 1
     assert not connection.too_slow(1e6)
     borrower.slow = True

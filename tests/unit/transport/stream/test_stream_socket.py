@@ -136,6 +136,25 @@ async def test_a_peer_that_speaks_first_stops_the_sender(ends: Ends) -> None:
     assert await one.read(2) == b"no"
 
 
+async def test_a_late_event_of_bytes_that_were_taken_stops_no_sender(ends: Ends) -> None:
+    one, other = ends
+    vector = memoryview(bytearray(4 * PIECE_BYTES))
+
+    async def drain() -> None:
+        assert await other.read(4, 1.0) == b"call"
+        await other.fill(Filling(memoryview(bytearray(len(vector))), None), 1.0)
+
+    draining = asyncio.create_task(drain())
+    await asyncio.sleep(0)
+    await say(other, b"a")
+    await asyncio.sleep(0)  # the loop has seen that "a" came, and hasn't yet called back
+    one.check()
+    assert await one.read(1) == b"a"
+    sent = await one.send(batches(b"call", [vector], None), 4 + len(vector), until_answered=True)
+    assert sent, "the peer said nothing more"
+    await draining
+
+
 async def test_the_reason_is_heard_even_when_the_peer_hung_up(ends: Ends) -> None:
     one, other = ends
     await say(other, b"no")

@@ -68,11 +68,11 @@ def test_blocks_are_measured_once_and_memory_each_time(cuda, monkeypatch):
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)
     measured = []
 
-    def made_up(_, microbatches: int) -> Blocks:
+    def of_one_block(_, microbatches: int) -> Blocks:
         measured.append(microbatches)
         return Blocks(microbatches, (Layer("0", 1.0, 2.0, 8, 8),), "cuda:1")
 
-    monkeypatch.setattr(measure, "_measured", made_up)
+    monkeypatch.setattr(measure, "_measured", of_one_block)
     known: dict[int, Blocks] = {}
     first = measure.measured(None, Measure(4), known)
     assert (first.usable_bytes, first.gpu) == (892, "uuid of 1")

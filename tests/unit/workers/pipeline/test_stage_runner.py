@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from p2pdrl.config.gradients import GradientsConfig
+from p2pdrl.config.task import GradientsConfig
 from p2pdrl.workers.pipeline.measure import measured
 from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, Trace, Traced
 

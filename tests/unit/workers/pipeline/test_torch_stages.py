@@ -1,4 +1,4 @@
-"""Meetings that fail. Those that don't are in ``rl/stages/test_torch_runner``, whose ranks are processes."""
+"""Meetings that fail; others are in ``rl/pipeline/test_torch_runner``, whose ranks are processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError
-from p2pdrl.pipeline.order import Meeting, StageOrder
+from p2pdrl.pipeline.plan import Meeting, StageOrder
 from p2pdrl.workers.pipeline import torch_stages
 from p2pdrl.workers.pipeline.protocol import Blocks, Measure
 from p2pdrl.workers.pipeline.torch_stages import TorchStages
-from p2pdrl.workers.torch_group.rendezvous import break_off, leave, open_store
+from p2pdrl.workers.torch_group.rendezvous import abort_group, leave, open_store
 
 from ..stage_learners import CLASSIFIER, Team, orders
 
@@ -110,7 +110,7 @@ def test_only_who_knows_the_word_becomes_a_neighbour():
 
 
 def test_strangers_who_say_nothing_or_break_off_do_not_keep_a_neighbour_away(monkeypatch):
-    monkeypatch.setattr(torch_stages, "STRANGER_S", 0.05)
+    monkeypatch.setattr(torch_stages, "TOKEN_TIMEOUT_S", 0.05)
     token = bytes(range(16))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
@@ -151,5 +151,5 @@ def test_an_order_ends_a_meeting_and_so_does_a_question():
 
 
 def test_without_a_group_there_is_nothing_to_break_off_or_leave():
-    break_off()
+    abort_group()
     leave()

@@ -1,0 +1,82 @@
+"""What the modules around the daemon see of one running node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from p2pdrl.clock import Clock
+from p2pdrl.config.node import roles_in
+from p2pdrl.config.root import Config
+from p2pdrl.membership.service import MembershipService
+from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
+from p2pdrl.node.accounting.progress_tracker import ProgressTracker
+from p2pdrl.node.children.supervisor import LearnerSupervisor
+from p2pdrl.node.events import EventLog
+from p2pdrl.node.looplag import LoopLagMonitor
+from p2pdrl.node.state.checkpoints import Checkpointer
+from p2pdrl.node.training import Training
+from p2pdrl.transport.http_transport import HttpTransport
+from p2pdrl.transport.protocol import Address
+
+__all__ = ["NodeContext"]
+
+
+@dataclass
+class NodeContext:
+    """Filled by the daemon as the node comes up; what isn't there yet is None."""
+
+    config: Config
+    name: str
+    node_id: str
+    swarm_id: str
+    boot: int
+    data_dir: str
+    address: Address
+    clock: Clock
+    events: EventLog
+    transport: HttpTransport
+    membership: MembershipService
+    progress_tracker: ProgressTracker
+    began_s: float
+    """Monotonic time of the start."""
+    lag: LoopLagMonitor = field(default_factory=LoopLagMonitor)
+    gossip: MetricsGossip | None = None
+    learner: LearnerSupervisor | None = None
+    """The training's, from the moment on when it is being built."""
+    training: Training | None = None
+    checkpointer: Checkpointer | None = None
+    state: str = "joining"
+    """``joining starting fetching training paused stopping stopped``; what people see."""
+    alone_since_s: float | None = None
+    halted: str | None = None
+    """Why the swarm is done, once it is."""
+    mode_error: str | None = None
+    """Why this node can't run the swarm's mode and trains alone; None while it can."""
+
+    def alive(self) -> dict[str, Address]:
+        """Living members without ourselves, by id; suspects are left alone until they are heard of again."""
+        return {
+            member.id: Address.parse(member.address)
+            for member in self.membership.members()
+            if member.state == "alive" and not member.is_self
+        }
+
+    def learners(self) -> dict[str, Address]:
+        """Those of them that update parameters: strategies, groups and adoptions meet nobody else."""
+        alive = self.alive()
+        return {
+            member.id: alive[member.id]
+            for member in self.membership.members()
+            if member.id in alive and "learner" in roles_in(member.tags)
+        }
+
+    def member_counts(self) -> dict[str, int]:
+        """Members by state, ourselves among the living."""
+        counts = {"alive": 0, "suspect": 0, "dead": 0, "left": 0}
+        for member in self.membership.members():
+            counts[member.state] += 1
+        return counts
+
+    def name_of(self, node: str) -> str:
+        """The name that people gave a member; its id when it is unknown."""
+        return next((member.name for member in self.membership.members() if member.id == node), node)

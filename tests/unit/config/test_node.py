@@ -1,0 +1,68 @@
+"""What a node says that it does for the swarm."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pdrl.config.loader import resolve
+from p2pdrl.config.node import roles_in, tags_of
+from p2pdrl.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("roles", "told"),
+    [
+        ((), ("actor", "learner", "server")),
+        (("learner", "actor"), ("actor", "learner")),
+        (("actor",), ("actor",)),
+        (("replay", "server"), ("replay", "server")),
+    ],
+)
+def test_roles_travel_as_a_tag(roles, told):
+    assert roles_in(tags_of(roles)) == told
+
+
+def test_a_member_of_another_release_is_understood():
+    assert roles_in({}) == ("actor", "learner", "server")
+    assert roles_in({"roles": "learner,oracle"}) == ("learner",)
+    assert roles_in({"roles": ""}) == ()
+
+
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        (['node.roles=["actor"]'], "every node learns; add learner"),
+        (['node.roles=["learner"]'], "add actor"),
+        (['node.roles=["learner", "actor", "replay"]'], "leave it out"),
+        (['node.roles=["learner", "actor", "learner"]'], "twice"),
+        (['node.roles=["teacher"]'], "node.roles"),
+    ],
+)
+def test_roles_that_cant_be_played_are_refused(sets, why):
+    with pytest.raises(UsageError, match=why):
+        resolve(sets=sets)
+
+
+def test_roles_that_can_be():
+    assert resolve(sets=['node.roles=["learner", "actor"]']).config.node.roles == ("learner", "actor")
+    regression = ['task.algorithm.name="regression"', 'node.roles=["learner"]']
+    assert resolve(sets=regression).config.node.roles == ("learner",)
+
+
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        (["node.actors.count=9", "task.env.num_envs=8", "task.seed=1"], "9 actors can't share"),
+        (["node.actors.count=1", "task.algorithm.name=regression"], "no environments"),
+        (["node.actors.count=-1"], "node.actors.count"),
+        (["node.actors.count=some"], "node.actors.count"),
+    ],
+)
+def test_actors_that_cant_be_are_refused(sets, why):
+    with pytest.raises(UsageError, match=why):
+        resolve(sets=sets)
+
+
+@pytest.mark.parametrize(("text", "count"), [("auto", "auto"), ("3", 3), ("0", 0)])
+def test_actors_by_number_or_by_cores(text, count):
+    assert resolve(sets=[f"node.actors.count={text}"]).config.node.actors.count == count

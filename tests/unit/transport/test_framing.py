@@ -1,0 +1,261 @@
+"""The bytes of messages: heads, pieces, and where those that arrive are put."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pdrl.errors import WireError
+from p2pdrl.transport.auth import MAC_BYTES, PieceMac, SwarmKeys
+from p2pdrl.transport.framing import (
+    HEAD_BYTES,
+    STAGE_BYTES,
+    AnswerFrame,
+    CallFrame,
+    Filling,
+    UnreadBytes,
+    batches,
+    body_nbytes,
+    cut,
+    join_views,
+    pieces_of,
+    unsent,
+    views_of,
+)
+from p2pdrl.transport.limits import PIECE_BYTES
+from p2pdrl.transport.pipe.frames import pack_head
+
+# Heads
+
+
+def test_heads_on_the_wire() -> None:
+    """As two bytes, a byte and a zero or 16 bits, 32 bits and 64 bits, big-endian."""
+    lengths = b"\0\0\1\2" + b"\0\0\0\0\0\3\4\5"
+    assert CallFrame(4, 0x102, 0x30405).encode() == b"pC\4\0" + lengths
+    assert AnswerFrame(200, 0x102, 0x30405, False).encode() == b"pA\0\xc8" + lengths
+    assert AnswerFrame(429, 0x102, 0x30405, True).encode() == b"pA\x81\xad" + lengths
+    assert pack_head(0x607, 0x809, 0x102, 0x30405) == b"pM\6\7" + lengths + b"\0\0\0\0\0\0\x08\x09"
+
+
+@given(st.integers(1, 131), st.integers(0, 2**32 - 1), st.integers(0, 10**15))
+def test_heads_of_calls_go_there_and_back(route: int, meta: int, vector: int) -> None:
+    frame = CallFrame(route, meta, vector)
+    assert len(frame.encode()) == HEAD_BYTES
+    assert CallFrame.decode(frame.encode()) == frame
+
+
+@given(st.just(200) | st.integers(400, 599), st.integers(0, 2**32 - 1), st.integers(0, 10**15), st.booleans())
+def test_heads_of_answers_go_there_and_back(status: int, meta: int, vector: int, last: bool) -> None:
+    frame = AnswerFrame(status, meta, vector, last)
+    assert len(frame.encode()) == HEAD_BYTES
+    assert AnswerFrame.decode(frame.encode()) == frame
+
+
+@pytest.mark.parametrize("frame", [CallFrame(1, 2**32, 0), CallFrame(1, 0, 10**15 + 1)])
+def test_what_a_head_cannot_say(frame: CallFrame) -> None:
+    with pytest.raises(ValueError, match="too long"):
+        frame.encode()
+    with pytest.raises(ValueError, match="too long"):
+        AnswerFrame(200, frame.meta_nbytes, frame.vector_nbytes, False).encode()
+
+
+marks = st.sampled_from([b"pC", b"pA"])
+heads = st.binary(min_size=HEAD_BYTES, max_size=HEAD_BYTES)
+
+
+@given(heads | st.builds(lambda mark, rest: mark + rest[2:], marks, heads))
+def test_any_bytes_are_a_sound_head_or_a_wire_error(data: bytes) -> None:
+    try:
+        call = CallFrame.decode(data)
+    except WireError:
+        pass
+    else:
+        assert 1 <= call.route_nbytes <= 131
+        assert call.vector_nbytes <= 10**15
+        assert call.encode() == data
+    try:
+        answer = AnswerFrame.decode(data)
+    except WireError:
+        pass
+    else:
+        assert answer.status == 200 or 400 <= answer.status <= 599
+        assert answer.encode() == data
+
+
+# Writing
+
+
+@given(st.lists(st.binary(max_size=20), max_size=8), st.integers(1, 16))
+def test_cutting_keeps_the_bytes_and_the_sizes(parts: list[bytes], size: int) -> None:
+    pieces = [bytes(piece) for piece in cut([memoryview(part) for part in parts], size)]
+    assert b"".join(pieces) == b"".join(parts)
+    assert all(len(piece) == size for piece in pieces[:-1])
+    assert all(pieces)
+
+
+def test_cutting_one_view_copies_nothing() -> None:
+    whole = memoryview(bytearray(10))
+    for piece in cut([whole], 5):
+        piece[0] = 7
+    assert bytes(whole) == b"\7\0\0\0\0" * 2
+
+
+def test_only_contiguous_vectors_are_taken() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        views_of(memoryview(np.zeros((4, 4), np.float32)[:, ::2]))
+    assert join_views(memoryview(np.zeros((2, 2), np.float32))) == bytes(16)
+
+
+KEYS = SwarmKeys(b"key")
+NONCES = "1" * 32, "2" * 32
+
+
+def mac(way: int = 0) -> PieceMac:
+    return KEYS.stream(*NONCES)[way]
+
+
+views = st.lists(st.binary(max_size=40), max_size=6)
+
+
+def joined(first: bytes, parts: list[memoryview], keyed: bool) -> bytes:
+    lists = list(batches(first, parts, mac() if keyed else None))
+    assert all(lists)
+    return b"".join(bytes(buffer) for batch in lists for buffer in batch)
+
+
+@given(st.binary(min_size=1, max_size=30), views, st.booleans())
+def test_a_frame_is_its_parts_and_macs(first: bytes, parts: list[bytes], keyed: bool) -> None:
+    vector = b"".join(parts)
+    wanted, serial = first, mac()
+    if keyed:
+        wanted += serial.of(first) + (vector + serial.of(vector) if vector else b"")
+    else:
+        wanted += vector
+    assert joined(first, [memoryview(part) for part in parts if part], keyed) == wanted
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+@pytest.mark.parametrize("sizes", [[3 * PIECE_BYTES + 5], [PIECE_BYTES, 7, PIECE_BYTES], [3] * 200])
+def test_long_frames_are_cut(sizes: list[int], keyed: bool) -> None:
+    rng = np.random.default_rng(5)
+    parts = [memoryview(rng.bytes(size)) for size in sizes]
+    lists = list(batches(b"first", parts, mac() if keyed else None))
+    assert all(sum(map(len, batch)) <= 2 * PIECE_BYTES for batch in lists)
+    assert all(len(batch) <= 64 for batch in lists)
+    raw = b"".join(bytes(buffer) for batch in lists for buffer in batch)
+    assert len(raw) == body_nbytes(5, sum(sizes), keyed)
+    out = memoryview(bytearray(sum(sizes)))
+    check = mac()
+    if keyed:
+        assert check.good(b"first", raw[5 : 5 + MAC_BYTES])
+    filling = Filling(out, check if keyed else None)
+    assert filling.copy(memoryview(raw)[5 + (MAC_BYTES if keyed else 0) :]) == filling.taken_nbytes
+    assert filling.full
+    assert out == b"".join(parts)
+
+
+def test_pieces_cannot_be_repeated_left_out_or_taken_from_the_other_way() -> None:
+    calls, answers = KEYS.stream(*NONCES)
+    macs = [calls.of(b"same") for _ in range(3)]
+    assert len(set(macs)) == 3
+    check = mac()
+    assert check.good(b"same", macs[0])
+    assert not check.good(b"same", macs[0]), "a replay"
+    check = mac()
+    assert not check.good(b"same", macs[1]), "one was left out"
+    assert not mac(1).good(b"same", macs[0]), "a reflection"
+    assert answers.of(b"same") != macs[0]
+    for other in (KEYS.stream("3" * 32, NONCES[1]), KEYS.stream(NONCES[0], "3" * 32)):
+        assert not other[0].good(b"same", macs[0]), "another stream"
+    assert not SwarmKeys(b"other").stream(*NONCES)[0].good(b"same", macs[0])
+
+
+def test_pieces_are_counted() -> None:
+    assert [pieces_of(n) for n in (0, 1, PIECE_BYTES, PIECE_BYTES + 1)] == [0, 1, 1, 2]
+
+
+@given(views, st.data())
+def test_what_is_unsent_is_the_rest(parts: list[bytes], data: st.DataObject) -> None:
+    whole = b"".join(parts)
+    sent_nbytes = data.draw(st.integers(0, len(whole)))
+    rest = unsent(parts, sent_nbytes)
+    assert b"".join(map(bytes, rest)) == whole[sent_nbytes:]
+    assert bool(rest) == (sent_nbytes < len(whole)) or not any(rest)
+
+
+# Parsing
+
+
+@given(st.data())
+def test_a_buffer_fills_whatever_the_portions(data: st.DataObject) -> None:
+    keyed = data.draw(st.booleans())
+    nbytes = data.draw(st.sampled_from([1, 50, PIECE_BYTES, PIECE_BYTES + 1]))
+    vector = np.random.default_rng(nbytes).bytes(nbytes)
+    raw = memoryview(joined(b"x", [memoryview(vector)], keyed))[1 + (MAC_BYTES if keyed else 0) :]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=6)))
+    check = mac()
+    check.skip(1)
+    out = memoryview(bytearray(nbytes))
+    filling = Filling(out, check if keyed else None)
+    for start, end in pairwise([0, *cuts, len(raw)]):
+        portion = raw[start:end]
+        while portion:  # as a socket would: at most what there is room for
+            room = filling.room()
+            took = 0
+            for place in room:
+                count = min(len(place), len(portion) - took)
+                place[:count] = portion[took : took + count]
+                took += count
+            filling.took(took)
+            portion = portion[took:]
+    assert filling.full
+    assert out == vector
+    assert filling.taken_nbytes == len(raw)
+
+
+@given(st.integers(0, 2 * PIECE_BYTES + 10 + 3 * MAC_BYTES - 1))
+def test_a_changed_byte_is_noticed(at: int) -> None:
+    vector = np.random.default_rng(0).bytes(2 * PIECE_BYTES + 10)
+    raw = bytearray(joined(b"x", [memoryview(vector)], True)[1 + MAC_BYTES :])
+    raw[at] ^= 1
+    check = mac()
+    check.skip(1)
+    with pytest.raises(WireError, match="isn't authentic"):
+        Filling(memoryview(bytearray(len(vector))), check).copy(memoryview(raw))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stage_gives_what_it_took(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    source = rng.bytes(20 * STAGE_BYTES)
+    came = int(rng.integers(STAGE_BYTES + 1))
+    stage, taken = UnreadBytes(source[:came]), 0
+    while taken < 15 * STAGE_BYTES:
+        wanted = int(rng.integers(STAGE_BYTES + 1))
+        while len(stage) < wanted:
+            room = stage.room(wanted)
+            count = int(rng.integers(1, len(room) + 1))
+            room[:count] = source[came : came + count]
+            stage.came(count)
+            came += count
+        assert stage.peek() == source[taken:came]
+        assert stage.take(wanted) == source[taken : taken + wanted]
+        taken += wanted
+        assert len(stage) == came - taken
+
+
+def test_a_stage_pours_what_a_filling_needs() -> None:
+    vector = bytes(range(100))
+    stage = UnreadBytes(joined(b"x", [memoryview(vector)], True)[1 + MAC_BYTES :] + b"next")
+    check = mac()
+    check.skip(1)
+    filling = Filling(memoryview(bytearray(100)), check)
+    stage.pour(filling)
+    assert filling.full
+    assert filling.out == vector
+    assert stage.take(4) == b"next"
+    assert not stage
