@@ -1,20 +1,22 @@
-"""Action distributions: what a policy's outputs mean.
+"""A policy's outputs, and the action distributions that they stand for.
 
-``policy`` builds one per batch; ``rollout`` samples from it, ``algorithms`` ask for log-probabilities and
-entropies. They stand in for ``torch.distributions``, whose argument checks cost more than the
-network of a small policy. Randomness comes in as a tensor of noise, drawn for a whole unroll at once.
+They replace ``torch.distributions``, whose argument checks cost more than the network of a small policy.
+Randomness comes in as a tensor of noise, drawn for a whole unroll at once. ``PolicyOutputs`` has tensors
+only, so that a pipeline can send them; the distribution is built where it is needed.
 
-Shape suffixes: … any leading dimensions, N choices, A action dimensions.
+Shape suffixes: … leading dimensions (N rows, or B environments and T steps), N choices, A actions or their
+dimensions.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Categorical", "DiagonalGaussian", "Distribution"]
+__all__ = ["Categorical", "DiagonalGaussian", "Distribution", "PolicyOutputs", "distribution"]
 
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
@@ -94,3 +96,23 @@ class DiagonalGaussian:
 
 
 Distribution = Categorical | DiagonalGaussian
+
+
+class PolicyOutputs(NamedTuple):
+    """The heads' outputs, each row of them for one observation."""
+
+    policy: Tensor
+    """…A: logits of discrete actions, or means of continuous ones."""
+    values: Tensor
+    """…: v(s)."""
+    log_std: Tensor | None = None
+    """A: a parameter, the same for every row; None where actions are discrete."""
+
+    def distribution(self) -> Distribution:
+        """Return π(·|s) of each row."""
+        return distribution(self.policy, self.log_std)
+
+
+def distribution(policy: Tensor, log_std: Tensor | None) -> Distribution:
+    """Return what a policy head's outputs stand for; see ``PolicyOutputs``."""
+    return Categorical(policy) if log_std is None else DiagonalGaussian(policy, log_std)

@@ -69,12 +69,10 @@ Action = Discrete | Continuous
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """What networks must know of an environment.
+    """Shapes and types of one environment's observations and actions.
 
     Attributes:
-        obs_shape: shape of one observation.
         obs_dtype: ``float32``, or ``uint8`` for images; other bytes are scaled (`make_scalar_env`).
-        action: how actions look to the policy.
     """
 
     obs_shape: tuple[int, ...]
@@ -93,8 +91,7 @@ class VectorEnv:
     Args:
         env: gymnasium's vector environment, with autoreset mode NEXT_STEP.
         seed: every random stream of the batch follows from it.
-        step_delay_s: seconds slept at each step, to stand for a slow environment.
-        sleep: does it.
+        step_delay_s: seconds slept at each step, to emulate a slow environment.
     """
 
     def __init__(
@@ -145,7 +142,7 @@ class VectorEnv:
         return obs_BX, rewards_B, terminated_B, truncated_B
 
     def close(self) -> None:
-        """Free what the environments hold."""
+        """Close the environments."""
         self._env.close()
 
 
@@ -157,14 +154,9 @@ def make_vector_env(
     step_delay_s: float = 0.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> VectorEnv:
-    """Build ``config.num_envs`` copies on the fastest path that gymnasium has.
+    """Build ``config.num_envs`` copies on the fastest path that gymnasium has; arguments as in ``VectorEnv``.
 
-    Args:
-        config: which environment, how many copies.
-        seed: of the environments' random streams.
-        allow_import: permit ids like ``module:Name-v0``, which run code from ``module``.
-        step_delay_s: seconds slept at each step of the batch, to stand for a slow environment.
-        sleep: does it.
+    ``allow_import`` permits ids like ``module:Name-v0``, which run code from ``module``.
 
     Raises:
         ConfigError: unknown id, bad constructor arguments, missing package, or spaces no policy here fits.

@@ -1,6 +1,6 @@
-"""Playing episodes with a policy that doesn't change.
+"""Evaluation: episodes with a fixed policy.
 
-The command line's ``eval`` and the monitors call ``evaluate``; ``record_video`` makes a film of one episode.
+The command line's ``eval`` and the monitors call ``evaluate``; ``record_video`` films one episode.
 
 Shape suffixes: B environments, X the observation's own dimensions.
 """

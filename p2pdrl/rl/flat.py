@@ -26,14 +26,6 @@ class FlatSpan:
 
     The two tensors stay the same objects whatever memory they come to lie in (``FlatModule.rebind``), so
     whoever holds them goes on with the new memory.
-
-    Args:
-        parameters_D: of the piece.
-        gradients_D: likewise.
-
-    Attributes:
-        parameters_D: as given.
-        gradients_D: as given.
     """
 
     def __init__(self, parameters_D: Tensor, gradients_D: Tensor) -> None:

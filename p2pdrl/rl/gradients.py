@@ -1,47 +1,132 @@
-"""From a batch to its mean gradient: one seam between the algorithms and whoever runs the model.
+"""From a batch to its mean gradient and the step: the seams between algorithms, models and strategies.
 
-``algorithms`` compute all that needs the full batch (returns, normalised advantages), then ask their engine
-for the gradient of an objective over it, once per minibatch, and hand that to their stepper. Engines differ
-in how they get there; the gradient is the same but for rounding:
+Algorithms compute all that needs the full batch (returns, normalised advantages), ask their engine for the
+gradient of an objective over it, once per minibatch, and hand that to their stepper. Engines differ in how
+they get there; the gradient is the same but for rounding:
 
 | engine | the batch |
 |---|---|
 | ``WholeBatch`` | goes through the model at once |
 | ``Accumulated`` | is cut into microbatches, one after the other: less memory for activations |
 | ``tuned_gradients.Tuned`` | as ``Accumulated``, in the number of microbatches that proves fastest |
-| ``pipeline.rank.Pipelined`` | is cut, and so is the model: several devices, each a stage of it |
+| a pipeline (``pipeline``) | is cut, and so is the model: several devices, each a stage of it |
 
 With g_m the mean gradient over the n_m rows of microbatch m, the full batch's is Σ_m n_m/n · g_m. Objectives
 are sums over rows, so it is enough to divide each by the n of the full batch (``Objective.over``): uneven
-cuts need no weights.
+cuts need no weights. An objective depends on the model's outputs and on targets alone: a peer may run it
+with the last of the model's stages.
 
 Shape suffix: D parameters.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.flat import FlatModule, FlatSpan
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
-from p2pdrl.rl.objectives.objective import Objective, Outputs
+from p2pdrl.rl.optimizers import Optimizer, clip_gradients
 
-__all__ = ["Accumulated", "Forward", "GradientEngine", "Minibatch", "WholeBatch", "accumulate", "cut"]
+__all__ = [
+    "VALID",
+    "Accumulated",
+    "Forward",
+    "GradientEngine",
+    "Minibatch",
+    "Objective",
+    "Outputs",
+    "OwnStepper",
+    "Stepper",
+    "Summed",
+    "WholeBatch",
+    "accumulate",
+    "cut",
+]
+
+Outputs = TypeVar("Outputs")
+"""What a model gives for a batch: a tensor, or a tuple of tensors such as ``PolicyOutputs``."""
+_Outputs_contra = TypeVar("_Outputs_contra", contravariant=True)
+
+VALID = "valid"
+"""Name of the target that masks rows (bool): where it is given, rows that are false have no part."""
+
+
+class Objective(Protocol[_Outputs_contra]):
+    """A loss that is a sum over rows.
+
+    Targets are fixed numbers by name, rows first like the outputs. What needs more than its own row
+    (returns, normalised advantages, the outputs of a second network) is computed on the full batch before
+    it becomes a target.
+    """
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """The targets that every row must have; a mask may be among them beside these."""
+        ...
+
+    @property
+    def terms(self) -> int:
+        """How many there are in the vector that it returns."""
+        ...
+
+    def __call__(self, outputs: _Outputs_contra, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the sum of the loss over the rows, and what it is made of.
+
+        Returns:
+            A scalar to differentiate, and a vector of terms for the monitors, without gradient: sums over
+            rows too.
+        """
+        ...
+
+    def over(self, rows: int) -> Self:
+        """Return the same objective with its sums divided by ``rows``: those of the full batch.
+
+        Loss and terms of the batch's parts then add up to its means.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Base of objectives: how rows are summed.
+
+    Attributes:
+        rows: what sums are divided by, before anything else is done with them: so the gradient of a whole
+            batch is, to the last bit, that of a loss written with means.
+    """
+
+    rows: int = dataclasses.field(default=1, kw_only=True)
+
+    def over(self, rows: int) -> Self:
+        """See ``Objective.over``."""
+        return dataclasses.replace(self, rows=rows)
+
+    def total(self, values: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
+        """Return the sum of ``values`` over the rows that count, divided by ``rows``.
+
+        Rows that don't count add nothing and get no gradient, provided that their own values are finite.
+        """
+        valid = targets.get(VALID)
+        return (values if valid is None else values.where(valid, 0.0)).sum() / self.rows
+
 
 _Outputs_co = TypeVar("_Outputs_co", covariant=True)
 
 Forward = Callable[[Tensor, RecurrentContext], Outputs]
-"""Runs the model on a batch's inputs and context; see ``forward``."""
+"""Runs the model on a batch's inputs and context; ``engines`` makes them."""
 
 
 class Minibatch(NamedTuple):
     """What a gradient is computed from.
 
     All tensors have the same first dimension, which is where a batch is cut: rows, or environments where
-    rows follow each other in time and a model remembers (time is never cut).
+    rows follow each other in time and the model is recurrent (time is never cut).
     """
 
     inputs: Tensor
@@ -51,7 +136,7 @@ class Minibatch(NamedTuple):
     rows: int
     """Rows that count in the full batch: what sums are divided by, in every part of it."""
     context: RecurrentContext = NO_CONTEXT
-    """What a model that remembers is told beside the inputs."""
+    """Of a recurrent model, beside the inputs."""
 
 
 class GradientEngine(Protocol[_Outputs_co]):
@@ -66,17 +151,12 @@ class GradientEngine(Protocol[_Outputs_co]):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return what the monitors plot about the engine itself."""
+        """Return the engine's own metrics."""
         ...
 
 
 class WholeBatch(Generic[Outputs]):
-    """One pass over the whole batch.
-
-    Args:
-        flat: gets the gradients.
-        forward: runs the model.
-    """
+    """One pass over the whole batch."""
 
     def __init__(self, flat: FlatModule, forward: Forward[Outputs]) -> None:
         self._flat = flat
@@ -88,7 +168,7 @@ class WholeBatch(Generic[Outputs]):
         return _add_gradients(self._forward, batch, objective)
 
     def metrics(self) -> dict[str, float]:
-        """Return nothing: there is nothing to tell."""
+        """Return none."""
         return {}
 
 
@@ -96,8 +176,6 @@ class Accumulated(Generic[Outputs]):
     """One pass per microbatch; gradients add up in the flat vector.
 
     Args:
-        flat: gets the gradients.
-        forward: runs the model.
         microbatches: how many; a batch with fewer rows is cut into its rows.
     """
 
@@ -156,3 +234,67 @@ def _add_gradients(forward: Forward[Outputs], part: Minibatch, objective: Object
     loss, terms = objective.over(part.rows)(forward(part.inputs, part.context), part.targets)
     loss.backward()  # type: ignore[no-untyped-call]
     return terms
+
+
+class Stepper(Protocol):
+    """Clips a gradient and applies it, alone or with peers: algorithms never clip."""
+
+    @property
+    def ends_update(self) -> bool:
+        """Whether the update is to end with the last gradient: synchronous peers begin theirs anew.
+
+        An algorithm that would go on to further gradients asks after each ``step``.
+        """
+        ...
+
+    def step(
+        self,
+        flat: FlatSpan,
+        optimizer: Optimizer,
+        *,
+        learning_rate: float,
+        max_grad_norm: float,
+        samples: int,
+        left: int,
+    ) -> float:
+        """Use the gradient in ``flat.gradients_D``; parameters have moved, or haven't, on return.
+
+        Args:
+            flat: parameters and the mean gradient; both may be changed in place.
+            optimizer: over the same two tensors.
+            learning_rate: after annealing.
+            max_grad_norm: bound on the gradient's Euclidean norm.
+            samples: rows that the gradient is the mean over: valid environment steps. n gradients of
+                n batches weighted by it average to the gradient of the batches put together.
+            left: gradients of the same update that come after this one, at least 0.
+
+        Returns:
+            The gradient's norm before it was clipped; infinite or NaN when the step was skipped.
+        """
+        ...
+
+
+class OwnStepper:
+    """Clips and steps at once, without peers."""
+
+    ends_update = False
+
+    def step(
+        self,
+        flat: FlatSpan,
+        optimizer: Optimizer,
+        *,
+        learning_rate: float,
+        max_grad_norm: float,
+        samples: int,
+        left: int,
+    ) -> float:
+        """Clip the gradient, move the parameters, return the norm.
+
+        A gradient whose norm isn't finite is dropped: one bad batch must not poison the
+        parameters, here and at every peer.
+        """
+        norm = clip_gradients(flat.gradients_D, max_grad_norm)
+        if math.isfinite(norm):
+            optimizer.step(learning_rate)
+        return norm

@@ -54,7 +54,7 @@ class RunningNormalizer:
             self._refresh()
 
     def set_own(self, moments: Moments) -> None:
-        """Go on counting from a saved state, after a restart."""
+        """Continue counting from a saved state, after a restart."""
         self._own = moments
         self._refresh()
 
@@ -64,12 +64,12 @@ class RunningNormalizer:
         self._refresh()
 
     def use(self, mean: Array, scale: Array) -> None:
-        """Normalise by moments that a learner has merged; for those who act and don't count."""
+        """Normalise by moments that a learner has merged; for actors, which don't count."""
         self._mean, self._scale = mean, scale
 
     @property
     def in_use(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """What is subtracted, and what the rest is multiplied with."""
+        """The mean that is subtracted, and 1 / deviation."""
         return self._mean, self._scale
 
     def normalize(self, x: Array) -> npt.NDArray[np.float32]:
@@ -110,7 +110,7 @@ class RewardScaler:
         valid_TB: Array,
         *,
         columns_B: Array | None = None,
-        anew_B: Array | None = None,
+        restarts_B: Array | None = None,
     ) -> npt.NDArray[np.float32]:
         """Count an unroll's returns, then return its rewards scaled.
 
@@ -119,11 +119,11 @@ class RewardScaler:
             ends_TB: whether the episode ended with the step.
             valid_TB: false where the step was a reset.
             columns_B: which of the environments these are; None means all.
-            anew_B: whose returns begin at zero here; None means nobody's.
+            restarts_B: environments whose returns begin at zero here; None means none.
         """
         returns_B = self._returns_B if columns_B is None else self._returns_B[columns_B]
-        if anew_B is not None:
-            returns_B = np.where(anew_B, 0.0, returns_B)
+        if restarts_B is not None:
+            returns_B = np.where(restarts_B, 0.0, returns_B)
         returns_TB = np.empty(rewards_TB.shape)
         for t, rewards_B in enumerate(rewards_TB):
             returns_B = self._discount * returns_B + rewards_B

@@ -1,6 +1,6 @@
-"""The policy and value function: one module that acts and judges.
+"""The policy and value function in one module.
 
-``trainer`` builds it, ``rollout`` and ``evaluate`` let it act, ``gradients`` differentiates through
+``registry`` builds it, ``rollout`` and ``evaluate`` let it act, ``gradients`` differentiates through
 ``outputs``, ``sequential`` cuts it into blocks. Vector observations get two separate networks; images, and
 whatever has a transformer or a memory, one shared trunk (as in Mnih 2016).
 
@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from p2pdrl.config.task import NetworkConfig
-from p2pdrl.rl.distributions import Categorical, DiagonalGaussian, Distribution
+from p2pdrl.rl.distributions import Categorical, DiagonalGaussian, Distribution, PolicyOutputs, distribution
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.networks.layers import Dense, initialise, mlp
 from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.networks.registry import make_trunk, resolve_kind
-from p2pdrl.rl.outputs import PolicyOutputs, distribution
 
 __all__ = ["ActorCritic"]
 
@@ -39,16 +38,13 @@ class ActorCritic(nn.Module):
             parameters on the meta device, without memory: enough to know names and shapes.
 
     Attributes:
-        spec: as given.
-        trunk: what policy and value function share; hands vectors on unchanged where they share nothing.
-        actor: the policy's own layers; nothing where all is shared.
+        trunk: shared by policy and value function; the identity where they share nothing.
+        actor: the policy's own layers; the identity where all are shared.
         critic: the value function's own.
-        core: the memory behind the trunk, or None.
+        core: the recurrent core behind the trunk, or None.
         policy_head: the last layer: logits or means.
-        value_head: likewise.
         log_std: A, where actions are continuous: logarithms of the deviations, the same in every state.
-        exploration: ε, how far to stray from the best actions, as the algorithm's schedule says. A policy
-            that is random itself, as this one, has no use for it.
+        exploration: ε of an ε-greedy policy; without effect in this one, which is stochastic itself.
 
     Raises:
         ConfigError: the network doesn't fit the observations.
@@ -140,13 +136,7 @@ class ActorCritic(nn.Module):
     def evaluate(
         self, obs: Tensor, actions: Tensor, context: RecurrentContext = NO_CONTEXT
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities of ``actions``, entropies and values, each of the leading shape.
-
-        Args:
-            obs: …X.
-            actions: … (discrete) or …A.
-            context: as in ``outputs``.
-        """
+        """Return log-probabilities of ``actions``, entropies and values, each of the leading shape."""
         outputs = self.outputs(obs, context)
         policy = outputs.distribution()
         return policy.log_prob(actions), policy.entropy(), outputs.values

@@ -1,4 +1,4 @@
-"""From a task to what trains it; the learner process builds through it."""
+"""Builds the trainer of a task."""
 
 from __future__ import annotations
 
@@ -20,20 +20,17 @@ from p2pdrl.rl.algorithms.regression import (
     regression_layers,
     regression_model,
 )
-from p2pdrl.rl.engines import DEFAULT, EngineOptions, make_engine
+from p2pdrl.rl.engines import DEFAULT, EngineOptions, make_engine, module_forward, policy_forward
 from p2pdrl.rl.envs import EnvSpec, make_vector_env
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.forward import module_forward, policy_forward
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import ModelParts, module_parts, policy_parts
 from p2pdrl.rl.policy import ActorCritic
-from p2pdrl.rl.regression_data import make_rows
 from p2pdrl.rl.rollout import Collector, Unroll
-from p2pdrl.rl.sources.inline import InlineSource
-from p2pdrl.rl.sources.rows import RowSource
-from p2pdrl.rl.sources.scaling import UnrollScaler
+from p2pdrl.rl.sources.rows import RowSource, make_rows
 from p2pdrl.rl.sources.source import Source
+from p2pdrl.rl.sources.unrolls import InlineSource, UnrollScaler
 from p2pdrl.rl.trainer import Trainer, resolve_device
 
 __all__ = ["Acting", "SourceMaker", "build_trainer"]
@@ -44,12 +41,7 @@ class Acting:
     """What a source of unrolls is made from.
 
     Attributes:
-        task: the swarm's.
-        spec: of the environments.
-        policy: what acts.
-        flat: its parameters.
-        scaler: scales and counts what was collected.
-        normalizer: of observations; None where they stay as they are.
+        normalizer: of observations; None where the task doesn't normalise them.
     """
 
     task: TaskConfig
@@ -161,8 +153,8 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
     spec, num_envs = env.spec, task.env.num_envs
     policy = entry.network(spec, task.network, task.seed)
     flat = FlatModule(policy, device)
-    precision, anew = task.gradients.precision, options.engine.checkpoint_activations
-    forward = policy_forward(policy, precision, checkpoint_activations=anew)
+    precision = task.gradients.precision
+    forward = policy_forward(policy, precision, checkpoint_activations=options.engine.checkpoint_activations)
     algorithm = entry.build(
         Materials(
             config=config,

@@ -1,6 +1,6 @@
-"""The collector: runs the policy in the environments and hands out unrolls.
+"""Unrolls, and the collector that runs the policy in the environments to make them.
 
-Sources call ``collect``: in the learner's process (``sources.inline``) once per update, in actor processes
+Sources call ``collect``: in the learner's process (``sources.unrolls``) once per update, in actor processes
 (`workers.actor`) over and over. On the hot path there is one forward pass of the actor and
 one environment step; noise is drawn for the whole unroll before it, log-probabilities and values are
 computed for the whole unroll after it: for a recurrent policy from the state that it had at the beginning,
@@ -21,10 +21,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from p2pdrl.rl.distributions import distribution
 from p2pdrl.rl.envs import Discrete, VectorEnv
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.normalize import RunningNormalizer
-from p2pdrl.rl.outputs import distribution
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.sources.source import Batch
 
@@ -79,7 +79,7 @@ class Unroll(Batch):
 
     @property
     def context(self) -> RecurrentContext:
-        """What a recurrent policy must be told beside ``obs_T1BX[:-1].transpose(0, 1)``."""
+        """The context that a recurrent policy needs beside ``obs_T1BX[:-1].transpose(0, 1)``."""
         return RecurrentContext(self.starts_T1B[:-1].T, self.state_BS)
 
 
@@ -93,7 +93,7 @@ class RawUnroll:
         actions: as in ``Unroll``, like all that isn't named here.
         rewards_TB: as the environments paid them.
         columns_B: numbers of its environments among all of the learner's; None means all, in order.
-        anew_B: whether an environment's stream begins anew here: what came before was lost. None: none does.
+        restarts_B: whether an environment's stream restarts here: steps before were lost; None means none.
     """
 
     obs_T1BX: Array
@@ -108,21 +108,21 @@ class RawUnroll:
     episodes: list[tuple[float, int]]
     state_BS: Tensor | None = None
     columns_B: Array | None = None
-    anew_B: Array | None = None
+    restarts_B: Array | None = None
 
 
 class Collector:
-    """Keeps the environments between calls, and what the policy remembers: episodes run on across unrolls.
+    """Collects unrolls; episodes and the recurrent state continue from one to the next.
 
     The arrays of an unroll are overwritten by the next ``collect``.
 
     Args:
         env: stepped here and nowhere else.
-        policy: acts; its parameters may change between calls.
+        policy: its parameters may change between calls.
         unroll_steps: T.
         generator: source of the action noise, on the policy's device.
-        normalizer: applied to observations before the policy sees them. Who learns from the unroll updates
-            it afterwards, so that within one all inputs are scaled alike.
+        normalizer: applied to observations before the policy sees them. The learner updates it
+            afterwards, so that all inputs of an unroll are scaled alike.
     """
 
     def __init__(

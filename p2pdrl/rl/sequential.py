@@ -2,44 +2,60 @@
 
 What runs a policy in stages cuts the chain between any two blocks and sends one tensor, of a shape that
 depends on the number of rows alone. Chained over observations, the blocks give what ``ActorCritic.outputs``
-gives. Their parameters are the policy's own tensors, each in exactly one block; ``block_map`` says where they
-lie in the flat vector.
+gives. Their parameters are the policy's own tensors, each in exactly one block; ``BlockMap`` says where they
+lie in the flat vector. ``measure_blocks`` measures each block's time and memory, by which
+`p2pdrl.pipeline.partition` balances stages.
 
 The first dimension of every tensor is the batch's: rows, or environments where the policy is recurrent, whose
 tensors have the steps second (BTX, and so on). How a tensor lies in memory doesn't matter. Separate networks
 of policy and value function run side by side in the same blocks, their features put together along the last
 dimension.
 
-Shape suffixes: B rows, or environments; T steps; X the observation's own dimensions.
+Shape suffixes: B rows, or environments; T steps; X the observation's own dimensions; D parameters, P
+parameters of some blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from p2pdrl.rl.block_map import BlockMap
+from p2pdrl.config.fields import Precision
+from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.pipeline.layers import Layer
+from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.networks.layers import Trunk
 from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
-from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.tensors.layout import Layout, TensorEntry
 
 __all__ = [
     "Block",
+    "BlockMap",
     "HeadsBlock",
     "RowBlock",
+    "Span",
     "block_map",
     "blocks",
     "chain",
     "map_blocks",
+    "measure_blocks",
+    "saved_bytes",
 ]
 
 Vector = npt.NDArray[np.float32]
+Span = tuple[int, int]
+"""Start and stop in the flat vector."""
 
 
 class Block(nn.Module):
@@ -199,3 +215,211 @@ def _towers(actor: nn.Sequential, critic: nn.Sequential) -> Iterator[Towers]:
     """Yield a block per layer of two networks in which each layer has a non-linearity behind it."""
     for at in range(0, len(actor), 2):
         yield Towers(actor[at], critic[at], actor[at + 1], first=at == 0)
+
+
+@dataclass(frozen=True)
+class BlockMap:
+    """From blocks to pieces of the flat vector.
+
+    The vector of some blocks is made of their parameters one after the other, in the order of their numbers:
+    as ``FlatModule(nn.ModuleList(those_blocks), device)`` lays them out. What has one number per
+    parameter, such as Adam's moments, is cut and put together alike.
+
+    Attributes:
+        layout: of the whole policy.
+        names: of each block's parameters, in the block's own order.
+    """
+
+    layout: Layout
+    names: tuple[tuple[str, ...], ...]
+
+    def size(self, numbers: Sequence[int]) -> int:
+        """Return P."""
+        return sum(stop - start for start, stop in self.spans(numbers))
+
+    def chosen(self, numbers: Sequence[int]) -> list[str]:
+        """Return the names of some blocks' parameters.
+
+        Raises:
+            LayoutMismatchError: there is no block of such a number, or one is named twice.
+        """
+        known = range(len(self.names))
+        if len(set(numbers)) < len(numbers) or not all(number in known for number in numbers):
+            raise LayoutMismatchError(
+                f"blocks are numbered 0 to {len(self.names) - 1} and taken once, not {list(numbers)}"
+            )
+        return [name for number in numbers for name in self.names[number]]
+
+    def spans(self, numbers: Sequence[int]) -> tuple[Span, ...]:
+        """Return the pieces of the flat vector that put together are some blocks' own; few and long."""
+        merged: list[Span] = []
+        for name in self.chosen(numbers):
+            start, stop = self._places[name]
+            if merged and merged[-1][1] == start:
+                merged[-1] = merged[-1][0], stop
+            else:
+                merged.append((start, stop))
+        return tuple(merged)
+
+    def take(self, vector_D: Vector, numbers: Sequence[int]) -> Vector:
+        """Return a copy of some blocks' numbers.
+
+        Raises:
+            LayoutMismatchError: the vector isn't the whole policy's.
+        """
+        _check_length(vector_D, self.layout.size)
+        return np.concatenate([vector_D[:0], *(vector_D[slice(*span)] for span in self.spans(numbers))])
+
+    def put(self, vector_P: Vector, vector_D: Vector, numbers: Sequence[int]) -> None:
+        """Write some blocks' numbers to where they belong in the whole.
+
+        Raises:
+            LayoutMismatchError: one of the vectors has another length.
+        """
+        _check_length(vector_D, self.layout.size)
+        _check_length(vector_P, self.size(numbers))
+        at = 0
+        for start, stop in self.spans(numbers):
+            vector_D[start:stop] = vector_P[at : at + stop - start]
+            at += stop - start
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """What the names of each block's parameters have in common, for people: ``actor.0 + critic.0``."""
+        return tuple(_title(names) for names in self.names)
+
+    @cached_property
+    def _places(self) -> dict[str, Span]:
+        entries = self.layout.entries
+        stops = accumulate(entry.size for entry in entries)
+        return {entry.name: (stop - entry.size, stop) for entry, stop in zip(entries, stops, strict=True)}
+
+
+def _check_length(vector: npt.NDArray[Any], size: int) -> None:
+    """Check that ``vector`` is flat and has ``size`` numbers.
+
+    Raises:
+        LayoutMismatchError: it isn't.
+    """
+    if vector.shape != (size,):
+        raise LayoutMismatchError(f"a vector of {size} numbers is wanted, not of shape {vector.shape}")
+
+
+def _title(names: Sequence[str]) -> str:
+    """Return the longest common path of each network's names."""
+    common: dict[str, list[str]] = {}
+    for name in names:
+        path = name.split(".")[:-1] or [name]
+        shared = common.setdefault(path[0], path)
+        same = [one == other for one, other in zip(shared, path, strict=False)]
+        common[path[0]] = shared[: same.index(False) if False in same else len(same)]
+    return " + ".join(".".join(path) for path in common.values()) or "no parameters"
+
+
+def saved_bytes(forward: Callable[[], Tensor], known: Iterable[Tensor]) -> tuple[Tensor, int]:
+    """Run a forward; return its output, and the bytes of what is kept for its backward beside that.
+
+    Each piece of memory counts once, and as a whole: a view keeps all that it is a view of. The backward
+    works as it would without this.
+
+    Args:
+        forward: returns its output.
+        known: what is kept anyway: inputs, parameters.
+    """
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[_address(tensor)] = tensor.untyped_storage().nbytes()
+        # detached: an operation that keeps its own output would else be kept by it in turn, for ever
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = forward()
+    for tensor in (*known, output):
+        kept.pop(_address(tensor), None)
+    return output, sum(kept.values())
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def measure_blocks(
+    run: Sequence[Block],
+    inputs: Tensor,
+    context: RecurrentContext = NO_CONTEXT,
+    *,
+    titles: Sequence[str] = (),
+    precision: Precision = "float32",
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Layer]:
+    """Run each block forward and backward some times and return the median of its seconds, and its bytes.
+
+    Parameters and their gradients are left alone. Blocks that have no memory (on the meta device) can't be
+    measured.
+
+    Args:
+        run: blocks in a row, on one device, the model's first among them.
+        inputs: what the first of them gets: a microbatch. No gradient of them is wanted.
+        context: of the unroll, where the policy is recurrent.
+        titles: of the blocks; by default their numbers.
+        precision: in which they run, and their outputs travel.
+        repeats: measured, after one that isn't.
+        clock: seconds, monotonic.
+    """
+    costs = []
+    inputs = inputs.detach()
+    for index, block in enumerate(run):
+        forward = _forward(block, inputs, context, precision)
+        seconds = [_run_once(forward, inputs, block, clock) for _ in range(repeats + 1)][1:]
+        parameters = list(block.parameters())
+        known = [inputs, *parameters, *(tensor for tensor in context if tensor is not None)]
+        output, inner_bytes = saved_bytes(forward, known)
+        output_bytes = output.numel() * (2 if precision == "bf16" else output.element_size())
+        costs.append(
+            Layer(
+                name=titles[index] if titles else str(index),
+                forward_s=statistics.median(forward_s for forward_s, _ in seconds),
+                backward_s=statistics.median(backward_s for _, backward_s in seconds),
+                parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+                output_bytes=output_bytes,
+                inner_bytes=inner_bytes + output.nbytes - output_bytes,  # it may be rounded on its way only
+            )
+        )
+        # from here on, a gradient is wanted of what passes if it leads to parameters
+        inputs = output.detach().requires_grad_(output.requires_grad)
+    return costs
+
+
+def _forward(
+    block: Block, inputs: Tensor, context: RecurrentContext, precision: Precision
+) -> Callable[[], Tensor]:
+    """Return what runs a block as a stage does."""
+
+    def forward() -> Tensor:
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            output: Tensor = block(inputs, context)
+            return output
+
+    return forward
+
+
+def _run_once(
+    forward: Callable[[], Tensor], inputs: Tensor, block: Block, clock: Callable[[], float]
+) -> tuple[float, float]:
+    """Return seconds of one forward and one backward."""
+    wanted = [tensor for tensor in (inputs, *block.parameters()) if tensor.requires_grad]
+    begin = _now(inputs, clock)
+    output = forward()
+    middle = _now(inputs, clock)
+    if wanted:
+        torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+    return middle - begin, _now(inputs, clock) - middle
+
+
+def _now(on: Tensor, clock: Callable[[], float]) -> float:
+    """Read the clock once the device has done all it was told."""
+    if on.device.type == "cuda":
+        torch.cuda.synchronize(on.device)
+    return clock()

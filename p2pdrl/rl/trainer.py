@@ -21,13 +21,12 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
 from p2pdrl.rl.engines import EngineOptions
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import GradientEngine
+from p2pdrl.rl.gradients import GradientEngine, Stepper
 from p2pdrl.rl.normalize import RunningNormalizer
 from p2pdrl.rl.pipeline.model_split import SplitEngine, split_engine
 from p2pdrl.rl.pipeline.parts import ModelParts
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.sources.source import Source
-from p2pdrl.rl.stepping import Stepper
 from p2pdrl.tensors.layout import Layout
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
@@ -56,13 +55,13 @@ class StepStats:
 
 
 class Evaluation(Protocol):
-    """Judges what is trained, apart from the batches that it is trained on."""
+    """Evaluates the model on data that it is not trained on."""
 
     figures: dict[str, float]
     """Newest ones, by name."""
 
     def __call__(self) -> list[tuple[float, int]]:
-        """Note an update; return (return, length) of what was played for an evaluation, if one was due."""
+        """Count an update; return the evaluation's episodes as (return, length), if one was due."""
         ...
 
 
@@ -83,23 +82,23 @@ class Stateful(Protocol):
 
 
 class Shareable(Protocol):
-    """What can work on a vector that several learners of one machine step (Hogwild)."""
+    """A learner whose vector several learners of one machine can step (Hogwild)."""
 
     layout: Layout
 
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:
-        """Let the parameters live in ``buffer_D`` from now on."""
+        """Move the parameters into ``buffer_D``."""
         ...
 
 
 class Pipelineable(Protocol):
-    """What can be one stage of a pipeline over several nodes, and let it compute and step instead of itself.
+    """A trainer that can be one stage of a pipeline over several nodes, which then computes and steps for it.
 
     Attributes:
         layout: how the parameters lie in the vector.
         engine: computes each gradient; may be replaced between two calls of ``Trainer.step``.
         stepper: gets each gradient; likewise.
-        place: how far it is in data that go on in order; 0 where there is no order.
+        place: position in sequential data; 0 where batches have no order.
     """
 
     layout: Layout
@@ -121,11 +120,11 @@ class Pipelineable(Protocol):
         ...
 
     def set_aside(self, *, aside: bool) -> None:
-        """Give up memory while a pipeline's share computes gradients and steps instead, or take it again."""
+        """Free gradients and optimizer state while the pipeline holds them, or allocate them again."""
         ...
 
     def refer(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Set aside, let the optimizer's state be what lies in this sidecar."""
+        """While the state is set aside, read the optimizer's from this sidecar."""
         ...
 
 
@@ -137,14 +136,12 @@ class Trainer:
         algorithm: improves them.
         source: of its batches; closed with the trainer.
         statistics: running normalisers by name; who scales batches updates them.
-        policy: what acts; None where nothing does.
+        policy: acts; None for a regression.
         parts: returns what a pipeline over several devices is made of, from the only loss.
-        evaluation: asked after each update; None where nothing is judged.
+        evaluation: called after each update; None without one.
         clock: seconds, monotonic; only ``StepStats.seconds`` depends on it.
 
     Attributes:
-        source: as given.
-        algorithm: as given.
         layout: how the parameters lie in that vector.
         sidecar_layout: what travels beside it: optimizers and target networks by rule ``copy``, the source's
             state, and for each running normaliser (``observations``, ``returns``) ``.count``, ``.mean`` and
@@ -207,11 +204,11 @@ class Trainer:
 
     @property
     def ready(self) -> bool:
-        """Whether ``step`` has a batch to learn from, without waiting for those who act."""
+        """Whether ``step`` has a batch without waiting for actors."""
         return self.source.ready
 
     def publish(self) -> None:
-        """Let those who act have the parameters as they are now."""
+        """Hand the current parameters to the actors."""
         self._explore()
         self.source.publish(self.policy_version)
 
@@ -221,10 +218,10 @@ class Trainer:
 
     @property
     def policy(self) -> ActorCritic:
-        """What acts.
+        """The policy that acts.
 
         Raises:
-            ConfigError: nothing does: a regression has no policy.
+            ConfigError: a regression has none.
         """
         if self._policy is None:
             raise ConfigError("a regression has neither environment nor policy")
@@ -232,7 +229,7 @@ class Trainer:
 
     @property
     def observation_normalizer(self) -> RunningNormalizer | None:
-        """Of observations; None unless the task asks for it."""
+        """The normaliser of observations; None unless the task asks for it."""
         return self._statistics.get("observations")
 
     @property
@@ -242,7 +239,7 @@ class Trainer:
 
     @property
     def engine(self) -> GradientEngine[Any]:
-        """What computes each gradient of the only loss; may be replaced between two calls of ``step``."""
+        """The engine of the only loss; may be replaced between two calls of ``step``."""
         return self._only_loss.engine
 
     @engine.setter
@@ -251,7 +248,7 @@ class Trainer:
 
     @property
     def stepper(self) -> Stepper:
-        """What gets each gradient of the only loss; may be replaced between two calls of ``step``."""
+        """The stepper of the only loss; may be replaced between two calls of ``step``."""
         return self._only_loss.stepper
 
     @stepper.setter
@@ -271,7 +268,7 @@ class Trainer:
 
     @property
     def place(self) -> int:
-        """How far it is in data that go on in order; 0 where there is no order."""
+        """Position in sequential data; 0 where batches have no order."""
         return self.source.place
 
     @place.setter
@@ -295,10 +292,9 @@ class Trainer:
         self.engine = self._split = split_engine(self._flat, self.parts(), options)
 
     def set_aside(self, *, aside: bool) -> None:
-        """Give up memory while a pipeline's share computes gradients and steps instead, or take it again.
+        """Free gradients and optimizer state while the pipeline holds them, or allocate them again.
 
-        Gradients go, and so does the optimizers' state, which lies with others then (`refer`). Parameters
-        stay: who acts needs them.
+        Parameters stay: the policy acts with them. `refer` says where the state lies meanwhile.
         """
         if aside:
             self._flat.drop_gradients()
@@ -308,12 +304,12 @@ class Trainer:
             loss.optimizer.set_aside(aside=aside)
 
     def refer(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Set aside, let the optimizers' state be what lies in this sidecar; see ``Optimizer.refer``."""
+        """While the state is set aside, read the optimizers' from this sidecar; see ``Optimizer.refer``."""
         for loss in self.algorithm.losses:
             loss.optimizer.refer(sidecar)
 
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:
-        """Let the parameters live in ``buffer_D`` from now on; see ``FlatModule.rebind``."""
+        """Move the parameters into ``buffer_D``; see ``FlatModule.rebind``."""
         self._flat.rebind(buffer_D, write=write)
 
     def add_delta(self, delta_D: Vector) -> None:
@@ -371,17 +367,17 @@ class Trainer:
                 statistics.set_others(moments[name])
 
     def set_progress(self, fraction: float, env_steps: int = 0) -> None:
-        """Tell how far the swarm is.
+        """Set the swarm's progress.
 
         Args:
             fraction: 0 … 1, towards its last environment step (for annealing).
-            env_steps: that it has made, all nodes together (for exploration).
+            env_steps: of all nodes together (for exploration).
         """
         self.algorithm.progress = min(max(fraction, 0.0), 1.0)
         self.algorithm.env_steps = env_steps
 
     def close(self) -> None:
-        """Close the source, and end what other devices do."""
+        """Close the source and the split engine's devices."""
         self.source.close()
         if self._split is not None:
             self._split.close()

@@ -1,10 +1,14 @@
-"""Accumulation in the number of microbatches that proves fastest on this machine, within its memory."""
+"""Accumulation in the number of microbatches that proves fastest on this machine, within its memory.
+
+``Tuner`` decides from measured times; ``Tuned`` computes gradients, looks at the clock and reports to it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import Generic
 
 import torch
@@ -12,11 +16,80 @@ from torch import Tensor
 
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import Forward, Minibatch, accumulate
-from p2pdrl.rl.objectives.objective import Objective, Outputs
-from p2pdrl.rl.tuner import Tuner
+from p2pdrl.rl.gradients import Forward, Minibatch, Objective, Outputs, accumulate
 
-__all__ = ["ActivationLimitError", "Meter", "Tuned", "limited"]
+__all__ = ["ActivationLimitError", "Meter", "Tuned", "Tuner", "limited"]
+
+FIRST_CANDIDATES = (1, 2, 4, 8)
+WARM_UP = 1
+"""Measurements of each candidate that are forgotten: the first one pays for what is made only once."""
+REPEATS = 5
+"""Measurements of each candidate that count, by their median."""
+
+
+class Tuner:
+    """Tries candidates in turn, so that a machine that slows down does so for all of them.
+
+    More microbatches need less memory: a number that was too small takes all smaller ones with it. Where
+    none of the first is left, it goes on doubling until one fits.
+
+    Args:
+        most: no more microbatches than this: the batch's length.
+
+    Example:
+        >>> tuner = Tuner(most=2)
+        >>> while not tuner.done:
+        ...     tuner.took({1: 0.5, 2: 0.25}[tuner.microbatches])
+        >>> tuner.microbatches
+        2
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = max(most, 1)
+        self._times_s: dict[int, list[float]] = {n: [] for n in FIRST_CANDIDATES if n <= self._most}
+        self._picked: int | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether every candidate was measured often enough."""
+        return self._picked is not None
+
+    @property
+    def microbatches(self) -> int:
+        """The number to use next: a candidate to measure, and the fastest once that is done."""
+        if self._picked is not None:
+            return self._picked
+        return min(self._times_s, key=lambda n: (len(self._times_s[n]), n))
+
+    @property
+    def warming(self) -> bool:
+        """Whether the next measurement is one that doesn't count."""
+        return len(self._times_s[self.microbatches]) < WARM_UP
+
+    @property
+    def medians_s(self) -> dict[int, float]:
+        """Median time of each candidate that was measured, in seconds per row."""
+        counted = {n: times_s[WARM_UP:] for n, times_s in self._times_s.items()}
+        return {n: median(times_s) for n, times_s in counted.items() if times_s}
+
+    def took(self, seconds_per_row: float) -> None:
+        """Say how long ``microbatches`` took."""
+        if self.done:
+            return
+        self._times_s[self.microbatches].append(seconds_per_row)
+        if all(len(times_s) >= WARM_UP + REPEATS for times_s in self._times_s.values()):
+            medians_s = self.medians_s
+            self._picked = min(medians_s, key=lambda n: (medians_s[n], n))
+
+    def did_not_fit(self) -> bool:
+        """Say that ``microbatches`` took too much memory; return whether there is another candidate."""
+        failed = self.microbatches
+        left = {n: times_s for n, times_s in self._times_s.items() if n > failed}
+        if not left and failed >= self._most:
+            return False
+        self._times_s = left or {min(2 * failed, self._most): []}
+        self._picked = None
+        return True
 
 
 class ActivationLimitError(ConfigError):
@@ -138,8 +211,6 @@ class Tuned(Generic[Outputs]):
     next one takes over.
 
     Args:
-        flat: gets the gradients.
-        forward: runs the model.
         limit_bytes: bound on the memory of activations, as far as ``limited`` sees it; 0 is none.
         clock: seconds, monotonic.
         say: told what was picked, and why.

@@ -34,15 +34,7 @@ from p2pdrl.transport.http.upgrade import NotConnectedError, NotOfferedError, Up
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.pipe.opening import open_pipe
 from p2pdrl.transport.pipe.ticket import MAX_PIPE_META_BYTES, Pipe, PipeReply
-from p2pdrl.transport.protocol import (
-    Address,
-    Answer,
-    Handler,
-    Incoming,
-    Lane,
-    TrafficCounters,
-    VectorBuffer,
-)
+from p2pdrl.transport.protocol import Address, Answer, Handler, Incoming, Lane, TrafficCounters, VectorBuffer
 from p2pdrl.transport.stream.client import StreamClient
 
 __all__ = ["HttpTransport"]

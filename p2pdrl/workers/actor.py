@@ -1,9 +1,9 @@
 """An actor process: environments, a copy of the policy, unrolls into shared memory.
 
 Started by the daemon (`node.children.actors`) as ``python -m p2pdrl.workers.actor --fd N --parent PID --ring
-FD --policy FD``. One turn of its loop: wait until the learner lets it begin, copy the newest parameters, run
-T steps in its environments, hand the unroll over. Observations and rewards go as the environments gave them.
-It holds nothing that would be missed: it ends when it is killed, when the daemon dies or closes its socket.
+FD --policy FD``. One turn of its loop: wait until the learner grants an unroll, copy the newest parameters,
+run T steps in its environments, commit the unroll. Observations and rewards are raw. The actor keeps no state
+that must survive: it ends when it is killed, when the daemon dies or closes its socket.
 """
 
 from __future__ import annotations
@@ -22,36 +22,28 @@ from p2pdrl.errors import P2PDRLError, UsageError, WorkerError
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import SharedPolicy
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
-from p2pdrl.workers.actor_protocol import Act, ActorFailed, Acts, decode_act, frame
-from p2pdrl.workers.child import crash_of, die_with_parent, print_patiently
-from p2pdrl.workers.protocol import FrameBuffer
-from p2pdrl.workers.waiting import PollPause
+from p2pdrl.workers.child import PollPause, crash_of, die_with_parent, print_patiently
+from p2pdrl.workers.protocol import Act, ActorFailed, Acts, FrameBuffer, decode_act, frame
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.performer import Performer
+    from p2pdrl.rl.rollout_worker import RolloutWorker
 
 __all__ = ["main", "make_unroll"]
 
 READ_BYTES = 1 << 16
 
 
-def make_unroll(performer: Performer, lane: UnrollLane, policy: SharedPolicy) -> bool:
-    """Make one unroll, if the learner lets us; tell whether it did.
-
-    Args:
-        performer: acts.
-        lane: this actor's.
-        policy: the learner's newest.
-    """
+def make_unroll(worker: RolloutWorker, lane: UnrollLane, policy: SharedPolicy) -> bool:
+    """Collect one unroll into this actor's lane if the learner allows it; return whether that happened."""
     if not lane.may_begin:
         return False
-    acting = policy.read(performer.parameters_D)
+    acting = policy.read(worker.parameters_D)
     if acting is None:
         return False
     from p2pdrl.rl.sources.unrolls import pack  # torch is slow to import: not before it is needed
 
     arrays = lane.begin()
-    raw = performer.collect(acting.exploration, acting.mean_X, acting.scale_X)
+    raw = worker.collect(acting.exploration, acting.mean_X, acting.scale_X)
     pack(raw, arrays)
     steps = int(raw.valid_TB.sum())
     lane.commit(policy_version=acting.version, episodes=len(raw.episodes), env_steps=steps)
@@ -59,14 +51,14 @@ def make_unroll(performer: Performer, lane: UnrollLane, policy: SharedPolicy) ->
 
 
 def _live(sock: socket.socket, ring_fd: int, policy_fd: int) -> None:
-    act = _heard(sock)
+    act = _receive_act(sock)
     import torch
 
     torch.set_num_threads(act.threads)
-    from p2pdrl.rl.performer import Performer
+    from p2pdrl.rl.rollout_worker import RolloutWorker
 
     spec = UnrollSpec.from_wire(msgspec.msgpack.decode(act.spec))
-    performer = Performer(
+    worker = RolloutWorker(
         msgspec.json.decode(act.task, type=TaskConfig),
         act.seed,
         spec.shares[act.number],
@@ -74,15 +66,15 @@ def _live(sock: socket.socket, ring_fd: int, policy_fd: int) -> None:
         step_delay_s=act.step_delay_s,
     )
     lane = UnrollRing(SharedRegion.attach(ring_fd, spec.nbytes), spec).lanes[act.number]
-    policy_nbytes = SharedPolicy.nbytes_of(act.policy_size, performer.obs_shape)
+    policy_nbytes = SharedPolicy.nbytes_of(act.policy_size, worker.obs_shape)
     policy_region = SharedRegion.attach(policy_fd, policy_nbytes, writable=False)
-    policy = SharedPolicy(policy_region, act.policy_size, performer.obs_shape)
+    policy = SharedPolicy(policy_region, act.policy_size, worker.obs_shape)
     if lane.enter():
         print("actor: the unroll that was under way when its predecessor ended is dropped", file=sys.stderr)
     sock.sendall(frame(Acts()))
     pause = PollPause()
     while True:
-        if make_unroll(performer, lane, policy):
+        if make_unroll(worker, lane, policy):
             pause.reset()
             continue
         readable, _, _ = select.select([sock], [], [], pause.next_s())
@@ -90,7 +82,7 @@ def _live(sock: socket.socket, ring_fd: int, policy_fd: int) -> None:
             return
 
 
-def _heard(sock: socket.socket) -> Act:
+def _receive_act(sock: socket.socket) -> Act:
     frames = FrameBuffer()
     while True:
         data = sock.recv(READ_BYTES)

@@ -2,9 +2,9 @@
 
 Each batch is one unroll of every actor, side by side: as many environments as the learner would have had
 itself. The learner publishes its parameters after each update and lets each actor begin one more unroll, so
-with ``ahead = 0`` all keep step: the results don't depend on who was faster. An actor that is being replaced
-isn't waited for, and one that is late (frozen, say) not much longer than all ever took; the batch has fewer
-environments then.
+with ``ahead = 0`` actors and learner are synchronous: the results don't depend on who was faster. An actor
+that is being replaced isn't waited for, and one that is late (frozen, say) not much longer than all ever
+took; the batch has fewer environments then.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ taken at most so far; after `LATEST_S` it is late in any case."""
 
 
 class ActorSource(Source[Unroll]):
-    """Reads what actor processes make.
+    """Reads the unrolls of actor processes.
 
     Args:
-        acting: the policy that acts, and what scales unrolls.
-        actors: how many.
-        ahead: unrolls that each may make ahead of the learner.
+        ahead: unrolls that each actor may make ahead of the learner.
         clock: seconds, monotonic.
 
     Attributes:
@@ -89,7 +87,7 @@ class ActorSource(Source[Unroll]):
 
     @property
     def ready(self) -> bool:
-        """Whether every actor that is waited for has made an unroll, and one has at all."""
+        """Whether every actor that is waited for has made an unroll, and at least one has."""
         if not any(lane.waiting for lane in self._lanes):
             return False
         missing = [number for number, lane in enumerate(self._lanes) if self._awaited(number, lane)]
@@ -99,8 +97,8 @@ class ActorSource(Source[Unroll]):
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
         never = all(self._lanes[number].committed == 0 for number in missing)
-        patience_s = FIRST_S if never else min(max(LATE_S, LATE_TIMES * self._longest_s), LATEST_S)
-        if now_s - self._waiting_since_s < patience_s:
+        limit_s = FIRST_S if never else min(max(LATE_S, LATE_TIMES * self._longest_s), LATEST_S)
+        if now_s - self._waiting_since_s < limit_s:
             return False
         for number in missing:
             self._late[number] = True
@@ -122,9 +120,9 @@ class ActorSource(Source[Unroll]):
             found = lane.peek()
             if found is None:
                 continue
-            anew = self._lives[number] not in (0, found.life)
+            restarted = self._lives[number] not in (0, found.life)
             self._lives[number] = found.life
-            parts.append(UnrollPart(found.arrays, found.episodes, self._columns[number], anew))
+            parts.append(UnrollPart(found.arrays, found.episodes, self._columns[number], restarted))
             staleness.append(max(self._version - found.policy_version, 0))
             self._read.append(lane)
         self._staleness = sum(staleness) / max(len(staleness), 1)
@@ -136,7 +134,7 @@ class ActorSource(Source[Unroll]):
         return self._acting.scaler.scale(joined(parts, self._environments))
 
     def commit(self) -> None:
-        """Give up the slots that the last batch came from."""
+        """Free the slots that the last batch came from."""
         for lane in self._read:
             lane.consume()
         self._read = []
@@ -160,7 +158,7 @@ class ActorSource(Source[Unroll]):
             lane.grant(self._ahead)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the shared memory."""
         self._lanes, self._policy = (), None
         for region in self._regions:
             region.close()

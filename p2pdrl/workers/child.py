@@ -1,4 +1,4 @@
-"""What every child process does: prints unhindered, ends when its daemon does, tells what ended it."""
+"""What every child process does: print without blocking, end when its daemon does, report its crash."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from p2pdrl.workers.protocol import Crashed
 
-__all__ = ["PatientFile", "crash_of", "die_with_parent", "print_patiently"]
+__all__ = ["PatientFile", "PollPause", "crash_of", "die_with_parent", "print_patiently"]
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -115,3 +115,22 @@ def crash_of(error: BaseException) -> Crashed:
 def _plain(text: str, longest: int) -> str:
     """Return text that can be encoded, and no more than so much of it."""
     return text[:longest].encode("utf-8", "backslashreplace").decode()
+
+
+class PollPause:
+    """Exponentially growing sleeps for polling shared memory, which can't be waited on."""
+
+    def __init__(self, shortest_s: float = 1e-4, longest_s: float = 0.01, growth: float = 1.25) -> None:
+        self._shortest_s = shortest_s
+        self._longest_s = longest_s
+        self._growth = growth
+        self._s = shortest_s
+
+    def next_s(self) -> float:
+        """Return how long to sleep before the next poll, in seconds."""
+        pause_s, self._s = self._s, min(self._s * self._growth, self._longest_s)
+        return pause_s
+
+    def reset(self) -> None:
+        """Begin with the shortest again."""
+        self._s = self._shortest_s

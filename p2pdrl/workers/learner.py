@@ -6,15 +6,15 @@ One turn of its loop:
 1. read the daemon's messages (pace, progress, others' normaliser moments, another learner mode, stop),
    before the first turn until the pace is known;
 2. bring another learner mode into force (`learner_modes`), and under one of stages another order
-(`pipeline.stage_runner`);
+   (`pipeline.stage_runner`);
 3. take what peers changed from the board's inbox: add a delta, or replace everything by a set (`replica`);
 4. collect one unroll and update; some learner modes post gradients or parameters and wait meanwhile
-(`requests`);
+   (`learner_modes`);
    as a stage of a pipeline the learner takes part in another's updates instead, unless it is the first;
 5. publish parameters and sidecar, let actor processes go on with them, report.
 
-A helper (`JoinHogwild`) is a further learner of the same node: it steps the vector that the first one shares
-with it and has no board.
+A Hogwild worker (`JoinHogwild`) is a further learner of the same node: it steps the vector that the first one
+shares with it and has no board.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.transport.codec import decode
-from p2pdrl.workers.child import crash_of, die_with_parent, print_patiently
+from p2pdrl.workers.child import PollPause, crash_of, die_with_parent, print_patiently
 from p2pdrl.workers.learner_modes import ModeSwitcher
 from p2pdrl.workers.mailbox import Mailbox
 from p2pdrl.workers.pipeline.protocol import Finish, Measure, StartStage, Trace
@@ -60,7 +60,6 @@ from p2pdrl.workers.protocol import (
     WorkMode,
 )
 from p2pdrl.workers.replica import Replica
-from p2pdrl.workers.waiting import PollPause
 
 if TYPE_CHECKING:
     from p2pdrl.rl.sources.source import Source
@@ -73,17 +72,17 @@ PAUSED_REPORT_INTERVAL_S = 0.5
 """While it is paused and nothing changes."""
 IDLE_POLL_S = 0.05
 BEAT_S = 1.0
-"""Between two signs of life."""
-FIRST_WORDS_S = 5.0
-"""The longest wait for the daemon's first words; a daemon that is well sends them at once."""
+"""Between two heartbeats."""
+FIRST_MESSAGES_S = 5.0
+"""The longest wait for the daemon's first messages; a healthy daemon sends them at once."""
 
 
 class Learner:
-    """One learner's life after its memory is attached.
+    """The loop of one learner, once its memory is attached.
 
     Args:
         trainer: environments, policy and algorithm.
-        board: the learner's end of the board; None for a helper.
+        board: the learner's end of the board; None for a Hogwild worker.
         mailbox: messages to and from the daemon.
     """
 
@@ -119,7 +118,7 @@ class Learner:
         self._began_s = float("-inf")
 
     def begin(self, *, restore: bool) -> None:
-        """Take up the state on the board, or publish the first one there.
+        """Load the state on the board, or publish the first one there.
 
         Raises:
             WorkerError: if the board should hold a state and doesn't.
@@ -131,15 +130,15 @@ class Learner:
         self._report()
 
     def help(self, region: SharedRegion) -> None:
-        """Work on the vector of another learner of this node."""
+        """Step the vector of another learner of this node."""
         self._mode_switcher.help(region)
         self._report()
 
     def run(self) -> None:
-        """Train until told to stop, or until the daemon is gone."""
+        """Train until the daemon stops this learner, or is gone."""
         try:
-            self._obey_first_words()
-            while self._going and self._obey(self._mailbox.receive(self._wait_s())):
+            self._read_first_messages()
+            while self._going and self._handle(self._mailbox.receive(self._wait_s())):
                 self._turn()
         finally:
             self._stage_runner.close()
@@ -162,22 +161,22 @@ class Learner:
         self._report_if_due()
 
     def _tell_actors(self) -> None:
-        """Let those who act go on with what was published since the last time."""
+        """Hand the parameters that were published since the last time to the actors."""
         if not self._paused and self._told_publications != self._replica.publications:
             self._told_publications = self._replica.publications
             self._trainer.publish()
 
-    def _obey_first_words(self) -> None:
+    def _read_first_messages(self) -> None:
         """Read until the pace is known and nothing follows, so that no update is made without it.
 
         A learner that is started again while the swarm is paused must not train, one that joins must know
         the others' normalisation first, and one that follows another works by the same learner_mode.
         """
-        until_s = time.monotonic() + FIRST_WORDS_S
+        until_s = time.monotonic() + FIRST_MESSAGES_S
         messages: list[ToLearner] = []
         while self._going and (messages or (not self._paced and time.monotonic() < until_s)):
             messages = self._mailbox.receive(IDLE_POLL_S)
-            self._obey(messages)
+            self._handle(messages)
             self._mailbox.flush()
 
     @property
@@ -192,7 +191,7 @@ class Learner:
 
     def _wait_s(self) -> float:
         if self._stage_runner.serves:
-            return 0.0  # it waits for its neighbours
+            return 0.0  # a stage waits for its neighbours
         if self._paused or not self._ready:
             return IDLE_POLL_S
         wait_s = max(self._next_s - time.monotonic(), 0.0)
@@ -205,12 +204,12 @@ class Learner:
         self._mailbox.send(message)
 
     def _listen(self, timeout_s: float) -> None:
-        """Hear the daemon while an answer is waited for."""
-        self._obey(self._mailbox.receive(timeout_s))
+        """Read messages while an answer is awaited."""
+        self._handle(self._mailbox.receive(timeout_s))
         self._report_if_due()
 
-    def _obey(self, messages: list[ToLearner]) -> bool:
-        """Do what the messages say; False once the learner is to end."""
+    def _handle(self, messages: list[ToLearner]) -> bool:
+        """Handle the messages; False once the learner is to end."""
         for message in messages:
             match message:
                 case RequestAnswer():
@@ -244,7 +243,7 @@ class Learner:
         return self._going
 
     def _collect(self, collect: Collect) -> None:
-        """Learn from what actor processes make from now on."""
+        """Learn from the unrolls of actor processes from now on."""
         from p2pdrl.workers.actor_source import ActorSource
 
         ring, policy = (
@@ -371,7 +370,7 @@ def _live(mailbox: Mailbox) -> None:
 
 
 def _beat(mailbox: Mailbox) -> None:
-    """Give signs of life until the daemon is gone or the mailbox closed."""
+    """Send heartbeats until the daemon is gone or the mailbox is closed."""
     with contextlib.suppress(WorkerError, OSError, ValueError):
         while True:
             mailbox.beat()
@@ -388,7 +387,7 @@ def main() -> int:
     print_patiently()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     mailbox = Mailbox(socket.socket(fileno=arguments.fd))
-    threading.Thread(target=_beat, args=(mailbox,), name="signs of life", daemon=True).start()
+    threading.Thread(target=_beat, args=(mailbox,), name="heartbeat", daemon=True).start()
     try:
         _live(mailbox)
     except WorkerError as error:

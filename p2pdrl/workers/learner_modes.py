@@ -1,39 +1,305 @@
-"""Brings the learner mode that the daemon asks for about, between two updates of a running learner.
+"""The learner's side of a strategy: the learner mode in force, its requests, and its waits for answers.
 
-What a learner mode needs (the ring for gradients, a stepper that posts them, the vector that the learners of
-one node share) is put up here when it comes into force and taken down when the next one does. Between two
-updates of a learner mode that sends parameters, this is where the learner posts and waits.
+``ModeSwitcher`` brings the learner mode that the daemon asks for into force between two updates, with what it
+needs: the ring for gradients, a stepper that sends them, the vector that the learners of one node share.
+Between two updates of a learner mode that sends parameters, it requests an exchange and waits.
 """
 
 from __future__ import annotations
 
+import math
+import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from p2pdrl.config.learner_mode import FREE, LearnerMode
+from p2pdrl.rl.flat import FlatSpan
+from p2pdrl.rl.optimizers import Optimizer, clip_gradients, gradient_norm
 from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion, SharedVector
-from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
+from p2pdrl.workers.protocol import Posted, PostKind, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
-from p2pdrl.workers.requests import RequestPoster
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.stepping import Stepper
+    from p2pdrl.rl.gradients import Stepper
     from p2pdrl.rl.trainer import Trainer
 
-__all__ = ["ModeSwitcher"]
+__all__ = ["ModeRequests", "ModeSwitcher", "RequestStepper"]
+
+POLL_S = 0.05
+FLUSH_POLL_S = 0.002
+FLUSH_LIMIT_S = 5.0
+BACKSTOP_S = 60.0
+"""The longest wait for an answer, not counting pauses. Strategies have deadlines of their own, far below; a
+learner that comes here goes on alone until its request is answered, and says so with its next one."""
+
+
+class ModeRequests:
+    """The learner's requests to its strategy under one learner mode, until they are answered.
+
+    Args:
+        work: the learner mode and its epoch.
+        first: number of the first request.
+        say: sends a message to the daemon.
+        listen: reads messages, up to so many seconds long, obeys them, and reports when that is due.
+        paused: whether the learner is paused.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        work: WorkMode,
+        *,
+        first: int,
+        say: Callable[[Posted], None],
+        listen: Callable[[float], None],
+        paused: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._work = work
+        self._say = say
+        self._listen = listen
+        self._paused = paused
+        self._clock = clock
+        self._open: dict[int, int] = {}
+        self._answers: dict[int, tuple[RequestAnswer, int]] = {}
+        self._free = set(range(work.learner_mode.slots))
+        self._alone = False
+        self.next_number = first
+        self.over = False
+        """Whether another learner mode is in force, or none any more."""
+        self.next_mode: LearnerMode | None = None
+        """The learner mode that follows; None when the learner is to stop."""
+
+    @property
+    def full(self) -> bool:
+        """Whether more requests are unanswered than may be while the learner goes on."""
+        return len(self._open) > self._work.learner_mode.ahead
+
+    def end(self, next_mode: LearnerMode | None) -> None:
+        """Give up all requests: ``next_mode`` is in force from now on."""
+        self.over, self.next_mode = True, next_mode
+
+    def slot(self) -> int:
+        """A slot that the learner may write; -1 when the learner mode has none, or the daemon holds all."""
+        return min(self._free, default=-1)
+
+    def send(self, kind: PostKind, slot: int, policy_version: int, samples: int, *, left: int = 0) -> int:
+        """Hand ``slot`` over to the daemon (-1: none); return the request's number. `Posted` has the rest."""
+        number = self.next_number
+        self.next_number += 1
+        self._open[number] = slot
+        self._free.discard(slot)
+        epoch, alone = self._work.epoch, self._alone
+        self._say(Posted(number, epoch, kind, slot, policy_version, samples, alone=alone, left=left))
+        self._alone = False
+        return number
+
+    def hear(self, answer: RequestAnswer) -> None:
+        """Note an answer; those to another learner mode's requests are ignored."""
+        if not self.over and answer.epoch == self._work.epoch and answer.number in self._open:
+            self._answers[answer.number] = (answer, self._open.pop(answer.number))
+
+    def collect(self, use: Callable[[RequestAnswer, int], None]) -> None:
+        """Let ``use`` have each answer that came, and its slot, in order; then the slots are free again."""
+        while self._answers:
+            answer, slot = self._answers.pop(next(iter(self._answers)))
+            use(answer, slot)
+            if slot >= 0:
+                self._free.add(slot)
+
+    def hold(self) -> bool:
+        """Wait while the learner is paused; False once the learner mode is over."""
+        return self._wait_until(lambda: not self._paused(), BACKSTOP_S, POLL_S)
+
+    def wait(self) -> bool:
+        """Wait until no more requests are unanswered than the learner mode allows.
+
+        Returns:
+            False when that didn't happen: the learner mode is over, or answers took longer than `BACKSTOP_S`.
+        """
+        if not self.full:
+            self._listen(0.0)
+        in_time = self._wait_until(lambda: not self.full, BACKSTOP_S, POLL_S)
+        if not in_time and not self.over:
+            self._alone = self._work.learner_mode.ahead == 0
+            print(f"learner: no answer for {BACKSTOP_S:g} s; it goes on alone meanwhile", file=sys.stderr)
+        return in_time
+
+    def take_set(self, replica: Replica, content: int) -> None:
+        """Take from the board what an answer spoke of, and publish.
+
+        Where the board's slot was in use when the strategy wrote it, it arrives a little later: after the
+        learner's next publication and report.
+        """
+
+        def caught_up() -> bool:
+            replica.take()
+            replica.publish()
+            return replica.taken_id >= content
+
+        self._wait_until(caught_up, FLUSH_LIMIT_S, FLUSH_POLL_S)
+
+    def _wait_until(self, done: Callable[[], bool], limit_s: float, poll_s: float) -> bool:
+        while not done():
+            if self.over or limit_s <= 0:
+                return False
+            began_s = self._clock()
+            self._listen(min(poll_s, limit_s))
+            if not self._paused():
+                limit_s -= self._clock() - began_s
+        return not self.over
+
+
+class RequestStepper:
+    """Implements `rl.gradients.Stepper` for one learner mode that sends gradients.
+
+    Args:
+        requests: of this learner mode.
+        replica: the parameters, which are published before each request and taken from the board after it.
+        ring: where gradients lie.
+    """
+
+    def __init__(
+        self, learner_mode: LearnerMode, requests: ModeRequests, replica: Replica, ring: GradientRing
+    ) -> None:
+        self._learner_mode = learner_mode
+        self._requests = requests
+        self._replica = replica
+        self._slots = [torch.from_numpy(ring.slot(number)) for number in range(len(ring))]
+        self._sum_D: Tensor | None = None
+        self._gathered = 0
+        self._samples = 0
+        self._set_due: int | None = None
+        self._ends_update = False
+
+    @property
+    def ends_update(self) -> bool:
+        """Whether the answer to the last gradient ends the update."""
+        return self._ends_update
+
+    def step(
+        self,
+        flat: FlatSpan,
+        optimizer: Optimizer,
+        *,
+        learning_rate: float,
+        max_grad_norm: float,
+        samples: int,
+        left: int,
+    ) -> float:
+        """Use the mean gradient over ``samples`` rows in ``flat.gradients_D`` as the learner mode says.
+
+        Returns:
+            The norm of the gradient that was used, before it was clipped; infinite or NaN when the step was
+            skipped.
+        """
+        gradients_D = flat.gradients_D
+        before = self._learner_mode.clip == "before"
+        norm = clip_gradients(gradients_D, max_grad_norm) if before else gradient_norm(gradients_D)
+        finite = math.isfinite(norm)
+        if not finite:
+            gradients_D.zero_()
+        self._ends_update = False
+        awaited = None if self._requests.over else self._send(gradients_D, samples if finite else 0, left)
+        merged, told_rate = self._merge(gradients_D, awaited)
+        if merged:
+            norm = gradient_norm(gradients_D)
+        alone = self._requests.over and not merged
+        if self._may_step(alone=alone) and (finite or merged) and math.isfinite(norm):
+            if alone or not before:
+                clip_gradients(gradients_D, max_grad_norm)
+            optimizer.step(learning_rate if told_rate is None else told_rate)
+            self._replica.moved(versions=0)
+        elif alone:
+            norm = math.nan
+        self._take()
+        return norm
+
+    def _may_step(self, *, alone: bool) -> bool:
+        """Whether the optimizer steps; also by the rest of an update that a new mode came into."""
+        next_mode = self._requests.next_mode
+        return (next_mode is not None and next_mode.steps) if alone else self._learner_mode.steps
+
+    def _send(self, gradients_D: Tensor, samples: int, left: int) -> int | None:
+        """Send a gradient if one is due, and wait as the learner mode says; return the request's number."""
+        sum_D = self._gather(gradients_D, samples)
+        if self._requests.slot() < 0:  # a wait was given up; the answer came too late for most of it
+            self._requests.collect(self._use_late)
+        slot = self._requests.slot()
+        nobody_waits = self._learner_mode.ahead > 0
+        if sum_D is None or slot < 0 or self._requests.full or (nobody_waits and self._samples == 0):
+            return None
+        if not self._requests.hold():  # an update of many gradients may take long
+            return None
+        self._slots[slot].copy_(sum_D)
+        self._replica.publish()
+        number = self._requests.send("gradients", slot, self._replica.version, self._samples, left=left)
+        self._requests.wait()
+        return number
+
+    def _gather(self, gradients_D: Tensor, samples: int) -> Tensor | None:
+        """Count a gradient in; return the sum to be sent when it is complete."""
+        if self._learner_mode.every == 1:
+            self._samples = samples
+            return gradients_D
+        if self._sum_D is None:
+            self._sum_D = torch.zeros_like(gradients_D)
+        if self._gathered == 0:
+            self._sum_D.zero_()
+            self._samples = 0
+        self._sum_D.add_(gradients_D)
+        self._samples += samples
+        self._gathered = (self._gathered + 1) % self._learner_mode.every
+        return None if self._gathered else self._sum_D
+
+    def _merge(self, gradients_D: Tensor, awaited: int | None) -> tuple[bool, float | None]:
+        """Apply the answers that came.
+
+        Returns:
+            Whether ``gradients_D`` has become another gradient by them, and the learning rate that one of
+            them said.
+        """
+        merged, told_rate = False, None
+
+        def use(answer: RequestAnswer, slot: int) -> None:
+            nonlocal merged, told_rate
+            self._use_late(answer, slot)
+            self._ends_update |= answer.end_update and answer.number == awaited
+            if answer.kind == "replace" and answer.number == awaited and self._learner_mode.ahead == 0:
+                gradients_D.copy_(self._slots[slot])
+                told_rate = answer.learning_rate
+                merged = True
+            elif answer.kind == "add":
+                gradients_D.add_(self._slots[slot].to(gradients_D.device))
+                merged = True
+
+        self._requests.collect(use)
+        return merged, told_rate
+
+    def _use_late(self, answer: RequestAnswer, _: int) -> None:
+        if answer.kind == "set":
+            self._set_due = answer.content
+
+    def _take(self) -> None:
+        if self._set_due is None:
+            self._replica.take()
+            return
+        content, self._set_due = self._set_due, None
+        self._requests.take_set(self._replica, content)
 
 
 class ModeSwitcher:
     """The learner mode in force, and the one that was asked for.
 
     Args:
-        trainer: what is stepped.
-        replica: its parameters.
-        say: sends a post to the daemon.
+        say: sends a request to the daemon.
         listen: reads messages, up to so many seconds long, obeys them, and reports when that is due.
-        paused: whether the learner is held.
+        paused: whether the learner is paused.
     """
 
     def __init__(
@@ -57,19 +323,19 @@ class ModeSwitcher:
         self._updates = 0
         self._samples = 0
         self.learner_mode: LearnerMode = FREE
-        self._posts = self._open_posts(WorkMode(FREE, 0), first=1)
+        self._requests = self._open_requests(WorkMode(FREE, 0), first=1)
 
     @property
     def ready(self) -> bool:
-        """Whether there are parameters to step: a helper waits until the first learner has put them down."""
+        """Whether there are parameters to step: a Hogwild worker waits for the first learner's."""
         return self._vector is None or self._vector.filled
 
     def hear(self, work: WorkMode, take_fd: Callable[[], int]) -> None:
         """Note another learner mode, which comes into force by `turn`; waits end at once.
 
         Args:
-            work: it.
-            take_fd: claims the next descriptor that came along.
+            work: with the sizes of the memory that came along.
+            take_fd: claims its next descriptor.
 
         Raises:
             WorkerError: a descriptor is missing.
@@ -80,15 +346,15 @@ class ModeSwitcher:
         if self._next is not None:
             _close(self._next[1])
         self._next = (work, regions)
-        self._posts.end(work.learner_mode)
+        self._requests.end(work.learner_mode)
 
     def answered(self, answer: RequestAnswer) -> None:
         """Note an answer."""
-        self._posts.hear(answer)
+        self._requests.hear(answer)
 
     def stop(self) -> None:
-        """The learner is to end: give up what was posted."""
-        self._posts.end(None)
+        """Give up all requests: the learner is to end."""
+        self._requests.end(None)
 
     def help(self, region: SharedRegion) -> None:
         """Step the vector in ``region``, which another learner fills, from now on."""
@@ -96,12 +362,12 @@ class ModeSwitcher:
         self._trainer.rebind(self._vector.vector, write=False)
 
     def turn(self) -> None:
-        """Bring the learner mode that was asked for last into force."""
+        """Apply the learner mode that was asked for last."""
         if self._next is None:
             return
         (work, regions), self._next = self._next, None
         self._share(work, regions)
-        self._posts = self._open_posts(work, first=self._posts.next_number)
+        self._requests = self._open_requests(work, first=self._requests.next_number)
         self._use_stepper(work, regions)
         self.learner_mode = work.learner_mode
         self._updates = self._samples = 0
@@ -109,7 +375,7 @@ class ModeSwitcher:
         self._regions = regions
 
     def updated(self, samples: int) -> None:
-        """Do what is due after an update: post parameters, wait, take what came.
+        """Do what is due after an update: request an exchange of parameters, wait, take what came.
 
         Args:
             samples: environment steps that the update took.
@@ -118,23 +384,23 @@ class ModeSwitcher:
         self._samples += samples
         if self.learner_mode.sends != "parameters" or self._updates % self.learner_mode.every:
             return
-        posts = self._posts
-        if posts.over or posts.crowded:
+        requests = self._requests
+        if requests.over or requests.full:
             return
         self._replica.publish()
-        posts.post("parameters", -1, self._replica.version, self._samples)
+        requests.send("parameters", -1, self._replica.version, self._samples)
         self._samples = 0
-        posts.wait()
+        requests.wait()
         due: list[int] = []
-        posts.collect(lambda answer, _: due.append(answer.content) if answer.kind == "set" else None)
+        requests.collect(lambda answer, _: due.append(answer.content) if answer.kind == "set" else None)
         if due:
-            posts.take_set(self._replica, due[-1])
+            requests.take_set(self._replica, due[-1])
 
-    def _open_posts(self, work: WorkMode, first: int) -> RequestPoster:
-        return RequestPoster(work, first=first, say=self._say, listen=self._listen, paused=self._paused)
+    def _open_requests(self, work: WorkMode, first: int) -> ModeRequests:
+        return ModeRequests(work, first=first, say=self._say, listen=self._listen, paused=self._paused)
 
     def _share(self, work: WorkMode, regions: list[SharedRegion]) -> None:
-        """Move the parameters onto the shared vector, or back into memory of our own."""
+        """Move the parameters onto the shared vector, or back into memory of the learner's own."""
         size = self._trainer.layout.size
         if work.shared_nbytes:
             vector = SharedVector(regions[-1], size)
@@ -148,13 +414,10 @@ class ModeSwitcher:
     def _use_stepper(self, work: WorkMode, regions: list[SharedRegion]) -> None:
         learner_mode = work.learner_mode
         if learner_mode.sends == "gradients":
-            # Not above: torch is slow to import, and a learner that runs freely has no need of it here.
-            from p2pdrl.workers.requests import PostingStepper
-
             if self._own_stepper is None:
                 self._own_stepper = self._trainer.stepper
             ring = GradientRing(regions[0], learner_mode.slots, self._trainer.layout.size)
-            self._trainer.stepper = PostingStepper(learner_mode, self._posts, self._replica, ring)
+            self._trainer.stepper = RequestStepper(learner_mode, self._requests, self._replica, ring)
         elif self._own_stepper is not None:
             self._trainer.stepper = self._own_stepper
             self._own_stepper = None

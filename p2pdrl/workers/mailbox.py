@@ -29,7 +29,7 @@ PEEK_BYTES = 1 << 20
 
 
 class Mailbox:
-    """Messages to and from the daemon.
+    """Messages to and from the daemon; every call raises ``WorkerError`` once the daemon is gone.
 
     Args:
         sock: this process' end of the socket pair.
@@ -46,11 +46,7 @@ class Mailbox:
         self._early: list[ToLearner] = []
 
     def receive(self, timeout_s: float | None) -> list[ToLearner]:
-        """Return what has arrived, waiting up to ``timeout_s`` (none: for ever) for something.
-
-        Raises:
-            WorkerError: if the daemon is gone.
-        """
+        """Return what has arrived, waiting up to ``timeout_s`` (None: for ever) for something."""
         if self._early:
             early, self._early = self._early, []
             return early
@@ -71,11 +67,7 @@ class Mailbox:
         return [decode_to_learner(body) for body in bodies]
 
     def ahead(self) -> list[ToLearner]:
-        """Return what has arrived and is to be received yet, which it still is afterwards. From any thread.
-
-        Raises:
-            WorkerError: if the daemon is gone.
-        """
+        """Return what has arrived without receiving it; callable from any thread."""
         with self._reading:
             try:
                 data = self._sock.recv(PEEK_BYTES, socket.MSG_PEEK)
@@ -92,7 +84,7 @@ class Mailbox:
         """Wait for the memory to work on; return its message and its file descriptor.
 
         Raises:
-            WorkerError: if the daemon is gone or says something else.
+            WorkerError: if the daemon sends something else.
         """
         messages = self.receive(None)
         while not messages:
@@ -119,32 +111,20 @@ class Mailbox:
         return bool(self._unsent)
 
     def send(self, message: FromLearner) -> None:
-        """Queue a message and write what the socket takes without blocking.
-
-        Raises:
-            WorkerError: if the daemon is gone.
-        """
+        """Queue a message and write what the socket takes without blocking."""
         with self._sending:
             self._unsent += frame(message)
             self.flush()
 
     def beat(self) -> None:
-        """Say that this process is alive, unless something still waits for room. From any thread.
-
-        Raises:
-            WorkerError: if the daemon is gone.
-        """
+        """Send a heartbeat, unless something still waits for room; callable from any thread."""
         with self._sending:
             if not self._unsent:
                 self._unsent += frame(Alive())
             self.flush()
 
     def flush(self) -> None:
-        """Write what is queued, as far as the socket takes it.
-
-        Raises:
-            WorkerError: if the daemon is gone.
-        """
+        """Write what is queued, as far as the socket takes it."""
         with self._sending, contextlib.suppress(BlockingIOError):
             while self._unsent:
                 try:

@@ -1,6 +1,6 @@
-"""What the daemon and its learner process say to each other, and how it is framed.
+"""Messages between the daemon and its learner and actor processes, and their framing.
 
-The two hold the ends of a Unix socket pair: nothing else can connect to it. Each frame is a
+Daemon and child hold the ends of a Unix socket pair: nothing else can connect to it. Each frame is a
 length (4 bytes, little endian) and one msgpack message. Vectors don't travel here but on the
 board, shared memory whose file descriptor is passed once.
 
@@ -24,6 +24,18 @@ board, shared memory whose file descriptor is passed once.
       │  Answer                       │
       ├──────────────────────────────▶│  goes on
 
+An actor inherits two pieces of shared memory as well: the ring that its unrolls go through
+(`tensors.unroll_ring`) and the policy that it acts with (`tensors.shared_policy`).
+
+    daemon                          actor
+      │  Act                          │
+      ├──────────────────────────────▶│  builds environments and network
+      │        Acts, or ActorFailed   │
+      │◀──────────────────────────────┤
+      │                               │  makes unrolls until it is killed, or the daemon is gone
+      │                      Crashed  │
+      │◀──────────────────────────────┤  an error ends it, of an environment, say
+
 Each second from its start the learner says that it is `Alive`; where an error ends it, it says which
 (`Crashed`). A report's counts are cumulative over the learner's life, so a lost or doubled report does no
 harm. Posts and answers name the epoch of their learner mode; what belongs to another is passed over.
@@ -46,12 +58,16 @@ from p2pdrl.transport.codec import decode
 from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, News, StartStage, Trace, Traced
 
 __all__ = [
+    "Act",
+    "ActorFailed",
+    "Acts",
     "Alive",
     "AnswerKind",
     "Attach",
     "Collect",
     "Crashed",
     "FrameBuffer",
+    "FromActor",
     "FromLearner",
     "Hello",
     "JoinHogwild",
@@ -67,6 +83,9 @@ __all__ = [
     "Stop",
     "ToLearner",
     "WorkMode",
+    "actor_seed",
+    "decode_act",
+    "decode_from_actor",
     "decode_from_learner",
     "decode_to_learner",
     "frame",
@@ -281,7 +300,7 @@ class Crashed(msgspec.Struct, frozen=True, tag="crashed"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """A sign of life, each second from the start, from a thread of the learner's that does nothing else."""
+    """A heartbeat, each second from the start, from a thread of the learner's that does nothing else."""
 
 
 FromLearner = Hello | Report | Posted | LearnerFailed | Crashed | Alive | Blocks | Traced | News
@@ -289,7 +308,7 @@ FromLearner = Hello | Report | Posted | LearnerFailed | Crashed | Alive | Blocks
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: ToLearner | FromLearner) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """Return ``message`` as one frame."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -348,3 +367,71 @@ class FrameBuffer:
         """
         other = FrameBuffer()
         return other.feed(bytes(self._data) + data)
+
+
+_ACTOR_STEP = 0x9E3779B1  # 2³²/φ, odd
+_LIFE_STEP = 0x85EBCA77
+
+
+class Act(msgspec.Struct, frozen=True, tag="act"):
+    """First message to an actor: what to act in, and how."""
+
+    task: bytes
+    """The task as JSON of `p2pdrl.config.task.TaskConfig`."""
+    number: int
+    """Of the actor: its lane in the ring."""
+    seed: int
+    """Of its environments and actions."""
+    spec: bytes
+    """msgpack of `UnrollSpec.to_wire`."""
+    policy_size: int
+    """D."""
+    threads: int
+    allow_import: bool
+    step_delay_s: float
+
+
+class Acts(msgspec.Struct, frozen=True, tag="acts"):
+    """Environments and network are built."""
+
+
+class ActorFailed(msgspec.Struct, frozen=True, tag="actor_failed"):
+    """The actor can't act as configured, and starting it again wouldn't help."""
+
+    message: str
+    usage: bool
+    """True when the person can mend it (exit code 2)."""
+
+
+FromActor = Acts | ActorFailed | Crashed
+
+
+def decode_act(body: bytes) -> Act:
+    """Decode the frame's body that an actor reads.
+
+    Raises:
+        WireError: it is another message.
+    """
+    message: Act = decode(body, Act, "message of the daemon")
+    return message
+
+
+def decode_from_actor(body: bytes) -> FromActor:
+    """Decode a frame's body as the daemon reads it.
+
+    Raises:
+        WireError: it isn't a message of an actor.
+    """
+    message: FromActor = decode(body, FromActor, "message of the actor")
+    return message
+
+
+def actor_seed(seed: int, number: int, life: int) -> int:
+    """Return the seed of one actor process; the first one's of actor 0 is the learner's own.
+
+    Args:
+        seed: of this node's learner.
+        number: of the actor.
+        life: how many processes it had before: a successor plays other episodes.
+    """
+    return (seed + number * _ACTOR_STEP + life * _LIFE_STEP) % 2**31

@@ -30,7 +30,7 @@ class Replica:
 
     Args:
         trainer: holds parameters and optimizer.
-        board: the learner's end; None for a helper, whose parameters are another learner's.
+        board: the learner's end; None for a Hogwild worker, whose parameters are another learner's.
     """
 
     def __init__(self, trainer: Trainer, board: LearnerBoard | None) -> None:
@@ -57,7 +57,7 @@ class Replica:
         return 0 if self._board is None else self._board.taken_id
 
     def restore(self) -> None:
-        """Take up the state that was last published.
+        """Load the state that was last published.
 
         Raises:
             WorkerError: there is none.
@@ -69,7 +69,7 @@ class Replica:
         self.trainer.set_state(vector, sidecar, own=True)
 
     def take(self) -> bool:
-        """Add or take over what lies in the board's slot; tell whether there was something."""
+        """Add the delta or load the set in the board's slot; return whether there was one."""
         taken = None if self._board is None else self._board.take()
         if taken is None:
             return False
@@ -83,7 +83,7 @@ class Replica:
         return True
 
     def become(self, vector_D: Vector, state: Mapping[str, Array], version: int, place: int) -> None:
-        """Take over what a pipeline computed.
+        """Load what a pipeline computed.
 
         Args:
             vector_D: parameters.
@@ -110,10 +110,10 @@ class Replica:
             self._refer()
 
     def set_aside(self, *, aside: bool) -> None:
-        """Have the trainer give its gradients and optimizer up for a share of a pipeline, or have them again.
+        """Free the gradients and optimizer state while a pipeline holds them, or allocate them again.
 
-        Meanwhile the optimizer's state lies on the board and nowhere else: as it was published last, which
-        isn't written over before the next one is whole.
+        Meanwhile the optimizer's state is only on the board, as it was published last; the board keeps that
+        until the next one is complete.
         """
         self._aside = aside
         self.trainer.set_aside(aside=aside)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from p2pdrl.rl.forward import policy_forward
-from p2pdrl.rl.gradients import accumulate
-from p2pdrl.rl.stepping import OwnStepper
+from p2pdrl.rl.engines import policy_forward
+from p2pdrl.rl.gradients import OwnStepper, accumulate
 from pipeline_bench.model import OBJECTIVE, Model
 from pipeline_bench.talk import LEARNING_RATE, MAX_GRAD_NORM, Stopwatch, Trial
 

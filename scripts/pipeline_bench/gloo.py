@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from p2pdrl.pipeline.plan import PipelinePlan
+from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.networks.lstm import NO_CONTEXT
-from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
 from pipeline_bench.model import OBJECTIVE, Model
 from pipeline_bench.redirected import Redirected

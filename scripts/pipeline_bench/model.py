@@ -18,12 +18,12 @@ from p2pdrl.pipeline.layers import Layer, Peer
 from p2pdrl.pipeline.partition import partition
 from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.pipeline.schedule import ScheduleName
+from p2pdrl.rl.algorithms.ppo import PPOObjective
+from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Minibatch
-from p2pdrl.rl.objectives.ppo import PPOObjective
 from p2pdrl.rl.optimizers import Optimizer
-from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.pipeline.parts import ModelParts, policy_parts
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.tensors.optimizers import Adam

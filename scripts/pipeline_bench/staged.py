@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from p2pdrl.rl.outputs import PolicyOutputs
+from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.pipeline.links import Links
 from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
 from p2pdrl.rl.pipeline.runner import Running

@@ -15,7 +15,7 @@ import torch
 from p2pdrl.config.fields import Precision
 from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.schedule import ScheduleName
-from p2pdrl.rl.block_costs import measure_blocks
+from p2pdrl.rl.sequential import measure_blocks
 from pipeline_bench.alone import Alone
 from pipeline_bench.gloo import Gloo
 from pipeline_bench.memory import Kept, Memory

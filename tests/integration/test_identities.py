@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.task import RegressionConfig
-from p2pdrl.rl.regression_data import make_rows, sequence_batch
+from p2pdrl.rl.sources.rows import make_rows, sequence_batch
 
 RATE = 0.02
 UPDATES = 50

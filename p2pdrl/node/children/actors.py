@@ -25,8 +25,17 @@ from p2pdrl.node.events import EventLog
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
-from p2pdrl.workers.actor_protocol import Act, ActorFailed, actor_seed, decode_from_actor, frame
-from p2pdrl.workers.protocol import Collect, Crashed, Hello, Start
+from p2pdrl.workers.protocol import (
+    Act,
+    ActorFailed,
+    Collect,
+    Crashed,
+    Hello,
+    Start,
+    actor_seed,
+    decode_from_actor,
+    frame,
+)
 
 __all__ = ["ActorPool", "StallWatch", "actor_count"]
 

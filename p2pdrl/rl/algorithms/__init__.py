@@ -1,5 +1,6 @@
-"""Learning algorithms, one file each, each readable from top to bottom.
+"""Learning algorithms, one file each, each readable from top to bottom: objective, then update.
 
-``registry.build`` picks one by its configuration: ``ppo`` (proximal policy optimization) or ``a2c``
-(advantage actor-critic).
+``registry`` picks one by its configuration: ``ppo`` (proximal policy optimization), ``a2c`` (advantage
+actor-critic) or what other code registered. ``regression`` learns from a data set. ``algorithm`` is what all
+of them are, ``batches`` what those that learn from unrolls share.
 """

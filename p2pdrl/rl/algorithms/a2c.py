@@ -1,7 +1,6 @@
-"""Advantage actor-critic, the synchronous form of A3C (Mnih 2016, arXiv 1602.01783, algorithm S3).
+"""Advantage actor-critic, the synchronous form of A3C (Mnih 2016, arXiv 1602.01783, section 4, algorithm S3).
 
-``trainer`` calls ``update`` once per unroll; each unroll is one batch and one step. The loss itself is
-``objectives.a2c``.
+``trainer`` calls ``update`` once per unroll; each unroll is one batch and one step.
 
 Shape suffixes: T unroll, B environments.
 """
@@ -9,33 +8,51 @@ Shape suffixes: T unroll, B environments.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from p2pdrl.config.task import A2CConfig
-from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
-from p2pdrl.rl.algorithms.batches import full_batch, normalized
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed
+from p2pdrl.rl.algorithms.batches import full_batch, gae, normalized
+from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import GradientEngine
-from p2pdrl.rl.objectives.a2c import A2CObjective
+from p2pdrl.rl.gradients import GradientEngine, Summed
 from p2pdrl.rl.optimizers import Optimizer
-from p2pdrl.rl.outputs import PolicyOutputs
-from p2pdrl.rl.returns import gae
 from p2pdrl.rl.rollout import Unroll
-from p2pdrl.rl.schedules import annealed
 from p2pdrl.tensors.optimizers import Adam, RMSProp, UpdateRule
 
-__all__ = ["A2C"]
+__all__ = ["A2C", "A2CObjective"]
+
+
+@dataclass(frozen=True)
+class A2CObjective(Summed):
+    """Policy gradient with a baseline, value error and entropy bonus.
+
+    Targets: ``actions``, ``advantages``, ``returns``.
+    """
+
+    target_names: ClassVar[tuple[str, ...]] = ("actions", "advantages", "returns")
+    terms: ClassVar[int] = 3
+
+    value_coef: float
+    entropy_coef: float
+
+    def __call__(self, outputs: PolicyOutputs, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return loss and terms: policy loss, value loss, entropy; all summed."""
+        policy = outputs.distribution()
+        policy_loss = -self.total(targets["advantages"] * policy.log_prob(targets["actions"]), targets)
+        value_loss = 0.5 * self.total((outputs.values - targets["returns"]).square(), targets)
+        entropy = self.total(policy.entropy(), targets)
+        loss = policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
+        return loss, torch.stack((policy_loss, value_loss, entropy)).detach()
 
 
 class A2C(Algorithm[Unroll]):
-    """One gradient step per unroll along the policy gradient; one loss, by RMSProp or Adam.
-
-    Args:
-        config: every field explains itself there.
-        flat: the policy's parameters, stepped in place.
-        engine: computes the gradient of each unroll.
-    """
+    """One gradient step per unroll along the policy gradient; one loss, by RMSProp or Adam."""
 
     def __init__(self, config: A2CConfig, flat: FlatModule, engine: GradientEngine[PolicyOutputs]) -> None:
         self._config = config

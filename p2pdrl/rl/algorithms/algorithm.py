@@ -1,28 +1,44 @@
-"""What an algorithm is: a list of losses, target copies, and one update that reads from top to bottom.
+"""What an algorithm is: a list of losses, target networks, and one update that reads from top to bottom.
 
 ``trainer`` holds one and hands it a batch at a time. Each loss has an objective, an optimizer, and a span of
 the flat vector that it steps; PPO, A2C and the regression are the case of one loss over the whole vector.
+
+An algorithm with target networks lets them ``follow`` at the beginning of each update, and ``track`` after
+each step. Their parameters travel in the sidecar by rule ``copy``: an exchange with a peer leaves them alone,
+a state transfer brings them along.
 
 Shape suffix: D parameters.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple
 
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
 
-from p2pdrl.rl.algorithms.targets import TargetNetwork
-from p2pdrl.rl.flat import FlatSpan
-from p2pdrl.rl.gradients import GradientEngine, Minibatch
-from p2pdrl.rl.objectives.objective import Objective, Outputs
+from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.rl.flat import FlatModule, FlatSpan
+from p2pdrl.rl.gradients import GradientEngine, Minibatch, Objective, Outputs, OwnStepper, Stepper
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.sources.source import BatchT
-from p2pdrl.rl.stepping import OwnStepper, Stepper
+from p2pdrl.tensors.sidecar import SidecarItem
 
-__all__ = ["Algorithm", "Loss", "Stepped"]
+__all__ = [
+    "Algorithm",
+    "HardCopy",
+    "LinearSchedule",
+    "Loss",
+    "SoftCopy",
+    "Stepped",
+    "TargetNetwork",
+    "annealed",
+]
 
 
 class Stepped(NamedTuple):
@@ -41,8 +57,7 @@ class Loss(Generic[Outputs]):
     """One loss: what is minimised, over which parameters, by which optimizer, how often.
 
     Args:
-        objective: what is minimised.
-        optimizer: over the span's tensors.
+        optimizer: over the span's tensors; its state travels in the sidecar.
         span: of the flat vector: gradients elsewhere are computed where the model asks for it, and not used.
         engine: computes gradients of the whole vector.
         max_grad_norm: bound on the norm of the span's gradient.
@@ -51,12 +66,8 @@ class Loss(Generic[Outputs]):
         every: how many calls of ``due`` make one step of it.
 
     Attributes:
-        objective: as given.
-        optimizer: as given; its state travels in the sidecar.
-        span: as given.
-        engine: as given; may be replaced between updates.
+        engine: may be replaced between updates.
         stepper: gets each gradient; may be replaced between updates.
-        name: as given.
     """
 
     def __init__(
@@ -93,11 +104,7 @@ class Loss(Generic[Outputs]):
         return Stepped(terms, self.apply(learning_rate, samples=batch.rows, left=left))
 
     def gradients(self, batch: Minibatch) -> Tensor:
-        """Compute the mean gradient over a minibatch; return the objective's terms, as means over its rows.
-
-        Args:
-            batch: with the objective's targets.
-        """
+        """Compute the mean gradient; return the objective's terms, as means over the batch's rows."""
         return self.engine.gradients(batch, self.objective)
 
     def apply(self, learning_rate: float, *, samples: int, left: int = 0) -> float:
@@ -141,5 +148,101 @@ class Algorithm(ABC, Generic[BatchT]):
 
     @property
     def exploration(self) -> float:
-        """How far whoever acts is to stray from the policy: ε; 0 where the policy is random itself."""
+        """ε of an ε-greedy behaviour policy; 0 where the policy is stochastic itself."""
         return 0.0
+
+
+def annealed(start: float, how: Literal["none", "linear"], progress: float) -> float:
+    """Return ``start``, or ``start`` falling linearly to zero with the swarm's progress (0 … 1)."""
+    return start * (1.0 - progress if how == "linear" else 1.0)
+
+
+@dataclass(frozen=True)
+class LinearSchedule:
+    """Linear interpolation from ``start`` to ``end`` over the swarm's environment steps, constant afterwards.
+
+    Attributes:
+        steps: environment steps of the whole swarm.
+    """
+
+    start: float
+    end: float
+    steps: int
+
+    def at(self, env_steps: int) -> float:
+        """Return its value when the swarm has made ``env_steps``."""
+        if env_steps >= self.steps:
+            return self.end
+        return self.start + (self.end - self.start) * (max(env_steps, 0) / self.steps)
+
+
+@dataclass(frozen=True)
+class HardCopy:
+    """θ⁻ ← θ whenever ⌊policy version / every⌋ changes (Mnih 2015): Lamport versions skip multiples."""
+
+    every: int
+
+
+@dataclass(frozen=True)
+class SoftCopy:
+    """θ⁻ ← τ θ + (1 − τ) θ⁻ after each step (Lillicrap 2016, arXiv 1509.02971, algorithm 1)."""
+
+    tau: float
+
+
+class TargetNetwork:
+    """A copy of one part of a model.
+
+    Args:
+        name: in the sidecar: ``target.`` and this.
+        module: the part.
+        span: its parameters in the model's flat vector.
+        rule: how the copy follows.
+
+    Attributes:
+        module: the copy; nothing differentiates through its parameters.
+    """
+
+    def __init__(self, name: str, module: nn.Module, span: FlatSpan, rule: HardCopy | SoftCopy) -> None:
+        self._item = SidecarItem(f"target.{name}", (span.parameters_D.numel(),), "float32", "copy")
+        self._span = span
+        self._rule = rule
+        self._period: int | None = None
+        self.module = copy.deepcopy(module).requires_grad_(False)
+        self._flat = FlatModule(self.module, span.device)
+        self._flat.drop_gradients()
+        self._flat.parameters_D.copy_(span.parameters_D)
+
+    def follow(self, version: int) -> None:
+        """Before an update: copy the parameters, if the rule counts versions and it is time."""
+        if not isinstance(self._rule, HardCopy):
+            return
+        period = version // self._rule.every
+        if self._period not in (None, period):
+            self._flat.parameters_D.copy_(self._span.parameters_D)
+        self._period = period
+
+    def track(self) -> None:
+        """After a step: move towards the parameters, if that is the rule."""
+        if isinstance(self._rule, SoftCopy):
+            self._flat.parameters_D.lerp_(self._span.parameters_D, self._rule.tau)
+
+    def items(self) -> tuple[SidecarItem, ...]:
+        """Return how its parameters are laid out in the sidecar."""
+        return (self._item,)
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Return its parameters by name: a view on the CPU."""
+        return {self._item.name: self._flat.numpy()}
+
+    def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take over what ``state`` returned, here or on another node.
+
+        Raises:
+            LayoutMismatchError: it is missing or has another shape.
+        """
+        found = arrays.get(self._item.name)
+        if found is None or found.shape != self._item.shape:
+            raise LayoutMismatchError(f"{self._item.name} should be of shape {self._item.shape}")
+        self._flat.set_(np.array(found, dtype=np.float32))
+        self._period = None

@@ -1,7 +1,7 @@
 """Proximal policy optimization (Schulman 2017, arXiv 1707.06347), from the unroll to the step.
 
-``trainer`` calls ``update`` once per unroll. Advantages are estimated and normalised on the full
-batch, before it is split (``batches``); reset steps have no part in it. The loss is ``objectives.ppo``.
+``trainer`` calls ``update`` once per unroll. Advantages are estimated and normalised on the full batch,
+before it is split (``batches``); reset steps have no part in it.
 
 Shape suffixes: T unroll, B environments, N valid steps of the batch (environments, where the policy
 remembers), M those of a minibatch.
@@ -10,33 +10,80 @@ remembers), M those of a minibatch.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from p2pdrl.config.task import PPOConfig
-from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
-from p2pdrl.rl.algorithms.batches import full_batch, minibatch, normalized
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed
+from p2pdrl.rl.algorithms.batches import full_batch, gae, minibatch, normalized
+from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import GradientEngine
-from p2pdrl.rl.objectives.ppo import PPOObjective
+from p2pdrl.rl.gradients import GradientEngine, Summed
 from p2pdrl.rl.optimizers import Optimizer
-from p2pdrl.rl.outputs import PolicyOutputs
-from p2pdrl.rl.returns import gae
 from p2pdrl.rl.rollout import Unroll
-from p2pdrl.rl.schedules import annealed
 from p2pdrl.tensors.optimizers import Adam
 
-__all__ = ["PPO"]
+__all__ = ["PPO", "PPOObjective"]
+
+
+@dataclass(frozen=True)
+class PPOObjective(Summed):
+    """Equation 9: policy, value and entropy together.
+
+    Targets: ``actions``, ``log_probs`` and ``values`` of the policy that acted, ``advantages``
+    (normalised already), ``returns``.
+
+    Attributes:
+        clip: ε: how far the probability ratio may move before its gradient is cut.
+        value_clip: bound on the value's move; None leaves it free.
+    """
+
+    target_names: ClassVar[tuple[str, ...]] = ("actions", "log_probs", "values", "advantages", "returns")
+    terms: ClassVar[int] = 5
+
+    clip: float
+    value_clip: float | None
+    value_coef: float
+    entropy_coef: float
+
+    def __call__(self, outputs: PolicyOutputs, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return loss and terms: policy loss, value loss, entropy, KL, clip fraction; all summed."""
+        policy = outputs.distribution()
+        advantages_N = targets["advantages"]
+
+        # equation 7: L = E[min(ρ A, clip(ρ, 1 − ε, 1 + ε) A)]
+        log_ratio_N = policy.log_prob(targets["actions"]) - targets["log_probs"]
+        ratio_N = log_ratio_N.exp()
+        clipped_N = ratio_N.clamp(1.0 - self.clip, 1.0 + self.clip)
+        policy_loss = -self.total(torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N), targets)
+        value_loss = 0.5 * self.total(self._errors(outputs.values, targets), targets)
+        entropy = self.total(policy.entropy(), targets)
+
+        loss = policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
+        with torch.no_grad():
+            # KL(old | new) without its bias and with less variance: E[(ρ − 1) − log ρ] (Schulman 2020)
+            kl = self.total(ratio_N - 1.0 - log_ratio_N, targets)
+            clipped = self.total((ratio_N != clipped_N).to(kl.dtype), targets)
+            return loss, torch.stack((policy_loss, value_loss, entropy, kl, clipped))
+
+    def _errors(self, values_N: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
+        """Return squared errors of the values, the larger ones of free and clipped."""
+        returns_N, old_N = targets["returns"], targets["values"]
+        errors_N = (values_N - returns_N).square()
+        if self.value_clip is None:
+            return errors_N
+        near_N = old_N + (values_N - old_N).clamp(-self.value_clip, self.value_clip)
+        return torch.maximum(errors_N, (near_N - returns_N).square())
 
 
 class PPO(Algorithm[Unroll]):
     """Clipped surrogate objective, several passes of minibatches over each unroll; one loss, by Adam.
 
     Args:
-        config: every field explains itself there.
-        flat: the policy's parameters, stepped in place.
-        engine: computes the gradient of each minibatch.
         generator: shuffles the minibatches; on the parameters' device.
     """
 

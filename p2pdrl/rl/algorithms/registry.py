@@ -1,4 +1,4 @@
-"""From an algorithm's configuration to the algorithm.
+"""Builds an algorithm from its configuration.
 
 `rl.registry.build_trainer` builds through it. A new algorithm is one file beside this one, its
 configuration, and one line in `ALGORITHMS`; code outside of this package calls `register`.
@@ -17,10 +17,10 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.a2c import A2C
 from p2pdrl.rl.algorithms.algorithm import Algorithm
 from p2pdrl.rl.algorithms.ppo import PPO
+from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Forward, GradientEngine
-from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
 
 __all__ = ["AlgorithmEntry", "Materials", "entry_of", "register"]
@@ -31,9 +31,7 @@ class Materials:
     """What an algorithm is made from.
 
     Attributes:
-        config: the algorithm's own: ``task.algorithm``.
-        policy: the network, as the entry made it.
-        flat: its parameters and gradients.
+        config: ``task.algorithm``.
         engine: computes gradients through ``policy.outputs``.
         engine_for: makes an engine for a loss that runs the model in another way.
         generator: of everything random, on the parameters' device.
@@ -53,7 +51,7 @@ class AlgorithmEntry:
 
     Attributes:
         build: makes it.
-        network: makes what acts and learns, from spaces, shape and seed; actor processes make theirs by it.
+        network: makes the policy from spaces, shape and seed, in learners and in actor processes.
     """
 
     build: Callable[[Materials], Algorithm[Any]]

@@ -1,45 +1,76 @@
 """Supervised regression: the smallest thing that a swarm can train.
 
 Strategies are measured and checked on it against serial gradient descent, without the noise of reinforcement
-learning. Minus the loss on the evaluation's rows counts as the return of an episode.
+learning. Minus the loss on the evaluation's rows counts as the return of an episode. Both objectives have one
+target, ``targets``, and one term: the loss itself.
 
-Shape suffixes: D parameters, R rows, B rows of a batch.
+Shape suffixes: D parameters, R rows, N or B rows of a batch, C classes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from p2pdrl.config.task import RegressionConfig
-from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import GradientEngine, Minibatch
+from p2pdrl.rl.gradients import GradientEngine, Minibatch, Objective, Summed
 from p2pdrl.rl.networks.layers import Dense, in_pairs, initialise, mlp
-from p2pdrl.rl.objectives.objective import Objective
-from p2pdrl.rl.objectives.regression import TARGETS, CrossEntropy, LeastSquares
 from p2pdrl.rl.optimizers import Optimizer
-from p2pdrl.rl.regression_data import DataRows
-from p2pdrl.rl.schedules import annealed
-from p2pdrl.rl.sources.rows import RowBatch
+from p2pdrl.rl.sources.rows import DataRows, RowBatch
 from p2pdrl.tensors.optimizers import SGD, Adagrad, Adam, Momentum, RMSProp, UpdateRule
 
-__all__ = ["Regression", "RegressionEvaluation", "regression_layers", "regression_model"]
+__all__ = [
+    "TARGETS",
+    "CrossEntropy",
+    "LeastSquares",
+    "Regression",
+    "RegressionEvaluation",
+    "regression_layers",
+    "regression_model",
+]
+
+TARGETS = "targets"
+
+
+@dataclass(frozen=True)
+class LeastSquares(Summed):
+    """Half the squared error of a model with one output per row."""
+
+    target_names: ClassVar[tuple[str, ...]] = (TARGETS,)
+    terms: ClassVar[int] = 1
+
+    def __call__(self, outputs: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the loss over outputs N x 1 and float targets N, summed, and it again as the term."""
+        loss = 0.5 * self.total((outputs.squeeze(-1) - targets[TARGETS]).square(), targets)
+        return loss, loss.detach().unsqueeze(0)
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Summed):
+    """Minus the log-probability of the right class under softmax."""
+
+    target_names: ClassVar[tuple[str, ...]] = (TARGETS,)
+    terms: ClassVar[int] = 1
+
+    def __call__(self, outputs: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the loss over logits NC and classes N (int64), summed, and it again as the term."""
+        loss = self.total(nn.functional.cross_entropy(outputs, targets[TARGETS], reduction="none"), targets)
+        return loss, loss.detach().unsqueeze(0)
 
 
 class Regression(Algorithm[RowBatch]):
     """One gradient step per batch; one loss.
 
     Args:
-        config: every field explains itself there.
-        flat: the model's parameters, stepped in place.
-        engine: computes the gradient of each batch.
         delay_s: seconds slept at each update, on top of ``min_update_s``.
         clock: seconds, monotonic.
-        sleep: waits for so many seconds.
     """
 
     def __init__(
@@ -87,14 +118,7 @@ class Regression(Algorithm[RowBatch]):
 
 
 class RegressionEvaluation:
-    """The loss on rows that nobody trains on, now and then.
-
-    Args:
-        config: how often.
-        model: what is judged.
-        rows: of the evaluation.
-        device: of the model.
-    """
+    """The loss on held-out rows, every ``evaluate_every`` updates."""
 
     def __init__(
         self, config: RegressionConfig, model: nn.Module, rows: DataRows, device: torch.device
@@ -105,19 +129,19 @@ class RegressionEvaluation:
         self._inputs_RF = torch.from_numpy(rows.inputs_RF).to(device)
         self._targets_R = torch.from_numpy(rows.targets_R).to(device)
         self._unseen_updates = 0
-        self.figures = self._judge()
+        self.figures = self._evaluate()
 
     def __call__(self) -> list[tuple[float, int]]:
-        """Note an update; return the evaluation as an episode (return, rows since the last) if it is due."""
+        """Count an update; return the evaluation as an episode (return, rows since the last) if it is due."""
         self._unseen_updates += 1
         if self._unseen_updates < self._config.evaluate_every:
             return []
-        self.figures = self._judge()
+        self.figures = self._evaluate()
         rows, self._unseen_updates = self._unseen_updates * self._config.batch_size, 0
         return [(-self.figures["evaluation_loss"], rows)]
 
     @torch.no_grad()
-    def _judge(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, float]:
         outputs = self._model(self._inputs_RF)
         loss, _ = self._objective.over(len(self._targets_R))(outputs, {TARGETS: self._targets_R})
         figures = {"evaluation_loss": float(loss)}

@@ -17,18 +17,17 @@ from p2pdrl.errors import ConfigError, TransportError
 from p2pdrl.pipeline.layers import Layer, Peer
 from p2pdrl.pipeline.partition import partition
 from p2pdrl.pipeline.plan import PipelinePlan
-from p2pdrl.rl.block_costs import measure_blocks
 from p2pdrl.rl.engines import EngineOptions
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import Minibatch
+from p2pdrl.rl.gradients import Minibatch, Objective, Outputs
 from p2pdrl.rl.networks.lstm import RecurrentContext
-from p2pdrl.rl.objectives.objective import Objective, Outputs
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.links import ring
 from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import ModelParts
 from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
+from p2pdrl.rl.sequential import measure_blocks
 from p2pdrl.tensors.optimizers import SGD
 
 __all__ = ["ModelSplit", "SplitEngine", "split_engine"]

@@ -18,16 +18,14 @@ from torch import Tensor, nn
 
 from p2pdrl.config.fields import Precision
 from p2pdrl.errors import LayoutMismatchError, WireError
-from p2pdrl.rl.block_map import BlockMap
+from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.envs import Discrete, EnvSpec
-from p2pdrl.rl.gradients import Minibatch
+from p2pdrl.rl.gradients import VALID, Minibatch, Objective, Outputs
 from p2pdrl.rl.networks.lstm import NO_CONTEXT
-from p2pdrl.rl.objectives.objective import VALID, Objective, Outputs
 from p2pdrl.rl.optimizers import Optimizer
-from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.pipeline.messages import Opening, RowSpec, decode
 from p2pdrl.rl.policy import ActorCritic
-from p2pdrl.rl.sequential import Block, HeadsBlock, RowBlock, block_map, blocks, map_blocks
+from p2pdrl.rl.sequential import Block, BlockMap, HeadsBlock, RowBlock, block_map, blocks, map_blocks
 
 __all__ = ["ModelParts", "module_parts", "policy_parts"]
 

@@ -27,8 +27,7 @@ from torch import Tensor
 from p2pdrl.errors import PeerUnreachableError, WireError
 from p2pdrl.pipeline.trace import TraceSpan
 from p2pdrl.rl.flat import FlatSpan
-from p2pdrl.rl.gradients import Minibatch, cut
-from p2pdrl.rl.objectives.objective import Objective, Outputs
+from p2pdrl.rl.gradients import Minibatch, Objective, Outputs, cut
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.links import Links, Room, Way, receive, receive_any, receive_kind
 from p2pdrl.rl.pipeline.messages import (
@@ -44,7 +43,7 @@ from p2pdrl.rl.pipeline.messages import (
 )
 from p2pdrl.rl.pipeline.runner import Recorder, Running, ScheduleRunner
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.tuner import Tuner
+from p2pdrl.rl.tuned_gradients import Tuner
 
 __all__ = ["Assembled", "Pipelined", "Rank", "StageServer"]
 

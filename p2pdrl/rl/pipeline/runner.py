@@ -13,13 +13,12 @@ from torch import Tensor
 
 from p2pdrl.pipeline.schedule import peak_activations
 from p2pdrl.pipeline.trace import MOST_SPANS, TraceSpan
-from p2pdrl.rl.gradients import Minibatch
+from p2pdrl.rl.gradients import Minibatch, Objective, Outputs
 from p2pdrl.rl.networks.lstm import RecurrentContext
-from p2pdrl.rl.objectives.objective import Objective, Outputs
 from p2pdrl.rl.pipeline.links import Links, Way, receive
 from p2pdrl.rl.pipeline.messages import Activation, Buffers, Gradient, Message, Opening, RowSpec, TensorSlot
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.saved import saved_bytes
+from p2pdrl.rl.sequential import saved_bytes
 
 __all__ = ["ActivationBytes", "ActivationMemory", "Recorder", "Running", "ScheduleRunner"]
 

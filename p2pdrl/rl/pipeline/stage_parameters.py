@@ -23,8 +23,8 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.pipeline.schedule import computes_anew
 from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.gradients import Outputs
 from p2pdrl.rl.networks.lstm import RecurrentContext
-from p2pdrl.rl.objectives.objective import Outputs
 from p2pdrl.rl.optimizers import Optimizer, sum_of_squares
 from p2pdrl.rl.pipeline.parts import ModelParts
 from p2pdrl.rl.sequential import Block, chain

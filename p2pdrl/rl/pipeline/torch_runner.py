@@ -19,9 +19,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
 from p2pdrl.pipeline.schedule import peak_activations
 from p2pdrl.pipeline.trace import TraceSpan
-from p2pdrl.rl.gradients import Minibatch
+from p2pdrl.rl.gradients import Minibatch, Objective, Outputs
 from p2pdrl.rl.networks.lstm import RecurrentContext
-from p2pdrl.rl.objectives.objective import Objective, Outputs
 from p2pdrl.rl.pipeline.links import Links
 from p2pdrl.rl.pipeline.messages import Activation, Opening, RowSpec, TensorSlot
 from p2pdrl.rl.pipeline.runner import ActivationBytes, ActivationMemory, Recorder

@@ -1,5 +1,5 @@
-"""Where a learner's batches come from, one source each.
+"""Where a learner's batches come from.
 
-``source`` says what every source is; ``inline`` steps environments in the learner's own process, ``rows``
-draws from a data set. `workers.actor_source` reads what actor processes make.
+``source`` says what every source is; ``unrolls`` has environments in the learner's own process, and what
+unrolls from actor processes are made of (`workers.actor_source` reads them); ``rows`` draws from a data set.
 """

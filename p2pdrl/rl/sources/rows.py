@@ -1,6 +1,9 @@
-"""Rows of a data set, drawn at random or taken in sequence: what a regression learns from.
+"""Rows of a made-up data set: what a regression learns from.
 
-Shape suffixes: R rows, F features, B rows of a batch.
+The data are the same on every node that is given the same seed; batches are drawn at random or taken in
+sequence.
+
+Shape suffixes: R rows, F features, C classes, B rows of a batch.
 """
 
 # ruff: noqa: N815 (fields carry shape suffixes)
@@ -18,11 +21,83 @@ from torch import Tensor
 from p2pdrl.config.task import RegressionConfig
 from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.rl.optimizers import MAX_COUNT
-from p2pdrl.rl.regression_data import DataRows, sequence_batch
 from p2pdrl.rl.sources.source import Batch, Source
 from p2pdrl.tensors.sidecar import SidecarItem
 
-__all__ = ["RowBatch", "RowSource"]
+__all__ = ["EVALUATION_ROWS", "DataRows", "RowBatch", "RowSource", "make_rows", "sequence_batch"]
+
+
+EVALUATION_ROWS = 1024
+"""The most rows that are kept for the evaluation."""
+
+
+@dataclass(frozen=True)
+class DataRows:
+    """Inputs with their targets.
+
+    Attributes:
+        inputs_RF: float32.
+        targets_R: float32 of ``least_squares``, int64 class numbers of ``classifier``.
+    """
+
+    inputs_RF: npt.NDArray[np.float32]
+    targets_R: npt.NDArray[Any]
+
+
+def make_rows(config: RegressionConfig, seed: int) -> tuple[DataRows, DataRows]:
+    """Draw the rows to train on, and those to evaluate on.
+
+    ``least_squares``: x from N(0, 1), kept with probability ``density``, else 0; y = x·w* + noise, with w*
+    so that x·w* has deviation 1. The evaluation's targets are without noise: its loss is half the squared
+    distance from w* (where x has unit covariance), zero at the truth.
+    ``classifier``: a centre for each class at distance 1 from the origin, x = centre + noise.
+    """
+    rng = np.random.default_rng(seed)
+    size = (config.rows, min(config.rows, EVALUATION_ROWS))
+    if config.kind == "classifier":
+        centres_CF = rng.standard_normal((config.classes, config.features), dtype=np.float32)
+        centres_CF /= np.linalg.norm(centres_CF, axis=1, keepdims=True)
+        return _clusters(config, centres_CF, size[0], rng), _clusters(config, centres_CF, size[1], rng)
+    truth_F = rng.standard_normal(config.features, dtype=np.float32)
+    truth_F /= np.float32(np.sqrt(config.features * config.density))
+    train = _linear(config, truth_F, size[0], rng)
+    noise_R = rng.standard_normal(size[0], dtype=np.float32) * np.float32(config.noise)
+    return DataRows(train.inputs_RF, train.targets_R + noise_R), _linear(config, truth_F, size[1], rng)
+
+
+def _linear(
+    config: RegressionConfig, truth_F: npt.NDArray[np.float32], rows: int, rng: np.random.Generator
+) -> DataRows:
+    inputs_RF = rng.standard_normal((rows, config.features), dtype=np.float32)
+    if config.density < 1.0:
+        inputs_RF *= rng.random((rows, config.features), dtype=np.float32) < config.density
+    return DataRows(inputs_RF, inputs_RF @ truth_F)
+
+
+def _clusters(
+    config: RegressionConfig, centres_CF: npt.NDArray[np.float32], rows: int, rng: np.random.Generator
+) -> DataRows:
+    labels_R = rng.integers(config.classes, size=rows)
+    noise_RF = rng.standard_normal((rows, config.features), dtype=np.float32)
+    return DataRows(centres_CF[labels_R] + noise_RF * np.float32(config.noise), labels_R)
+
+
+def sequence_batch(config: RegressionConfig, seed: int, update: int) -> npt.NDArray[np.int64]:
+    """Return the rows, by number, of one batch of ``sample = "sequence"``.
+
+    Batch k = ``update`` · ``workers`` + ``seed`` mod ``workers`` holds rows k·B … k·B + B − 1, modulo R. So
+    the batches of n workers with seeds 0 … n − 1 in one update, put together, are the batch of a single
+    worker (``workers = 1``) with n·B rows in the same update.
+
+    Args:
+        config: the task's.
+        seed: of the learner.
+        update: how many updates came before.
+    """
+    batch = update * config.workers + seed % config.workers
+    numbers_B = np.arange(config.batch_size, dtype=np.int64)
+    return (batch * config.batch_size % config.rows + numbers_B) % config.rows
+
 
 UPDATES = "regression.updates"
 
@@ -39,14 +114,7 @@ class RowSource(Source[RowBatch]):
     """Draws batches of a regression's rows; its place is the number of updates made.
 
     Args:
-        config: how rows are drawn.
         seed: of this learner's batches.
-        rows: to draw from.
-        device: where batches are to be.
-
-    Attributes:
-        inputs_RF: of all rows.
-        targets_R: likewise.
     """
 
     def __init__(self, config: RegressionConfig, seed: int, rows: DataRows, device: torch.device) -> None:
@@ -69,12 +137,12 @@ class RowSource(Source[RowBatch]):
         return self._rng.integers(config.rows, size=config.batch_size)
 
     def commit(self) -> None:
-        """Go on to the next batch of the sequence."""
+        """Advance to the next batch of the sequence."""
         self._updates += 1
 
     @property
     def place(self) -> int:
-        """Updates made, which is the place in the sequence."""
+        """Updates made, which is the position in the sequence."""
         return self._updates
 
     @place.setter

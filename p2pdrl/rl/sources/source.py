@@ -1,7 +1,7 @@
 """What a source of batches is: one seam between the trainer and whoever makes experience.
 
 ``trainer`` asks its source for a batch, hands that to the algorithm, and commits it once the update is done.
-So an update that breaks off (a neighbour of a pipeline is gone, the process is killed) has used nothing up: a
+So an update that is interrupted (a pipeline's neighbour is gone, the process is killed) consumes nothing: a
 source that can hands the same batch out again.
 """
 
@@ -44,27 +44,23 @@ class Source(ABC, Generic[BatchT]):
 
     @property
     def ready(self) -> bool:
-        """Whether `next` has a batch without waiting for anybody else."""
+        """Whether `next` has a batch without waiting for another process."""
         return True
 
     def commit(self) -> None:
         """Note that the update with the last batch is done: it won't be handed out again."""
 
     def publish(self, version: int) -> None:
-        """Let those who act have the parameters as they are now.
-
-        Args:
-            version: of the policy.
-        """
+        """Hand the current parameters, policy version ``version``, to the actors."""
 
     @property
     def place(self) -> int:
-        """How far it is in data that go on in order; 0 where there is no order."""
+        """Position in sequential data; 0 where batches have no order."""
         return 0
 
     @place.setter
     def place(self, place: int) -> None:
-        """Go on from there; without effect where there is no order."""
+        """Continue from there; no effect where batches have no order."""
 
     def items(self) -> tuple[SidecarItem, ...]:
         """Return how its state is laid out in the sidecar."""

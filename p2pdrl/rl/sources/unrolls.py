@@ -1,7 +1,7 @@
-"""Unrolls between processes: what one is made of, filling a slot with it, and reading slots back.
+"""Unrolls as batches: scaled, from environments in the learner's process, or packed by actor processes.
 
-Actor processes pack what their collector made; the learner declares the items and joins what several actors
-made to one unroll over all environments.
+Actors ship raw observations and rewards; the learner scales them when it reads them, by what the whole
+swarm has counted so far, and counts them afterwards: within an unroll all rows are scaled alike.
 
 Shape suffixes: as in ``rollout``.
 """
@@ -17,22 +17,85 @@ import numpy.typing as npt
 import torch
 
 from p2pdrl.rl.envs import Discrete
+from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.policy import ActorCritic
-from p2pdrl.rl.rollout import RawUnroll
+from p2pdrl.rl.rollout import Collector, RawUnroll, Unroll
+from p2pdrl.rl.sources.source import Source
 from p2pdrl.tensors.unroll_ring import ENVIRONMENTS, UnrollItem
 
-__all__ = ["UnrollPart", "joined", "pack", "unroll_items"]
+__all__ = ["InlineSource", "UnrollPart", "UnrollScaler", "joined", "pack", "unroll_items"]
 
 Array = npt.NDArray[Any]
 
 
-def unroll_items(policy: ActorCritic, steps: int) -> tuple[UnrollItem, ...]:
-    """Return what unrolls of a policy are made of.
+class UnrollScaler:
+    """Scales unrolls and counts what is in them.
 
     Args:
-        policy: that acts.
-        steps: T.
+        device: where the algorithm wants its batches.
+        normalizer: of observations; None leaves them as they are.
+        reward_scaler: of rewards; None likewise.
     """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        normalizer: RunningNormalizer | None = None,
+        reward_scaler: RewardScaler | None = None,
+    ) -> None:
+        self._device = device
+        self._normalizer = normalizer
+        self._reward_scaler = reward_scaler
+
+    def scale(self, raw: RawUnroll) -> Unroll:
+        """Return the unroll, scaled; count it."""
+        device, normalizer = self._device, self._normalizer
+        seen_T1BX = raw.seen_T1BX
+        if seen_T1BX is None:
+            obs_T1BX = raw.obs_T1BX if normalizer is None else normalizer.normalize(raw.obs_T1BX)
+            seen_T1BX = torch.from_numpy(obs_T1BX)
+        rewards_TB = raw.rewards_TB
+        if self._reward_scaler is not None:
+            ends_TB = raw.terminated_TB | raw.truncated_TB
+            rewards_TB = self._reward_scaler.scale(
+                rewards_TB, ends_TB, raw.valid_TB, columns_B=raw.columns_B, restarts_B=raw.restarts_B
+            )
+        if normalizer is not None:
+            normalizer.update(raw.obs_T1BX[:-1][raw.valid_TB])
+        return Unroll(
+            obs_T1BX=seen_T1BX.to(device),
+            actions=raw.actions.to(device),
+            log_probs_TB=raw.log_probs_TB.to(device),
+            values_T1B=raw.values_T1B.to(device),
+            rewards_TB=torch.from_numpy(rewards_TB).to(device),
+            terminated_TB=torch.from_numpy(raw.terminated_TB).to(device),
+            truncated_TB=torch.from_numpy(raw.truncated_TB).to(device),
+            valid_TB=torch.from_numpy(raw.valid_TB).to(device),
+            env_steps=int(raw.valid_TB.sum()),
+            episodes=raw.episodes,
+            state_BS=None if raw.state_BS is None else raw.state_BS.to(device),
+        )
+
+
+class InlineSource(Source[Unroll]):
+    """Collects unrolls in the learner's own process, with the current parameters; closes the collector."""
+
+    def __init__(self, collector: Collector, scaler: UnrollScaler) -> None:
+        self._collector = collector
+        self._scaler = scaler
+
+    def next(self) -> Unroll:
+        """Run T steps in every environment."""
+        return self._scaler.scale(self._collector.collect())
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._collector.close()
+
+
+def unroll_items(policy: ActorCritic, steps: int) -> tuple[UnrollItem, ...]:
+    """Return the arrays of a policy's unroll of T = ``steps``."""
     spec, B = policy.spec, ENVIRONMENTS
     discrete = isinstance(spec.action, Discrete)
     action_shape = () if isinstance(spec.action, Discrete) else (spec.action.dim,)
@@ -73,19 +136,18 @@ def pack(raw: RawUnroll, arrays: Mapping[str, Array]) -> None:
 
 @dataclass(frozen=True)
 class UnrollPart:
-    """What one actor made.
+    """One actor's unroll.
 
     Attributes:
-        arrays: of the slot.
         episodes: how many ended.
         columns: numbers of its environments among all of the learner's.
-        anew: whether its streams begin anew: unrolls before this one were lost.
+        restarted: whether its streams begin anew: unrolls before this one were lost.
     """
 
     arrays: Mapping[str, Array]
     episodes: int
     columns: range
-    anew: bool
+    restarted: bool
 
 
 def joined(parts: Sequence[UnrollPart], environments: int) -> RawUnroll:
@@ -102,7 +164,7 @@ def joined(parts: Sequence[UnrollPart], environments: int) -> RawUnroll:
         return np.concatenate([part.arrays[name] for part in parts], axis)
 
     columns_B = np.concatenate([np.asarray(part.columns) for part in parts])
-    anew_B = np.concatenate([np.full(len(part.columns), part.anew) for part in parts])
+    restarts_B = np.concatenate([np.full(len(part.columns), part.restarted) for part in parts])
     episodes: list[tuple[float, int]] = []
     for part in parts:
         returns = part.arrays["episode_returns"].reshape(-1)[: part.episodes]
@@ -122,5 +184,5 @@ def joined(parts: Sequence[UnrollPart], environments: int) -> RawUnroll:
         episodes=episodes,
         state_BS=state_BS,
         columns_B=None if len(columns_B) == environments else columns_B,
-        anew_B=anew_B if anew_B.any() else None,
+        restarts_B=restarts_B if restarts_B.any() else None,
     )

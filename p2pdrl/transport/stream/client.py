@@ -10,15 +10,7 @@ from p2pdrl.clock import Clock
 from p2pdrl.errors import WireError
 from p2pdrl.transport.auth import MAC_BYTES, PieceMac
 from p2pdrl.transport.calls import OutgoingCall, refused
-from p2pdrl.transport.framing import (
-    HEAD_BYTES,
-    AnswerFrame,
-    CallFrame,
-    Filling,
-    batches,
-    body_nbytes,
-    unseal,
-)
+from p2pdrl.transport.framing import HEAD_BYTES, AnswerFrame, CallFrame, Filling, batches, body_nbytes, unseal
 from p2pdrl.transport.http.upgrade import STREAM_PATH, STREAM_UPGRADE, NotOfferedError, Upgrader
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import Address, Answer, TrafficCounters

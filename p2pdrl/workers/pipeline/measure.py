@@ -18,9 +18,9 @@ from torch import Tensor
 
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.errors import ConfigError, P2PDRLError
-from p2pdrl.rl.block_costs import measure_blocks
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.pipeline.messages import RowSpec
+from p2pdrl.rl.sequential import measure_blocks
 from p2pdrl.workers.pipeline.protocol import Blocks, Measure
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from p2pdrl.workers.torch_group.rendezvous import (
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # it lists no exports
 
-    from p2pdrl.rl.objectives.objective import Outputs
+    from p2pdrl.rl.gradients import Outputs
     from p2pdrl.rl.pipeline.links import Links
     from p2pdrl.rl.pipeline.stage_parameters import StageParameters
     from p2pdrl.rl.pipeline.torch_runner import TorchRunner

@@ -110,8 +110,8 @@ class Gradients(Trainer):
         import torch
 
         from p2pdrl.rl.flat import FlatModule
+        from p2pdrl.rl.gradients import OwnStepper
         from p2pdrl.rl.optimizers import Optimizer
-        from p2pdrl.rl.stepping import OwnStepper
         from p2pdrl.tensors.optimizers import SGD
 
         super().__init__("gradients", 0)

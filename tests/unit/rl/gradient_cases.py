@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from p2pdrl.config.task import NetworkConfig
+from p2pdrl.rl.algorithms.a2c import A2CObjective
+from p2pdrl.rl.algorithms.ppo import PPOObjective
+from p2pdrl.rl.algorithms.regression import TARGETS, CrossEntropy, LeastSquares
+from p2pdrl.rl.engines import module_forward, policy_forward
 from p2pdrl.rl.envs import Continuous, Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.forward import module_forward, policy_forward
 from p2pdrl.rl.gradients import Minibatch
 from p2pdrl.rl.networks.lstm import RecurrentContext
-from p2pdrl.rl.objectives.a2c import A2CObjective
-from p2pdrl.rl.objectives.ppo import PPOObjective
-from p2pdrl.rl.objectives.regression import TARGETS, CrossEntropy, LeastSquares
 from p2pdrl.rl.policy import ActorCritic
 
 CPU = torch.device("cpu")

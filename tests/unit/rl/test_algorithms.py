@@ -11,9 +11,9 @@ from p2pdrl.config.task import A2CConfig, NetworkConfig, PPOConfig
 from p2pdrl.rl.algorithms.a2c import A2C
 from p2pdrl.rl.algorithms.ppo import PPO
 from p2pdrl.rl.algorithms.registry import Materials, entry_of
+from p2pdrl.rl.engines import policy_forward
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.forward import policy_forward
 from p2pdrl.rl.gradients import Accumulated, WholeBatch
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.rollout import Unroll

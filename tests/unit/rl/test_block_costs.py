@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from p2pdrl.rl.block_costs import measure_blocks
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.sequential import RowBlock, block_map, blocks
+from p2pdrl.rl.sequential import RowBlock, block_map, blocks, measure_blocks
 
 from .policies import make_inputs, make_policy
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from p2pdrl.config.task import NetworkConfig
+from p2pdrl.rl.engines import policy_forward
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.forward import policy_forward
 from p2pdrl.rl.gradients import Accumulated, WholeBatch
 from p2pdrl.rl.networks.lstm import NO_CONTEXT
 from p2pdrl.rl.policy import ActorCritic

@@ -8,11 +8,10 @@ import torch
 
 from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
 from p2pdrl.rl.engines import EngineOptions
-from p2pdrl.rl.gradients import Accumulated, Minibatch, WholeBatch, cut
+from p2pdrl.rl.gradients import Accumulated, Minibatch, OwnStepper, WholeBatch, cut
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.registry import build_trainer
-from p2pdrl.rl.stepping import OwnStepper
 from p2pdrl.tensors.optimizers import SGD
 
 from .gradient_cases import CASES, reference

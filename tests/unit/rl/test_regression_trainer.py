@@ -11,9 +11,8 @@ import torch
 from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError, LayoutMismatchError
 from p2pdrl.rl.registry import build_trainer
-from p2pdrl.rl.regression_data import make_rows, sequence_batch
-from p2pdrl.rl.sources.inline import InlineSource
-from p2pdrl.rl.sources.rows import RowSource
+from p2pdrl.rl.sources.rows import RowSource, make_rows, sequence_batch
+from p2pdrl.rl.sources.unrolls import InlineSource
 
 
 def make(seed=0, *, task_seed=0, sleep=None, clock=None, step_delay_s=0.0, **options):

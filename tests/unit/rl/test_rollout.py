@@ -12,8 +12,7 @@ from p2pdrl.rl.envs import VectorEnv, make_vector_env
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.rollout import Collector
-from p2pdrl.rl.sources.inline import InlineSource
-from p2pdrl.rl.sources.scaling import UnrollScaler
+from p2pdrl.rl.sources.unrolls import InlineSource, UnrollScaler
 
 
 class Counter(gym.Env):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from p2pdrl.rl.saved import saved_bytes
+from p2pdrl.rl.sequential import saved_bytes
 
 
 def float_bytes(*floats: int) -> int:

@@ -9,8 +9,8 @@ from torch import nn
 
 from p2pdrl.config.task import NetworkConfig
 from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.outputs import PolicyOutputs
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.sequential import HeadsBlock, block_map, blocks, chain
 

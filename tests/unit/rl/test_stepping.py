@@ -13,9 +13,9 @@ import torch
 
 from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.gradients import OwnStepper
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.registry import build_trainer
-from p2pdrl.rl.stepping import OwnStepper
 from p2pdrl.tensors.optimizers import SGD
 
 from .naive_updates import naive_a2c, naive_ppo

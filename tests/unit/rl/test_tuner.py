@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdrl.rl.tuner import REPEATS, WARM_UP, Tuner
+from p2pdrl.rl.tuned_gradients import REPEATS, WARM_UP, Tuner
 
 
 def run(tuner, seconds):

@@ -13,15 +13,13 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
+from p2pdrl.rl.algorithms.algorithm import Algorithm, HardCopy, LinearSchedule, Loss, SoftCopy, TargetNetwork
 from p2pdrl.rl.algorithms.batches import full_batch
 from p2pdrl.rl.algorithms.registry import AlgorithmEntry, Materials, register
-from p2pdrl.rl.algorithms.targets import HardCopy, SoftCopy, TargetNetwork
+from p2pdrl.rl.gradients import Summed
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
-from p2pdrl.rl.objectives.objective import Summed
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.rollout import Unroll
-from p2pdrl.rl.schedules import LinearSchedule
 from p2pdrl.tensors.optimizers import SGD, Adam
 
 

@@ -14,9 +14,9 @@ from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
 from p2pdrl.tensors.optimizers import SGD
 from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion
+from p2pdrl.workers.learner_modes import ModeRequests, RequestStepper
 from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
-from p2pdrl.workers.requests import PostingStepper, RequestPoster
 
 SIZE = 3
 
@@ -72,7 +72,7 @@ class Rig:
         self.board = DaemonBoard(self.regions[0], spec)
         self.ring = GradientRing(self.regions[1], learner_mode.slots, SIZE)
         self.replica = Replica(self.trainer, LearnerBoard(self.regions[0], spec))
-        self.posts = RequestPoster(
+        self.posts = ModeRequests(
             WorkMode(learner_mode, EPOCH),
             first=1,
             say=self.say,
@@ -80,7 +80,7 @@ class Rig:
             paused=lambda: self.paused,
             clock=lambda: self.now_s,
         )
-        self.stepper = PostingStepper(
+        self.stepper = RequestStepper(
             learner_mode, self.posts, self.replica, GradientRing(self.regions[1], learner_mode.slots, SIZE)
         )
 

@@ -14,16 +14,16 @@ import torch
 
 from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.rl.envs import make_vector_env
-from p2pdrl.rl.performer import Performer
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.rollout import Collector
-from p2pdrl.rl.sources.inline import InlineSource
+from p2pdrl.rl.rollout_worker import RolloutWorker
+from p2pdrl.rl.sources.unrolls import InlineSource
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import SharedPolicy
 from p2pdrl.tensors.unroll_ring import UnrollRing
 from p2pdrl.workers.actor import make_unroll
-from p2pdrl.workers.actor_protocol import actor_seed
 from p2pdrl.workers.actor_source import LATE_S, ActorSource
+from p2pdrl.workers.protocol import actor_seed
 
 SEED = 5
 A2C = A2CConfig(unroll_steps=7)
@@ -58,7 +58,7 @@ class Pool:
         lane.started()
         lane.running = True
         lane.enter()
-        return Performer(self.task, actor_seed(SEED, number, life), lane.environments)
+        return RolloutWorker(self.task, actor_seed(SEED, number, life), lane.environments)
 
     def act(self, *numbers):
         """Let actors make an unroll each; return which did."""

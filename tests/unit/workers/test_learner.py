@@ -101,7 +101,7 @@ class World:
 
 @pytest.fixture
 def world(ends, monkeypatch):
-    monkeypatch.setattr("p2pdrl.workers.learner.FIRST_WORDS_S", 0.0)
+    monkeypatch.setattr("p2pdrl.workers.learner.FIRST_MESSAGES_S", 0.0)
     made = World(ends)
     yield made
     made.region.close()
@@ -206,7 +206,7 @@ def test_progress_and_the_others_moments_reach_the_trainer(world):
 
 
 def test_no_update_before_the_first_words_are_obeyed(world, monkeypatch):
-    monkeypatch.setattr("p2pdrl.workers.learner.FIRST_WORDS_S", 60.0)
+    monkeypatch.setattr("p2pdrl.workers.learner.FIRST_MESSAGES_S", 60.0)
     others = {"observations": msgspec.msgpack.encode(Moments(7.0, np.ones(2), np.ones(2)).to_wire())}
 
     def slow_daemon() -> None:
@@ -225,7 +225,7 @@ def test_no_update_before_the_first_words_are_obeyed(world, monkeypatch):
 
 @pytest.mark.parametrize("wait_s", [0.0, 60.0])
 def test_a_paused_learner_makes_no_update(world, monkeypatch, wait_s):
-    monkeypatch.setattr("p2pdrl.workers.learner.FIRST_WORDS_S", wait_s)
+    monkeypatch.setattr("p2pdrl.workers.learner.FIRST_MESSAGES_S", wait_s)
     world.daemon.say(LearnerPace(paused=True, max_updates_per_s=0.0))
     friend = threading.Timer(0.2, lambda: world.daemon.say(Stop()))
     friend.start()
@@ -234,7 +234,7 @@ def test_a_paused_learner_makes_no_update(world, monkeypatch, wait_s):
 
 
 def test_stop_may_be_the_first_word(world, monkeypatch):
-    monkeypatch.setattr("p2pdrl.workers.learner.FIRST_WORDS_S", 60.0)
+    monkeypatch.setattr("p2pdrl.workers.learner.FIRST_MESSAGES_S", 60.0)
     world.daemon.say(Stop())
     assert world.live()[-1].updates == 0
 

@@ -217,7 +217,7 @@ def test_the_stepper_is_put_up_and_taken_down(world):
     world.events[4] = lambda: (steppers.append(world.trainer.stepper), world.daemon.say(Stop()))
     world.live()
     assert steppers[0] is steppers[3] is own
-    assert [type(each).__name__ for each in steppers[1:3]] == ["PostingStepper"] * 2
+    assert [type(each).__name__ for each in steppers[1:3]] == ["RequestStepper"] * 2
     assert steppers[1] is not steppers[2]
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.learner_mode import FREE
+from p2pdrl.rl.gradients import OwnStepper
 from p2pdrl.rl.pipeline.rank import Pipelined
-from p2pdrl.rl.stepping import OwnStepper
 from p2pdrl.workers.pipeline import measure
 from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, StartStage, Trace, Traced
 from p2pdrl.workers.pipeline.stage_runner import StageRunner

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.learner_mode import FREE, LearnerMode
-from p2pdrl.workers import requests as posts_module
+from p2pdrl.workers import learner_modes as posts_module
 from p2pdrl.workers.protocol import Posted, RequestAnswer
 
 from .rigs import EPOCH, SERVED, SIZE, WAIT
@@ -164,7 +164,7 @@ def test_deltas_are_taken_after_the_step(rig):
 
 def test_answers_of_another_epoch_are_passed_over(rig):
     it = rig(WAIT, lambda *_: None)
-    it.posts.post("gradients", 0, 0, 1)
+    it.posts.send("gradients", 0, 0, 1)
     it.posts.hear(RequestAnswer(1, EPOCH + 1, "replace"))
     it.posts.hear(RequestAnswer(2, EPOCH, "replace"))
-    assert it.posts.crowded
+    assert it.posts.full

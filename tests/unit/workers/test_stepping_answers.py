@@ -13,9 +13,9 @@ from p2pdrl.config.task import EnvConfig, PPOConfig, TaskConfig
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion
+from p2pdrl.workers.learner_modes import ModeRequests, RequestStepper
 from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
-from p2pdrl.workers.requests import PostingStepper, RequestPoster
 
 from .rigs import EPOCH, SERVED, SIZE, WAIT, Trainer
 
@@ -78,11 +78,11 @@ def test_ppo_through_it_is_ppo_to_the_bit(kind):
         samples.append(posted.samples)
         posts.hear(RequestAnswer(posted.number, EPOCH, kind))
 
-    posts = RequestPoster(
+    posts = ModeRequests(
         WorkMode(WAIT, EPOCH), first=1, say=answer, listen=lambda _: None, paused=lambda: False
     )
     replica = Replica(posting, LearnerBoard(regions[0], spec))
-    posting.stepper = PostingStepper(WAIT, posts, replica, GradientRing(regions[1], 1, size))
+    posting.stepper = RequestStepper(WAIT, posts, replica, GradientRing(regions[1], 1, size))
     for _ in range(2):
         ours, theirs = alone.step(), posting.step()
         assert ours.metrics == theirs.metrics
@@ -128,11 +128,11 @@ def test_ppo_leaves_out_what_an_answer_ends(rig):
         said.append(posted.left)
         posts.hear(RequestAnswer(posted.number, EPOCH, "replace", end_update=posted.number == 3))
 
-    posts = RequestPoster(
+    posts = ModeRequests(
         WorkMode(WAIT, EPOCH), first=1, say=answer, listen=lambda _: None, paused=lambda: False
     )
     replica = Replica(trainer, LearnerBoard(regions[0], spec))
-    trainer.stepper = PostingStepper(WAIT, posts, replica, GradientRing(regions[1], 1, size))
+    trainer.stepper = RequestStepper(WAIT, posts, replica, GradientRing(regions[1], 1, size))
     assert [trainer.step().metrics["gradient_steps"] for _ in range(2)] == [3, 16]
     assert said == [15, 14, 13, *range(15, -1, -1)]
     trainer.close()

@@ -11,12 +11,12 @@ import torch
 from p2pdrl.config.task import NetworkConfig
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
 from p2pdrl.pipeline.plan import PipelinePlan
+from p2pdrl.rl.algorithms.a2c import A2CObjective
+from p2pdrl.rl.algorithms.ppo import PPOObjective
+from p2pdrl.rl.engines import policy_forward
 from p2pdrl.rl.envs import Discrete
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.forward import policy_forward
 from p2pdrl.rl.gradients import Minibatch
-from p2pdrl.rl.objectives.a2c import A2CObjective
-from p2pdrl.rl.objectives.ppo import PPOObjective
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.links import FramedLinks, ring
 from p2pdrl.rl.pipeline.messages import RowSpec

@@ -8,13 +8,13 @@ import torch
 
 from p2pdrl.pipeline.layers import Peer
 from p2pdrl.pipeline.partition import Demands, partition_at
-from p2pdrl.rl.block_costs import measure_blocks
 from p2pdrl.rl.gradients import cut
 from p2pdrl.rl.networks.lstm import NO_CONTEXT
 from p2pdrl.rl.pipeline import runner
 from p2pdrl.rl.pipeline.messages import Opening
 from p2pdrl.rl.pipeline.runner import ActivationMemory, Recorder, ScheduleRunner
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
+from p2pdrl.rl.sequential import measure_blocks
 
 from .pipelines import CPU, make_case, make_plan
 

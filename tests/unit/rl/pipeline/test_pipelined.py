@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from p2pdrl.errors import LayoutMismatchError
-from p2pdrl.rl.gradients import Accumulated, WholeBatch
+from p2pdrl.rl.gradients import Accumulated, OwnStepper, WholeBatch
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.rank import Pipelined
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.stepping import OwnStepper
 from p2pdrl.tensors.optimizers import SGD, Adagrad, Adam, Momentum, RMSProp
 
 from ..gradient_cases import reference

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from p2pdrl.pipeline.plan import PipelinePlan
+from p2pdrl.rl.algorithms.regression import TARGETS, CrossEntropy
+from p2pdrl.rl.engines import module_forward
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.forward import module_forward
 from p2pdrl.rl.gradients import Accumulated, Minibatch, WholeBatch
-from p2pdrl.rl.objectives.regression import TARGETS, CrossEntropy
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import module_parts

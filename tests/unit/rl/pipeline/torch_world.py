@@ -142,8 +142,7 @@ def _steps(member, case, parts):
     """Three steps that are clipped, and the whole state afterwards."""
     import torch
 
-    from p2pdrl.rl.gradients import WholeBatch
-    from p2pdrl.rl.stepping import OwnStepper
+    from p2pdrl.rl.gradients import OwnStepper, WholeBatch
 
     if member.share.rank > 0:
         member.server.serve()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from p2pdrl.rl.objectives.ppo import PPOObjective
-from p2pdrl.rl.outputs import PolicyOutputs
+from p2pdrl.rl.algorithms.ppo import PPOObjective
+from p2pdrl.rl.distributions import PolicyOutputs
 
 N, A = 7, 3
 SMALL = {"value_clip": None, "value_coef": 0.5, "entropy_coef": 0.01}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from p2pdrl.rl.objectives.a2c import A2CObjective
-from p2pdrl.rl.outputs import PolicyOutputs
+from p2pdrl.rl.algorithms.a2c import A2CObjective
+from p2pdrl.rl.distributions import PolicyOutputs
 
 N, A = 9, 2
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.task import RegressionConfig
-from p2pdrl.rl.regression_data import EVALUATION_ROWS, make_rows, sequence_batch
+from p2pdrl.rl.sources.rows import EVALUATION_ROWS, make_rows, sequence_batch
 
 BIG = RegressionConfig(rows=20_000, features=16, noise=0.5)
 

@@ -21,21 +21,19 @@ from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.normalize import RunningNormalizer
 from p2pdrl.rl.rollout import Collector, RawUnroll
 
-__all__ = ["Performer"]
+__all__ = ["RolloutWorker"]
 
 
-class Performer:
-    """Acts in some of a task's environments.
+class RolloutWorker:
+    """Collects unrolls in some of a task's environments, with the learner's policy.
 
     Args:
-        task: the swarm's.
         seed: of environments and actions.
-        environments: how many of them.
-        allow_import: permit environment ids that import a module.
+        environments: how many of the task's.
         step_delay_s: seconds slept at each step of the environments.
 
     Attributes:
-        parameters_D: as the policy uses them; write them between two unrolls.
+        parameters_D: the policy's; written between two unrolls.
         obs_shape: of what observations are normalised with; (0,) where they aren't.
 
     Raises:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from p2pdrl.rl.objectives.regression import CrossEntropy, LeastSquares
+from p2pdrl.rl.algorithms.regression import CrossEntropy, LeastSquares
 
 
 def test_least_squares():
