@@ -134,7 +134,7 @@ async def test_connections_that_break_cost_little(name):
 
 
 async def test_answers_that_get_lost_unseen_dont_move_the_mean():
-    """An edge counts once its answer was sent; whoever doesn't get it asks for it again."""
+    """An edge counts once its answer was sent; whoever doesn't get it asks again, within a round (0.11 s here)."""
     async with Lossy(DsgdConfig(compression="none"), 0, still=True) as lossy:
         await asyncio.sleep(4.0)
         lossy.network.unseen = True
@@ -146,9 +146,9 @@ async def test_answers_that_get_lost_unseen_dont_move_the_mean():
                 moved = rng.standard_normal(SIZE).astype(np.float32)
                 node.learner.board.post_delta(moved, 1)
                 mean += moved / 4
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.07)
             lossy.network.heal()
-            await asyncio.sleep(0.9)
+            await asyncio.sleep(0.93)
         assert np.abs(lossy.mean() - mean).max() < 1e-5
         assert set(lossy.outcomes()) == {"ok"}
 
