@@ -145,7 +145,7 @@ class Shard:
     rounded difference to the version before. Rounding is never lost: the next difference is taken from what
     workers hold, so they follow the server exactly on average, and a learning rate of 0 changes nothing.
 
-    One method runs at a time; the caller sees to that.
+    Methods are arithmetic alone; the caller holds `lock` around each, and runs it in a thread.
 
     Args:
         version: count of steps behind its contents.
