@@ -1,6 +1,6 @@
 """Where the node's figures go: the metrics page, TensorBoard, and at the end ``summary.json``.
 
-Each run replaces the last one's summary; its ``boot`` and ``status.pid`` tell whose it is.
+Each run replaces the last one's summary; the boot and the process id in it tell whose it is.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What a node holds of the parameters: the shard that it serves, replicas of others', and a whole copy.
 
 When another node becomes the server of a shard, `restore` fills it piece by piece from whoever holds the
-freshest contents: parameters from the highest version, optimizer state with them where the holder has it, else
-from a copy at most `STATE_LAG` steps older. When part of a shard's state can't be had, the optimizer of the
-whole shard begins anew (for Adam: larger steps for a while, as at the start of a training).
+freshest contents: parameters from the highest version, optimizer state with them where the holder has it,
+else from a copy at most `STATE_LAG` steps older. When part of a shard's state can't be had, the optimizer of
+the whole shard begins anew (for Adam: larger steps for a while, as at the start of a training).
 
 Shapes: every vector is flat, of the length of its span; names carry no suffix.
 """

@@ -1,9 +1,11 @@
 """One end of a pipe in the process that uses it: messages both ways, by two threads and no event loop.
 
-end = PipeEnd(socket.socket(fileno=fd), keys, leftover, into=buffer_for)
-end.send(KIND, meta, vector, deadline_s=10)
-message = end.receive(deadline_s=10)
-end.close()
+    end = PipeEnd(socket.socket(fileno=fd), keys, leftover, into=buffer_for)
+    end.send(KIND, meta, vector, deadline_s=10)
+    message = end.receive(deadline_s=10)
+    end.close()
+
+`HttpTransport.open_pipe` and `serve_pipes` make the connection; a `Pipe` is what is handed over.
 """
 
 from __future__ import annotations
