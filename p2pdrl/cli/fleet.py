@@ -143,6 +143,10 @@ class FleetNode:
 class Fleet:
     """Context manager over all nodes; leaving it ends those that still run.
 
+    No node outlives us: each is told our process id and has the kernel kill it when we die, ``kill -9``
+    included. Each runs in a process group of its own, so that Ctrl-C reaches us alone and the nodes leave the
+    swarm in good order.
+
     Args:
         folder: gets a data folder and a log per node.
         ports: one per node.

@@ -1,4 +1,10 @@
-"""Rules that no single key can break: combinations that make no sense together."""
+"""Rules that no single key can break: combinations that make no sense together.
+
+Each problem comes with its reason and what to do. The loader's merged configuration is checked by them, what
+a person types on a live swarm, and a task or strategy that comes from a peer. Whatever isn't refused here
+must run. Blocks of a model are counted without torch, so that a pipeline of more stages than blocks is
+refused before anything runs.
+"""
 
 from __future__ import annotations
 

@@ -146,7 +146,11 @@ class DebugConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 MembershipProfile = Literal["lan", "wan"]
 Role = Literal["actor", "learner", "replay", "server"]
-"""What a node does for its swarm; see ``NodeConfig.roles``."""
+"""What a node does for its swarm, told in its signed member record; see ``NodeConfig.roles``.
+
+An actor makes experience, a learner updates parameters; ``replay`` holds transitions for others, ``server``
+parameters.
+"""
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,4 +1,9 @@
-"""How the swarm agrees: one section per strategy, told apart by its ``name``."""
+"""How the swarm agrees: one section per strategy, told apart by its ``name``.
+
+A section says what travels between nodes, who steps and what comes back. It travels as a swarm record and may
+be replaced on a live swarm. Combinations that make no sense are refused by `checks`, with the reason.
+Durations are in seconds (``_s``).
+"""
 
 from __future__ import annotations
 

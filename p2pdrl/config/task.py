@@ -271,6 +271,9 @@ HASHED = ("seed", "env", "network", "algorithm", "gradients")
 def task_hash(task: TaskConfig) -> str:
     """Return 32 hex digits: SHA-256 of the canonical JSON (sorted keys) of the fixed fields.
 
+    They are what must be equal for parameters to be averaged: environment, network, algorithm, the precision
+    of gradients and the seed of the initial weights, but neither strategy nor stop conditions.
+
     Defaults are written out, so a value given and the same value by default hash alike.
     """
     fixed = {name: getattr(task, name) for name in HASHED}

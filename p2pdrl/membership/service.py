@@ -1,4 +1,8 @@
-"""Membership on a real network: carries the core's effects out over a `Transport`."""
+"""Membership on a real network: carries the core's effects out over a `Transport`.
+
+It must not blame others for a lagging event loop: a call that outlived its deadline here, and a timer that
+came late, count against this node's own health and accuse nobody.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +75,13 @@ _LOCAL = frozenset(
 
 def failed(call_id: int, error: TransportError, took_s: float, deadline_s: float, lag_s: float) -> SendFailed:
     """Return what a transport's ``error`` means to the core.
+
+    | error | kind |
+    |---|---|
+    | connection refused, or nothing listens there | unreachable: fast evidence |
+    | no answer in time; the connection broke; the name isn't known | timeout: ambiguous |
+    | a refusal | refused, with its status |
+    | out of file descriptors, no network, held up ourselves | local: our own trouble |
 
     Args:
         call_id: the core's number of the call.

@@ -776,7 +776,17 @@ class _FinalProbe:
 
 
 class _FailureDetector:
-    """Probes one member an interval, and through k relays when that times out (SWIM, section 3.1)."""
+    """Probes one member an interval, and through k relays when that times out (SWIM, section 3.1).
+
+    A refused connection is fast evidence and accuses at once. A timeout is ambiguous: relays are asked, each
+    of which answers with an ack on the target's behalf or with a nack; a relay that says nothing counts
+    against ourselves (Lifeguard).
+
+    A suspicion may outlive its refutation when the news got lost on the way to one node. So before that node
+    gives the suspect up it pings it once more; a refused connection settles it at once. If the ping times out
+    it asks twice the usual number of relays, who answer at once when they have heard of a newer incarnation,
+    and pings again.
+    """
 
     def __init__(self, core: _Core) -> None:
         self._core = core

@@ -8,7 +8,12 @@ __all__ = ["Awareness", "SuspicionTimer", "suspicion_timeout_s"]
 
 
 class Awareness:
-    """Local health: a counter between 0 (well) and ``maximum``."""
+    """Local health: a counter between 0 (well) and ``maximum``.
+
+    Every sign that we, not the others, are slow (a late timer, a relay that sent no nack, having to refute a
+    suspicion) raises it; each good probe lowers it. Probe interval and deadline are multiplied by health + 1,
+    so that an ailing node accuses others more slowly (Lifeguard, section IV-A).
+    """
 
     def __init__(self, maximum: int) -> None:
         self._maximum = maximum
@@ -29,7 +34,9 @@ class Awareness:
 
 
 def suspicion_timeout_s(confirmations: int, needed: int, min_s: float, max_s: float) -> float:
-    """Seconds from the first accusation to death.
+    """Seconds from the first accusation to death (Lifeguard, section IV-B).
+
+        timeout(n) = max − ln(n + 1) / ln(k + 1) · (max − min)
 
     Args:
         confirmations: accusers besides the first (n).

@@ -197,7 +197,13 @@ class _Clockwork:
 
 
 def draw(timeline: Timeline, width: int) -> list[str]:
-    """Draw one line per rank and one of time, at most ``width`` columns, but 30 at least."""
+    """Draw one line per rank and one of time, at most ``width`` columns, but 30 at least.
+
+    Time runs from left to right, with dots where a rank computes nothing. ``F3----`` is the forward of the
+    third microbatch, ``B3`` its backward, as long as they take: here, as in the papers' figures, microbatches
+    count from 1. Where a rank holds several stages a letter tells which: ``F3b`` is that of its second. Where
+    there is no room for a name, its first letter fills the place.
+    """
     names = [f"rank {rank}" for rank in range(len(timeline.rows))]
     indent = len(names[-1]) + 2
     columns = _columns(timeline, max(30, width) - indent)

@@ -163,6 +163,15 @@ _MAX_BOOT = 1 << 63
 class MomentsTable:
     """One stream's moments of every node that was ever heard of.
 
+    One entry per node: the moments of all samples of its life, with the boot that told them. A node that
+    starts again goes on from its earlier boots' entry (from its checkpoint, or as peers still have it), so
+    that an entry only ever grows. Merging keeps, for each node, the entry with the greater count. That is
+    idempotent, commutative and associative (a state-based CRDT), so a repeated, late or reordered exchange
+    never counts a sample twice. Where a node came back with less than peers had heard of, the greater count
+    stays until the node has passed it: a lower bound of what it really saw.
+
+    An exchange sends `digest`, is answered by `delta_since`, and puts what comes.
+
     Args:
         owner: id of the node that keeps this table; what others say about its present boot is ignored.
         capacity: entries kept beside the owner's; beyond it the one that changed longest ago goes.

@@ -25,6 +25,10 @@ _fence_lock = threading.Lock()
 class SharedRegion:
     """A mapping of ``nbytes`` shared bytes, zero when created.
 
+    The memory has no name: it is a memfd (Linux) or a temporary file that is already unlinked, and lives as
+    long as a process holds its descriptor or mapping. So nothing is left when every process is killed with
+    -9. The daemon creates it and passes the descriptor to the child.
+
     Use `create` or `attach`, and pass ``fd`` on. The memory is unmapped once `close` has been called and
     the last array that views it is gone.
 
@@ -137,7 +141,13 @@ _BEGUN, _DONE = 0, 1
 
 
 class SeqLock:
-    """Counts the writes begun and done; write ``n`` goes to copy ``n % 2``.
+    """A sequence lock over two copies of what one writer writes and many read.
+
+    It counts the writes begun and done; write ``n`` goes to copy ``n % 2``, to which no reader is sent, and
+    one 8-byte store then turns the readers over to it. A writer that dies half-way leaves the copy before
+    whole and readable; a reader starts again only when the writer has come round to the copy that it was
+    reading. This is the latch form of Linux's sequence counters (Documentation/locking/seqlock.rst,
+    ``seqcount_latch_t``).
 
     Args:
         words: two aligned uint64 in shared memory, zero at first; aligned 8-byte stores are atomic.
@@ -203,6 +213,8 @@ _HEADER_BYTES = 64
 
 class SharedVector:
     """One vector of D float32 for several learners, and a word that says whether it is filled (Hogwild).
+
+    Nobody locks: where two processes move the same entry at once, one of the moves may be lost.
 
     Example:
         >>> region = SharedRegion.create(SharedVector.nbytes_of(2), "vector")

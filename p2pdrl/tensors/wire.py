@@ -1,5 +1,8 @@
 """float32 and bfloat16 on the wire, and the pieces in which long vectors are walked.
 
+Both peers must mix the same rounded values, or the pair's sum drifts: so a sender mixes with the
+`round_trip` of its own vector, which is what its peer decodes.
+
 Several passes over one piece of 2^18 float32 (1 MiB) cost about as much as one pass over main memory.
 Scratch is kept per thread, so no call allocates it anew and no two threads share it.
 

@@ -1,4 +1,8 @@
-"""Pipes between fake learners: messages are Python objects that take the network's time to arrive."""
+"""Pipes between fake learners: messages are Python objects that take the network's time to arrive.
+
+An update of rank 0 goes down to the last rank and back, and each state copy as well. So a rank that is gone,
+frozen or cut off holds up all others, as real stages do.
+"""
 
 from __future__ import annotations
 

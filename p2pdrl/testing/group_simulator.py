@@ -1,10 +1,12 @@
-"""What group views promise, checked from outside, by somebody who sees all nodes at once.
+"""Groups on a simulated network in virtual time: loss, delay, duplicates, cuts, crashes, frozen nodes.
+
+The cores are the real ones; every chance comes from one generator, so a seed tells the whole story. After
+every step of a node `ViewInvariants` checks, as somebody who sees all nodes at once, what group views
+promise:
 
 - A node acts only in the greatest view that it acknowledged, and these only grow within one life.
 - Two views that differ never have the same key, nor the members of one view different notes.
 - A view is in force nowhere before all of its members acknowledged it.
-
-Called by `group_simulator` after each step of a node.
 """
 
 from __future__ import annotations

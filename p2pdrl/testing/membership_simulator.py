@@ -1,7 +1,15 @@
-"""The made-up network under the membership simulator: time, delays, losses, stopped processes.
+"""A swarm of membership cores on a manual clock and an in-memory queue of messages.
 
-`Swarm` in `membership_simulator` adds nodes and faults to it. Calls and answers are the core's own effects
-and inputs; nothing is encoded unless bytes are to be counted.
+Tests and calibration run hundreds of nodes for virtual minutes in seconds. The cores are those of the daemon;
+only the network, the signatures and time are made up. Calls and answers are the core's own effects and
+inputs; nothing is encoded unless bytes are to be counted.
+
+    swarm = SimulatedSwarm(32, seed=1)
+    swarm.run(5.0)
+    swarm.kill(3)
+    print(swarm.seconds_until(lambda: swarm.all_see(3, "dead"), 30.0))
+
+`SimulatedNetwork` has time, delays, losses and stopped processes; `SimulatedSwarm` adds nodes and faults.
 """
 
 from __future__ import annotations

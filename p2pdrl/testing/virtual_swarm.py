@@ -1,4 +1,7 @@
-"""What a strategy asks of its node, and what it told: a node without membership or disk."""
+"""Strategies on nodes without membership, disk or learner process: everybody knows everybody.
+
+A death is known after ``detect_s``. Time is the event loop's own.
+"""
 
 from __future__ import annotations
 

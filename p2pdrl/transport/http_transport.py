@@ -7,8 +7,9 @@ membership and strategies as a `Transport`:
     transport.mount(app)
     await transport.start()
 
-Calls of the bulk lane go over streams where the peer offers them; everything else is posted. Errors of
-aiohttp and of the operating system become `TransportError` here.
+Two lanes of connections: probes of the failure detector never wait behind vectors. Calls of the bulk lane go
+over streams where the peer offers them; everything else is posted. Errors of aiohttp and of the operating
+system become `TransportError` here.
 """
 
 from __future__ import annotations

@@ -29,6 +29,10 @@ MOST_READS = 256
 class ChildOutput:
     """The pipe that one child prints to; each line is logged with its ``source``.
 
+    A child that dies loses nothing: what it wrote lies in the pipe, and is read before that is closed. A
+    daemon that is frozen holds no child up, for the child's end doesn't block. Lines that a child writes on
+    purpose begin with its name; any other is a warning, from a library or of the child's end.
+
     Raises:
         OSError: no descriptors are left.
     """

@@ -120,7 +120,12 @@ SLACK_S = 2.0
 
 
 class GroupProcesses:
-    """Implements `strategies.allreduce.group_process.GroupProcess`."""
+    """Implements `strategies.allreduce.group_process.GroupProcess`.
+
+    torch takes a processor second to import. So once a group stands, the next process is made, and a view
+    whose process hangs (another member's is frozen) costs no more than a kill. A process that failed in
+    order, because another member is gone, joins the next group itself.
+    """
 
     def __init__(
         self,

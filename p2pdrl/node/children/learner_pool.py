@@ -1,6 +1,10 @@
 """All learners of this node: the first, which the supervisor keeps, and workers beside it under Hogwild.
 
-Workers step the first one's shared vector without locks (Niu 2011, "Hogwild!").
+In a mode of k learners, k − 1 workers step the first one's vector in shared memory without locks, each with
+its own optimizer state, environments and seed (Hogwild: Recht 2011, arXiv 1106.5730). The first alone owns
+the board, so nothing changes for strategies; the policy version counts its updates. Workers come and go while
+it runs. What they did counts for this node: its totals and normaliser moments are those of all its processes,
+past ones too, and each process is told the others' moments.
 """
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ News = LearnerPace | Progress | Others
 
 class HogwildWorker:
     """A further learner process, through all its restarts.
+
+    One that dies is started again after a while; what it had reported stays counted. It has no board, so
+    nothing else of it is lost.
 
     Args:
         start: what it is told first; its seed is its own.

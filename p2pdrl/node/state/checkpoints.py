@@ -1,4 +1,10 @@
-"""Checkpoints on a node's own disk, written now and then and at the end: always one whole one."""
+"""Checkpoints on a node's own disk, written now and then and at the end: always one whole one.
+
+Files of one folder: ``last.safetensors``, ``best.safetensors``, and a bounded history of
+``checkpoint-<number>.safetensors``. Each is written beside, flushed, and renamed over, so that a process
+killed, a power cut or a full disk at any instant leaves the previous one loadable. A file that turns out
+damaged is passed over for the next older one.
+"""
 
 from __future__ import annotations
 

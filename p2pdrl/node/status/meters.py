@@ -1,4 +1,7 @@
-"""Where the node's figures go: the metrics page, TensorBoard, and at the end ``summary.json``."""
+"""Where the node's figures go: the metrics page, TensorBoard, and at the end ``summary.json``.
+
+Each run replaces the last one's summary; the boot and the process id in it tell whose it is.
+"""
 
 from __future__ import annotations
 

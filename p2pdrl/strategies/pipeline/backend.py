@@ -71,6 +71,8 @@ LONGEST = 160
 class BackendFallback:
     """Whether torch failed in a pipeline that this node coordinated, since its mode began.
 
+    A set-up that can't work is to cost one generation, not all of them.
+
     Args:
         swarm: told the first failure.
         counts: whether torch was chosen; what people asked for is tried again and again.

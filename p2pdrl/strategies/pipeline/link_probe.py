@@ -1,4 +1,9 @@
-"""How fast peers are reached: round trips for latency, long messages for bandwidth; known for a while."""
+"""How fast peers are reached: round trips for latency, long messages for bandwidth; known for a while.
+
+Messages grow while the next one is expected to end in time, so that a fast link is measured with megabytes
+and a slow one isn't kept busy. What is measured is what strategies get: the swarm's own connections, with
+their checks, and whatever else uses the link at that time.
+"""
 
 from __future__ import annotations
 

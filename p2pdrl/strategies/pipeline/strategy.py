@@ -1,4 +1,17 @@
-"""One model over several peers: a node's pipelines through all views of the group."""
+"""One model over several peers: a node's pipelines through all views of the group.
+
+    view in force → layout → rank 0 forms, the others take their places → work → broken, over, another view
+
+**A pipeline that is whole goes on** when a view changes for others' sake: its members' notes say so, and its
+learners never hear of it. Otherwise its rank 0 has it finished, with the whole state at all ranks, before the
+next is formed. Where a member is gone nobody waits: the next order ends what the learner does.
+
+**When something breaks** every member asks the others of its pipeline whether they are alive, doubts those
+that aren't, and asks for a new view. A node whose own learner doesn't answer leaves the group until it does.
+
+**Pipelines agree** through their ranks 0 (see `rank0_gossip`); a peer that computes by itself, because a
+pipeline would be slower, is its own rank 0.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,11 @@
 In each view every node computes the same `ShardPlan`. Servers fill their shards (`restore`), successors keep
 replicas of them, and workers begin with the servers' parameters. How gradients are pushed, and what a server
 does with them, is up to the strategies: `server_sync`, `server_async`.
+
+A server that vanishes has its replica at the shard's successor, optimizer state included; one that leaves
+properly lets its successor pull at the end. **What a lost server costs**: its shard goes on from the freshest
+copy, so at most one round or push of that shard is lost; the optimizer's state is that of the last pull,
+`KEEP_S` old or somewhat more, or begins anew.
 """
 
 from __future__ import annotations

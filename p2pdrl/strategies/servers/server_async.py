@@ -1,4 +1,16 @@
-"""Asynchronous parameter servers: DistBelief's Downpour SGD (Dean 2012, section 4.1)."""
+"""Asynchronous parameter servers: DistBelief's Downpour SGD (Dean 2012, section 4.1).
+
+A worker sends each server its slice of a gradient and, each ``fetch_every`` pushes, takes the server's slice
+of the parameters along; servers step as gradients come, and nobody waits for anybody else.
+
+- One worker that pushes and fetches each gradient with ``ahead = 0`` is serial training.
+- Slices may be of different versions: shards are independent, as in the paper.
+- Staleness s is the shard's version minus the version that the gradient was computed on. Up to
+  ``max_staleness`` a gradient counts whole; beyond it, by `weight_of`, less and less or not at all.
+- A push is sent once. A server that doesn't answer in time costs the worker that slice of that gradient and
+  leaves its slice of the parameters as it was; it is counted as ``lost``.
+- Adagrad is the paper's optimizer: each parameter's step is γ / √Σ g².
+"""
 
 from __future__ import annotations
 

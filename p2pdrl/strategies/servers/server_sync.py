@@ -1,4 +1,20 @@
-"""Synchronous parameter servers: map, reduce, broadcast; backup workers (Chen 2016, arXiv 1604.00981)."""
+"""Synchronous parameter servers: map, reduce, broadcast; backup workers (Chen 2016, arXiv 1604.00981).
+
+    worker's request ─▶ slices ─▶ servers: collect, combine, step ─▶ slices of one version ─▶ board
+
+Every worker begins a round on the same parameters w_v and sends each server its slice of the gradient; a
+server steps once with all of them and answers with its slice of w_{v+1}. So n workers with gradients over n_k
+samples each are one worker with the gradient over Σ n_k (``reduce = "count"``, which counts samples).
+
+- A round is numbered by the version v that its gradients were computed on.
+- It waits for all members of the group or, past a deadline that follows what was observed, for a ``quorum``
+  of them; ``backups`` are never waited for. A gradient that comes too late is dropped, and its worker gets
+  the newest parameters.
+- A worker without a gradient (its learner is paused, starting, or much slower than it was) says so, counts as
+  having come, and takes the parameters of the rounds that go on without it. A round begins with a gradient.
+- When the leader's update ends, everybody's does, so that all collect at the same time.
+- A member that doesn't answer is doubted, and the group goes on without it: at most one round is lost.
+"""
 
 from __future__ import annotations
 

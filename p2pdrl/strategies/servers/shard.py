@@ -1,7 +1,11 @@
 """What a node holds of the parameters: the shard that it serves, replicas of others', and a whole copy.
 
 When another node becomes the server of a shard, `restore` fills it piece by piece from whoever holds the
-freshest contents.
+freshest contents: parameters from the highest version, optimizer state with them where the holder has it,
+else from a copy at most `STATE_LAG` steps older. When part of a shard's state can't be had, the optimizer of
+the whole shard begins anew (for Adam: larger steps for a while, as at the start of a training).
+
+Shapes: every vector is flat, of the length of its span; names carry no suffix.
 """
 
 from __future__ import annotations
@@ -80,6 +84,9 @@ class ShardVersion:
 class ShardVersions:
     """The newest version, and those before it that are still being sent.
 
+    A slow connection may still send an older version while the server steps on, so each has a buffer of its
+    own, which is never written to while it is held, and used again afterwards.
+
     Args:
         size: entries of the shard.
         delta_nbytes: longest encoded difference; 0 when differences aren't sent.
@@ -133,6 +140,12 @@ def difference_codec(kind: Compression, size: int) -> Codec | None:
 
 class Shard:
     """A slice of the parameters with its optimizer.
+
+    Parameters are kept in float32 and stepped in place. Workers get versions of them: the whole slice, or the
+    rounded difference to the version before. Rounding is never lost: the next difference is taken from what
+    workers hold, so they follow the server exactly on average, and a learning rate of 0 changes nothing.
+
+    Methods are arithmetic alone; the caller holds `lock` around each, and runs it in a thread.
 
     Args:
         version: count of steps behind its contents.

@@ -1,4 +1,9 @@
-"""A worker's calls to the servers of one view: one slice to each and back, put together to one vector."""
+"""A worker's calls to the servers of one view: one slice to each and back, put together to one vector.
+
+A worker on the node that serves a shard hands its slice over without the network.
+
+Shapes: every vector is flat, of D elements (all parameters) or of a shard's; names carry no suffix.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One shard at work in one view: what the servers of both strategies share."""
+"""One shard at work in one view: what the servers of both strategies share.
+
+Shapes: every vector is flat, of the shard's length; names carry no suffix.
+"""
 
 from __future__ import annotations
 
@@ -300,7 +303,10 @@ class Seeding:
 
 
 class ShardServer(ABC):
-    """One shard at work in one view."""
+    """One shard at work in one view.
+
+    It opens once the shard is filled, or waits for its seed, and closes with the view.
+    """
 
     def __init__(self, shard: Shard, options: ShardServerOptions) -> None:
         self._shard = shard

@@ -30,7 +30,12 @@ __all__ = ["ConnectionPace", "Listener", "Upgraded", "Watchdog", "Watched", "wat
 
 
 class ConnectionPace:
-    """What one connection has done lately, and whether that is too slow; times are monotonic."""
+    """What one connection has done lately, and whether that is too slow; times are monotonic.
+
+        header ──request_started──► request ──request_ended──► idle ──first byte──► header
+
+    aiohttp has no deadline for half-sent headers, stalled bodies or callers that don't read their answer.
+    """
 
     def __init__(self, limits: TransportLimits, now_s: float) -> None:
         self._limits = limits

@@ -1,4 +1,8 @@
-"""Both ends of the request that turns an HTTP connection into a stream or a pipe (RFC 9110, 7.8)."""
+"""Both ends of the request that turns an HTTP connection into a stream or a pipe (RFC 9110, 7.8).
+
+The request is signed and judged like any call, and so is the answer, which is bound to it: keys are derived
+from the fresh nonces of both, so that nothing that was recorded can be played again.
+"""
 
 from __future__ import annotations
 

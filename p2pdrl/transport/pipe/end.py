@@ -1,4 +1,12 @@
-"""One end of a pipe in the process that uses it: messages both ways, by two threads and no event loop."""
+"""One end of a pipe in the process that uses it: messages both ways, by two threads and no event loop.
+
+    end = PipeEnd(socket.socket(fileno=fd), keys, leftover, into=buffer_for)
+    end.send(KIND, meta, vector, deadline_s=10)
+    message = end.receive(deadline_s=10)
+    end.close()
+
+`HttpTransport.open_pipe` and `serve_pipes` make the connection; a `Pipe` is what is handed over.
+"""
 
 from __future__ import annotations
 
@@ -215,8 +223,13 @@ def _cost_nbytes(message: PipeMessage) -> int:
 class PipeReceiver:
     """Receives messages in the order in which they were sent, by the caller's thread or ahead by its own.
 
-    Whoever has the turn reads from the socket: a caller that waits for a message, and the thread once no
-    caller came for a moment, up to ``prefetched_bytes``.
+    Whoever has the turn reads from the socket: a caller that waits for a message, for to wake another thread
+    takes longer than to read a short message; and the thread once no caller came for a moment, up to
+    ``prefetched_bytes``. The parser keeps what it has of a message when the turn passes on.
+
+        nobody's turn ── a caller comes ────────────► caller's turn ── it leaves ──► nobody's
+                      ── nobody came for a moment ──► thread's turn ── a caller waits for the next message,
+                                                                       or enough lies here ──► nobody's
 
     Attributes:
         nbytes: bytes that came from the socket, heads and MACs included.

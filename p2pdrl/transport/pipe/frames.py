@@ -1,4 +1,8 @@
-"""Messages of a pipe, parsed without any input or output; for their bytes see `framing`."""
+"""Messages of a pipe, parsed without any input or output; for their bytes see `framing`.
+
+Both ways at once, one message after another, without answers. Each message carries its number, and MACs are
+numbered too, so that nothing can be repeated, left out or put in another order.
+"""
 
 from __future__ import annotations
 

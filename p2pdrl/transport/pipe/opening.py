@@ -1,4 +1,8 @@
-"""Opening of pipes: one side asks as for a call, the other accepts, and both detach the connection."""
+"""Opening of pipes: one side asks as for a call, the other accepts, and both detach the connection.
+
+At the serving end aiohttp closes its own socket as soon as the answer is out, so that the connection neither
+counts nor is watched here any more; a duplicate goes on as the pipe.
+"""
 
 from __future__ import annotations
 

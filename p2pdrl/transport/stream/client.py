@@ -1,4 +1,7 @@
-"""The calling half of streams: opens them, keeps each peer's idle ones, makes calls over them."""
+"""The calling half of streams: opens them, keeps each peer's idle ones, makes calls over them.
+
+Errors of the connection leave here as ``ConnectionError``; all others are those of `Transport.call`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The serving half of streams: takes connections over from aiohttp; answers one call after the other."""
+"""The serving half of streams: takes connections over from aiohttp; answers one call after the other.
+
+The request for a stream is judged as a call is, and so is each call on it: sizes from its head, then its MAC,
+then how much its sender asks. aiohttp goes on to hold the connection, deaf, as long as its handler runs, so
+that it counts and is closed with all others; a duplicate of its socket carries the frames.
+"""
 
 from __future__ import annotations
 

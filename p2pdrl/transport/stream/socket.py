@@ -1,4 +1,10 @@
-"""Moves bytes between a socket and the callers' memory, with few system calls and no copies."""
+"""Moves bytes between a socket and the callers' memory, with few system calls and no copies.
+
+The socket stays registered with the event loop: heads and short frames land in a small buffer by one
+``recv``; long vectors are received straight where they belong, and sent by ``sendmsg`` from where they are.
+asyncio's own transports copy what a partial send leaves, and its ``sock_recv_into`` registers the socket anew
+each time it has to wait.
+"""
 
 from __future__ import annotations
 
