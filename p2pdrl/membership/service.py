@@ -174,6 +174,8 @@ class PendingRequests:
 MAX_META_BYTES = {"swim/delta": 2 * 1024 * 1024, "swim/join": 320 * 1024}
 ANSWER_WITHIN_S = 10.0
 SAVE_EVERY_S = 5.0
+SAVE_FIRST_S = 0.5
+"""While no member is remembered: a node that is killed soon after it joined must know that it had others."""
 
 
 class MembershipService:
@@ -482,7 +484,7 @@ class MembershipService:
 
     async def _run_saving(self) -> None:
         while True:
-            await asyncio.sleep(SAVE_EVERY_S)
+            await asyncio.sleep(SAVE_EVERY_S if self._known.members else SAVE_FIRST_S)
             if self._dirty:
                 self._dirty = False
                 await asyncio.to_thread(self._save, living(self.members()))

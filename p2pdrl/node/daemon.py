@@ -240,7 +240,10 @@ class Node:
             if origin.how == "resumed" and memory is not None:
                 self._memory.had_others = True
                 recall_stop(context, memory)
-            if origin.how != "joined":
+            orphaned = state is None and origin.info is not None and lineage != origin.info.lineage
+            if (
+                origin.how != "joined" or orphaned
+            ):  # nobody had the state: a lineage of our own, with its records
                 self._follower.found(training, founded_at(checkpoint, self._clock.wall()))
             jobs += [
                 group.create_task(self._memory.run(training), name="memory"),

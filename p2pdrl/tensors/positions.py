@@ -1,6 +1,6 @@
 """Where the few entries lie that a sparse message carries: sorted positions, on the wire.
 
-Called by `compression` and `compression`. Two forms; which one it is follows from how many
+Called by `compression`. Two forms; which one it is follows from how many
 there are, so that both sides know the length beforehand and none is told:
 
 - sparse: per block of 2^16 elements its count (u32), then per position its offset in the block (u16);

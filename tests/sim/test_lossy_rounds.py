@@ -134,7 +134,7 @@ async def test_connections_that_break_cost_little(name):
 
 
 async def test_answers_that_get_lost_unseen_dont_move_the_mean():
-    """An edge counts once its answer was sent; whoever doesn't get it asks again, within a round (0.11 s here)."""
+    """An edge counts once its answer was sent; whoever doesn't get it asks again within a round (0.11 s)."""
     async with Lossy(DsgdConfig(compression="none"), 0, still=True) as lossy:
         await asyncio.sleep(4.0)
         lossy.network.unseen = True

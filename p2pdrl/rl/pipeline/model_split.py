@@ -37,7 +37,7 @@ _IDLE_TIMEOUT_S = 7 * 24 * 3600.0
 
 
 class ModelSplit(Generic[Outputs]):
-    """Implements ``gradients.GradientEngine`` and ``stepping.Stepper``; close it when done.
+    """Implements ``gradients.GradientEngine`` and ``gradients.Stepper``; close it when done.
 
     At the end of each update the algorithm's own parameters and optimizer have become what they would have
     become without it.

@@ -429,7 +429,7 @@ class StageServer(Rank[Outputs]):
 
 
 class Pipelined(Rank[Outputs]):
-    """The first rank; implements ``gradients.GradientEngine`` and ``stepping.Stepper``.
+    """The first rank; implements ``gradients.GradientEngine`` and ``gradients.Stepper``.
 
     It computes what the first stage computes and asks the ranks below for the rest; the gradient and the step
     are those of the whole model. Engine and stepper must both be this one, since the gradients of the other
