@@ -14,13 +14,13 @@ __all__ = ["RequestQueue"]
 
 
 class RequestQueue:
-    """The requests that wait for an answer: the newest ``ahead``, for a learner has no more open at a time.
+    """The requests that wait for an answer: the newest ``most_open``; a learner has no more at a time.
 
     Those before belong to a learner that died since. `follow` must run in a task of its own.
 
     Args:
         grace_s: how long others wait, see `expected`.
-        ahead: requests that the learner posts without waiting for the first one's answer.
+        most_open: how many the learner posts before it waits for the first one's answer.
 
     Attributes:
         since_s: when the newest request came.
@@ -28,10 +28,10 @@ class RequestQueue:
     """
 
     def __init__(
-        self, learner: LearnerHandle, clock: Clock, *, grace_s: float = math.inf, ahead: int = 1
+        self, learner: LearnerHandle, clock: Clock, *, grace_s: float = math.inf, most_open: int = 1
     ) -> None:
         self._learner, self._clock, self._grace_s = learner, clock, grace_s
-        self._waiting: deque[LearnerRequest] = deque(maxlen=ahead)
+        self._waiting: deque[LearnerRequest] = deque(maxlen=most_open)
         self.since_s = 0.0
         self.restarted = False
         self._number = 0

@@ -65,13 +65,13 @@ class ServedStrategy(Strategy, ABC):
 
     Args:
         differences: whether workers may be sent differences between versions.
-        ahead: gradients that the learner gives without waiting for the first one's answer.
+        most_open: gradients that the learner may have given before the first one is answered.
     """
 
     mode: Mode
 
     def __init__(
-        self, config: ServerOptions, context: StrategyContext, *, differences: bool, ahead: int = 1
+        self, config: ServerOptions, context: StrategyContext, *, differences: bool, most_open: int = 1
     ) -> None:
         self._options, self._context, self._differences = config, context, differences
         self._swarm, self._learner, self._clock = context.swarm, context.learner, context.clock
@@ -83,7 +83,7 @@ class ServedStrategy(Strategy, ABC):
         self._outcomes = OutcomeMetrics(context.swarm)
         self._stopped = asyncio.Event()
         self._stop_s = 0.0
-        self._requests = RequestQueue(context.learner, context.clock, ahead=ahead)
+        self._requests = RequestQueue(context.learner, context.clock, most_open=most_open)
         self._runner = TaskRunner()
         self._session: ViewSession | None = None
         self._changed = asyncio.Event()

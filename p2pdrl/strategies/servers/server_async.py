@@ -133,7 +133,7 @@ class ServerAsyncStrategy(ServedStrategy):
     mode: Mode = "server-async"
 
     def __init__(self, config: ServerAsyncConfig, context: StrategyContext) -> None:
-        super().__init__(config, context, differences=False, ahead=max(1, config.ahead))
+        super().__init__(config, context, differences=False, most_open=config.ahead + 1)
         self._config = config
         self._versions: list[int] = []
         """Of the shards, as we hold them."""

@@ -113,7 +113,7 @@ async def test_who_waits_with_a_limit_or_is_cancelled_loses_no_request(requests)
 
 async def test_several_takers_share_the_requests_of_a_learner_that_runs_ahead():
     learner = Learner()
-    requests = RequestQueue(learner, LoopClock(), ahead=2)
+    requests = RequestQueue(learner, LoopClock(), most_open=2)
     following = asyncio.create_task(requests.follow())
     takers = [asyncio.create_task(requests.take()) for _ in range(2)]
     learner.post(1)
