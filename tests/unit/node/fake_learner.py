@@ -161,6 +161,6 @@ def build(start: object) -> tuple[Trainer, str]:
 
 LIFE, WORD = next_life()
 learner._build = build  # noqa: SLF001 - its only argument is the socket
-learner.FIRST_WORDS_S = 0.05
+learner.FIRST_MESSAGES_S = 0.05
 del sys.argv[1:3]  # -m p2pdrl.workers.learner
 sys.exit(learner.main())
