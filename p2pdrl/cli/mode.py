@@ -58,7 +58,19 @@ def show(target: Target, as_json: bool) -> None:
     console().print(_mode_view(document))
 
 
-@mode.command("set")
+class _SetCommand(click.Command):
+    """Ends its help with the strategies that there are, read when somebody asks."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write them by mode."""
+        from p2pdrl.config.mode import PROTOCOLS
+
+        del ctx
+        with formatter.section("Protocols of each mode (the first is taken when none is named)"):
+            formatter.write_dl([(mode, ", ".join(protocols)) for mode, protocols in PROTOCOLS.items()])
+
+
+@mode.command("set", cls=_SetCommand)
 @click.argument("name", metavar="MODE")
 @api_options
 @click.option(
@@ -98,20 +110,18 @@ def set_mode(
     """Change the mode of the whole swarm, through any node of it.
 
     MODE is gossip, server-sync, server-async, allreduce, pipeline or local. Options that aren't given take
-    their defaults. Protocols of gossip: adpsgd, dsgd, sgp, gala, strom, hogwild; of allreduce: grad_average,
-    param_average, federated; of local: local, hogwild. Of each the first is taken when none is named.
-    """  # fmt: skip
+    their defaults.
+    """
     from urllib.parse import urlencode
 
     from p2pdrl.config import mode as modes
-    from p2pdrl.config.strategy import mode_of
 
     counts = {"servers": servers, "stages": stages}
     given = [*sets, *(f"{key}={count}" for key, count in counts.items() if count is not None)]
     strategy = modes.strategy_from(name, given)
     words = modes.mode_words(strategy)
     client = target.client()
-    query = urlencode([("mode", mode_of(strategy)), *(("set", one) for one in given)])
+    query = urlencode([("mode", strategy.mode), *(("set", one) for one in given)])
     record = client.post(f"/v1/mode?{query}")
     epoch, proposer = record.get("epoch"), record.get("proposer")
     if no_wait:

@@ -12,36 +12,18 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-import msgspec
 from msgspec.structs import replace
 
-from p2pdrl.config.learner_mode import learner_mode_of
+from p2pdrl.config.fields import Problem
 from p2pdrl.config.node import LearnerConfig, NodeConfig
 from p2pdrl.config.root import Config
-from p2pdrl.config.strategy import (
-    AdpsgdConfig,
-    Compressed,
-    DsgdConfig,
-    FederatedConfig,
-    GalaConfig,
-    GradAverageConfig,
-    HogwildConfig,
-    LocalConfig,
-    ParamAverageConfig,
-    PipelineConfig,
-    Robust,
-    ServerAsyncConfig,
-    ServerSyncConfig,
-    SgpConfig,
-    StrategyConfig,
-    StromConfig,
-)
+from p2pdrl.config.strategy import HogwildConfig, PipelineConfig, StrategyConfig
 from p2pdrl.config.task import (
-    A2CConfig,
+    AlgorithmOptions,
     NetworkConfig,
-    PPOConfig,
     RegressionConfig,
     TaskConfig,
+    batches_of,
     losses_of,
     minibatch_rows,
 )
@@ -66,20 +48,10 @@ IMPALA_RESIDUALS = 2
 NATURE_CONVOLUTIONS = 3
 CONVOLUTIONS = "trunk.convolutions."
 """Parameters that the Nature CNN has, and no network of vectors."""
-LOSSY = ("int8", "topk", "threshold")
-"""What loses too much at once for a copy of parameters, whose error nothing feeds back."""
-SPARSE = ("topk", "threshold")
 LIST_BLOCKS = "`p2pdrl pipeline plan --config …` lists them"
 """Where to find the numbers of a model's blocks."""
 MAX_DATA_NUMBERS = 1 << 28
 """What a regression's made-up rows may come to: every node of the swarm holds them in memory."""
-
-
-class Problem(msgspec.Struct, frozen=True):
-    """A broken rule: the key to change first, and what is wrong, in words."""
-
-    key: str
-    message: str
 
 
 def block_count(task: TaskConfig) -> tuple[int, int]:
@@ -121,232 +93,12 @@ def _trunk(kind: str, network: NetworkConfig) -> int:
 
 
 def strategy_problems(strategy: StrategyConfig) -> Iterator[Problem]:
-    """Every rule that ``strategy`` breaks."""
-    if isinstance(strategy, LocalConfig) or _no_exchange(strategy):
-        return
-    if isinstance(strategy, PipelineConfig):
-        yield from _stages(strategy)
-        return
-    yield from _begins(strategy)
-    yield from _compression(strategy)
-    yield from _mixing(strategy)
-    match strategy:
-        case HogwildConfig(exchanges="gradients"):
-            yield _problem(
-                "exchanges",
-                "learners that share one vector step at once and post no gradients; set exchanges = "
-                "parameters, or name = adpsgd",
-            )
-        case ServerSyncConfig() | ServerAsyncConfig():
-            yield from _servers(strategy)
-        case GradAverageConfig():
-            yield from _torch(strategy)
-        case ParamAverageConfig():
-            yield from _torch(strategy)
-            yield from _outer(strategy)
-        case FederatedConfig():
-            yield from _outer(strategy)
-            yield from _privacy(strategy)
-        case _:
-            pass
-
-
-def _no_exchange(strategy: StrategyConfig) -> bool:
-    return isinstance(strategy, HogwildConfig) and not strategy.between_nodes
-
-
-def _problem(key: str, message: str) -> Problem:
-    return Problem(f"task.strategy.{key}", message)
-
-
-def _begins(strategy: StrategyConfig) -> Iterator[Problem]:
-    if not isinstance(strategy, AdpsgdConfig | SgpConfig | GalaConfig):
-        return
-    if strategy.every_updates == 0 and strategy.every_s == 0:
-        yield _problem(
-            "every_updates",
-            "with this and every_s both 0 no exchange ever begins; set one, or task.strategy.name = local",
-        )
-
-
-def _compression(strategy: Compressed) -> Iterator[Problem]:
-    kind = strategy.compression
-    if kind not in LOSSY:
-        return
-    if isinstance(strategy, StromConfig):
-        yield _problem(
-            "compression",
-            f"strom sends nothing but ±tau, so {kind} has nothing left to compress; set tau, "
-            "and leave compression at bf16 or none",
-        )
-    elif isinstance(strategy, SgpConfig):
-        yield _problem(
-            "compression",
-            f"a quantised or sparse copy of parameters isn't an average, and sgp pushes parameters: {kind} "
-            "would lose what the weights count on; take bf16 or none",
-        )
-    elif isinstance(strategy, AdpsgdConfig | GalaConfig | DsgdConfig) and strategy.exchanges == "parameters":
-        yield _problem(
-            "compression",
-            f"a quantised or sparse copy of parameters isn't an average: {kind} is for gradients and "
-            "differences; take bf16 or none, or set exchanges = gradients",
-        )
-
-
-def _mixing(strategy: Robust) -> Iterator[Problem]:
-    match strategy:
-        case SgpConfig(mixing="clipped" | "trimmed"):
-            yield _problem(
-                "mixing",
-                f"push-sum counts on every share that is sent arriving whole; {strategy.mixing} takes mass "
-                "away, and the mean with it; set mixing = mean, or take gala or dsgd",
-            )
-        case StromConfig(mixing="clipped" | "trimmed"):
-            yield _problem(
-                "mixing",
-                "every node adds the same ±tau, or replicas drift apart for good; there is nothing to be "
-                f"{strategy.mixing}: set mixing = mean, and bound messages by tau",
-            )
-        case AdpsgdConfig(mixing="trimmed"):
-            yield _problem(
-                "mixing",
-                "an exchange has two vectors, and two vectors can't be trimmed; set mixing = clipped, "
-                "or take dsgd with a denser topology",
-            )
-        case GalaConfig(mixing="trimmed", partners="ring"):
-            yield _problem(
-                "mixing",
-                "on a ring each node hears of one other, and two vectors can't be trimmed; set mixing = "
-                "clipped, or partners = exponential or random",
-            )
-        case ServerAsyncConfig(mixing="clipped" | "trimmed"):
-            yield _problem(
-                "mixing",
-                "a server applies each gradient alone as it comes: there are no others that it could be "
-                f"{strategy.mixing} against; set mixing = mean, or take server_sync",
-            )
-        case ServerSyncConfig(mixing="trimmed", reduce="sum"):
-            yield _problem(
-                "reduce",
-                "what was trimmed is missing from a sum; set reduce = mean or count, or mixing = clipped",
-            )
-        case _:
-            pass
-    if strategy.mixing == "trimmed" and strategy.compression in SPARSE:
-        yield _problem(
-            "mixing",
-            f"with compression = {strategy.compression} most values of an entry are zero, so trimming leaves "
-            "out just what was sent; set mixing = clipped or mean, or compression = int8, bf16 or none",
-        )
-
-
-def _stages(strategy: PipelineConfig) -> Iterator[Problem]:
-    """Whether schedule, chunks and cuts go together."""
-    if strategy.schedule == "interleaved" and strategy.chunks == 1:
-        yield _problem(
-            "chunks",
-            "interleaved takes turns between several stages of each peer; set chunks = 2 or more, or "
-            "schedule = 1f1b",
-        )
-    if strategy.schedule != "interleaved" and strategy.chunks > 1:
-        yield _problem(
-            "chunks",
-            f"with {strategy.schedule} each peer holds one stage, not {strategy.chunks}; set schedule = "
-            "interleaved, or chunks = 1",
-        )
-    cuts, wanted = strategy.cuts, strategy.stages * strategy.chunks - 1
-    if not cuts:
-        return
-    if len(cuts) != wanted:
-        yield _problem(
-            "cuts",
-            f"{_count(strategy.stages, 'peer')} with {_count(strategy.chunks, 'stage')} each "
-            f"need{'s' if strategy.stages == 1 else ''} {_count(wanted, 'cut')}, not {len(cuts)}; "
-            "set that many, or none to have the stages balanced",
-        )
-    elif list(cuts) != sorted(set(cuts)):
-        yield _problem(
-            "cuts",
-            f"{', '.join(map(str, cuts))} don't rise: each is the number of a stage's first block, and no "
-            "stage is empty; set rising numbers, or none to have the stages balanced",
-        )
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
-def _servers(strategy: ServerSyncConfig | ServerAsyncConfig) -> Iterator[Problem]:
-    if len(set(strategy.pinned)) != len(strategy.pinned):
-        yield _problem("pinned", "a node is named twice; name each server once")
-    if len(strategy.pinned) > strategy.servers:
-        yield _problem(
-            "pinned",
-            f"{len(strategy.pinned)} nodes are pinned and servers = {strategy.servers}; raise servers, "
-            "or pin fewer",
-        )
-    if isinstance(strategy, ServerAsyncConfig):
-        own = strategy.fetch_every - 1 + strategy.ahead
-        if strategy.stale == "drop" and strategy.max_staleness < own:
-            yield _problem(
-                "max_staleness",
-                f"with fetch_every = {strategy.fetch_every} and ahead = {strategy.ahead} a worker's own "
-                f"pushes make its gradients up to {own} steps old: even alone it would have them dropped; "
-                "raise max_staleness, lower the others, or set stale = scale",
-            )
-
-
-def _torch(strategy: GradAverageConfig | ParamAverageConfig) -> Iterator[Problem]:
-    if strategy.backend != "torch":
-        return
-    if strategy.compression in LOSSY:
-        yield _problem(
-            "compression",
-            f"torch.distributed adds numbers, not {strategy.compression} messages; take bf16 or none, "
-            "or backend = own",
-        )
-    if strategy.mixing != "mean":
-        yield _problem(
-            "mixing",
-            f"torch.distributed hands out the sum alone, so there is nothing to be {strategy.mixing}; "
-            "set mixing = mean, or backend = own",
-        )
-
-
-def _outer(strategy: ParamAverageConfig | FederatedConfig) -> Iterator[Problem]:
-    if strategy.outer_learning_rate == 0:
-        yield _problem(
-            "outer_learning_rate",
-            "0 takes everybody back to where the round began, so nothing is ever learnt; 1 is the plain mean",
-        )
-    if strategy.outer_momentum == 1:
-        yield _problem("outer_momentum", "1 never forgets a round, so the steps grow without bound; lower it")
-
-
-def _privacy(strategy: FederatedConfig) -> Iterator[Problem]:
-    """What the reported (ε, δ) rests on: a member moves its round's sum by S at most, and no other round."""
-    if strategy.noise_multiplier == 0:
-        return
-    if strategy.mixing != "mean":
-        yield _problem(
-            "mixing",
-            f"the noise is made for a sum in which each member moves at most clip_norm; {strategy.mixing} "
-            "has another sensitivity, and the privacy told would be wrong; set mixing = mean, or "
-            "noise_multiplier = 0",
-        )
-    if strategy.compression in LOSSY:
-        yield _problem(
-            "compression",
-            f"what {strategy.compression} leaves out comes with a later round, beyond clip_norm and perhaps "
-            "with its member not drawn; the privacy told would be wrong; take bf16 or none, or "
-            "noise_multiplier = 0",
-        )
-    if strategy.weighting != "equal":
-        yield _problem(
-            "weighting",
-            "the noise is made for members that count the same; one with many samples would show through: "
-            "set weighting = equal, or noise_multiplier = 0",
-        )
+    """Every rule that ``strategy`` breaks, one for each key."""
+    told: set[str] = set()
+    for problem in strategy.rules():
+        if problem.key not in told:
+            told.add(problem.key)
+            yield problem
 
 
 def pipeline_problems(task: TaskConfig) -> Iterator[Problem]:
@@ -452,7 +204,7 @@ def task_problems(task: TaskConfig) -> Iterator[Problem]:
 def _strategy_problems(task: TaskConfig) -> Iterator[Problem]:
     """Its strategy's rules, alone and with the rest of the task."""
     yield from strategy_problems(task.strategy)
-    mode = learner_mode_of(task.strategy)
+    mode = task.strategy.learner_mode
     if losses_of(task.algorithm) > 1 and (mode.sends == "gradients" or mode.stages):
         yield Problem(
             "task.strategy.name",
@@ -468,8 +220,7 @@ def _fixed_problems(task: TaskConfig) -> Iterator[Problem]:
     if isinstance(task.algorithm, RegressionConfig):
         yield from _regression_problems(task.algorithm)
     else:
-        if isinstance(task.algorithm, PPOConfig | A2CConfig):
-            yield from _batch_problems(task.algorithm, task.env.num_envs)
+        yield from _batch_problems(task.algorithm, task.env.num_envs)
         yield from _network_problems(task.network)
         yield from _memory_problems(task)
     if task.algorithm.anneal == "linear" and task.stop.env_steps == 0:
@@ -479,15 +230,15 @@ def _fixed_problems(task: TaskConfig) -> Iterator[Problem]:
         )
 
 
-def _batch_problems(algorithm: PPOConfig | A2CConfig, num_envs: int) -> Iterator[Problem]:
+def _batch_problems(algorithm: AlgorithmOptions, num_envs: int) -> Iterator[Problem]:
     batch = num_envs * algorithm.unroll_steps
     steps = f"env.num_envs × algorithm.unroll_steps = {batch} steps"
-    if isinstance(algorithm, PPOConfig) and algorithm.minibatches > batch:
+    if batches_of(algorithm) > batch:
         yield Problem(
             "task.algorithm.minibatches",
-            f"{algorithm.minibatches} minibatches can't be cut from {steps}; lower it, or gather more steps",
+            f"{batches_of(algorithm)} minibatches can't be cut from {steps}; lower it, or gather more steps",
         )
-    if algorithm.normalize_advantages and batch < 2:
+    if getattr(algorithm, "normalize_advantages", False) and batch < 2:
         yield Problem(
             "task.algorithm.normalize_advantages",
             f"a batch of {steps} has no deviation to divide by; turn it off, or gather more steps",
@@ -510,11 +261,11 @@ def _network_problems(network: NetworkConfig) -> Iterator[Problem]:
 def _memory_problems(task: TaskConfig) -> Iterator[Problem]:
     """Whole unrolls of an environment go into one minibatch where the policy remembers."""
     algorithm, envs = task.algorithm, task.env.num_envs
-    if task.network.core != "none" and isinstance(algorithm, PPOConfig) and algorithm.minibatches > envs:
+    if task.network.core != "none" and batches_of(algorithm) > envs:
         yield Problem(
             "task.algorithm.minibatches",
             f"a policy with a memory learns from whole unrolls: {envs} environments can't be cut into "
-            f"{algorithm.minibatches} minibatches; lower it, or raise env.num_envs",
+            f"{batches_of(algorithm)} minibatches; lower it, or raise env.num_envs",
         )
 
 
@@ -533,14 +284,13 @@ def trust_problems(strategy: StrategyConfig, *, trusted_network: bool) -> Iterat
     """What ``strategy`` wants of this machine's network and may not have."""
     if trusted_network:
         return
-    if isinstance(strategy, GradAverageConfig | ParamAverageConfig | PipelineConfig):
+    if getattr(strategy, "backend", None) == "torch":
         other = "stream" if isinstance(strategy, PipelineConfig) else "own"
-        if strategy.backend == "torch":
-            yield Problem(
-                "task.strategy.backend",
-                "torch.distributed listens without authentication; where everybody who reaches this machine "
-                f"may be trusted set node.trusted_network = true on each node, else take backend = {other}",
-            )
+        yield Problem(
+            "task.strategy.backend",
+            "torch.distributed listens without authentication; where everybody who reaches this machine "
+            f"may be trusted set node.trusted_network = true on each node, else take backend = {other}",
+        )
 
 
 def _parts_problems(task: TaskConfig, learner: LearnerConfig) -> Iterator[Problem]:

@@ -1,4 +1,7 @@
-"""Types that configuration fields share, and the base of sections that travel. Durations are in seconds."""
+"""Types that configuration fields share, the base of sections that travel, and what is said of broken rules.
+
+Durations are in seconds.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ __all__ = [
     "Positive",
     "PositiveSeconds",
     "Precision",
+    "Problem",
     "Seconds",
     "Travelling",
 ]
@@ -46,3 +50,10 @@ class Travelling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             for number in value.values() if isinstance(value, dict) else (value,):
                 if isinstance(number, float) and not math.isfinite(number):
                     raise ValueError(f"{name} must be a finite number")
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """A broken rule: the key to change first, and what is wrong, in words."""
+
+    key: str
+    message: str

@@ -1,7 +1,7 @@
 """How a learner works under a strategy: what it sends, whether it waits, who steps.
 
-A pure function of the strategy's options, so that daemon and learner can't disagree. The node sends the
-mode to its learner process; the strategy answers the learner's requests.
+Each strategy's options say it (`strategy.StrategyOptions.learner_mode`), so that daemon and learner can't
+disagree. The node sends the mode to its learner process; the strategy answers the learner's requests.
 """
 
 from __future__ import annotations
@@ -10,21 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from p2pdrl.config.strategy import (
-    AdpsgdConfig,
-    DsgdConfig,
-    FederatedConfig,
-    GalaConfig,
-    GradAverageConfig,
-    HogwildConfig,
-    ParamAverageConfig,
-    PipelineConfig,
-    ServerAsyncConfig,
-    ServerSyncConfig,
-    StrategyConfig,
-)
-
-__all__ = ["FREE", "LearnerMode", "learner_mode_of"]
+__all__ = ["FREE", "LearnerMode"]
 
 
 class LearnerMode(msgspec.Struct, frozen=True):
@@ -54,28 +40,3 @@ class LearnerMode(msgspec.Struct, frozen=True):
 
 FREE = LearnerMode()
 """The learner trains by itself; deltas and sets come by the board."""
-
-
-def learner_mode_of(strategy: StrategyConfig) -> LearnerMode:
-    """How learners work under ``strategy``."""
-    match strategy:
-        case HogwildConfig(learners=learners):
-            return LearnerMode(learners=learners)
-        case DsgdConfig(exchanges="gradients"):
-            return LearnerMode("gradients")
-        case DsgdConfig(every_updates=every):
-            return LearnerMode("parameters", every=every)
-        case AdpsgdConfig(exchanges="gradients") | GalaConfig(exchanges="gradients"):
-            return LearnerMode("gradients", ahead=2)
-        case GradAverageConfig():
-            return LearnerMode("gradients")
-        case ParamAverageConfig(every_updates=every) | FederatedConfig(every_updates=every):
-            return LearnerMode("parameters", every=every)
-        case ServerSyncConfig():
-            return LearnerMode("gradients", steps=False, clip="before")
-        case ServerAsyncConfig(push_every=every, ahead=ahead, local_steps=steps):
-            return LearnerMode("gradients", every=every, ahead=ahead, steps=steps, clip="before")
-        case PipelineConfig():
-            return LearnerMode(stages=True)
-        case _:
-            return FREE

@@ -17,34 +17,23 @@ import msgspec
 from p2pdrl.config import schema
 from p2pdrl.config.checks import strategy_problems
 from p2pdrl.config.schema import coerce_text, shown
-from p2pdrl.config.strategy import Mode, StrategyConfig, mode_of
+from p2pdrl.config.strategy import Mode, StrategyConfig
 from p2pdrl.errors import ConfigError, did_you_mean
 
 __all__ = ["PROTOCOLS", "changed_options", "mode_words", "protocol_of", "strategy_from", "told_options"]
 
+STRATEGIES: dict[str, type[StrategyConfig]] = {
+    str(struct.__struct_config__.tag): struct for struct in get_args(StrategyConfig)
+}
+"""By name, the options of each strategy."""
 PROTOCOLS: dict[Mode, tuple[str, ...]] = {
-    "gossip": ("adpsgd", "dsgd", "sgp", "gala", "strom", "hogwild"),
-    "server-sync": ("server_sync",),
-    "server-async": ("server_async",),
-    "allreduce": ("grad_average", "param_average", "federated"),
-    "pipeline": ("pipeline",),
-    "local": ("local", "hogwild"),
+    mode: tuple(name for name, struct in STRATEGIES.items() if mode in struct.modes)
+    for mode in get_args(Mode)
 }
 """The strategies of each mode; the first is taken when nobody names one."""
 ALIASES = {"ddp": "grad_average", "downpour": "server_async", "mapreduce_sync": "server_sync"}
 PROTOCOL = "protocol"
 """The key that names the strategy; every other key is one of its options."""
-
-_TOLD: dict[str, tuple[str, ...]] = {
-    "dsgd": ("topology",),
-    "hogwild": ("learners",),
-    "param_average": ("every_updates",),
-    "pipeline": ("stages", "schedule", "microbatches", "backend"),
-    "server_async": ("servers",),
-    "server_sync": ("servers",),
-}
-"""Options that say what a mode is, so that people are told them even where they are the defaults."""
-_STRUCTS = {str(struct.__struct_config__.tag): struct for struct in get_args(StrategyConfig)}
 
 
 def protocol_of(strategy: StrategyConfig) -> str:
@@ -62,7 +51,7 @@ def changed_options(strategy: StrategyConfig) -> dict[str, Any]:
 def told_options(strategy: StrategyConfig) -> dict[str, Any]:
     """What people are told of a strategy, as JSON types: what says most first, then all that was changed."""
     options: dict[str, Any] = msgspec.to_builtins(strategy)
-    first = {name: options[name] for name in _TOLD.get(protocol_of(strategy), ())}
+    first = {name: options[name] for name in strategy.told}
     return first | changed_options(strategy)
 
 
@@ -74,7 +63,7 @@ def mode_words(strategy: StrategyConfig) -> str:
         >>> mode_words(AdpsgdConfig(weight=0.3))
         'gossip: adpsgd (weight=0.3)'
     """
-    mode, protocol = mode_of(strategy), protocol_of(strategy)
+    mode, protocol = strategy.mode, protocol_of(strategy)
     words = mode if protocol.replace("_", "-") == mode else f"{mode}: {protocol}"
     options = ", ".join(f"{name}={_value(value)}" for name, value in told_options(strategy).items())
     return f"{words} ({options})" if options else words
@@ -101,8 +90,8 @@ def strategy_from(mode: str, sets: Sequence[str] = ()) -> StrategyConfig:
         strategy: StrategyConfig = msgspec.convert({**options, schema.TAG: protocol}, StrategyConfig)
     except msgspec.ValidationError as error:  # every value passed alone: a rule between fields
         raise ConfigError(f"{protocol}: {error}") from error
-    if mode_of(strategy) != family:
-        raise ConfigError(f"{protocol} with these options is mode {mode_of(strategy)}, not {family}")
+    if strategy.mode != family:
+        raise ConfigError(f"{protocol} with these options is mode {strategy.mode}, not {family}")
     problem = next(strategy_problems(strategy), None)
     if problem is not None:
         raise ConfigError(f"{problem.key.removeprefix('task.strategy.')}: {problem.message}")
@@ -140,9 +129,9 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _option(protocol: str, key: str, text: str) -> Any:
-    fields: Mapping[str, schema.Field] = schema.fields(_STRUCTS[protocol])
+    fields: Mapping[str, schema.Field] = schema.fields(STRATEGIES[protocol])
     if key not in fields:
-        owners = [name for name, struct in _STRUCTS.items() if key in schema.fields(struct)]
+        owners = [name for name, struct in STRATEGIES.items() if key in schema.fields(struct)]
         if owners:
             raise ConfigError(f"{protocol} has no option {shown(key)}: {_belongs(owners)}")
         known = [*fields, PROTOCOL]

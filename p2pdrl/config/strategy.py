@@ -1,13 +1,17 @@
 """How the swarm agrees: one section per strategy, told apart by its ``name``.
 
 A section says what travels between nodes, who steps and what comes back. It travels as a swarm record and may
-be replaced on a live swarm. Combinations that make no sense are refused by `checks`, with the reason.
-Durations are in seconds (``_s``).
+be replaced on a live swarm. It is also the one place that says of a strategy to which families it belongs
+(`StrategyOptions.modes`), how learners work under it (`StrategyOptions.learner_mode`) and which of its
+options make no sense together (`StrategyOptions.rules`). What is inherited and needs code of its own, lossy
+compressions and robust mixing, is refused until a strategy declares that it honours it. Durations are in
+seconds (``_s``).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, get_args
 
 from msgspec import Meta
 
@@ -18,9 +22,11 @@ from p2pdrl.config.fields import (
     Natural,
     NonNegative,
     PositiveSeconds,
+    Problem,
     Seconds,
     Travelling,
 )
+from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.config.schedules import MAX_CHUNKS, MAX_STAGES, ScheduleName
 
 __all__ = [
@@ -49,18 +55,56 @@ __all__ = [
     "ServerSyncConfig",
     "SgpConfig",
     "StrategyConfig",
+    "StrategyOptions",
     "StromConfig",
     "Topology",
-    "mode_of",
 ]
 
 
+Mode = Literal["gossip", "server-sync", "server-async", "allreduce", "pipeline", "local"]
+"""What people type after ``mode set``: a family of strategies."""
 Compression = Literal["none", "bf16", "int8", "topk", "threshold"]
 Mixing = Literal["mean", "clipped", "trimmed"]
+Content = Literal["parameters", "gradients"]
+Partners = Literal["random", "ring", "exponential"]
+Topology = Literal["ring", "torus", "exponential", "random_regular", "complete"]
 Identity = Annotated[str, Meta(min_length=1, max_length=64)]
+LOSSY = ("int8", "topk", "threshold")
+"""What loses too much at once for a copy of parameters, whose error nothing feeds back."""
+SPARSE = ("topk", "threshold")
 
 
-class Compressed(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StrategyOptions(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What every strategy says of itself beside its options."""
+
+    modes: ClassVar[tuple[Mode, ...]] = ()
+    """The families under which people find it; the first of a family's strategies is its default."""
+    told: ClassVar[tuple[str, ...]] = ()
+    """Options that say what a mode is, so that people are told them even where they are the defaults."""
+
+    @property
+    def mode(self) -> Mode:
+        """The family that it belongs to with these options."""
+        return self.modes[0]
+
+    @property
+    def learner_mode(self) -> LearnerMode:
+        """How learners work under it: by themselves, unless it says otherwise."""
+        return FREE
+
+    def rules(self) -> Iterator[Problem]:
+        """Yield what these options, each right alone, can't do together: why, and what to set instead.
+
+        Of several about one key the first is told.
+        """
+        yield from ()
+
+
+def _problem(key: str, message: str) -> Problem:
+    return Problem(f"task.strategy.{key}", message)
+
+
+class Compressed(StrategyOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How vectors are written on the wire."""
 
     compression: Compression = "bf16"
@@ -71,6 +115,19 @@ class Compressed(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Share of the entries that ``topk`` sends."""
     threshold: Annotated[float, Meta(gt=0, le=1e6)] = 1e-3
     """Bound beyond which ``threshold`` sends an entry, as plus or minus the bound."""
+
+    compressions: ClassVar[tuple[Compression, ...]] = ("none", "bf16")
+    """Those that the strategy's code honours: the lossy ones want error feedback."""
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse compressions that nobody has declared."""
+        if self.compression not in self.compressions:
+            yield _problem(
+                "compression",
+                f"what {self.compression} leaves out is not fed back under this strategy, and would be lost; "
+                f"take {' or '.join(self.compressions)}",
+            )
+        yield from super().rules()
 
 
 class Robust(Compressed, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -83,6 +140,24 @@ class Robust(Compressed, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """With ``clipped``: longest difference let through, as a multiple of our own vector's norm."""
     trim: Annotated[float, Meta(gt=0, lt=0.5)] = 0.2
     """With ``trimmed``: share left out at each end, at least one node's value."""
+
+    mixings: ClassVar[tuple[Mixing, ...]] = ("mean",)
+    """Those that the strategy's code honours."""
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse mixing that nobody has declared, and trimming of what is sparse."""
+        if self.mixing not in self.mixings:
+            yield _problem(
+                "mixing",
+                f"nothing is {self.mixing} under this strategy; set mixing = {' or '.join(self.mixings)}",
+            )
+        if self.mixing == "trimmed" and self.compression in SPARSE:
+            yield _problem(
+                "mixing",
+                f"with compression = {self.compression} most values of an entry are zero, so trimming leaves "
+                "out just what was sent; set mixing = clipped or mean, or compression = int8, bf16 or none",
+            )
+        yield from super().rules()
 
 
 class Guarded(Robust, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -105,6 +180,16 @@ class Paced(Guarded, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """They are never begun closer together. Lower mixes faster and costs more processor time."""
     deadline_s: PositiveSeconds = 2.0
     """The longest that one may take; usually it is given up much sooner, by what was observed."""
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse what never begins."""
+        if self.every_updates == 0 and self.every_s == 0:
+            yield _problem(
+                "every_updates",
+                "with this and every_s both 0 no exchange ever begins; set one, or task.strategy.name = "
+                "local",
+            )
+        yield from super().rules()
 
 
 class Grouped(Robust, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -133,6 +218,21 @@ class ServerOptions(Grouped, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     eps: Annotated[float, Meta(gt=0, le=1)] = 1e-5
     """Added to the denominators."""
 
+    told: ClassVar[tuple[str, ...]] = ("servers",)
+    compressions: ClassVar[tuple[Compression, ...]] = get_args(Compression)
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse servers that can't be pinned so."""
+        if len(set(self.pinned)) != len(self.pinned):
+            yield _problem("pinned", "a node is named twice; name each server once")
+        if len(self.pinned) > self.servers:
+            yield _problem(
+                "pinned",
+                f"{len(self.pinned)} nodes are pinned and servers = {self.servers}; raise servers, "
+                "or pin fewer",
+            )
+        yield from super().rules()
+
 
 class Averaged(Grouped, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the strategies share that average parameters after several local updates."""
@@ -148,9 +248,59 @@ class Averaged(Grouped, frozen=True, forbid_unknown_fields=True, kw_only=True):
     weighting: Literal["samples", "equal"] = "samples"
     """Whether a node counts by the environment steps it made in the round, or all count the same."""
 
+    modes: ClassVar[tuple[Mode, ...]] = ("allreduce",)
+    compressions: ClassVar[tuple[Compression, ...]] = get_args(Compression)
+    mixings: ClassVar[tuple[Mixing, ...]] = get_args(Mixing)
+
+    @property
+    def learner_mode(self) -> LearnerMode:
+        """It waits for each round."""
+        return LearnerMode("parameters", every=self.every_updates)
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse outer steps that lead nowhere."""
+        if self.outer_learning_rate == 0:
+            yield _problem(
+                "outer_learning_rate",
+                "0 takes everybody back to where the round began, so nothing is ever learnt; 1 is the plain "
+                "mean",
+            )
+        if self.outer_momentum == 1:
+            yield _problem(
+                "outer_momentum", "1 never forgets a round, so the steps grow without bound; lower it"
+            )
+        yield from super().rules()
+
+
+def _lossy_parameters(strategy: AdpsgdConfig | DsgdConfig | GalaConfig) -> Iterator[Problem]:
+    if strategy.compression in LOSSY and strategy.exchanges == "parameters":
+        yield _problem(
+            "compression",
+            f"a quantised or sparse copy of parameters isn't an average: {strategy.compression} is for "
+            "gradients and differences; take bf16 or none, or set exchanges = gradients",
+        )
+
+
+def _over_torch(strategy: GradAverageConfig | ParamAverageConfig) -> Iterator[Problem]:
+    """What torch.distributed can't do."""
+    if strategy.backend != "torch":
+        return
+    if strategy.compression in LOSSY:
+        yield _problem(
+            "compression",
+            f"torch.distributed adds numbers, not {strategy.compression} messages; take bf16 or none, "
+            "or backend = own",
+        )
+    if strategy.mixing != "mean":
+        yield _problem(
+            "mixing",
+            f"torch.distributed hands out the sum alone, so there is nothing to be {strategy.mixing}; "
+            "set mixing = mean, or backend = own",
+        )
+
 
 class PipelineConfig(
-    Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="pipeline"
+    StrategyOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="pipeline"
 ):
     """One model over several peers: each holds a stage of it, and batches pass through in microbatches.
 
@@ -192,12 +342,48 @@ class PipelineConfig(
     gossip_every_s: PositiveSeconds = 1.0
     """Seconds between two exchanges of a pipeline's first peer with another's."""
 
+    modes: ClassVar[tuple[Mode, ...]] = ("pipeline",)
+    told: ClassVar[tuple[str, ...]] = ("stages", "schedule", "microbatches", "backend")
 
-Mode = Literal["gossip", "server-sync", "server-async", "allreduce", "pipeline", "local"]
-"""What people type after ``mode set``: a family of strategies."""
-Content = Literal["parameters", "gradients"]
-Partners = Literal["random", "ring", "exponential"]
-Topology = Literal["ring", "torus", "exponential", "random_regular", "complete"]
+    @property
+    def learner_mode(self) -> LearnerMode:
+        """It trains by orders only."""
+        return LearnerMode(stages=True)
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse schedules, chunks and cuts that don't go together."""
+        if self.schedule == "interleaved" and self.chunks == 1:
+            yield _problem(
+                "chunks",
+                "interleaved takes turns between several stages of each peer; set chunks = 2 or more, or "
+                "schedule = 1f1b",
+            )
+        if self.schedule != "interleaved" and self.chunks > 1:
+            yield _problem(
+                "chunks",
+                f"with {self.schedule} each peer holds one stage, not {self.chunks}; set schedule = "
+                "interleaved, or chunks = 1",
+            )
+        cuts, wanted = self.cuts, self.stages * self.chunks - 1
+        if not cuts:
+            return
+        if len(cuts) != wanted:
+            yield _problem(
+                "cuts",
+                f"{_count(self.stages, 'peer')} with {_count(self.chunks, 'stage')} each "
+                f"need{'s' if self.stages == 1 else ''} {_count(wanted, 'cut')}, not {len(cuts)}; "
+                "set that many, or none to have the stages balanced",
+            )
+        elif list(cuts) != sorted(set(cuts)):
+            yield _problem(
+                "cuts",
+                f"{', '.join(map(str, cuts))} don't rise: each is the number of a stage's first block, and "
+                "no stage is empty; set rising numbers, or none to have the stages balanced",
+            )
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 class AdpsgdConfig(
@@ -223,6 +409,26 @@ class AdpsgdConfig(
     parameters_every: Count = 10
     """With ``gradients``: every so many exchanges mix parameters, or replicas would drift apart."""
 
+    modes: ClassVar[tuple[Mode, ...]] = ("gossip",)
+    compressions: ClassVar[tuple[Compression, ...]] = get_args(Compression)
+    mixings: ClassVar[tuple[Mixing, ...]] = ("mean", "clipped")
+
+    @property
+    def learner_mode(self) -> LearnerMode:
+        """It runs freely, or offers each gradient for a while."""
+        return LearnerMode("gradients", ahead=2) if self.exchanges == "gradients" else FREE
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse what two vectors can't do."""
+        yield from _lossy_parameters(self)
+        if self.mixing == "trimmed":
+            yield _problem(
+                "mixing",
+                "an exchange has two vectors, and two vectors can't be trimmed; set mixing = clipped, "
+                "or take dsgd with a denser topology",
+            )
+        yield from super().rules()
+
 
 class DsgdConfig(
     Guarded,
@@ -247,6 +453,23 @@ class DsgdConfig(
     parameters_every: Count = 10
     """With ``gradients``: every so many rounds mix parameters, or replicas would drift apart."""
 
+    modes: ClassVar[tuple[Mode, ...]] = ("gossip",)
+    told: ClassVar[tuple[str, ...]] = ("topology",)
+    compressions: ClassVar[tuple[Compression, ...]] = get_args(Compression)
+    mixings: ClassVar[tuple[Mixing, ...]] = get_args(Mixing)
+
+    @property
+    def learner_mode(self) -> LearnerMode:
+        """It waits for each round."""
+        if self.exchanges == "gradients":
+            return LearnerMode("gradients")
+        return LearnerMode("parameters", every=self.every_updates)
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse lossy copies of parameters."""
+        yield from _lossy_parameters(self)
+        yield from super().rules()
+
 
 class SgpConfig(
     Paced,
@@ -262,6 +485,24 @@ class SgpConfig(
     """Whom to push to: anyone; the next in id order; those at distances 1, 2, 4, … in turn."""
     share: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Part of a node's weight that goes along with each push."""
+
+    modes: ClassVar[tuple[Mode, ...]] = ("gossip",)
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse what takes mass away."""
+        if self.compression in LOSSY:
+            yield _problem(
+                "compression",
+                "a quantised or sparse copy of parameters isn't an average, and sgp pushes parameters: "
+                f"{self.compression} would lose what the weights count on; take bf16 or none",
+            )
+        if self.mixing != "mean":
+            yield _problem(
+                "mixing",
+                f"push-sum counts on every share that is sent arriving whole; {self.mixing} takes mass "
+                "away, and the mean with it; set mixing = mean, or take gala or dsgd",
+            )
+        yield from super().rules()
 
 
 class GalaConfig(
@@ -284,6 +525,26 @@ class GalaConfig(
     parameters_every: Count = 10
     """With ``gradients``: every so many pushes carry parameters, or replicas would drift apart."""
 
+    modes: ClassVar[tuple[Mode, ...]] = ("gossip",)
+    compressions: ClassVar[tuple[Compression, ...]] = get_args(Compression)
+    mixings: ClassVar[tuple[Mixing, ...]] = get_args(Mixing)
+
+    @property
+    def learner_mode(self) -> LearnerMode:
+        """It runs freely, or offers each gradient for a while."""
+        return LearnerMode("gradients", ahead=2) if self.exchanges == "gradients" else FREE
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse lossy copies of parameters, and trimming of two."""
+        yield from _lossy_parameters(self)
+        if self.mixing == "trimmed" and self.partners == "ring":
+            yield _problem(
+                "mixing",
+                "on a ring each node hears of one other, and two vectors can't be trimmed; set mixing = "
+                "clipped, or partners = exponential or random",
+            )
+        yield from super().rules()
+
 
 class StromConfig(
     Guarded, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="strom"
@@ -302,6 +563,24 @@ class StromConfig(
     max_staleness: Count = 1000
     """A node this many policy versions behind its peer adopts the peer's state instead."""
 
+    modes: ClassVar[tuple[Mode, ...]] = ("gossip",)
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse what changes ±τ on its way."""
+        if self.compression in LOSSY:
+            yield _problem(
+                "compression",
+                f"strom sends nothing but ±tau, so {self.compression} has nothing left to compress; set tau, "
+                "and leave compression at bf16 or none",
+            )
+        if self.mixing != "mean":
+            yield _problem(
+                "mixing",
+                "every node adds the same ±tau, or replicas drift apart for good; there is nothing to be "
+                f"{self.mixing}: set mixing = mean, and bound messages by tau",
+            )
+        yield from super().rules()
+
 
 class ServerSyncConfig(
     ServerOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="server_sync"
@@ -316,6 +595,23 @@ class ServerSyncConfig(
     """Share of the workers whose gradients a round needs once its deadline has passed."""
     backups: Natural = 0
     """Workers whose gradients a round doesn't wait for: the slowest so many are dropped each time."""
+
+    modes: ClassVar[tuple[Mode, ...]] = ("server-sync",)
+    mixings: ClassVar[tuple[Mixing, ...]] = get_args(Mixing)
+
+    @property
+    def learner_mode(self) -> LearnerMode:
+        """The servers step; it waits for their parameters."""
+        return LearnerMode("gradients", steps=False, clip="before")
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse sums of what was trimmed."""
+        if self.mixing == "trimmed" and self.reduce == "sum":
+            yield _problem(
+                "reduce",
+                "what was trimmed is missing from a sum; set reduce = mean or count, or mixing = clipped",
+            )
+        yield from super().rules()
 
 
 class ServerAsyncConfig(
@@ -338,6 +634,33 @@ class ServerAsyncConfig(
     local_steps: bool = False
     """Whether the worker also steps by itself between fetches, as in DistBelief."""
 
+    modes: ClassVar[tuple[Mode, ...]] = ("server-async",)
+
+    @property
+    def learner_mode(self) -> LearnerMode:
+        """The servers step, and it too with ``local_steps``; pushes may be under way meanwhile."""
+        return LearnerMode(
+            "gradients", every=self.push_every, ahead=self.ahead, steps=self.local_steps, clip="before"
+        )
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse robust means of one gradient, and bounds that a worker alone would break."""
+        if self.mixing != "mean":
+            yield _problem(
+                "mixing",
+                "a server applies each gradient alone as it comes: there are no others that it could be "
+                f"{self.mixing} against; set mixing = mean, or take server_sync",
+            )
+        yield from super().rules()
+        own = self.fetch_every - 1 + self.ahead
+        if self.stale == "drop" and self.max_staleness < own:
+            yield _problem(
+                "max_staleness",
+                f"with fetch_every = {self.fetch_every} and ahead = {self.ahead} a worker's own "
+                f"pushes make its gradients up to {own} steps old: even alone it would have them dropped; "
+                "raise max_staleness, lower the others, or set stale = scale",
+            )
+
 
 class GradAverageConfig(
     Grouped,
@@ -353,6 +676,20 @@ class GradAverageConfig(
     """``own`` runs over the swarm's own connections; ``torch`` over torch.distributed, which needs
     ``node.trusted_network``, for it listens without authentication."""
 
+    modes: ClassVar[tuple[Mode, ...]] = ("allreduce",)
+    compressions: ClassVar[tuple[Compression, ...]] = get_args(Compression)
+    mixings: ClassVar[tuple[Mixing, ...]] = get_args(Mixing)
+
+    @property
+    def learner_mode(self) -> LearnerMode:
+        """It steps with each mean."""
+        return LearnerMode("gradients")
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse what torch.distributed can't do."""
+        yield from _over_torch(self)
+        yield from super().rules()
+
 
 class ParamAverageConfig(
     Averaged, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="param_average"
@@ -362,6 +699,13 @@ class ParamAverageConfig(
     backend: Literal["own", "torch"] = "own"
     """``own`` runs over the swarm's own connections; ``torch`` over torch.distributed, which needs
     ``node.trusted_network``, for it listens without authentication."""
+
+    told: ClassVar[tuple[str, ...]] = ("every_updates",)
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse what torch.distributed can't do."""
+        yield from _over_torch(self)
+        yield from super().rules()
 
 
 class FederatedConfig(
@@ -381,6 +725,34 @@ class FederatedConfig(
     delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5
     """δ of the (ε, δ) that is reported."""
 
+    def rules(self) -> Iterator[Problem]:
+        """Refuse what the reported (ε, δ) doesn't hold for: a member moves its round's sum by S at most."""
+        if self.noise_multiplier > 0:
+            yield from self._private()
+        yield from super().rules()
+
+    def _private(self) -> Iterator[Problem]:
+        if self.mixing != "mean":
+            yield _problem(
+                "mixing",
+                f"the noise is made for a sum in which each member moves at most clip_norm; {self.mixing} "
+                "has another sensitivity, and the privacy told would be wrong; set mixing = mean, or "
+                "noise_multiplier = 0",
+            )
+        if self.compression in LOSSY:
+            yield _problem(
+                "compression",
+                f"what {self.compression} leaves out comes with a later round, beyond clip_norm and perhaps "
+                "with its member not drawn; the privacy told would be wrong; take bf16 or none, or "
+                "noise_multiplier = 0",
+            )
+        if self.weighting != "equal":
+            yield _problem(
+                "weighting",
+                "the noise is made for members that count the same; one with many samples would show "
+                "through: set weighting = equal, or noise_multiplier = 0",
+            )
+
 
 class HogwildConfig(
     AdpsgdConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="hogwild"
@@ -392,11 +764,38 @@ class HogwildConfig(
     between_nodes: bool = True
     """Whether nodes average pairwise as in ``adpsgd``; the other options are about that."""
 
+    modes: ClassVar[tuple[Mode, ...]] = ("gossip", "local")
+    told: ClassVar[tuple[str, ...]] = ("learners",)
+
+    @property
+    def mode(self) -> Mode:
+        """Nodes that don't average train alone."""
+        return "gossip" if self.between_nodes else "local"
+
+    @property
+    def learner_mode(self) -> LearnerMode:
+        """Several run freely."""
+        return LearnerMode(learners=self.learners)
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse gradients; there is nothing to check where nodes don't average."""
+        if not self.between_nodes:
+            return
+        yield from super().rules()
+        if self.exchanges == "gradients":
+            yield _problem(
+                "exchanges",
+                "learners that share one vector step at once and post no gradients; set exchanges = "
+                "parameters, or name = adpsgd",
+            )
+
 
 class LocalConfig(
-    Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="local"
+    StrategyOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="local"
 ):
     """No averaging: each node trains alone. The reference that others are measured against."""
+
+    modes: ClassVar[tuple[Mode, ...]] = ("local",)
 
 
 StrategyConfig = (
@@ -410,26 +809,8 @@ StrategyConfig = (
     | GradAverageConfig
     | ParamAverageConfig
     | FederatedConfig
-    | HogwildConfig
     | PipelineConfig
     | LocalConfig
+    | HogwildConfig
 )
-
-
-def mode_of(strategy: StrategyConfig) -> Mode:
-    """The word that people type for the family that ``strategy`` belongs to."""
-    match strategy:
-        case LocalConfig():
-            return "local"
-        case HogwildConfig(between_nodes=False):
-            return "local"
-        case ServerSyncConfig():
-            return "server-sync"
-        case ServerAsyncConfig():
-            return "server-async"
-        case GradAverageConfig() | ParamAverageConfig() | FederatedConfig():
-            return "allreduce"
-        case PipelineConfig():
-            return "pipeline"
-        case _:
-            return "gossip"
+"""Told apart by their tags; in the order in which people are told them."""

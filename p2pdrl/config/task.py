@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,7 @@ __all__ = [
     "HASHED",
     "A2CConfig",
     "AlgorithmConfig",
+    "AlgorithmOptions",
     "EnvConfig",
     "GradientsConfig",
     "NetworkConfig",
@@ -91,23 +92,38 @@ class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only
     """Units of the memory."""
 
 
+class AlgorithmOptions(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What all algorithms that act in environments have.
+
+    Those that cut a batch and pass over it several times have ``minibatches`` and ``epochs`` too.
+    """
+
+    learning_rate: NonNegative = 1e-3
+    """Step of the optimizer."""
+    anneal: Literal["none", "linear"] = "none"
+    """``linear`` lowers the learning rate to zero as the swarm nears ``stop.env_steps``."""
+    unroll_steps: Count = 128
+    """Steps per environment between updates (T)."""
+    discount: Fraction = 0.99
+    """γ: weight of the next step's return."""
+
+    losses: ClassVar[int] = 1
+    """How many losses it has; gradients of several can't travel, nor can their model be cut into stages."""
+
+
 class PPOConfig(
-    Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ppo"
+    AlgorithmOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ppo"
 ):
     """Proximal policy optimization (Schulman 2017, arXiv 1707.06347)."""
 
     learning_rate: NonNegative = 1e-3
     """Step of Adam. Zero leaves parameters alone (for experiments on consensus)."""
-    anneal: Literal["none", "linear"] = "none"
-    """``linear`` lowers the learning rate to zero as the swarm nears ``stop.env_steps``."""
     unroll_steps: Count = 128
     """Steps per environment between updates (T). Longer: less bias, staler data."""
     epochs: Count = 4
     """Passes over each batch. More squeeze the data harder and drift further from the behaviour policy."""
     minibatches: Count = 4
     """Parts that each pass is cut into; num_envs × unroll_steps must be at least this."""
-    discount: Fraction = 0.99
-    """γ: weight of the next step's return."""
     gae_lambda: Fraction = 0.95
     """λ of generalized advantage estimation (Schulman 2016): 0 trusts the value function, 1 the returns."""
     clip: Positive = 0.2
@@ -127,18 +143,14 @@ class PPOConfig(
 
 
 class A2CConfig(
-    Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="a2c"
+    AlgorithmOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="a2c"
 ):
     """Advantage actor-critic, the synchronous form of A3C (Mnih 2016, arXiv 1602.01783)."""
 
     learning_rate: NonNegative = 7e-4
     """Step of the optimizer."""
-    anneal: Literal["none", "linear"] = "none"
-    """``linear`` lowers the learning rate to zero as the swarm nears ``stop.env_steps``."""
     unroll_steps: Count = 5
     """Steps per environment between updates (T); also the n of the n-step return."""
-    discount: Fraction = 0.99
-    """γ: weight of the next step's return."""
     gae_lambda: Fraction = 1.0
     """λ of the advantage; 1 is the plain n-step return."""
     value_coef: NonNegative = 0.5
@@ -281,20 +293,19 @@ def task_hash(task: TaskConfig) -> str:
     return hashlib.sha256(b"p2pdrl task\0" + canonical).hexdigest()[:32]
 
 
-def batches_of(algorithm: AlgorithmConfig) -> int:
-    """Return how many minibatches an unroll is cut into."""
-    return algorithm.minibatches if isinstance(algorithm, PPOConfig) else 1
+def batches_of(algorithm: AlgorithmOptions | RegressionConfig) -> int:
+    """Return how many minibatches an unroll is cut into: ``minibatches`` where there is such a key."""
+    return int(getattr(algorithm, "minibatches", 1))
 
 
-def losses_of(algorithm: object) -> int:
-    """Return how many losses an algorithm has: ``losses`` of its configuration's type, or else 1."""
-    losses: int = getattr(type(algorithm), "losses", 1)
-    return losses
+def losses_of(algorithm: AlgorithmOptions | RegressionConfig) -> int:
+    """Return how many losses an algorithm has; a regression has one."""
+    return 1 if isinstance(algorithm, RegressionConfig) else algorithm.losses
 
 
 def minibatches_of(algorithm: AlgorithmConfig) -> int:
-    """Return how many gradients an update has, all passes together."""
-    return algorithm.epochs * batches_of(algorithm) if isinstance(algorithm, PPOConfig) else 1
+    """Return how many gradients an update has, all passes together: ``epochs`` of them, if there are."""
+    return int(getattr(algorithm, "epochs", 1)) * batches_of(algorithm)
 
 
 def minibatch_rows(task: TaskConfig) -> tuple[int, str]:

@@ -17,7 +17,7 @@ import msgspec
 
 from p2pdrl.config.checks import as_built, idle_keys, mode_problems
 from p2pdrl.config.mode import mode_words, protocol_of, told_options
-from p2pdrl.config.strategy import LocalConfig, StrategyConfig, mode_of
+from p2pdrl.config.strategy import LocalConfig, StrategyConfig
 from p2pdrl.errors import ConfigError, StorageError
 from p2pdrl.membership.records import SwarmRecord
 from p2pdrl.node import settings, stop
@@ -187,7 +187,7 @@ class RecordFollower:
                 await training.mode.use(strategy, stamp)
             except ConfigError as error:
                 why = str(error)
-        name = f"{mode_of(strategy)} ({protocol_of(strategy)})"
+        name = f"{strategy.mode} ({protocol_of(strategy)})"
         self._context.mode_error = None if why is None else f"this node can't run mode {name}: {why}"
         if why is not None:
             await training.mode.use(LocalConfig(), stamp)
@@ -197,7 +197,7 @@ class RecordFollower:
         self._context.events.emit(
             "mode",
             f"mode is {mode_words(strategy)} by {self._context.name_of(record.proposer)}",
-            mode=mode_of(strategy),
+            mode=strategy.mode,
             protocol=protocol_of(strategy),
             options=told_options(strategy),
             epoch=record.epoch,

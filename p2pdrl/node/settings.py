@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from p2pdrl.config.strategy import StrategyConfig, mode_of
+from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.config.task import StopConfig, TaskConfig
 from p2pdrl.errors import WireError
 from p2pdrl.transport import codec
@@ -59,7 +59,7 @@ class ModeSetting(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, strategy: StrategyConfig) -> ModeSetting:
         """The setting for a strategy's options."""
-        return cls(mode_of(strategy), strategy)
+        return cls(strategy.mode, strategy)
 
 
 class StopSetting(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from p2pdrl.clock import Clock
-from p2pdrl.config.learner_mode import LearnerMode, learner_mode_of
+from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.config.node import NodeConfig
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig
 from p2pdrl.config.task import TaskConfig, batches_of, minibatch_rows, minibatches_of, task_hash
@@ -100,7 +100,7 @@ class ActiveMode:
         self.strategy, self.config = interim, LocalConfig()
         self.epoch = epoch
         strategy = self._build(config, self._context(epoch))
-        await self._change(learner_mode_of(config), epoch)
+        await self._change(config.learner_mode, epoch)
         self.strategy = strategy
         await interim.stop(0.0)  # who began to watch it meanwhile goes on to this one
         try:

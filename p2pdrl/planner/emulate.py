@@ -17,7 +17,6 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from p2pdrl.config.learner_mode import learner_mode_of
 from p2pdrl.config.strategy import GalaConfig, PipelineConfig, SgpConfig, StrategyConfig, StromConfig
 from p2pdrl.errors import UsageError
 from p2pdrl.planner.description import SwarmDescription
@@ -80,7 +79,7 @@ class EmulatedSwarm:
     def __init__(self, swarm: SwarmDescription, strategy: StrategyConfig, seed: int) -> None:
         self._swarm, self._strategy, self._rng = swarm, strategy, random.Random(seed)
         self._size = min(swarm.size, MOST_ENTRIES)
-        self._learners = max(1, learner_mode_of(strategy).learners)
+        self._learners = max(1, strategy.learner_mode.learners)
         self._done = "pushed" if isinstance(strategy, SgpConfig | GalaConfig | StromConfig) else "ok"
         self.statistics = Statistics(swarm.nodes)
         self.replicas = Replicas(swarm.nodes, swarm.nodes, seed)

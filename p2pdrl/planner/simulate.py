@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
+from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.strategy import (
     AdpsgdConfig,
     DsgdConfig,
@@ -11,6 +14,7 @@ from p2pdrl.config.strategy import (
     GalaConfig,
     GradAverageConfig,
     HogwildConfig,
+    LocalConfig,
     ParamAverageConfig,
     PipelineConfig,
     ServerAsyncConfig,
@@ -39,29 +43,38 @@ class AloneModel(Model):
         """Nothing follows."""
 
 
+MODELS: dict[type, Callable[[Any, World], Model]] = {
+    AdpsgdConfig: AdpsgdModel,
+    DsgdConfig: NeighboursModel,
+    SgpConfig: SgpModel,
+    GalaConfig: GalaModel,
+    StromConfig: StromModel,
+    ServerSyncConfig: ServersSyncModel,
+    ServerAsyncConfig: ServersAsyncModel,
+    GradAverageConfig: RoundsModel,
+    ParamAverageConfig: RoundsModel,
+    FederatedConfig: RoundsModel,
+    LocalConfig: lambda _config, world: AloneModel(world),
+    HogwildConfig: lambda config, world: (
+        AdpsgdModel(config, world) if config.between_nodes else AloneModel(world)
+    ),
+}
+"""By the type of a strategy's options."""
+
+
 def model_of(strategy: StrategyConfig, world: World) -> Model:
-    """The model of a strategy."""
-    match strategy:
-        case HogwildConfig(between_nodes=False):
-            return AloneModel(world)
-        case AdpsgdConfig():
-            return AdpsgdModel(strategy, world)
-        case SgpConfig():
-            return SgpModel(strategy, world)
-        case GalaConfig():
-            return GalaModel(strategy, world)
-        case StromConfig():
-            return StromModel(strategy, world)
-        case DsgdConfig():
-            return NeighboursModel(strategy, world)
-        case GradAverageConfig() | ParamAverageConfig() | FederatedConfig():
-            return RoundsModel(strategy, world)
-        case ServerSyncConfig():
-            return ServersSyncModel(strategy, world)
-        case ServerAsyncConfig():
-            return ServersAsyncModel(strategy, world)
-        case _:
-            return AloneModel(world)
+    """Return the model of a strategy.
+
+    Raises:
+        UsageError: it has none.
+    """
+    make = MODELS.get(type(strategy))
+    if make is None:
+        raise UsageError(
+            f"{protocol_of(strategy)} has no model to predict it by; scripts/plan_swarm.py --real runs the "
+            "strategy itself on a virtual network"
+        )
+    return make(strategy, world)
 
 
 def predict(

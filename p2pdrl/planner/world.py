@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from p2pdrl.config.learner_mode import LearnerMode, learner_mode_of
+from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.planner.description import Churn, SwarmDescription
 from p2pdrl.planner.forecast import Replicas, Statistics
@@ -198,7 +198,7 @@ class World:
         self.network = Network(swarm, capacity, self.statistics, self.rng)
         self.cpu = Processors(swarm.costs, capacity)
         self.replicas = Replicas(capacity, swarm.nodes, seed)
-        learner_mode = learner_mode_of(strategy)
+        learner_mode = strategy.learner_mode
         self.learners = Learners(
             swarm, learner_mode, self.events, self.statistics, self.rng, capacity=capacity
         )

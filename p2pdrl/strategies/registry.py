@@ -5,6 +5,9 @@ The node builds through it. A new strategy is one module beside this one and one
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from p2pdrl.config.strategy import (
     AdpsgdConfig,
     DsgdConfig,
@@ -36,38 +39,48 @@ from p2pdrl.strategies.relay.strom import StromStrategy
 from p2pdrl.strategies.servers.server_async import ServerAsyncStrategy
 from p2pdrl.strategies.servers.server_sync import ServerSyncStrategy
 
-__all__ = ["build"]
+__all__ = ["STRATEGIES", "build"]
 
 
-def build(config: StrategyConfig, context: StrategyContext) -> Strategy:  # noqa: C901 - a line for each strategy
+def _hogwild(config: HogwildConfig, context: StrategyContext) -> Strategy:
+    return AdpsgdStrategy(config, context) if config.between_nodes else LocalStrategy()
+
+
+def _grad_average(config: GradAverageConfig, context: StrategyContext) -> Strategy:
+    return GroupRounds(config, context, AveragedGradients(context))
+
+
+def _param_average(config: ParamAverageConfig, context: StrategyContext) -> Strategy:
+    return GroupRounds(config, context, AveragedParameters(config, context))
+
+
+def _federated(config: FederatedConfig, context: StrategyContext) -> Strategy:
+    privacy = Privacy(config, context.epoch, context.swarm.node_id)
+    return GroupRounds(config, context, AveragedParameters(config, context, privacy))
+
+
+STRATEGIES: dict[type, Callable[[Any, StrategyContext], Strategy]] = {
+    AdpsgdConfig: AdpsgdStrategy,
+    DsgdConfig: DsgdStrategy,
+    SgpConfig: SgpStrategy,
+    GalaConfig: GalaStrategy,
+    StromConfig: StromStrategy,
+    ServerSyncConfig: ServerSyncStrategy,
+    ServerAsyncConfig: ServerAsyncStrategy,
+    GradAverageConfig: _grad_average,
+    ParamAverageConfig: _param_average,
+    FederatedConfig: _federated,
+    PipelineConfig: PipelineStrategy,
+    LocalConfig: lambda _config, _context: LocalStrategy(),
+    HogwildConfig: _hogwild,
+}
+"""By the type of ``task.strategy``, exactly: options may inherit from another strategy's."""
+
+
+def build(config: StrategyConfig, context: StrategyContext) -> Strategy:
     """Return the strategy that ``config`` names.
 
     Raises:
         ConfigError: this node can't run it.
     """
-    match config:
-        case LocalConfig() | HogwildConfig(between_nodes=False):
-            return LocalStrategy()
-        case ServerSyncConfig():
-            return ServerSyncStrategy(config, context)
-        case ServerAsyncConfig():
-            return ServerAsyncStrategy(config, context)
-        case AdpsgdConfig():
-            return AdpsgdStrategy(config, context)
-        case DsgdConfig():
-            return DsgdStrategy(config, context)
-        case StromConfig():
-            return StromStrategy(config, context)
-        case SgpConfig():
-            return SgpStrategy(config, context)
-        case GalaConfig():
-            return GalaStrategy(config, context)
-        case GradAverageConfig():
-            return GroupRounds(config, context, AveragedGradients(context))
-        case ParamAverageConfig():
-            return GroupRounds(config, context, AveragedParameters(config, context))
-        case FederatedConfig():
-            privacy = Privacy(config, context.epoch, context.swarm.node_id)
-            return GroupRounds(config, context, AveragedParameters(config, context, privacy))
-        case PipelineConfig():
-            return PipelineStrategy(config, context)
+    return STRATEGIES[type(config)](config, context)

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping
 import msgspec
 
 from p2pdrl.clock import LoopClock
-from p2pdrl.config.learner_mode import learner_mode_of
 from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.group.service import Group
@@ -143,7 +142,7 @@ class SimNode:
         self.trusted, self.direct = trusted, True
         self.transport = network.join(self.id, self.address)
         self.swarm = FakeSwarm(self.id, epoch)
-        self.learner = FakeLearner(start, learner_mode_of(config), **learner)  # type: ignore[arg-type]
+        self.learner = FakeLearner(start, config.learner_mode, **learner)  # type: ignore[arg-type]
         self.rng = random.Random(number)
         self.stages = FakeStages(self.id, self.learner, network)
         self.pipes = FakePipes(network, self.id)
@@ -211,7 +210,7 @@ class SimNode:
             self.swarm.says = msgspec.structs.replace(self.swarm.says, mode_epoch=epoch)
         self.learner.drop_posts()
         self.stages.release()
-        self.learner.learner_mode = learner_mode_of(config)
+        self.learner.learner_mode = config.learner_mode
         self.strategy = build(config, self.context())
         await self.strategy.start()
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from aiohttp import web
 
 from p2pdrl.clock import LoopClock
-from p2pdrl.config.learner_mode import learner_mode_of
 from p2pdrl.config.strategy import AdpsgdConfig, Compression, GradAverageConfig, StrategyConfig
 from p2pdrl.strategies.protocol import ROUTES, RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.registry import build
@@ -138,7 +137,7 @@ class Ours:
         )
         self._listener = Listener(LIMITS, LoopClock(), self._transport.counters)
         start = np.random.default_rng(0).standard_normal(size).astype(np.float32)
-        self.learner = Asking(start, learner_mode_of(config))
+        self.learner = Asking(start, config.learner_mode)
         self.vector = np.random.default_rng(rank).standard_normal(size).astype(np.float32)
         self.strategy: Strategy = build(
             config,

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from p2pdrl.config.mode import changed_options, protocol_of
-from p2pdrl.config.strategy import StrategyConfig, mode_of
+from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.planner.forecast import STALENESS_BOUNDS
 from p2pdrl.tensors.checkpoint import from_bytes
 from support.local_swarm import LocalSwarm, Node
@@ -83,7 +83,7 @@ class LiveSwarm(LocalSwarm):
     def set_mode(self, strategy: StrategyConfig) -> None:
         """Put another strategy in force, and wait until all follow."""
         options = {key: _text(value) for key, value in changed_options(strategy).items()}
-        self.mode(mode_of(strategy), protocol=protocol_of(strategy), **options)
+        self.mode(strategy.mode, protocol=protocol_of(strategy), **options)
 
     def measure(self, protocol: str, seconds: float) -> Measured:
         """Watch the strategy in force for a while."""

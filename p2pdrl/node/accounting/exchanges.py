@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.mode import changed_options, protocol_of
-from p2pdrl.config.strategy import StrategyConfig, mode_of
+from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.strategies.protocol import RoundReport
 
 __all__ = ["GOOD", "STALENESS_BOUNDS", "Account", "Accounting"]
@@ -101,12 +101,12 @@ class Accounting:
         self._leave()
         self._protocol = protocol_of(strategy)
         self.since_wall_s = self._clock.wall()
-        self._accounts.setdefault(self._protocol, Account(mode_of(strategy))).mode = mode_of(strategy)
+        self._accounts.setdefault(self._protocol, Account(strategy.mode)).mode = strategy.mode
         self._walk.append(
             {
                 "time": self.since_wall_s,
                 "epoch": epoch,
-                "mode": mode_of(strategy),
+                "mode": strategy.mode,
                 "protocol": self._protocol,
                 "options": changed_options(strategy),
             }

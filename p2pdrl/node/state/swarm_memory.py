@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdrl.config.mode import mode_words
-from p2pdrl.config.strategy import StrategyConfig, mode_of
+from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.config.task import StopConfig, TaskConfig
 from p2pdrl.errors import StorageError
 from p2pdrl.membership.records import BadRecordError, SwarmRecord
@@ -185,7 +185,7 @@ class SavedMode:
         Raises:
             StorageError: the disk doesn't take it; the previous one stays.
         """
-        content = _SavedModeFile(MODE_FORMAT, mode_of(strategy), self._swarm_id, record)
+        content = _SavedModeFile(MODE_FORMAT, strategy.mode, self._swarm_id, record)
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             remove_leftovers(self.path.parent)

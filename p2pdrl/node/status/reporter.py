@@ -15,7 +15,7 @@ import psutil
 import p2pdrl
 from p2pdrl.config.mode import protocol_of, told_options
 from p2pdrl.config.node import roles_in
-from p2pdrl.config.strategy import StrategyConfig, mode_of
+from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberView
 from p2pdrl.node import settings
@@ -56,7 +56,7 @@ def mode_document(
     }
     if training is not None:
         strategy = training.mode.config
-        document |= {"mode": mode_of(strategy), "protocol": protocol_of(strategy)}
+        document |= {"mode": strategy.mode, "protocol": protocol_of(strategy)}
         document |= {"options": told_options(strategy), "epoch": settings.epoch_of(training.mode.epoch)}
         facts = dict(training.mode.strategy.facts) | measured_facts(training)
         document |= {"since": training.accounting.since_wall_s, "facts": facts}
@@ -67,7 +67,7 @@ def mode_document(
             "epoch": record.epoch,
             "proposer": record.proposer,
             "proposer_name": _name(context, record.proposer),
-            "mode": None if setting is None else mode_of(setting.strategy),
+            "mode": None if setting is None else setting.strategy.mode,
             "protocol": None if setting is None else protocol_of(setting.strategy),
             "options": {} if setting is None else told_options(setting.strategy),
         }
@@ -248,7 +248,7 @@ class StatusReporter:
             "address": str(context.address),
             "pid": os.getpid(),
             "version": p2pdrl.__version__,
-            "mode": "none" if training is None else mode_of(training.mode.config),
+            "mode": "none" if training is None else training.mode.config.mode,
             "mode_epoch": settings.epoch_of(report.mode_epoch),
             "mode_error": context.mode_error,
             "strategy": None if training is None else describe(training.mode.config),

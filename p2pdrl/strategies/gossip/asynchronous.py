@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
-from p2pdrl.config.strategy import AdpsgdConfig, GalaConfig, Mode, SgpConfig
+from p2pdrl.config.strategy import Mode, Paced
 from p2pdrl.strategies.admission import ExchangeAdmission
 from p2pdrl.strategies.call_timeouts import CallDeadline
 from p2pdrl.strategies.offload import Arithmetic
@@ -19,9 +19,7 @@ from p2pdrl.strategies.protocol import RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
 from p2pdrl.transport.protocol import Incoming, Reply
 
-__all__ = ["COOL_MAX_S", "AsynchronousConfig", "AsynchronousStrategy", "ExchangeTimer"]
-
-AsynchronousConfig = AdpsgdConfig | SgpConfig | GalaConfig
+__all__ = ["COOL_MAX_S", "AsynchronousStrategy", "ExchangeTimer"]
 
 IDLE_S = 1.0
 """Longest wait for news: what else an exchange waits for (a state, members) is looked at so often."""
@@ -46,9 +44,7 @@ class ExchangeTimer:
         next_s: no exchange begins before.
     """
 
-    def __init__(
-        self, config: AsynchronousConfig, rng: random.Random, cool_first_s: float = COOL_FIRST_S
-    ) -> None:
+    def __init__(self, config: Paced, rng: random.Random, cool_first_s: float = COOL_FIRST_S) -> None:
         self._config = config
         self._rng = rng
         self._cool_first_s = cool_first_s
@@ -152,9 +148,7 @@ class AsynchronousStrategy(Strategy, ABC, Generic[Timer]):
     DONE: ClassVar[str]
     """Outcome of an exchange that this node began and that went well."""
 
-    def __init__(
-        self, config: AsynchronousConfig, context: StrategyContext, core: Timer, nbytes: int
-    ) -> None:
+    def __init__(self, config: Paced, context: StrategyContext, core: Timer, nbytes: int) -> None:
         self._swarm = context.swarm
         self._board = context.learner.board
         self._transport = context.transport

@@ -25,7 +25,6 @@ from p2pdrl.config.strategy import (
     PipelineConfig,
     ServerSyncConfig,
     StrategyConfig,
-    mode_of,
 )
 from p2pdrl.errors import ConfigError
 
@@ -37,7 +36,7 @@ def test_every_mode_and_every_strategy_can_be_typed() -> None:
     for mode, protocols in PROTOCOLS.items():
         for protocol in protocols:
             strategy = strategy_from(mode, [f"protocol={protocol}"])
-            assert (mode_of(strategy), protocol_of(strategy)) == (mode, protocol)
+            assert (strategy.mode, protocol_of(strategy)) == (mode, protocol)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
+from p2pdrl.config.task import AlgorithmOptions
 from p2pdrl.rl.algorithms.algorithm import Algorithm, HardCopy, LinearSchedule, Loss, SoftCopy, TargetNetwork
 from p2pdrl.rl.algorithms.batches import full_batch
 from p2pdrl.rl.algorithms.registry import AlgorithmEntry, Materials, register
@@ -23,7 +23,7 @@ from p2pdrl.rl.rollout import Unroll
 from p2pdrl.tensors.optimizers import SGD, Adam
 
 
-class TwoLossConfig(msgspec.Struct, frozen=True):
+class TwoLossConfig(AlgorithmOptions, frozen=True, kw_only=True, tag_field="name", tag="two_losses"):
     """Options of the toy."""
 
     losses: ClassVar[int] = 2
@@ -35,7 +35,6 @@ class TwoLossConfig(msgspec.Struct, frozen=True):
     copy_every: int = 3
     tau: float = 0.0
     """Above 0 the target follows softly."""
-    anneal: str = "none"
 
 
 class Separate(nn.Module):
