@@ -14,9 +14,10 @@ from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
 from p2pdrl.tensors.optimizers import SGD
 from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion
-from p2pdrl.workers.learner_modes import ModeRequests, RequestStepper
+from p2pdrl.workers.learner_modes import ModeRequests
 from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
+from p2pdrl.workers.request_stepper import RequestStepper
 
 SIZE = 3
 

@@ -13,9 +13,10 @@ from p2pdrl.config.task import EnvConfig, PPOConfig, TaskConfig
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion
-from p2pdrl.workers.learner_modes import ModeRequests, RequestStepper
+from p2pdrl.workers.learner_modes import ModeRequests
 from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
+from p2pdrl.workers.request_stepper import RequestStepper
 
 from .rigs import EPOCH, SERVED, SIZE, WAIT, Trainer
 
