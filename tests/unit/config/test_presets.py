@@ -6,29 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from p2pdrl.config import loader
+from p2pdrl.config import loader, mode
 from p2pdrl.config.loader import is_preset_name, preset_names, preset_path, preset_summary, resolve
-from p2pdrl.config.mode import PROTOCOLS, protocol_of
+from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.strategy import AdpsgdConfig, PipelineConfig
 from p2pdrl.config.task import A2CConfig, PPOConfig
 from p2pdrl.errors import ConfigError
 
-STRATEGIES = {
+SYSTEMS = {
     "mapreduce_sync": "server_sync",
-    "param_average": "param_average",
-    "grad_average": "grad_average",
     "ddp": "grad_average",
-    "hogwild": "hogwild",
     "downpour": "server_async",
-    "dsgd": "dsgd",
-    "adpsgd": "adpsgd",
-    "sgp": "sgp",
-    "gala": "gala",
-    "strom": "strom",
-    "federated": "federated",
     "amb_pp": "pipeline",
-    "local": "local",
 }
+"""Presets that have the name of a system instead of their strategy's."""
+STRATEGIES = SYSTEMS | {name: name for name in mode.STRATEGIES if name in preset_names()}
 
 ANY_MACHINES = {"node.learner.microbatches", "node.learner.split_devices"}
 """What a preset may say of a node: keys whose value suits every machine (``auto``, the processor)."""
@@ -49,7 +41,7 @@ def test_each_strategys_preset_is_a_whole_task(name: str, strategy: str) -> None
 
 
 def test_every_strategy_has_a_preset() -> None:
-    assert set(STRATEGIES.values()) == {name for names in PROTOCOLS.values() for name in names}
+    assert set(STRATEGIES.values()) == set(mode.STRATEGIES)
 
 
 @pytest.mark.parametrize("name", preset_names())

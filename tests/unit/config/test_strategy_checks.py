@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import get_args
 
 import msgspec
@@ -20,6 +21,8 @@ from p2pdrl.config.strategy import (
     GradAverageConfig,
     HogwildConfig,
     Mixing,
+    Mode,
+    Paced,
     ParamAverageConfig,
     PipelineConfig,
     ServerAsyncConfig,
@@ -63,12 +66,18 @@ def refused_keys(config: StrategyConfig) -> set[str]:
         keys.add("mixing")
     if name == "hogwild" and config.exchanges == "gradients":
         keys.add("exchanges")
+    if compression not in getattr(config, "compressions", ("none",)):
+        keys.add("compression")
+    if mixing not in getattr(config, "mixings", ("mean",)):
+        keys.add("mixing")
     return {f"task.strategy.{key}" for key in keys}
 
 
 def test_the_matrix_is_whole() -> None:
-    # 8 strategies with 5 × 3, 4 of them with contents of 2, pipeline, and local.
-    assert len(list(cells())) == 7 * 15 + 4 * 30 + 2
+    assert {type(config) for config in cells()} == set(ALL)
+    # D-PSGD has 5 compressions × 3 ways of mixing × 2 contents, SGP 5 × 3, a pipeline one cell.
+    counts = Counter(protocol_of(config) for config in cells())
+    assert (counts["dsgd"], counts["sgp"], counts["pipeline"]) == (30, 15, 1)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +90,34 @@ def test_each_cell_is_accepted_or_refused_with_a_reason(config: StrategyConfig) 
         assert problem.key.removeprefix("task.strategy.") in config.__struct_fields__
         assert len(problem.message) > 40
         assert "set " in problem.message or "take " in problem.message
+
+
+class NewGossipConfig(Paced, frozen=True, kw_only=True, tag_field="name", tag="new_gossip"):
+    """Inherits options that need code of a strategy's own, and declares nothing."""
+
+    modes = ("gossip",)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"compression": "int8"}, "compression"),
+        ({"compression": "topk", "mixing": "clipped"}, "mixing"),
+        ({"mixing": "trimmed"}, "mixing"),
+        ({"every_updates": 0}, "every_updates"),
+    ],
+)
+def test_what_a_strategy_inherits_and_doesnt_declare_is_refused(options: dict[str, object], key: str) -> None:
+    config = NewGossipConfig(**options)
+    assert f"task.strategy.{key}" in {problem.key for problem in strategy_problems(config)}
+    assert list(strategy_problems(NewGossipConfig(compression="none"))) == []
+
+
+@pytest.mark.parametrize("struct", ALL)
+def test_every_strategy_belongs_to_a_mode(struct: type) -> None:
+    assert struct().mode in struct.modes
+    assert set(struct.modes) <= set(get_args(Mode))
+    assert set(struct.told) <= set(struct.__struct_fields__)
 
 
 @pytest.mark.parametrize("struct", ALL)

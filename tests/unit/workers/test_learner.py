@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -317,3 +319,9 @@ def test_how_gradients_are_computed_is_this_nodes_choice(capsys):
         trainer.step()
     picked = int(trainer.step().metrics["microbatches"])
     assert f"learner: microbatches = {picked} " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["learner", "actor"])
+def test_a_process_imports_torch_no_sooner_than_it_needs_it(module):
+    code = f"import sys, p2pdrl.workers.{module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
