@@ -33,27 +33,25 @@ from typing import Any
 
 import psutil
 
+from p2pdrl.config import mode
 from p2pdrl.transport.protocol import Address
 from support.local_swarm import LocalSwarm
 from support.proxies import Proxies
 
 PPO = {"task.algorithm.name": "ppo", "task.env.num_envs": "8"}
-STRATEGIES: dict[str, dict[str, str]] = {
-    "local": {"name": "local"},
-    "adpsgd": {"name": "adpsgd"},
-    "dsgd": {"name": "dsgd"},
-    "sgp": {"name": "sgp"},
-    "gala": {"name": "gala"},
-    "strom": {"name": "strom"},
+VARIANTS: dict[str, dict[str, str]] = {
     "server-sync": {"name": "server_sync"},
     "server-sync +1 backup": {"name": "server_sync", "backups": "1"},
     "server-async": {"name": "server_async"},
-    "grad_average": {"name": "grad_average"},
-    "param_average": {"name": "param_average"},
     "federated": {"name": "federated", "participation": "1.0"},
-    "hogwild": {"name": "hogwild"},
     "pipeline": {"name": "pipeline", "backend": "stream"},  # auto would refuse so small a policy
 }
+"""Strategies that take part with other options than the defaults, or under another name."""
+STRATEGIES = {
+    name: {"name": name}
+    for name in mode.STRATEGIES
+    if name not in {variant["name"] for variant in VARIANTS.values()}
+} | VARIANTS
 WEATHERS = ("fair", "slow", "cuts", "kills")
 SLOW = 3
 """Number of the node that is slow, or killed."""

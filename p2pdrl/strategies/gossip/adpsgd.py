@@ -90,11 +90,18 @@ class AdpsgdCore(ExchangeTimer):
         self._gradients_in_a_row = 0
 
     def choose(self, alive: Iterable[str], now_s: float) -> str | None:
-        """Return the partner of the next exchange; None while all candidates rest after failures."""
+        """Return the partner of the exchange that is due among all that are ``alive``."""
         return self.choose_among(candidates(self._options.partners, self._me, alive), now_s)
 
     def choose_among(self, peers: Iterable[str], now_s: float) -> str | None:
-        """The same for peers that are candidates already."""
+        """Return the partner of the exchange that is due; None for none now: all rest after failures.
+
+        What chooses otherwise overrides this; to leave one out it calls `skipped` and returns None.
+
+        Args:
+            peers: ids that the topology allows.
+            now_s: monotonic time.
+        """
         fit = self.fit(peers, now_s)
         return self._rng.choice(fit) if fit else None
 

@@ -73,7 +73,7 @@ class ExchangeTimer:
         self._updates += updates
 
     def due(self, now_s: float) -> bool:
-        """Tell whether an exchange should begin at ``now_s``."""
+        """Tell whether an exchange should begin at ``now_s``; it is asked several times before one begins."""
         if now_s < self.next_s:
             return False
         config = self._config
@@ -90,15 +90,20 @@ class ExchangeTimer:
         self._began_s = now_s
         self.next_s = now_s + self._config.min_interval_s
 
+    def skipped(self, now_s: float) -> None:
+        """Note that the exchange that was due isn't to be: the next one is due as if it had been done."""
+        self.began(now_s)
+        self._updates = 0
+
     def mixed(self, partner: str) -> None:
-        """Note that an exchange with ``partner`` ended well."""
+        """Note that an exchange that we began with ``partner`` ended well."""
         self._updates = 0
         self._busy_in_a_row = 0
         self._failures.pop(partner, None)
         self._cool_until_s.pop(partner, None)
 
     def busy(self, now_s: float, took_s: float) -> None:
-        """Note that the partner was in another exchange: try somebody else after a moment.
+        """Note that the partner was in another exchange: the next one begins after a moment.
 
         The moment is random, so that two nodes that called each other don't do so again; it is
         measured in the time that the refused call took, and doubles like Ethernet's back-off,

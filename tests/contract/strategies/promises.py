@@ -47,8 +47,12 @@ class Case:
         off: how far the swarm's mean may stay from the mean of the targets, as a share of the same.
         waits: whether the learner stands still for rounds.
         keeps_mean: whether the mean of all vectors stays as it is while nobody learns.
-        steps_alone: reports of rounds may have nothing merged from a peer.
-        report: outcomes of rounds that changed our vector.
+        adopts: whether nodes take each other's whole state without any fault.
+        names_all: whether reports of rounds name all whose vectors count; else only some.
+        still_rate: learning rate where the suite wants learners to stand still, for those that would never
+            begin a round otherwise.
+        moved: outcomes of rounds that changed our vector.
+        learner: arguments of the stand-in learner.
     """
 
     config: StrategyConfig

@@ -34,7 +34,6 @@ from p2pdrl.errors import ConfigError
 ALL = get_args(StrategyConfig)
 LOSSY = {"int8", "topk", "threshold"}
 SPARSE = {"topk", "threshold"}
-PARAMETERS = {"adpsgd", "dsgd", "gala", "hogwild"}
 
 
 def cells():
@@ -55,7 +54,7 @@ def refused_keys(config: StrategyConfig) -> set[str]:
     name, keys = protocol_of(config), set()
     compression = getattr(config, "compression", "none")
     mixing = getattr(config, "mixing", "mean")
-    parameters = name == "sgp" or (name in PARAMETERS and config.exchanges == "parameters")
+    parameters = name == "sgp" or getattr(config, "exchanges", None) == "parameters"
     if compression in LOSSY and (parameters or name == "strom"):
         keys.add("compression")
     if mixing == "trimmed" and (
