@@ -33,7 +33,7 @@ from p2pdrl.errors import PoisonedVectorError, TensorError, TransportError, Wire
 from p2pdrl.group.compatibility import Natural, Short, Summary, Verdict
 from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.admission import BUSY
-from p2pdrl.strategies.call_timeouts import outcome_of, unready
+from p2pdrl.strategies.call_timeouts import failed
 from p2pdrl.strategies.feedback import FeedbackEncoder
 from p2pdrl.strategies.gossip.asynchronous import AsynchronousStrategy, ExchangeTimer
 from p2pdrl.strategies.gossip.pair_average import (
@@ -59,7 +59,6 @@ __all__ = [
     "AdpsgdStrategy",
     "ExchangeHead",
     "Freshness",
-    "GradientOffers",
     "GradientQuantity",
     "PairQuantity",
     "ParameterQuantity",
@@ -104,9 +103,8 @@ class AdpsgdCore(ExchangeTimer):
         config = self._options
         return config.exchanges == "gradients" and self._gradients_in_a_row < config.parameters_every
 
-    def exchanged(self, peer: str, *, gradients: bool) -> None:
-        """Note what an exchange with ``peer`` averaged, whoever began it; parameters keep us together."""
-        del peer
+    def exchanged(self, *, gradients: bool) -> None:
+        """Note what an exchange averaged, whoever began it; parameters keep us together."""
         self._gradients_in_a_row = self._gradients_in_a_row + 1 if gradients else 0
 
 
@@ -273,64 +271,8 @@ class ParameterQuantity(PairQuantity):
         return self._board.post_delta(self._theirs_D, policy_version, sets=self._sets)
 
 
-class GradientOffers:
-    """The learner's newest gradient, while it waits for an exchange.
-
-    Args:
-        learner: who computes them.
-    """
-
-    def __init__(self, learner: LearnerHandle) -> None:
-        self._learner = learner
-        self._post: LearnerRequest | None = None
-
-    @property
-    def open(self) -> bool:
-        """Whether there is a gradient to exchange."""
-        return self._post is not None
-
-    async def follow(self, alive: Callable[[], Sized], told: Callable[[], None]) -> None:
-        """Offer each gradient as it comes, for ever; while nobody is alive its answer comes at once.
-
-        Args:
-            alive: the peers that there are.
-            told: called after each.
-        """
-        while True:
-            self.put(await self._learner.next_post())
-            if not alive():
-                self.withdraw()
-            told()
-
-    def put(self, post: LearnerRequest) -> None:
-        """Offer a newer gradient."""
-        self.withdraw()
-        if post.vector is None:
-            self._learner.answer(post, "none")
-        else:
-            self._post = post
-
-    def withdraw(self) -> None:
-        """Let the learner go on with its own."""
-        post, self._post = self._post, None
-        if post is not None:
-            self._learner.answer(post, "none")
-
-    def take(self) -> LearnerRequest | None:
-        """Take the gradient for an exchange; the taker answers it, or puts it `back`."""
-        post, self._post = self._post, None
-        return post
-
-    def back(self, post: LearnerRequest) -> None:
-        """Offer again what an exchange couldn't use; when there is a newer one, answer it ``none``."""
-        if self._post is None:
-            self._post = post
-        else:
-            self._learner.answer(post, "none")
-
-
 class GradientQuantity(PairQuantity):
-    """The gradient that the learner offers; both sides answer ``add`` with ``weight · (theirs − mine)``.
+    """The learner's newest gradient; both sides answer ``add`` with ``weight · (theirs − mine)``.
 
     Compressed gradients are subtracted as the other side decoded them, so what one side's step gains the
     other's loses; what the compression left out is kept for our next exchange (`feedback`).
@@ -345,7 +287,6 @@ class GradientQuantity(PairQuantity):
     content = "gradients"
 
     def __init__(self, config: AdpsgdConfig, learner: LearnerHandle, size: int, bounds: Bounds) -> None:
-        self.offers = GradientOffers(learner)
         self.wire = "float32" if config.compression == "none" else config.compression
         self._bounds = bounds
         self._learner = learner
@@ -355,7 +296,42 @@ class GradientQuantity(PairQuantity):
         self._theirs_D = np.zeros(size, np.float32)
         self._incoming = memoryview(bytearray(self._encoder.max_nbytes))
         self._in = 0
+        self._waiting: LearnerRequest | None = None
+        """Waits for an exchange."""
         self._post: LearnerRequest | None = None
+        """Is in one."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is a gradient to exchange."""
+        return self._waiting is not None
+
+    async def follow(self, alive: Callable[[], Sized], on_post: Callable[[], None]) -> None:
+        """Take each gradient as it comes, for ever; while nobody is alive its answer comes at once.
+
+        Args:
+            alive: the peers that there are.
+            on_post: called after each.
+        """
+        while True:
+            self.put(await self._learner.next_post())
+            if not alive():
+                self._skip()
+            on_post()
+
+    def put(self, post: LearnerRequest) -> None:
+        """Have a newer gradient wait for an exchange."""
+        self._skip()
+        if post.vector is None:
+            self._learner.answer(post, "none")
+        else:
+            self._waiting = post
+
+    def _skip(self) -> None:
+        """Let the learner go on with the gradient that waits."""
+        post, self._waiting = self._waiting, None
+        if post is not None:
+            self._learner.answer(post, "none")
 
     @property
     def outgoing(self) -> memoryview:
@@ -363,8 +339,8 @@ class GradientQuantity(PairQuantity):
         return self._encoder.message
 
     def begin(self) -> bool:
-        """Take the gradient on offer."""
-        self._post = self.offers.take()
+        """Take the gradient that waits."""
+        self._post, self._waiting = self._waiting, None
         return self._post is not None
 
     def load(self) -> None:
@@ -396,15 +372,17 @@ class GradientQuantity(PairQuantity):
         return True
 
     def end(self, *, done: bool) -> None:
-        """Let the learner have it, or offer its gradient again."""
+        """Let the learner have it; else its gradient waits again, unless there is a newer one."""
         post, self._post = self._post, None
         if post is None:
             return
         if done:
             self._encoder.delivered()
             self._learner.answer(post, "add")
+        elif self._waiting is None:
+            self._waiting = post
         else:
-            self.offers.back(post)
+            self._learner.answer(post, "none")
 
 
 # --- the exchange -----------------------------------------------------------------------------------
@@ -426,21 +404,13 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
     Outcomes of exchanges that we began: ``ok busy timeout refused failed poisoned unchanged``, ``behind`` (we
     adopted instead) and ``ahead`` (the peer did); begun by peers: ``answered``. ``unsure``: one side may have
     moved alone; a ``timeout`` may hide another such case.
-
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
-        core: when to exchange and with whom, where that isn't AD-PSGD's own.
     """
 
     DONE = "ok"
 
-    def __init__(
-        self, config: AdpsgdConfig, context: StrategyContext, core: AdpsgdCore | None = None
-    ) -> None:
+    def __init__(self, config: AdpsgdConfig, context: StrategyContext) -> None:
         wire: WireDtype = "float32" if config.compression == "none" else "bf16"
-        if core is None:
-            core = AdpsgdCore(config, context.swarm.node_id, context.rng)
+        core = AdpsgdCore(config, context.swarm.node_id, context.rng)
         super().__init__(config, context, core, encoded_nbytes(context.size, wire))
         clip = config.clip_distance if config.mixing == "clipped" else None
         bounds = Bounds(context.max_abs, config.max_distance, clip)
@@ -463,19 +433,19 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s), self._lock:
                     pass
-        await self._heavy.close()
+        await self._arithmetic.close()
 
     def _beside(self) -> list[Coroutine[Any, Any, None]]:
         if self._gradients is None:
             return []
-        return [self._gradients.offers.follow(self._swarm.alive, self._runner.news.set)]
+        return [self._gradients.follow(self._swarm.alive, self._runner.news.set)]
 
     async def _turn(self) -> bool:
         now_s, alive = self._clock.monotonic(), self._swarm.alive()
         if self._lock.locked() or not self._may_begin(now_s, len(alive) + 1):
             return False
         gradients = self._gradients if self._core.gradients_next else None
-        if gradients is not None and not gradients.offers.open:
+        if gradients is not None and not gradients.waiting:
             return False
         peer = self._core.choose(alive, now_s)
         if peer is None:
@@ -504,7 +474,9 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
                 return replace(report, error="our own numbers are unusable")
             report = replace(report, bytes_out=len(side.outgoing), round_trips=1)
             head = self._head(new_exchange_id(), side, mine)
-            answer = await self._call(side, head, peer, address)
+            answer = await self._call(
+                address, peer, ROUTE, head, vector=side.outgoing, into=lambda _, nbytes: side.room(nbytes)
+            )
             report = replace(report, bytes_in=answer.vector_nbytes)
             theirs = _answered_head(answer)
             if theirs is None or theirs.exchange_id != head.exchange_id:
@@ -515,26 +487,13 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
                 return replace(report, outcome=outcome, error=f"it answered {theirs.verdict} without numbers")
             await self._mix(side, head, theirs)
             version = max(mine.policy_version, theirs.summary.policy_version)
-            if not await self._heavy.run(lambda: side.commit(version)):
+            if not await self._arithmetic.run(lambda: side.commit(version)):
                 return replace(report, outcome="unsure", error="our vector was replaced meanwhile")
         except (TransportError, TensorError) as error:
-            outcome = outcome_of(error)
-            if outcome == "poisoned":
+            if isinstance(error, PoisonedVectorError):
                 self._swarm.strike(peer, str(error))
-            return replace(report, outcome=outcome, error=str(error), unready=unready(error))
+            return failed(report, error)
         return self._exchanged(side, peer, head, theirs.summary, report)
-
-    async def _call(self, side: PairQuantity, head: ExchangeHead, peer: str, address: Address) -> Answer:
-        return await self._transport.call(
-            address,
-            peer,
-            ROUTE,
-            msgspec.msgpack.encode(head),
-            vector=side.outgoing,
-            into=lambda _, nbytes: side.room(nbytes),
-            deadline_s=self._deadline.seconds,
-            lane="bulk",
-        )
 
     # --- as the one that is called ---------------------------------------------------------------
 
@@ -583,7 +542,7 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
                 await self._mix(side, exchange.ours, exchange.theirs)
 
             def ended(sent: bool) -> None:
-                self._runner.briefly(self._commit(exchange, sent=sent and not self._heavy.closed))
+                self._runner.briefly(self._commit(exchange, sent=sent and not self._arithmetic.closed))
 
             handed_over = True
             return Reply(msgspec.msgpack.encode(exchange.ours), vector=side.outgoing, on_end=ended)
@@ -604,7 +563,7 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
         version = max(ours.summary.policy_version, theirs.policy_version)
         report = RoundReport("unsure", missing=(peer,), bytes_in=nbytes, error="cut off")
         try:
-            if sent and await self._heavy.run(lambda: side.commit(version)):
+            if sent and await self._arithmetic.run(lambda: side.commit(version)):
                 report = RoundReport("answered", bytes_in=nbytes, bytes_out=len(side.outgoing))
                 report = self._exchanged(side, peer, ours, theirs, report)
         finally:
@@ -627,19 +586,19 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
         weight = self._config.weight
         if self._config.merge_weights == "fresh":
             weight = fresh_weight(weight, mine.freshness, theirs.freshness)
-        await self._heavy.run(lambda: side.mix(weight))
+        await self._arithmetic.run(lambda: side.mix(weight))
 
     async def _load(self, side: PairQuantity) -> bool:
         """Take what is ours; False when it can't be given to anybody. Parameters that can't are healed."""
         try:
-            await self._heavy.run(side.load)
+            await self._arithmetic.run(side.load)
             return True
         except PoisonedVectorError as error:
             why = str(error)
         if side is not self._parameters:
             # One bad gradient is its learner's business, unless the parameters are bad as well.
             try:
-                await self._heavy.run(self._parameters.load)
+                await self._arithmetic.run(self._parameters.load)
                 return False
             except PoisonedVectorError as error:
                 why = str(error)
@@ -651,7 +610,7 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
     ) -> RoundReport:
         """Note an exchange that is done; complete its report, whose outcome says in which role."""
         gradients = side.content == "gradients"
-        self._core.exchanged(peer, gradients=gradients)
+        self._core.exchanged(gradients=gradients)
         self._fresh_steps = max(self._fresh_steps - mine.fresh_steps, 0)
         if not gradients:
             self._outcomes.met(side.step.distance)

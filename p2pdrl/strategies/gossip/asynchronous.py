@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
+import msgspec
+
 from p2pdrl.config.strategy import Mode, Paced
+from p2pdrl.errors import PoisonedVectorError, TensorError
 from p2pdrl.strategies.admission import ExchangeAdmission
 from p2pdrl.strategies.call_timeouts import CallDeadline
 from p2pdrl.strategies.offload import Arithmetic
 from p2pdrl.strategies.protocol import RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
-from p2pdrl.transport.protocol import Incoming, Reply
+from p2pdrl.transport.protocol import Address, Answer, Incoming, Reply, VectorBuffer
 
 __all__ = ["COOL_MAX_S", "AsynchronousStrategy", "ExchangeTimer"]
 
@@ -158,7 +161,7 @@ class AsynchronousStrategy(Strategy, ABC, Generic[Timer]):
         self._start_at_members = context.start_at_members
         self._admission = ExchangeAdmission(context.swarm, context.epoch, config.max_staleness)
         self._deadline = CallDeadline(config.deadline_s)
-        self._heavy = Arithmetic(nbytes)
+        self._arithmetic = Arithmetic(nbytes)
         self._outcomes = OutcomeMetrics(context.swarm)
         self._runner = TaskRunner()
 
@@ -179,7 +182,7 @@ class AsynchronousStrategy(Strategy, ABC, Generic[Timer]):
     async def stop(self, timeout_s: float) -> None:
         """Finish the exchange in flight, waiting at most ``timeout_s``, and end."""
         await self._runner.stop(timeout_s)
-        await self._heavy.close()
+        await self._arithmetic.close()
 
     async def watch(self) -> None:
         """Wait until the strategy is stopped; raise what ended it before: a bug of ours."""
@@ -216,8 +219,45 @@ class AsynchronousStrategy(Strategy, ABC, Generic[Timer]):
         self._start_at_members = 0
         return True
 
-    def _ended(self, peer: str, report: RoundReport, began_s: float) -> None:
-        """Note how an exchange that this node began with ``peer`` has ended."""
+    async def _call(
+        self,
+        to: Address,
+        peer: str,
+        route: str,
+        head: msgspec.Struct,
+        *,
+        vector: memoryview,
+        into: VectorBuffer | None = None,
+    ) -> Answer:
+        """Send a peer a vector, with the deadline that follows the calls before."""
+        return await self._transport.call(
+            to,
+            peer,
+            route,
+            msgspec.msgpack.encode(head),
+            vector=vector,
+            into=into,
+            deadline_s=self._deadline.seconds,
+            lane="bulk",
+        )
+
+    async def _usable(self, work: Callable[[], None]) -> bool:
+        """Do ``work`` on our own parameters; False when they can't be used (poisoned ones are healed)."""
+        try:
+            await self._arithmetic.run(work)
+        except PoisonedVectorError as error:
+            self._swarm.heal(f"our own parameters are unusable: {error}")
+            return False
+        except TensorError:
+            return False
+        return True
+
+    def _ended(self, peer: str, report: RoundReport, began_s: float, *, busy_again: bool = True) -> None:
+        """Note how an exchange that this node began with ``peer`` has ended.
+
+        Args:
+            busy_again: whether another one begins soon where the peer was busy.
+        """
         now_s = self._clock.monotonic()
         took_s, done = now_s - began_s, report.outcome == self.DONE
         self._deadline.note("ok" if done else report.outcome, took_s)
@@ -225,6 +265,7 @@ class AsynchronousStrategy(Strategy, ABC, Generic[Timer]):
         if done or report.outcome == "unchanged":
             self._core.mixed(peer)
         elif report.outcome == "busy":
-            self._core.busy(now_s, took_s)
+            if busy_again:
+                self._core.busy(now_s, took_s)
         else:
             self._core.failed(peer, now_s, unready=report.unready)

@@ -32,12 +32,11 @@ from p2pdrl.errors import (
     PeerRefusedError,
     PeerUnreachableError,
     PoisonedVectorError,
-    TensorError,
     TransportError,
 )
 from p2pdrl.group.compatibility import Summary, Verdict
 from p2pdrl.ids import new_exchange_id
-from p2pdrl.strategies.call_timeouts import outcome_of, unready
+from p2pdrl.strategies.call_timeouts import failed
 from p2pdrl.strategies.gossip.asynchronous import AsynchronousStrategy
 from p2pdrl.strategies.gossip.pair_average import Bounds, PairUpdate, pair_report, pair_step
 from p2pdrl.strategies.gossip.push import BufferPool, PushAnswer, PushCore, PushHead
@@ -442,9 +441,11 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
         async with self._lock:
             readable = await self._read()
             flight = self._sum.send(peer, self._config.share) if readable else None
-            if flight is not None and not await self._pack(flight, buffer):
-                self._sum.returned(flight.number)
-                readable = False
+            if flight is not None:
+                ratio = flight.mass / flight.left
+                readable = await self._usable(lambda: self._vectors.pack(buffer, ratio))
+                if not readable:
+                    self._sum.returned(flight.number)
             if not readable:
                 self._outcomes.ended(RoundReport("failed", error="our own parameters are unusable"))
             if flight is None or not readable:
@@ -454,15 +455,6 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
             self._outbox.add(push)
         return push
 
-    async def _pack(self, flight: PushInFlight, buffer: memoryview) -> bool:
-        """Write what was read for a peer; False when no peer would take it (then it is healed)."""
-        try:
-            await self._heavy.run(lambda: self._vectors.pack(buffer, flight.mass / flight.left))
-        except PoisonedVectorError as error:
-            self._swarm.heal(f"our own parameters are unusable: {error}")
-            return False
-        return True
-
     async def _deliver(self, push: UnacknowledgedPush, address: Address) -> None:
         """Send a push once, and do what its answer asks for."""
         began_s = self._clock.monotonic()
@@ -471,14 +463,14 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
         report = RoundReport("unsure", missing=(peer,), bytes_out=self._vectors.nbytes, round_trips=1)
         known = False
         try:
-            answer = await self._call(push, address)
+            answer = await self._send(push, address)
             if answer.number != push.flight.number:
                 report = replace(report, error="it answered another push")
             else:
                 known = True
                 report = await self._answered(push, answer, report)
         except TransportError as error:
-            report = replace(report, outcome=outcome_of(error), error=str(error), unready=unready(error))
+            report = failed(report, error)
             if not attempts and _never_arrived(error):
                 known = True
                 await self._take_back(push)
@@ -488,7 +480,7 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
             self._outbox.retry(push, self._clock.monotonic())
         self._ended(peer, report, began_s)
 
-    async def _call(self, push: UnacknowledgedPush, address: Address) -> PushAnswer:
+    async def _send(self, push: UnacknowledgedPush, address: Address) -> PushAnswer:
         head = PushHead(
             boot=self._boot,
             number=push.flight.number,
@@ -496,15 +488,7 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
             summary=push.summary,
             mass=push.flight.mass,
         )
-        got = await self._transport.call(
-            address,
-            push.flight.peer,
-            ROUTE,
-            msgspec.msgpack.encode(head),
-            vector=push.message,
-            deadline_s=self._deadline.seconds,
-            lane="bulk",
-        )
+        got = await self._call(address, push.flight.peer, ROUTE, head, vector=push.message)
         answer: PushAnswer = codec.decode(got.meta, PushAnswer, "push's answer")
         return answer
 
@@ -526,7 +510,7 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
             readable = await self._read()
             factor = self._sum.returned(push.flight.number)
             if readable and factor:
-                await self._heavy.run(lambda: self._vectors.regain(push.message, factor))
+                await self._arithmetic.run(lambda: self._vectors.regain(push.message, factor))
 
     def _lose(self, push: UnacknowledgedPush) -> None:
         self._sum.gone(push.flight.number)
@@ -591,7 +575,7 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
                     return Refusal(503, "our own parameters are unusable; taking a donor's")
                 factor = self._sum.factor(head.mass)
                 version = max(mine.policy_version, head.summary.policy_version)
-                step = await self._heavy.run(lambda: self._vectors.merge(message, factor, version))
+                step = await self._arithmetic.run(lambda: self._vectors.merge(message, factor, version))
                 if step is None:
                     return Refusal(503, "our vector was replaced meanwhile")
                 self._sum.take(arrival, head.mass)
@@ -615,12 +599,7 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
 
     async def _read(self) -> bool:
         """Take our vector off the board; False when it can't be given to anybody (then it is healed)."""
-        try:
-            await self._heavy.run(self._vectors.read)
-        except PoisonedVectorError as error:
-            self._swarm.heal(f"our own parameters are unusable: {error}")
-            return False
-        except TensorError:
+        if not await self._usable(self._vectors.read):
             return False
         self._follow(self._vectors.sets)
         return True

@@ -27,7 +27,7 @@ from p2pdrl.strategies.pipeline.connections import BLAMELESS, RankConnections, U
 from p2pdrl.strategies.pipeline.events import PipelineEvents
 from p2pdrl.strategies.pipeline.generation import Generation, LearnerSide
 from p2pdrl.strategies.pipeline.layout import PipelineMembers
-from p2pdrl.strategies.pipeline.link_probe import LinkBook
+from p2pdrl.strategies.pipeline.link_probe import LinkTable
 from p2pdrl.strategies.pipeline.messages import (
     MAX_GENERATION,
     Form,
@@ -85,7 +85,7 @@ class PipelineParts:
     pipes: Pipes
     side: LearnerSide
     gossip: Rank0Gossip
-    links: LinkBook
+    links: LinkTable
     events: PipelineEvents
     fallback: BackendFallback
     failures: int = 0

@@ -34,7 +34,7 @@ from p2pdrl.strategies.pipeline.events import PipelineEvents, PipelineStatus
 from p2pdrl.strategies.pipeline.forming import FORM_S, Coordinator, PipelineParts, RankSetup
 from p2pdrl.strategies.pipeline.generation import Generation, LearnerSide, blamed, state_vectors
 from p2pdrl.strategies.pipeline.layout import PipelineLayout, PipelineMembers, lay_out, limits, width
-from p2pdrl.strategies.pipeline.link_probe import LinkBook, ProbeServer
+from p2pdrl.strategies.pipeline.link_probe import LinkTable, ProbeServer
 from p2pdrl.strategies.pipeline.messages import (
     Form,
     Leave,
@@ -319,7 +319,7 @@ class PipelineStrategy(Strategy):
             context.pipes,
             self._side,
             self._gossip,
-            LinkBook(context),
+            LinkTable(context),
             self._events,
             fallback,
         )
@@ -386,9 +386,6 @@ class PipelineStrategy(Strategy):
     async def watch(self) -> None:
         """Wait until it is stopped; raise what ended it before: a bug of ours."""
         await self._runner.watch()
-
-    def updated(self, updates: int) -> None:
-        """Pipelines follow orders, not updates."""
 
     # From view to view
 

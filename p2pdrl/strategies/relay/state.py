@@ -192,7 +192,7 @@ class StromMember:
     Args:
         config: the strategy's options.
         context: what the node gives.
-        heavy: runs arithmetic.
+        arithmetic: runs arithmetic.
         window_bytes: messages kept of each origin; None: as many as are cheaper than a base.
 
     Attributes:
@@ -206,10 +206,10 @@ class StromMember:
         self,
         config: StromConfig,
         context: StrategyContext,
-        heavy: Arithmetic,
+        arithmetic: Arithmetic,
         window_bytes: int | None = None,
     ) -> None:
-        self._board, self._heavy = context.learner.board, heavy
+        self._board, self._arithmetic = context.learner.board, arithmetic
         self.state = StromState(
             self._board,
             context.size,
@@ -247,7 +247,7 @@ class StromMember:
                 return False
             before = self.messages
             while tell and self.messages < before + MOST_AT_ONCE:
-                message, more = await self._heavy.run(self.state.contribute)
+                message, more = await self._arithmetic.run(self.state.contribute)
                 if message:
                     self.log.append(message)
                     self.messages += 1
@@ -278,7 +278,7 @@ class StromMember:
                     new += fresh
             if not new or not self.in_step:
                 return Absorbed(0, 0.0, gap)
-            if not await self._heavy.run(lambda: self.state.absorb(new, policy_version)):
+            if not await self._arithmetic.run(lambda: self.state.absorb(new, policy_version)):
                 self.in_step = False
                 return Absorbed(0, 0.0, gap)
             for run in good:
@@ -297,7 +297,7 @@ class StromMember:
                 return None
             if self.log.history.era == 0:
                 self.log.history = History(1, self.log.history.founder)
-            base = await self._heavy.run(self.state.base)
+            base = await self._arithmetic.run(self.state.base)
             return GivenBase(self.log.history, dict(self.log.have), base)
 
     async def take(self, given: GivenBase, policy_version: int) -> bool:
@@ -312,9 +312,9 @@ class StromMember:
         """
         async with self._lock:
             await self._look()
-            await self._heavy.run(lambda: self.state.check(given.base))
+            await self._arithmetic.run(lambda: self.state.check(given.base))
             again = self.log.take(given.history, given.have, new_exchange_id())
-            done = await self._heavy.run(lambda: self.state.rebase(given.base, again, policy_version))
+            done = await self._arithmetic.run(lambda: self.state.rebase(given.base, again, policy_version))
             self.in_step = done
             return done
 
@@ -330,7 +330,7 @@ class StromMember:
             self.in_step = True
 
     async def _look(self) -> bool:
-        same = await self._heavy.run(self.state.look)
+        same = await self._arithmetic.run(self.state.look)
         if not same:
             self.in_step = False
         return same

@@ -459,8 +459,8 @@ class StromStrategy(Strategy):
         self._direct_members = direct_members
         self._config, self._context = config, context
         self._me, self._swarm, self._clock = context.swarm.node_id, context.swarm, context.clock
-        self._heavy = Arithmetic(4 * context.size)
-        self._member = StromMember(config, context, self._heavy, window_bytes)
+        self._arithmetic = Arithmetic(4 * context.size)
+        self._member = StromMember(config, context, self._arithmetic, window_bytes)
         self._admission = ExchangeAdmission(context.swarm, context.epoch, config.max_staleness)
         self._sync = StromSync(config, context, self._member, self._admission)
         self._outcomes, self._runner = OutcomeMetrics(context.swarm), TaskRunner()
@@ -533,7 +533,7 @@ class StromStrategy(Strategy):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._runner.stop(timeout_s)
-        await self._heavy.close()
+        await self._arithmetic.close()
 
     async def watch(self) -> None:
         """Wait until it is stopped; raise what ended it before: a bug of ours."""

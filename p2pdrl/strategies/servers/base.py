@@ -155,10 +155,6 @@ class ServedStrategy(Strategy, ABC):
         """Wait until the strategy is stopped; raise what ended it before: a bug of ours."""
         await self._runner.watch()
 
-    def updated(self, updates: int) -> None:
-        """Servers follow the learner's requests, not its updates."""
-        del updates
-
     # From view to view
 
     def _note(self) -> bytes:
