@@ -282,7 +282,7 @@ ASK_AFTER = 8
 RELAYED = 16
 """So many of our pushes also go to a node that asked; and so many more when its answer asks for that."""
 MOST_RELAYED = 4
-"""So many nodes that asked are pushed to at once; more are told no."""
+"""So many nodes that asked are pushed to at once; more are refused."""
 
 
 class RelayedPushes:

@@ -76,9 +76,9 @@ class PipelineEvents:
         self._me = context.swarm.node_id
         self._outcomes = OutcomeMetrics(context.swarm)
         self._since_s = 0.0
-        self._told = ""
+        self._last_text = ""
         self._limit = ""
-        self._told_end = 0
+        self._last_ended = 0
         self._reached: tuple[str, int] | None = None
         """Lineage and version that our last generation had come to; None while we don't know."""
 
@@ -114,11 +114,10 @@ class PipelineEvents:
             carried: why activations travel as they do; empty where nobody chose.
         """
         self._since_s = self._clock.monotonic()
+        form = generation.form
         if generation.alone:
             names = ", ".join(self._names(generation.members))
-            text = (
-                f"no pipeline of {names}: each computes by itself. {generation.why.removeprefix(NO_PIPELINE)}"
-            )
+            text = f"no pipeline of {names}: each computes by itself. {form.why.removeprefix(NO_PIPELINE)}"
             self._swarm.tell("pipeline-refused", text, warning=True, facts=self._begun(generation))
             return
         plan = generation.order.plan
@@ -131,25 +130,25 @@ class PipelineEvents:
             ]
             text = (
                 f"pipeline formed: {', '.join(held)}; {plan.schedule}, {plan.microbatches} microbatches, "
-                f"{in_seconds(generation.step_s)} a step and bubbles of {generation.bubble:.0%} predicted"
+                f"{in_seconds(form.step_s)} a step and bubbles of {form.bubble:.0%} predicted"
             )
             if carried:
                 text = f"{text}; {carried}"
         begun = self._begun(generation)
         back = begun.get("updates_back")
-        where = f"from version {generation.policy_version}" + (f", {back} updates back" if back else "")
+        where = f"from version {form.policy_version}" + (f", {back} updates back" if back else "")
         self._swarm.tell("pipeline", f"{text} (generation {generation.number}, {where})", facts=begun)
-        self._told = ""
+        self._last_text = ""
 
     def _begun(self, generation: Generation) -> dict[str, int]:
         """Return with what a generation begins, and how many updates that is behind the end of our last one.
 
         That isn't known where the last one neither ended nor broke here before this one's order came.
         """
-        begun = {"generation": generation.number, "policy_version": generation.policy_version}
+        begun = {"generation": generation.number, "policy_version": generation.form.policy_version}
         reached, self._reached = self._reached, None
-        if reached is not None and reached[0] == generation.lineage:
-            begun["updates_back"] = max(0, reached[1] - generation.policy_version)
+        if reached is not None and reached[0] == generation.form.lineage:
+            begun["updates_back"] = max(0, reached[1] - generation.form.policy_version)
         return begun
 
     def unformed(self, pipeline: PipelineMembers, why: str, suspect: str) -> None:
@@ -179,10 +178,10 @@ class PipelineEvents:
 
     def ended(self, generation: Generation, news: StageNews) -> bool:
         """Tell that a generation ended; False when that was told before."""
-        if generation.number == self._told_end:
+        if generation.number == self._last_ended:
             return False
-        self._told_end = generation.number
-        self._reached = (generation.lineage, news.policy_version + news.behind)
+        self._last_ended = generation.number
+        self._reached = (generation.form.lineage, news.policy_version + news.behind)
         if news.what == "over":
             self.copied(generation)
             return True
@@ -201,8 +200,8 @@ class PipelineEvents:
         )
 
     def _once(self, kind: str, text: str) -> None:
-        if text != self._told:
-            self._told = text
+        if text != self._last_text:
+            self._last_text = text
             self._swarm.tell(kind, text)
 
     def _names(self, peers: tuple[str, ...]) -> list[str]:
@@ -242,13 +241,13 @@ class PipelineEvents:
             schedule=order.schedule,
             microbatches=order.microbatches,
             generation=order.generation,
-            from_version=generation.policy_version,
+            from_version=generation.form.policy_version,
             backend=order.backend if order.ranks > 1 else "none",
             alone=generation.alone,
-            why=generation.why,
+            why=generation.form.why,
             limit=self._limit,
-            step_s=generation.step_s,
-            bubble=generation.bubble,
+            step_s=generation.form.step_s,
+            bubble=generation.form.bubble,
             copies=generation.copies,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
@@ -57,7 +58,6 @@ __all__ = [
     "HeldState",
     "PipelineParts",
     "RankSetup",
-    "closes_circle",
     "generation_of",
     "newest",
     "offered",
@@ -169,11 +169,6 @@ IDLE_S = 600.0
 """Longest wait for the next minibatch, while rank 0 makes experience; that it lives is seen elsewhere."""
 
 
-def closes_circle(config: PipelineConfig, ranks: int) -> bool:
-    """Whether the last rank sends to rank 0."""
-    return schedule_of(config, ranks) == "interleaved"
-
-
 def generation_of(config: PipelineConfig, form: Form, rank: int, host: str = "") -> Generation:
     """Return the generation that an order makes of a rank's learner.
 
@@ -211,16 +206,16 @@ def generation_of(config: PipelineConfig, form: Form, rank: int, host: str = "")
         checkpoint_activations=config.checkpoint_activations,
     )
     _ = order.plan  # raises
-    return Generation(
-        order,
-        form.members,
-        rank,
-        alone=form.alone,
-        why=form.why,
-        step_s=form.step_s,
-        bubble=form.bubble,
-        lineage=form.lineage,
-        policy_version=form.policy_version,
+    return Generation(order, form, rank)
+
+
+def connections_of(parts: PipelineParts, form: Form, rank: int) -> RankConnections:
+    """Return a rank's pipes: none where it computes by itself, or over torch.distributed."""
+    me = parts.context.swarm.node_id
+    members = (me,) if form.alone or form.port else form.members
+    circle = schedule_of(parts.config, len(members)) == "interleaved"  # the last rank sends to rank 0
+    return RankConnections(
+        parts.pipes, form.key, form.generation, members, rank if len(members) > 1 else 0, circle=circle
     )
 
 
@@ -269,15 +264,13 @@ async def still_holds(context: StrategyContext, digest: bytes, pipes: Mapping[St
     Raises:
         Refusal: 503, it doesn't.
     """
-    state = None
-    try:
-        state = await own_state(context)
-    finally:
-        if state is None or state.digest != digest:
-            for pipe in pipes.values():
-                pipe.close()
-    if state.digest != digest:
-        raise Refusal(503, "the learner's parameters changed meanwhile")
+    with contextlib.ExitStack() as stack:
+        for pipe in pipes.values():
+            stack.callback(pipe.close)
+        if (await own_state(context)).digest == digest:
+            stack.pop_all()
+            return
+    raise Refusal(503, "the learner's parameters changed meanwhile")
 
 
 async def offered(context: StrategyContext, side: LearnerSide) -> RankOffer:
@@ -373,16 +366,7 @@ class RankSetup:
             raise Refusal(409, "the group's view has ended")
         self._form = form
         self._side.drop()
-        circle = closes_circle(self._config, len(form.members))
-        without_pipes = form.alone or form.port
-        self.connections = RankConnections(
-            self._parts.pipes,
-            form.key,
-            form.generation,
-            (self._me,) if without_pipes else form.members,
-            0 if without_pipes else generation.rank,
-            circle=circle,
-        )
+        self.connections = connections_of(self._parts, form, generation.rank)
         self._task = asyncio.create_task(self._take(generation, form, self.connections), name="follow-order")
         return self._task
 
@@ -637,12 +621,8 @@ class Coordinator:
         self._side.last = form.generation  # though it may come to nothing: ranks may have heard of it
         if form.backend == "torch" and len(planned.members) > 1 and not planned.alone:
             return await self._meet(form)
-        members = (self._me,) if form.alone else form.members
-        circle = closes_circle(self._config, len(members))
         generation = generation_of(self._config, form, 0)
-        connections = self.connections = RankConnections(
-            self._parts.pipes, form.key, form.generation, members, 0, circle=circle
-        )
+        connections = self.connections = connections_of(self._parts, form, 0)
         pipes: dict[StageSide, Pipe] = {}
         begun = False
         try:

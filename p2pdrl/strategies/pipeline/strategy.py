@@ -84,7 +84,7 @@ def parts_of(config: PipelineConfig, context: StrategyContext) -> int:
 def left_behind(context: StrategyContext, generation: Generation) -> bool:
     """Whether this node has adopted another lineage's state since a generation began."""
     summary = context.swarm.summary()
-    return summary is not None and summary.lineage != generation.lineage
+    return summary is not None and summary.lineage != generation.form.lineage
 
 
 def finish_s(config: PipelineConfig) -> float:
@@ -304,7 +304,7 @@ class PipelineStrategy(Strategy):
         self._me, self._swarm, self._clock = context.swarm.node_id, context.swarm, context.clock
         self._side = LearnerSide(
             context.stages,
-            self._heard,
+            self._on_news,
             over_torch=config.backend == "torch",
             may_nccl=config.backend == "auto" and context.trusted_network and context.direct,
             vectors=lambda: state_vectors(context.learner.board.spec),
@@ -467,7 +467,7 @@ class PipelineStrategy(Strategy):
                 self._context, group, generation.rank0, leave, PipelineDone, what="leave", deadline_s=LEAVE_S
             )
 
-    def _heard(self, generation: Generation, news: StageNews) -> None:
+    def _on_news(self, generation: Generation, news: StageNews) -> None:
         """Take in what the learner tells of its present generation."""
         if news.what == "copied":
             self._parts.failures = 0
@@ -479,18 +479,17 @@ class PipelineStrategy(Strategy):
 
     def _note(self) -> bytes:
         """What we say when a view is acknowledged."""
-        note = PipelineNote(blocks=len(self._side.layers))
-        generation = self._side.running
-        if generation is not None and generation.formed and not self._runner.stopping:
-            note = PipelineNote(
-                blocks=len(self._side.layers),
-                generation=generation.number,
-                rank0=generation.rank0,
-                rank=generation.rank,
-                ranks=len(generation.members),
-                alone=generation.alone,
-            )
-        return note.encode()
+        generation, blocks = self._side.running, len(self._side.layers)
+        if generation is None or not generation.formed or self._runner.stopping:
+            return PipelineNote(blocks).encode()
+        return PipelineNote(
+            blocks,
+            generation.number,
+            generation.rank0,
+            generation.rank,
+            len(generation.members),
+            generation.alone,
+        ).encode()
 
     async def answer(self, incoming: Incoming) -> Reply:
         """Serve a member's call; see `Strategy`."""

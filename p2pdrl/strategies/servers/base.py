@@ -32,8 +32,7 @@ from p2pdrl.strategies.servers.messages import GradientPush, Pull, ShardRequest,
 from p2pdrl.strategies.servers.shard import NobodyGivesError, Puller, ReplicaStore, Shard, restore
 from p2pdrl.strategies.servers.shard_client import BadServerError, PoisonedPushError, ShardClient, SliceAnswer
 from p2pdrl.strategies.servers.shard_plan import ServerNote, ShardSpan, make_plan, pieces, read_note
-from p2pdrl.strategies.servers.shard_server import ReceivedPush, ShardServer, ShardServerOptions
-from p2pdrl.strategies.servers.view_session import ViewSession
+from p2pdrl.strategies.servers.shard_server import ReceivedPush, ShardServer, ShardServerOptions, ViewSession
 from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.layout import Float32Array
@@ -245,7 +244,7 @@ class ServedStrategy(Strategy, ABC):
 
     async def _serve(self, session: ViewSession, span: ShardSpan) -> None:
         """Fill our shard, put it to work, and stay."""
-        plan, context = session.plan, self._context
+        plan = session.plan
         if plan.seed:
             shard = Shard(span, self._options, plan.version, differences=self._differences)
         else:
@@ -253,17 +252,13 @@ class ServedStrategy(Strategy, ABC):
         self._store.replace_shard(shard)
         shard.progress = plan.progress
         options = ShardServerOptions(
-            config=self._options,
-            members=session.members,
-            givers=plan.givers,
-            seed=plan.seed,
-            version=plan.version,
-            clock=self._clock,
-            learning_rate=self._learning_rate,
-            max_abs=context.max_abs,
-            strike=self._swarm.strike,
-            doubt=self._group.doubt,
-            counts=self._counts,
+            self._options,
+            self._context,
+            session.members,
+            plan,
+            self._group.doubt,
+            self._learning_rate,
+            self._counts,
         )
         session.open(self._open_server(shard, options))
         await asyncio.Event().wait()
@@ -434,6 +429,15 @@ class ServedStrategy(Strategy, ABC):
                 pass  # nothing was published yet
             await asyncio.sleep(RETRY_S)
 
+    async def _encode(self, client: ShardClient, gradient: Float32Array) -> str:
+        """Get a gradient ready to travel; return why it is given to nobody, if it is unusable."""
+        try:
+            await heavy(8 * gradient.size, lambda: client.encode(gradient))
+        except PoisonedVectorError as error:
+            self._swarm.tell("servers", f"our gradient isn't given away: {error}", warning=True)
+            return str(error)
+        return ""
+
     async def _take_parts(
         self, client: ShardClient, parts: Sequence[SliceAnswer | None], policy: int, version: int
     ) -> float:
@@ -514,7 +518,7 @@ class ServedStrategy(Strategy, ABC):
 
     async def _answer_take(self, sender: str, take: Take, session: ViewSession) -> Reply:
         """Pull the shard of a server that leaves."""
-        span = ShardSpan(take.start, take.stop)
+        span = take.span
         if (sender, span) not in zip(session.plan.servers, session.plan.spans, strict=True):
             raise Refusal(409, "this shard isn't yours to give")
         if not await self._replicate(session, sender, span):

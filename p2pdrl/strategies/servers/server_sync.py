@@ -43,8 +43,13 @@ from p2pdrl.strategies.servers.base import RETRY_S, ServedStrategy
 from p2pdrl.strategies.servers.messages import GradientPush, ServerAnswer
 from p2pdrl.strategies.servers.shard import Shard, ShardVersion
 from p2pdrl.strategies.servers.shard_client import BadServerError, PoisonedPushError, ShardClient, SliceAnswer
-from p2pdrl.strategies.servers.shard_server import Attendance, ReceivedPush, ShardServer, ShardServerOptions
-from p2pdrl.strategies.servers.view_session import ViewSession
+from p2pdrl.strategies.servers.shard_server import (
+    Attendance,
+    ReceivedPush,
+    ShardServer,
+    ShardServerOptions,
+    ViewSession,
+)
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.robust import combine
 from p2pdrl.transport.protocol import Refusal
@@ -73,12 +78,12 @@ class SyncShardServer(ShardServer):
         self._collector = RoundCollector(
             size=shard.span.size,
             members=options.members,
-            clock=options.clock,
+            clock=options.context.clock,
             timeout=timeout,
             quorum=config.quorum,
             backups=min(config.backups, len(options.members) - 1),
             reduce=self._reduce,
-            first=options.version,
+            first=options.plan.version,
         )
 
     async def close(self, why: str) -> None:
@@ -193,7 +198,7 @@ class SyncShardServer(ShardServer):
         self._poisoned.clear()
         self._attendance.clear()
         self._begun.clear()
-        self._turns.turn()
+        self._wake()
         return written.vector
 
     def _apply(self, counted: Sequence[Contribution], learning_rate: float) -> ShardVersion:
@@ -319,7 +324,10 @@ class ServerSyncStrategy(ServedStrategy):
             # Computed before the learner took what we put on the board last.
             self._answer_learner(request, "stale")
             return
-        usable = request.vector is not None and await self._encode(client, request.vector)
+        usable = request.vector is not None
+        if request.vector is not None and await self._encode(client, request.vector):
+            usable = False
+            self._counts["own_poisoned"] += 1
         try:
             parts = await self._push(client, "step" if usable else "idle", request)
         except PoisonedPushError as error:
@@ -334,7 +342,6 @@ class ServerSyncStrategy(ServedStrategy):
         answer = parts[0].head
         changed = await self._take(client, parts)
         outcome = "late" if "late" in outcomes else "ok" if usable else "idle"
-        bytes_out, bytes_in, trips = client.traffic()
         seconds = self._clock.monotonic() - began_s
         report = RoundReport(
             outcome,
@@ -342,23 +349,10 @@ class ServerSyncStrategy(ServedStrategy):
             missing=answer.missing,
             seconds=seconds,
             waited_s=seconds,
-            bytes_out=bytes_out,
-            bytes_in=bytes_in,
-            round_trips=trips,
             changed=changed,
         )
         end_update = answer.ends_update and request.left > 0
-        self._answer_learner(request, outcome, report, end_update=end_update)
-
-    async def _encode(self, client: ShardClient, gradient: Float32Array) -> bool:
-        """Get a gradient ready to travel; False, and nobody is given it, when it is unusable."""
-        try:
-            await heavy(8 * gradient.size, lambda: client.encode(gradient))
-        except PoisonedVectorError as error:
-            self._swarm.tell("servers", f"our gradient isn't given away: {error}", warning=True)
-            self._counts["own_poisoned"] += 1
-            return False
-        return True
+        self._answer_learner(request, outcome, client.with_traffic(report), end_update=end_update)
 
     async def _push(
         self, client: ShardClient, op: Literal["step", "idle"], request: LearnerRequest | None

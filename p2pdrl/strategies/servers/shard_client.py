@@ -8,6 +8,7 @@ Shapes: every vector is flat, of D elements (all parameters) or of a shard's; na
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -16,11 +17,10 @@ import numpy as np
 from p2pdrl.config.strategy import ServerOptions
 from p2pdrl.errors import P2PDRLError, PeerRefusedError, PeerTimeoutError, PoisonedVectorError, WireError
 from p2pdrl.strategies.feedback import FeedbackEncoder
-from p2pdrl.strategies.protocol import StrategyContext
+from p2pdrl.strategies.protocol import RoundReport, StrategyContext
 from p2pdrl.strategies.servers.messages import GradientPush, ServerAnswer
 from p2pdrl.strategies.servers.shard import ShardVersion, difference_codec
-from p2pdrl.strategies.servers.shard_server import ReceivedPush
-from p2pdrl.strategies.servers.view_session import ViewSession
+from p2pdrl.strategies.servers.shard_server import ReceivedPush, ViewSession
 from p2pdrl.strategies.task_runner import together
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.layout import Float32Array
@@ -261,8 +261,8 @@ class ShardClient:
             if part is not None and part.own is not None:
                 part.own.release()
 
-    def traffic(self) -> tuple[int, int, int]:
-        """Return bytes out, bytes in and calls since the last call of this."""
-        counts = (self._bytes_out, self._bytes_in, self._calls)
+    def with_traffic(self, report: RoundReport) -> RoundReport:
+        """Complete a report by the bytes and calls since the last call of this."""
+        report = replace(report, bytes_out=self._bytes_out, bytes_in=self._bytes_in, round_trips=self._calls)
         self._bytes_out = self._bytes_in = self._calls = 0
-        return counts
+        return report
