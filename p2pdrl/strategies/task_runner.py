@@ -17,11 +17,7 @@ DISTANCE_MEMORY = 0.8
 
 
 class OutcomeMetrics:
-    """One strategy's exchanges.
-
-    Args:
-        swarm: the node, which is told of each.
-    """
+    """One strategy's exchanges."""
 
     def __init__(self, swarm: SwarmView) -> None:
         self._swarm = swarm

@@ -74,13 +74,7 @@ REMEMBERED = 1024
 
 
 class AdpsgdCore(ExchangeTimer):
-    """Timing (see `ExchangeTimer`), choice of partners, and what the next exchange is about.
-
-    Args:
-        config: the strategy's options.
-        me: own node id.
-        rng: source of the random choices.
-    """
+    """Timing (see `ExchangeTimer`), choice of partners, and what the next exchange is about."""
 
     def __init__(self, config: AdpsgdConfig, me: str, rng: random.Random) -> None:
         super().__init__(config, rng)
@@ -133,8 +127,6 @@ def fresh_weight(weight: float, mine: Freshness, theirs: Freshness) -> float:
 
     Args:
         weight: half of what both sides' weights add up to, in (0, ½].
-        mine: our side.
-        theirs: the other side.
     """
 
     def trust(side: Freshness) -> float:
@@ -172,7 +164,6 @@ class PairQuantity(ABC):
 
     Attributes:
         content: parameters or gradients.
-        wire: number format.
         step: what our side does, once mixed.
     """
 
@@ -223,10 +214,7 @@ class ParameterQuantity(PairQuantity):
     """The vector on the board, and buffers for one exchange at a time.
 
     Args:
-        board: where the learner's vector is.
         size: D, float32 parameters.
-        wire: number format.
-        bounds: what is accepted.
     """
 
     content = "parameters"
@@ -278,10 +266,7 @@ class GradientQuantity(PairQuantity):
     other's loses; what the compression left out is kept for our next exchange (`feedback`).
 
     Args:
-        config: the strategy's options.
-        learner: whose gradients.
         size: D, float32 parameters.
-        bounds: what is accepted.
     """
 
     content = "gradients"

@@ -39,8 +39,6 @@ class ExchangeTimer:
     """When an exchange is due, and the rests of peers that failed. Times are monotonic.
 
     Args:
-        config: the strategy's options.
-        rng: source of the random moments.
         cool_first_s: how long a peer rests after its first failure in a row.
 
     Attributes:
@@ -108,7 +106,6 @@ class ExchangeTimer:
         because calls that last longer than the moments differ would cross for ever.
 
         Args:
-            now_s: monotonic time.
             took_s: how long the refused call took.
         """
         spread = 2.0 ** min(self._busy_in_a_row, MAX_DOUBLINGS)
@@ -122,7 +119,6 @@ class ExchangeTimer:
 
         Args:
             partner: who didn't answer, or refused.
-            now_s: monotonic time.
             unready: it said that it has no state yet: it rests a second at most, however often it says so.
         """
         failures = min(self._failures.get(partner, 0) + 1, MAX_FAILURES)
@@ -141,8 +137,6 @@ class AsynchronousStrategy(Strategy, ABC, Generic[Timer]):
     """Exchanges that begin by themselves, now and then, while the learner goes on; see `Strategy`.
 
     Args:
-        config: the strategy's options.
-        context: what the node gives.
         core: says when to begin, and with whom.
         nbytes: of the vectors that are worked on.
     """

@@ -238,7 +238,6 @@ class GalaQuantity:
         """Average our vector, which was checked, with what waits.
 
         Args:
-            mine_D: ours.
             policy_version: of it.
             write: takes what is to be added, and the newest version in it; False when ours is gone.
         """
@@ -286,11 +285,7 @@ MOST_RELAYED = 4
 
 
 class RelayedPushes:
-    """Pushes beyond the graph: a node that no in-peer pushes to asks others for theirs.
-
-    Args:
-        me: own node id.
-    """
+    """Pushes beyond the graph: a node that no in-peer pushes to asks others for theirs."""
 
     def __init__(self, me: str) -> None:
         self._me = me

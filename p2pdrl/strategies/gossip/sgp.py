@@ -202,10 +202,7 @@ class PushVectors:
     """Reads our vector, writes it for the wire, moves it towards one that came.
 
     Args:
-        board: where our vector is.
         size: D, float32 parameters.
-        wire: number format.
-        bounds: what is accepted of peers.
     """
 
     def __init__(self, board: DaemonBoard, size: int, wire: WireDtype, bounds: Bounds) -> None:

@@ -215,8 +215,6 @@ class PipelineEvents:
         """Return where we stand.
 
         Args:
-            layout: of the view in force; None before the first.
-            me: own node id.
             generation: ours, while it runs.
         """
         if layout is None:

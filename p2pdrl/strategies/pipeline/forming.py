@@ -48,21 +48,13 @@ from p2pdrl.transport.pipe.ticket import Pipe
 from p2pdrl.transport.protocol import Refusal
 
 __all__ = [
-    "COME_S",
     "FORM_S",
-    "IDLE_S",
-    "MEET_S",
-    "READY_S",
-    "TORCH_S",
     "Coordinator",
-    "HeldState",
     "PipelineParts",
     "RankSetup",
     "generation_of",
     "newest",
-    "offered",
     "read_state",
-    "still_holds",
     "usable_bytes",
 ]
 
@@ -304,8 +296,6 @@ class RankSetup:
     """Takes our part in a pipeline that another node coordinates, in one view.
 
     Args:
-        parts: what outlives the view.
-        group: agreed on the view.
         key: of the view; messages of another are refused.
         pipeline: as everybody computes it.
 
@@ -469,8 +459,6 @@ class Coordinator:
     Whoever fails is named, and the caller asks for a view without it.
 
     Args:
-        parts: what outlives the view.
-        group: agreed on the view.
         pipeline: we are its rank 0.
         offer_s: the longest that a rank may take to end what it did before.
 

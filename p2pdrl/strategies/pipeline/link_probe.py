@@ -180,11 +180,7 @@ ALL_S = 4.0
 
 
 class LinkTable:
-    """What is known of the links from this node.
-
-    Args:
-        measure: measures one link.
-    """
+    """What is known of the links from this node."""
 
     def __init__(
         self, context: StrategyContext, measure: Callable[..., Awaitable[LinkPair]] = measure_link

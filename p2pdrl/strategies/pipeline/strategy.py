@@ -95,9 +95,6 @@ def finish_s(config: PipelineConfig) -> float:
 class ViewWork:
     """What a node does in one view.
 
-    Args:
-        parts: what outlives it.
-
     Attributes:
         coordinator: forms our pipeline, where we are its rank 0.
         setup: takes our part in it, where another is.

@@ -61,8 +61,6 @@ class StromState:
         self._now: Float32Array = np.zeros(size, np.float32)
         self._work: Float32Array = np.zeros(size, np.float32)
         self._sets = -1
-        self.replaced = 0
-        """How often the learner's vector was replaced by somebody else."""
         self.residual_norm = 0.0
         self.entries = 0
         """Sent by the last `contribute`."""
@@ -83,7 +81,7 @@ class StromState:
         """
         sets = read_now(self._board, self._now, self._max_abs).sets
         if sets != self._sets:
-            self._sets, self.replaced = sets, self.replaced + 1
+            self._sets = sets
             self._kept.reset()
             np.copyto(self._expected, self._now)
             return False
@@ -190,9 +188,6 @@ class StromMember:
     """One node's part.
 
     Args:
-        config: the strategy's options.
-        context: what the node gives.
-        arithmetic: runs arithmetic.
         window_bytes: messages kept of each origin; None: as many as are cheaper than a base.
 
     Attributes:
@@ -224,29 +219,27 @@ class StromMember:
         self.sent_bytes = self.messages = self.entries = 0
         self._lock = asyncio.Lock()
 
-    async def contribute(self, *, tell: bool, fold: bool = False) -> bool:
+    async def contribute(self, *, tell: bool, fold: bool) -> None:
         """Look at the learner's progress, and make a message of what has grown beyond τ.
 
         Args:
             tell: whether a message is wanted; else the residual grows.
             fold: nobody has been there for a while, so that the residual belongs to our base.
 
-        Returns:
-            Whether there is a new message.
-
         Raises:
             PoisonedVectorError: our own vector is unusable.
         """
         async with self._lock:
             if not await self._look() or not self.in_step:
-                return False
+                return
             if fold:
                 self.state.fold()
                 if self.log.history is None or self.log.history.era:
                     self.log.found(era=0)
-                return False
-            before = self.messages
-            while tell and self.messages < before + MOST_AT_ONCE:
+                return
+            if not tell:
+                return
+            for _ in range(MOST_AT_ONCE):
                 message, more = await self._arithmetic.run(self.state.contribute)
                 if message:
                     self.log.append(message)
@@ -255,7 +248,6 @@ class StromMember:
                     self.sent_bytes += len(message)
                 if not more:
                     break
-            return self.messages > before
 
     async def absorb(self, runs: Sequence[Run], policy_version: int, *, relay: bool) -> Absorbed:
         """Add what is new to our parameters.

@@ -315,8 +315,6 @@ class StromStrategy(Strategy):
     """Strom's updates over the transport; see `Strategy`.
 
     Args:
-        config: its options.
-        context: what the node gives.
         direct_members: up to so many nodes push straight to all others.
         window_bytes: see `StromMember`.
     """

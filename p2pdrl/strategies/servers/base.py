@@ -359,7 +359,6 @@ class ServedStrategy(Strategy, ABC):
         """Begin a view with the servers' parameters, to which our own are the seed if there were none.
 
         Args:
-            session: the view.
             client: to its servers.
             settle: whether all slices must be of one version.
 

@@ -85,7 +85,7 @@ class AsyncShardServer(ShardServer):
             rate = weight * options.learning_rate()
 
             def work() -> None:
-                self._reader.decode_now(sender, data, self._gradient, whole=False)
+                self._reader.decode(sender, data, self._gradient, whole=False)
                 if math.isfinite(rate):
                     shard.apply(self._gradient, rate)
 

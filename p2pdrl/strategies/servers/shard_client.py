@@ -68,7 +68,6 @@ class ShardClient:
     """Asks all servers of one view.
 
     Args:
-        session: the view.
         differences: whether servers may send differences.
     """
 

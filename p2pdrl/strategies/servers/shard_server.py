@@ -114,21 +114,21 @@ class PushReader:
             async with self.read(push, whole=True):
                 pass
 
-    async def decode(
-        self, sender: str, data: memoryview | Float32Array, out: Float32Array, *, whole: bool
-    ) -> None:
-        """Write what was read into ``out``, in a thread where it is long.
+    async def decoded(self, sender: str, push: ReceivedPush, out: Float32Array, *, whole: bool) -> None:
+        """Read a push's vector into ``out``.
+
+        Raises:
+            P2PDRLError: as `read` and `decode`.
+        """
+        async with self.read(push, whole=whole) as data, self._decoding:
+            await heavy(8 * self._size, lambda: self.decode(sender, data, out, whole=whole))
+
+    def decode(self, sender: str, data: memoryview | Float32Array, out: Float32Array, *, whole: bool) -> None:
+        """Write what was read into ``out``; one at a time, in a thread where it is long.
 
         Raises:
             PoisonedVectorError: malformed, NaN or an entry beyond the bound; the sender has its strike.
         """
-        async with self._decoding:
-            await heavy(8 * self._size, lambda: self.decode_now(sender, data, out, whole=whole))
-
-    def decode_now(
-        self, sender: str, data: memoryview | Float32Array, out: Float32Array, *, whole: bool
-    ) -> None:
-        """Decode in the caller's thread; one at a time."""
         try:
             if isinstance(data, memoryview):
                 (self._whole if whole else self._codec).decode(data, out)
@@ -150,8 +150,6 @@ class ShardServerOptions:
 
     Attributes:
         members: of the view, in order.
-        plan: of the view.
-        doubt: asks for a view without a member.
         learning_rate: of the next step.
         counts: of what happened, for status.
     """
@@ -166,12 +164,7 @@ class ShardServerOptions:
 
 
 class Attendance:
-    """Who contributed to the present round.
-
-    Args:
-        members: who should.
-        doubt: asks for a view without a member.
-    """
+    """Who contributed to the present round."""
 
     def __init__(self, members: Sequence[str], doubt: Callable[[str, str], None]) -> None:
         self._members = members
@@ -234,8 +227,7 @@ class Seeding:
         """
 
         async def fill(out: Float32Array) -> None:
-            async with self._reader.read(push, whole=True) as data:
-                await self._reader.decode(sender, data, out, whole=True)
+            await self._reader.decoded(sender, push, out, whole=True)
             self._attendance.note(0, sender)
 
         try:

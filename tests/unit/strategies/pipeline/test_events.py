@@ -63,7 +63,7 @@ async def test_all_ranks_say_why_each_computes_by_itself(rank):
     told.formed(twice)
     assert swarm.told.pop()[1] == "no pipeline of ann, bob: each computes by itself. a link is gone"
     assert swarm.told == [
-        ("pipeline-refused", f"no pipeline of ann, bob: each computes by itself. {alone.why}")
+        ("pipeline-refused", f"no pipeline of ann, bob: each computes by itself. {alone.form.why}")
     ]
     layout = lay_out(("a", "b"), {}, 2)
     assert told.figures(layout, "ab"[rank], alone).why == "a pipeline would take 9 ms a step"
