@@ -127,14 +127,15 @@ class GalaInbox:
         Returns:
             What to average, by peer, and the peers that lag more than τ. Neither waits any longer.
         """
-        waiting = [received for _, received in sorted(self._received.items()) if received.fresh]
-        for received in waiting:
+        good: list[ReceivedVector] = []
+        late: list[str] = []
+        for peer, received in sorted(self._received.items()):
+            if received.fresh and policy_version - received.policy_version <= max_lag:
+                good.append(received)
+            elif received.fresh:
+                late.append(peer)
             received.fresh = False
-        good = [one for one in waiting if policy_version - one.policy_version <= max_lag]
-        late = tuple(
-            received.peer for received in waiting if policy_version - received.policy_version > max_lag
-        )
-        return good, late
+        return good, tuple(late)
 
     def clear(self) -> None:
         """Average none of what waits: our own vector was replaced."""

@@ -583,14 +583,12 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
             return refusal
         finally:
             self._arriving.give(message)
-        self._merged(step, arrival.sender, mine.policy_version - head.summary.policy_version, began_s)
-        return None
-
-    def _merged(self, step: PairUpdate, peer: str, staleness: int, began_s: float) -> None:
         self._outcomes.met(step.distance)
-        took_s = self._clock.monotonic() - began_s
-        report = RoundReport("ok", seconds=took_s, bytes_in=self._vectors.nbytes)
-        self._outcomes.ended(pair_report(report, self._swarm.node_id, peer, step, staleness), ours=False)
+        staleness = mine.policy_version - head.summary.policy_version
+        report = RoundReport("ok", seconds=self._clock.monotonic() - began_s, bytes_in=self._vectors.nbytes)
+        report = pair_report(report, self._swarm.node_id, arrival.sender, step, staleness)
+        self._outcomes.ended(report, ours=False)
+        return None
 
     # --- what we hold -----------------------------------------------------------------------------
 

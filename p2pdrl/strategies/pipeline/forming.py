@@ -41,7 +41,7 @@ from p2pdrl.strategies.pipeline.planning import Design, RankCandidate, design, s
 from p2pdrl.strategies.pipeline.port import Pipes
 from p2pdrl.strategies.pipeline.rank0_gossip import Rank0Gossip
 from p2pdrl.strategies.protocol import StrategyContext
-from p2pdrl.strategies.task_runner import together
+from p2pdrl.strategies.task_runner import cancel_and_wait, together
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.pipe.ticket import Pipe
@@ -433,11 +433,8 @@ class RankSetup:
         await self._give_up()
 
     async def _give_up(self) -> None:
-        task = self._task
-        if task is not None and not task.done():
-            task.cancel()
-        if task is not None:
-            await asyncio.gather(task, return_exceptions=True)
+        if self._task is not None:
+            await cancel_and_wait(self._task)
         if self.connections is not None:
             await self.connections.close()
 

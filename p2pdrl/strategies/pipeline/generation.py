@@ -111,7 +111,7 @@ class Generation:
         Raises:
             WorkerError: it didn't in time, or the generation ended before.
         """
-        await self._heard(self._ready, deadline_s, "ready")
+        await self._wait_for(self._ready, deadline_s, "ready")
 
     async def port(self, deadline_s: float) -> int:
         """Wait for the port of the store that the learner opens.
@@ -119,10 +119,10 @@ class Generation:
         Raises:
             WorkerError: as `until_ready`.
         """
-        await self._heard(self._port, deadline_s, "at a meeting point")
+        await self._wait_for(self._port, deadline_s, "at a meeting point")
         return self._port.result()
 
-    async def _heard(
+    async def _wait_for(
         self, news: asyncio.Future[int] | asyncio.Future[None], deadline_s: float, what: str
     ) -> None:
         await asyncio.wait({news, self.ended}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)

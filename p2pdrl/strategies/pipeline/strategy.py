@@ -49,7 +49,7 @@ from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.pipeline.rank0_gossip import ROUTE as GOSSIP_ROUTE
 from p2pdrl.strategies.pipeline.rank0_gossip import Rank0Gossip
 from p2pdrl.strategies.protocol import Strategy, StrategyContext
-from p2pdrl.strategies.task_runner import TaskRunner
+from p2pdrl.strategies.task_runner import TaskRunner, cancel_and_wait
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.pipe.ticket import PipeReply
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
@@ -228,9 +228,7 @@ class ViewWork:
                     task.result()
             return await asyncio.shield(generation.ended)
         finally:
-            for task in exchanging:
-                task.cancel()
-            await asyncio.gather(*exchanging, return_exceptions=True)
+            await cancel_and_wait(*exchanging)
             if not generation.running:
                 await gossip.end(GOSSIP_END_S)
 
@@ -448,8 +446,7 @@ class PipelineStrategy(Strategy):
             asking = asyncio.create_task(self._ask_to_finish(generation), name="leave")
         await asyncio.wait({generation.ended}, timeout=timeout_s)
         if asking is not None:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            await cancel_and_wait(asking)
         if generation.ended.done():
             self._events.ended(generation, generation.ended.result())
 

@@ -33,7 +33,7 @@ from p2pdrl.strategies.servers.shard import NobodyGivesError, Puller, ReplicaSto
 from p2pdrl.strategies.servers.shard_client import BadServerError, PoisonedPushError, ShardClient, SliceAnswer
 from p2pdrl.strategies.servers.shard_plan import ServerNote, ShardSpan, make_plan, pieces, read_note
 from p2pdrl.strategies.servers.shard_server import ReceivedPush, ShardServer, ShardServerOptions, ViewSession
-from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
+from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner, cancel_and_wait
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.codec import decode
@@ -215,9 +215,7 @@ class ServedStrategy(Strategy, ABC):
                 if task.done():
                     task.result()
         finally:
-            for one in (stopped, *tasks):
-                one.cancel()
-            await asyncio.gather(stopped, *tasks, return_exceptions=True)
+            await cancel_and_wait(stopped, *tasks)
             await session.close("the group's view has changed")
             self._session = None
             if self._stopped.is_set():

@@ -50,6 +50,7 @@ from p2pdrl.strategies.servers.shard_server import (
     ShardServerOptions,
     ViewSession,
 )
+from p2pdrl.strategies.task_runner import cancel_and_wait
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.robust import combine
 from p2pdrl.transport.protocol import Refusal
@@ -303,8 +304,7 @@ class ServerSyncStrategy(ServedStrategy):
         try:
             yield following
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)  # reads what it raised, too
+            await cancel_and_wait(following)
         if not following.cancelled():
             following.result()
 

@@ -7,9 +7,9 @@ Shapes: every vector is flat, of D elements (all parameters) or of a shard's; na
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -172,25 +172,26 @@ class ShardClient:
             raise PoisonedPushError(str(error)) from error
         return SliceAnswer(answer, None, version)
 
-    async def insist(self, head: GradientPush, vector: Float32Array | None = None) -> SliceAnswer:
-        """Ask until there is an answer, or the view ends and we are cancelled; see `Group.insist`.
-
-        Raises:
-            PoisonedPushError: it finds our vector poisoned.
-        """
-        server = self.session.plan.servers[head.shard]
-        return await self.session.group.insist(server, lambda: self.ask(head, vector))
-
     async def insist_all(
         self, head: GradientPush, vector: Float32Array | None = None, shards: Sequence[int] | None = None
     ) -> list[SliceAnswer]:
-        """`insist` at all servers at a time, or those of ``shards``, whichever shard ``head`` names."""
-        asked = range(len(self.spans)) if shards is None else shards
-        heads = [msgspec.structs.replace(head, shard=shard) for shard in asked]
-        return await together(*(self.insist(one, vector) for one in heads))
+        """Ask all servers at a time, or those of ``shards``, whichever shard ``head`` names.
+
+        Each until there is an answer, or the view ends and we are cancelled; see `Group.insist`.
+
+        Raises:
+            PoisonedPushError: one finds our vector poisoned.
+        """
+
+        def insist(shard: int) -> Coroutine[Any, Any, SliceAnswer]:
+            one = msgspec.structs.replace(head, shard=shard)
+            return session.group.insist(session.plan.servers[shard], lambda: self.ask(one, vector))
+
+        session = self.session
+        return await together(*map(insist, range(len(self.spans)) if shards is None else shards))
 
     async def fetch(self, version: int, shards: Sequence[int] | None = None) -> list[SliceAnswer]:
-        """Get parameters of ``version`` or later from all servers, or those of ``shards``; see `insist`."""
+        """Get parameters of ``version`` or later; see `insist_all`."""
         return await self.insist_all(GradientPush(self.session.key, 0, "fetch", version), shards=shards)
 
     def assemble(
