@@ -368,19 +368,19 @@ class ServerSyncStrategy(ServedStrategy):
     async def _take(self, client: ShardClient, parts: list[SliceAnswer]) -> float:
         """Take a round's result; fetch it again until it is usable."""
         while True:
-            settled = parts
             try:
                 settled = await client.settle(parts)
                 version = settled[0].head.version
-                changed = await self._take_parts(client, settled, version, version)
+                try:
+                    changed = await self._take_parts(client, settled, version, version)
+                finally:
+                    client.release(settled)
                 self._version = version
                 return changed
             except BadServerError as error:
                 self._reject(error)
             except PeerTimeoutError as error:
                 self._swarm.tell("servers", str(error), warning=True)
-            finally:
-                client.release(settled)
             await asyncio.sleep(RETRY_S)
             parts = await client.fetch(self._version)
 

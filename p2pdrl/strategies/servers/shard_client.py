@@ -7,6 +7,7 @@ Shapes: every vector is flat, of D elements (all parameters) or of a shard's; na
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -238,21 +239,23 @@ class ShardClient:
     async def settle(self, parts: Sequence[SliceAnswer]) -> list[SliceAnswer]:
         """Ask again for slices until all are of one version: servers move on while we ask.
 
+        What isn't returned is released, also where this raises or is cancelled.
+
         Raises:
             PeerTimeoutError: they never came to be.
         """
-        settled = list(parts)
-        for _ in range(SETTLE_TRIES):
-            newest = max(part.head.version for part in settled)
-            old = [shard for shard, part in enumerate(settled) if part.head.version < newest]
-            if not old:
-                return settled
-            self.release([settled[shard] for shard in old])
-            fresh = await self.fetch(newest, old)
-            for shard, part in zip(old, fresh, strict=True):
-                settled[shard] = part
-        self.release(settled)
-        raise PeerTimeoutError("the servers are at different versions, and stay so")
+        held = dict(enumerate(parts))
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: self.release(list(held.values())))
+            for _ in range(SETTLE_TRIES):
+                newest = max(part.head.version for part in held.values())
+                old = [shard for shard, part in held.items() if part.head.version < newest]
+                if not old:
+                    stack.pop_all()
+                    return [held[shard] for shard in range(len(parts))]
+                self.release([held.pop(shard) for shard in old])
+                held.update(zip(old, await self.fetch(newest, old), strict=True))
+            raise PeerTimeoutError("the servers are at different versions, and stay so")
 
     @staticmethod
     def release(parts: Sequence[SliceAnswer | None]) -> None:
