@@ -17,14 +17,7 @@ from p2pdrl.strategies.gossip.asynchronous import ExchangeTimer
 from p2pdrl.strategies.gossip.pair_average import WireName
 from p2pdrl.transport.protocol import Incoming, Refusal
 
-__all__ = [
-    "BufferPool",
-    "PushAnswer",
-    "PushCore",
-    "PushHead",
-    "out_peers",
-    "up_the_ring",
-]
+__all__ = ["BufferPool", "PushAnswer", "PushCore", "PushHead", "out_peers", "up_the_ring"]
 
 FIRST_REST_S = 0.05
 """A lost push costs nobody else anything, so that its peer hardly rests after the first."""

@@ -206,11 +206,7 @@ class StromMember:
     ) -> None:
         self._board, self._arithmetic = context.learner.board, arithmetic
         self.state = StromState(
-            self._board,
-            context.size,
-            config.tau,
-            max_abs=context.max_abs,
-            max_distance=config.max_distance,
+            self._board, context.size, config.tau, max_abs=context.max_abs, max_distance=config.max_distance
         )
         if window_bytes is None:
             window_bytes = max(8 * context.size, LEAST_WINDOW_BYTES)  # more than that is dearer than a base

@@ -158,11 +158,7 @@ class SyncShardServer(ShardServer):
         return ServerAnswer(self._shard.version, ends_update=_ends_update(self._collector.result))
 
     async def _contribute(
-        self,
-        sender: str,
-        head: GradientPush,
-        weight: float,
-        fill: Callable[[Float32Array], Awaitable[None]],
+        self, sender: str, head: GradientPush, weight: float, fill: Callable[[Float32Array], Awaitable[None]]
     ) -> CollectedRound:
         try:
             return await self._collector.contribute(

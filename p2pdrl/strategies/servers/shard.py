@@ -361,8 +361,7 @@ class ReplicaStore:
             if held is None or held.version < version:
                 return None
             return await heavy(
-                4 * span.size,
-                lambda: held.part(span, parameters=parameters, state=False, copy=True),
+                4 * span.size, lambda: held.part(span, parameters=parameters, state=False, copy=True)
             )
 
     async def serve(self, pull: Pull) -> tuple[Pulled, Contents]:

@@ -86,11 +86,7 @@ class ShardClient:
         ]
         self._encoders = [
             FeedbackEncoder(
-                config.compression,
-                n,
-                keep=config.keep,
-                threshold=config.threshold,
-                max_abs=context.max_abs,
+                config.compression, n, keep=config.keep, threshold=config.threshold, max_abs=context.max_abs
             )
             if far
             else None
