@@ -302,36 +302,20 @@ class UnacknowledgedPush:
 
 
 class Outbox:
-    """The pushes under way, each a message of ``nbytes``."""
+    """The pushes under way, each a message of ``nbytes``.
+
+    Attributes:
+        buffers: for new ones; a push that was added gives its own back at its end.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        self._pool = BufferPool(nbytes, OPEN)
+        self.buffers = BufferPool(nbytes, OPEN)
         self._pushes: dict[int, UnacknowledgedPush] = {}
-
-    @property
-    def room(self) -> bool:
-        """Whether another may be begun."""
-        return self._pool.any_free
 
     @property
     def peers(self) -> set[str]:
         """To whom something is under way."""
         return {push.flight.peer for push in self._pushes.values()}
-
-    def buffer(self) -> memoryview:
-        """Borrow a buffer for a new push; only while there is `room`.
-
-        Raises:
-            RuntimeError: there is none.
-        """
-        buffer = self._pool.take()
-        if buffer is None:
-            raise RuntimeError("no push may be begun now: all buffers are under way")
-        return buffer
-
-    def give_back(self, buffer: memoryview) -> None:
-        """The push that ``buffer`` was for isn't begun."""
-        self._pool.give(buffer)
 
     def add(self, push: UnacknowledgedPush) -> None:
         """A push begins."""
@@ -340,7 +324,7 @@ class Outbox:
     def remove(self, push: UnacknowledgedPush) -> None:
         """The fate of a push is known."""
         if self._pushes.pop(push.flight.number, None) is not None:
-            self._pool.give(push.message)
+            self.buffers.give(push.message)
 
     def retry(self, push: UnacknowledgedPush, now_s: float) -> None:
         """Nothing was heard of a push: it goes out again after a while that doubles."""
@@ -428,13 +412,13 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
     async def _new_push(self, alive: dict[str, Address], now_s: float) -> UnacknowledgedPush | None:
         """Begin a push if one is due; None when there is none to begin."""
         summary = self._swarm.summary()
-        if summary is None or not self._outbox.room or not self._may_begin(now_s, len(alive) + 1):
+        if summary is None or not self._outbox.buffers.any_free or not self._may_begin(now_s, len(alive) + 1):
             return None
         peer = self._core.choose(alive, now_s, without=self._outbox.peers)
-        if peer is None:
+        buffer = None if peer is None else self._outbox.buffers.take()
+        if peer is None or buffer is None:
             return None
         self._core.began(now_s)
-        buffer = self._outbox.buffer()
         async with self._lock:
             readable = await self._read()
             flight = self._sum.send(peer, self._config.share) if readable else None
@@ -446,7 +430,7 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
             if not readable:
                 self._outcomes.ended(RoundReport("failed", error="our own parameters are unusable"))
             if flight is None or not readable:
-                self._outbox.give_back(buffer)
+                self._outbox.buffers.give(buffer)
                 return None
             push = UnacknowledgedPush(flight, summary, buffer)
             self._outbox.add(push)
