@@ -69,12 +69,16 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelineEvents:
-    """Tells and counts what happens in one node's pipelines."""
+    """Tells and counts what happens in one node's pipelines.
+
+    Attributes:
+        rounds: by outcome.
+    """
 
     def __init__(self, context: StrategyContext) -> None:
         self._swarm, self._clock = context.swarm, context.clock
         self._me = context.swarm.node_id
-        self._outcomes = OutcomeMetrics(context.swarm)
+        self.rounds = OutcomeMetrics(context.swarm)
         self._since_s = 0.0
         self._last_text = ""
         self._limit = ""
@@ -82,22 +86,16 @@ class PipelineEvents:
         self._reached: tuple[str, int] | None = None
         """Lineage and version that our last generation had come to; None while we don't know."""
 
-    @property
-    def outcomes(self) -> dict[str, int]:
-        """Rounds by outcome."""
-        return self._outcomes.outcomes
-
-    def count(self, outcome: str) -> int:
-        """How many rounds ended so."""
-        return self._outcomes.count(outcome)
-
     # Events
 
     def standing_by(self, layout: PipelineLayout) -> None:
         """Tell that no pipeline has a rank for this node."""
         names = self._names(layout.rank0s)
         full = f"pipelines of {', '.join(names)} have" if len(names) > 1 else f"pipeline of {names[0]} has"
-        self._once("standby", f"stands by: the {full} all peers; it takes part once peers come or go")
+        text = f"stands by: the {full} all peers; it takes part once peers come or go"
+        if text != self._last_text:
+            self._last_text = text
+            self._swarm.tell("standby", text)
 
     def limited(self, problems: Iterable[Problem]) -> None:
         """Tell which options our pipeline can't have, until it can."""
@@ -158,7 +156,7 @@ class PipelineEvents:
             "pipeline-failed", f"the pipeline of {names} couldn't be formed: {why}", warning=True
         )
         missing = (suspect,) if suspect else ()
-        self._outcomes.ended(RoundReport("unformed", missing=missing, error=why))
+        self.rounds.ended(RoundReport("unformed", missing=missing, error=why))
 
     def copied(self, generation: Generation) -> None:
         """Count a state copy: all ranks have the whole state."""
@@ -166,7 +164,7 @@ class PipelineEvents:
         since_s, self._since_s = self._since_s, now_s
         merged = (self._me,) if generation.alone else generation.members
         weight = 1.0 / len(merged)
-        self._outcomes.ended(
+        self.rounds.ended(
             RoundReport(
                 "ok",
                 tuple(Merged(peer, weight) for peer in merged),
@@ -190,7 +188,7 @@ class PipelineEvents:
         text = f"generation {generation.number} broke{by}: {news.why}"
         self._swarm.tell("pipeline-broken", text, warning=True)
         missing = (neighbour,) if neighbour else ()
-        self._outcomes.ended(RoundReport("broken", missing=missing, error=news.why))
+        self.rounds.ended(RoundReport("broken", missing=missing, error=news.why))
         return True
 
     def learner_lost(self, why: str) -> None:
@@ -198,11 +196,6 @@ class PipelineEvents:
         self._swarm.tell(
             "pipeline-learner", f"this node's learner is gone for the moment: {why}", warning=True
         )
-
-    def _once(self, kind: str, text: str) -> None:
-        if text != self._last_text:
-            self._last_text = text
-            self._swarm.tell(kind, text)
 
     def _names(self, peers: tuple[str, ...]) -> list[str]:
         return [self._swarm.name_of(peer) for peer in peers]

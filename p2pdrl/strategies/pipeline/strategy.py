@@ -123,7 +123,7 @@ class ViewWork:
         """
         pipeline = self._layout.pipeline_of(self._me)
         generation = self._side.running
-        if generation is None or pipeline is None or not _goes_on(pipeline, generation):
+        if generation is None or not _is_in(pipeline, generation):
             await self._release()
             if pipeline is None:
                 self._events.standing_by(self._layout)
@@ -261,13 +261,9 @@ class ViewWork:
         await self._group.break_up(GroupView(self._view.key, members), why)
 
 
-def _goes_on(pipeline: PipelineMembers, generation: Generation) -> bool:
-    return (pipeline.generation, pipeline.rank0) == (generation.number, generation.rank0)
-
-
-def _is_in(note: PipelineNote | None, generation: Generation) -> bool:
-    """Whether a member said that it works in a generation."""
-    return note is not None and (note.generation, note.rank0) == (generation.number, generation.rank0)
+def _is_in(said: PipelineMembers | PipelineNote | None, generation: Generation) -> bool:
+    """Whether what a member said, or a pipeline that goes on, is of a generation."""
+    return said is not None and (said.generation, said.rank0) == (generation.number, generation.rank0)
 
 
 MEASURE_S = 120.0
@@ -333,12 +329,12 @@ class PipelineStrategy(Strategy):
         """Between pipelines' rank 0; 0 within the only pipeline, after its first state copy."""
         if self._gossip.distance is not None:
             return self._gossip.distance
-        return 0.0 if self._events.count("ok") else None
+        return 0.0 if self._events.rounds.count("ok") else None
 
     @property
     def outcomes(self) -> dict[str, int]:
         """State copies (``ok``), what ended badly (``broken``, ``unformed``), and rank 0's exchanges."""
-        return dict(Counter(self._events.outcomes) + self._gossip.outcomes)
+        return dict(Counter(self._events.rounds.outcomes) + self._gossip.outcomes)
 
     @property
     def ends_within_s(self) -> float:

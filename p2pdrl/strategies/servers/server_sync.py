@@ -113,7 +113,7 @@ class SyncShardServer(ShardServer):
     async def _step(self, sender: str, head: GradientPush, push: ReceivedPush) -> ServerAnswer:
         async def fill(out: Float32Array) -> None:
             try:
-                await self._reader.decoded(sender, push, out, whole=False)
+                await self._reader.read_into(sender, push, out, whole=False)
             except PoisonedVectorError:
                 # It came, so the others needn't wait for it; but it doesn't count.
                 self._poisoned.add((head.number, sender))

@@ -96,12 +96,8 @@ class ShardVersions:
         self._size = size
         self._delta_nbytes = delta_nbytes
         self._idle: list[ShardVersion] = []
-        self._newest: ShardVersion | None = None
-
-    @property
-    def newest(self) -> ShardVersion | None:
+        self.newest: ShardVersion | None = None
         """What goes out now; None before the first."""
-        return self._newest
 
     def blank(self) -> ShardVersion:
         """Return a buffer for the next version."""
@@ -113,7 +109,7 @@ class ShardVersions:
     def put(self, written: ShardVersion, version: int) -> None:
         """Make what was written into a blank the newest."""
         written.version = version
-        before, self._newest = self._newest, written.hold()
+        before, self.newest = self.newest, written.hold()
         if before is not None:
             before.release()
 

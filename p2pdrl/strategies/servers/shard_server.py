@@ -114,7 +114,7 @@ class PushReader:
             async with self.read(push, whole=True):
                 pass
 
-    async def decoded(self, sender: str, push: ReceivedPush, out: Float32Array, *, whole: bool) -> None:
+    async def read_into(self, sender: str, push: ReceivedPush, out: Float32Array, *, whole: bool) -> None:
         """Read a push's vector into ``out``.
 
         Raises:
@@ -227,7 +227,7 @@ class Seeding:
         """
 
         async def fill(out: Float32Array) -> None:
-            await self._reader.decoded(sender, push, out, whole=True)
+            await self._reader.read_into(sender, push, out, whole=True)
             self._attendance.note(0, sender)
 
         try:
