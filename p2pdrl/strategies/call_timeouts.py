@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from p2pdrl.errors import (
     P2PDRLError,
     PeerRefusedError,
@@ -12,8 +14,9 @@ from p2pdrl.errors import (
 )
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.strategies.admission import BUSY
+from p2pdrl.strategies.protocol import RoundReport
 
-__all__ = ["CallDeadline", "outcome_of", "unready"]
+__all__ = ["CallDeadline", "failed", "outcome_of"]
 
 UNREADY = 503
 """Status with which a node refuses that has no state yet, or no longer."""
@@ -25,7 +28,7 @@ FEW = 4
 FEW_MARGIN = 4.0
 ANSWER_MARGIN = 8.0
 """On the time of a mere answer, which carried no vector."""
-PATIENT_EVERY = 4
+FULL_EVERY = 4
 """Of calls in a row that nobody answered, each so many-th is waited for as long as may be."""
 
 
@@ -48,8 +51,8 @@ class CallDeadline:
     def seconds(self) -> float:
         """How long the next call may take."""
         most_s = self._timeout.most_s
-        patient = self._in_vain % PATIENT_EVERY == PATIENT_EVERY - 1
-        return most_s if patient else min(self._base_s(), most_s)
+        in_full = self._in_vain % FULL_EVERY == FULL_EVERY - 1
+        return most_s if in_full else min(self._base_s(), most_s)
 
     def note(self, outcome: str, seconds: float) -> None:
         """Note how a call ended, and how long it took.
@@ -99,6 +102,7 @@ def outcome_of(error: P2PDRLError) -> str:
             return "failed"
 
 
-def unready(error: P2PDRLError) -> bool:
-    """Whether the peer refuses because it has no state yet, or no longer: that passes soon."""
-    return isinstance(error, PeerRefusedError) and error.status == UNREADY
+def failed(report: RoundReport, error: P2PDRLError) -> RoundReport:
+    """Complete the report of an exchange that ended with ``error``."""
+    unready = isinstance(error, PeerRefusedError) and error.status == UNREADY
+    return replace(report, outcome=outcome_of(error), error=str(error), unready=unready)

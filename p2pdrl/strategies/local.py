@@ -36,9 +36,6 @@ class LocalStrategy(Strategy):
         """Wait until it is stopped."""
         await self._stopped.wait()
 
-    def updated(self, updates: int) -> None:
-        """Nothing to do."""
-
     async def answer(self, incoming: Incoming) -> Reply:
         """Refuse: whoever calls is in another mode.
 

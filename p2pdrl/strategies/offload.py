@@ -27,12 +27,7 @@ async def heavy(nbytes: int, work: Callable[[], T]) -> T:
     """
     if nbytes <= INLINE_BYTES:
         return work()
-    thread = asyncio.create_task(asyncio.to_thread(work), name="arithmetic")
-    try:
-        return await asyncio.shield(thread)
-    except asyncio.CancelledError:
-        await asyncio.gather(thread, return_exceptions=True)
-        raise
+    return await through(asyncio.to_thread(work))
 
 
 async def through(work: Coroutine[Any, Any, T]) -> T:

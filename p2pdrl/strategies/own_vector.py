@@ -9,7 +9,7 @@ from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.mix import check_finite
 from p2pdrl.tensors.wire import WireDtype, as_wire, encode_rounding_span
 
-__all__ = ["OwnVector", "read_now"]
+__all__ = ["read_now"]
 
 
 def read_now(
@@ -42,32 +42,3 @@ def read_now(
         check_finite(piece, max_abs)  # once rounded, for that is what peers check
 
     return board.now(out, finish)
-
-
-class OwnVector:
-    """A copy of what is on the board."""
-
-    def __init__(self, board: DaemonBoard, size: int) -> None:
-        self._board = board
-        self._sets = board.sets
-        self._followed = board.sets
-        self.vector: Float32Array = np.zeros(size, np.float32)
-        self.policy_version = 0
-
-    def read(self) -> None:
-        """Copy the vector as it is now.
-
-        Raises:
-            TensorError: there is none, or it can't be read now.
-        """
-        snapshot = self._board.now(self.vector)
-        self._sets, self.policy_version = snapshot.sets, snapshot.policy_version
-
-    def add(self, delta: Float32Array, policy_version: int) -> bool:
-        """Move the learner's vector by ``delta``; False when it was replaced since `read`."""
-        return self._board.post_delta(delta, policy_version, sets=self._sets)
-
-    def replaced(self) -> bool:
-        """Whether it was replaced by another since the last time this was asked."""
-        before, self._followed = self._followed, self._board.sets
-        return before != self._followed

@@ -79,16 +79,13 @@ class LearnerHandle(Protocol):
     @property
     def board(self) -> DaemonBoard:
         """Where its parameters are, and where deltas and sets are posted."""
-        ...
 
     @property
     def learning_rate(self) -> float:
         """The algorithm's learning rate now, annealing included."""
-        ...
 
     async def next_post(self) -> LearnerRequest:
         """Wait for the next request; cancelling loses none. Learners that run freely post none."""
-        ...
 
     def answer(
         self,
@@ -104,7 +101,6 @@ class LearnerHandle(Protocol):
             learning_rate: at which to step with what replaces the gradient; None for the algorithm's own.
             end_update: leave out what is left of the update; see `group.round_collector`.
         """
-        ...
 
 
 class Experience(Protocol):
@@ -117,12 +113,10 @@ class Experience(Protocol):
     @property
     def spec(self) -> UnrollSpec:
         """What unrolls are made of, as the learner declared it."""
-        ...
 
     @property
     def lanes(self) -> Sequence[UnrollLane]:
         """One for each that makes them, in the order of their environments."""
-        ...
 
 
 class SwarmView(Protocol):
@@ -131,60 +125,47 @@ class SwarmView(Protocol):
     @property
     def node_id(self) -> str:
         """Own id."""
-        ...
 
     def alive(self) -> dict[str, Address]:
         """Learners that exchanges may begin with, without ourselves, the suspect and the quarantined."""
-        ...
 
     def name_of(self, peer: str) -> str:
         """The name that people gave a member; its id when it is unknown."""
-        ...
 
     def steps_since(self) -> int:
         """Environment steps that this node made since the last call."""
-        ...
 
     def summary(self) -> Summary | None:
         """What we say of ourselves now; None while there is no state to mix."""
-        ...
 
     def adopt(self, donor: str, lineage: str, why: str) -> None:
         """Begin to take the whole state of ``donor``, or else of another member of ``lineage``.
 
         In the background; once at a time. While it lasts `summary` is None.
         """
-        ...
 
     async def adopted(self, donor: str, lineage: str, why: str) -> bool:
         """Like `adopt`, and wait for its end; False when nobody's state could be taken."""
-        ...
 
     def heal(self, why: str) -> None:
         """Our own state is unusable: begin to take the best donor's, in the background; once at a time."""
-        ...
 
     def strike(self, peer: str, why: str) -> None:
         """Note that ``peer`` sent something poisoned."""
-        ...
 
     def quarantined(self, peer: str) -> bool:
         """Tell whether ``peer`` is to be refused."""
-        ...
 
     def observed(self, outcome: str, seconds: float) -> None:
         """Note how an exchange that we began has ended, and how long it took."""
-        ...
 
     def round(self, report: RoundReport) -> None:
         """Note how a round has ended."""
-        ...
 
     def tell(
         self, kind: str, message: str, *, warning: bool = False, facts: Mapping[str, int] | None = None
     ) -> None:
         """Tell people something: a new group, a new server; ``facts`` of it are for programs."""
-        ...
 
 
 class Merged(NamedTuple):
@@ -292,17 +273,14 @@ class Strategy(Protocol):
     @property
     def mode(self) -> Mode:
         """The word people type for its family (``gossip``, ``allreduce``)."""
-        ...
 
     @property
     def consensus_distance(self) -> float | None:
         """Estimate of sqrt(mean over nodes of ‖x_i − x̄‖²); None before the first exchange."""
-        ...
 
     @property
     def outcomes(self) -> dict[str, int]:
         """Exchanges or rounds so far by outcome."""
-        ...
 
     @property
     def facts(self) -> dict[str, float | str]:
@@ -326,7 +304,6 @@ class Strategy(Protocol):
 
     async def start(self) -> None:
         """Begin."""
-        ...
 
     async def stop(self, timeout_s: float) -> None:
         """Finish the exchange in flight, at most ``timeout_s`` long, and end.
@@ -334,15 +311,13 @@ class Strategy(Protocol):
         Afterwards no thread, task or callback of it touches the board or a request's vector. What was posted
         and isn't answered is left: the learner drops it when it hears of its next mode.
         """
-        ...
 
     async def watch(self) -> None:
         """Wait until it is stopped; raise what ended it before: a bug of ours."""
-        ...
 
     def updated(self, updates: int) -> None:
         """The learner made ``updates`` more updates."""
-        ...
+        del updates
 
     async def answer(self, incoming: Incoming) -> Reply:
         """Serve a peer's call on one of `ROUTES`.
@@ -351,7 +326,6 @@ class Strategy(Protocol):
             Refusal: another mode epoch or route (409), busy (423), no state (503), poisoned (422),
                 quarantined (403), malformed (400).
         """
-        ...
 
     async def accept(self, incoming: Incoming) -> PipeReply:
         """Serve a peer's request for a pipe on `pipeline.port.PIPE_ROUTE`.

@@ -10,18 +10,14 @@ from typing import Any, TypeVar
 
 from p2pdrl.strategies.protocol import RoundReport, SwarmView
 
-__all__ = ["OutcomeMetrics", "TaskRunner", "together"]
+__all__ = ["OutcomeMetrics", "TaskRunner", "cancel_and_wait", "together"]
 
 DISTANCE_MEMORY = 0.8
 """Part of the estimate that one more measurement leaves."""
 
 
 class OutcomeMetrics:
-    """One strategy's exchanges.
-
-    Args:
-        swarm: the node, which is told of each.
-    """
+    """One strategy's exchanges."""
 
     def __init__(self, swarm: SwarmView) -> None:
         self._swarm = swarm
@@ -75,9 +71,14 @@ async def together(*jobs: Coroutine[Any, Any, T]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
+
+
+async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait for their ends; what they raise is read, so that nobody complains of it."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class TaskRunner:
@@ -141,16 +142,10 @@ class TaskRunner:
         self.news.set()
         for other in self._others:
             other.cancel()
-        tasks = list(self._others)
-        if self._main is not None:
-            _, late = await asyncio.wait([self._main], timeout=timeout_s)
-            for task in late:
-                task.cancel()
-            tasks.append(self._main)
-        for task in self._beside:
-            task.cancel()
-        tasks.extend(self._beside)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        main = [] if self._main is None else [self._main]
+        if main:
+            await asyncio.wait(main, timeout=timeout_s)
+        await cancel_and_wait(*main, *self._others, *self._beside)
         while self._short:
             # From Python 3.12 on to gather those that are done lets nobody run who would note their ends.
             await asyncio.wait(self._short)

@@ -85,11 +85,7 @@ def metropolis(
     W is symmetric and doubly stochastic: each average keeps the members' mean.
     """
     ring = sorted(set(members))
-    edges = _edges(topology, len(ring), degree, seed)
-    around: list[list[int]] = [[] for _ in ring]
-    for i, j in edges:
-        around[i].append(j)
-        around[j].append(i)
+    around = _adjacent(len(ring), _edges(topology, len(ring), degree, seed))
     weights: dict[str, dict[str, float]] = {}
     for i, me in enumerate(ring):
         row = {ring[j]: 1.0 / (1 + max(len(around[i]), len(around[j]))) for j in sorted(around[i])}
@@ -187,11 +183,17 @@ def _random_regular(size: int, degree: int, seed: str) -> Edges:
             return frozenset(present)
 
 
-def _connected(size: int, edges: Iterable[tuple[int, int]]) -> bool:
+def _adjacent(size: int, edges: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Whom each shares an edge with."""
     around: list[list[int]] = [[] for _ in range(size)]
     for i, j in edges:
         around[i].append(j)
         around[j].append(i)
+    return around
+
+
+def _connected(size: int, edges: Iterable[tuple[int, int]]) -> bool:
+    around = _adjacent(size, edges)
     reached, border = {0}, [0]
     while border:
         new = set(around[border.pop()]) - reached

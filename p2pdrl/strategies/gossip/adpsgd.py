@@ -33,7 +33,7 @@ from p2pdrl.errors import PoisonedVectorError, TensorError, TransportError, Wire
 from p2pdrl.group.compatibility import Natural, Short, Summary, Verdict
 from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.admission import BUSY
-from p2pdrl.strategies.call_timeouts import outcome_of, unready
+from p2pdrl.strategies.call_timeouts import failed
 from p2pdrl.strategies.feedback import FeedbackEncoder
 from p2pdrl.strategies.gossip.asynchronous import AsynchronousStrategy, ExchangeTimer
 from p2pdrl.strategies.gossip.pair_average import (
@@ -59,7 +59,6 @@ __all__ = [
     "AdpsgdStrategy",
     "ExchangeHead",
     "Freshness",
-    "GradientOffers",
     "GradientQuantity",
     "PairQuantity",
     "ParameterQuantity",
@@ -75,13 +74,7 @@ REMEMBERED = 1024
 
 
 class AdpsgdCore(ExchangeTimer):
-    """Timing (see `ExchangeTimer`), choice of partners, and what the next exchange is about.
-
-    Args:
-        config: the strategy's options.
-        me: own node id.
-        rng: source of the random choices.
-    """
+    """Timing (see `ExchangeTimer`), choice of partners, and what the next exchange is about."""
 
     def __init__(self, config: AdpsgdConfig, me: str, rng: random.Random) -> None:
         super().__init__(config, rng)
@@ -111,9 +104,8 @@ class AdpsgdCore(ExchangeTimer):
         config = self._options
         return config.exchanges == "gradients" and self._gradients_in_a_row < config.parameters_every
 
-    def exchanged(self, peer: str, *, gradients: bool) -> None:
-        """Note what an exchange with ``peer`` averaged, whoever began it; parameters keep us together."""
-        del peer
+    def exchanged(self, *, gradients: bool) -> None:
+        """Note what an exchange averaged, whoever began it; parameters keep us together."""
         self._gradients_in_a_row = self._gradients_in_a_row + 1 if gradients else 0
 
 
@@ -142,8 +134,6 @@ def fresh_weight(weight: float, mine: Freshness, theirs: Freshness) -> float:
 
     Args:
         weight: half of what both sides' weights add up to, in (0, ½].
-        mine: our side.
-        theirs: the other side.
     """
 
     def trust(side: Freshness) -> float:
@@ -181,7 +171,6 @@ class PairQuantity(ABC):
 
     Attributes:
         content: parameters or gradients.
-        wire: number format.
         step: what our side does, once mixed.
     """
 
@@ -232,10 +221,7 @@ class ParameterQuantity(PairQuantity):
     """The vector on the board, and buffers for one exchange at a time.
 
     Args:
-        board: where the learner's vector is.
         size: D, float32 parameters.
-        wire: number format.
-        bounds: what is accepted.
     """
 
     content = "parameters"
@@ -280,79 +266,19 @@ class ParameterQuantity(PairQuantity):
         return self._board.post_delta(self._theirs_D, policy_version, sets=self._sets)
 
 
-class GradientOffers:
-    """The learner's newest gradient, while it waits for an exchange.
-
-    Args:
-        learner: who computes them.
-    """
-
-    def __init__(self, learner: LearnerHandle) -> None:
-        self._learner = learner
-        self._post: LearnerRequest | None = None
-
-    @property
-    def open(self) -> bool:
-        """Whether there is a gradient to exchange."""
-        return self._post is not None
-
-    async def follow(self, alive: Callable[[], Sized], told: Callable[[], None]) -> None:
-        """Offer each gradient as it comes, for ever; while nobody is alive its answer comes at once.
-
-        Args:
-            alive: the peers that there are.
-            told: called after each.
-        """
-        while True:
-            self.put(await self._learner.next_post())
-            if not alive():
-                self.withdraw()
-            told()
-
-    def put(self, post: LearnerRequest) -> None:
-        """Offer a newer gradient."""
-        self.withdraw()
-        if post.vector is None:
-            self._learner.answer(post, "none")
-        else:
-            self._post = post
-
-    def withdraw(self) -> None:
-        """Let the learner go on with its own."""
-        post, self._post = self._post, None
-        if post is not None:
-            self._learner.answer(post, "none")
-
-    def take(self) -> LearnerRequest | None:
-        """Take the gradient for an exchange; the taker answers it, or puts it `back`."""
-        post, self._post = self._post, None
-        return post
-
-    def back(self, post: LearnerRequest) -> None:
-        """Offer again what an exchange couldn't use; when there is a newer one, answer it ``none``."""
-        if self._post is None:
-            self._post = post
-        else:
-            self._learner.answer(post, "none")
-
-
 class GradientQuantity(PairQuantity):
-    """The gradient that the learner offers; both sides answer ``add`` with ``weight · (theirs − mine)``.
+    """The learner's newest gradient; both sides answer ``add`` with ``weight · (theirs − mine)``.
 
     Compressed gradients are subtracted as the other side decoded them, so what one side's step gains the
     other's loses; what the compression left out is kept for our next exchange (`feedback`).
 
     Args:
-        config: the strategy's options.
-        learner: whose gradients.
         size: D, float32 parameters.
-        bounds: what is accepted.
     """
 
     content = "gradients"
 
     def __init__(self, config: AdpsgdConfig, learner: LearnerHandle, size: int, bounds: Bounds) -> None:
-        self.offers = GradientOffers(learner)
         self.wire = "float32" if config.compression == "none" else config.compression
         self._bounds = bounds
         self._learner = learner
@@ -362,7 +288,42 @@ class GradientQuantity(PairQuantity):
         self._theirs_D = np.zeros(size, np.float32)
         self._incoming = memoryview(bytearray(self._encoder.max_nbytes))
         self._in = 0
+        self._waiting: LearnerRequest | None = None
+        """Waits for an exchange."""
         self._post: LearnerRequest | None = None
+        """Is in one."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is a gradient to exchange."""
+        return self._waiting is not None
+
+    async def follow(self, alive: Callable[[], Sized], on_post: Callable[[], None]) -> None:
+        """Take each gradient as it comes, for ever; while nobody is alive its answer comes at once.
+
+        Args:
+            alive: the peers that there are.
+            on_post: called after each.
+        """
+        while True:
+            self.put(await self._learner.next_post())
+            if not alive():
+                self._skip()
+            on_post()
+
+    def put(self, post: LearnerRequest) -> None:
+        """Have a newer gradient wait for an exchange."""
+        self._skip()
+        if post.vector is None:
+            self._learner.answer(post, "none")
+        else:
+            self._waiting = post
+
+    def _skip(self) -> None:
+        """Let the learner go on with the gradient that waits."""
+        post, self._waiting = self._waiting, None
+        if post is not None:
+            self._learner.answer(post, "none")
 
     @property
     def outgoing(self) -> memoryview:
@@ -370,8 +331,8 @@ class GradientQuantity(PairQuantity):
         return self._encoder.message
 
     def begin(self) -> bool:
-        """Take the gradient on offer."""
-        self._post = self.offers.take()
+        """Take the gradient that waits."""
+        self._post, self._waiting = self._waiting, None
         return self._post is not None
 
     def load(self) -> None:
@@ -403,15 +364,17 @@ class GradientQuantity(PairQuantity):
         return True
 
     def end(self, *, done: bool) -> None:
-        """Let the learner have it, or offer its gradient again."""
+        """Let the learner have it; else its gradient waits again, unless there is a newer one."""
         post, self._post = self._post, None
         if post is None:
             return
         if done:
             self._encoder.delivered()
             self._learner.answer(post, "add")
+        elif self._waiting is None:
+            self._waiting = post
         else:
-            self.offers.back(post)
+            self._learner.answer(post, "none")
 
 
 # --- the exchange -----------------------------------------------------------------------------------
@@ -433,21 +396,13 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
     Outcomes of exchanges that we began: ``ok busy timeout refused failed poisoned unchanged``, ``behind`` (we
     adopted instead) and ``ahead`` (the peer did); begun by peers: ``answered``. ``unsure``: one side may have
     moved alone; a ``timeout`` may hide another such case.
-
-    Args:
-        config: the strategy's options.
-        context: what the node gives.
-        core: when to exchange and with whom, where that isn't AD-PSGD's own.
     """
 
     DONE = "ok"
 
-    def __init__(
-        self, config: AdpsgdConfig, context: StrategyContext, core: AdpsgdCore | None = None
-    ) -> None:
+    def __init__(self, config: AdpsgdConfig, context: StrategyContext) -> None:
         wire: WireDtype = "float32" if config.compression == "none" else "bf16"
-        if core is None:
-            core = AdpsgdCore(config, context.swarm.node_id, context.rng)
+        core = AdpsgdCore(config, context.swarm.node_id, context.rng)
         super().__init__(config, context, core, encoded_nbytes(context.size, wire))
         clip = config.clip_distance if config.mixing == "clipped" else None
         bounds = Bounds(context.max_abs, config.max_distance, clip)
@@ -470,19 +425,19 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s), self._lock:
                     pass
-        await self._heavy.close()
+        await self._arithmetic.close()
 
     def _beside(self) -> list[Coroutine[Any, Any, None]]:
         if self._gradients is None:
             return []
-        return [self._gradients.offers.follow(self._swarm.alive, self._runner.news.set)]
+        return [self._gradients.follow(self._swarm.alive, self._runner.news.set)]
 
     async def _turn(self) -> bool:
         now_s, alive = self._clock.monotonic(), self._swarm.alive()
         if self._lock.locked() or not self._may_begin(now_s, len(alive) + 1):
             return False
         gradients = self._gradients if self._core.gradients_next else None
-        if gradients is not None and not gradients.offers.open:
+        if gradients is not None and not gradients.waiting:
             return False
         peer = self._core.choose(alive, now_s)
         if peer is None:
@@ -511,7 +466,9 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
                 return replace(report, error="our own numbers are unusable")
             report = replace(report, bytes_out=len(side.outgoing), round_trips=1)
             head = self._head(new_exchange_id(), side, mine)
-            answer = await self._call(side, head, peer, address)
+            answer = await self._call(
+                address, peer, ROUTE, head, vector=side.outgoing, into=lambda _, nbytes: side.room(nbytes)
+            )
             report = replace(report, bytes_in=answer.vector_nbytes)
             theirs = _answered_head(answer)
             if theirs is None or theirs.exchange_id != head.exchange_id:
@@ -522,26 +479,13 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
                 return replace(report, outcome=outcome, error=f"it answered {theirs.verdict} without numbers")
             await self._mix(side, head, theirs)
             version = max(mine.policy_version, theirs.summary.policy_version)
-            if not await self._heavy.run(lambda: side.commit(version)):
+            if not await self._arithmetic.run(lambda: side.commit(version)):
                 return replace(report, outcome="unsure", error="our vector was replaced meanwhile")
         except (TransportError, TensorError) as error:
-            outcome = outcome_of(error)
-            if outcome == "poisoned":
+            if isinstance(error, PoisonedVectorError):
                 self._swarm.strike(peer, str(error))
-            return replace(report, outcome=outcome, error=str(error), unready=unready(error))
+            return failed(report, error)
         return self._exchanged(side, peer, head, theirs.summary, report)
-
-    async def _call(self, side: PairQuantity, head: ExchangeHead, peer: str, address: Address) -> Answer:
-        return await self._transport.call(
-            address,
-            peer,
-            ROUTE,
-            msgspec.msgpack.encode(head),
-            vector=side.outgoing,
-            into=lambda _, nbytes: side.room(nbytes),
-            deadline_s=self._deadline.seconds,
-            lane="bulk",
-        )
 
     # --- as the one that is called ---------------------------------------------------------------
 
@@ -590,7 +534,7 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
                 await self._mix(side, exchange.ours, exchange.theirs)
 
             def ended(sent: bool) -> None:
-                self._runner.briefly(self._commit(exchange, sent=sent and not self._heavy.closed))
+                self._runner.briefly(self._commit(exchange, sent=sent and not self._arithmetic.closed))
 
             handed_over = True
             return Reply(msgspec.msgpack.encode(exchange.ours), vector=side.outgoing, on_end=ended)
@@ -611,7 +555,7 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
         version = max(ours.summary.policy_version, theirs.policy_version)
         report = RoundReport("unsure", missing=(peer,), bytes_in=nbytes, error="cut off")
         try:
-            if sent and await self._heavy.run(lambda: side.commit(version)):
+            if sent and await self._arithmetic.run(lambda: side.commit(version)):
                 report = RoundReport("answered", bytes_in=nbytes, bytes_out=len(side.outgoing))
                 report = self._exchanged(side, peer, ours, theirs, report)
         finally:
@@ -634,19 +578,19 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
         weight = self._config.weight
         if self._config.merge_weights == "fresh":
             weight = fresh_weight(weight, mine.freshness, theirs.freshness)
-        await self._heavy.run(lambda: side.mix(weight))
+        await self._arithmetic.run(lambda: side.mix(weight))
 
     async def _load(self, side: PairQuantity) -> bool:
         """Take what is ours; False when it can't be given to anybody. Parameters that can't are healed."""
         try:
-            await self._heavy.run(side.load)
+            await self._arithmetic.run(side.load)
             return True
         except PoisonedVectorError as error:
             why = str(error)
         if side is not self._parameters:
             # One bad gradient is its learner's business, unless the parameters are bad as well.
             try:
-                await self._heavy.run(self._parameters.load)
+                await self._arithmetic.run(self._parameters.load)
                 return False
             except PoisonedVectorError as error:
                 why = str(error)
@@ -658,7 +602,7 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
     ) -> RoundReport:
         """Note an exchange that is done; complete its report, whose outcome says in which role."""
         gradients = side.content == "gradients"
-        self._core.exchanged(peer, gradients=gradients)
+        self._core.exchanged(gradients=gradients)
         self._fresh_steps = max(self._fresh_steps - mine.fresh_steps, 0)
         if not gradients:
             self._outcomes.met(side.step.distance)

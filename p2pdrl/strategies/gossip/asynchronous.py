@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
+import msgspec
+
 from p2pdrl.config.strategy import Mode, Paced
+from p2pdrl.errors import PoisonedVectorError, TensorError
 from p2pdrl.strategies.admission import ExchangeAdmission
 from p2pdrl.strategies.call_timeouts import CallDeadline
 from p2pdrl.strategies.offload import Arithmetic
 from p2pdrl.strategies.protocol import RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
-from p2pdrl.transport.protocol import Incoming, Reply
+from p2pdrl.transport.protocol import Address, Answer, Incoming, Reply, VectorBuffer
 
 __all__ = ["COOL_MAX_S", "AsynchronousStrategy", "ExchangeTimer"]
 
@@ -36,8 +39,6 @@ class ExchangeTimer:
     """When an exchange is due, and the rests of peers that failed. Times are monotonic.
 
     Args:
-        config: the strategy's options.
-        rng: source of the random moments.
         cool_first_s: how long a peer rests after its first failure in a row.
 
     Attributes:
@@ -110,7 +111,6 @@ class ExchangeTimer:
         because calls that last longer than the moments differ would cross for ever.
 
         Args:
-            now_s: monotonic time.
             took_s: how long the refused call took.
         """
         spread = 2.0 ** min(self._busy_in_a_row, MAX_DOUBLINGS)
@@ -124,7 +124,6 @@ class ExchangeTimer:
 
         Args:
             partner: who didn't answer, or refused.
-            now_s: monotonic time.
             unready: it said that it has no state yet: it rests a second at most, however often it says so.
         """
         failures = min(self._failures.get(partner, 0) + 1, MAX_FAILURES)
@@ -143,8 +142,6 @@ class AsynchronousStrategy(Strategy, ABC, Generic[Timer]):
     """Exchanges that begin by themselves, now and then, while the learner goes on; see `Strategy`.
 
     Args:
-        config: the strategy's options.
-        context: what the node gives.
         core: says when to begin, and with whom.
         nbytes: of the vectors that are worked on.
     """
@@ -163,7 +160,7 @@ class AsynchronousStrategy(Strategy, ABC, Generic[Timer]):
         self._start_at_members = context.start_at_members
         self._admission = ExchangeAdmission(context.swarm, context.epoch, config.max_staleness)
         self._deadline = CallDeadline(config.deadline_s)
-        self._heavy = Arithmetic(nbytes)
+        self._arithmetic = Arithmetic(nbytes)
         self._outcomes = OutcomeMetrics(context.swarm)
         self._runner = TaskRunner()
 
@@ -184,7 +181,7 @@ class AsynchronousStrategy(Strategy, ABC, Generic[Timer]):
     async def stop(self, timeout_s: float) -> None:
         """Finish the exchange in flight, waiting at most ``timeout_s``, and end."""
         await self._runner.stop(timeout_s)
-        await self._heavy.close()
+        await self._arithmetic.close()
 
     async def watch(self) -> None:
         """Wait until the strategy is stopped; raise what ended it before: a bug of ours."""
@@ -221,8 +218,45 @@ class AsynchronousStrategy(Strategy, ABC, Generic[Timer]):
         self._start_at_members = 0
         return True
 
-    def _ended(self, peer: str, report: RoundReport, began_s: float) -> None:
-        """Note how an exchange that this node began with ``peer`` has ended."""
+    async def _call(
+        self,
+        to: Address,
+        peer: str,
+        route: str,
+        head: msgspec.Struct,
+        *,
+        vector: memoryview,
+        into: VectorBuffer | None = None,
+    ) -> Answer:
+        """Send a peer a vector, with the deadline that follows the calls before."""
+        return await self._transport.call(
+            to,
+            peer,
+            route,
+            msgspec.msgpack.encode(head),
+            vector=vector,
+            into=into,
+            deadline_s=self._deadline.seconds,
+            lane="bulk",
+        )
+
+    async def _usable(self, work: Callable[[], None]) -> bool:
+        """Do ``work`` on our own parameters; False when they can't be used (poisoned ones are healed)."""
+        try:
+            await self._arithmetic.run(work)
+        except PoisonedVectorError as error:
+            self._swarm.heal(f"our own parameters are unusable: {error}")
+            return False
+        except TensorError:
+            return False
+        return True
+
+    def _ended(self, peer: str, report: RoundReport, began_s: float, *, busy_again: bool = True) -> None:
+        """Note how an exchange that this node began with ``peer`` has ended.
+
+        Args:
+            busy_again: whether another one begins soon where the peer was busy.
+        """
         now_s = self._clock.monotonic()
         took_s, done = now_s - began_s, report.outcome == self.DONE
         self._deadline.note("ok" if done else report.outcome, took_s)
@@ -230,6 +264,7 @@ class AsynchronousStrategy(Strategy, ABC, Generic[Timer]):
         if done or report.outcome == "unchanged":
             self._core.mixed(peer)
         elif report.outcome == "busy":
-            self._core.busy(now_s, took_s)
+            if busy_again:
+                self._core.busy(now_s, took_s)
         else:
             self._core.failed(peer, now_s, unready=report.unready)

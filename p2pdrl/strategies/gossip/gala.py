@@ -10,8 +10,9 @@ The paper mixes once every in-peer has sent, and bounds the nodes' distance whil
 updates. Here nobody waits: a node mixes with what has come, and what lags more than τ (``max_lag``) policy
 versions is left out; the bound says nothing of a node all of whose in-peers lag that far.
 
-In this order below: the receive buffer (`GalaInbox`), the average (`GalaQuantity`), pushes to nodes that have
-no in-peers (`RelayedPushes`, an extension), the loop (`GalaStrategy`).
+In this order below: the receive buffer (`GalaInbox`), our parameters (`OwnVector`), the average
+(`GalaQuantity`), pushes to nodes that have no in-peers (`RelayedPushes`, an extension), the loop
+(`GalaStrategy`).
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ import msgspec
 import numpy as np
 
 from p2pdrl.config.strategy import Content, GalaConfig
-from p2pdrl.errors import PoisonedVectorError, TensorError, TransportError, WireError
+from p2pdrl.errors import PoisonedVectorError, TransportError, WireError
 from p2pdrl.group.compatibility import Verdict
 from p2pdrl.ids import new_exchange_id
 from p2pdrl.strategies.admission import BUSY
-from p2pdrl.strategies.call_timeouts import outcome_of, unready
+from p2pdrl.strategies.call_timeouts import failed
 from p2pdrl.strategies.feedback import FeedbackEncoder
 from p2pdrl.strategies.gossip.asynchronous import AsynchronousStrategy
 from p2pdrl.strategies.gossip.pair_average import WireName
 from p2pdrl.strategies.gossip.push import BufferPool, PushAnswer, PushCore, PushHead
-from p2pdrl.strategies.own_vector import OwnVector
 from p2pdrl.strategies.protocol import Merged, RoundReport, StrategyContext
 from p2pdrl.tensors import mix
+from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.robust import combine
 from p2pdrl.transport import codec
@@ -53,6 +54,7 @@ __all__ = [
     "GalaInbox",
     "GalaQuantity",
     "GalaStrategy",
+    "OwnVector",
     "RelayedPushes",
 ]
 
@@ -125,14 +127,15 @@ class GalaInbox:
         Returns:
             What to average, by peer, and the peers that lag more than τ. Neither waits any longer.
         """
-        waiting = [received for _, received in sorted(self._received.items()) if received.fresh]
-        for received in waiting:
+        good: list[ReceivedVector] = []
+        late: list[str] = []
+        for peer, received in sorted(self._received.items()):
+            if received.fresh and policy_version - received.policy_version <= max_lag:
+                good.append(received)
+            elif received.fresh:
+                late.append(peer)
             received.fresh = False
-        good = [one for one in waiting if policy_version - one.policy_version <= max_lag]
-        late = tuple(
-            received.peer for received in waiting if policy_version - received.policy_version > max_lag
-        )
-        return good, late
+        return good, tuple(late)
 
     def clear(self) -> None:
         """Average none of what waits: our own vector was replaced."""
@@ -146,6 +149,38 @@ class GalaInbox:
             if not received.fresh:
                 return self._received.pop(peer).vector
         return None
+
+
+# --- our own parameters -------------------------------------------------------------------------------
+
+
+class OwnVector:
+    """A copy of the parameters on the board."""
+
+    def __init__(self, board: DaemonBoard, size: int) -> None:
+        self._board = board
+        self._sets = board.sets
+        self._followed = board.sets
+        self.vector: Float32Array = np.zeros(size, np.float32)
+        self.policy_version = 0
+
+    def read(self) -> None:
+        """Copy the vector as it is now.
+
+        Raises:
+            TensorError: there is none, or it can't be read now.
+        """
+        snapshot = self._board.now(self.vector)
+        self._sets, self.policy_version = snapshot.sets, snapshot.policy_version
+
+    def add(self, delta: Float32Array, policy_version: int) -> bool:
+        """Move the learner's vector by ``delta``; False when it was replaced since `read`."""
+        return self._board.post_delta(delta, policy_version, sets=self._sets)
+
+    def replaced(self) -> bool:
+        """Whether it was replaced by another since the last time this was asked."""
+        before, self._followed = self._followed, self._board.sets
+        return before != self._followed
 
 
 # --- the average ------------------------------------------------------------------------------------
@@ -204,7 +239,6 @@ class GalaQuantity:
         """Average our vector, which was checked, with what waits.
 
         Args:
-            mine_D: ours.
             policy_version: of it.
             write: takes what is to be added, and the newest version in it; False when ours is gone.
         """
@@ -248,15 +282,11 @@ ASK_AFTER = 8
 RELAYED = 16
 """So many of our pushes also go to a node that asked; and so many more when its answer asks for that."""
 MOST_RELAYED = 4
-"""So many nodes that asked are pushed to at once; more are told no."""
+"""So many nodes that asked are pushed to at once; more are refused."""
 
 
 class RelayedPushes:
-    """Pushes beyond the graph: a node that no in-peer pushes to asks others for theirs.
-
-    Args:
-        me: own node id.
-    """
+    """Pushes beyond the graph: a node that no in-peer pushes to asks others for theirs."""
 
     def __init__(self, me: str) -> None:
         self._me = me
@@ -372,7 +402,7 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
             began_s, report = self._clock.monotonic(), _UNUSABLE
             async with self._lock:
                 if await self._read():
-                    report = await self._heavy.run(
+                    report = await self._arithmetic.run(
                         lambda: side.merge(own.vector, own.policy_version, own.add)
                     )
             self._averaged(report, began_s)
@@ -400,9 +430,9 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
 
         began_s = self._clock.monotonic()
         try:
-            await self._heavy.run(lambda: side.check(gradient_D))
+            await self._arithmetic.run(lambda: side.check(gradient_D))
             if self._gradient_wanted:
-                await self._heavy.run(lambda: side.encoder.encode(gradient_D))
+                await self._arithmetic.run(lambda: side.encoder.encode(gradient_D))
                 self._gradient_wanted, self._gradient_ready = False, True
                 self._runner.news.set()
         except PoisonedVectorError:
@@ -410,7 +440,7 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
             return "failed"
         if not side.inbox.any_fresh:
             return "none"
-        report = await self._heavy.run(lambda: side.merge(gradient_D, policy_version, correct))
+        report = await self._arithmetic.run(lambda: side.merge(gradient_D, policy_version, correct))
         self._averaged(report, began_s)
         return report.outcome
 
@@ -484,30 +514,21 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
         async with self._lock:
             if not await self._read():
                 return False
-            await self._heavy.run(lambda: self._parameters.encoder.encode(self._own.vector))
+            await self._arithmetic.run(lambda: self._parameters.encoder.encode(self._own.vector))
             return True
 
     async def _push_to(self, head: PushHead, message: memoryview, peer: str, address: Address) -> None:
         """Push to one peer."""
         began_s = self._clock.monotonic()
-        meta, deadline_s = msgspec.msgpack.encode(head), self._deadline.seconds
         report = RoundReport("unsure", missing=(peer,), bytes_out=len(message), round_trips=1)
         try:
-            got = await self._transport.call(
-                address, peer, ROUTE, meta, vector=message, deadline_s=deadline_s, lane="bulk"
-            )
+            got = await self._call(address, peer, ROUTE, head, vector=message)
             report = self._pushed(peer, head, codec.decode(got.meta, PushAnswer, "push's answer"), report)
         except TransportError as error:
-            report = replace(report, outcome=outcome_of(error), error=str(error), unready=unready(error))
+            report = failed(report, error)
         finally:
             del self._flights[peer]
-        now_s = self._clock.monotonic()
-        self._deadline.note("ok" if report.outcome == "pushed" else report.outcome, now_s - began_s)
-        self._outcomes.ended(replace(report, seconds=now_s - began_s))
-        if report.outcome == "pushed":
-            self._core.mixed(peer)
-        elif report.outcome != "busy":
-            self._core.failed(peer, now_s, unready=report.unready)
+        self._ended(peer, report, began_s, busy_again=False)
 
     async def _ask(self, peer: str, address: Address) -> None:
         """Ask for a peer's pushes; when nothing comes of it, the next is asked."""
@@ -574,7 +595,7 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
                 received = side.inbox.open(sender)
                 if received is None:
                     return Refusal(BUSY, "too many peers push to this node")
-                await self._heavy.run(lambda: side.keep(received, message[:nbytes]))
+                await self._arithmetic.run(lambda: side.keep(received, message[:nbytes]))
                 side.inbox.seal(received, head, nbytes)
                 self._relayed.came(sender)
         except PoisonedVectorError as error:
@@ -596,12 +617,7 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
             self._own.read()
             self._parameters.check(self._own.vector)
 
-        try:
-            await self._heavy.run(work)
-        except PoisonedVectorError as error:
-            self._swarm.heal(f"our own parameters are unusable: {error}")
-            return False
-        except TensorError:
+        if not await self._usable(work):
             return False
         self._follow()
         return True

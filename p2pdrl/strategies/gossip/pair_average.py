@@ -73,9 +73,7 @@ def wire_step(
     Args:
         mine_D: our vector as the peer sees it.
         incoming: the peer's, as it arrived.
-        wire: its number format.
         weight: how far we move.
-        bounds: what is accepted.
         out_D: what our side adds; may lie where ``incoming`` does when that is float32.
 
     Raises:
@@ -100,9 +98,6 @@ def pair_report(report: RoundReport, me: str, peer: str, step: PairUpdate, stale
 
     Args:
         report: with the bytes; its outcome is kept when we were called, and ``ok`` when we called.
-        me: own node id.
-        peer: with whom.
-        step: our side.
         staleness: our policy version minus its.
     """
     outcome, error = "ok" if report.outcome == "failed" else report.outcome, ""

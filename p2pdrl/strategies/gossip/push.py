@@ -17,14 +17,7 @@ from p2pdrl.strategies.gossip.asynchronous import ExchangeTimer
 from p2pdrl.strategies.gossip.pair_average import WireName
 from p2pdrl.transport.protocol import Incoming, Refusal
 
-__all__ = [
-    "BufferPool",
-    "PushAnswer",
-    "PushCore",
-    "PushHead",
-    "out_peers",
-    "up_the_ring",
-]
+__all__ = ["BufferPool", "PushAnswer", "PushCore", "PushHead", "out_peers", "up_the_ring"]
 
 FIRST_REST_S = 0.05
 """A lost push costs nobody else anything, so that its peer hardly rests after the first."""
@@ -36,8 +29,6 @@ def out_peers(kind: Partners, me: str, others: Iterable[str]) -> list[str]:
     Args:
         kind: ``ring``: the next one; ``exponential``: those 1, 2, 4, … places further (Assran 2019, arXiv
             1811.10792, section 3); ``random``: everybody.
-        me: own id.
-        others: ids of the living members; own id is ignored.
     """
     up = up_the_ring(me, others)
     if kind == "random":
@@ -55,13 +46,7 @@ def up_the_ring(me: str, others: Iterable[str]) -> list[str]:
 
 
 class PushCore(ExchangeTimer):
-    """Timing (see `ExchangeTimer`) and choice of out-peers.
-
-    Args:
-        config: the strategy's options.
-        me: own node id.
-        rng: source of the random choices.
-    """
+    """Timing (see `ExchangeTimer`) and choice of out-peers."""
 
     def __init__(self, config: SgpConfig | GalaConfig, me: str, rng: random.Random) -> None:
         super().__init__(config, rng, FIRST_REST_S)

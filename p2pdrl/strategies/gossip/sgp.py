@@ -32,12 +32,11 @@ from p2pdrl.errors import (
     PeerRefusedError,
     PeerUnreachableError,
     PoisonedVectorError,
-    TensorError,
     TransportError,
 )
 from p2pdrl.group.compatibility import Summary, Verdict
 from p2pdrl.ids import new_exchange_id
-from p2pdrl.strategies.call_timeouts import outcome_of, unready
+from p2pdrl.strategies.call_timeouts import failed
 from p2pdrl.strategies.gossip.asynchronous import AsynchronousStrategy
 from p2pdrl.strategies.gossip.pair_average import Bounds, PairUpdate, pair_report, pair_step
 from p2pdrl.strategies.gossip.push import BufferPool, PushAnswer, PushCore, PushHead
@@ -203,10 +202,7 @@ class PushVectors:
     """Reads our vector, writes it for the wire, moves it towards one that came.
 
     Args:
-        board: where our vector is.
         size: D, float32 parameters.
-        wire: number format.
-        bounds: what is accepted of peers.
     """
 
     def __init__(self, board: DaemonBoard, size: int, wire: WireDtype, bounds: Bounds) -> None:
@@ -306,36 +302,20 @@ class UnacknowledgedPush:
 
 
 class Outbox:
-    """The pushes under way, each a message of ``nbytes``."""
+    """The pushes under way, each a message of ``nbytes``.
+
+    Attributes:
+        buffers: for new ones; a push that was added gives its own back at its end.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        self._pool = BufferPool(nbytes, OPEN)
+        self.buffers = BufferPool(nbytes, OPEN)
         self._pushes: dict[int, UnacknowledgedPush] = {}
-
-    @property
-    def room(self) -> bool:
-        """Whether another may be begun."""
-        return self._pool.any_free
 
     @property
     def peers(self) -> set[str]:
         """To whom something is under way."""
         return {push.flight.peer for push in self._pushes.values()}
-
-    def buffer(self) -> memoryview:
-        """Borrow a buffer for a new push; only while there is `room`.
-
-        Raises:
-            RuntimeError: there is none.
-        """
-        buffer = self._pool.take()
-        if buffer is None:
-            raise RuntimeError("no push may be begun now: all buffers are under way")
-        return buffer
-
-    def give_back(self, buffer: memoryview) -> None:
-        """The push that ``buffer`` was for isn't begun."""
-        self._pool.give(buffer)
 
     def add(self, push: UnacknowledgedPush) -> None:
         """A push begins."""
@@ -344,7 +324,7 @@ class Outbox:
     def remove(self, push: UnacknowledgedPush) -> None:
         """The fate of a push is known."""
         if self._pushes.pop(push.flight.number, None) is not None:
-            self._pool.give(push.message)
+            self.buffers.give(push.message)
 
     def retry(self, push: UnacknowledgedPush, now_s: float) -> None:
         """Nothing was heard of a push: it goes out again after a while that doubles."""
@@ -432,36 +412,29 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
     async def _new_push(self, alive: dict[str, Address], now_s: float) -> UnacknowledgedPush | None:
         """Begin a push if one is due; None when there is none to begin."""
         summary = self._swarm.summary()
-        if summary is None or not self._outbox.room or not self._may_begin(now_s, len(alive) + 1):
+        if summary is None or not self._outbox.buffers.any_free or not self._may_begin(now_s, len(alive) + 1):
             return None
         peer = self._core.choose(alive, now_s, without=self._outbox.peers)
-        if peer is None:
+        buffer = None if peer is None else self._outbox.buffers.take()
+        if peer is None or buffer is None:
             return None
         self._core.began(now_s)
-        buffer = self._outbox.buffer()
         async with self._lock:
             readable = await self._read()
             flight = self._sum.send(peer, self._config.share) if readable else None
-            if flight is not None and not await self._pack(flight, buffer):
-                self._sum.returned(flight.number)
-                readable = False
+            if flight is not None:
+                ratio = flight.mass / flight.left
+                readable = await self._usable(lambda: self._vectors.pack(buffer, ratio))
+                if not readable:
+                    self._sum.returned(flight.number)
             if not readable:
                 self._outcomes.ended(RoundReport("failed", error="our own parameters are unusable"))
             if flight is None or not readable:
-                self._outbox.give_back(buffer)
+                self._outbox.buffers.give(buffer)
                 return None
             push = UnacknowledgedPush(flight, summary, buffer)
             self._outbox.add(push)
         return push
-
-    async def _pack(self, flight: PushInFlight, buffer: memoryview) -> bool:
-        """Write what was read for a peer; False when no peer would take it (then it is healed)."""
-        try:
-            await self._heavy.run(lambda: self._vectors.pack(buffer, flight.mass / flight.left))
-        except PoisonedVectorError as error:
-            self._swarm.heal(f"our own parameters are unusable: {error}")
-            return False
-        return True
 
     async def _deliver(self, push: UnacknowledgedPush, address: Address) -> None:
         """Send a push once, and do what its answer asks for."""
@@ -471,14 +444,14 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
         report = RoundReport("unsure", missing=(peer,), bytes_out=self._vectors.nbytes, round_trips=1)
         known = False
         try:
-            answer = await self._call(push, address)
+            answer = await self._send(push, address)
             if answer.number != push.flight.number:
                 report = replace(report, error="it answered another push")
             else:
                 known = True
                 report = await self._answered(push, answer, report)
         except TransportError as error:
-            report = replace(report, outcome=outcome_of(error), error=str(error), unready=unready(error))
+            report = failed(report, error)
             if not attempts and _never_arrived(error):
                 known = True
                 await self._take_back(push)
@@ -488,7 +461,7 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
             self._outbox.retry(push, self._clock.monotonic())
         self._ended(peer, report, began_s)
 
-    async def _call(self, push: UnacknowledgedPush, address: Address) -> PushAnswer:
+    async def _send(self, push: UnacknowledgedPush, address: Address) -> PushAnswer:
         head = PushHead(
             boot=self._boot,
             number=push.flight.number,
@@ -496,15 +469,7 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
             summary=push.summary,
             mass=push.flight.mass,
         )
-        got = await self._transport.call(
-            address,
-            push.flight.peer,
-            ROUTE,
-            msgspec.msgpack.encode(head),
-            vector=push.message,
-            deadline_s=self._deadline.seconds,
-            lane="bulk",
-        )
+        got = await self._call(address, push.flight.peer, ROUTE, head, vector=push.message)
         answer: PushAnswer = codec.decode(got.meta, PushAnswer, "push's answer")
         return answer
 
@@ -526,7 +491,7 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
             readable = await self._read()
             factor = self._sum.returned(push.flight.number)
             if readable and factor:
-                await self._heavy.run(lambda: self._vectors.regain(push.message, factor))
+                await self._arithmetic.run(lambda: self._vectors.regain(push.message, factor))
 
     def _lose(self, push: UnacknowledgedPush) -> None:
         self._sum.gone(push.flight.number)
@@ -591,7 +556,7 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
                     return Refusal(503, "our own parameters are unusable; taking a donor's")
                 factor = self._sum.factor(head.mass)
                 version = max(mine.policy_version, head.summary.policy_version)
-                step = await self._heavy.run(lambda: self._vectors.merge(message, factor, version))
+                step = await self._arithmetic.run(lambda: self._vectors.merge(message, factor, version))
                 if step is None:
                     return Refusal(503, "our vector was replaced meanwhile")
                 self._sum.take(arrival, head.mass)
@@ -602,25 +567,18 @@ class SgpStrategy(AsynchronousStrategy[PushCore]):
             return refusal
         finally:
             self._arriving.give(message)
-        self._merged(step, arrival.sender, mine.policy_version - head.summary.policy_version, began_s)
-        return None
-
-    def _merged(self, step: PairUpdate, peer: str, staleness: int, began_s: float) -> None:
         self._outcomes.met(step.distance)
-        took_s = self._clock.monotonic() - began_s
-        report = RoundReport("ok", seconds=took_s, bytes_in=self._vectors.nbytes)
-        self._outcomes.ended(pair_report(report, self._swarm.node_id, peer, step, staleness), ours=False)
+        staleness = mine.policy_version - head.summary.policy_version
+        report = RoundReport("ok", seconds=self._clock.monotonic() - began_s, bytes_in=self._vectors.nbytes)
+        report = pair_report(report, self._swarm.node_id, arrival.sender, step, staleness)
+        self._outcomes.ended(report, ours=False)
+        return None
 
     # --- what we hold -----------------------------------------------------------------------------
 
     async def _read(self) -> bool:
         """Take our vector off the board; False when it can't be given to anybody (then it is healed)."""
-        try:
-            await self._heavy.run(self._vectors.read)
-        except PoisonedVectorError as error:
-            self._swarm.heal(f"our own parameters are unusable: {error}")
-            return False
-        except TensorError:
+        if not await self._usable(self._vectors.read):
             return False
         self._follow(self._vectors.sets)
         return True

@@ -74,7 +74,6 @@ class BackendFallback:
     A set-up that can't work is to cost one generation, not all of them.
 
     Args:
-        swarm: told the first failure.
         counts: whether torch was chosen; what people asked for is tried again and again.
 
     Attributes:

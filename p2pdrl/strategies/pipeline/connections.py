@@ -208,7 +208,7 @@ class RankConnections:
             except PeerRefusedError as error:
                 if error.status == TAKEN:
                     raise PeerUnreachableError(f"the answer to our first pipe was lost: {error}") from error
-                if error.status not in (409, 423, 503):
+                if error.status not in LATER:
                     raise WireError(f"{peer} takes no pipe: {error}") from error
                 silent = 0
             except (PeerUnreachableError, PeerTimeoutError):

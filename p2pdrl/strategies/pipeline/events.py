@@ -69,27 +69,22 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelineEvents:
-    """Tells and counts what happens in one node's pipelines."""
+    """Tells and counts what happens in one node's pipelines.
+
+    Attributes:
+        rounds: by outcome.
+    """
 
     def __init__(self, context: StrategyContext) -> None:
         self._swarm, self._clock = context.swarm, context.clock
         self._me = context.swarm.node_id
-        self._outcomes = OutcomeMetrics(context.swarm)
+        self.rounds = OutcomeMetrics(context.swarm)
         self._since_s = 0.0
-        self._told = ""
+        self._last_text = ""
         self._limit = ""
-        self._told_end = 0
+        self._last_ended = 0
         self._reached: tuple[str, int] | None = None
         """Lineage and version that our last generation had come to; None while we don't know."""
-
-    @property
-    def outcomes(self) -> dict[str, int]:
-        """Rounds by outcome."""
-        return self._outcomes.outcomes
-
-    def count(self, outcome: str) -> int:
-        """How many rounds ended so."""
-        return self._outcomes.count(outcome)
 
     # Events
 
@@ -97,7 +92,10 @@ class PipelineEvents:
         """Tell that no pipeline has a rank for this node."""
         names = self._names(layout.rank0s)
         full = f"pipelines of {', '.join(names)} have" if len(names) > 1 else f"pipeline of {names[0]} has"
-        self._once("standby", f"stands by: the {full} all peers; it takes part once peers come or go")
+        text = f"stands by: the {full} all peers; it takes part once peers come or go"
+        if text != self._last_text:
+            self._last_text = text
+            self._swarm.tell("standby", text)
 
     def limited(self, problems: Iterable[Problem]) -> None:
         """Tell which options our pipeline can't have, until it can."""
@@ -114,11 +112,10 @@ class PipelineEvents:
             carried: why activations travel as they do; empty where nobody chose.
         """
         self._since_s = self._clock.monotonic()
+        form = generation.form
         if generation.alone:
             names = ", ".join(self._names(generation.members))
-            text = (
-                f"no pipeline of {names}: each computes by itself. {generation.why.removeprefix(NO_PIPELINE)}"
-            )
+            text = f"no pipeline of {names}: each computes by itself. {form.why.removeprefix(NO_PIPELINE)}"
             self._swarm.tell("pipeline-refused", text, warning=True, facts=self._begun(generation))
             return
         plan = generation.order.plan
@@ -131,25 +128,25 @@ class PipelineEvents:
             ]
             text = (
                 f"pipeline formed: {', '.join(held)}; {plan.schedule}, {plan.microbatches} microbatches, "
-                f"{in_seconds(generation.step_s)} a step and bubbles of {generation.bubble:.0%} predicted"
+                f"{in_seconds(form.step_s)} a step and bubbles of {form.bubble:.0%} predicted"
             )
             if carried:
                 text = f"{text}; {carried}"
         begun = self._begun(generation)
         back = begun.get("updates_back")
-        where = f"from version {generation.policy_version}" + (f", {back} updates back" if back else "")
+        where = f"from version {form.policy_version}" + (f", {back} updates back" if back else "")
         self._swarm.tell("pipeline", f"{text} (generation {generation.number}, {where})", facts=begun)
-        self._told = ""
+        self._last_text = ""
 
     def _begun(self, generation: Generation) -> dict[str, int]:
         """Return with what a generation begins, and how many updates that is behind the end of our last one.
 
         That isn't known where the last one neither ended nor broke here before this one's order came.
         """
-        begun = {"generation": generation.number, "policy_version": generation.policy_version}
+        begun = {"generation": generation.number, "policy_version": generation.form.policy_version}
         reached, self._reached = self._reached, None
-        if reached is not None and reached[0] == generation.lineage:
-            begun["updates_back"] = max(0, reached[1] - generation.policy_version)
+        if reached is not None and reached[0] == generation.form.lineage:
+            begun["updates_back"] = max(0, reached[1] - generation.form.policy_version)
         return begun
 
     def unformed(self, pipeline: PipelineMembers, why: str, suspect: str) -> None:
@@ -159,7 +156,7 @@ class PipelineEvents:
             "pipeline-failed", f"the pipeline of {names} couldn't be formed: {why}", warning=True
         )
         missing = (suspect,) if suspect else ()
-        self._outcomes.ended(RoundReport("unformed", missing=missing, error=why))
+        self.rounds.ended(RoundReport("unformed", missing=missing, error=why))
 
     def copied(self, generation: Generation) -> None:
         """Count a state copy: all ranks have the whole state."""
@@ -167,7 +164,7 @@ class PipelineEvents:
         since_s, self._since_s = self._since_s, now_s
         merged = (self._me,) if generation.alone else generation.members
         weight = 1.0 / len(merged)
-        self._outcomes.ended(
+        self.rounds.ended(
             RoundReport(
                 "ok",
                 tuple(Merged(peer, weight) for peer in merged),
@@ -179,10 +176,10 @@ class PipelineEvents:
 
     def ended(self, generation: Generation, news: StageNews) -> bool:
         """Tell that a generation ended; False when that was told before."""
-        if generation.number == self._told_end:
+        if generation.number == self._last_ended:
             return False
-        self._told_end = generation.number
-        self._reached = (generation.lineage, news.policy_version + news.behind)
+        self._last_ended = generation.number
+        self._reached = (generation.form.lineage, news.policy_version + news.behind)
         if news.what == "over":
             self.copied(generation)
             return True
@@ -191,7 +188,7 @@ class PipelineEvents:
         text = f"generation {generation.number} broke{by}: {news.why}"
         self._swarm.tell("pipeline-broken", text, warning=True)
         missing = (neighbour,) if neighbour else ()
-        self._outcomes.ended(RoundReport("broken", missing=missing, error=news.why))
+        self.rounds.ended(RoundReport("broken", missing=missing, error=news.why))
         return True
 
     def learner_lost(self, why: str) -> None:
@@ -199,11 +196,6 @@ class PipelineEvents:
         self._swarm.tell(
             "pipeline-learner", f"this node's learner is gone for the moment: {why}", warning=True
         )
-
-    def _once(self, kind: str, text: str) -> None:
-        if text != self._told:
-            self._told = text
-            self._swarm.tell(kind, text)
 
     def _names(self, peers: tuple[str, ...]) -> list[str]:
         return [self._swarm.name_of(peer) for peer in peers]
@@ -216,8 +208,6 @@ class PipelineEvents:
         """Return where we stand.
 
         Args:
-            layout: of the view in force; None before the first.
-            me: own node id.
             generation: ours, while it runs.
         """
         if layout is None:
@@ -242,13 +232,13 @@ class PipelineEvents:
             schedule=order.schedule,
             microbatches=order.microbatches,
             generation=order.generation,
-            from_version=generation.policy_version,
+            from_version=generation.form.policy_version,
             backend=order.backend if order.ranks > 1 else "none",
             alone=generation.alone,
-            why=generation.why,
+            why=generation.form.why,
             limit=self._limit,
-            step_s=generation.step_s,
-            bubble=generation.bubble,
+            step_s=generation.form.step_s,
+            bubble=generation.form.bubble,
             copies=generation.copies,
         )
 

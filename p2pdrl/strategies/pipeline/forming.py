@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from p2pdrl.strategies.pipeline.connections import BLAMELESS, RankConnections, U
 from p2pdrl.strategies.pipeline.events import PipelineEvents
 from p2pdrl.strategies.pipeline.generation import Generation, LearnerSide
 from p2pdrl.strategies.pipeline.layout import PipelineMembers
-from p2pdrl.strategies.pipeline.link_probe import LinkBook
+from p2pdrl.strategies.pipeline.link_probe import LinkTable
 from p2pdrl.strategies.pipeline.messages import (
     MAX_GENERATION,
     Form,
@@ -40,29 +41,20 @@ from p2pdrl.strategies.pipeline.planning import Design, RankCandidate, design, s
 from p2pdrl.strategies.pipeline.port import Pipes
 from p2pdrl.strategies.pipeline.rank0_gossip import Rank0Gossip
 from p2pdrl.strategies.protocol import StrategyContext
-from p2pdrl.strategies.task_runner import together
+from p2pdrl.strategies.task_runner import cancel_and_wait, together
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.pipe.ticket import Pipe
 from p2pdrl.transport.protocol import Refusal
 
 __all__ = [
-    "COME_S",
     "FORM_S",
-    "IDLE_S",
-    "MEET_S",
-    "READY_S",
-    "TORCH_S",
     "Coordinator",
-    "HeldState",
     "PipelineParts",
     "RankSetup",
-    "closes_circle",
     "generation_of",
     "newest",
-    "offered",
     "read_state",
-    "still_holds",
     "usable_bytes",
 ]
 
@@ -85,7 +77,7 @@ class PipelineParts:
     pipes: Pipes
     side: LearnerSide
     gossip: Rank0Gossip
-    links: LinkBook
+    links: LinkTable
     events: PipelineEvents
     fallback: BackendFallback
     failures: int = 0
@@ -169,11 +161,6 @@ IDLE_S = 600.0
 """Longest wait for the next minibatch, while rank 0 makes experience; that it lives is seen elsewhere."""
 
 
-def closes_circle(config: PipelineConfig, ranks: int) -> bool:
-    """Whether the last rank sends to rank 0."""
-    return schedule_of(config, ranks) == "interleaved"
-
-
 def generation_of(config: PipelineConfig, form: Form, rank: int, host: str = "") -> Generation:
     """Return the generation that an order makes of a rank's learner.
 
@@ -211,16 +198,16 @@ def generation_of(config: PipelineConfig, form: Form, rank: int, host: str = "")
         checkpoint_activations=config.checkpoint_activations,
     )
     _ = order.plan  # raises
-    return Generation(
-        order,
-        form.members,
-        rank,
-        alone=form.alone,
-        why=form.why,
-        step_s=form.step_s,
-        bubble=form.bubble,
-        lineage=form.lineage,
-        policy_version=form.policy_version,
+    return Generation(order, form, rank)
+
+
+def connections_of(parts: PipelineParts, form: Form, rank: int) -> RankConnections:
+    """Return a rank's pipes: none where it computes by itself, or over torch.distributed."""
+    me = parts.context.swarm.node_id
+    members = (me,) if form.alone or form.port else form.members
+    circle = schedule_of(parts.config, len(members)) == "interleaved"  # the last rank sends to rank 0
+    return RankConnections(
+        parts.pipes, form.key, form.generation, members, rank if len(members) > 1 else 0, circle=circle
     )
 
 
@@ -269,15 +256,13 @@ async def still_holds(context: StrategyContext, digest: bytes, pipes: Mapping[St
     Raises:
         Refusal: 503, it doesn't.
     """
-    state = None
-    try:
-        state = await own_state(context)
-    finally:
-        if state is None or state.digest != digest:
-            for pipe in pipes.values():
-                pipe.close()
-    if state.digest != digest:
-        raise Refusal(503, "the learner's parameters changed meanwhile")
+    with contextlib.ExitStack() as stack:
+        for pipe in pipes.values():
+            stack.callback(pipe.close)
+        if (await own_state(context)).digest == digest:
+            stack.pop_all()
+            return
+    raise Refusal(503, "the learner's parameters changed meanwhile")
 
 
 async def offered(context: StrategyContext, side: LearnerSide) -> RankOffer:
@@ -311,8 +296,6 @@ class RankSetup:
     """Takes our part in a pipeline that another node coordinates, in one view.
 
     Args:
-        parts: what outlives the view.
-        group: agreed on the view.
         key: of the view; messages of another are refused.
         pipeline: as everybody computes it.
 
@@ -373,16 +356,7 @@ class RankSetup:
             raise Refusal(409, "the group's view has ended")
         self._form = form
         self._side.drop()
-        circle = closes_circle(self._config, len(form.members))
-        without_pipes = form.alone or form.port
-        self.connections = RankConnections(
-            self._parts.pipes,
-            form.key,
-            form.generation,
-            (self._me,) if without_pipes else form.members,
-            0 if without_pipes else generation.rank,
-            circle=circle,
-        )
+        self.connections = connections_of(self._parts, form, generation.rank)
         self._task = asyncio.create_task(self._take(generation, form, self.connections), name="follow-order")
         return self._task
 
@@ -459,11 +433,8 @@ class RankSetup:
         await self._give_up()
 
     async def _give_up(self) -> None:
-        task = self._task
-        if task is not None and not task.done():
-            task.cancel()
-        if task is not None:
-            await asyncio.gather(task, return_exceptions=True)
+        if self._task is not None:
+            await cancel_and_wait(self._task)
         if self.connections is not None:
             await self.connections.close()
 
@@ -485,8 +456,6 @@ class Coordinator:
     Whoever fails is named, and the caller asks for a view without it.
 
     Args:
-        parts: what outlives the view.
-        group: agreed on the view.
         pipeline: we are its rank 0.
         offer_s: the longest that a rank may take to end what it did before.
 
@@ -637,12 +606,8 @@ class Coordinator:
         self._side.last = form.generation  # though it may come to nothing: ranks may have heard of it
         if form.backend == "torch" and len(planned.members) > 1 and not planned.alone:
             return await self._meet(form)
-        members = (self._me,) if form.alone else form.members
-        circle = closes_circle(self._config, len(members))
         generation = generation_of(self._config, form, 0)
-        connections = self.connections = RankConnections(
-            self._parts.pipes, form.key, form.generation, members, 0, circle=circle
-        )
+        connections = self.connections = connections_of(self._parts, form, 0)
         pipes: dict[StageSide, Pipe] = {}
         begun = False
         try:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.pipeline.plan import StageNews, StageOrder, StageSide
+from p2pdrl.strategies.pipeline.messages import Form
 from p2pdrl.strategies.pipeline.port import Stages
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.transport.pipe.ticket import Pipe
@@ -53,42 +54,24 @@ class Generation:
 
     Args:
         order: that our learner has.
-        members: node ids by rank; or all who compute by themselves.
-        rank: ours among them.
-        alone: whether they compute by themselves.
-        why: it is as it is, as rank 0 says.
-        step_s: predicted for one minibatch.
-        bubble: predicted part of the time in which ranks idle.
-        lineage: of the state with which all ranks began.
-        policy_version: of that state.
+        form: the coordinator's, to all ranks.
+        rank: ours among its members.
 
     Attributes:
+        members: node ids by rank; or all who compute by themselves.
+        alone: whether they compute by themselves.
         formed: whether all is done, as far as we know, that comes before the work.
         copies: state copies so far.
         moves: bytes that each of them moves here.
         ended: with the last news of it, ``over`` or ``broken``.
     """
 
-    def __init__(
-        self,
-        order: StageOrder,
-        members: tuple[str, ...],
-        rank: int,
-        *,
-        alone: bool,
-        why: str = "",
-        step_s: float,
-        bubble: float,
-        lineage: str = "",
-        policy_version: int = 0,
-    ) -> None:
-        self.order, self.members, self.rank, self.alone = order, members, rank, alone
-        self.step_s, self.bubble = step_s, bubble
-        self.lineage, self.policy_version = lineage, policy_version
+    def __init__(self, order: StageOrder, form: Form, rank: int) -> None:
+        self.order, self.form, self.rank = order, form, rank
+        self.members, self.alone = form.members, form.alone
         self.formed = False
         self.copies = 0
         self.moves = CopyBytes()
-        self.why = why
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[StageNews] = loop.create_future()
         self._ready: asyncio.Future[None] = loop.create_future()
@@ -128,7 +111,7 @@ class Generation:
         Raises:
             WorkerError: it didn't in time, or the generation ended before.
         """
-        await self._heard(self._ready, deadline_s, "ready")
+        await self._wait_for(self._ready, deadline_s, "ready")
 
     async def port(self, deadline_s: float) -> int:
         """Wait for the port of the store that the learner opens.
@@ -136,10 +119,10 @@ class Generation:
         Raises:
             WorkerError: as `until_ready`.
         """
-        await self._heard(self._port, deadline_s, "at a meeting point")
+        await self._wait_for(self._port, deadline_s, "at a meeting point")
         return self._port.result()
 
-    async def _heard(
+    async def _wait_for(
         self, news: asyncio.Future[int] | asyncio.Future[None], deadline_s: float, what: str
     ) -> None:
         await asyncio.wait({news, self.ended}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
@@ -172,7 +155,7 @@ class LearnerSide:
     """The learner of this node: what it costs, and the generation that it serves in.
 
     Args:
-        heard: told of each news of the present generation, after that generation.
+        on_news: called with each news of the present generation, after that generation.
         over_torch: whether pipelines run over torch.distributed.
         may_nccl: whether they may where NCCL can reach the learner's GPU.
         vectors: says how many vectors the whole state has, the optimizer's too.
@@ -189,13 +172,13 @@ class LearnerSide:
     def __init__(
         self,
         stages: Stages,
-        heard: Callable[[Generation, StageNews], None],
+        on_news: Callable[[Generation, StageNews], None],
         *,
         over_torch: bool = False,
         may_nccl: bool = False,
         vectors: Callable[[], int] = lambda: 1,
     ) -> None:
-        self._stages, self._heard = stages, heard
+        self._stages, self._on_news = stages, on_news
         self._over_torch, self._may_nccl = over_torch, may_nccl
         self._vectors = vectors
         self.layers: tuple[Layer, ...] = ()
@@ -266,4 +249,4 @@ class LearnerSide:
             generation = self.generation
             if generation is not None and news.generation == generation.number:
                 generation.hear(news)
-                self._heard(generation, news)
+                self._on_news(generation, news)

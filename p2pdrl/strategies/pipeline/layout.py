@@ -117,7 +117,6 @@ def limits(
     """Yield which options our pipeline can't have.
 
     Args:
-        notes: of the view's members.
         pipeline: ours; None where we stand by.
     """
     blocks = blocks_of(notes)

@@ -23,7 +23,7 @@ from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
-__all__ = ["LinkBook", "LinkPair", "ProbeServer", "measure_link"]
+__all__ = ["LinkPair", "LinkTable", "ProbeServer", "measure_link"]
 
 FIRST_BYTES = 256 << 10
 GROWTH = 4
@@ -135,9 +135,9 @@ class _Line:
         """Bytes a second, by the longest message for which there was time."""
         size, left_s, measured = FIRST_BYTES, most_s, 0.0
         while True:
-            patience_s = left_s + 2 * round_trip_s
+            deadline_s = left_s + 2 * round_trip_s
             try:
-                took_s = await self._send(size if up else 0, 0 if up else size, patience_s)
+                took_s = await self._send(size if up else 0, 0 if up else size, deadline_s)
             except PeerTimeoutError:
                 return measured or size / left_s
             alone_s = max(took_s - round_trip_s, took_s / FASTEST)
@@ -179,12 +179,8 @@ ALL_S = 4.0
 """For all links of one pipeline: forming it can't wait for more."""
 
 
-class LinkBook:
-    """What is known of the links from this node.
-
-    Args:
-        measure: measures one link.
-    """
+class LinkTable:
+    """What is known of the links from this node."""
 
     def __init__(
         self, context: StrategyContext, measure: Callable[..., Awaitable[LinkPair]] = measure_link

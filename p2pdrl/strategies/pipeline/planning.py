@@ -24,9 +24,7 @@ __all__ = ["AUTO", "NO_PIPELINE", "Design", "RankCandidate", "design", "measured
 AUTO = (1, 2, 4, 8)
 """Numbers of microbatches that ``auto`` chooses from."""
 LEAST_S = 1e-9
-OTHERWISE = "set other task.strategy.cuts, or lower task.strategy.stages"
 NO_PIPELINE = "no pipeline: "
-ONE = "no other rank is in its pipeline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +105,14 @@ def design(
     blocks, most = len(layers), measured_with(config, rows)
     mine_s = max(ranks[0].seconds, LEAST_S)
     single = PipelinePlan(blocks, (), schedule_of(config, 1), most, 1)
-    alone = Design((ranks[0].peer,), single, False, ONE, mine_s * most, 0.0)
+    alone = Design((ranks[0].peer,), single, False, "no other rank is in its pipeline", mine_s * most, 0.0)
     peers = [Peer(one.name, mine_s / max(one.seconds, LEAST_S), one.memory_bytes) for one in ranks]
-    work = (
-        UpdateWork(  # no bytes of the input: the first rank has the batch in any case, and cuts it into views
-            {most: layers},
-            minibatches=minibatches,
-            checkpoint=config.checkpoint_activations,
-            state_every=config.state_every,
-        )
+    # No bytes of the input: the first rank has the batch in any case, and cuts it into views.
+    work = UpdateWork(
+        {most: layers},
+        minibatches=minibatches,
+        checkpoint=config.checkpoint_activations,
+        state_every=config.state_every,
     )
     fits = [bytes_alone(work, most) <= peer.memory_bytes for peer in peers]
     if not any(fits) and len(ranks) == 1:
@@ -146,9 +143,7 @@ def design(
 
 def _wishes(config: PipelineConfig, ranks: int, most: int, blocks: int) -> Wishes:
     numbers = tuple(number for number in AUTO if number <= most)
-    if (
-        config.microbatches != "auto"
-    ):  # fewer where an interleaved schedule of so many ranks doesn't allow them
+    if config.microbatches != "auto":  # fewer where an interleaved schedule of so many ranks wants it
         numbers = (_allowed(most, ranks, config.chunks) if config.schedule == "interleaved" else most,)
     cuts = config.cuts if ranks == config.stages else ()
     if cuts and cuts[-1] >= blocks:
@@ -187,5 +182,8 @@ def _trainable(layers: Sequence[Layer], advice: Advice) -> Pipeline:
         raise ConfigError(advice.why)
     for rank in range(pipeline.plan.ranks):
         if not any(layers[number].parameter_bytes for number in pipeline.plan.numbers(rank)):
-            raise ConfigError(f"rank {rank} would have no parameters to train: {OTHERWISE}")
+            raise ConfigError(
+                f"rank {rank} would have no parameters to train: set other task.strategy.cuts, or lower "
+                "task.strategy.stages"
+            )
     return pipeline

@@ -25,7 +25,6 @@ class Pipes(Protocol):
         self, to: Address, peer_id: str, route: str, meta: bytes, *, deadline_s: float
     ) -> Pipe:
         """Open a pipe; see `HttpTransport.open_pipe`, and there for errors."""
-        ...
 
 
 class Measured(NamedTuple):
@@ -62,22 +61,18 @@ class Stages(Protocol):
             WorkerError: it didn't answer in time, or is gone.
             ConfigError: the policy can't be cut.
         """
-        ...
 
     def work(self, order: StageOrder, pipes: Mapping[StageSide, Pipe]) -> None:
         """Have the learner be a stage, on pipes that are its own from now on.
 
         Whatever it did before ends at once: who wants the update to be finished says `finish` first.
         """
-        ...
 
     def finish(self, generation: int) -> None:
         """Have rank 0 end the generation after the update that it is in, with the whole state on all boards.
 
         It answers ``over`` (or ``broken``), and so do the ranks behind it without having been asked.
         """
-        ...
 
     async def news(self) -> StageNews:
         """Wait for the next news; cancelling loses none."""
-        ...

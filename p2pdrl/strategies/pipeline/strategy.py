@@ -34,7 +34,7 @@ from p2pdrl.strategies.pipeline.events import PipelineEvents, PipelineStatus
 from p2pdrl.strategies.pipeline.forming import FORM_S, Coordinator, PipelineParts, RankSetup
 from p2pdrl.strategies.pipeline.generation import Generation, LearnerSide, blamed, state_vectors
 from p2pdrl.strategies.pipeline.layout import PipelineLayout, PipelineMembers, lay_out, limits, width
-from p2pdrl.strategies.pipeline.link_probe import LinkBook, ProbeServer
+from p2pdrl.strategies.pipeline.link_probe import LinkTable, ProbeServer
 from p2pdrl.strategies.pipeline.messages import (
     Form,
     Leave,
@@ -49,7 +49,7 @@ from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.pipeline.rank0_gossip import ROUTE as GOSSIP_ROUTE
 from p2pdrl.strategies.pipeline.rank0_gossip import Rank0Gossip
 from p2pdrl.strategies.protocol import Strategy, StrategyContext
-from p2pdrl.strategies.task_runner import TaskRunner
+from p2pdrl.strategies.task_runner import TaskRunner, cancel_and_wait
 from p2pdrl.transport.codec import decode
 from p2pdrl.transport.pipe.ticket import PipeReply
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
@@ -84,7 +84,7 @@ def parts_of(config: PipelineConfig, context: StrategyContext) -> int:
 def left_behind(context: StrategyContext, generation: Generation) -> bool:
     """Whether this node has adopted another lineage's state since a generation began."""
     summary = context.swarm.summary()
-    return summary is not None and summary.lineage != generation.lineage
+    return summary is not None and summary.lineage != generation.form.lineage
 
 
 def finish_s(config: PipelineConfig) -> float:
@@ -94,9 +94,6 @@ def finish_s(config: PipelineConfig) -> float:
 
 class ViewWork:
     """What a node does in one view.
-
-    Args:
-        parts: what outlives it.
 
     Attributes:
         coordinator: forms our pipeline, where we are its rank 0.
@@ -126,7 +123,7 @@ class ViewWork:
         """
         pipeline = self._layout.pipeline_of(self._me)
         generation = self._side.running
-        if generation is None or pipeline is None or not _goes_on(pipeline, generation):
+        if generation is None or not _is_in(pipeline, generation):
             await self._release()
             if pipeline is None:
                 self._events.standing_by(self._layout)
@@ -231,9 +228,7 @@ class ViewWork:
                     task.result()
             return await asyncio.shield(generation.ended)
         finally:
-            for task in exchanging:
-                task.cancel()
-            await asyncio.gather(*exchanging, return_exceptions=True)
+            await cancel_and_wait(*exchanging)
             if not generation.running:
                 await gossip.end(GOSSIP_END_S)
 
@@ -266,13 +261,9 @@ class ViewWork:
         await self._group.break_up(GroupView(self._view.key, members), why)
 
 
-def _goes_on(pipeline: PipelineMembers, generation: Generation) -> bool:
-    return (pipeline.generation, pipeline.rank0) == (generation.number, generation.rank0)
-
-
-def _is_in(note: PipelineNote | None, generation: Generation) -> bool:
-    """Whether a member said that it works in a generation."""
-    return note is not None and (note.generation, note.rank0) == (generation.number, generation.rank0)
+def _is_in(said: PipelineMembers | PipelineNote | None, generation: Generation) -> bool:
+    """Whether what a member said, or a pipeline that goes on, is of a generation."""
+    return said is not None and (said.generation, said.rank0) == (generation.number, generation.rank0)
 
 
 MEASURE_S = 120.0
@@ -304,7 +295,7 @@ class PipelineStrategy(Strategy):
         self._me, self._swarm, self._clock = context.swarm.node_id, context.swarm, context.clock
         self._side = LearnerSide(
             context.stages,
-            self._heard,
+            self._on_news,
             over_torch=config.backend == "torch",
             may_nccl=config.backend == "auto" and context.trusted_network and context.direct,
             vectors=lambda: state_vectors(context.learner.board.spec),
@@ -319,7 +310,7 @@ class PipelineStrategy(Strategy):
             context.pipes,
             self._side,
             self._gossip,
-            LinkBook(context),
+            LinkTable(context),
             self._events,
             fallback,
         )
@@ -338,12 +329,12 @@ class PipelineStrategy(Strategy):
         """Between pipelines' rank 0; 0 within the only pipeline, after its first state copy."""
         if self._gossip.distance is not None:
             return self._gossip.distance
-        return 0.0 if self._events.count("ok") else None
+        return 0.0 if self._events.rounds.count("ok") else None
 
     @property
     def outcomes(self) -> dict[str, int]:
         """State copies (``ok``), what ended badly (``broken``, ``unformed``), and rank 0's exchanges."""
-        return dict(Counter(self._events.outcomes) + self._gossip.outcomes)
+        return dict(Counter(self._events.rounds.outcomes) + self._gossip.outcomes)
 
     @property
     def ends_within_s(self) -> float:
@@ -386,9 +377,6 @@ class PipelineStrategy(Strategy):
     async def watch(self) -> None:
         """Wait until it is stopped; raise what ended it before: a bug of ours."""
         await self._runner.watch()
-
-    def updated(self, updates: int) -> None:
-        """Pipelines follow orders, not updates."""
 
     # From view to view
 
@@ -454,8 +442,7 @@ class PipelineStrategy(Strategy):
             asking = asyncio.create_task(self._ask_to_finish(generation), name="leave")
         await asyncio.wait({generation.ended}, timeout=timeout_s)
         if asking is not None:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            await cancel_and_wait(asking)
         if generation.ended.done():
             self._events.ended(generation, generation.ended.result())
 
@@ -470,7 +457,7 @@ class PipelineStrategy(Strategy):
                 self._context, group, generation.rank0, leave, PipelineDone, what="leave", deadline_s=LEAVE_S
             )
 
-    def _heard(self, generation: Generation, news: StageNews) -> None:
+    def _on_news(self, generation: Generation, news: StageNews) -> None:
         """Take in what the learner tells of its present generation."""
         if news.what == "copied":
             self._parts.failures = 0
@@ -482,18 +469,17 @@ class PipelineStrategy(Strategy):
 
     def _note(self) -> bytes:
         """What we say when a view is acknowledged."""
-        note = PipelineNote(blocks=len(self._side.layers))
-        generation = self._side.running
-        if generation is not None and generation.formed and not self._runner.stopping:
-            note = PipelineNote(
-                blocks=len(self._side.layers),
-                generation=generation.number,
-                rank0=generation.rank0,
-                rank=generation.rank,
-                ranks=len(generation.members),
-                alone=generation.alone,
-            )
-        return note.encode()
+        generation, blocks = self._side.running, len(self._side.layers)
+        if generation is None or not generation.formed or self._runner.stopping:
+            return PipelineNote(blocks).encode()
+        return PipelineNote(
+            blocks,
+            generation.number,
+            generation.rank0,
+            generation.rank,
+            len(generation.members),
+            generation.alone,
+        ).encode()
 
     async def answer(self, incoming: Incoming) -> Reply:
         """Serve a member's call; see `Strategy`."""

@@ -80,7 +80,6 @@ class StromLog:
     """One node's messages, and what it knows of its peers.
 
     Args:
-        me: own node id.
         boot: a name that this node never had before.
         window_bytes: messages kept of each origin, at least one.
     """
@@ -133,7 +132,6 @@ class StromLog:
         """What is to be sent to a peer now; nothing before it has said what it has.
 
         Args:
-            peer: node id.
             relay: whether to pass on others' messages too.
             most_bytes: length of all messages; one message may be longer.
             most: number of messages.

@@ -61,8 +61,6 @@ class StromState:
         self._now: Float32Array = np.zeros(size, np.float32)
         self._work: Float32Array = np.zeros(size, np.float32)
         self._sets = -1
-        self.replaced = 0
-        """How often the learner's vector was replaced by somebody else."""
         self.residual_norm = 0.0
         self.entries = 0
         """Sent by the last `contribute`."""
@@ -83,7 +81,7 @@ class StromState:
         """
         sets = read_now(self._board, self._now, self._max_abs).sets
         if sets != self._sets:
-            self._sets, self.replaced = sets, self.replaced + 1
+            self._sets = sets
             self._kept.reset()
             np.copyto(self._expected, self._now)
             return False
@@ -190,9 +188,6 @@ class StromMember:
     """One node's part.
 
     Args:
-        config: the strategy's options.
-        context: what the node gives.
-        heavy: runs arithmetic.
         window_bytes: messages kept of each origin; None: as many as are cheaper than a base.
 
     Attributes:
@@ -206,16 +201,12 @@ class StromMember:
         self,
         config: StromConfig,
         context: StrategyContext,
-        heavy: Arithmetic,
+        arithmetic: Arithmetic,
         window_bytes: int | None = None,
     ) -> None:
-        self._board, self._heavy = context.learner.board, heavy
+        self._board, self._arithmetic = context.learner.board, arithmetic
         self.state = StromState(
-            self._board,
-            context.size,
-            config.tau,
-            max_abs=context.max_abs,
-            max_distance=config.max_distance,
+            self._board, context.size, config.tau, max_abs=context.max_abs, max_distance=config.max_distance
         )
         if window_bytes is None:
             window_bytes = max(8 * context.size, LEAST_WINDOW_BYTES)  # more than that is dearer than a base
@@ -224,30 +215,28 @@ class StromMember:
         self.sent_bytes = self.messages = self.entries = 0
         self._lock = asyncio.Lock()
 
-    async def contribute(self, *, tell: bool, fold: bool = False) -> bool:
+    async def contribute(self, *, tell: bool, fold: bool) -> None:
         """Look at the learner's progress, and make a message of what has grown beyond τ.
 
         Args:
             tell: whether a message is wanted; else the residual grows.
             fold: nobody has been there for a while, so that the residual belongs to our base.
 
-        Returns:
-            Whether there is a new message.
-
         Raises:
             PoisonedVectorError: our own vector is unusable.
         """
         async with self._lock:
             if not await self._look() or not self.in_step:
-                return False
+                return
             if fold:
                 self.state.fold()
                 if self.log.history is None or self.log.history.era:
                     self.log.found(era=0)
-                return False
-            before = self.messages
-            while tell and self.messages < before + MOST_AT_ONCE:
-                message, more = await self._heavy.run(self.state.contribute)
+                return
+            if not tell:
+                return
+            for _ in range(MOST_AT_ONCE):
+                message, more = await self._arithmetic.run(self.state.contribute)
                 if message:
                     self.log.append(message)
                     self.messages += 1
@@ -255,7 +244,6 @@ class StromMember:
                     self.sent_bytes += len(message)
                 if not more:
                     break
-            return self.messages > before
 
     async def absorb(self, runs: Sequence[Run], policy_version: int, *, relay: bool) -> Absorbed:
         """Add what is new to our parameters.
@@ -278,7 +266,7 @@ class StromMember:
                     new += fresh
             if not new or not self.in_step:
                 return Absorbed(0, 0.0, gap)
-            if not await self._heavy.run(lambda: self.state.absorb(new, policy_version)):
+            if not await self._arithmetic.run(lambda: self.state.absorb(new, policy_version)):
                 self.in_step = False
                 return Absorbed(0, 0.0, gap)
             for run in good:
@@ -297,7 +285,7 @@ class StromMember:
                 return None
             if self.log.history.era == 0:
                 self.log.history = History(1, self.log.history.founder)
-            base = await self._heavy.run(self.state.base)
+            base = await self._arithmetic.run(self.state.base)
             return GivenBase(self.log.history, dict(self.log.have), base)
 
     async def take(self, given: GivenBase, policy_version: int) -> bool:
@@ -312,9 +300,9 @@ class StromMember:
         """
         async with self._lock:
             await self._look()
-            await self._heavy.run(lambda: self.state.check(given.base))
+            await self._arithmetic.run(lambda: self.state.check(given.base))
             again = self.log.take(given.history, given.have, new_exchange_id())
-            done = await self._heavy.run(lambda: self.state.rebase(given.base, again, policy_version))
+            done = await self._arithmetic.run(lambda: self.state.rebase(given.base, again, policy_version))
             self.in_step = done
             return done
 
@@ -330,7 +318,7 @@ class StromMember:
             self.in_step = True
 
     async def _look(self) -> bool:
-        same = await self._heavy.run(self.state.look)
+        same = await self._arithmetic.run(self.state.look)
         if not same:
             self.in_step = False
         return same

@@ -4,7 +4,7 @@ A push names what its sender wants acknowledged, and the answer what the receive
 `DIRECT_MEMBERS` nodes push straight to all others; more pass messages on along a sparse graph. A node without
 a base, or that lacks messages which nobody keeps, takes a member's base first.
 
-In this order below: the messages, pushes (`StromPush`), bases (`StromSync`), the loop (`StromStrategy`).
+In this order below: the messages, bases (`StromSync`), the loop and its pushes (`StromStrategy`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -24,7 +24,7 @@ from p2pdrl.config.strategy import Mode, StromConfig
 from p2pdrl.errors import PeerTimeoutError, PoisonedVectorError, TensorError, TransportError, WireError
 from p2pdrl.group.compatibility import Natural, Short, Summary, Verdict
 from p2pdrl.strategies.admission import ExchangeAdmission
-from p2pdrl.strategies.call_timeouts import outcome_of
+from p2pdrl.strategies.call_timeouts import failed
 from p2pdrl.strategies.offload import Arithmetic
 from p2pdrl.strategies.protocol import Merged, RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.relay.log import MAX_ORIGINS, History, Run, UpdateOrigin
@@ -33,9 +33,9 @@ from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
 from p2pdrl.strategies.topology import neighbours
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.codec import decode
-from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply
+from p2pdrl.transport.protocol import Address, Answer, Incoming, Refusal, Reply, VectorBuffer
 
-__all__ = ["DIRECT_MEMBERS", "RelayPush", "RunHead", "StromPush", "StromStrategy", "StromSync", "cut_runs"]
+__all__ = ["DIRECT_MEMBERS", "RelayPush", "RunHead", "StromStrategy", "StromSync", "cut_runs"]
 
 # --- messages --------------------------------------------------------------------------------------
 
@@ -133,148 +133,31 @@ def cut_runs(heads: tuple[RunHead, ...], vector: memoryview) -> list[Run] | None
     return runs if at == len(vector) else None
 
 
-# --- pushes ----------------------------------------------------------------------------------------
-
-GAP_S = 1.0
-"""With relays, messages that one neighbour has lost may come from another one within this time."""
-BATCH_BYTES = 1 << 20
+def known_of(have: Mapping[UpdateOrigin, int]) -> Known:
+    """As messages carry it."""
+    return [(origin.node, origin.boot, number) for origin, number in have.items()]
 
 
-class StromPush:
-    """Sends and takes messages; tells ``sync`` who has a base when we need one."""
+def origins_of(known: Known) -> dict[UpdateOrigin, int]:
+    """What a message says that a member has."""
+    return {UpdateOrigin(node, boot): number for node, boot, number in known}
 
-    def __init__(  # noqa: PLR0917 - the parts of one strategy
-        self,
-        config: StromConfig,
-        context: StrategyContext,
-        member: StromMember,
-        admission: ExchangeAdmission,
-        sync: StromSync,
-        outcomes: OutcomeMetrics,
-    ) -> None:
-        self._config, self._context, self._member = config, context, member
-        self._admission, self._sync, self._outcomes = admission, sync, outcomes
-        self._swarm, self._clock = context.swarm, context.clock
-        self._most_bytes = max(BATCH_BYTES, member.state.max_nbytes)
-        self._gaps_s: dict[str, float] = {}
 
-    async def push(self, peer: str, address: Address, *, relay: bool) -> bool:
-        """Send a peer what it lacks; False when it is better left alone for a while."""
-        mine, log, began_s = self._swarm.summary(), self._member.log, self._clock.monotonic()
-        if mine is None or log.history is None:
-            return False
-        runs = log.runs_for(peer, relay=relay, most_bytes=self._most_bytes, most=MAX_MESSAGES)
-        vector = memoryview(b"".join(message for run in runs for message in run.messages))
-        asks = tuple((origin.node, origin.boot) for origin in log.origins(relay=relay))
-        head = RelayPush(
-            mine, log.history, self._member.state.tau, tuple(run_head(run) for run in runs), asks
-        )
-        report = RoundReport("failed", missing=(peer,), bytes_out=len(vector), round_trips=1)
-        try:
-            answer = await self._context.transport.call(
-                address,
-                peer,
-                ROUTE,
-                msgspec.msgpack.encode(head),
-                vector=vector if vector else None,
-                deadline_s=self._config.deadline_s,
-                lane="bulk",
-            )
-            report = self._heard(
-                peer, mine, head, decode(answer.meta, RelayPushed, "answer of a member"), report
-            )
-        except (TransportError, TensorError) as error:
-            report = replace(report, outcome=outcome_of(error), error=str(error))
-        if report.outcome != "pushed" or vector:
-            self._outcomes.ended(replace(report, seconds=self._clock.monotonic() - began_s))
-        return report.outcome == "pushed"
-
-    def _heard(
-        self, peer: str, mine: Summary, head: RelayPush, told: RelayPushed, report: RoundReport
-    ) -> RoundReport:
-        """Say what an answer means."""
-        heard = self._admission.heard(peer, mine, told.summary, told.verdict)
-        if heard != "ok":
-            return replace(report, outcome=heard, error=f"it answered {told.verdict}")
-        if told.history is None:
-            return replace(report, outcome="ahead", error="it has no base yet")
-        if told.history != head.history:
-            if told.history > head.history:
-                self._outranked(peer, told.history)
-                return replace(report, outcome="behind", error="it has a greater history")
-            return replace(report, outcome="ahead", error="it takes a base of our history first")
-        self._member.log.known(peer, {UpdateOrigin(node, boot): number for node, boot, number in told.have})
-        me, staleness = self._swarm.node_id, mine.policy_version - told.summary.policy_version
-        merged = (Merged(me, 0.5), Merged(peer, 0.5, staleness))  # both count alike
-        return replace(report, outcome="pushed", merged=merged, missing=())
-
-    def _outranked(self, peer: str, history: History) -> None:
-        """Somebody has a greater history: take its base."""
-        log = self._member.log
-        if log.history is None or history > log.history:
-            self._member.in_step, self._sync.hint = False, peer
-
-    async def answer(self, incoming: Incoming, push: RelayPush, *, relay: bool) -> Reply:
-        """Add what is new to our parameters.
-
-        Raises:
-            Refusal: see `StromStrategy.answer`.
-        """
-        sender, member, began_s = incoming.sender, self._member, self._clock.monotonic()
-        mine = self._admission.admit(sender, stopping=False)
-        verdict = self._admission.judge(sender, mine, push.summary)
-        if verdict is not Verdict.MIX:
-            return Reply(msgspec.msgpack.encode(RelayPushed(mine, verdict.value)))
-        if push.tau != member.state.tau:
-            raise Refusal(409, f"this node's tau is {member.state.tau:g}, not {push.tau:g}")
-        self._outranked(sender, push.history)
-        history = member.log.history if member.in_step else None
-        if history is None or push.history < history:
-            return Reply(msgspec.msgpack.encode(RelayPushed(mine, history=history)))
-        absorbed = await self._absorb(incoming, push, relay=relay)
-        self._note_gap(sender, absorbed.gap, relay=relay)
-        if incoming.vector_nbytes:
-            merged = Merged(sender, 0.5, mine.policy_version - push.summary.policy_version)
-            report = RoundReport(
-                "answered" if absorbed.messages else "known",
-                merged=(Merged(self._swarm.node_id, 0.5), merged) if absorbed.messages else (),
-                bytes_in=incoming.vector_nbytes,
-                changed=absorbed.changed,
-                seconds=self._clock.monotonic() - began_s,
-            )
-            self._outcomes.ended(report, ours=False)
-        history = member.log.history if member.in_step else None
-        return Reply(msgspec.msgpack.encode(RelayPushed(mine, history=history, have=self._have(push))))
-
-    async def _absorb(self, incoming: Incoming, push: RelayPush, *, relay: bool) -> Absorbed:
-        if incoming.vector_nbytes > self._most_bytes:
-            raise Refusal(422, f"more than {self._most_bytes} bytes at once")
-        vector = memoryview(bytearray(incoming.vector_nbytes))
-        if vector:
-            await incoming.read_vector_into(vector)
-        runs = cut_runs(push.runs, vector)
-        if runs is None:
-            raise Refusal(400, "the messages' lengths don't add up")
-        try:
-            return await self._member.absorb(runs, push.summary.policy_version, relay=relay)
-        except WireError as error:
-            self._swarm.strike(incoming.sender, str(error))
-            raise Refusal(422, f"a message can't be: {error}") from error
-
-    def _have(self, push: RelayPush) -> Known:
-        asked = self._member.log.covers(UpdateOrigin(node, boot) for node, boot in push.asks)
-        return [(origin.node, origin.boot, number) for origin, number in asked.items()]
-
-    def _note_gap(self, sender: str, gap: bool, *, relay: bool) -> None:
-        """Messages that nobody keeps are missing: take a base."""
-        if not gap:
-            self._gaps_s.pop(sender, None)
-            return
-        now_s = self._clock.monotonic()
-        since_s = self._gaps_s.setdefault(sender, now_s)
-        if not relay or now_s - since_s > GAP_S:
-            self._gaps_s.clear()
-            self._member.in_step, self._sync.hint = False, sender
+async def call_member(
+    context: StrategyContext,
+    address: Address,
+    peer: str,
+    call: Call,
+    *,
+    vector: memoryview | None = None,
+    into: VectorBuffer | None = None,
+    deadline_s: float,
+) -> Answer:
+    """Make one call."""
+    meta = msgspec.msgpack.encode(call)
+    return await context.transport.call(
+        address, peer, ROUTE, meta, vector=vector, into=into, deadline_s=deadline_s, lane="bulk"
+    )
 
 
 # --- bases -----------------------------------------------------------------------------------------
@@ -323,18 +206,18 @@ class StromSync:
         living = self._swarm.alive()
         peers = sorted(living)
         answers = await asyncio.gather(*(self._probe(peer, living[peer]) for peer in peers))
-        told = dict(zip(peers, answers, strict=True))
-        histories = {peer: one.history for peer, one in told.items() if one is not None and one.history}
+        got = dict(zip(peers, answers, strict=True))
+        histories = {peer: one.history for peer, one in got.items() if one is not None and one.history}
         if histories:
             best = [peer for peer in peers if histories.get(peer) == max(histories.values())]
             giver = self.hint if self.hint in best else self._rng.choice(best)
             heard = await self._ask(giver, living[giver], urgent=rounds >= URGENT_AFTER)
             self.hint = giver if heard == "wait" else ""
             return heard == "taken"
-        silent = [peer for peer in peers if told[peer] is None]
+        silent = [peer for peer in peers if got[peer] is None]
         if silent and rounds < SILENT_AFTER:
             return False
-        if any(peer < self._swarm.node_id for peer in peers if told[peer] is not None):
+        if any(peer < self._swarm.node_id for peer in peers if got[peer] is not None):
             return False
         history = self._member.log.history
         await self._member.found(era=0 if history is None else history.era + 1)
@@ -346,46 +229,37 @@ class StromSync:
         if mine is None:
             return None
         try:
-            answer = await self._context.transport.call(
-                address,
-                peer,
-                ROUTE,
-                msgspec.msgpack.encode(BaseRequest(mine, self._member.log.own.boot, 0, probe=True)),
-                deadline_s=self._first_deadline_s,
-                lane="bulk",
-            )
-            told: Asked = decode(answer.meta, Asked, "answer of a member")
+            probe = BaseRequest(mine, self._member.log.own.boot, 0, probe=True)
+            answer = await call_member(self._context, address, peer, probe, deadline_s=self._first_deadline_s)
+            got: Asked = decode(answer.meta, Asked, "answer of a member")
         except (TransportError, TensorError):
             return None
-        return told if self._admission.heard(peer, mine, told.summary, told.verdict) == "ok" else None
+        return got if self._admission.heard(peer, mine, got.summary, got.verdict) == "ok" else None
 
     async def _ask(self, peer: str, address: Address, *, urgent: bool) -> Heard:
         """Ask a peer for its base, and take it."""
         mine, log = self._swarm.summary(), self._member.log
         if mine is None:
             return "failed"
-        have = [(origin.node, origin.boot, number) for origin, number in log.have.items()]
-        ask = BaseRequest(mine, log.own.boot, log.oldest_own, log.history, have, urgent)
+        ask = BaseRequest(mine, log.own.boot, log.oldest_own, log.history, known_of(log.have), urgent)
         base: Float32Array = np.empty(self._context.size, np.float32)
         room = base.data.cast("B")
         try:
-            answer = await self._context.transport.call(
+            answer = await call_member(
+                self._context,
                 address,
                 peer,
-                ROUTE,
-                msgspec.msgpack.encode(ask),
+                ask,
                 into=lambda _, nbytes: room if nbytes == len(room) else None,
                 deadline_s=self._deadline_s,
-                lane="bulk",
             )
-            told: BaseState | Asked = decode(answer.meta, BaseState | Asked, "answer of a member")
-            if isinstance(told, Asked):
-                return "wait" if told.history is not None else "failed"
+            got: BaseState | Asked = decode(answer.meta, BaseState | Asked, "answer of a member")
+            if isinstance(got, Asked):
+                return "wait" if got.history is not None else "failed"
             if answer.vector_nbytes != len(room):
                 return "failed"
-            contains = {UpdateOrigin(node, boot): number for node, boot, number in told.have}
-            version = max(mine.policy_version, told.summary.policy_version)
-            done = await self._member.take(GivenBase(told.history, contains, base), version)
+            version = max(mine.policy_version, got.summary.policy_version)
+            done = await self._member.take(GivenBase(got.history, origins_of(got.have), base), version)
         except (PoisonedVectorError, WireError) as error:
             self._swarm.strike(peer, str(error))
             return "failed"
@@ -408,8 +282,7 @@ class StromSync:
         if ask.probe or verdict is not Verdict.MIX or not self._member.in_step or log.history is None:
             history = log.history if self._member.in_step else None
             return Reply(msgspec.msgpack.encode(Asked(mine, verdict.value, history)))
-        have = {UpdateOrigin(node, boot): number for node, boot, number in ask.have}
-        if not log.contains(ask.history, have, UpdateOrigin(sender, ask.boot), ask.oldest):
+        if not log.contains(ask.history, origins_of(ask.have), UpdateOrigin(sender, ask.boot), ask.oldest):
             if not ask.urgent:
                 return Reply(msgspec.msgpack.encode(Asked(mine, history=log.history)))
             await self._member.found(era=log.history.era + 1)
@@ -420,9 +293,8 @@ class StromSync:
             raise Refusal(503, "our own numbers are unusable") from error
         if given is None:
             return Reply(msgspec.msgpack.encode(Asked(mine)))
-        contains = [(origin.node, origin.boot, number) for origin, number in given.have.items()]
-        vector = given.base.data.cast("B")
-        return Reply(msgspec.msgpack.encode(BaseState(mine, given.history, contains)), vector=vector)
+        state = BaseState(mine, given.history, known_of(given.have))
+        return Reply(msgspec.msgpack.encode(state), vector=given.base.data.cast("B"))
 
 
 # --- the loop --------------------------------------------------------------------------------------
@@ -432,6 +304,9 @@ DEGREE = 4
 POLL_S = 0.1
 LEAST_SLEEP_S = 1e-3
 ALONE_S = 2.0
+GAP_S = 1.0
+"""With relays, messages that one neighbour has lost may come from another one within this time."""
+BATCH_BYTES = 1 << 20
 FIRST_REST_S = 0.1
 MOST_DOUBLINGS = 5
 
@@ -440,8 +315,6 @@ class StromStrategy(Strategy):
     """Strom's updates over the transport; see `Strategy`.
 
     Args:
-        config: its options.
-        context: what the node gives.
         direct_members: up to so many nodes push straight to all others.
         window_bytes: see `StromMember`.
     """
@@ -459,19 +332,20 @@ class StromStrategy(Strategy):
         self._direct_members = direct_members
         self._config, self._context = config, context
         self._me, self._swarm, self._clock = context.swarm.node_id, context.swarm, context.clock
-        self._heavy = Arithmetic(4 * context.size)
-        self._member = StromMember(config, context, self._heavy, window_bytes)
+        self._arithmetic = Arithmetic(4 * context.size)
+        self._member = StromMember(config, context, self._arithmetic, window_bytes)
         self._admission = ExchangeAdmission(context.swarm, context.epoch, config.max_staleness)
         self._sync = StromSync(config, context, self._member, self._admission)
         self._outcomes, self._runner = OutcomeMetrics(context.swarm), TaskRunner()
-        self._pushes = StromPush(config, context, self._member, self._admission, self._sync, self._outcomes)
+        self._most_bytes = max(BATCH_BYTES, self._member.state.max_nbytes)
+        self._gaps_s: dict[str, float] = {}
+        """Since when messages are missing that a peer has lost, too."""
         self._updates = self._all_updates = 0
         self._next_s = 0.0
         self._met_s: float | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._rests: dict[str, tuple[int, float]] = {}
         self._start_at_members = context.start_at_members
-        self._bug: BaseException | None = None
 
     @property
     def consensus_distance(self) -> float | None:
@@ -528,12 +402,8 @@ class StromStrategy(Strategy):
         self._runner.stopping = True
         if timeout_s > 0 and self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=min(timeout_s, 0.5))
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         await self._runner.stop(timeout_s)
-        await self._heavy.close()
+        await self._arithmetic.close()
 
     async def watch(self) -> None:
         """Wait until it is stopped; raise what ended it before: a bug of ours."""
@@ -551,8 +421,6 @@ class StromStrategy(Strategy):
 
     async def _run(self) -> None:
         while not self._runner.stopping:
-            if self._bug is not None:
-                raise self._bug
             living, now_s = self._swarm.alive(), self._clock.monotonic()
             ready = len(living) + 1 >= self._start_at_members and self._swarm.summary() is not None
             if ready:
@@ -593,12 +461,10 @@ class StromStrategy(Strategy):
         if name in self._tasks or self._runner.stopping:
             work.close()
             return
-        task = self._tasks[name] = asyncio.create_task(work, name=f"strom {name[:8]}")
+        task = self._tasks[name] = self._runner.beside(work)
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def ended(_: asyncio.Task[None]) -> None:
             del self._tasks[name]
-            if not task.cancelled() and task.exception() is not None:
-                self._bug = task.exception()
             self._runner.news.set()
 
         task.add_done_callback(ended)
@@ -610,12 +476,118 @@ class StromStrategy(Strategy):
             self._swarm.heal(f"our own parameters are unusable: {error}")
 
     async def _push(self, peer: str, address: Address, *, relay: bool) -> None:
-        went_well = await self._pushes.push(peer, address, relay=relay)
+        went_well = await self._send(peer, address, relay=relay)
         failures = 0 if went_well else self._rests.get(peer, (0, 0.0))[0] + 1
         rest_s = self._config.min_interval_s
         if failures:
             rest_s = max(rest_s, FIRST_REST_S * 2.0 ** min(failures, MOST_DOUBLINGS))
         self._rests[peer] = (failures, self._clock.monotonic() + rest_s)
+
+    # Pushes
+
+    async def _send(self, peer: str, address: Address, *, relay: bool) -> bool:
+        """Send a peer what it lacks; False when it is better left alone for a while."""
+        mine, log, began_s = self._swarm.summary(), self._member.log, self._clock.monotonic()
+        if mine is None or log.history is None:
+            return False
+        runs = log.runs_for(peer, relay=relay, most_bytes=self._most_bytes, most=MAX_MESSAGES)
+        vector = memoryview(b"".join(message for run in runs for message in run.messages))
+        asks = tuple((origin.node, origin.boot) for origin in log.origins(relay=relay))
+        head = RelayPush(
+            mine, log.history, self._member.state.tau, tuple(run_head(run) for run in runs), asks
+        )
+        report = RoundReport("failed", missing=(peer,), bytes_out=len(vector), round_trips=1)
+        try:
+            answer = await call_member(
+                self._context, address, peer, head, vector=vector or None, deadline_s=self._config.deadline_s
+            )
+            pushed: RelayPushed = decode(answer.meta, RelayPushed, "answer of a member")
+            report = self._heard(peer, mine, head, pushed, report)
+        except (TransportError, TensorError) as error:
+            report = failed(report, error)
+        if report.outcome != "pushed" or vector:
+            self._outcomes.ended(replace(report, seconds=self._clock.monotonic() - began_s))
+        return report.outcome == "pushed"
+
+    def _heard(
+        self, peer: str, mine: Summary, head: RelayPush, pushed: RelayPushed, report: RoundReport
+    ) -> RoundReport:
+        """Say what an answer means."""
+        heard = self._admission.heard(peer, mine, pushed.summary, pushed.verdict)
+        if heard != "ok":
+            return replace(report, outcome=heard, error=f"it answered {pushed.verdict}")
+        if pushed.history is None:
+            return replace(report, outcome="ahead", error="it has no base yet")
+        if pushed.history != head.history:
+            if pushed.history > head.history:
+                self._outranked(peer, pushed.history)
+                return replace(report, outcome="behind", error="it has a greater history")
+            return replace(report, outcome="ahead", error="it takes a base of our history first")
+        self._member.log.known(peer, origins_of(pushed.have))
+        staleness = mine.policy_version - pushed.summary.policy_version
+        merged = (Merged(self._me, 0.5), Merged(peer, 0.5, staleness))  # both count alike
+        return replace(report, outcome="pushed", merged=merged, missing=())
+
+    def _outranked(self, peer: str, history: History) -> None:
+        """Somebody has a greater history: take its base."""
+        log = self._member.log
+        if log.history is None or history > log.history:
+            self._member.in_step, self._sync.hint = False, peer
+
+    async def _take_push(self, incoming: Incoming, push: RelayPush) -> Reply:
+        """Add what is new to our parameters."""
+        sender, member, relay, began_s = incoming.sender, self._member, self._relay, self._clock.monotonic()
+        mine = self._admission.admit(sender, stopping=False)
+        verdict = self._admission.judge(sender, mine, push.summary)
+        if verdict is not Verdict.MIX:
+            return Reply(msgspec.msgpack.encode(RelayPushed(mine, verdict.value)))
+        if push.tau != member.state.tau:
+            raise Refusal(409, f"this node's tau is {member.state.tau:g}, not {push.tau:g}")
+        self._outranked(sender, push.history)
+        history = member.log.history if member.in_step else None
+        if history is None or push.history < history:
+            return Reply(msgspec.msgpack.encode(RelayPushed(mine, history=history)))
+        absorbed = await self._absorb(incoming, push, relay=relay)
+        self._note_gap(sender, absorbed.gap, relay=relay)
+        if incoming.vector_nbytes:
+            merged = Merged(sender, 0.5, mine.policy_version - push.summary.policy_version)
+            report = RoundReport(
+                "answered" if absorbed.messages else "known",
+                merged=(Merged(self._me, 0.5), merged) if absorbed.messages else (),
+                bytes_in=incoming.vector_nbytes,
+                changed=absorbed.changed,
+                seconds=self._clock.monotonic() - began_s,
+            )
+            self._outcomes.ended(report, ours=False)
+        history = member.log.history if member.in_step else None
+        asked = member.log.covers(UpdateOrigin(node, boot) for node, boot in push.asks)
+        return Reply(msgspec.msgpack.encode(RelayPushed(mine, history=history, have=known_of(asked))))
+
+    async def _absorb(self, incoming: Incoming, push: RelayPush, *, relay: bool) -> Absorbed:
+        if incoming.vector_nbytes > self._most_bytes:
+            raise Refusal(422, f"more than {self._most_bytes} bytes at once")
+        vector = memoryview(bytearray(incoming.vector_nbytes))
+        if vector:
+            await incoming.read_vector_into(vector)
+        runs = cut_runs(push.runs, vector)
+        if runs is None:
+            raise Refusal(400, "the messages' lengths don't add up")
+        try:
+            return await self._member.absorb(runs, push.summary.policy_version, relay=relay)
+        except WireError as error:
+            self._swarm.strike(incoming.sender, str(error))
+            raise Refusal(422, f"a message can't be: {error}") from error
+
+    def _note_gap(self, sender: str, gap: bool, *, relay: bool) -> None:
+        """Messages that nobody keeps are missing: take a base."""
+        if not gap:
+            self._gaps_s.pop(sender, None)
+            return
+        now_s = self._clock.monotonic()
+        since_s = self._gaps_s.setdefault(sender, now_s)
+        if not relay or now_s - since_s > GAP_S:
+            self._gaps_s.clear()
+            self._member.in_step, self._sync.hint = False, sender
 
     async def answer(self, incoming: Incoming) -> Reply:
         """Serve a member's call.
@@ -631,4 +603,4 @@ class StromStrategy(Strategy):
             raise Refusal(503, "the strategy stops")
         if isinstance(call, BaseRequest):
             return await self._sync.answer(incoming.sender, call)
-        return await self._pushes.answer(incoming, call, relay=self._relay)
+        return await self._take_push(incoming, call)

@@ -32,9 +32,8 @@ from p2pdrl.strategies.servers.messages import GradientPush, Pull, ShardRequest,
 from p2pdrl.strategies.servers.shard import NobodyGivesError, Puller, ReplicaStore, Shard, restore
 from p2pdrl.strategies.servers.shard_client import BadServerError, PoisonedPushError, ShardClient, SliceAnswer
 from p2pdrl.strategies.servers.shard_plan import ServerNote, ShardSpan, make_plan, pieces, read_note
-from p2pdrl.strategies.servers.shard_server import ReceivedPush, ShardServer, ShardServerOptions
-from p2pdrl.strategies.servers.view_session import ViewSession
-from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
+from p2pdrl.strategies.servers.shard_server import ReceivedPush, ShardServer, ShardServerOptions, ViewSession
+from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner, cancel_and_wait
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.transport.codec import decode
@@ -155,10 +154,6 @@ class ServedStrategy(Strategy, ABC):
         """Wait until the strategy is stopped; raise what ended it before: a bug of ours."""
         await self._runner.watch()
 
-    def updated(self, updates: int) -> None:
-        """Servers follow the learner's requests, not its updates."""
-        del updates
-
     # From view to view
 
     def _note(self) -> bytes:
@@ -220,9 +215,7 @@ class ServedStrategy(Strategy, ABC):
                 if task.done():
                     task.result()
         finally:
-            for one in (stopped, *tasks):
-                one.cancel()
-            await asyncio.gather(stopped, *tasks, return_exceptions=True)
+            await cancel_and_wait(stopped, *tasks)
             await session.close("the group's view has changed")
             self._session = None
             if self._stopped.is_set():
@@ -249,7 +242,7 @@ class ServedStrategy(Strategy, ABC):
 
     async def _serve(self, session: ViewSession, span: ShardSpan) -> None:
         """Fill our shard, put it to work, and stay."""
-        plan, context = session.plan, self._context
+        plan = session.plan
         if plan.seed:
             shard = Shard(span, self._options, plan.version, differences=self._differences)
         else:
@@ -257,17 +250,13 @@ class ServedStrategy(Strategy, ABC):
         self._store.replace_shard(shard)
         shard.progress = plan.progress
         options = ShardServerOptions(
-            config=self._options,
-            members=session.members,
-            givers=plan.givers,
-            seed=plan.seed,
-            version=plan.version,
-            clock=self._clock,
-            learning_rate=self._learning_rate,
-            max_abs=context.max_abs,
-            strike=self._swarm.strike,
-            doubt=self._group.doubt,
-            counts=self._counts,
+            self._options,
+            self._context,
+            session.members,
+            plan,
+            self._group.doubt,
+            self._learning_rate,
+            self._counts,
         )
         session.open(self._open_server(shard, options))
         await asyncio.Event().wait()
@@ -368,7 +357,6 @@ class ServedStrategy(Strategy, ABC):
         """Begin a view with the servers' parameters, to which our own are the seed if there were none.
 
         Args:
-            session: the view.
             client: to its servers.
             settle: whether all slices must be of one version.
 
@@ -437,6 +425,15 @@ class ServedStrategy(Strategy, ABC):
             except TensorError:
                 pass  # nothing was published yet
             await asyncio.sleep(RETRY_S)
+
+    async def _encode(self, client: ShardClient, gradient: Float32Array) -> str:
+        """Get a gradient ready to travel; return why it is given to nobody, if it is unusable."""
+        try:
+            await heavy(8 * gradient.size, lambda: client.encode(gradient))
+        except PoisonedVectorError as error:
+            self._swarm.tell("servers", f"our gradient isn't given away: {error}", warning=True)
+            return str(error)
+        return ""
 
     async def _take_parts(
         self, client: ShardClient, parts: Sequence[SliceAnswer | None], policy: int, version: int
@@ -518,7 +515,7 @@ class ServedStrategy(Strategy, ABC):
 
     async def _answer_take(self, sender: str, take: Take, session: ViewSession) -> Reply:
         """Pull the shard of a server that leaves."""
-        span = ShardSpan(take.start, take.stop)
+        span = take.span
         if (sender, span) not in zip(session.plan.servers, session.plan.spans, strict=True):
             raise Refusal(409, "this shard isn't yours to give")
         if not await self._replicate(session, sender, span):

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from p2pdrl.group.compatibility import Natural, Short
 from p2pdrl.group.view import MAX_MEMBERS, ViewKey
-from p2pdrl.strategies.servers.shard_plan import ShardSpan
+from p2pdrl.strategies.servers.shard_plan import ShardSpan, Step
 
 __all__ = ["GradientPush", "Op", "Pull", "Pulled", "ServerAnswer", "ShardRequest", "Take"]
 
@@ -27,7 +27,6 @@ Op = Literal["seed", "step", "idle", "fetch"]
 """``seed``: parameters, whose mean the shard begins with; ``step``: a gradient; ``idle``: no gradient for
 this round; ``fetch``: only the parameters are wanted."""
 Weight = Annotated[float, Meta(ge=0, le=1e12)]
-Step = Annotated[int, Meta(ge=-1, lt=2**53)]
 
 
 class GradientPush(msgspec.Struct, frozen=True):
@@ -83,24 +82,25 @@ class ServerAnswer(msgspec.Struct, frozen=True):
     staleness: Natural = 0
 
 
-class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """A request for what the receiver holds of the entries from ``start`` up to ``stop``.
-
-    Attributes:
-        version: the least worth having.
-    """
+class _SpanMessage(msgspec.Struct, frozen=True):
+    """About the entries from ``start`` up to ``stop``."""
 
     key: ViewKey
     start: Natural
     stop: Natural
     version: Natural
-    parameters: bool = True
-    state: bool = False
 
     @property
     def span(self) -> ShardSpan:
         """The entries."""
         return ShardSpan(self.start, self.stop)
+
+
+class Pull(_SpanMessage, frozen=True, tag="pull"):
+    """A request for what the receiver holds of a span, of ``version`` or later."""
+
+    parameters: bool = True
+    state: bool = False
 
 
 class Pulled(msgspec.Struct, frozen=True):
@@ -115,13 +115,8 @@ class Pulled(msgspec.Struct, frozen=True):
     scalars: Annotated[dict[Short, float], Meta(max_length=16)]
 
 
-class Take(msgspec.Struct, frozen=True, tag="take"):
+class Take(_SpanMessage, frozen=True, tag="take"):
     """A leaving server's request that its successor pull the shard now."""
-
-    key: ViewKey
-    start: Natural
-    stop: Natural
-    version: Natural
 
 
 ShardRequest = Pull | Take

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from p2pdrl.config.strategy import Mode, ServerAsyncConfig
-from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, PoisonedVectorError, TransportError
+from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
 from p2pdrl.strategies.call_timeouts import CallDeadline
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import LearnerRequest, Merged, RoundReport, StrategyContext
@@ -30,11 +30,15 @@ from p2pdrl.strategies.servers.base import ServedStrategy
 from p2pdrl.strategies.servers.messages import GradientPush, ServerAnswer
 from p2pdrl.strategies.servers.shard import Shard
 from p2pdrl.strategies.servers.shard_client import BadServerError, PoisonedPushError, ShardClient, SliceAnswer
-from p2pdrl.strategies.servers.shard_server import Answered, ReceivedPush, ShardServer, ShardServerOptions
-from p2pdrl.strategies.servers.view_session import ViewSession
+from p2pdrl.strategies.servers.shard_server import (
+    Answered,
+    ReceivedPush,
+    ShardServer,
+    ShardServerOptions,
+    ViewSession,
+)
 from p2pdrl.strategies.task_runner import together
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.transport.protocol import Refusal
 
 __all__ = ["ServerAsyncStrategy", "bucket_of", "weight_of"]
 
@@ -46,11 +50,9 @@ class AsyncShardServer(ShardServer):
         super().__init__(shard, options)
         self._config = config
         self._gradient: Float32Array = np.empty(shard.span.size, np.float32)
-        self._why: str | None = None
 
     async def close(self, why: str) -> None:
         """Refuse everybody, and wait for a step that is under way."""
-        self._why = why
         await super().close(why)
         async with self._shard.lock:
             pass
@@ -71,8 +73,7 @@ class AsyncShardServer(ShardServer):
     async def _step(self, sender: str, head: GradientPush, push: ReceivedPush) -> ServerAnswer:
         shard, options = self._shard, self._options
         async with self._reader.read(push, whole=False) as data, shard.lock:
-            if self._why is not None:
-                raise Refusal(409, self._why)
+            self._check_open()
             staleness = max(0, shard.version - head.number)
             options.counts[bucket_of(staleness)] += 1
             weight = weight_of(staleness, self._config)
@@ -84,7 +85,7 @@ class AsyncShardServer(ShardServer):
             rate = weight * options.learning_rate()
 
             def work() -> None:
-                self._reader.decode_now(sender, data, self._gradient, whole=False)
+                self._reader.decode(sender, data, self._gradient, whole=False)
                 if math.isfinite(rate):
                     shard.apply(self._gradient, rate)
 
@@ -181,11 +182,9 @@ class ServerAsyncStrategy(ServedStrategy):
         bases = self._bases(request)
         self._pushes += 1
         wants = self._pushes % self._config.fetch_every == 0
-        try:
-            await heavy(8 * gradient.size, lambda: client.encode(gradient))
-        except PoisonedVectorError as error:
-            self._swarm.tell("servers", f"our gradient isn't given away: {error}", warning=True)
-            self._answer_learner(request, RoundReport("poisoned", error=str(error)))
+        poisoned = await self._encode(client, gradient)
+        if poisoned:
+            self._answer_learner(request, RoundReport("poisoned", error=poisoned))
             return
         heads = [
             GradientPush(
@@ -224,20 +223,17 @@ class ServerAsyncStrategy(ServedStrategy):
         stalest = max((one.staleness for one in answers if one.merged), default=0)
         refused = [one.staleness for one in answers if one.outcome == "stale"]
         servers = client.session.plan.servers
-        bytes_out, bytes_in, trips = client.traffic()
-        return RoundReport(
+        report = RoundReport(
             outcome,
             merged=(Merged(self._me, min(shares), stalest),) if shares else (),
             missing=tuple(server for server, part in zip(servers, parts, strict=True) if part is None),
             seconds=seconds,
             waited_s=0.0 if self._config.ahead else seconds,
-            bytes_out=bytes_out,
-            bytes_in=bytes_in,
-            round_trips=trips,
             changed=changed,
             error=f"refused: {max(refused)} steps old" if refused else "",
             served=True,
         )
+        return client.with_traffic(report)
 
     def _tell_stale(self, report: RoundReport) -> None:
         """Tell people of a push that was scaled or refused: the first one, the tenth, the hundredth …."""

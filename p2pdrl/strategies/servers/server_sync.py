@@ -43,8 +43,14 @@ from p2pdrl.strategies.servers.base import RETRY_S, ServedStrategy
 from p2pdrl.strategies.servers.messages import GradientPush, ServerAnswer
 from p2pdrl.strategies.servers.shard import Shard, ShardVersion
 from p2pdrl.strategies.servers.shard_client import BadServerError, PoisonedPushError, ShardClient, SliceAnswer
-from p2pdrl.strategies.servers.shard_server import Attendance, ReceivedPush, ShardServer, ShardServerOptions
-from p2pdrl.strategies.servers.view_session import ViewSession
+from p2pdrl.strategies.servers.shard_server import (
+    Attendance,
+    ReceivedPush,
+    ShardServer,
+    ShardServerOptions,
+    ViewSession,
+)
+from p2pdrl.strategies.task_runner import cancel_and_wait
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.robust import combine
 from p2pdrl.transport.protocol import Refusal
@@ -73,12 +79,12 @@ class SyncShardServer(ShardServer):
         self._collector = RoundCollector(
             size=shard.span.size,
             members=options.members,
-            clock=options.clock,
+            clock=options.context.clock,
             timeout=timeout,
             quorum=config.quorum,
             backups=min(config.backups, len(options.members) - 1),
             reduce=self._reduce,
-            first=options.version,
+            first=options.plan.version,
         )
 
     async def close(self, why: str) -> None:
@@ -107,8 +113,7 @@ class SyncShardServer(ShardServer):
     async def _step(self, sender: str, head: GradientPush, push: ReceivedPush) -> ServerAnswer:
         async def fill(out: Float32Array) -> None:
             try:
-                async with self._reader.read(push, whole=False) as data:
-                    await self._reader.decode(sender, data, out, whole=False)
+                await self._reader.read_into(sender, push, out, whole=False)
             except PoisonedVectorError:
                 # It came, so the others needn't wait for it; but it doesn't count.
                 self._poisoned.add((head.number, sender))
@@ -153,11 +158,7 @@ class SyncShardServer(ShardServer):
         return ServerAnswer(self._shard.version, ends_update=_ends_update(self._collector.result))
 
     async def _contribute(
-        self,
-        sender: str,
-        head: GradientPush,
-        weight: float,
-        fill: Callable[[Float32Array], Awaitable[None]],
+        self, sender: str, head: GradientPush, weight: float, fill: Callable[[Float32Array], Awaitable[None]]
     ) -> CollectedRound:
         try:
             return await self._collector.contribute(
@@ -193,7 +194,7 @@ class SyncShardServer(ShardServer):
         self._poisoned.clear()
         self._attendance.clear()
         self._begun.clear()
-        self._turns.turn()
+        self._wake()
         return written.vector
 
     def _apply(self, counted: Sequence[Contribution], learning_rate: float) -> ShardVersion:
@@ -299,8 +300,7 @@ class ServerSyncStrategy(ServedStrategy):
         try:
             yield following
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)  # reads what it raised, too
+            await cancel_and_wait(following)
         if not following.cancelled():
             following.result()
 
@@ -319,7 +319,10 @@ class ServerSyncStrategy(ServedStrategy):
             # Computed before the learner took what we put on the board last.
             self._answer_learner(request, "stale")
             return
-        usable = request.vector is not None and await self._encode(client, request.vector)
+        usable = request.vector is not None
+        if request.vector is not None and await self._encode(client, request.vector):
+            usable = False
+            self._counts["own_poisoned"] += 1
         try:
             parts = await self._push(client, "step" if usable else "idle", request)
         except PoisonedPushError as error:
@@ -334,7 +337,6 @@ class ServerSyncStrategy(ServedStrategy):
         answer = parts[0].head
         changed = await self._take(client, parts)
         outcome = "late" if "late" in outcomes else "ok" if usable else "idle"
-        bytes_out, bytes_in, trips = client.traffic()
         seconds = self._clock.monotonic() - began_s
         report = RoundReport(
             outcome,
@@ -342,23 +344,10 @@ class ServerSyncStrategy(ServedStrategy):
             missing=answer.missing,
             seconds=seconds,
             waited_s=seconds,
-            bytes_out=bytes_out,
-            bytes_in=bytes_in,
-            round_trips=trips,
             changed=changed,
         )
         end_update = answer.ends_update and request.left > 0
-        self._answer_learner(request, outcome, report, end_update=end_update)
-
-    async def _encode(self, client: ShardClient, gradient: Float32Array) -> bool:
-        """Get a gradient ready to travel; False, and nobody is given it, when it is unusable."""
-        try:
-            await heavy(8 * gradient.size, lambda: client.encode(gradient))
-        except PoisonedVectorError as error:
-            self._swarm.tell("servers", f"our gradient isn't given away: {error}", warning=True)
-            self._counts["own_poisoned"] += 1
-            return False
-        return True
+        self._answer_learner(request, outcome, client.with_traffic(report), end_update=end_update)
 
     async def _push(
         self, client: ShardClient, op: Literal["step", "idle"], request: LearnerRequest | None
@@ -375,19 +364,19 @@ class ServerSyncStrategy(ServedStrategy):
     async def _take(self, client: ShardClient, parts: list[SliceAnswer]) -> float:
         """Take a round's result; fetch it again until it is usable."""
         while True:
-            settled = parts
             try:
                 settled = await client.settle(parts)
                 version = settled[0].head.version
-                changed = await self._take_parts(client, settled, version, version)
+                try:
+                    changed = await self._take_parts(client, settled, version, version)
+                finally:
+                    client.release(settled)
                 self._version = version
                 return changed
             except BadServerError as error:
                 self._reject(error)
             except PeerTimeoutError as error:
                 self._swarm.tell("servers", str(error), warning=True)
-            finally:
-                client.release(settled)
             await asyncio.sleep(RETRY_S)
             parts = await client.fetch(self._version)
 

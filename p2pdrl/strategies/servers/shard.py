@@ -96,12 +96,8 @@ class ShardVersions:
         self._size = size
         self._delta_nbytes = delta_nbytes
         self._idle: list[ShardVersion] = []
-        self._newest: ShardVersion | None = None
-
-    @property
-    def newest(self) -> ShardVersion | None:
+        self.newest: ShardVersion | None = None
         """What goes out now; None before the first."""
-        return self._newest
 
     def blank(self) -> ShardVersion:
         """Return a buffer for the next version."""
@@ -113,7 +109,7 @@ class ShardVersions:
     def put(self, written: ShardVersion, version: int) -> None:
         """Make what was written into a blank the newest."""
         written.version = version
-        before, self._newest = self._newest, written.hold()
+        before, self.newest = self.newest, written.hold()
         if before is not None:
             before.release()
 
@@ -206,18 +202,6 @@ class Shard:
             out = self.published
             if out is None or not wanted == out.version == self.version:
                 self.publish(await heavy(8 * self.span.size, self.write_version), wanted)
-
-    def state(self) -> dict[str, AnyArray]:
-        """The optimizer's state, its own arrays."""
-        return dict(self.optimizer.state())
-
-    def load(self, state: Mapping[str, AnyArray]) -> None:
-        """Go on with an optimizer's state.
-
-        Raises:
-            LayoutMismatchError: it isn't that of such an optimizer.
-        """
-        self.optimizer.load(dict(state))
 
 
 @dataclass(frozen=True)
@@ -328,7 +312,7 @@ class ReplicaStore:
         """Serve another shard from now on; the one before is kept for whoever serves it now."""
         before, self.shard = self.shard, shard
         if before is not None and before is not shard and before.published is not None:
-            arrays, scalars = split_state(before.state())
+            arrays, scalars = split_state(before.optimizer.state())
             self.keep(Contents(before.span, before.version, before.parameters, arrays, scalars))
 
     def forget(self, spans: set[ShardSpan], *, keep_shard: bool) -> None:
@@ -358,7 +342,7 @@ class ReplicaStore:
         if shard is not None and shard.published is not None and shard.span.holds(span):
             async with shard.lock:
                 if shard.version >= max(version, -1 if best is None else best.version):
-                    arrays, scalars = split_state(shard.state())
+                    arrays, scalars = split_state(shard.optimizer.state())
                     whole = Contents(shard.span, shard.version, shard.parameters, arrays, scalars)
                     return await heavy(
                         4 * span.size * (1 + len(arrays)),
@@ -373,8 +357,7 @@ class ReplicaStore:
             if held is None or held.version < version:
                 return None
             return await heavy(
-                4 * span.size,
-                lambda: held.part(span, parameters=parameters, state=False, copy=True),
+                4 * span.size, lambda: held.part(span, parameters=parameters, state=False, copy=True)
             )
 
     async def serve(self, pull: Pull) -> tuple[Pulled, Contents]:
@@ -503,7 +486,7 @@ async def restore(shard: Shard, parts: Sequence[HeldSpan], source: Puller) -> bo
     Raises:
         NobodyGivesError: a piece can't be had from anybody.
     """
-    template = shard.state()
+    template = shard.optimizer.state()
     arrays, scalars = split_state(template)
     filled: dict[str, AnyArray] = {name: np.zeros_like(array) for name, array in arrays.items()}
     counts: dict[str, float] = dict.fromkeys(scalars, 0.0)
@@ -527,7 +510,7 @@ async def restore(shard: Shard, parts: Sequence[HeldSpan], source: Puller) -> bo
         counts = {name: max(count, state.scalars.get(name, 0.0)) for name, count in counts.items()}
     if whole and template:
         numbers = {name: np.asarray(count, template[name].dtype) for name, count in counts.items()}
-        shard.load({**filled, **numbers})
+        shard.optimizer.load({**filled, **numbers})
     return whole
 
 

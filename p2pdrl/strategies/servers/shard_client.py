@@ -7,8 +7,10 @@ Shapes: every vector is flat, of D elements (all parameters) or of a shard's; na
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import contextlib
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,11 +18,10 @@ import numpy as np
 from p2pdrl.config.strategy import ServerOptions
 from p2pdrl.errors import P2PDRLError, PeerRefusedError, PeerTimeoutError, PoisonedVectorError, WireError
 from p2pdrl.strategies.feedback import FeedbackEncoder
-from p2pdrl.strategies.protocol import StrategyContext
+from p2pdrl.strategies.protocol import RoundReport, StrategyContext
 from p2pdrl.strategies.servers.messages import GradientPush, ServerAnswer
 from p2pdrl.strategies.servers.shard import ShardVersion, difference_codec
-from p2pdrl.strategies.servers.shard_server import ReceivedPush
-from p2pdrl.strategies.servers.view_session import ViewSession
+from p2pdrl.strategies.servers.shard_server import ReceivedPush, ViewSession
 from p2pdrl.strategies.task_runner import together
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.layout import Float32Array
@@ -68,7 +69,6 @@ class ShardClient:
     """Asks all servers of one view.
 
     Args:
-        session: the view.
         differences: whether servers may send differences.
     """
 
@@ -86,11 +86,7 @@ class ShardClient:
         ]
         self._encoders = [
             FeedbackEncoder(
-                config.compression,
-                n,
-                keep=config.keep,
-                threshold=config.threshold,
-                max_abs=context.max_abs,
+                config.compression, n, keep=config.keep, threshold=config.threshold, max_abs=context.max_abs
             )
             if far
             else None
@@ -173,25 +169,26 @@ class ShardClient:
             raise PoisonedPushError(str(error)) from error
         return SliceAnswer(answer, None, version)
 
-    async def insist(self, head: GradientPush, vector: Float32Array | None = None) -> SliceAnswer:
-        """Ask until there is an answer, or the view ends and we are cancelled; see `Group.insist`.
-
-        Raises:
-            PoisonedPushError: it finds our vector poisoned.
-        """
-        server = self.session.plan.servers[head.shard]
-        return await self.session.group.insist(server, lambda: self.ask(head, vector))
-
     async def insist_all(
         self, head: GradientPush, vector: Float32Array | None = None, shards: Sequence[int] | None = None
     ) -> list[SliceAnswer]:
-        """`insist` at all servers at a time, or those of ``shards``, whichever shard ``head`` names."""
-        asked = range(len(self.spans)) if shards is None else shards
-        heads = [msgspec.structs.replace(head, shard=shard) for shard in asked]
-        return await together(*(self.insist(one, vector) for one in heads))
+        """Ask all servers at a time, or those of ``shards``, whichever shard ``head`` names.
+
+        Each until there is an answer, or the view ends and we are cancelled; see `Group.insist`.
+
+        Raises:
+            PoisonedPushError: one finds our vector poisoned.
+        """
+
+        def insist(shard: int) -> Coroutine[Any, Any, SliceAnswer]:
+            one = msgspec.structs.replace(head, shard=shard)
+            return session.group.insist(session.plan.servers[shard], lambda: self.ask(one, vector))
+
+        session = self.session
+        return await together(*map(insist, range(len(self.spans)) if shards is None else shards))
 
     async def fetch(self, version: int, shards: Sequence[int] | None = None) -> list[SliceAnswer]:
-        """Get parameters of ``version`` or later from all servers, or those of ``shards``; see `insist`."""
+        """Get parameters of ``version`` or later; see `insist_all`."""
         return await self.insist_all(GradientPush(self.session.key, 0, "fetch", version), shards=shards)
 
     def assemble(
@@ -238,21 +235,23 @@ class ShardClient:
     async def settle(self, parts: Sequence[SliceAnswer]) -> list[SliceAnswer]:
         """Ask again for slices until all are of one version: servers move on while we ask.
 
+        What isn't returned is released, also where this raises or is cancelled.
+
         Raises:
             PeerTimeoutError: they never came to be.
         """
-        settled = list(parts)
-        for _ in range(SETTLE_TRIES):
-            newest = max(part.head.version for part in settled)
-            old = [shard for shard, part in enumerate(settled) if part.head.version < newest]
-            if not old:
-                return settled
-            self.release([settled[shard] for shard in old])
-            fresh = await self.fetch(newest, old)
-            for shard, part in zip(old, fresh, strict=True):
-                settled[shard] = part
-        self.release(settled)
-        raise PeerTimeoutError("the servers are at different versions, and stay so")
+        held = dict(enumerate(parts))
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: self.release(list(held.values())))
+            for _ in range(SETTLE_TRIES):
+                newest = max(part.head.version for part in held.values())
+                old = [shard for shard, part in held.items() if part.head.version < newest]
+                if not old:
+                    stack.pop_all()
+                    return [held[shard] for shard in range(len(parts))]
+                self.release([held.pop(shard) for shard in old])
+                held.update(zip(old, await self.fetch(newest, old), strict=True))
+            raise PeerTimeoutError("the servers are at different versions, and stay so")
 
     @staticmethod
     def release(parts: Sequence[SliceAnswer | None]) -> None:
@@ -261,8 +260,8 @@ class ShardClient:
             if part is not None and part.own is not None:
                 part.own.release()
 
-    def traffic(self) -> tuple[int, int, int]:
-        """Return bytes out, bytes in and calls since the last call of this."""
-        counts = (self._bytes_out, self._bytes_in, self._calls)
+    def with_traffic(self, report: RoundReport) -> RoundReport:
+        """Complete a report by the bytes and calls since the last call of this."""
+        report = replace(report, bytes_out=self._bytes_out, bytes_in=self._bytes_in, round_trips=self._calls)
         self._bytes_out = self._bytes_in = self._calls = 0
-        return counts
+        return report

@@ -186,8 +186,6 @@ def make_plan(
 
     Args:
         seed: of the rendezvous order.
-        members: of the view.
-        notes: theirs, read.
         servers: how many shards are wanted.
         size: D.
     """

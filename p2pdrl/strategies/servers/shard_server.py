@@ -1,4 +1,4 @@
-"""One shard at work in one view: what the servers of both strategies share.
+"""One shard at work in one view: what the servers of both strategies share, and the view itself.
 
 Shapes: every vector is flat, of the shard's length; names carry no suffix.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -16,39 +16,41 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from p2pdrl.clock import Clock
 from p2pdrl.config.strategy import ServerOptions
 from p2pdrl.errors import PoisonedVectorError, WireError
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.group.round_collector import Contribution, RoundCollector
+from p2pdrl.group.service import Group, GroupView
 from p2pdrl.strategies.offload import heavy
+from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.strategies.servers.messages import GradientPush, ServerAnswer
 from p2pdrl.strategies.servers.shard import Shard, ShardVersion
+from p2pdrl.strategies.servers.shard_plan import ServerNote, ShardPlan
 from p2pdrl.tensors import mix
 from p2pdrl.tensors.compression import make_codec
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.robust import combine
 from p2pdrl.transport.protocol import Incoming, Refusal
 
-__all__ = ["Answered", "Attendance", "ReceivedPush", "ShardServer", "ShardServerOptions"]
+__all__ = ["Answered", "Attendance", "ReceivedPush", "ShardServer", "ShardServerOptions", "ViewSession"]
 
 READERS = 8
 """Vectors that are read at a time; other senders wait."""
 
 
+@dataclass(slots=True)
 class ReceivedPush:
     """The vector of a push: a peer's, still to be read off the network, or the local worker's.
 
-    Args:
+    Attributes:
         incoming: a peer's call; None for the local worker.
         vector: the local worker's; unchanged until the push is answered.
+        was_read: whether the vector was read off the network.
     """
 
-    def __init__(self, incoming: Incoming | None, vector: Float32Array | None = None) -> None:
-        self.incoming = incoming
-        self.vector = vector
-        self.was_read = False
-        """Whether the vector was read off the network."""
+    incoming: Incoming | None
+    vector: Float32Array | None = None
+    was_read: bool = False
 
 
 class PushReader:
@@ -112,21 +114,21 @@ class PushReader:
             async with self.read(push, whole=True):
                 pass
 
-    async def decode(
-        self, sender: str, data: memoryview | Float32Array, out: Float32Array, *, whole: bool
-    ) -> None:
-        """Write what was read into ``out``, in a thread where it is long.
+    async def read_into(self, sender: str, push: ReceivedPush, out: Float32Array, *, whole: bool) -> None:
+        """Read a push's vector into ``out``.
+
+        Raises:
+            P2PDRLError: as `read` and `decode`.
+        """
+        async with self.read(push, whole=whole) as data, self._decoding:
+            await heavy(8 * self._size, lambda: self.decode(sender, data, out, whole=whole))
+
+    def decode(self, sender: str, data: memoryview | Float32Array, out: Float32Array, *, whole: bool) -> None:
+        """Write what was read into ``out``; one at a time, in a thread where it is long.
 
         Raises:
             PoisonedVectorError: malformed, NaN or an entry beyond the bound; the sender has its strike.
         """
-        async with self._decoding:
-            await heavy(8 * self._size, lambda: self.decode_now(sender, data, out, whole=whole))
-
-    def decode_now(
-        self, sender: str, data: memoryview | Float32Array, out: Float32Array, *, whole: bool
-    ) -> None:
-        """Decode in the caller's thread; one at a time."""
         try:
             if isinstance(data, memoryview):
                 (self._whole if whole else self._codec).decode(data, out)
@@ -148,68 +150,21 @@ class ShardServerOptions:
 
     Attributes:
         members: of the view, in order.
-        givers: those whose parameters make the seed.
-        seed: whether the shard becomes the mean of the givers' parameters first.
-        version: at which the shard begins.
         learning_rate: of the next step.
-        strike: notes that a peer sent something poisoned.
-        doubt: asks for a view without a member.
         counts: of what happened, for status.
     """
 
     config: ServerOptions
+    context: StrategyContext
     members: tuple[str, ...]
-    givers: tuple[str, ...]
-    seed: bool
-    version: int
-    clock: Clock
-    learning_rate: Callable[[], float]
-    max_abs: float
-    strike: Callable[[str, str], None]
+    plan: ShardPlan
     doubt: Callable[[str, str], None]
+    learning_rate: Callable[[], float]
     counts: Counter[str]
 
 
-class Turns:
-    """Lets many wait for the next version of a shard."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-        self._why: str | None = None
-
-    def turn(self) -> None:
-        """Wake all: a version is out."""
-        self._event.set()
-        self._event = asyncio.Event()
-
-    def close(self, why: str) -> None:
-        """Refuse all who wait, and whoever comes."""
-        self._why = why
-        self._event.set()
-
-    async def next(self, limit_s: float) -> None:
-        """Wait for the next turn.
-
-        Raises:
-            Refusal: it is closed (409), or none came in time (408).
-        """
-        try:
-            async with asyncio.timeout(limit_s):
-                if self._why is None:
-                    await self._event.wait()
-        except TimeoutError as error:
-            raise Refusal(408, "no new version in time") from error
-        if self._why is not None:
-            raise Refusal(409, self._why)
-
-
 class Attendance:
-    """Who contributed to the present round.
-
-    Args:
-        members: who should.
-        doubt: asks for a view without a member.
-    """
+    """Who contributed to the present round."""
 
     def __init__(self, members: Sequence[str], doubt: Callable[[str, str], None]) -> None:
         self._members = members
@@ -253,11 +208,11 @@ class Seeding:
         self._options = options
         self._reader = reader
         self._done = done
-        self._attendance = Attendance(options.givers, options.doubt)
+        self._attendance = Attendance(options.plan.givers, options.doubt)
         self._collector = RoundCollector(
             size=shard.span.size,
-            members=options.givers,
-            clock=options.clock,
+            members=options.plan.givers,
+            clock=options.context.clock,
             timeout=AdaptiveTimeout(options.config.deadline_s),
             reduce=self._reduce,
             first=0,
@@ -272,8 +227,7 @@ class Seeding:
         """
 
         async def fill(out: Float32Array) -> None:
-            async with self._reader.read(push, whole=True) as data:
-                await self._reader.decode(sender, data, out, whole=True)
+            await self._reader.read_into(sender, push, out, whole=True)
             self._attendance.note(0, sender)
 
         try:
@@ -297,7 +251,7 @@ class Seeding:
                 return shard.write_version()
 
             mean = await heavy(4 * shard.span.size * (len(vectors) + 1), work)
-            shard.publish(mean, self._options.version)
+            shard.publish(mean, self._options.plan.version)
         self._done()
         return mean.vector
 
@@ -311,9 +265,13 @@ class ShardServer(ABC):
     def __init__(self, shard: Shard, options: ShardServerOptions) -> None:
         self._shard = shard
         self._options = options
-        self._reader = PushReader(options.config, shard.span.size, options.max_abs, options.strike)
-        self._turns = Turns()
-        self._seeding = Seeding(shard, options, self._reader, self._turns.turn) if options.seed else None
+        context = options.context
+        self._reader = PushReader(options.config, shard.span.size, context.max_abs, context.swarm.strike)
+        self._stepped = asyncio.Event()
+        """Set and replaced when a version is out."""
+        self._why: str | None = None
+        """Why it is closed."""
+        self._seeding = Seeding(shard, options, self._reader, self._wake) if options.plan.seed else None
 
     async def push(self, sender: str, head: GradientPush, push: ReceivedPush) -> Answered:
         """Take what a worker sends; give it the parameters where it wants them.
@@ -338,14 +296,39 @@ class ShardServer(ABC):
 
     async def close(self, why: str) -> None:
         """Refuse everybody; afterwards nothing touches the shard."""
-        self._turns.close(why)
+        self._why = why
+        self._stepped.set()
         if self._seeding is not None:
             await self._seeding.close(why)
 
     async def _reach(self, version: int = 0) -> None:
-        """Wait until the shard has parameters, of ``version`` or later."""
+        """Wait until the shard has parameters, of ``version`` or later.
+
+        Raises:
+            Refusal: it is closed (409), or no new version came in time (408).
+        """
         while self._shard.published is None or self._shard.version < version:
-            await self._turns.next(self._options.config.deadline_s)
+            try:
+                async with asyncio.timeout(self._options.config.deadline_s):
+                    if self._why is None:
+                        await self._stepped.wait()
+            except TimeoutError as error:
+                raise Refusal(408, "no new version in time") from error
+            self._check_open()
+
+    def _wake(self) -> None:
+        """Wake all who wait for a version: it is out."""
+        self._stepped.set()
+        self._stepped = asyncio.Event()
+
+    def _check_open(self) -> None:
+        """Go on, unless it is closed.
+
+        Raises:
+            Refusal: 409, it is.
+        """
+        if self._why is not None:
+            raise Refusal(409, self._why)
 
     async def _give(self, answer: ServerAnswer, head: GradientPush) -> Answered:
         """Add the newest version to an answer: as a difference where the worker holds the one before.
@@ -365,3 +348,52 @@ class ShardServer(ABC):
             answer, version=newest.version, kind=kind, progress=self._shard.progress
         )
         return complete, None if kind == "nothing" else newest.hold()
+
+
+class ViewSession:
+    """A view in force.
+
+    Args:
+        notes: the members', read.
+    """
+
+    def __init__(
+        self, view: GroupView, plan: ShardPlan, notes: Mapping[str, ServerNote], me: str, group: Group
+    ) -> None:
+        self.key, self.members = view.key, view.members
+        self.plan, self.notes = plan, notes
+        self.me, self.group = me, group
+        self.index = plan.shard_of(me)
+        """Shard that we serve; None for none."""
+        self._server: ShardServer | None = None
+        self._opened = asyncio.Event()
+        self._why: str | None = None
+
+    def open(self, server: ShardServer) -> None:
+        """Let our shard be called."""
+        self._server = server
+        self._opened.set()
+
+    async def server(self, limit_s: float) -> ShardServer:
+        """Return our shard's server once it is open.
+
+        Raises:
+            Refusal: we serve nothing (409), the view has ended (409), or it isn't open in time (503).
+        """
+        if self.index is None:
+            raise Refusal(409, "this node serves no shard")
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._opened.wait()
+        except TimeoutError as error:
+            raise Refusal(503, "this node's shard isn't filled yet") from error
+        if self._why is not None or self._server is None:
+            raise Refusal(409, self._why or "this node serves no shard")
+        return self._server
+
+    async def close(self, why: str) -> None:
+        """Refuse everybody, at the view's end; afterwards nothing touches the shard."""
+        self._why = why
+        self._opened.set()
+        if self._server is not None:
+            await self._server.close(why)

@@ -63,7 +63,7 @@ async def test_all_ranks_say_why_each_computes_by_itself(rank):
     told.formed(twice)
     assert swarm.told.pop()[1] == "no pipeline of ann, bob: each computes by itself. a link is gone"
     assert swarm.told == [
-        ("pipeline-refused", f"no pipeline of ann, bob: each computes by itself. {alone.why}")
+        ("pipeline-refused", f"no pipeline of ann, bob: each computes by itself. {alone.form.why}")
     ]
     layout = lay_out(("a", "b"), {}, 2)
     assert told.figures(layout, "ab"[rank], alone).why == "a pipeline would take 9 ms a step"
@@ -120,7 +120,7 @@ async def test_a_state_copy_is_a_round_and_so_is_the_end():
     over = StageNews(9, "over")
     assert told.ended(copied, over)
     assert not told.ended(copied, over), "an end is told once"
-    assert told.outcomes == {"ok": 2}
+    assert told.rounds.outcomes == {"ok": 2}
     assert [(one.peer, one.weight) for one in swarm.rounds[0].merged] == [("a", 0.5), ("b", 0.5)]
     told.copied(generation(alone=True, cuts=()))
     assert [one.peer for one in swarm.rounds[-1].merged] == ["a"]

@@ -12,7 +12,7 @@ import pytest
 from p2pdrl.clock import LoopClock
 from p2pdrl.errors import PeerUnreachableError
 from p2pdrl.pipeline.layers import FREE, PeerLink
-from p2pdrl.strategies.pipeline.link_probe import ALL_S, GOOD_FOR_S, LinkBook, LinkPair
+from p2pdrl.strategies.pipeline.link_probe import ALL_S, GOOD_FOR_S, LinkPair, LinkTable
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.protocol import StrategyContext
 from p2pdrl.testing.virtual_swarm import FakeSwarm, SimNode
@@ -31,7 +31,7 @@ class World:
     def __init__(self, took_s: float = 0.1) -> None:
         self.took_s, self.asked, self.gone = took_s, [], set()
         context = StrategyContext(FakeSwarm("0"), None, None, LoopClock(), random.Random(0), 1, 4, 1e6)
-        self.book = LinkBook(context, self.measure)
+        self.table = LinkTable(context, self.measure)
 
     def address(self, peer: str) -> str:
         return peer
@@ -44,7 +44,7 @@ class World:
         return LinkPair(SLOW, FAST)
 
     async def between(self, *ranks: str) -> dict[tuple[int, int], PeerLink]:
-        return await self.book.between(self.address, ranks)
+        return await self.table.between(self.address, ranks)
 
 
 async def test_links_are_measured_once_for_a_while():

@@ -153,7 +153,7 @@ class TestRestoring:
         assert await restore(target, parts, Elsewhere(w=worker, k=keeper)) is kept
         assert np.array_equal(target.parameters, fresh[2:9])
         assert target.optimizer.steps == (3 if kept else 0)
-        assert bool(target.state()["v"].any()) is kept
+        assert bool(target.optimizer.state()["v"].any()) is kept
 
     async def test_an_optimizer_without_arrays(self):
         sgd = ServerSyncConfig(compression="none", optimizer="sgd")
