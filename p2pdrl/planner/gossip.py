@@ -180,8 +180,8 @@ class AdpsgdModel(ExchangeTimingModel[AdpsgdCore]):
         self._deadlines[me].note("ok", took_s)
         core = self._cores[me]
         core.mixed(world.ids[peer])
-        core.exchanged(gradients=gradients)
-        self._cores[peer].exchanged(gradients=gradients)
+        core.exchanged(world.ids[peer], gradients=gradients)
+        self._cores[peer].exchanged(world.ids[me], gradients=gradients)
         self.statistics.round(me, "ok", took_s)
         mine, theirs = self.learners.version[me], self.learners.version[peer]
         world.merge(me, theirs)

@@ -104,8 +104,9 @@ class AdpsgdCore(ExchangeTimer):
         config = self._options
         return config.exchanges == "gradients" and self._gradients_in_a_row < config.parameters_every
 
-    def exchanged(self, *, gradients: bool) -> None:
-        """Note what an exchange averaged, whoever began it; parameters keep us together."""
+    def exchanged(self, peer: str, *, gradients: bool) -> None:
+        """Note what an exchange with ``peer`` averaged, whoever began it; parameters keep us together."""
+        del peer
         self._gradients_in_a_row = self._gradients_in_a_row + 1 if gradients else 0
 
 
@@ -396,13 +397,21 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
     Outcomes of exchanges that we began: ``ok busy timeout refused failed poisoned unchanged``, ``behind`` (we
     adopted instead) and ``ahead`` (the peer did); begun by peers: ``answered``. ``unsure``: one side may have
     moved alone; a ``timeout`` may hide another such case.
+
+    Args:
+        config: the strategy's options.
+        context: what the node gives.
+        core: when to exchange and with whom, for strategies that average pairwise in another order.
     """
 
     DONE = "ok"
 
-    def __init__(self, config: AdpsgdConfig, context: StrategyContext) -> None:
+    def __init__(
+        self, config: AdpsgdConfig, context: StrategyContext, core: AdpsgdCore | None = None
+    ) -> None:
         wire: WireDtype = "float32" if config.compression == "none" else "bf16"
-        core = AdpsgdCore(config, context.swarm.node_id, context.rng)
+        if core is None:
+            core = AdpsgdCore(config, context.swarm.node_id, context.rng)
         super().__init__(config, context, core, encoded_nbytes(context.size, wire))
         clip = config.clip_distance if config.mixing == "clipped" else None
         bounds = Bounds(context.max_abs, config.max_distance, clip)
@@ -602,7 +611,7 @@ class AdpsgdStrategy(AsynchronousStrategy[AdpsgdCore]):
     ) -> RoundReport:
         """Note an exchange that is done; complete its report, whose outcome says in which role."""
         gradients = side.content == "gradients"
-        self._core.exchanged(gradients=gradients)
+        self._core.exchanged(peer, gradients=gradients)
         self._fresh_steps = max(self._fresh_steps - mine.fresh_steps, 0)
         if not gradients:
             self._outcomes.met(side.step.distance)

@@ -135,3 +135,14 @@ def test_choice_follows_the_topology():
     assert {ring.choose("abcdefgh", 0.0) for _ in range(50)} == {"b", "h"}
     anyone = core()
     assert {anyone.choose("abcd", 0.0) for _ in range(50)} == {"b", "c", "d"}
+
+
+def test_an_exchange_that_is_skipped_is_followed_by_the_next_in_its_turn():
+    one = core(every_updates=2, min_interval_s=1.0)
+    one.updated(2)
+    assert one.due(0.0)
+    one.skipped(0.0)
+    assert not one.due(5.0)
+    one.updated(2)
+    assert not one.due(0.5)
+    assert one.due(1.0)
