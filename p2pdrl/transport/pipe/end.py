@@ -106,7 +106,7 @@ class PipeSender:
         sent_number: number of the last message that the kernel took whole.
     """
 
-    def __init__(self, link: PipeLink, mac: PieceMac | None, queued_bytes: int) -> None:
+    def __init__(self, link: PipeLink, mac: PieceMac, queued_bytes: int) -> None:
         self.nbytes = 0
         self.sent_number = 0
         self._link = link
@@ -122,7 +122,7 @@ class PipeSender:
         """Queue a message; see `PipeEnd.send`."""
         views = views_of(vector)
         vector_nbytes = sum(view.nbytes for view in views)
-        nbytes = HEAD_BYTES + body_nbytes(len(meta), vector_nbytes, self._mac is not None)
+        nbytes = HEAD_BYTES + body_nbytes(len(meta), vector_nbytes, self._mac.nbytes)
         with self._lock:
             self._link.check()
             if self._queued_nbytes and self._queued_nbytes + nbytes > self._most_nbytes:
@@ -466,7 +466,7 @@ class PipeEnd:
         set_options(sock)
         notice_silence(sock, bounds.silence_s)
         sock.settimeout(None)
-        ours, theirs = map(PieceMac, keys) if keys is not None else (None, None)
+        ours, theirs = map(PieceMac, keys if keys is not None else (None, None))
         self._link = PipeLink(sock)
         self._sender = PipeSender(self._link, ours, bounds.queued_bytes)
         parser = PipeParser(theirs, leftover, into, bounds.vector_bytes)
