@@ -11,10 +11,10 @@ import asyncio
 import ipaddress
 import math
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from p2pdrl.clock import Clock
-from p2pdrl.errors import ConfigError, PeerUnreachableError
+from p2pdrl.errors import PeerUnreachableError
 from p2pdrl.transport.auth import Verdict
 from p2pdrl.transport.protocol import Address
 
@@ -60,12 +60,8 @@ def is_loopback(host: str) -> bool:
     return ip is not None and ip.is_loopback
 
 
-def forbidden(ip_text: str, allowed: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network] = ()) -> Verdict:
-    """Tell why ``ip_text`` is never dialled.
-
-    Cloud metadata services, multicast and unspecified addresses are never peers. With
-    ``allowed`` networks given, others aren't either; loopback stays allowed.
-    """
+def forbidden(ip_text: str) -> Verdict:
+    """Tell why ``ip_text`` is never dialled: cloud metadata services and groups of machines aren't peers."""
     ip = ip_of(ip_text)
     if ip is None:
         return f"{ip_text[:80]!r} isn't an IP address"
@@ -73,8 +69,6 @@ def forbidden(ip_text: str, allowed: Sequence[ipaddress.IPv4Network | ipaddress.
         return f"{ip} is a cloud metadata service, not a peer"
     if ip.is_multicast or ip.is_unspecified or ip == _BROADCAST:
         return f"{ip} isn't the address of one machine"
-    if allowed and not ip.is_loopback and not any(ip in network for network in allowed):
-        return f"{ip} is outside the networks that --allow-cidr names"
     return None
 
 
@@ -84,24 +78,14 @@ class Dialer:
     Args:
         clock: monotonic time for names.
         ttl_s: how long a name's addresses are reused.
-        allow_cidr: networks to which dialling is limited; empty for no limit.
         resolve: ``(host, port) -> IPs``; the system's by default.
-
-    Raises:
-        ConfigError: a network is malformed.
     """
 
-    def __init__(
-        self, clock: Clock, ttl_s: float, allow_cidr: Sequence[str] = (), resolve: Resolve = system_resolve
-    ) -> None:
+    def __init__(self, clock: Clock, ttl_s: float, resolve: Resolve = system_resolve) -> None:
         self._clock = clock
         self._ttl_s = ttl_s
         self._resolve = resolve
         self._known: dict[Address, _Looked] = {}
-        try:
-            self._allowed = [ipaddress.ip_network(text) for text in allow_cidr]
-        except ValueError as error:
-            raise ConfigError(f"--allow-cidr: {error}") from error
 
     async def addresses(self, to: Address) -> list[Address]:
         """Return the IPs behind ``to`` that may be dialled, at least one.
@@ -128,7 +112,7 @@ class Dialer:
                 raise PeerUnreachableError(
                     f"the name {to.host} can't be resolved: {error}", sent=False
                 ) from error
-        verdicts = {ip_text: forbidden(ip_text, self._allowed) for ip_text in ips}
+        verdicts = {ip_text: forbidden(ip_text) for ip_text in ips}
         good = [Address(ip_text, to.port) for ip_text, verdict in verdicts.items() if verdict is None]
         why = "; ".join(filter(None, verdicts.values())) or "it has no address"
         if len(self._known) >= _MAX_KNOWN:

@@ -15,7 +15,7 @@ system become `TransportError` here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import aiohttp
@@ -26,7 +26,7 @@ from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
 from p2pdrl.transport.auth import SwarmKeys
 from p2pdrl.transport.calls import OutgoingCall, refused
-from p2pdrl.transport.dial import Dialer, Resolve, system_resolve
+from p2pdrl.transport.dial import Dialer
 from p2pdrl.transport.framing import body_nbytes, seal
 from p2pdrl.transport.http.body import BodyReader, body_chunks
 from p2pdrl.transport.http.headers import CONTENT_TYPE, AnswerHead, Credentials, RequestHead
@@ -54,11 +54,6 @@ class HttpTransport:
         limits: all bounds.
         allowed_hosts: names in lower case, besides IP literals and ``localhost``, under which
             others may address us.
-        allow_cidr: networks to which dialling is limited; empty for no limit.
-        resolve: name lookup; the system's by default.
-
-    Raises:
-        ConfigError: a network in ``allow_cidr`` is malformed.
     """
 
     def __init__(
@@ -70,8 +65,6 @@ class HttpTransport:
         clock: Clock,
         limits: TransportLimits | None = None,
         allowed_hosts: Callable[[], set[str]] = set,
-        allow_cidr: Sequence[str] = (),
-        resolve: Resolve = system_resolve,
     ) -> None:
         self.node_id = node_id
         self.limits = limits if limits is not None else TransportLimits()
@@ -87,7 +80,7 @@ class HttpTransport:
             allowed_hosts=allowed_hosts,
         )
         self._credentials = Credentials(node_id, swarm_id, keys, clock)
-        self._dialer = Dialer(clock, self.limits.resolve_ttl_s, allow_cidr, resolve)
+        self._dialer = Dialer(clock, self.limits.resolve_ttl_s)
         self._sessions: dict[Lane, aiohttp.ClientSession] = {}
         self._upgrader = Upgrader(self._credentials, self.limits)
         self._streams = StreamClient(self._upgrader, clock=clock, counters=self.counters)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
 
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
@@ -31,20 +30,13 @@ async def body_chunks(
         await asyncio.sleep(0)
 
 
-class _ByteSource(Protocol):
-    """The part of ``aiohttp.StreamReader`` that is used."""
-
-    async def readany(self) -> bytes:
-        """Return what has arrived, at least one byte; nothing at the end."""
-
-
 class BodyReader:
     """Reads one body: `meta` once, then `vector_into` or `end` at most once.
 
     All of them raise `PeerTimeoutError` when no byte comes for ``stall_s``.
 
     Args:
-        source: where bytes come from.
+        source: where bytes come from; only its ``readany`` is used.
         mac: checks pieces.
         stall_s: seconds without a byte after which the peer counts as stalled.
 
@@ -52,7 +44,7 @@ class BodyReader:
         nbytes: body bytes read so far.
     """
 
-    def __init__(self, source: _ByteSource, mac: PieceMac, stall_s: float) -> None:
+    def __init__(self, source: aiohttp.StreamReader, mac: PieceMac, stall_s: float) -> None:
         self._source = source
         self._mac = mac
         self._stall_s = stall_s
