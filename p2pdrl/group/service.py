@@ -201,11 +201,6 @@ class Group:
         active = self._core.active
         return None if active is None else active.view
 
-    @property
-    def proposer(self) -> str:
-        """Node id of the one whose turn it is to propose, as far as we know."""
-        return self._core.proposer
-
     async def active(self, after: ViewKey | None = None) -> ActiveView:
         """Wait for a view in force here that is greater than ``after``.
 

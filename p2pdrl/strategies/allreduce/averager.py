@@ -129,9 +129,6 @@ class Average(NamedTuple):
         versions: their policy versions.
         norm: ‖vector‖.
         spread: Σ w_k ‖x_k − vector‖² / Σ w_k, where it was measured.
-        bytes_out: payload sent.
-        bytes_in: payload received.
-        round_trips: calls made.
         learning_rates: at which the members would step, in their order.
         ends_update: whether the leader's update ends with this round (see `group.round_collector`).
     """

@@ -36,6 +36,7 @@ from p2pdrl.errors import (
     PoisonedVectorError,
     TensorError,
     TransportError,
+    WireError,
 )
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.group.calls import HOLD
@@ -63,13 +64,13 @@ from p2pdrl.strategies.neighbours.round import (
     NeighbourRound,
     Position,
     SentMessages,
-    decode_neighbour_head,
     position_of,
     round_report,
 )
 from p2pdrl.strategies.offload import Arithmetic
 from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
+from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
 __all__ = ["DsgdStrategy", "NeighbourCalls", "NeighbourRoundServer", "PeerState"]
@@ -224,12 +225,12 @@ class NeighbourRoundServer:
         """Serve a neighbour's call.
 
         Raises:
-            Refusal: malformed (400), another view, mode, topology or route (409), we didn't come to that
-                round in time (408), no state (503), quarantined (403), poisoned (422).
+            WireError: malformed.
+            Refusal: another view, mode, topology or route (409), we didn't come to that round in time (408),
+                no state (503), quarantined (403), poisoned (422).
         """
-        state, head = self._state, decode_neighbour_head(incoming.meta)
-        if head is None:
-            raise Refusal(400, "the head can't be read")
+        state = self._state
+        head: NeighbourHead = decode(incoming.meta, NeighbourHead, "head")
         state.admission.admit(incoming.sender, stopping=state.stopping)
         try:
             async with asyncio.timeout(HOLD * min(head.wait_s, state.config.deadline_s)):
@@ -476,8 +477,9 @@ class NeighbourCalls:
             deadline_s=left_s,
         )
         round_.bytes_in += answer.vector_nbytes
-        theirs = decode_neighbour_head(answer.meta)
-        if theirs is None:
+        try:
+            theirs: NeighbourHead = decode(answer.meta, NeighbourHead, "head")
+        except WireError:
             round_.miss(peer, "failed")
             return
         if theirs.verdict == PAST:
