@@ -267,7 +267,7 @@ class Roster:
         return due
 
     def answered(self, peer: str, now_s: float, *, takes: bool) -> None:
-        """Note an answer to a ping."""
+        """Note an answer to a ping; ``takes``: whether it would be invited by us."""
         standing = self._standings.get(peer)
         if standing is None:
             return
@@ -312,10 +312,6 @@ class Roster:
         )
         back_off_s = 0.1 if soon else 0.25 * 2.0 ** min(standing.failures, MAX_DOUBLINGS)
         standing.ping_s = now_s + min(back_off_s, self._timing.ping_s)
-
-    def reluctant(self, peer: str, now_s: float) -> None:
-        """Note that it refuses to be invited by us."""
-        self.answered(peer, now_s, takes=False)
 
     def leave_out(self, peer: str, now_s: float, *, doubted: bool = False) -> None:
         """Leave ``peer`` out until it has rested and answers; who is out already rests no longer for it."""
@@ -489,7 +485,7 @@ class Proposer:
             if response.acknowledged is not None and response.acknowledged >= view.key:
                 proposal.beaten = True
             if not response.takes:
-                self._roster.reluctant(peer, now_s)
+                self._roster.answered(peer, now_s, takes=False)
 
     def activation_answered(self, peer: str, key: ViewKey, response: Response) -> None:
         """A member was told that the view is in force."""

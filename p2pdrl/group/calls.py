@@ -18,7 +18,7 @@ from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
 from p2pdrl.group.adaptive_timeout import ENOUGH, AdaptiveTimeout
 from p2pdrl.transport.protocol import Address, Answer, Reply, Transport, VectorBuffer
 
-__all__ = ["MOST_TIMES", "AtWork", "HeldCalls", "repeated"]
+__all__ = ["HOLD", "MOST_TIMES", "AtWork", "HeldCalls", "repeated"]
 
 SILENCE_S = 3.5
 """A peer that doesn't even say whether it works at a call is given up after so long."""
@@ -37,6 +37,8 @@ SOON = 0.25
 """An answer that left before the peer said that it is no longer at work comes within `SOON_S`, or within this
 part of what calls take."""
 MOST_PEERS = 1024
+HOLD = 0.8
+"""Part of the time a caller waits for which its call is held; the rest is for the way back."""
 
 
 class AtWork:

@@ -153,12 +153,8 @@ class RoundCollector:
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._why: str | None = None
-        self._overdue: tuple[str, ...] = ()
-
-    @property
-    def overdue(self) -> tuple[str, ...]:
+        self.overdue: tuple[str, ...] = ()
         """Members for whose sake a round was given up last; empty when none was."""
-        return self._overdue
 
     @property
     def number(self) -> int:
@@ -280,8 +276,8 @@ class RoundCollector:
         elif left_s > 1e-6:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._check_time, here)
         else:
-            self._overdue = self.missing
-            missing = ", ".join(member[:8] for member in self._overdue)
+            self.overdue = self.missing
+            missing = ", ".join(member[:8] for member in self.overdue)
             self._round = _Round(here.number)
             self._end(here, error=Refusal(408, f"round {here.number} lacks {missing}"))
 

@@ -143,19 +143,15 @@ class GroupSwarm(Protocol):
     @property
     def node_id(self) -> str:
         """Own id."""
-        ...
 
     def alive(self) -> dict[str, Address]:
         """The peers that may be in the group, without ourselves."""
-        ...
 
     def name_of(self, peer: str) -> str:
         """The name that people gave a member; its id when it is unknown."""
-        ...
 
     def tell(self, kind: str, message: str) -> None:
         """Tell people of a new group."""
-        ...
 
 
 class Group:
@@ -204,11 +200,6 @@ class Group:
         """The view in force; None while there is none."""
         active = self._core.active
         return None if active is None else active.view
-
-    @property
-    def proposer(self) -> str:
-        """Node id of the one whose turn it is to propose, as far as we know."""
-        return self._core.proposer
 
     async def active(self, after: ViewKey | None = None) -> ActiveView:
         """Wait for a view in force here that is greater than ``after``.
@@ -382,11 +373,6 @@ class Group:
     async def hold(self, sender: str, number: int, work: Awaitable[Reply]) -> Reply:
         """Do what a member called for with `call`, and tell it so when it asks."""
         return await self._at_work.serve(sender, number, work)
-
-    def poke(self) -> None:
-        """Look at membership now: somebody came or went."""
-        if self._running:
-            self._look()
 
     def check(self, key: ViewKey) -> None:
         """Let a message of view ``key`` pass.

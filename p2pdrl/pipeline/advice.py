@@ -38,9 +38,9 @@ __all__ = [
     "Advice",
     "Alone",
     "Pipeline",
+    "PipelineOptions",
     "Traffic",
     "UpdateWork",
-    "Wishes",
     "advise",
     "busiest",
     "bytes_alone",
@@ -199,7 +199,7 @@ def _traffic(sent: Mapping[tuple[int, int], float], links: Links, ranks: tuple[i
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class PipelineOptions:
     """How the pipeline is to be.
 
     Attributes:
@@ -266,7 +266,9 @@ class Advice:
     alone: Alone | None
 
 
-def advise(work: UpdateWork, peers: Sequence[Peer], links: Links = FREE, wishes: Wishes = Wishes()) -> Advice:
+def advise(
+    work: UpdateWork, peers: Sequence[Peer], links: Links = FREE, options: PipelineOptions = PipelineOptions()
+) -> Advice:
     """Predict both ways, and choose.
 
     Peers' speeds are relative to the first, on which the blocks were measured. A link between two others that
@@ -276,19 +278,19 @@ def advise(work: UpdateWork, peers: Sequence[Peer], links: Links = FREE, wishes:
         ConfigError: a number makes no sense, or the model fits neither a peer alone nor all together.
     """
     work.check()
-    if not peers or not wishes.microbatches or min(wishes.microbatches) < 1:
+    if not peers or not options.microbatches or min(options.microbatches) < 1:
         raise ConfigError("advice needs a peer, and numbers of microbatches from 1 on")
-    alone = _best_alone(work, peers, wishes.microbatches)
+    alone = _best_alone(work, peers, options.microbatches)
     pipeline, trouble = None, "there is one peer only"
     if len(peers) > 1:
         try:
-            pipeline = _best_pipeline(work, peers, _completed(links, len(peers)), wishes)
+            pipeline = _best_pipeline(work, peers, _completed(links, len(peers)), options)
         except ConfigError as error:
             if alone is None:
                 raise
             trouble = str(error)
     if alone is None and pipeline is None:
-        raise ConfigError(too_large(work, peers, wishes.microbatches))
+        raise ConfigError(too_large(work, peers, options.microbatches))
     take = pipeline is not None and (alone is None or pipeline.update_s <= alone.update_s)
     if pipeline is None:
         assert alone is not None  # noqa: S101 - checked above
@@ -296,7 +298,7 @@ def advise(work: UpdateWork, peers: Sequence[Peer], links: Links = FREE, wishes:
             f"{peers[alone.peer].name} alone takes {in_seconds(alone.step_s)} a step: no pipeline, {trouble}"
         )
     elif alone is None:
-        trouble = too_large(work, peers, wishes.microbatches)
+        trouble = too_large(work, peers, options.microbatches)
         why = f"{_over(peers, pipeline)} takes {in_seconds(pipeline.step_s)} a step: {trouble}"
     else:
         why = _compared(peers, pipeline, alone, take)
@@ -336,7 +338,9 @@ def too_large(work: UpdateWork, peers: Sequence[Peer], numbers: Sequence[int]) -
     )
 
 
-def _best_pipeline(work: UpdateWork, peers: Sequence[Peer], links: Links, wishes: Wishes) -> Pipeline:
+def _best_pipeline(
+    work: UpdateWork, peers: Sequence[Peer], links: Links, options: PipelineOptions
+) -> Pipeline:
     """The fastest of all numbers of microbatches that the schedule allows and the memory bears.
 
     Raises:
@@ -344,9 +348,9 @@ def _best_pipeline(work: UpdateWork, peers: Sequence[Peer], links: Links, wishes
     """
     found: list[Pipeline] = []
     trouble: ConfigError | None = None
-    for microbatches in wishes.microbatches:
+    for microbatches in options.microbatches:
         try:
-            found.append(_pipeline(work, peers, links, wishes, microbatches))
+            found.append(_pipeline(work, peers, links, options, microbatches))
         except ConfigError as error:
             trouble = trouble or error
     if not found:
@@ -356,13 +360,13 @@ def _best_pipeline(work: UpdateWork, peers: Sequence[Peer], links: Links, wishes
 
 
 def _pipeline(
-    work: UpdateWork, peers: Sequence[Peer], links: Links, wishes: Wishes, microbatches: int
+    work: UpdateWork, peers: Sequence[Peer], links: Links, options: PipelineOptions, microbatches: int
 ) -> Pipeline:
     ranks = len(peers)
-    schedule = make_schedule(wishes.schedule, ranks * wishes.chunks, microbatches, ranks=ranks)
+    schedule = make_schedule(options.schedule, ranks * options.chunks, microbatches, ranks=ranks)
     peaks = tuple(peak_activations(actions) for actions in schedule)
-    demands = work.demands(microbatches, peaks, wishes.chunks)
-    order, cut = _cut(work.layers(microbatches), peers, links, wishes, demands)
+    demands = work.demands(microbatches, peaks, options.chunks)
+    order, cut = _cut(work.layers(microbatches), peers, links, options, demands)
     between = in_order(links, order)
     timeline = predict(schedule, cut.costs(between))
     slices = [sum(stage.parameter_bytes for stage in cut.stages[rank::ranks]) for rank in range(ranks)]
@@ -375,7 +379,7 @@ def _pipeline(
         end_s += (state_s - end_s) / work.state_every
         fetched, spread = 1 + work.state_vectors / work.state_every, vectors / work.state_every
     update_s = work.minibatches * minibatch_s + end_s
-    plan = PipelinePlan(cut.stages[-1].stop, cut.cuts, wishes.schedule, microbatches, ranks)
+    plan = PipelinePlan(cut.stages[-1].stop, cut.cuts, options.schedule, microbatches, ranks)
     return Pipeline(
         plan=plan,
         order=order,
@@ -395,15 +399,15 @@ def _pipeline(
 
 
 def _cut(
-    layers: Sequence[Layer], peers: Sequence[Peer], links: Links, wishes: Wishes, demands: Demands
+    layers: Sequence[Layer], peers: Sequence[Peer], links: Links, options: PipelineOptions, demands: Demands
 ) -> tuple[tuple[int, ...], Partition]:
     """The order of the peers, which is searched for where it can be, and the stages."""
     given = tuple(range(len(peers)))
-    if not wishes.cuts and wishes.chunks == 1 and len(peers) <= MOST_PEERS:
+    if not options.cuts and options.chunks == 1 and len(peers) <= MOST_PEERS:
         return partition_in_best_order(layers, peers, links=links, demands=demands, first=0)
     places = [
-        peer._replace(memory_bytes=peer.memory_bytes / wishes.chunks)
-        for _ in range(wishes.chunks)
+        peer._replace(memory_bytes=peer.memory_bytes / options.chunks)
+        for _ in range(options.chunks)
         for peer in peers
     ]
     if isinstance(links, Mapping):  # by place: the peers come again and again
@@ -414,8 +418,8 @@ def _cut(
             for b in count
             if a % len(peers) != b % len(peers)
         }
-    if wishes.cuts:
-        return given, partition_at(layers, places, wishes.cuts, links=links, demands=demands)
+    if options.cuts:
+        return given, partition_at(layers, places, options.cuts, links=links, demands=demands)
     return given, partition(layers, places, links=links, demands=demands)
 
 

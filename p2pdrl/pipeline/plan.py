@@ -18,8 +18,8 @@ from p2pdrl.pipeline.schedule import Action, Schedule, ScheduleName, make_schedu
 
 __all__ = [
     "MAX_MICROBATCHES",
-    "Meeting",
     "PipelinePlan",
+    "Rendezvous",
     "StageBackend",
     "StageNews",
     "StageOrder",
@@ -120,7 +120,7 @@ StageSide = Literal["next", "previous"]
 """A neighbour: activations go to the next and come from the previous one."""
 
 
-class Meeting(msgspec.Struct, frozen=True):
+class Rendezvous(msgspec.Struct, frozen=True):
     """Where the ranks of a torch.distributed group meet."""
 
     host: str
@@ -154,7 +154,7 @@ class StageOrder(msgspec.Struct, frozen=True):
     tune: bool = False
     """Rank 0 measures numbers of microbatches up to the plan's and stays with the fastest."""
     backend: StageBackend = "stream"
-    meeting: Meeting | None = None
+    meeting: Rendezvous | None = None
     """With ``torch`` only."""
     checkpoint_activations: bool = False
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from p2pdrl.config.strategy import DsgdConfig
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
+from p2pdrl.group.calls import HOLD
 from p2pdrl.planner.network import dense_nbytes, payload_nbytes
 from p2pdrl.planner.world import DOUBT_S, Model, World
-from p2pdrl.strategies.neighbours.dsgd import HOLD
 from p2pdrl.strategies.topology import metropolis
 
 __all__ = ["NeighboursModel"]

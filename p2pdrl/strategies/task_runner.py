@@ -67,6 +67,8 @@ T = TypeVar("T")
 
 async def together(*jobs: Coroutine[Any, Any, T]) -> list[T]:
     """Run several things at a time; when one fails, or we are cancelled, end the others first."""
+    if len(jobs) == 1:
+        return [await jobs[0]]
     tasks = [asyncio.create_task(job, name="together") for job in jobs]
     try:
         return await asyncio.gather(*tasks)

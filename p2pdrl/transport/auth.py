@@ -27,6 +27,7 @@ from p2pdrl.clock import Clock
 
 __all__ = [
     "MAC_BYTES",
+    "NO_MACS",
     "PieceMac",
     "ReplayGuard",
     "SwarmKeys",
@@ -88,21 +89,30 @@ class PieceMac:
     order.
 
     Args:
-        key: 32 bytes that no other message, stream or direction uses; the first 16 are the AES key.
+        key: 32 bytes that no other message, stream or direction uses; the first 16 are the AES key. Without
+            one there are no MACs: each is empty, and good.
         first: number of the first piece.
+
+    Attributes:
+        nbytes: length of a MAC: `MAC_BYTES`, or 0 without a key.
     """
 
-    def __init__(self, key: bytes, first: int = 1) -> None:
-        self._gcm = AESGCM(key[:16])
+    def __init__(self, key: bytes | None, first: int = 1) -> None:
+        self._gcm = AESGCM(key[:16]) if key is not None else None
+        self.nbytes = MAC_BYTES if key is not None else 0
         self._next = first
 
     def of(self, piece: bytes | bytearray | memoryview) -> bytes:
         """Return the MAC of the next piece."""
+        if self._gcm is None:
+            return b""
         self._next += 1
         return self._gcm.encrypt((self._next - 1).to_bytes(12, "big"), b"", piece)
 
     def good(self, piece: bytes | bytearray | memoryview, mac: bytes | bytearray | memoryview) -> bool:
         """Tell in constant time whether ``mac`` belongs to the next piece."""
+        if self._gcm is None:
+            return True
         self._next += 1
         try:
             self._gcm.decrypt((self._next - 1).to_bytes(12, "big"), bytes(mac), piece)
@@ -115,24 +125,32 @@ class PieceMac:
         self._next += count
 
 
+NO_MACS = PieceMac(None)
+"""For bytes that have no MACs of their own."""
+
+
 class SwarmKeys:
     """The keys of one swarm, derived once from its key.
 
     Args:
-        swarm_key: the shared secret, any length.
+        swarm_key: the shared secret, any length. Without one nothing carries a MAC, and everything is good.
+
+    Attributes:
+        mac_nbytes: length of a piece's MAC: `MAC_BYTES`, or 0 without a key.
     """
 
-    def __init__(self, swarm_key: bytes) -> None:
-        self._header = _derive(swarm_key, "header")
-        self._pieces = _derive(swarm_key, "pieces")
+    def __init__(self, swarm_key: bytes | None) -> None:
+        self._header = _derive(swarm_key, "header") if swarm_key is not None else None
+        self._pieces = _derive(swarm_key, "pieces") if swarm_key is not None else None
+        self.mac_nbytes = MAC_BYTES if swarm_key is not None else 0
 
     def header_mac(self, *fields: str) -> str:
-        """Return the HMAC-SHA256 over a header's fields, 64 hex digits."""
-        return hmac.digest(self._header, _join(fields), hashlib.sha256).hex()
+        """Return the HMAC-SHA256 over a header's fields, 64 hex digits; empty without a key."""
+        return hmac.digest(self._header, _join(fields), hashlib.sha256).hex() if self._header else ""
 
     def header_good(self, mac: str, *fields: str) -> bool:
         """Tell in constant time whether ``mac`` belongs to these fields."""
-        return hmac.compare_digest(self.header_mac(*fields).encode(), mac.encode())
+        return self._header is None or hmac.compare_digest(self.header_mac(*fields).encode(), mac.encode())
 
     def request_pieces(self, nonce: str) -> PieceMac:
         """MACs for the body of the request that carries ``nonce``; piece 0 is the metadata."""
@@ -147,16 +165,17 @@ class SwarmKeys:
         calls, answers = self._ways("stream", nonce, answer_nonce)
         return PieceMac(calls), PieceMac(answers)
 
-    def pipe(self, nonce: str, answer_nonce: str) -> tuple[bytes, bytes]:
+    def pipe(self, nonce: str, answer_nonce: str) -> tuple[bytes, bytes] | None:
         """Keys of the pipe opened by these two fresh nonces: of the caller's messages, of the callee's."""
-        return self._ways("pipe", nonce, answer_nonce)
+        calls, answers = self._ways("pipe", nonce, answer_nonce)
+        return (calls, answers) if calls is not None and answers is not None else None
 
-    def _ways(self, purpose: str, nonce: str, answer_nonce: str) -> tuple[bytes, bytes]:
-        ours, theirs = (self._key(purpose, way, nonce, answer_nonce) for way in ("calls", "answers"))
-        return ours, theirs
+    def _ways(self, purpose: str, nonce: str, answer_nonce: str) -> tuple[bytes | None, bytes | None]:
+        calls, answers = (self._key(purpose, way, nonce, answer_nonce) for way in ("calls", "answers"))
+        return calls, answers
 
-    def _key(self, *fields: str) -> bytes:
-        return hmac.digest(self._pieces, _join(fields), hashlib.sha256)
+    def _key(self, *fields: str) -> bytes | None:
+        return hmac.digest(self._pieces, _join(fields), hashlib.sha256) if self._pieces else None
 
 
 class ReplayGuard:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply, VectorBuffer, check_route
 
 __all__ = [
+    "CALLERS_FAULTS",
     "MAX_REASON_CHARS",
     "Admission",
     "IncomingCall",
@@ -27,7 +28,7 @@ __all__ = [
     "Routes",
     "ServedRoute",
     "TokenBuckets",
-    "errors_refused",
+    "refusal_of",
     "refused",
     "report",
     "report_end",
@@ -187,19 +188,15 @@ class Routes(Generic[R]):
         return route
 
 
-@contextmanager
-def errors_refused() -> Iterator[None]:
-    """Raise what a caller's bad bytes or its silence cause as the `Refusal` that it gets."""
-    try:
-        yield
-    except OverlongError as error:
-        raise Refusal(413, str(error)) from error
-    except WireError as error:
-        raise Refusal(400, str(error)) from error
-    except TensorError as error:
-        raise Refusal(422, str(error)) from error
-    except PeerTimeoutError as error:
-        raise Refusal(408, str(error)) from error
+CALLERS_FAULTS = (WireError, TensorError, PeerTimeoutError)
+"""What a caller's bad bytes or its silence cause."""
+
+
+def refusal_of(error: WireError | TensorError | PeerTimeoutError) -> Refusal:
+    """Return the refusal that a caller gets for its own fault."""
+    if isinstance(error, WireError):
+        return Refusal(413 if isinstance(error, OverlongError) else 400, str(error))
+    return Refusal(422 if isinstance(error, TensorError) else 408, str(error))
 
 
 async def run_handler(route: ServedRoute[R], incoming: Incoming) -> R:
@@ -212,10 +209,11 @@ async def run_handler(route: ServedRoute[R], incoming: Incoming) -> R:
         Refusal: whatever went wrong, with the status and reason that the caller gets.
     """
     try:
-        with errors_refused():
-            return await route.handler(incoming)
+        return await route.handler(incoming)
     except Refusal:
         raise
+    except CALLERS_FAULTS as error:
+        raise refusal_of(error) from error
     except Exception as error:
         context = {"message": f"the handler of {route.name} failed", "exception": error}
         asyncio.get_running_loop().call_exception_handler(context)
@@ -286,7 +284,8 @@ class Admission:
         self._limits = limits
         self._requests = TokenBuckets(clock, limits.requests_per_s, limits.requests_burst)
         self._failures = TokenBuckets(clock, limits.failures_per_s, limits.failures_burst)
-        self._running: Counter[str] = Counter()
+        self._running: dict[str, int] = {}
+        self._total = 0
 
     def tell_failure(self, host: str) -> bool:
         """Tell whether a refusal to ``host`` is still worth its reason; False asks for a 429."""
@@ -301,16 +300,17 @@ class Admission:
         """
         if not self._requests.take(peer):
             raise Refusal(429, f"more than {self._limits.requests_per_s:g} requests per second: slow down")
-        if self._running[peer] >= self._limits.max_requests_per_peer:
-            raise Refusal(
-                429, f"{self._running[peer]} of your requests are running already: wait for their answers"
-            )
-        if self._running.total() >= self._limits.max_requests:
-            raise Refusal(429, f"{self._running.total()} requests are running here: try again later")
-        self._running[peer] += 1
+        running = self._running.get(peer, 0)
+        if running >= self._limits.max_requests_per_peer:
+            raise Refusal(429, f"{running} of your requests are running already: wait for their answers")
+        if self._total >= self._limits.max_requests:
+            raise Refusal(429, f"{self._total} requests are running here: try again later")
+        self._running[peer] = running + 1
+        self._total += 1
         try:
             yield
         finally:
+            self._total -= 1
             self._running[peer] -= 1
             if not self._running[peer]:
                 del self._running[peer]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from p2pdrl.clock import Clock
-from p2pdrl.errors import ConfigError, PeerUnreachableError
+from p2pdrl.errors import PeerUnreachableError
 from p2pdrl.transport.auth import Verdict
 from p2pdrl.transport.protocol import Address
 
@@ -29,7 +30,10 @@ METADATA_IPS = frozenset(
 )
 """Metadata services of clouds: they give secrets to whoever asks from inside."""
 
-_MAX_NAMES = 1024
+_BROADCAST = ipaddress.IPv4Address("255.255.255.255")
+_MAX_KNOWN = 1024
+_Looked = tuple[float, list[Address], str]
+"""Until when it holds, what may be dialled, and why the rest isn't."""
 
 
 async def system_resolve(host: str, port: int) -> list[str]:
@@ -56,48 +60,32 @@ def is_loopback(host: str) -> bool:
     return ip is not None and ip.is_loopback
 
 
-def forbidden(ip_text: str, allowed: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network] = ()) -> Verdict:
-    """Tell why ``ip_text`` is never dialled.
-
-    Cloud metadata services, multicast and unspecified addresses are never peers. With
-    ``allowed`` networks given, others aren't either; loopback stays allowed.
-    """
+def forbidden(ip_text: str) -> Verdict:
+    """Tell why ``ip_text`` is never dialled: cloud metadata services and groups of machines aren't peers."""
     ip = ip_of(ip_text)
     if ip is None:
         return f"{ip_text[:80]!r} isn't an IP address"
     if ip in METADATA_IPS:
         return f"{ip} is a cloud metadata service, not a peer"
-    if ip.is_multicast or ip.is_unspecified or ip == ipaddress.IPv4Address("255.255.255.255"):
+    if ip.is_multicast or ip.is_unspecified or ip == _BROADCAST:
         return f"{ip} isn't the address of one machine"
-    if allowed and not ip.is_loopback and not any(ip in network for network in allowed):
-        return f"{ip} is outside the networks that --allow-cidr names"
     return None
 
 
 class Dialer:
-    """Resolves names, for a short time, and refuses forbidden addresses.
+    """Resolves names, for a short time, and refuses forbidden addresses; what it found is kept.
 
     Args:
-        clock: monotonic time for the cache.
+        clock: monotonic time for names.
         ttl_s: how long a name's addresses are reused.
-        allow_cidr: networks to which dialling is limited; empty for no limit.
         resolve: ``(host, port) -> IPs``; the system's by default.
-
-    Raises:
-        ConfigError: a network is malformed.
     """
 
-    def __init__(
-        self, clock: Clock, ttl_s: float, allow_cidr: Sequence[str] = (), resolve: Resolve = system_resolve
-    ) -> None:
+    def __init__(self, clock: Clock, ttl_s: float, resolve: Resolve = system_resolve) -> None:
         self._clock = clock
         self._ttl_s = ttl_s
         self._resolve = resolve
-        self._names: dict[Address, tuple[float, list[str]]] = {}
-        try:
-            self._allowed = [ipaddress.ip_network(text) for text in allow_cidr]
-        except ValueError as error:
-            raise ConfigError(f"--allow-cidr: {error}") from error
+        self._known: dict[Address, _Looked] = {}
 
     async def addresses(self, to: Address) -> list[Address]:
         """Return the IPs behind ``to`` that may be dialled, at least one.
@@ -105,33 +93,29 @@ class Dialer:
         Raises:
             PeerUnreachableError: the name isn't known, or no address may be dialled.
         """
-        verdicts: list[str] = []
-        good: list[Address] = []
-        for ip_text in await self._ips(to):
-            verdict = forbidden(ip_text, self._allowed)
-            if verdict is None:
-                good.append(Address(ip_text, to.port))
-            else:
-                verdicts.append(verdict)
+        known = self._known.get(to)
+        if known is None or known[0] <= self._clock.monotonic():
+            known = await self._look_up(to)
+        _, good, why = known
         if not good:
-            why = "; ".join(verdicts) or "it has no address"
             raise PeerUnreachableError(f"{to} isn't dialled: {why}", sent=False)
         return good
 
-    async def _ips(self, to: Address) -> list[str]:
-        if ip_of(to.host) is not None:
-            return [to.host]
-        now_s = self._clock.monotonic()
-        known = self._names.get(to)
-        if known is not None and known[0] > now_s:
-            return known[1]
-        try:
-            ips = list(dict.fromkeys(await self._resolve(to.host, to.port)))
-        except (OSError, UnicodeError) as error:
-            raise PeerUnreachableError(
-                f"the name {to.host} can't be resolved: {error}", sent=False
-            ) from error
-        if len(self._names) >= _MAX_NAMES:
-            self._names.clear()
-        self._names[to] = (now_s + self._ttl_s, ips)
-        return ips
+    async def _look_up(self, to: Address) -> _Looked:
+        until_s = math.inf
+        ips = [to.host]
+        if ip_of(to.host) is None:
+            until_s = self._clock.monotonic() + self._ttl_s
+            try:
+                ips = list(dict.fromkeys(await self._resolve(to.host, to.port)))
+            except (OSError, UnicodeError) as error:
+                raise PeerUnreachableError(
+                    f"the name {to.host} can't be resolved: {error}", sent=False
+                ) from error
+        verdicts = {ip_text: forbidden(ip_text) for ip_text in ips}
+        good = [Address(ip_text, to.port) for ip_text, verdict in verdicts.items() if verdict is None]
+        why = "; ".join(filter(None, verdicts.values())) or "it has no address"
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[to] = known = (until_s, good, why)
+        return known

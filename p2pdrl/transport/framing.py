@@ -7,7 +7,7 @@
 
 A head is a mark (2 bytes), a code (2: what it means depends on the mark) and the lengths of metadata (4) and
 vector (8), big-endian. A vector is cut into pieces of 1 MiB, the last of which may be shorter. The first MAC
-covers all that precedes it, each other MAC its piece; without a swarm key there are no MACs.
+covers all that precedes it, each other MAC its piece; without a swarm key MACs are empty.
 
 `batches` writes a frame; `UnreadBytes` takes in heads and metadata, `Filling` a vector, straight into its
 buffer. Learner processes use this too, so it imports little.
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from p2pdrl.errors import WireError
-from p2pdrl.transport.auth import MAC_BYTES, PieceMac
+from p2pdrl.transport.auth import MAC_BYTES, NO_MACS, PieceMac
 from p2pdrl.transport.limits import PIECE_BYTES
 
 __all__ = [
@@ -142,18 +142,18 @@ class AnswerFrame(NamedTuple):
         return cls(status, meta_nbytes, vector_nbytes, last)
 
 
-def seal(meta: bytes, mac: PieceMac | None) -> bytes:
+def seal(meta: bytes, mac: PieceMac) -> bytes:
     """Return metadata with their MAC."""
-    return meta if mac is None else meta + mac.of(meta)
+    return meta + mac.of(meta)
 
 
-def unseal(sealed: bytes, mac: PieceMac | None, what: str, head: bytes = b"") -> bytes:
+def unseal(sealed: bytes, mac: PieceMac, what: str, head: bytes = b"") -> bytes:
     """Check the MAC behind metadata, which covers ``head`` too, and return the metadata.
 
     Raises:
         WireError: the MAC is wrong; ``what`` names the message in the error.
     """
-    if mac is None:
+    if not mac.nbytes:
         return sealed
     meta = sealed[:-MAC_BYTES]
     if not mac.good(head + meta, sealed[-MAC_BYTES:]):
@@ -224,13 +224,12 @@ def pieces_of(vector_nbytes: int) -> int:
     return -(-vector_nbytes // PIECE_BYTES)
 
 
-def body_nbytes(meta_nbytes: int, vector_nbytes: int, with_macs: bool) -> int:
+def body_nbytes(meta_nbytes: int, vector_nbytes: int, mac_nbytes: int) -> int:
     """Return the length of metadata, vector and their MACs."""
-    macs = 1 + pieces_of(vector_nbytes) if with_macs else 0
-    return meta_nbytes + vector_nbytes + macs * MAC_BYTES
+    return meta_nbytes + vector_nbytes + (1 + pieces_of(vector_nbytes)) * mac_nbytes
 
 
-def batches(first: bytes, views: Sequence[memoryview], mac: PieceMac | None) -> Iterator[list[Buffer]]:
+def batches(first: bytes, views: Sequence[memoryview], mac: PieceMac) -> Iterator[list[Buffer]]:
     """Yield a frame as lists of buffers, each list to be sent by one system call.
 
     A list is about one piece long, so that no call holds the event loop for long; what comes first
@@ -240,10 +239,10 @@ def batches(first: bytes, views: Sequence[memoryview], mac: PieceMac | None) -> 
     Args:
         first: everything before the vector, without its MAC.
         views: the vector.
-        mac: makes MACs; None without a swarm key.
+        mac: makes MACs.
     """
     batch: list[Buffer] = [first]
-    if mac is not None:
+    if mac.nbytes:
         batch.append(mac.of(first))
         for piece in cut(views):
             batch += (piece, mac.of(piece))
@@ -327,29 +326,26 @@ class UnreadBytes:
             self._from = self._to = 0
 
 
-_NO_TAIL = memoryview(b"")
-
-
 class Filling:
     """A buffer that fills with pieces as they come, each checked when it is whole.
 
     Args:
         out: where the bytes go.
-        mac: checks pieces; None when there are no MACs.
+        mac: checks pieces.
 
     Attributes:
         out: as given.
         taken_nbytes: bytes that came, MACs included.
     """
 
-    def __init__(self, out: memoryview, mac: PieceMac | None) -> None:
+    def __init__(self, out: memoryview, mac: PieceMac = NO_MACS) -> None:
         self.taken_nbytes = 0
         self.out = out
         self._mac = mac
         self._start = 0
         self._piece = out[:PIECE_BYTES]
         self._at = 0
-        self._tail = memoryview(bytearray(MAC_BYTES)) if mac is not None else _NO_TAIL
+        self._tail = memoryview(bytearray(mac.nbytes))
 
     @property
     def full(self) -> bool:
@@ -373,7 +369,7 @@ class Filling:
         self._at += nbytes
         if self._at < len(self._piece) + len(self._tail):
             return
-        if self._mac is not None and not self._mac.good(self._piece, self._tail):
+        if not self._mac.good(self._piece, self._tail):
             raise WireError(f"piece {self._start // PIECE_BYTES + 1} of the vector isn't authentic")
         self._start += PIECE_BYTES
         self._piece = self.out[self._start : self._start + PIECE_BYTES]

@@ -15,7 +15,7 @@ system become `TransportError` here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import aiohttp
@@ -26,8 +26,8 @@ from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, WireError
 from p2pdrl.transport.auth import SwarmKeys
 from p2pdrl.transport.calls import OutgoingCall, refused
-from p2pdrl.transport.dial import Dialer, Resolve, system_resolve
-from p2pdrl.transport.framing import body_nbytes
+from p2pdrl.transport.dial import Dialer
+from p2pdrl.transport.framing import body_nbytes, seal
 from p2pdrl.transport.http.body import BodyReader, body_chunks
 from p2pdrl.transport.http.headers import CONTENT_TYPE, AnswerHead, Credentials, RequestHead
 from p2pdrl.transport.http.server import HttpServer
@@ -54,11 +54,6 @@ class HttpTransport:
         limits: all bounds.
         allowed_hosts: names in lower case, besides IP literals and ``localhost``, under which
             others may address us.
-        allow_cidr: networks to which dialling is limited; empty for no limit.
-        resolve: name lookup; the system's by default.
-
-    Raises:
-        ConfigError: a network in ``allow_cidr`` is malformed.
     """
 
     def __init__(
@@ -70,13 +65,11 @@ class HttpTransport:
         clock: Clock,
         limits: TransportLimits | None = None,
         allowed_hosts: Callable[[], set[str]] = set,
-        allow_cidr: Sequence[str] = (),
-        resolve: Resolve = system_resolve,
     ) -> None:
         self.node_id = node_id
         self.limits = limits if limits is not None else TransportLimits()
         self.counters = TrafficCounters()
-        keys = SwarmKeys(swarm_key) if swarm_key is not None else None
+        keys = SwarmKeys(swarm_key)
         self._server = HttpServer(
             node_id,
             swarm_id,
@@ -87,7 +80,7 @@ class HttpTransport:
             allowed_hosts=allowed_hosts,
         )
         self._credentials = Credentials(node_id, swarm_id, keys, clock)
-        self._dialer = Dialer(clock, self.limits.resolve_ttl_s, allow_cidr, resolve)
+        self._dialer = Dialer(clock, self.limits.resolve_ttl_s)
         self._sessions: dict[Lane, aiohttp.ClientSession] = {}
         self._upgrader = Upgrader(self._credentials, self.limits)
         self._streams = StreamClient(self._upgrader, clock=clock, counters=self.counters)
@@ -232,14 +225,9 @@ class HttpTransport:
         head = self._credentials.head(
             call.path, call.target_id, meta_nbytes=len(call.meta), vector_nbytes=call.vector_nbytes
         )
-        keys = self._credentials.keys
-        nbytes = body_nbytes(len(call.meta), call.vector_nbytes, keys is not None)
-        data: bytes | AsyncIterator[bytes | memoryview]
-        if call.views:
-            mac = keys.request_pieces(head.nonce) if keys is not None else None
-            data = body_chunks(call.meta, call.views, mac)
-        else:
-            data = self._credentials.sealed(head, call.meta)
+        mac = self._credentials.keys.request_pieces(head.nonce)
+        nbytes = body_nbytes(len(call.meta), call.vector_nbytes, mac.nbytes)
+        data = body_chunks(call.meta, call.views, mac) if call.views else seal(call.meta, mac)
         headers = {**head.to_headers(), "Content-Length": str(nbytes)}
         url = URL.build(scheme="http", host=address.host, port=address.port, path=call.path)
         async with session.post(url, data=data, headers=headers, allow_redirects=False) as response:
@@ -276,11 +264,10 @@ class HttpTransport:
             raise WireError("the answer isn't of the peer protocol")
         head = AnswerHead.from_headers(response.headers)
         self._credentials.check(head, request)
-        keys = self._credentials.keys
-        mac = keys.answer_pieces(request.nonce, head.nonce) if keys is not None else None
+        mac = self._credentials.keys.answer_pieces(request.nonce, head.nonce)
         if head.meta_nbytes > self.limits.max_answer_meta_bytes:
             raise WireError(f"the answer announces {head.meta_nbytes} bytes of metadata")
-        expected = body_nbytes(head.meta_nbytes, head.vector_nbytes, mac is not None)
+        expected = body_nbytes(head.meta_nbytes, head.vector_nbytes, mac.nbytes)
         if response.content_length not in (None, expected):
             raise WireError(f"the answer has {response.content_length} bytes, its parts {expected}")
         body = BodyReader(response.content, mac, self.limits.stall_deadline_s)

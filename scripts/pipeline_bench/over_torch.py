@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from p2pdrl.pipeline.plan import Meeting, StageOrder
+from p2pdrl.pipeline.plan import Rendezvous, StageOrder
 from p2pdrl.rl.pipeline.links import FramedLinks, Links
 from p2pdrl.rl.pipeline.runner import Running
 from p2pdrl.workers.pipeline import torch_stages
@@ -48,7 +48,7 @@ class OverTorch(Staged):
             idle_timeout_s=TIMEOUT_S,
             state_every=1,
             backend="torch",
-            meeting=Meeting("127.0.0.1", options["port"]),
+            meeting=Rendezvous("127.0.0.1", options["port"]),
         )
         self._stages = torch_stages.TorchStages(order, self._share.device, lambda port: say(port=port))
         self._carrier = PipeCarrier(self._stages.pipes, self._share.parts.longest_nbytes)

@@ -13,7 +13,7 @@ import numpy as np
 from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import ConfigError, TensorError, WireError, WorkerError
 from p2pdrl.node.children.child_process import ChildOutput, ProcessLink
-from p2pdrl.strategies.allreduce.group_process import GroupSeat, Sum, SumOrder
+from p2pdrl.strategies.allreduce.group_process import GroupRank, Sum, SumOrder
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.shared_memory import SharedRegion
@@ -159,9 +159,9 @@ class GroupProcesses:
         order = Host(tuple(others), self._timeout_s)
         return (await self._ask(order, Hosting)).port
 
-    async def join(self, seat: GroupSeat) -> str:
+    async def join(self, place: GroupRank) -> str:
         """Meet the others; return what carries vectors."""
-        answer = await self._ask(JoinGroup(*seat, timeout_s=self._timeout_s), Joined)
+        answer = await self._ask(JoinGroup(*place, timeout_s=self._timeout_s), Joined)
         self._stand_by()
         return answer.backend
 

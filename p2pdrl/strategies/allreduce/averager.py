@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pdrl.errors import PeerTimeoutError, PeerUnreachableError, TransportError
+from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.group.calls import repeated
 from p2pdrl.group.compatibility import Natural
 from p2pdrl.group.service import Group, GroupView
@@ -128,9 +129,6 @@ class Average(NamedTuple):
         versions: their policy versions.
         norm: ‖vector‖.
         spread: Σ w_k ‖x_k − vector‖² / Σ w_k, where it was measured.
-        bytes_out: payload sent.
-        bytes_in: payload received.
-        round_trips: calls made.
         learning_rates: at which the members would step, in their order.
         ends_update: whether the leader's update ends with this round (see `group.round_collector`).
     """
@@ -165,14 +163,20 @@ class Average(NamedTuple):
 class Averager(ABC):
     """Averages within one view; made anew for each.
 
+    Args:
+        timeout: learns how long rounds take, through all views: who is silent for longer is asked whether
+            it is alive.
+
     Attributes:
         view: in which it averages.
         given: number of the last round that we gave our part to; -1 before the first.
         busy: whether a round is under way.
     """
 
-    def __init__(self, context: StrategyContext, group: Group, view: GroupView) -> None:
-        self._context, self._group, self.view = context, group, view
+    def __init__(
+        self, context: StrategyContext, group: Group, view: GroupView, timeout: AdaptiveTimeout
+    ) -> None:
+        self._context, self._group, self.view, self._timeout = context, group, view, timeout
         self._me = context.swarm.node_id
         self.given, self.busy = -1, False
         self._liveness = LivenessCheck(context, group, view)
@@ -182,12 +186,29 @@ class Averager(ABC):
         """Whether the view still is; what comes of a round counts only then."""
         return self._group.view == self.view
 
-    @abstractmethod
     async def average(self, number: int, part: RoundContribution) -> Average:
         """Do round ``number`` with all members; wait until all have given their part.
 
         Cancelled when the view ends; the part is then given again to the next view's averager.
         """
+        began_s = self._context.clock.monotonic()
+        self.given, self.busy = number, True
+        self._liveness.begin(number, self._timeout.deadline_s, self._silent)
+        try:
+            average = await self._average(number, part)
+        finally:
+            self.busy = False
+            await self._liveness.end()
+        self._timeout.observe(self._context.clock.monotonic() - began_s)
+        return average
+
+    @abstractmethod
+    async def _average(self, number: int, part: RoundContribution) -> Average:
+        """Do the round itself."""
+
+    @abstractmethod
+    def _silent(self) -> Iterable[str]:
+        """The members that the round waits for, maybe ourselves among them."""
 
     @abstractmethod
     async def serve(self, incoming: Incoming, ask: ReduceRequest) -> Reply:

@@ -19,6 +19,7 @@ import numpy as np
 
 from p2pdrl.config.strategy import Grouped
 from p2pdrl.errors import PeerRefusedError, TensorError, TransportError
+from p2pdrl.group.calls import HOLD
 from p2pdrl.group.service import Group
 from p2pdrl.strategies.allreduce.averager import (
     NOTHING,
@@ -45,8 +46,6 @@ __all__ = ["CatchingUp"]
 Wanted = Literal["result", "state"]
 
 POLL_S = 0.02
-PATIENCE = 0.8
-"""Share of the deadline for which a giver lets a taker wait."""
 BEGIN_S = 0.5
 """For how long a member is asked again that hasn't begun with our view: all begin at about the same time."""
 NOT_BEGUN = 409
@@ -114,9 +113,7 @@ class CatchingUp:
             if leads and averager.in_force:
                 await through(self._take_mean(request, average))
         if leads and averager.in_force:
-            await self._work.found()
-            self._history.found(averager.view.key)
-            self.arrived()
+            await self._lead(averager, 1)
 
     async def _own(self, plan: CatchUpPlan) -> RoundContribution:
         """Our parameters; nothing where they are unusable, or of another founding than the others'."""
@@ -214,7 +211,7 @@ class CatchingUp:
             fits = answer is not None and answer[0].number == number - 1
             if answer is not None and fits and await self._adopt(peer, plan, answer, foreign=foreign):
                 return True
-        if nobody and me == order[0]:
+        if nobody and me == order[0]:  # none is in step any more: the first one's state is as good as any
             await self._lead(averager, number)
         return False
 
@@ -240,19 +237,14 @@ class CatchingUp:
         return True
 
     async def _lead(self, averager: Averager, number: int) -> None:
-        """Nobody is in step any more: the first one's state is as good as any."""
+        """Begin a history with our own state, as it is before round ``number``."""
         await self._work.found()
         self._history.found(averager.view.key)
         self._history.number = number - 1
         self.arrived()
 
     async def _request(
-        self,
-        what: Literal["result", "state"],
-        peer: str,
-        averager: Averager,
-        number: int,
-        room: memoryview,
+        self, what: Wanted, peer: str, averager: Averager, number: int, room: memoryview
     ) -> tuple[ReduceAnswer, int] | None:
         """Ask a member; return its answer and the vector's bytes; None when that fails.
 
@@ -286,7 +278,7 @@ class CatchingUp:
         Raises:
             Refusal: we are out of step (410), or weren't ready in time (503).
         """
-        until_s = self._context.clock.monotonic() + PATIENCE * self._config.deadline_s
+        until_s = self._context.clock.monotonic() + HOLD * self._config.deadline_s
         what: Wanted = "result" if ask.what == "result" else "state"
         wanted = ask.number if what == "result" else ask.number - 1
         while self._context.clock.monotonic() < until_s:

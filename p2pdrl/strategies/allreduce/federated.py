@@ -103,11 +103,6 @@ class PrivacyAccountant:
         return self._rounds.total()
 
     @property
-    def delta(self) -> float:
-        """δ that ε belongs to."""
-        return self._delta
-
-    @property
     def epsilon(self) -> float:
         """ε after the rounds counted, at δ; 0 before the first, infinite without noise."""
         return _compose(self._rounds, self._sampling_rate, self._delta)

@@ -10,11 +10,11 @@ from typing import NamedTuple, Protocol
 
 from p2pdrl.tensors.layout import Float32Array
 
-__all__ = ["GroupProcess", "GroupSeat", "Sum", "SumOrder"]
+__all__ = ["GroupProcess", "GroupRank", "Sum", "SumOrder"]
 
 
-class GroupSeat(NamedTuple):
-    """A place in a group of processes.
+class GroupRank(NamedTuple):
+    """One rank of a group of processes.
 
     Args:
         rank: 0 for the one that hosts.
@@ -89,7 +89,6 @@ class GroupProcess(Protocol):
         Raises:
             ConfigError: there is no memory for it.
         """
-        ...
 
     async def host(self, others: Sequence[str]) -> int:
         """Open a store where a new group meets; return its port.
@@ -100,15 +99,13 @@ class GroupProcess(Protocol):
         Raises:
             WorkerError: it can't.
         """
-        ...
 
-    async def join(self, seat: GroupSeat) -> str:
+    async def join(self, place: GroupRank) -> str:
         """Meet the others; return what carries vectors (``gloo``, ``nccl``).
 
         Raises:
             WorkerError: they didn't come, or one is gone.
         """
-        ...
 
     async def sum(self, order: SumOrder, out: Float32Array) -> Sum:
         """Average with the others; the mean is in ``out`` afterwards, the same bits at all members.
@@ -116,12 +113,9 @@ class GroupProcess(Protocol):
         Raises:
             WorkerError: one is gone, or late.
         """
-        ...
 
     async def leave(self) -> None:
         """Have nothing more to do with that group; ends a process that still waits for somebody."""
-        ...
 
     async def stop(self) -> None:
         """End all processes; calling it again does nothing."""
-        ...

@@ -139,10 +139,11 @@ class AveragedParameters(RoundQuantity):
         """What our learner changed; see `RoundQuantity`."""
         await heavy(self._own.nbytes, self._difference)
         weight = float(max(request.samples, 1)) if self._by_samples else 1.0
-        part = self._privacy is None or await heavy(self._own.nbytes, lambda: self._shape(number, members))
+        own, privacy = self._own, self._privacy
+        part = privacy is None or await heavy(own.nbytes, lambda: privacy.shape(own, number, members))
         if self._apart or not part:
             return NOTHING._replace(policy_version=request.policy_version)
-        return RoundContribution(self._own, weight, request.policy_version)
+        return RoundContribution(own, weight, request.policy_version)
 
     async def apply(
         self, request: LearnerRequest | None, average: Average, number: int
@@ -152,7 +153,7 @@ class AveragedParameters(RoundQuantity):
             self._privacy.ended(number, sum(weight > 0 for weight in average.weights))
         changed = 0.0
         if average.total:
-            changed = await heavy(self._kept.nbytes, lambda: self._step(average, self._own))
+            changed = await heavy(self._kept.nbytes, lambda: self._step(average))
         self._apart = request is None
         if request is None or not self._agreed:
             return "none", 0.0
@@ -166,14 +167,11 @@ class AveragedParameters(RoundQuantity):
             np.subtract(self._own, self._x, out=self._own)
         check_finite(self._own, self._max_abs)
 
-    def _shape(self, number: int, members: Sequence[str]) -> bool:
-        return self._privacy is None or self._privacy.shape(self._own, number, members)
-
-    def _step(self, average: Average, own: Float32Array) -> float:
+    def _step(self, average: Average) -> float:
         if self._agreed:
-            return self._outer.step(self._x, self._v, average.vector, own)
+            return self._outer.step(self._x, self._v, average.vector, self._own)
         np.copyto(self._x, average.vector)
-        np.subtract(self._x, own, out=own)
+        np.subtract(self._x, self._own, out=self._own)
         self._v[:] = 0
         self._agreed = True
-        return float(np.linalg.norm(own))
+        return float(np.linalg.norm(self._own))

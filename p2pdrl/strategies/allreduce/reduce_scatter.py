@@ -44,6 +44,7 @@ from p2pdrl.strategies.allreduce.averager import (
 )
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import StrategyContext
+from p2pdrl.strategies.task_runner import together
 from p2pdrl.tensors import wire
 from p2pdrl.tensors.compression import Codec, make_codec
 from p2pdrl.tensors.layout import Float32Array
@@ -171,14 +172,9 @@ def is_lossy(config: Compressed) -> bool:
     return config.compression not in ("none", "bf16")
 
 
-def piece_codec(config: Compressed, size: int, *, raw: bool) -> Codec:
-    """Return the codec for a piece.
-
-    Args:
-        raw: float32 whatever the config says.
-    """
-    kind = "none" if raw else config.compression
-    return make_codec(kind, size, keep=config.keep, threshold=config.threshold, feedback=False)
+def piece_codec(config: Compressed, size: int) -> Codec:
+    """Return the codec for a piece of ``size`` elements."""
+    return make_codec(config.compression, size, keep=config.keep, threshold=config.threshold, feedback=False)
 
 
 class PieceWriter:
@@ -241,7 +237,7 @@ class PieceWriter:
     def _codec(self, span: slice) -> tuple[Codec, memoryview]:
         """Each piece has its own: several may be written at a time, in threads."""
         if span.start not in self._codecs:
-            codec = piece_codec(self._config, span.stop - span.start, raw=False)
+            codec = piece_codec(self._config, span.stop - span.start)
             self._codecs[span.start] = codec, memoryview(bytearray(codec.max_nbytes))
         return self._codecs[span.start]
 
@@ -431,7 +427,7 @@ class PieceOwner:
             await incoming.read_vector_into(out.data.cast("B"))
             await heavy(out.nbytes, lambda: check_finite(out, self._max_abs))
             return
-        reader = piece_codec(self._config, out.size, raw=False)
+        reader = piece_codec(self._config, out.size)
         if incoming.vector_nbytes > reader.max_nbytes:
             raise Refusal(400, f"a part of {incoming.vector_nbytes} bytes is longer than the piece")
         if incoming.sender not in self._rooms:
@@ -513,8 +509,8 @@ class ViewAverager(Averager):
     def __init__(
         self, backend: OwnBackend, group: Group, view: GroupView, *, first: int, raw: bool, spread: bool
     ) -> None:
-        super().__init__(backend.context, group, view)
-        self._config, self._memory, self._timeout = backend.config, backend.memory, backend.timeout
+        super().__init__(backend.context, group, view, backend.timeout)
+        self._config, self._memory = backend.config, backend.memory
         self._formats = Formats(self._config, first if raw else -1)
         self._pieces = cut_pieces(view, self._context.size)
         self._others = [piece for piece in self._pieces if piece.owner != self._me]
@@ -528,27 +524,16 @@ class ViewAverager(Averager):
         self._waiting: set[str] = set()
         self._calls = 0
 
-    async def average(self, number: int, part: RoundContribution) -> Average:
-        """Do one round; see `Averager`."""
-        began_s = self._context.clock.monotonic()
+    async def _average(self, number: int, part: RoundContribution) -> Average:
         result, raw = self._memory.results[number % 2], self._formats.raw(number)
         writer, vector = self._memory.writer, part.vector
+        self._waiting, self._calls = {piece.owner for piece in self._others}, 0
         if vector is not None:
             await heavy(vector.nbytes, lambda: writer.load(vector, raw=raw))
-        self.given, self._calls, self.busy = number, 0, True
-        jobs = [self._bring(piece, number, part, result) for piece in self._pieces]
-        self._waiting = {piece.owner for piece in self._others}
-        self._liveness.begin(number, self._timeout.deadline_s, self._silent)
-        try:
-            heads = await _together(jobs)
-        finally:
-            self.busy = False
-            await self._liveness.end()
-        self._timeout.observe(self._context.clock.monotonic() - began_s)
+        heads = await together(*(self._bring(piece, number, part, result) for piece in self._pieces))
         return self._whole(number, part, result, heads)
 
     def _silent(self) -> set[str]:
-        """Whom this round waits for."""
         late = set() if self._owner is None else set(self._owner.missing)
         return (self._waiting | late) - {self._me}
 
@@ -674,19 +659,6 @@ def _receive(room: memoryview, dtype: WireDtype, out: Float32Array, max_abs: flo
     if dtype != "float32":
         wire.decode(room, dtype, out)
     check_finite(out, max_abs)
-
-
-async def _together(jobs: Sequence[Coroutine[Any, Any, ReduceAnswer]]) -> list[ReduceAnswer]:
-    """Run all; when one fails or we are cancelled, end the others before that goes on."""
-    if len(jobs) == 1:
-        return [await jobs[0]]
-    tasks = [asyncio.create_task(job, name="average") for job in jobs]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class OwnBackend(Backend):

@@ -23,6 +23,7 @@ import numpy as np
 from p2pdrl.config.strategy import Grouped
 from p2pdrl.errors import ConfigError, PeerUnreachableError, WireError, WorkerError
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
+from p2pdrl.group.calls import HOLD
 from p2pdrl.group.round_collector import UpdatePosition, leader_ends
 from p2pdrl.group.service import Group, GroupView
 from p2pdrl.strategies.allreduce.averager import (
@@ -34,7 +35,7 @@ from p2pdrl.strategies.allreduce.averager import (
     ReduceRequest,
     RoundContribution,
 )
-from p2pdrl.strategies.allreduce.group_process import GroupProcess, GroupSeat, Sum, SumOrder
+from p2pdrl.strategies.allreduce.group_process import GroupProcess, GroupRank, Sum, SumOrder
 from p2pdrl.strategies.allreduce.reduce_scatter import AverageMemory
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import StrategyContext
@@ -118,32 +119,24 @@ class TorchAverager(Averager):
     def __init__(
         self, backend: TorchBackend, group: Group, view: GroupView, *, raw: int, spread: bool
     ) -> None:
-        super().__init__(backend.context, group, view)
+        super().__init__(backend.context, group, view, backend.timeout)
         self._backend, self._raw, self._spread = backend, raw, spread
         self._others = [member for member in view.members if member != self._me]
         loop = asyncio.get_running_loop()
         self._port: asyncio.Future[int] = loop.create_future()
         self._joined = loop.create_task(self._join(), name="torch-join")
 
-    async def average(self, number: int, part: RoundContribution) -> Average:
-        """Do one round; see `Averager`."""
-        self.given, self.busy = number, True
-        began_s = self._context.clock.monotonic()
-        self._liveness.begin(number, self._backend.timeout.deadline_s, lambda: self._others)
+    async def _average(self, number: int, part: RoundContribution) -> Average:
         try:
             await asyncio.shield(self._joined)
-            if self._others:
-                average = await self._with_others(number, part)
-            else:
-                average = await self._alone(number, part)
+            average = await (self._with_others if self._others else self._alone)(number, part)
         except WorkerError as error:
             await self._begin_anew(str(error))
-        finally:
-            self.busy = False
-            await self._liveness.end()
-        self._backend.timeout.observe(self._context.clock.monotonic() - began_s)
         self._backend.succeeded()
         return average
+
+    def _silent(self) -> list[str]:
+        return self._others
 
     async def serve(self, incoming: Incoming, ask: ReduceRequest) -> Reply:
         """Tell a member the port of our store.
@@ -154,7 +147,7 @@ class TorchAverager(Averager):
         del incoming
         if ask.what != "store" or self._me != self.view.members[0]:
             raise Refusal(409, "this group averages through torch.distributed, and its store is elsewhere")
-        await asyncio.wait([self._port], timeout=0.8 * PORT_S)
+        await asyncio.wait([self._port], timeout=HOLD * PORT_S)
         if self._port.cancelled():
             raise Refusal(409, "the group's view has ended")
         if not self._port.done():
@@ -173,7 +166,7 @@ class TorchAverager(Averager):
         if not self._joined.cancelled():
             self._joined.result()
 
-    # Meeting
+    # Rendezvous
 
     async def _join(self) -> None:
         """Meet the other members; when that fails, wait for the view's end."""
@@ -185,8 +178,8 @@ class TorchAverager(Averager):
             if rank == 0:
                 self._port.set_result(await process.host(hosts))
             port = self._port.result() if rank == 0 else await self._ask_port()
-            seat = GroupSeat(rank, len(self.view.members), hosts[0], port)
-            self._backend.carries(await process.join(seat))
+            place = GroupRank(rank, len(self.view.members), hosts[0], port)
+            self._backend.carries(await process.join(place))
         except (WorkerError, PeerUnreachableError) as error:
             await self._begin_anew(str(error))
 

@@ -36,8 +36,10 @@ from p2pdrl.errors import (
     PoisonedVectorError,
     TensorError,
     TransportError,
+    WireError,
 )
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
+from p2pdrl.group.calls import HOLD
 from p2pdrl.group.compatibility import Summary, Verdict
 from p2pdrl.group.service import ROUTE as GROUP_ROUTE
 from p2pdrl.group.service import ActiveView, Group
@@ -62,13 +64,13 @@ from p2pdrl.strategies.neighbours.round import (
     NeighbourRound,
     Position,
     SentMessages,
-    decode_neighbour_head,
     position_of,
     round_report,
 )
 from p2pdrl.strategies.offload import Arithmetic
 from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.task_runner import OutcomeMetrics, TaskRunner
+from p2pdrl.transport.codec import decode
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 
 __all__ = ["DsgdStrategy", "NeighbourCalls", "NeighbourRoundServer", "PeerState"]
@@ -97,7 +99,7 @@ class PeerState:
         config: DsgdConfig,
         context: StrategyContext,
         group: Group,
-        heavy: Arithmetic,
+        arithmetic: Arithmetic,
         max_nbytes: int,
         *,
         unsure: Callable[[str], None],
@@ -105,7 +107,7 @@ class PeerState:
     ) -> None:
         self.config, self.context, self.group = config, context, group
         self.me, self.swarm, self.clock = context.swarm.node_id, context.swarm, context.clock
-        self.unsure, self._distance, self._heavy = unsure, distance, heavy
+        self.unsure, self._distance, self._arithmetic = unsure, distance, arithmetic
         self.admission = ExchangeAdmission(context.swarm, context.epoch, config.max_staleness)
         clip = config.clip_distance if config.mixing == "clipped" else None
         self._bounds = Bounds(context.max_abs, config.max_distance, clip)
@@ -191,7 +193,7 @@ class PeerState:
             edge = measure(mine, length, buffer.theirs, weight, self._bounds)
             return Met(edge, theirs.policy_version, buffer.theirs)
 
-        return await self._heavy.run(work)
+        return await self._arithmetic.run(work)
 
     async def change(self) -> None:
         """Wait until something in here changes.
@@ -209,10 +211,6 @@ class PeerState:
         self._changed = asyncio.Event()
 
 
-HOLD = 0.8
-"""Part of the time a caller waits for which its call is held; the rest is for the way back."""
-
-
 class NeighbourRoundServer:
     """Answers neighbours' calls, held until we have come to the same round or they have waited too long.
 
@@ -227,12 +225,12 @@ class NeighbourRoundServer:
         """Serve a neighbour's call.
 
         Raises:
-            Refusal: malformed (400), another view, mode, topology or route (409), we didn't come to that
-                round in time (408), no state (503), quarantined (403), poisoned (422).
+            WireError: malformed.
+            Refusal: another view, mode, topology or route (409), we didn't come to that round in time (408),
+                no state (503), quarantined (403), poisoned (422).
         """
-        state, head = self._state, decode_neighbour_head(incoming.meta)
-        if head is None:
-            raise Refusal(400, "the head can't be read")
+        state = self._state
+        head: NeighbourHead = decode(incoming.meta, NeighbourHead, "head")
         state.admission.admit(incoming.sender, stopping=state.stopping)
         try:
             async with asyncio.timeout(HOLD * min(head.wait_s, state.config.deadline_s)):
@@ -479,8 +477,9 @@ class NeighbourCalls:
             deadline_s=left_s,
         )
         round_.bytes_in += answer.vector_nbytes
-        theirs = decode_neighbour_head(answer.meta)
-        if theirs is None:
+        try:
+            theirs: NeighbourHead = decode(answer.meta, NeighbourHead, "head")
+        except WireError:
             round_.miss(peer, "failed")
             return
         if theirs.verdict == PAST:
@@ -511,7 +510,7 @@ class DsgdStrategy(Strategy):
     def __init__(self, config: DsgdConfig, context: StrategyContext) -> None:
         self._config, self._context = config, context
         self._swarm, self._clock, self._learner = context.swarm, context.clock, context.learner
-        self._heavy = Arithmetic(4 * context.size)
+        self._arithmetic = Arithmetic(4 * context.size)
         delta_D = np.zeros(context.size, np.float32)
         self._parameters = ParameterContribution(config, context, delta_D)
         self._gradients = (
@@ -524,7 +523,7 @@ class DsgdStrategy(Strategy):
             config,
             context,
             self._group,
-            self._heavy,
+            self._arithmetic,
             longest,
             unsure=self._unsure,
             distance=self._outcomes.met,
@@ -581,7 +580,7 @@ class DsgdStrategy(Strategy):
         self._requests.close()
         await self._runner.stop(min(timeout_s, LAST_ROUND_S))
         await self._group.stop()
-        await self._heavy.close()
+        await self._arithmetic.close()
 
     async def watch(self) -> None:
         """Wait until it is stopped; raise what ended it before: a bug of ours."""
@@ -698,7 +697,7 @@ class DsgdStrategy(Strategy):
     async def _load(self, part: NeighbourContribution) -> bool:
         """Take what is ours; False when it can't be given to anybody. Parameters that can't are healed."""
         try:
-            await self._heavy.run(part.load)
+            await self._arithmetic.run(part.load)
             return True
         except PoisonedVectorError as error:
             if part is self._parameters:
@@ -712,7 +711,7 @@ class DsgdStrategy(Strategy):
         if round_.met:
             others = [(met.theirs, met.edge.weight) for _, met in sorted(round_.met.items())]
             version = max(own_version, *(met.policy_version for met in round_.met.values()))
-            changed = await self._heavy.run(lambda: part.apply(others, version))
+            changed = await self._arithmetic.run(lambda: part.apply(others, version))
         report = round_report(round_, self._config.mixing, self._swarm.node_id, own_version, changed)
         now_s = self._clock.monotonic()
         self._outcomes.ended(replace(report, seconds=now_s - round_.began_s, waited_s=now_s - began_s))

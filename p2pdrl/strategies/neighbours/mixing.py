@@ -117,12 +117,10 @@ class NeighbourContribution(Protocol):
     @property
     def max_nbytes(self) -> int:
         """The most bytes that a message takes, ours or a neighbour's."""
-        ...
 
     @property
     def message(self) -> memoryview:
         """What neighbours get, once loaded."""
-        ...
 
     def load(self) -> None:
         """Take what is ours.
@@ -130,7 +128,6 @@ class NeighbourContribution(Protocol):
         Raises:
             PoisonedVectorError: it holds NaN, infinity or a huge entry.
         """
-        ...
 
     def read(self, message: memoryview, out: Float32Array) -> None:
         """Read a neighbour's message.
@@ -138,11 +135,9 @@ class NeighbourContribution(Protocol):
         Raises:
             WireError: it is malformed.
         """
-        ...
 
     def apply(self, others: Others, policy_version: int) -> float | None:
         """Mix with the others; the norm of the change, or None when ours was replaced meanwhile."""
-        ...
 
 
 def _delta(config: DsgdConfig, mine: Float32Array, others: Others, out: Float32Array) -> float:

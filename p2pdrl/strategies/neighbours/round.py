@@ -14,7 +14,6 @@ import numpy as np
 from msgspec import Meta
 
 from p2pdrl.config.strategy import Content, DsgdConfig, Mixing
-from p2pdrl.errors import WireError
 from p2pdrl.group.compatibility import Natural, Short, Summary
 from p2pdrl.group.view import GroupView, ViewKey
 from p2pdrl.strategies.gossip.pair_average import WireName
@@ -22,7 +21,6 @@ from p2pdrl.strategies.neighbours.mixing import Edge, NeighbourContribution
 from p2pdrl.strategies.protocol import Merged, RoundReport
 from p2pdrl.strategies.topology import matrix, metropolis, spectral_gap
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Reply
 
 __all__ = [
@@ -36,7 +34,6 @@ __all__ = [
     "Position",
     "SentMessage",
     "SentMessages",
-    "decode_neighbour_head",
     "position_of",
     "round_report",
 ]
@@ -82,15 +79,6 @@ class NeighbourHead(msgspec.Struct, frozen=True):
     def position(self) -> Position:
         """Where its sender is."""
         return position_of(self.number, self.content)
-
-
-def decode_neighbour_head(meta: bytes) -> NeighbourHead | None:
-    """Read what a peer put before its vector; None when it can't be read."""
-    try:
-        head: NeighbourHead = codec.decode(meta, NeighbourHead)
-    except WireError:
-        return None
-    return head
 
 
 class EdgeBuffer:

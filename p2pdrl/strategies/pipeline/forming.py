@@ -21,7 +21,7 @@ from p2pdrl.group.service import Group
 from p2pdrl.group.view import ViewKey
 from p2pdrl.pipeline.layers import FREE, Links
 from p2pdrl.pipeline.partition import MOST_PEERS
-from p2pdrl.pipeline.plan import Meeting, StageOrder, StageSide
+from p2pdrl.pipeline.plan import Rendezvous, StageOrder, StageSide
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.pipeline.backend import BackendFallback, Choice, chosen
 from p2pdrl.strategies.pipeline.connections import BLAMELESS, RankConnections, Unformed, call_rank
@@ -194,7 +194,7 @@ def generation_of(config: PipelineConfig, form: Form, rank: int, host: str = "")
         state_every=config.state_every,
         tune=config.microbatches == "auto",
         backend=form.backend if ranks > 1 else "stream",
-        meeting=Meeting(host, form.port, COME_S) if over_torch else None,
+        meeting=Rendezvous(host, form.port, COME_S) if over_torch else None,
         checkpoint_activations=config.checkpoint_activations,
     )
     _ = order.plan  # raises

@@ -14,7 +14,15 @@ from p2pdrl.config.checks import LIST_BLOCKS
 from p2pdrl.config.schedules import ScheduleName
 from p2pdrl.config.strategy import PipelineConfig
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.advice import Advice, Pipeline, UpdateWork, Wishes, advise, bytes_alone, too_large
+from p2pdrl.pipeline.advice import (
+    Advice,
+    Pipeline,
+    PipelineOptions,
+    UpdateWork,
+    advise,
+    bytes_alone,
+    too_large,
+)
 from p2pdrl.pipeline.layers import FREE, Layer, Links, Peer
 from p2pdrl.pipeline.plan import PipelinePlan
 from p2pdrl.pipeline.timeline import Timeline
@@ -141,7 +149,7 @@ def design(
     return Design(order, plan, False, why, pipeline.step_s, sum(bubbles) / len(bubbles), pipeline.timeline)
 
 
-def _wishes(config: PipelineConfig, ranks: int, most: int, blocks: int) -> Wishes:
+def _wishes(config: PipelineConfig, ranks: int, most: int, blocks: int) -> PipelineOptions:
     numbers = tuple(number for number in AUTO if number <= most)
     if config.microbatches != "auto":  # fewer where an interleaved schedule of so many ranks wants it
         numbers = (_allowed(most, ranks, config.chunks) if config.schedule == "interleaved" else most,)
@@ -151,7 +159,7 @@ def _wishes(config: PipelineConfig, ranks: int, most: int, blocks: int) -> Wishe
             f"task.strategy.cuts = {list(cuts)} must rise from 1 to at most {blocks - 1}, the number of the "
             f"last block; {LIST_BLOCKS}"
         )
-    return Wishes(schedule_of(config, ranks), numbers, config.chunks, cuts)
+    return PipelineOptions(schedule_of(config, ranks), numbers, config.chunks, cuts)
 
 
 def _allowed(microbatches: int, ranks: int, chunks: int) -> int:

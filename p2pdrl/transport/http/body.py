@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
 
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web import RequestPayloadError
 
 from p2pdrl.errors import PeerTimeoutError, WireError
-from p2pdrl.transport.auth import MAC_BYTES, PieceMac
+from p2pdrl.transport.auth import PieceMac
 from p2pdrl.transport.framing import Filling, OverlongError, cut, seal, unseal
 
 __all__ = ["BodyReader", "body_chunks"]
@@ -20,22 +19,15 @@ _BROKEN = (ConnectionError, aiohttp.ClientError, RequestPayloadError, HttpProces
 
 
 async def body_chunks(
-    meta: bytes, views: Sequence[memoryview], mac: PieceMac | None
+    meta: bytes, views: Sequence[memoryview], mac: PieceMac
 ) -> AsyncIterator[bytes | memoryview]:
     """Yield a body; the event loop gets its turn after each piece."""
     yield seal(meta, mac)
     for piece in cut(views):
         yield piece
-        if mac is not None:
+        if mac.nbytes:
             yield mac.of(piece)
         await asyncio.sleep(0)
-
-
-class _ByteSource(Protocol):
-    """The part of ``aiohttp.StreamReader`` that is used."""
-
-    async def readany(self) -> bytes:
-        """Return what has arrived, at least one byte; nothing at the end."""
 
 
 class BodyReader:
@@ -44,15 +36,15 @@ class BodyReader:
     All of them raise `PeerTimeoutError` when no byte comes for ``stall_s``.
 
     Args:
-        source: where bytes come from.
-        mac: checks pieces; None without a swarm key.
+        source: where bytes come from; only its ``readany`` is used.
+        mac: checks pieces.
         stall_s: seconds without a byte after which the peer counts as stalled.
 
     Attributes:
         nbytes: body bytes read so far.
     """
 
-    def __init__(self, source: _ByteSource, mac: PieceMac | None, stall_s: float) -> None:
+    def __init__(self, source: aiohttp.StreamReader, mac: PieceMac, stall_s: float) -> None:
         self._source = source
         self._mac = mac
         self._stall_s = stall_s
@@ -65,9 +57,9 @@ class BodyReader:
         Raises:
             WireError: truncated, or not authentic.
         """
-        sealed = bytearray(nbytes + (MAC_BYTES if self._mac is not None else 0))
+        sealed = bytearray(nbytes + self._mac.nbytes)
         async with _Progress(self._stall_s) as progress:
-            await self._fill(Filling(memoryview(sealed), None), progress)
+            await self._fill(Filling(memoryview(sealed)), progress)
         return unseal(bytes(sealed), self._mac, "the metadata")
 
     async def vector_into(self, out: memoryview) -> None:

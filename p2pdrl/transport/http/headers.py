@@ -10,7 +10,6 @@ from p2pdrl.clock import Clock
 from p2pdrl.errors import WireError
 from p2pdrl.ids import PROTOCOL_VERSION, is_node_id
 from p2pdrl.transport.auth import SwarmKeys, format_time, is_nonce, new_nonce, parse_time
-from p2pdrl.transport.framing import seal
 
 __all__ = ["CONTENT_TYPE", "NO_TARGET", "AnswerHead", "Credentials", "RequestHead"]
 
@@ -142,14 +141,14 @@ class AnswerHead:
         cls,
         request: RequestHead,
         sender: str,
-        keys: SwarmKeys | None,
+        keys: SwarmKeys,
         *,
         meta_nbytes: int = 0,
         vector_nbytes: int = 0,
     ) -> AnswerHead:
-        """Return the head of a new answer to ``request``, signed if there are keys."""
+        """Return the head of a new answer to ``request``, signed."""
         head = cls(sender=sender, meta_nbytes=meta_nbytes, vector_nbytes=vector_nbytes, nonce=new_nonce())
-        return head.sign(keys, request.nonce) if keys is not None else head
+        return head.sign(keys, request.nonce)
 
     def _signed(self, request_nonce: str) -> tuple[str, ...]:
         lengths = (str(self.meta_nbytes), str(self.vector_nbytes))
@@ -196,11 +195,11 @@ class Credentials:
     Args:
         node_id: our id, told to peers.
         swarm_id: told to peers.
-        keys: the swarm's keys; None calls without MACs.
+        keys: the swarm's keys.
         clock: wall time for the stamps.
     """
 
-    def __init__(self, node_id: str, swarm_id: str, keys: SwarmKeys | None, clock: Clock) -> None:
+    def __init__(self, node_id: str, swarm_id: str, keys: SwarmKeys, clock: Clock) -> None:
         self._node_id = node_id
         self._swarm_id = swarm_id
         self._clock = clock
@@ -227,11 +226,7 @@ class Credentials:
             time=format_time(self._clock.wall()),
             nonce=new_nonce(),
         )
-        return head.sign(self.keys) if self.keys is not None else head
-
-    def sealed(self, head: RequestHead, meta: bytes) -> bytes:
-        """Return the body of a request that has no vector: its metadata with their MAC."""
-        return seal(meta, self.keys.request_pieces(head.nonce) if self.keys is not None else None)
+        return head.sign(self.keys)
 
     def check(self, answer: AnswerHead, request: RequestHead) -> None:
         """Make sure that an answer is to our request, and of the node that it was for.
@@ -239,7 +234,7 @@ class Credentials:
         Raises:
             WireError: it isn't.
         """
-        if self.keys is not None and not (answer.mac and answer.authentic(self.keys, request.nonce)):
+        if not answer.authentic(self.keys, request.nonce):
             raise WireError("the answer isn't signed with this swarm's key")
         if request.target not in (NO_TARGET, answer.sender):
             raise WireError(f"node {answer.sender} answered in place of {request.target}")

@@ -16,13 +16,14 @@ from p2pdrl.errors import WireError
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.transport.auth import ReplayGuard, SwarmKeys, parse_time
 from p2pdrl.transport.calls import (
+    CALLERS_FAULTS,
     MAX_REASON_CHARS,
     Admission,
     IncomingCall,
     R,
     Routes,
     ServedRoute,
-    errors_refused,
+    refusal_of,
     report_end,
     run_handler,
 )
@@ -51,7 +52,7 @@ class HttpServer:
     Args:
         node_id: our id; requests for others are refused.
         swarm_id: requests of other swarms are refused.
-        keys: the swarm's keys; None accepts requests without a MAC.
+        keys: the swarm's keys.
         clock: time for freshness and rates.
         limits: all bounds.
         counters: written to.
@@ -62,7 +63,7 @@ class HttpServer:
         self,
         node_id: str,
         swarm_id: str,
-        keys: SwarmKeys | None,
+        keys: SwarmKeys,
         *,
         clock: Clock,
         limits: TransportLimits,
@@ -194,16 +195,16 @@ class HttpServer:
     def _check_size(self, request: web.Request, head: RequestHead, route: ServedRoute[R]) -> None:
         route.admit(head.meta_nbytes, head.vector_nbytes)
         announced = request.content_length
-        expected = body_nbytes(head.meta_nbytes, head.vector_nbytes, self._keys is not None)
+        expected = body_nbytes(head.meta_nbytes, head.vector_nbytes, self._keys.mac_nbytes)
         if announced is not None and announced > expected:
             raise Refusal(413, f"Content-Length {announced} is more than the parts' {expected}")
         if announced is not None and announced < expected:
             raise Refusal(400, f"Content-Length {announced} is less than the parts' {expected}")
 
     def _check_proof(self, head: RequestHead) -> None:
-        if self._keys is None:
+        if not self._keys.mac_nbytes:
             return
-        if not head.mac or not head.authentic(self._keys):
+        if not head.authentic(self._keys):
             raise Refusal(401, "the request isn't signed with this swarm's key")
         stale = self._replays.stale(parse_time(head.time) or 0.0)
         if stale is not None:
@@ -220,13 +221,15 @@ class HttpServer:
         Raises:
             Refusal: of the handler, or because of the body.
         """
-        mac = self._keys.request_pieces(head.nonce) if self._keys is not None else None
+        mac = self._keys.request_pieces(head.nonce)
         body = BodyReader(request.content, mac, self._limits.stall_deadline_s)
         try:
-            with errors_refused():
+            try:
                 meta = await body.meta(head.meta_nbytes)
                 if head.vector_nbytes == 0:
                     await body.end()
+            except CALLERS_FAULTS as error:
+                raise refusal_of(error) from error
             incoming = IncomingCall(
                 sender=head.sender,
                 route=route.name,
@@ -260,9 +263,9 @@ class HttpServer:
         answer = AnswerHead.answering(
             head, self._node_id, self._keys, meta_nbytes=meta_nbytes, vector_nbytes=vector_nbytes
         )
-        mac = self._keys.answer_pieces(head.nonce, answer.nonce) if self._keys is not None else None
+        mac = self._keys.answer_pieces(head.nonce, answer.nonce)
         response = web.StreamResponse(headers=answer.to_headers())
-        response.content_length = body_nbytes(meta_nbytes, vector_nbytes, mac is not None)
+        response.content_length = body_nbytes(meta_nbytes, vector_nbytes, mac.nbytes)
         await response.prepare(request)
         async for chunk in body_chunks(reply.meta, views, mac):
             await response.write(chunk)

@@ -106,7 +106,7 @@ class PipeSender:
         sent_number: number of the last message that the kernel took whole.
     """
 
-    def __init__(self, link: PipeLink, mac: PieceMac | None, queued_bytes: int) -> None:
+    def __init__(self, link: PipeLink, mac: PieceMac, queued_bytes: int) -> None:
         self.nbytes = 0
         self.sent_number = 0
         self._link = link
@@ -122,7 +122,7 @@ class PipeSender:
         """Queue a message; see `PipeEnd.send`."""
         views = views_of(vector)
         vector_nbytes = sum(view.nbytes for view in views)
-        nbytes = HEAD_BYTES + body_nbytes(len(meta), vector_nbytes, self._mac is not None)
+        nbytes = HEAD_BYTES + body_nbytes(len(meta), vector_nbytes, self._mac.nbytes)
         with self._lock:
             self._link.check()
             if self._queued_nbytes and self._queued_nbytes + nbytes > self._most_nbytes:
@@ -249,13 +249,13 @@ class PipeReceiver:
         self._turn: Literal["nobody", "caller", "thread"] = "nobody"
         self._left_s = time.monotonic()
         self._parked = False
-        self._wished = False
+        self._wanted = False
         self._ended = False
         self._bound_s = 0.0
-        self._wish, self._wishing = os.pipe()
+        self._woken, self._waker = os.pipe()
         self._anything = select.poll()
         self._anything.register(link.sock, select.POLLIN)
-        self._anything.register(self._wish, select.POLLIN)
+        self._anything.register(self._woken, select.POLLIN)
 
     def receive(self, deadline_s: float) -> PipeMessage:
         """Return the next message; see `PipeEnd.receive`."""
@@ -273,10 +273,10 @@ class PipeReceiver:
     def close(self) -> None:
         """Free what belongs to it, once the link has failed and the thread has ended."""
         with self._one_caller, self._lock:
-            if self._wish >= 0:
-                os.close(self._wish)
-                os.close(self._wishing)
-                self._wish = self._wishing = -1
+            if self._woken >= 0:
+                os.close(self._woken)
+                os.close(self._waker)
+                self._woken = self._waker = -1
 
     def run(self) -> None:
         """Read ahead, in a thread, until the pipe ends."""
@@ -286,7 +286,7 @@ class PipeReceiver:
             except Exception as error:  # noqa: BLE001 - kept for the callers
                 self._end(error)
             with self._lock:
-                self._turn, self._wished, self._left_s = "nobody", False, time.monotonic()
+                self._turn, self._wanted, self._left_s = "nobody", False, time.monotonic()
             self._ahead.put(None)
 
     def wake(self) -> None:
@@ -316,14 +316,14 @@ class PipeReceiver:
             if self._turn == "nobody":
                 self._turn = "caller"
                 return True
-            if not self._wished:
-                self._wished = True
-                os.write(self._wishing, b"!")
+            if not self._wanted:
+                self._wanted = True
+                os.write(self._waker, b"!")
             return False
 
     def _took(self, message: PipeMessage) -> None:
         with self._lock:
-            self._wished = False
+            self._wanted = False
             self._kept_nbytes -= _cost_nbytes(message)
             self._left_s = time.monotonic()
             if self._parked:
@@ -382,11 +382,11 @@ class PipeReceiver:
 
     def _anything_came(self) -> bool:
         """Wait for the next message to begin; return False when a caller waits for it."""
-        while not self._wished:
+        while not self._wanted:
             found = {fd for fd, _ in self._anything.poll()}
-            if self._wish not in found:
+            if self._woken not in found:
                 return True
-            os.read(self._wish, 4096)
+            os.read(self._woken, 4096)
         return False
 
     # Both
@@ -466,7 +466,7 @@ class PipeEnd:
         set_options(sock)
         notice_silence(sock, bounds.silence_s)
         sock.settimeout(None)
-        ours, theirs = map(PieceMac, keys) if keys is not None else (None, None)
+        ours, theirs = map(PieceMac, keys if keys is not None else (None, None))
         self._link = PipeLink(sock)
         self._sender = PipeSender(self._link, ours, bounds.queued_bytes)
         parser = PipeParser(theirs, leftover, into, bounds.vector_bytes)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from p2pdrl.errors import WireError
 from p2pdrl.transport import framing
-from p2pdrl.transport.auth import MAC_BYTES, PieceMac
+from p2pdrl.transport.auth import PieceMac
 from p2pdrl.transport.framing import STAGE_BYTES, Buffer, Filling, UnreadBytes, checked_buffer, unseal
 
 __all__ = [
@@ -94,15 +94,14 @@ class PipeParser:
     """Takes bytes in any portions: `next` until it has no message, then receive into `room`, then `came`.
 
     Args:
-        mac: checks MACs; None without a swarm key.
+        mac: checks MACs.
         first: bytes that were read already, at most 64 KiB.
         into: gives the buffers.
         vector_bytes: longest vector that is accepted.
     """
 
-    def __init__(self, mac: PieceMac | None, first: bytes, into: PipeBuffer, vector_bytes: int) -> None:
+    def __init__(self, mac: PieceMac, first: bytes, into: PipeBuffer, vector_bytes: int) -> None:
         self._mac = mac
-        self._mac_nbytes = MAC_BYTES if mac is not None else 0
         self._into = into
         self._most_nbytes = vector_bytes
         self._stage = UnreadBytes(first, MAX_META_BYTES + STAGE_BYTES)
@@ -169,7 +168,7 @@ class PipeParser:
         self._kind, meta_nbytes, self._vector_nbytes = unpack_head(self._raw, self._number)
         if self._vector_nbytes > self._most_nbytes:
             raise WireError(f"the message announces a vector of {self._vector_nbytes} bytes")
-        self._need = meta_nbytes + self._mac_nbytes
+        self._need = meta_nbytes + self._mac.nbytes
 
     def _read_meta(self) -> None:
         """Take the metadata, and get ready for the vector."""

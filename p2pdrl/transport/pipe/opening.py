@@ -47,25 +47,25 @@ async def open_pipe(upgrader: Upgrader, address: Address, peer_id: str, route: s
     """
     if len(meta) > MAX_PIPE_META_BYTES:
         raise ValueError(f"{len(meta)} bytes of metadata are too many for the request")
-    credentials, keys = upgrader.credentials, upgrader.credentials.keys
-    head = credentials.head(PIPE_PREFIX + check_route(route), peer_id, meta_nbytes=len(meta))
-    body = credentials.sealed(head, meta)
+    keys = upgrader.credentials.keys
+    head = upgrader.credentials.head(PIPE_PREFIX + check_route(route), peer_id, meta_nbytes=len(meta))
+    body = seal(meta, keys.request_pieces(head.nonce))
     async with upgrader.connection(address) as sock:
         answer = await upgrader.ask(sock, address, head, PIPE_UPGRADE, body=body)
         if answer.vector_nbytes or answer.meta_nbytes > MAX_PIPE_META_BYTES:
             raise WireError(f"the answer announces {answer.meta_nbytes} bytes of metadata")
-        mac = keys.answer_pieces(head.nonce, answer.nonce) if keys is not None else None
-        nbytes = body_nbytes(answer.meta_nbytes, 0, mac is not None)
+        mac = keys.answer_pieces(head.nonce, answer.nonce)
+        nbytes = body_nbytes(answer.meta_nbytes, 0, mac.nbytes)
         answered = unseal(await sock.read(nbytes, upgrader.limits.stall_deadline_s), mac, "the answer")
-    pipe_keys = keys.pipe(head.nonce, answer.nonce) if keys is not None else None
     connection, leftover = sock.detach()
-    return Pipe(connection, answer.sender, answered, PipeTicket(pipe_keys, leftover))
+    ticket = PipeTicket(keys.pipe(head.nonce, answer.nonce), leftover)
+    return Pipe(connection, answer.sender, answered, ticket)
 
 
 class PipeServer:
     """Every pipe that peers have opened here, and the routes under which they can."""
 
-    def __init__(self, node_id: str, keys: SwarmKeys | None, limits: TransportLimits) -> None:
+    def __init__(self, node_id: str, keys: SwarmKeys, limits: TransportLimits) -> None:
         self.routes: Routes[PipeReply] = Routes()
         self._node_id = node_id
         self._keys = keys
@@ -124,11 +124,7 @@ class PipeServer:
             ConnectionError: the caller went away, or doesn't read the answer.
         """
         answer = AnswerHead.answering(head, self._node_id, self._keys, meta_nbytes=len(meta))
-        mac, keys = None, None
-        if self._keys is not None:
-            mac = self._keys.answer_pieces(head.nonce, answer.nonce)
-            theirs, ours = self._keys.pipe(head.nonce, answer.nonce)
-            keys = (ours, theirs)
+        mac = self._keys.answer_pieces(head.nonce, answer.nonce)
         raw = switching(PIPE_UPGRADE, answer) + seal(meta, mac)
         sock = StreamSocket(take_over(request))
         try:
@@ -141,5 +137,6 @@ class PipeServer:
             sock.close()
             raise
         connection, leftover = sock.detach()
-        ticket = PipeTicket(keys, leftover)
+        keys = self._keys.pipe(head.nonce, answer.nonce)
+        ticket = PipeTicket(keys[::-1] if keys is not None else None, leftover)
         return Pipe(connection, head.sender, b"", ticket, partial(self._uncount, head.sender))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import WireError
-from p2pdrl.transport.auth import MAC_BYTES, PieceMac
+from p2pdrl.transport.auth import PieceMac
 from p2pdrl.transport.calls import OutgoingCall, refused
 from p2pdrl.transport.framing import HEAD_BYTES, AnswerFrame, CallFrame, Filling, batches, body_nbytes, unseal
 from p2pdrl.transport.http.upgrade import STREAM_PATH, STREAM_UPGRADE, NotOfferedError, Upgrader
@@ -44,7 +44,7 @@ class CallerStream:
         self,
         sock: StreamSocket,
         peer_id: str,
-        macs: tuple[PieceMac | None, PieceMac | None],
+        macs: tuple[PieceMac, PieceMac],
         limits: TransportLimits,
         counters: TrafficCounters,
     ) -> None:
@@ -95,7 +95,7 @@ class CallerStream:
         """Send a call; return whether all of it was taken before the peer spoke."""
         route = call.route.encode()
         first = CallFrame(len(route), len(call.meta), call.vector_nbytes).encode() + route + call.meta
-        nbytes = body_nbytes(len(call.meta), call.vector_nbytes, self._out is not None)
+        nbytes = body_nbytes(len(call.meta), call.vector_nbytes, self._out.nbytes)
         frame_nbytes = HEAD_BYTES + len(route) + nbytes
         before = self._sock.sent_nbytes
         try:
@@ -118,8 +118,7 @@ class CallerStream:
         stall_s = self._limits.stall_deadline_s
         nbytes = 0
         try:
-            mac_nbytes = MAC_BYTES if self._in is not None else 0
-            sealed = await self._sock.read(frame.meta_nbytes + mac_nbytes, stall_s)
+            sealed = await self._sock.read(frame.meta_nbytes + self._in.nbytes, stall_s)
             nbytes += len(sealed)
             meta = unseal(sealed, self._in, "the answer", head)
             if frame.vector_nbytes:
@@ -265,8 +264,7 @@ class StreamClient:
                 self._without.clear()
             self._without[address] = self._clock.monotonic() + self._limits.stream_retry_s
             raise
-        keys = self._upgrader.credentials.keys
-        macs = keys.stream(head.nonce, answer.nonce) if keys is not None else (None, None)
+        macs = self._upgrader.credentials.keys.stream(head.nonce, answer.nonce)
         stream = CallerStream(sock, answer.sender, macs, self._limits, self._counters)
         if self._closed:
             stream.close()

@@ -16,13 +16,14 @@ from aiohttp import web
 
 from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerTimeoutError, WireError
-from p2pdrl.transport.auth import MAC_BYTES, PieceMac, SwarmKeys
+from p2pdrl.transport.auth import PieceMac, SwarmKeys
 from p2pdrl.transport.calls import (
+    CALLERS_FAULTS,
     Admission,
     IncomingCall,
     Routes,
     ServedRoute,
-    errors_refused,
+    refusal_of,
     report_end,
     run_handler,
 )
@@ -83,7 +84,7 @@ class ServedStream:
         sock: socket.socket,
         peer: str,
         remote_host: str,
-        macs: tuple[PieceMac | None, PieceMac | None],
+        macs: tuple[PieceMac, PieceMac],
     ) -> None:
         self.peer = peer
         self.busy = False
@@ -92,7 +93,6 @@ class ServedStream:
         self._clock = shared.clock
         self._remote_host = remote_host
         self._in, self._out = macs
-        self._mac_nbytes = MAC_BYTES if self._in is not None else 0
         self.idle_since_s = self._clock.monotonic()
         self._pace = ConnectionPace(self._limits, self.idle_since_s)
         self._pace.request_ended()
@@ -164,19 +164,21 @@ class ServedStream:
             ConnectionError: the caller went away.
         """
         self._broken = True  # until it is known where this call ends
-        with errors_refused():
+        try:
             frame = CallFrame.decode(raw)
             name = await self._sock.read(frame.route_nbytes, self._limits.stall_deadline_s)
             self._pace.request_started(self._clock.monotonic())
-            self._rest_nbytes = body_nbytes(frame.meta_nbytes, frame.vector_nbytes, self._in is not None)
+            self._rest_nbytes = body_nbytes(frame.meta_nbytes, frame.vector_nbytes, self._in.nbytes)
             self._rest_pieces = 1 + pieces_of(frame.vector_nbytes)
             self._broken = False
             route = self._shared.routes.find(name.decode("ascii", "replace"))
             route.admit(frame.meta_nbytes, frame.vector_nbytes)
             self._broken = True
             meta = await self._meta(raw + name, frame.meta_nbytes)
+        except CALLERS_FAULTS as error:
+            raise refusal_of(error) from error
         self._broken = False
-        self._rest_nbytes -= frame.meta_nbytes + self._mac_nbytes
+        self._rest_nbytes -= frame.meta_nbytes + self._in.nbytes
         self._rest_pieces -= 1
         incoming = IncomingCall(
             sender=self.peer,
@@ -189,7 +191,7 @@ class ServedStream:
         return route, incoming
 
     async def _meta(self, before: bytes, nbytes: int) -> bytes:
-        sealed = await self._sock.read(nbytes + self._mac_nbytes, self._limits.stall_deadline_s)
+        sealed = await self._sock.read(nbytes + self._in.nbytes, self._limits.stall_deadline_s)
         self._shared.counters.received(self.peer, len(sealed))
         try:
             return unseal(sealed, self._in, "the call", before)
@@ -218,7 +220,8 @@ class ServedStream:
         sent = False
         try:
             await self._send(200, reply.meta, views_of(reply.vector))
-            self._sock.check()
+            if reply.on_end is not None:
+                self._sock.check()
             sent = True
         finally:
             report_end(route, reply, sent)
@@ -227,7 +230,7 @@ class ServedStream:
         vector_nbytes = sum(view.nbytes for view in views)
         self._closing = self._closing or self._broken or self._rest_nbytes > _SMALL_REST_BYTES
         first = AnswerFrame(status, len(meta), vector_nbytes, self._closing).encode() + meta
-        nbytes = body_nbytes(len(meta), vector_nbytes, self._out is not None)
+        nbytes = body_nbytes(len(meta), vector_nbytes, self._out.nbytes)
         await self._sock.send(batches(first, views, self._out), nbytes + HEAD_BYTES)
         self._shared.counters.sent(self.peer, nbytes)
 
@@ -249,14 +252,14 @@ class ServedStream:
             count = min(self._rest_nbytes, STAGE_BYTES)
             await self._sock.read(count, self._limits.stall_deadline_s)
             self._rest_nbytes -= count
-            if not self._rest_nbytes and self._in is not None:
+            if not self._rest_nbytes:
                 self._in.skip(self._rest_pieces)
 
 
 class StreamServer:
     """Every stream that peers have opened here."""
 
-    def __init__(self, node_id: str, keys: SwarmKeys | None, shared: Shared) -> None:
+    def __init__(self, node_id: str, keys: SwarmKeys, shared: Shared) -> None:
         self._node_id = node_id
         self._keys = keys
         self._shared = shared
@@ -288,7 +291,7 @@ class StreamServer:
         """
         self._make_room(head.sender)
         answer = AnswerHead.answering(head, self._node_id, self._keys)
-        macs = self._keys.stream(head.nonce, answer.nonce) if self._keys is not None else (None, None)
+        macs = self._keys.stream(head.nonce, answer.nonce)
         stream = ServedStream(self._shared, take_over(request), head.sender, request.remote or "", macs)
         self._streams.setdefault(head.sender, set()).add(stream)
         watched.hand_over(stream)

@@ -144,7 +144,7 @@ class StreamSocket:
         """
         if nbytes > STAGE_BYTES:
             out = bytearray(nbytes)
-            await self.fill(Filling(memoryview(out), None), stall_s)
+            await self.fill(Filling(memoryview(out)), stall_s)
             return bytes(out)
         if len(self._stage) < nbytes:
             self._stage.room(nbytes)

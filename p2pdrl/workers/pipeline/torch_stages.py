@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError, TransportError, WorkerError
-from p2pdrl.pipeline.plan import Meeting, StageOrder, StageSide
+from p2pdrl.pipeline.plan import Rendezvous, StageOrder, StageSide
 from p2pdrl.rl.pipeline.torch_runner import peer_error
 from p2pdrl.transport.pipe.ticket import PipeTicket
 from p2pdrl.workers.pipeline.protocol import Measure, StartStage
@@ -206,7 +206,7 @@ class TorchStages:
         leave()
         self._store = None
 
-    def _found(self, order: StageOrder, meeting: Meeting, say_port: Callable[[int], None]) -> TCPStore:
+    def _found(self, order: StageOrder, meeting: Rendezvous, say_port: Callable[[int], None]) -> TCPStore:
         """Open the store, or connect to it."""
         if order.rank == 0:
             store, self._store_port = open_store([meeting.host], order.timeout_s)
@@ -228,7 +228,7 @@ class TorchStages:
         if self._wanted():
             raise PeerUnreachableError("another order ended the meeting")
 
-    def _meet(self, order: StageOrder, meeting: Meeting, say_port: Callable[[int], None]) -> None:
+    def _meet(self, order: StageOrder, meeting: Rendezvous, say_port: Callable[[int], None]) -> None:
         rank, host, timeout_s = order.rank, meeting.host, order.timeout_s
         with contextlib.ExitStack() as stack:
             store = self._store = self._found(order, meeting, say_port)

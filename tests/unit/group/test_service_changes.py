@@ -126,7 +126,6 @@ async def test_waiting_ends_when_the_group_stops_and_nothing_is_answered_any_mor
         await node.group.stop()
         await node.group.watch()
         node.group.doubt(peer.id, "too late")
-        node.group.poke()
 
 
 async def test_stopping_next_to_a_dead_proposer_takes_a_moment_only():

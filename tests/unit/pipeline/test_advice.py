@@ -7,7 +7,7 @@ import math
 import pytest
 
 from p2pdrl.errors import ConfigError
-from p2pdrl.pipeline.advice import UpdateWork, Wishes, advise, bytes_alone
+from p2pdrl.pipeline.advice import PipelineOptions, UpdateWork, advise, bytes_alone
 from p2pdrl.pipeline.layers import FREE, Layer, Peer, PeerLink
 
 A, B, C = Peer("node a"), Peer("node b"), Peer("node c")
@@ -20,7 +20,7 @@ def blocks(count=4, forward_s=0.1, parameter_bytes=250e3, activation_bytes=20e3)
 
 
 def wishes(*microbatches, **options):
-    return Wishes(**{"schedule": "gpipe", "microbatches": microbatches or (1,)} | options)
+    return PipelineOptions(**{"schedule": "gpipe", "microbatches": microbatches or (1,)} | options)
 
 
 def test_over_links_that_cost_nothing_it_pays():

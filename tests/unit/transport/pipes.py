@@ -73,7 +73,7 @@ class Writer:
     """
 
     def __init__(self, key: bytes | None = THEIRS) -> None:
-        self.mac = PieceMac(key) if key is not None else None
+        self.mac = PieceMac(key)
         self.number = 0
 
     def message(

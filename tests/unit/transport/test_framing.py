@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pdrl.errors import WireError
-from p2pdrl.transport.auth import MAC_BYTES, PieceMac, SwarmKeys
+from p2pdrl.transport.auth import MAC_BYTES, NO_MACS, PieceMac, SwarmKeys
 from p2pdrl.transport.framing import (
     HEAD_BYTES,
     STAGE_BYTES,
@@ -122,7 +122,7 @@ views = st.lists(st.binary(max_size=40), max_size=6)
 
 
 def joined(first: bytes, parts: list[memoryview], keyed: bool) -> bytes:
-    lists = list(batches(first, parts, mac() if keyed else None))
+    lists = list(batches(first, parts, mac() if keyed else NO_MACS))
     assert all(lists)
     return b"".join(bytes(buffer) for batch in lists for buffer in batch)
 
@@ -143,16 +143,16 @@ def test_a_frame_is_its_parts_and_macs(first: bytes, parts: list[bytes], keyed: 
 def test_long_frames_are_cut(sizes: list[int], keyed: bool) -> None:
     rng = np.random.default_rng(5)
     parts = [memoryview(rng.bytes(size)) for size in sizes]
-    lists = list(batches(b"first", parts, mac() if keyed else None))
+    lists = list(batches(b"first", parts, mac() if keyed else NO_MACS))
     assert all(sum(map(len, batch)) <= 2 * PIECE_BYTES for batch in lists)
     assert all(len(batch) <= 64 for batch in lists)
     raw = b"".join(bytes(buffer) for batch in lists for buffer in batch)
-    assert len(raw) == body_nbytes(5, sum(sizes), keyed)
+    assert len(raw) == body_nbytes(5, sum(sizes), MAC_BYTES if keyed else 0)
     out = memoryview(bytearray(sum(sizes)))
     check = mac()
     if keyed:
         assert check.good(b"first", raw[5 : 5 + MAC_BYTES])
-    filling = Filling(out, check if keyed else None)
+    filling = Filling(out, check if keyed else NO_MACS)
     assert filling.copy(memoryview(raw)[5 + (MAC_BYTES if keyed else 0) :]) == filling.taken_nbytes
     assert filling.full
     assert out == b"".join(parts)
@@ -200,7 +200,7 @@ def test_a_buffer_fills_whatever_the_portions(data: st.DataObject) -> None:
     check = mac()
     check.skip(1)
     out = memoryview(bytearray(nbytes))
-    filling = Filling(out, check if keyed else None)
+    filling = Filling(out, check if keyed else NO_MACS)
     for start, end in pairwise([0, *cuts, len(raw)]):
         portion = raw[start:end]
         while portion:  # as a socket would: at most what there is room for

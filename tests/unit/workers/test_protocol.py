@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.errors import WireError
 from p2pdrl.pipeline.layers import Layer
-from p2pdrl.pipeline.plan import Meeting, StageNews, StageOrder
+from p2pdrl.pipeline.plan import Rendezvous, StageNews, StageOrder
 from p2pdrl.pipeline.trace import TraceSpan
 from p2pdrl.transport.pipe.ticket import PipeTicket
 from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, News, StartStage, Trace, Traced
@@ -61,7 +61,7 @@ TO = [
     StartStage(
         ORDER, (("previous", PipeTicket((b"k" * 32, b"q" * 32), b"left")), ("next", PipeTicket(None, b"")))
     ),
-    StartStage(msgspec.structs.replace(ORDER, backend="torch", meeting=Meeting("127.0.0.1", 0))),
+    StartStage(msgspec.structs.replace(ORDER, backend="torch", meeting=Rendezvous("127.0.0.1", 0))),
     Finish(3),
     Measure(4),
     Trace(1, 2.0),

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from p2pdrl.pipeline.plan import Meeting
+from p2pdrl.pipeline.plan import Rendezvous
 from p2pdrl.workers.pipeline.protocol import Finish
 
 from .pipes import joined
@@ -112,12 +112,12 @@ def test_over_torch_distributed(team, killed):
             2,
             generation=generation,
             backend="torch",
-            meeting=Meeting("127.0.0.1", 0),
+            meeting=Rendezvous("127.0.0.1", 0),
             timeout_s=10.0,
         )
         first.order(one, {})
         port = first.news("meeting", "broken").port
-        second.order(msgspec.structs.replace(other, meeting=Meeting("127.0.0.1", port)), {})
+        second.order(msgspec.structs.replace(other, meeting=Rendezvous("127.0.0.1", port)), {})
         assert second.news("copied", "broken").what == "copied"
         if killed:
             break
@@ -145,7 +145,7 @@ def test_another_order_ends_a_wait_inside_torch(team, rank):
     torch_orders = orders(BLOCKS, 2, backend="torch", timeout_s=30.0)
     port = 0
     for member, order in zip(team, torch_orders, strict=True):
-        member.order(msgspec.structs.replace(order, meeting=Meeting("127.0.0.1", port)), {})
+        member.order(msgspec.structs.replace(order, meeting=Rendezvous("127.0.0.1", port)), {})
         port = port or member.news("meeting", "broken").port
     assert team[1].news("copied", "broken").what == "copied"
     team[1 - rank].process.send_signal(signal.SIGSTOP)

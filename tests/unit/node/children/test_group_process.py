@@ -13,12 +13,12 @@ from p2pdrl.config.node import LearnerConfig
 from p2pdrl.errors import ConfigError, TensorError, WireError, WorkerError
 from p2pdrl.node.children import group_process as module
 from p2pdrl.node.children.group_process import GroupProcesses
-from p2pdrl.strategies.allreduce.group_process import GroupSeat, SumOrder
+from p2pdrl.strategies.allreduce.group_process import GroupRank, SumOrder
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.workers.torch_group.protocol import GroupReduced, Host, Hosting, Joined, Reduce, Row
 
 CPU = LearnerConfig(device="cpu")
-SEAT = GroupSeat(0, 2, "127.0.0.1", 4711)
+SEAT = GroupRank(0, 2, "127.0.0.1", 4711)
 SIZE = 5
 
 
@@ -170,7 +170,7 @@ async def test_no_memory_is_told_as_what_the_node_cant_do(monkeypatch):
 async def meet(nodes):
     port = await nodes[0].host(["127.0.0.1"] * (len(nodes) - 1))
     return await asyncio.gather(
-        *(node.join(GroupSeat(rank, len(nodes), "127.0.0.1", port)) for rank, node in enumerate(nodes))
+        *(node.join(GroupRank(rank, len(nodes), "127.0.0.1", port)) for rank, node in enumerate(nodes))
     )
 
 

@@ -24,7 +24,7 @@ class World:
     def meet(self, ranks, timeout_s=TIMEOUT_S, rank=None, ahead=list, others=None):
         import torch
 
-        from p2pdrl.pipeline.plan import Meeting, StageOrder
+        from p2pdrl.pipeline.plan import Rendezvous, StageOrder
         from p2pdrl.workers.pipeline.torch_stages import TorchStages
 
         rank = self.rank if rank is None else rank
@@ -41,7 +41,7 @@ class World:
             idle_timeout_s=timeout_s,
             state_every=1,
             backend="torch",
-            meeting=Meeting("127.0.0.1", port, max(timeout_s, COME_S)),
+            meeting=Rendezvous("127.0.0.1", port, max(timeout_s, COME_S)),
         )
 
         def say(port):

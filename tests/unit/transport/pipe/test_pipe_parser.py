@@ -28,7 +28,7 @@ MOST_NBYTES = 4 * PIECE_BYTES
 
 
 def parser(keyed: bool = True, first: bytes = b"", into: PipeBuffer = anywhere) -> PipeParser:
-    return PipeParser(PieceMac(THEIRS) if keyed else None, first, into, MOST_NBYTES)
+    return PipeParser(PieceMac(THEIRS if keyed else None), first, into, MOST_NBYTES)
 
 
 def feed(made: PipeParser, data: bytes) -> list[PipeMessage]:

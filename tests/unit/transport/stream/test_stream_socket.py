@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from p2pdrl.errors import PeerTimeoutError, WireError
+from p2pdrl.transport.auth import NO_MACS
 from p2pdrl.transport.framing import STAGE_BYTES, Filling, batches
 from p2pdrl.transport.limits import PIECE_BYTES
 from p2pdrl.transport.stream.socket import StreamSocket
@@ -67,11 +68,11 @@ async def test_long_messages_both_ways_at_once(ends: Ends) -> None:
 
     def send(stream: StreamSocket, vector: bytes) -> asyncio.Task[bool]:
         views = [memoryview(vector)[:5000], memoryview(vector)[5000:]]
-        return asyncio.create_task(stream.send(batches(b"head", views, None), 4 + len(vector)))
+        return asyncio.create_task(stream.send(batches(b"head", views, NO_MACS), 4 + len(vector)))
 
     async def take(stream: StreamSocket, out: memoryview) -> None:
         assert await stream.read(4) == b"head"
-        await stream.fill(Filling(out, None), 5.0)
+        await stream.fill(Filling(out), 5.0)
 
     tasks = [send(one, vectors[0]), send(other, vectors[1])]
     await asyncio.gather(take(one, outs[1]), take(other, outs[0]), *tasks)
@@ -91,7 +92,7 @@ async def test_what_came_before_the_end_can_be_read(ends: Ends) -> None:
         with pytest.raises(ConnectionError):
             await other.read(1)
     with pytest.raises(ConnectionError):
-        await other.fill(Filling(memoryview(bytearray(3)), None), 1.0)
+        await other.fill(Filling(memoryview(bytearray(3))), 1.0)
     with pytest.raises(ConnectionError):
         await say(other, b"x")
     with pytest.raises(ConnectionError):
@@ -142,7 +143,7 @@ async def test_a_late_event_of_bytes_that_were_taken_stops_no_sender(ends: Ends)
 
     async def drain() -> None:
         assert await other.read(4, 1.0) == b"call"
-        await other.fill(Filling(memoryview(bytearray(len(vector))), None), 1.0)
+        await other.fill(Filling(memoryview(bytearray(len(vector)))), 1.0)
 
     draining = asyncio.create_task(drain())
     await asyncio.sleep(0)
@@ -150,7 +151,7 @@ async def test_a_late_event_of_bytes_that_were_taken_stops_no_sender(ends: Ends)
     await asyncio.sleep(0)  # the loop has seen that "a" came, and hasn't yet called back
     one.check()
     assert await one.read(1) == b"a"
-    sent = await one.send(batches(b"call", [vector], None), 4 + len(vector), until_answered=True)
+    sent = await one.send(batches(b"call", [vector], NO_MACS), 4 + len(vector), until_answered=True)
     assert sent, "the peer said nothing more"
     await draining
 
@@ -169,7 +170,7 @@ async def test_silence_is_a_timeout_and_bytes_put_it_off(ends: Ends) -> None:
     with pytest.raises(PeerTimeoutError, match="no byte"):
         await one.read(1, 0.02)
     started = asyncio.get_running_loop().time()
-    filling = asyncio.create_task(one.fill(Filling(memoryview(bytearray(6)), None), 0.1))
+    filling = asyncio.create_task(one.fill(Filling(memoryview(bytearray(6))), 0.1))
     for _ in range(5):
         await say(other, b"x")
         await asyncio.sleep(0.04)
@@ -181,7 +182,7 @@ async def test_silence_is_a_timeout_and_bytes_put_it_off(ends: Ends) -> None:
 async def test_a_cancelled_reader_leaves_its_buffer_alone(ends: Ends) -> None:
     one, other = ends
     out = bytearray(10)
-    filling = asyncio.create_task(one.fill(Filling(memoryview(out), None), 5.0))
+    filling = asyncio.create_task(one.fill(Filling(memoryview(out)), 5.0))
     await asyncio.sleep(0)
     filling.cancel()
     await asyncio.gather(filling, return_exceptions=True)

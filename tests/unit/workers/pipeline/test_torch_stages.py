@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from p2pdrl.errors import ConfigError, PeerTimeoutError, PeerUnreachableError
-from p2pdrl.pipeline.plan import Meeting, StageOrder
+from p2pdrl.pipeline.plan import Rendezvous, StageOrder
 from p2pdrl.workers.pipeline import torch_stages
 from p2pdrl.workers.pipeline.protocol import Blocks, Measure
 from p2pdrl.workers.pipeline.torch_stages import TorchStages
@@ -33,7 +33,7 @@ ORDER = StageOrder(
     idle_timeout_s=1.0,
     state_every=1,
     backend="torch",
-    meeting=Meeting("127.0.0.1", 0, 0.3),
+    meeting=Rendezvous("127.0.0.1", 0, 0.3),
 )
 
 
@@ -72,7 +72,7 @@ def test_who_meets_nobody_gives_up_in_time():
 
 def test_where_no_store_is_nobody_waits_for_long():
     with pytest.raises((PeerTimeoutError, PeerUnreachableError)):
-        TorchStages(change(rank=1, meeting=Meeting("127.0.0.1", free_port(), 0.3)), CPU, lambda _: None)
+        TorchStages(change(rank=1, meeting=Rendezvous("127.0.0.1", free_port(), 0.3)), CPU, lambda _: None)
 
 
 def test_a_host_that_is_frozen_is_not_waited_for_forever():
@@ -80,13 +80,13 @@ def test_a_host_that_is_frozen_is_not_waited_for_forever():
         port = listener.getsockname()[1]
         begin_s = time.monotonic()
         with pytest.raises((PeerTimeoutError, PeerUnreachableError)):
-            TorchStages(change(rank=1, meeting=Meeting("127.0.0.1", port, 0.3)), CPU, lambda _: None)
+            TorchStages(change(rank=1, meeting=Rendezvous("127.0.0.1", port, 0.3)), CPU, lambda _: None)
         assert time.monotonic() - begin_s < 5.0
 
 
 def test_addresses_that_do_not_exist_are_told():
     with pytest.raises(PeerUnreachableError, match="can't be connected"):
-        TorchStages(change(meeting=Meeting("no such host", 0, 0.3)), CPU, lambda _: None)
+        TorchStages(change(meeting=Rendezvous("no such host", 0, 0.3)), CPU, lambda _: None)
 
 
 def test_only_who_knows_the_word_becomes_a_neighbour():
@@ -135,7 +135,7 @@ def test_an_order_ends_a_meeting_and_so_does_a_question():
     member, blocks = team.head, team.blocks
     for generation, message in ((1, Measure(4)), (2, None)):
         first = orders(blocks, 2, generation=generation, backend="torch", timeout_s=30.0)[0]
-        member.order(msgspec.structs.replace(first, meeting=Meeting("127.0.0.1", 0)), {})
+        member.order(msgspec.structs.replace(first, meeting=Rendezvous("127.0.0.1", 0)), {})
         assert member.news("meeting", "broken").what == "meeting"
         began_s = time.monotonic()
         if message is None:
