@@ -58,7 +58,7 @@ class LoopLagMonitor:
 
     def __init__(
         self,
-        interval_s: float = 0.1,
+        interval_s: float = 0.2,
         window_s: float = 60.0,
         *,
         on_sample: Callable[[float], None] | None = None,

@@ -84,9 +84,10 @@ class HogwildWorker:
         return None if self._link is None else self._link.pid
 
     def tell(self, message: News) -> None:
-        """Send a message to the worker, and to each that replaces it."""
+        """Send a message to the worker, unless it was the last of its kind, and to each that replaces it."""
+        news = self.told.get(type(message)) != message
         self.told[type(message)] = message
-        if self._conversing and self._link is not None:
+        if news and self._conversing and self._link is not None:
             self._link.tell(message)
 
     def stop(self) -> bool:

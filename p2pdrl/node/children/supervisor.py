@@ -349,9 +349,10 @@ class LearnerSupervisor:
             await asyncio.shield(self._task)
 
     def tell(self, message: LearnerPace | Progress | Others) -> None:
-        """Send a message to the learner, and to each that replaces it."""
+        """Send a message to the learner, unless it was the last of its kind, and to each that replaces it."""
+        news = self.told.get(type(message)) != message
         self.told[type(message)] = message
-        if self._link is not None:
+        if news and self._link is not None:
             self._link.tell(message)
 
     def work(self, learner_mode: LearnerMode, epoch: int) -> None:

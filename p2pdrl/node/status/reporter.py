@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import psutil
@@ -121,6 +121,7 @@ class StatusReporter:
     def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._seq = 0
+        self._processes: dict[int, psutil.Process] = {}
 
     # --- of this node ---------------------------------------------------------------------------
 
@@ -142,7 +143,10 @@ class StatusReporter:
         children: tuple[int, ...] = () if learner is None else (learner,)
         if training is not None and training.actors is not None:
             children += training.actors.pids
-        return sum(_rss_bytes(pid) for pid in (os.getpid(), *children))
+        pids = (os.getpid(), *children)
+        # Kept, as making one reads more of /proc than asking it does.
+        self._processes = {pid: found for pid in pids if (found := self._processes.get(pid) or _process(pid))}
+        return sum(_rss_bytes(process) for process in self._processes.values())
 
     def health(self) -> tuple[bool, list[str]]:
         """Whether this node is well, and why not."""
@@ -315,10 +319,11 @@ class StatusReporter:
         return sorted(alive, key=self._donor_rank)
 
     def living_reports(self) -> list[PeerReport] | None:
-        """Our own report and those of all living members; None while one is unheard of."""
+        """Our own newest report and those of all living members; None while one is unheard of."""
         alive = self._context.alive()
         reports = self._reports(alive)
-        return [self.report(), *reports] if len(reports) == len(alive) else None
+        mine = self._reports([self._context.node_id]) or [self.report()]
+        return [*mine, *reports] if len(reports) == len(alive) else None
 
     def mode(self) -> dict[str, object]:
         """The document of ``/v1/mode``."""
@@ -398,7 +403,7 @@ class StatusReporter:
         reasons = [] if member.state == "alive" else [f"{member.state}: {member.state_reason}"]
         return reasons + (list(report.reasons) if report is not None and member.state == "alive" else [])
 
-    def _reports(self, ids: dict[str, Any]) -> list[PeerReport]:
+    def _reports(self, ids: Iterable[str]) -> list[PeerReport]:
         gossip = self._context.gossip
         if gossip is None:
             return []
@@ -407,7 +412,7 @@ class StatusReporter:
         return [entry[0] for entry in found if entry is not None]
 
     def _donor_rank(self, node: str) -> tuple[bool, bool, int, str]:
-        reports = self._reports({node: None})
+        reports = self._reports([node])
         if not reports:
             return (True, True, 0, node)
         report = reports[0]
@@ -457,8 +462,15 @@ class StatusReporter:
         return lambda node: names.get(node) or short(node)
 
 
-def _rss_bytes(pid: int) -> int:
+def _process(pid: int) -> psutil.Process | None:
     try:
-        return int(psutil.Process(pid).memory_info().rss)
+        return psutil.Process(pid)
+    except (psutil.Error, OSError):
+        return None
+
+
+def _rss_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
     except (psutil.Error, OSError):
         return 0
