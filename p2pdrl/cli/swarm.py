@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from p2pdrl.cli.formats import as_number, clean
-from p2pdrl.cli.options import config_options, json_option
+from p2pdrl.cli.options import as_arguments, config_options, json_option
 from p2pdrl.errors import StorageError, WorkerError
 
 if TYPE_CHECKING:
@@ -113,12 +113,7 @@ def _node_arguments(
     if options["swarm_key_file"] is None:
         # A name of its own: no other swarm on this machine is joined by accident.
         arguments += ["--swarm", f"up-{secrets.token_hex(4)}"]
-    for name, value in options.items():
-        if value is True:
-            arguments.append(f"--{name.replace('_', '-')}")
-        elif value:
-            arguments += [f"--{name.replace('_', '-')}", str(value)]
-    return arguments
+    return arguments + as_arguments(options)
 
 
 @contextmanager
