@@ -294,8 +294,8 @@ async def test_the_view_before_and_after_the_parts_are_there(figures, full, even
     assert b"p2pdrl_" in view.metrics()
     assert view.events() is events
     for swarm in (False, True):
-        await view.pause(swarm)
-        await view.resume(swarm)
+        await view.pause(paused=True, swarm=swarm)
+        await view.pause(paused=False, swarm=swarm)
     assert held == [("node", True), ("node", False), ("swarm", True), ("swarm", False)]
     await view.leave()
     assert left == ["asked to"]
