@@ -70,7 +70,6 @@ from p2pdrl.membership.messages import (
 )
 from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.membership.records import (
-    AddressPolicy,
     BadRecordError,
     Incarnation,
     MemberRecord,
@@ -78,6 +77,7 @@ from p2pdrl.membership.records import (
     Suspicion,
     SwarmRecord,
     Verifier,
+    refuse_address,
     sign_member,
     sign_suspicion,
 )
@@ -237,14 +237,9 @@ class Membership:
     """One node's view of the swarm and its part in keeping everybody's.
 
     Args:
-        config: the protocol's constants.
-        signer: signs in our name.
-        verifier: checks what others signed.
         record: our own record (`own_record`), unsigned.
-        rng: every random choice.
         wall: seconds since the Unix epoch, to refuse incarnations from the future.
         now: monotonic time, seconds.
-        policy: judges addresses that others claim.
 
     Attributes:
         me: our own signed record.
@@ -262,12 +257,10 @@ class Membership:
         rng: random.Random,
         wall: Callable[[], float],
         now: float,
-        policy: AddressPolicy | None = None,
     ) -> None:
         self.config = config
         self.signer = signer
         self.verifier = verifier
-        self._policy = policy or AddressPolicy()
         self.rng = rng
         self.wall = wall
         self.now = now
@@ -505,7 +498,7 @@ class Membership:
             if not (says_left and record.incarnation == held.record.incarnation):
                 return
         self.verifier.check_member(record, self.wall())
-        refusal = None if record.state == "left" else self._policy.refuse(record.address, told_by)
+        refusal = None if record.state == "left" else refuse_address(record.address, told_by)
         if refusal is not None:
             raise BadRecordError(400, refusal)
         if held is None:
@@ -764,10 +757,6 @@ class Membership:
         return any(
             member.record.id == node_id or member.record.address == address for member in self.table.living
         )
-
-    def refuses_address(self, address: str, told_by: str) -> bool:
-        """True for an address that must not be dialled on the word of ``told_by``."""
-        return self._policy.refuse(address, told_by) is not None
 
     # What drives it
 
@@ -1435,7 +1424,6 @@ def open_core(
     rng: random.Random,
     known: KnownMembers,
     tags: dict[str, str] | None = None,
-    policy: AddressPolicy | None = None,
 ) -> Membership:
     """Make the core of a node that starts now, with a boot id greater than any before."""
     boot_ms = known.next_boot_ms(clock.wall(), config.future_s)
@@ -1447,5 +1435,4 @@ def open_core(
         rng=rng,
         wall=clock.wall,
         now=clock.monotonic(),
-        policy=policy,
     )

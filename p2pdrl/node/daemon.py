@@ -208,7 +208,7 @@ class Node:
             jobs.append(group.create_task(context.gossip.run(), name="gossip"))
             memory = await self._memory.read()
             origin = await self._admission.find_swarm(
-                context.membership, context.address, remembers=opened.remembers, memory=memory
+                context.membership.joiner, context.address, remembers=opened.remembers, memory=memory
             )
             training = self._make_training(origin.task)
             stack.callback(training.close)
