@@ -10,16 +10,12 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Literal
 
+from p2pdrl.api.protocol import Event
 from p2pdrl.clock import Clock
-from p2pdrl.telemetry.logging import get_logger
+from p2pdrl.telemetry.logging import Level, get_logger
 
-__all__ = ["Event", "EventLog", "Level"]
-
-Event = dict[str, object]
-"""``seq`` (grows by one), ``time`` (seconds since the Unix epoch), ``kind``, ``text``, and more."""
-Level = Literal["debug", "info", "warning", "error"]
+__all__ = ["EventLog"]
 
 LOST = "events-lost"
 """Kind of the last event in the queue of a reader that was dropped; it never is in the log."""

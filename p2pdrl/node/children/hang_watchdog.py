@@ -60,12 +60,10 @@ class StageOrders(Protocol):
     @property
     def order(self) -> StageOrder | None:
         """The order in force."""
-        ...
 
     @property
     def unanswered(self) -> bool:
         """Whether it is in force, and the learner hasn't answered it."""
-        ...
 
 
 class HangWatchdog:

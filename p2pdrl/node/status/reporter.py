@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
 import psutil
 
 import p2pdrl
@@ -95,9 +96,7 @@ def _name(context: NodeContext, node: str) -> str:
     return short(node) if name == node else name
 
 
-PLACE_FIELDS = ("role", "stage", "bubble")
-"""What a node does in its group."""
-REPORT_FIELDS = (
+FIGURES = (
     "policy_version",
     "env_steps",
     "steps_per_s",
@@ -108,11 +107,11 @@ REPORT_FIELDS = (
     "consensus_distance",
     "loop_lag_s",
     "rss_bytes",
-    "device",
-    "learner_restarts",
-    "strategy",
-    *PLACE_FIELDS,
+    "role",
+    "stage",
+    "bubble",
 )
+"""Fields of a report that ``/v1/status`` and each row of ``/v1/peers`` show under the same names."""
 
 
 class StatusReporter:
@@ -161,12 +160,11 @@ class StatusReporter:
             reported_s = learner.reported_s
             wanted = context.state == "training"
             due = wanted and pipeline.trains(training)
+            last_death = learner.restart_policy.last_death
             inputs |= {
                 "learner_down_s": learner.down_s if wanted else None,
                 "learner_restarts_in_a_row": learner.failures,
-                "learner_death": ""
-                if learner.restart_policy.last_death is None
-                else learner.restart_policy.last_death.how,
+                "learner_death": "" if last_death is None else last_death.how,
                 "learner_stopped_s": learner.stopped_s,
                 "progress_age_s": None if not due or reported_s is None else now_s - reported_s,
                 "quarantined": tuple(self.namer()(peer) for peer in training.swarm.quarantine.held(now_s)),
@@ -259,29 +257,20 @@ class StatusReporter:
             "lineage": report.lineage,
             "state": context.state,
             "members": context.member_counts(),
-            "policy_version": report.policy_version,
-            "env_steps": report.env_steps,
             "swarm_env_steps": context.progress_tracker.total().env_steps,
-            "steps_per_s": report.steps_per_s,
             "swarm_steps_per_s": sum(one.steps_per_s for one in alive),
-            "mean_return": report.mean_return,
             "episodes": report.episodes,
-            "episodes_in_window": report.episodes_in_window,
             "updates": report.updates,
-            "consensus_distance": report.consensus_distance,
-            "loop_lag_s": report.loop_lag_s,
-            "rss_bytes": report.rss_bytes,
-            "bytes_in": report.bytes_in,
-            "bytes_out": report.bytes_out,
+            **{name: getattr(report, name) for name in FIGURES},
             "exchanges": {} if training is None else training.outcomes,
             "accounting": self.accounting(),
             "trains": report.at_work,
             "collects": report.trains,
-            **{name: getattr(report, name) for name in PLACE_FIELDS},
             "pipeline": None if training is None else pipeline.pipeline_document(training),
             "learner": self._learner(),
             "actors": [] if training is None or training.actors is None else training.actors.figures(),
-            "stop": {"reached": context.halted is not None, "reason": context.halted} | self._stop_config(),
+            "stop": {"reached": context.halted is not None, "reason": context.halted}
+            | ({} if training is None else msgspec.structs.asdict(training.stop_config)),
             "healthy": report.healthy,
             "reasons": list(report.reasons),
             "uptime_s": context.clock.monotonic() - context.began_s,
@@ -386,7 +375,8 @@ class StatusReporter:
             "roles": list(roles_in(member.tags)),
         }
         report, age_s = found if found is not None else (None, None)
-        row |= {name: getattr(report, name, None) for name in REPORT_FIELDS}
+        shown = (*FIGURES, "device", "learner_restarts", "strategy")
+        row |= {name: getattr(report, name, None) for name in shown}
         row["report_age_s"] = age_s
         row["healthy"] = member.state == "alive" and (report is None or report.healthy)
         row["reasons"] = self._reasons(member, report)
@@ -442,18 +432,6 @@ class StatusReporter:
             else {"how": last.how, "code": last.code, "error": last.document},
             "device": learner.device,
             "metrics": learner.metrics,
-        }
-
-    def _stop_config(self) -> dict[str, object]:
-        training = self._context.training
-        if training is None:
-            return {}
-        config = training.stop_config
-        return {
-            "env_steps": config.env_steps,
-            "time_s": config.time_s,
-            "mean_return": config.mean_return,
-            "window": config.window,
         }
 
     def namer(self) -> Callable[[str], str]:
