@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 __all__ = ["Event", "EventSource", "NodeView"]
 
-Event = dict[str, object]
+Event = dict[str, Any]
 """``seq`` (int, grows by one), ``time`` (seconds since the Unix epoch), ``kind``, ``text``, and more."""
 
 

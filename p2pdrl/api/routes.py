@@ -27,7 +27,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from p2pdrl.api.answers import ApiRefusal, Handler, answers_errors, json_answer
-from p2pdrl.api.auth import Access, AccessGuard, is_loopback
+from p2pdrl.api.auth import Access, AccessGuard, from_this_machine
 from p2pdrl.api.page import load_page
 from p2pdrl.api.protocol import NodeView
 from p2pdrl.api.sse import EventStreams
@@ -96,7 +96,7 @@ class _Routes:
         self._node = node
 
     async def healthz(self, request: web.Request) -> web.Response:
-        more = {"data_dir": self._node.data_dir} if is_loopback(request) else {}
+        more = {"data_dir": self._node.data_dir} if from_this_machine(request) else {}
         return _verdict(*self._node.health(), protocol=PROTOCOL_VERSION, **more)
 
     async def readyz(self, _request: web.Request) -> web.Response:

@@ -62,7 +62,7 @@ class EventLog:
 
     def since(self, seq: int) -> list[Event]:
         """Events numbered above ``seq`` that are still remembered, oldest first."""
-        return [event for event in self._events if self._seq_of(event) > seq]
+        return [event for event in self._events if event["seq"] > seq]
 
     @asynccontextmanager
     async def subscribe(self) -> AsyncIterator[asyncio.Queue[Event]]:
@@ -96,8 +96,3 @@ class EventLog:
                 "last_lost": lost["seq"],
             }
         )
-
-    @staticmethod
-    def _seq_of(event: Event) -> int:
-        seq = event["seq"]
-        return seq if isinstance(seq, int) else 0
