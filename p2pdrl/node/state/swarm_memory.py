@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from p2pdrl.atomic import remove_leftovers, storage_error, write_atomic
 from p2pdrl.config.mode import mode_words
 from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.config.task import StopConfig, TaskConfig
@@ -24,7 +25,6 @@ from p2pdrl.node import settings
 from p2pdrl.node.bootstrap.joining import SwarmOrigin
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.settings import ModeSetting, StopSetting
-from p2pdrl.node.state.atomic import remove_leftovers, storage_error, write_atomic
 from p2pdrl.node.state.checkpoints import Checkpoint
 from p2pdrl.node.training import Training
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 import p2pdrl
+from p2pdrl.atomic import storage_error, write_atomic
 from p2pdrl.node.context import NodeContext
-from p2pdrl.node.state.atomic import storage_error, write_atomic
 from p2pdrl.node.status.pipeline import pipeline_document
 from p2pdrl.node.status.reporter import StatusReporter
 from p2pdrl.strategies.protocol import RoundReport
