@@ -89,14 +89,14 @@ def up(
     Ctrl-C makes them leave properly; a second one ends them at once. The exit code is 0 only if every
     node's was.
     """  # fmt: skip
-    from p2pdrl.cli.fleet import Fleet, ReservedPorts
+    from p2pdrl.cli.fleet import Fleet, reserved_ports
     from p2pdrl.config.loader import resolve
 
     resolve(files=files, sets=sets, environ=os.environ)  # a bad one fails before anything starts
     arguments = _node_arguments(files, sets, ends, options)
     # In this order: ports are let go after the nodes ended, and the folder last.
-    with _folder(data_root) as folder, ReservedPorts(count, base_port) as reserved:
-        with Fleet(folder, reserved.ports, arguments) as fleet:
+    with _folder(data_root) as folder, reserved_ports(count, base_port) as ports:
+        with Fleet(folder, ports, arguments) as fleet:
             run = _Run(fleet)
             run.until_all_ended()
         run.print_result(as_json)

@@ -22,6 +22,7 @@ from p2pdrl.config.task import StopConfig, TaskConfig
 from p2pdrl.errors import StorageError
 from p2pdrl.membership.records import BadRecordError, SwarmRecord
 from p2pdrl.node import settings
+from p2pdrl.node.background import set_within
 from p2pdrl.node.bootstrap.joining import SwarmOrigin
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.settings import ModeSetting, StopSetting
@@ -82,11 +83,7 @@ class SwarmMemory:
         while True:
             await self.write(training)
             self._changed.clear()
-            try:
-                async with asyncio.timeout(WRITE_EVERY_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
+            await set_within(self._changed, WRITE_EVERY_S)
 
     async def write(self, training: Training) -> None:
         """Replace the file, whole or not at all; a disk that doesn't take it is told of once."""

@@ -316,9 +316,7 @@ class StatusReporter:
 
     def mode(self) -> dict[str, object]:
         """The document of ``/v1/mode``."""
-        alive = {
-            m.id: m.name for m in self._context.membership.members() if m.state == "alive" and not m.is_self
-        }
+        alive = {member.id: member.name for member in self._context.others_alive()}
         heard = {report.id: report for report in self._reports(alive)}
         others = [
             (name, heard.get(node)) for node, name in sorted(alive.items(), key=lambda item: item[::-1])
