@@ -14,13 +14,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 try:
     import click
 
-    from p2pdrl.cli.health import problems
+    from p2pdrl.cli.formats import age, as_number, clean
     from p2pdrl.cli.main import run_command
     from p2pdrl.cli.options import Target, split_addresses
     from p2pdrl.cli.tables import ADDRESSES, console, members_table
@@ -31,6 +32,39 @@ except ModuleNotFoundError as error:
     if not own.exists() or Path(sys.executable) == own:
         sys.exit(f"peer_health: {error}: install p2pdrl, or run `make venv` first")
     os.execv(own, [str(own), *sys.argv])
+
+
+MAX_REPORT_AGE_S = 60.0
+"""A member whose numbers are older than this is only known to be alive, not to be well."""
+
+
+def problems(members: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line per member that is unwell: who, and why.
+
+    A member that has left is not unwell; one that is suspect or dead is.
+    """
+    lines = []
+    for member in members:
+        if reasons := _reasons(member):
+            who = f"{clean(member.get('name', '?'), 64)} at {clean(member.get('address', '?'), 64)}"
+            lines.append(f"{who}: {'; '.join(clean(reason) for reason in reasons)}")
+    return lines
+
+
+def _reasons(member: Mapping[str, Any]) -> list[str]:
+    state = member.get("state")
+    if state == "left":
+        return []
+    if state != "alive":
+        why = member.get("state_reason")
+        return [f"{state} ({why})" if why else str(state)]
+    reasons = [str(reason) for reason in member.get("reasons") or []]
+    if member.get("healthy") is False and not reasons:
+        reasons.append("says that it is unwell")
+    old_s = as_number(member.get("report_age_s"))
+    if not member.get("self") and (old_s is None or old_s > MAX_REPORT_AGE_S):
+        reasons.append("has sent no numbers yet" if old_s is None else f"its numbers are {age(old_s)} old")
+    return reasons
 
 
 def ask(addresses: list[str], key_file: str | None, timeout_s: float) -> tuple[str, list[dict[str, Any]]]:

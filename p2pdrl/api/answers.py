@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from p2pdrl.errors import P2PDRLError
+from p2pdrl.errors import ConfigError, P2PDRLError
 
 __all__ = ["ApiRefusal", "Handler", "answers_errors", "error_answer", "json_answer"]
 
@@ -53,6 +53,6 @@ def answers_errors(handler: Handler) -> Handler:
         except ApiRefusal as refusal:
             return error_answer(refusal.status, refusal.reason, refusal.headers)
         except P2PDRLError as error:
-            return error_answer(503, str(error))
+            return error_answer(400 if isinstance(error, ConfigError) else 503, str(error))
 
     return wrapped

@@ -22,7 +22,6 @@ from __future__ import annotations
 import hmac
 import re
 from enum import Enum
-from ipaddress import ip_address
 
 from aiohttp import web
 
@@ -30,8 +29,9 @@ from p2pdrl.api.answers import ApiRefusal, Handler, answers_errors, json_answer
 from p2pdrl.api.protocol import NodeView
 from p2pdrl.clock import Clock
 from p2pdrl.transport.auth import ReplayGuard, is_nonce, new_nonce, parse_time, prove_target, verify_api
+from p2pdrl.transport.dial import is_loopback
 
-__all__ = ["MAC_HEADERS", "Access", "AccessGuard", "is_loopback"]
+__all__ = ["MAC_HEADERS", "Access", "AccessGuard", "from_this_machine"]
 
 MAC_HEADERS = ("P2PDRL-Time", "P2PDRL-Nonce", "P2PDRL-Mac")
 """The headers of a signed request: wall time, nonce, `p2pdrl.transport.auth.sign_api` over both."""
@@ -139,16 +139,10 @@ class AccessGuard:
         return [token] if swarm_key is None else [token, swarm_key]
 
 
-def is_loopback(request: web.Request) -> bool:
+def from_this_machine(request: web.Request) -> bool:
     """Whether the request comes from this machine, and not through a proxy on it."""
-    if "X-Forwarded-For" in request.headers or "Forwarded" in request.headers:
-        return False
-    try:
-        address = ip_address((request.remote or "").partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+    proxied = "X-Forwarded-For" in request.headers or "Forwarded" in request.headers
+    return not proxied and is_loopback(request.remote or "")
 
 
 def _refuse_body(request: web.Request) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 __all__ = ["Event", "EventSource", "NodeView"]
 
-Event = dict[str, object]
+Event = dict[str, Any]
 """``seq`` (int, grows by one), ``time`` (seconds since the Unix epoch), ``kind``, ``text``, and more."""
 
 
@@ -75,11 +75,8 @@ class NodeView(Protocol):
     async def leave(self) -> None:
         """Begin to leave the swarm and end the process; returns before that is done."""
 
-    async def pause(self, swarm: bool) -> None:
-        """Stop training, here or in the whole swarm; membership goes on."""
-
-    async def resume(self, swarm: bool) -> None:
-        """Undo `pause`."""
+    async def pause(self, *, paused: bool, swarm: bool) -> None:
+        """Stop training, or go on, here or in the whole swarm; membership goes on."""
 
     async def checkpoint(self) -> str:
         """Write a checkpoint now and return its path.

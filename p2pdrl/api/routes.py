@@ -21,18 +21,19 @@ Called once by the daemon. Host and Origin are checked before, by the transport'
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import functools
+from collections.abc import Callable
 
 from aiohttp import web
 
 from p2pdrl.api.answers import ApiRefusal, Handler, answers_errors, json_answer
-from p2pdrl.api.auth import Access, AccessGuard, is_loopback
+from p2pdrl.api.auth import Access, AccessGuard, from_this_machine
 from p2pdrl.api.page import load_page
 from p2pdrl.api.protocol import NodeView
 from p2pdrl.api.sse import EventStreams
 from p2pdrl.clock import Clock, SystemClock
-from p2pdrl.errors import ConfigError
 from p2pdrl.ids import PROTOCOL_VERSION
+from p2pdrl.telemetry.metrics import CONTENT_TYPE
 
 __all__ = ["mount"]
 
@@ -49,31 +50,31 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
     """Add every route of ``node``'s API to ``app``, which isn't started yet."""
     access_guard = AccessGuard(node, clock or SystemClock())
     streams = EventStreams(node.events())
-    views, actions = _Views(node), _Actions(node)
+    routes = _Routes(node)
     table: list[Route] = [
         ("GET", "/", Access.OPEN, load_page().handle),
-        ("GET", "/healthz", Access.OPEN, views.healthz),
-        ("GET", "/readyz", Access.READ, views.readyz),
+        ("GET", "/healthz", Access.OPEN, routes.healthz),
+        ("GET", "/readyz", Access.READ, routes.readyz),
         ("GET", "/v1/target", Access.OPEN, access_guard.target),
-        ("GET", "/metrics", Access.METRICS, views.metrics),
+        ("GET", "/metrics", Access.METRICS, routes.metrics),
         ("GET", "/v1/status", Access.READ, _shows(node.status)),
         ("GET", "/v1/peers", Access.READ, _shows(node.peers)),
         ("GET", "/v1/config", Access.READ, _shows(node.config)),
         ("GET", "/v1/mode", Access.READ, _shows(node.mode)),
         ("GET", "/v1/rounds", Access.READ, _shows(node.rounds)),
-        ("GET", "/v1/pipeline/trace", Access.READ, views.trace),
+        ("GET", "/v1/pipeline/trace", Access.READ, routes.trace),
         ("GET", "/v1/events", Access.READ, streams.handle),
-        ("GET", "/v1/checkpoint", Access.READ, views.export),
-        ("POST", "/v1/checkpoint", Access.CHANGE, actions.checkpoint),
-        ("POST", "/v1/pause", Access.CHANGE, actions.pause),
-        ("POST", "/v1/resume", Access.CHANGE, actions.resume),
-        ("POST", "/v1/mode", Access.CHANGE, actions.mode),
-        ("POST", "/v1/leave", Access.CHANGE, actions.leave),
+        ("GET", "/v1/checkpoint", Access.READ, routes.export),
+        ("POST", "/v1/checkpoint", Access.CHANGE, routes.checkpoint),
+        ("POST", "/v1/pause", Access.CHANGE, functools.partial(routes.pause, True)),
+        ("POST", "/v1/resume", Access.CHANGE, functools.partial(routes.pause, False)),
+        ("POST", "/v1/mode", Access.CHANGE, routes.mode),
+        ("POST", "/v1/leave", Access.CHANGE, routes.leave),
     ]
     for method, path, access, handler in table:
         add = app.router.add_get if method == "GET" else app.router.add_post
         add(path, access_guard.guard(access, handler))
-    app.router.add_route("*", "/v1/{rest:.*}", answers_errors(_Unknown(table).handle))
+    app.router.add_route("*", "/v1/{rest:.*}", answers_errors(_unknown(table)))
     app.on_shutdown.append(streams.close)
 
 
@@ -84,26 +85,25 @@ def _shows(read: Callable[[], object]) -> Handler:
     return handle
 
 
-class _Views:
-    """Routes that only look."""
+def _verdict(ok: bool, reasons: list[str], /, **more: object) -> web.Response:
+    return json_answer({"ok": ok, "reasons": reasons, **more}, status=200 if ok else 503)
+
+
+class _Routes:
+    """Handlers of one node; those that change something answer ``{"ok": true, …}``."""
 
     def __init__(self, node: NodeView) -> None:
         self._node = node
 
     async def healthz(self, request: web.Request) -> web.Response:
-        ok, reasons = self._node.health()
-        content: dict[str, object] = {"ok": ok, "reasons": reasons, "protocol": PROTOCOL_VERSION}
-        if is_loopback(request):
-            content["data_dir"] = self._node.data_dir
-        return json_answer(content, status=200 if ok else 503)
+        more = {"data_dir": self._node.data_dir} if from_this_machine(request) else {}
+        return _verdict(*self._node.health(), protocol=PROTOCOL_VERSION, **more)
 
     async def readyz(self, _request: web.Request) -> web.Response:
-        ok, reasons = self._node.ready()
-        return json_answer({"ok": ok, "reasons": reasons}, status=200 if ok else 503)
+        return _verdict(*self._node.ready())
 
     async def metrics(self, _request: web.Request) -> web.Response:
-        kind = "text/plain; version=0.0.4; charset=utf-8"
-        return web.Response(body=self._node.metrics(), headers={"Content-Type": kind})
+        return web.Response(body=self._node.metrics(), headers={"Content-Type": CONTENT_TYPE})
 
     async def trace(self, request: web.Request) -> web.Response:
         try:
@@ -112,10 +112,7 @@ class _Views:
             seconds = 0.0
         if not 0 < seconds <= _LONGEST_TRACE_S:
             raise ApiRefusal(400, f"seconds must be a number up to {_LONGEST_TRACE_S:g}, and not 0")
-        try:
-            return json_answer(await self._node.trace(seconds))
-        except ConfigError as error:
-            raise ApiRefusal(400, str(error)) from error
+        return json_answer(await self._node.trace(seconds))
 
     async def export(self, request: web.Request) -> web.StreamResponse:
         """The current parameters as a file."""
@@ -134,13 +131,6 @@ class _Views:
         await response.write_eof()
         return response
 
-
-class _Actions:
-    """Routes that change something; each answers ``{"ok": true, …}``."""
-
-    def __init__(self, node: NodeView) -> None:
-        self._node = node
-
     async def leave(self, _request: web.Request) -> web.Response:
         await self._node.leave()
         return json_answer({"ok": True, "state": "leaving"}, status=202)
@@ -156,37 +146,23 @@ class _Actions:
         modes, sets = given.getall("mode", []), given.getall("set", [])
         if len(modes) != 1 or len(sets) > _MAX_SETS:
             raise ApiRefusal(400, f"this route takes one mode, and at most {_MAX_SETS} times set=KEY=VALUE")
-        try:
-            done = await self._node.set_mode(modes[0], sets)
-        except ConfigError as error:
-            raise ApiRefusal(400, str(error)) from error
-        return json_answer({"ok": True, **done})
+        return json_answer({"ok": True, **await self._node.set_mode(modes[0], sets)})
 
-    async def pause(self, request: web.Request) -> web.Response:
-        return await self._scoped(request, self._node.pause)
-
-    async def resume(self, request: web.Request) -> web.Response:
-        return await self._scoped(request, self._node.resume)
-
-    async def _scoped(self, request: web.Request, act: Callable[[bool], Awaitable[None]]) -> web.Response:
+    async def pause(self, paused: bool, request: web.Request) -> web.Response:
         scope = request.query.get("scope", "node")
         if scope not in {"node", "swarm"}:
             raise ApiRefusal(400, "scope must be node or swarm")
-        await act(scope == "swarm")
+        await self._node.pause(paused=paused, swarm=scope == "swarm")
         return json_answer({"ok": True, "scope": scope})
 
 
-class _Unknown:
+def _unknown(table: list[Route]) -> Handler:
     """What isn't in the table: 404, or 405 when only the method is wrong."""
 
-    def __init__(self, table: list[Route]) -> None:
-        self._methods: dict[str, list[str]] = {}
-        for method, path, _, _ in table:
-            self._methods.setdefault(path, []).append(method)
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        methods = self._methods.get(request.path)
-        if methods is None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        allowed = ", ".join(method for method, path, _, _ in table if path == request.path)
+        if not allowed:
             raise ApiRefusal(404, "no such route")
-        allowed = ", ".join(methods)
         raise ApiRefusal(405, f"this route takes {allowed}", {"Allow": allowed})
+
+    return handle

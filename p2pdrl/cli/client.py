@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from p2pdrl.errors import DaemonUnreachableError, P2PDRLError, StorageError, UsageError
-from p2pdrl.transport.protocol import Address
+from p2pdrl.transport.protocol import DEFAULT_PORT, Address
 
-__all__ = ["DEFAULT_API", "NodeClient", "parse_api", "read_token"]
+__all__ = ["NodeClient", "parse_api", "read_token"]
 
-DEFAULT_API = "127.0.0.1:7700"
-_DEFAULT_PORT = 7700
 _LARGEST_JSON_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
 _TOKEN = re.compile(r"[0-9a-f]{64}")
@@ -34,7 +32,7 @@ def parse_api(text: str) -> Address:
     Raises:
         UsageError: it isn't an address, or its port is 0.
     """
-    address = Address.parse(text.strip().removeprefix("http://").rstrip("/"), default_port=_DEFAULT_PORT)
+    address = Address.parse(text.strip().removeprefix("http://").rstrip("/"), default_port=DEFAULT_PORT)
     if address.port == 0:
         raise UsageError(f"{text[:80]!r} has no good port: write HOST:PORT with a port of 1-65535")
     return address

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from p2pdrl.cli.formats import clean, fixed, grouped
-from p2pdrl.cli.options import Target, json_option
+from p2pdrl.cli.options import Target, as_arguments, json_option
 
 __all__ = ["evaluate"]
 
@@ -95,11 +95,7 @@ def _fetch(peer: str, key_file: str | None, data_dir: str | None, file: Path) ->
 def _play(checkpoint: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Run the evaluator, which reports its errors by itself; its exit code becomes ours."""
     command = [sys.executable, "-m", "p2pdrl.workers.evaluator", str(checkpoint.absolute())]
-    for name, value in options.items():
-        if value is True:
-            command.append(f"--{name.replace('_', '-')}")
-        elif value is not None and value is not False:
-            command += [f"--{name.replace('_', '-')}", str(value)]
+    command += as_arguments(options)
     # Started with the program and our own arguments only: nothing goes through a shell.
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)  # noqa: S603
     if done.returncode:

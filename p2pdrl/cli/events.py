@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -37,18 +38,12 @@ def events(target: Target, follow: bool, since: int | None, as_json: bool) -> No
     """
     client = target.client()
     past = _events(client.get(f"/v1/events?follow=0&since={since or 0}"))
-    if not follow:
-        if as_json:
-            click.echo(json.dumps(past, indent=2))
-            return
-        for event in past:
-            click.echo(_line(event))
+    if as_json and not follow:
+        click.echo(json.dumps(past, indent=2))
         return
-    shown = past if since is not None else past[-10:]
-    for event in shown:
-        click.echo(json.dumps(event) if as_json else _line(event))
+    shown = past if since is not None or not follow else past[-10:]
     last = past[-1]["seq"] if past else since or 0
-    for event in _follow(client, last):
+    for event in itertools.chain(shown, _follow(client, last) if follow else ()):
         click.echo(json.dumps(event) if as_json else _line(event))
 
 

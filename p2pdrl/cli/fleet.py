@@ -13,8 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,47 +25,29 @@ from p2pdrl.cli.client import NodeClient
 from p2pdrl.errors import P2PDRLError, UsageError
 from p2pdrl.transport.protocol import Address
 
-__all__ = ["FIRST_PORT", "Fleet", "FleetNode", "ReservedPorts"]
-
-FIRST_PORT = 7700
-"""Where nodes begin to look for a port."""
+__all__ = ["Fleet", "FleetNode", "reserved_ports"]
 
 _LAST_PORT = 65535
 
 
-class ReservedPorts:
-    """Context manager: ``count`` ports on loopback that nobody else uses.
+@contextmanager
+def reserved_ports(count: int, first: int) -> Iterator[list[int]]:
+    """``count`` ports on loopback, the first from ``first`` on that nobody else uses.
 
     Raises:
         UsageError: there aren't that many.
     """
-
-    def __init__(self, count: int, first: int = FIRST_PORT) -> None:
-        self._claims: list[socket.socket] = []
-        self.ports: list[int] = []
+    with ExitStack() as claims:
+        ports: list[int] = []
         for port in range(first, _LAST_PORT + 1):
-            if len(self.ports) == count:
-                return
+            if len(ports) == count:
+                break
             if (claim := _claim(port)) is not None:
-                self._claims.append(claim)
-                self.ports.append(port)
-        if len(self.ports) < count:
-            self.release()
+                claims.enter_context(claim)
+                ports.append(port)
+        if len(ports) < count:
             raise UsageError(f"there aren't {count} free ports from {first}: end what listens there")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Give up all claims."""
-        for claim in self._claims:
-            claim.close()
-        self._claims.clear()
+        yield ports
 
 
 def _claim(port: int) -> socket.socket | None:

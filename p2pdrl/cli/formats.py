@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -38,78 +39,79 @@ def clean(text: object, longest: int = 200) -> str:
     return "".join(c if c.isprintable() else "?" for c in str(text)[:longest])
 
 
-def fixed(value: object, digits: int = 1) -> str:
+def _of_number(form: Callable[..., str]) -> Callable[..., str]:
+    """Give ``form`` finite numbers only; anything else is `NONE`."""
+
+    @functools.wraps(form)
+    def shown(value: object, *args: int) -> str:
+        number = as_number(value)
+        return NONE if number is None else form(number, *args)
+
+    return shown
+
+
+@_of_number
+def fixed(value: float, digits: int = 1) -> str:
     """``431.3``."""
-    number = as_number(value)
-    return NONE if number is None else f"{number:.{digits}f}"
+    return f"{value:.{digits}f}"
 
 
-def count(value: object) -> str:
+@_of_number
+def count(value: float) -> str:
     """``950``, ``12.3k``, ``4.56M``: three figures or so."""
-    number = as_number(value)
-    if number is None:
-        return NONE
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(number) >= 0.9995 * size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.0f}"
+        if abs(value) >= 0.9995 * size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.0f}"
 
 
-def grouped(value: object) -> str:
+@_of_number
+def grouped(value: float) -> str:
     """``1,234,567``."""
-    number = as_number(value)
-    return NONE if number is None else f"{number:,.0f}"
+    return f"{value:,.0f}"
 
 
-def scientific(value: object) -> str:
+@_of_number
+def scientific(value: float) -> str:
     """``0.0123``, ``1.2e-05``: three figures of a number of any size."""
-    number = as_number(value)
-    return NONE if number is None else f"{number:.3g}"
+    return f"{value:.3g}"
 
 
-def millis(seconds: object) -> str:
+@_of_number
+def millis(seconds: float) -> str:
     """``2.1 ms`` below ten milliseconds, ``38 ms`` above."""
-    number = as_number(seconds)
-    if number is None:
-        return NONE
-    return f"{1000 * number:.1f} ms" if abs(number) < 0.01 else f"{1000 * number:.0f} ms"
+    return f"{1000 * seconds:.1f} ms" if abs(seconds) < 0.01 else f"{1000 * seconds:.0f} ms"
 
 
-def percent(part: object) -> str:
+@_of_number
+def percent(part: float) -> str:
     """``12%``."""
-    number = as_number(part)
-    return NONE if number is None else f"{number:.0%}"
+    return f"{part:.0%}"
 
 
-def duration(seconds: object) -> str:
+@_of_number
+def duration(seconds: float) -> str:
     """``1:02:03``."""
-    number = as_number(seconds)
-    if number is None:
-        return NONE
-    whole = int(number)
+    whole = int(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
-def age(seconds: object) -> str:
+@_of_number
+def age(seconds: float) -> str:
     """``0.4 s``, ``12 s``, ``3 min``, ``2 h``."""
-    number = as_number(seconds)
-    if number is None:
-        return NONE
     for unit, size in (("h", 3600), ("min", 60)):
-        if number >= 2 * size:
-            return f"{number / size:.0f} {unit}"
-    return f"{number:.1f} s" if number < 10 else f"{number:.0f} s"
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
-def byte_size(value: object) -> str:
+@_of_number
+def byte_size(value: float) -> str:
     """``90.1 MB``: powers of ten."""
-    number = as_number(value)
-    if number is None:
-        return NONE
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f} B"
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} B"
 
 
 def beside(measured: object, predicted: object, form: Callable[[object], str]) -> str:

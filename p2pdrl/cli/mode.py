@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -49,13 +48,8 @@ def mode() -> None:
 @json_option
 def show(target: Target, as_json: bool) -> None:
     """Show the mode in force, its options, and who follows it."""
-    document = target.client().get("/v1/mode")
-    if as_json:
-        click.echo(json.dumps(document, indent=2))
-        return
-    from p2pdrl.cli.tables import console
-
-    console().print(_mode_view(document))
+    client = target.client()
+    show_again(lambda: client.get("/v1/mode"), _mode_view, as_json)
 
 
 class _SetCommand(click.Command):
@@ -179,15 +173,11 @@ def _why_not(member: dict[str, Any], epoch: object) -> str:
 def _mode_view(document: Mapping[str, Any]) -> RenderableType:
     """Render a ``/v1/mode``."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    facts = Table.grid(padding=(0, 2, 0, 0))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column(overflow="fold")
-    for word, text in _facts(document):
-        facts.add_row(word, Text(text))
-    members = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    from p2pdrl.cli.tables import facts_table, plain_table
+
+    members = plain_table()
     for header in ("node", "state", "epoch", "strategy", "role", "follows"):
         members.add_column(header, no_wrap=True, overflow="ellipsis", max_width=24)
     for member in document.get("members") or []:
@@ -199,7 +189,7 @@ def _mode_view(document: Mapping[str, Any]) -> RenderableType:
             members.add_row(
                 *map(Text, cells), Text("yes" if follows else "not yet", "green" if follows else "yellow")
             )
-    return Group(facts, Text(), members)
+    return Group(facts_table(_facts(document)), Text(), members)
 
 
 def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -261,18 +251,19 @@ def rounds(target: Target, last: int | None, as_json: bool, watch: bool, interva
         found = found if isinstance(found, list) else []
         return found if last is None else found[-last:]
 
-    show_again(ask, lambda: _rounds_view(ask()), as_json, watch, interval_s)
+    show_again(ask, _rounds_view, as_json, watch, interval_s)
 
 
 def _rounds_view(rounds: Sequence[Any]) -> RenderableType:
     """Render a ``/v1/rounds``: one line per round, the newest last."""
-    from rich.table import Table
     from rich.text import Text
+
+    from p2pdrl.cli.tables import plain_table
 
     found = [one for one in rounds if isinstance(one, Mapping)]
     if not found:
         return Text("no rounds yet")
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = plain_table()
     for header in ("when", "strategy", "outcome"):
         table.add_column(header, no_wrap=True)
     table.add_column("merged", overflow="fold")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from p2pdrl.cli.client import NodeClient
 
-__all__ = ["Target", "api_options", "config_options", "json_option", "split_addresses"]
+__all__ = ["Target", "api_options", "as_arguments", "config_options", "json_option", "split_addresses"]
 
 Command = Callable[..., Any]
 
@@ -87,6 +87,15 @@ def config_options(command: Command) -> Command:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
+
+
+def as_arguments(options: Mapping[str, object]) -> list[str]:
+    """``--allow-import --seed 7`` of ``allow_import=True, seed=7``; what is None or False is left out."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        if value is not None and value is not False:
+            arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return arguments
 
 
 def split_addresses(values: tuple[str, ...]) -> list[str]:

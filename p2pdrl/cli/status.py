@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -18,20 +18,16 @@ if TYPE_CHECKING:
 
 __all__ = ["peers", "show_again", "status", "status_view", "top", "watch", "watchable"]
 
-watch_options = [
-    click.option("--watch", is_flag=True, help="Show it again and again until Ctrl-C."),
-    click.option(
-        "--interval", "interval_s", type=click.FloatRange(min=0.1), default=2.0, show_default=True,
-        metavar="SECONDS", help="With --watch.",
-    ),
-]  # fmt: skip
+T = TypeVar("T")
 
 
 def watchable(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add ``--watch`` and ``--interval`` to a command."""
-    for option in reversed(watch_options):
-        command = option(command)
-    return command
+    command = click.option(
+        "--interval", "interval_s", type=click.FloatRange(min=0.1), default=2.0, show_default=True,
+        metavar="SECONDS", help="With --watch.",
+    )(command)  # fmt: skip
+    return click.option("--watch", is_flag=True, help="Show it again and again until Ctrl-C.")(command)
 
 
 @click.command()
@@ -41,7 +37,7 @@ def watchable(command: Callable[..., Any]) -> Callable[..., Any]:
 def status(target: Target, as_json: bool, watch: bool, interval_s: float) -> None:
     """Show one node and its view of the swarm."""
     client = target.client()
-    show_again(client.status, lambda: status_view(client.status()), as_json, watch, interval_s)
+    show_again(client.status, status_view, as_json, watch, interval_s)
 
 
 @click.command()
@@ -53,7 +49,7 @@ def peers(target: Target, as_json: bool, watch: bool, interval_s: float) -> None
     from p2pdrl.cli.tables import ADDRESSES, members_table
 
     client = target.client()
-    show_again(client.peers, lambda: members_table(client.peers(), ADDRESSES), as_json, watch, interval_s)
+    show_again(client.peers, lambda peers: members_table(peers, ADDRESSES), as_json, watch, interval_s)
 
 
 @click.command()
@@ -69,21 +65,20 @@ def top(target: Target, interval_s: float, as_json: bool) -> None:
 
     client = target.client()
 
-    def ask() -> dict[str, object]:
+    def ask() -> dict[str, Any]:
         return {"status": client.status(), "peers": client.peers()}
 
-    def view() -> RenderableType:
-        return swarm_view(client.status(), client.peers())
-
-    show_again(ask, view, as_json, not as_json, interval_s)
+    show_again(
+        ask, lambda found: swarm_view(found["status"], found["peers"]), as_json, not as_json, interval_s
+    )
 
 
 def show_again(
-    ask: Callable[[], object],
-    view: Callable[[], RenderableType],
+    ask: Callable[[], T],
+    view: Callable[[T], RenderableType],
     as_json: bool,
-    again: bool,
-    interval_s: float,
+    again: bool = False,
+    interval_s: float = 0.0,
 ) -> None:
     """Print once or again and again, as JSON (with --watch one document per line) or as a table."""
     if as_json:
@@ -95,8 +90,8 @@ def show_again(
     from p2pdrl.cli.tables import console
 
     if again:
-        watch(view, console(), interval_s)
-    console().print(view())
+        watch(lambda: view(ask()), console(), interval_s)
+    console().print(view(ask()))
 
 
 def watch(show: Callable[[], RenderableType], out: Console, interval_s: float) -> None:
@@ -133,24 +128,20 @@ def watch(show: Callable[[], RenderableType], out: Console, interval_s: float) -
 
 def status_view(status: Mapping[str, Any]) -> RenderableType:
     """Render a ``/v1/status`` as lines of ``word  what``."""
-    from rich.table import Table
     from rich.text import Text
 
-    from p2pdrl.cli.tables import outcome
+    from p2pdrl.cli.tables import facts_table, outcome
 
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for word, fact in _FACTS.items():
-        if status.get(word) not in _NOTHING.get(word, ()):
-            table.add_row(word, Text(fact(_Shown(status))))
-    if limit := _Shown(status).get("pipeline.limit"):
-        table.add_row("limited", Text(formats.clean(limit, 600), style="yellow"))
+    shown = _Shown(status)
+    rows: list[tuple[str, str | Text]] = [
+        (word, fact(shown)) for word, fact in _FACTS.items() if status.get(word) not in _NOTHING.get(word, ())
+    ]
+    if limit := shown.get("pipeline.limit"):
+        rows.append(("limited", Text(formats.clean(limit, 600), style="yellow")))
     if why := outcome(status):
-        table.add_row("stopped", Text(why))
-    for reason in status.get("reasons") or []:
-        table.add_row("unwell", Text(formats.clean(reason), style="yellow"))
-    return table
+        rows.append(("stopped", why))
+    reasons = status.get("reasons") or []
+    return facts_table([*rows, *(("unwell", Text(formats.clean(one), style="yellow")) for one in reasons)])
 
 
 _NOTHING: dict[str, tuple[object, ...]] = {"pipeline": (None,), "actors": (None, [])}

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from p2pdrl.cli.formats import as_number, clean
-from p2pdrl.cli.options import config_options, json_option
+from p2pdrl.cli.options import as_arguments, config_options, json_option
 from p2pdrl.errors import StorageError, WorkerError
 
 if TYPE_CHECKING:
@@ -89,14 +89,14 @@ def up(
     Ctrl-C makes them leave properly; a second one ends them at once. The exit code is 0 only if every
     node's was.
     """  # fmt: skip
-    from p2pdrl.cli.fleet import Fleet, ReservedPorts
+    from p2pdrl.cli.fleet import Fleet, reserved_ports
     from p2pdrl.config.loader import resolve
 
     resolve(files=files, sets=sets, environ=os.environ)  # a bad one fails before anything starts
     arguments = _node_arguments(files, sets, ends, options)
     # In this order: ports are let go after the nodes ended, and the folder last.
-    with _folder(data_root) as folder, ReservedPorts(count, base_port) as reserved:
-        with Fleet(folder, reserved.ports, arguments) as fleet:
+    with _folder(data_root) as folder, reserved_ports(count, base_port) as ports:
+        with Fleet(folder, ports, arguments) as fleet:
             run = _Run(fleet)
             run.until_all_ended()
         run.print_result(as_json)
@@ -113,12 +113,7 @@ def _node_arguments(
     if options["swarm_key_file"] is None:
         # A name of its own: no other swarm on this machine is joined by accident.
         arguments += ["--swarm", f"up-{secrets.token_hex(4)}"]
-    for name, value in options.items():
-        if value is True:
-            arguments.append(f"--{name.replace('_', '-')}")
-        elif value:
-            arguments += [f"--{name.replace('_', '-')}", str(value)]
-    return arguments
+    return arguments + as_arguments(options)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
 
 from rich.console import Console, Group, RenderableType
@@ -35,8 +35,10 @@ __all__ = [
     "TRAINING",
     "complaints",
     "console",
+    "facts_table",
     "members_table",
     "outcome",
+    "plain_table",
     "progress_line",
     "swarm_view",
 ]
@@ -77,7 +79,7 @@ def members_table(members: Sequence[Member], columns: Sequence[str]) -> Table:
     if any(_stage_of(member) for member in members):
         columns = (*(key for key in columns if key != "lag"), *STAGES)
     newest = max((v for m in members if (v := as_number(m.get("policy_version"))) is not None), default=None)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = plain_table()
     for key in columns:
         header, left, _ = _COLUMNS[key]
         table.add_column(
@@ -90,6 +92,21 @@ def members_table(members: Sequence[Member], columns: Sequence[str]) -> Table:
         )
     for member in members:
         table.add_row(*(_COLUMNS[key][2](member, newest) for key in columns))
+    return table
+
+
+def plain_table() -> Table:
+    """An empty table without lines, its headers bold."""
+    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+
+
+def facts_table(rows: Iterable[tuple[str, str | Text]]) -> Table:
+    """Lines of ``word  what``."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for word, what in rows:
+        table.add_row(word, Text(what) if isinstance(what, str) else what)
     return table
 
 
@@ -156,15 +173,14 @@ def _goals(status: Member) -> list[str]:
     stop = status.get("stop") or {}
     if stop.get("reached"):
         return ["done"]
-    config = stop.get("config") or {}
     goals = []
-    if config.get("env_steps"):
-        part = (as_number(status.get("swarm_env_steps")) or 0.0) / config["env_steps"]
-        goals.append(f"{min(part, 1):.0%} of {count(config['env_steps'])} steps")
-    if config.get("time_s"):
-        goals.append(f"until {duration(config['time_s'])}")
-    if config.get("mean_return") is not None:
-        goals.append(f"goal: return {config['mean_return']:g}")
+    if stop.get("env_steps"):
+        part = (as_number(status.get("swarm_env_steps")) or 0.0) / stop["env_steps"]
+        goals.append(f"{min(part, 1):.0%} of {count(stop['env_steps'])} steps")
+    if stop.get("time_s"):
+        goals.append(f"until {duration(stop['time_s'])}")
+    if stop.get("mean_return") is not None:
+        goals.append(f"goal: return {stop['mean_return']:g}")
     return goals
 
 

@@ -15,6 +15,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from p2pdrl.atomic import write_beside
 from p2pdrl.errors import StorageError
 from p2pdrl.ids import node_id_from_public_key
 
@@ -101,16 +102,10 @@ def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
 def _write_new(path: Path, content: bytes) -> None:
     """Create ``path`` whole or not at all; the first of two writers wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    draft = write_beside(path, (content,))
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            pass
+        os.link(draft, path)
+    except FileExistsError:
+        pass
     finally:
         draft.unlink()

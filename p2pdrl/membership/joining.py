@@ -16,15 +16,15 @@ from typing import Literal
 from p2pdrl.clock import Clock
 from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableError, TransportError, UsageError
 from p2pdrl.ids import PROTOCOL_VERSION
-from p2pdrl.membership.events import NOT_ITSELF, Welcomed
+from p2pdrl.membership.events import NOT_ITSELF, Effect, Welcomed
 from p2pdrl.membership.messages import JoinRequest, Starting, Welcome, decode, encode
 from p2pdrl.membership.records import MemberRecord
+from p2pdrl.membership.state import Membership
 from p2pdrl.transport.dial import ip_of, system_resolve
 from p2pdrl.transport.protocol import Address, Refusal, Transport
 
 __all__ = [
     "JoinHooks",
-    "JoinPort",
     "Joiner",
     "Listens",
     "Resolver",
@@ -114,7 +114,6 @@ class SeedBook:
         """Return which ``addresses`` behind ``seed`` have to be tried: neither ours nor of living members.
 
         Args:
-            seed: one of ours.
             addresses: what it resolves to now.
             own_id: our node id.
             at_rest: tells whether a living member has that address or that id.
@@ -236,23 +235,6 @@ class JoinHooks:
     on_refused: Callable[[str, str], None] = lambda address, reason: None
 
 
-@dataclass(frozen=True, slots=True)
-class JoinPort:
-    """What the joiner needs of the service.
-
-    Attributes:
-        move_to: changes the address that we claim.
-        at_rest: tells whether a living member has that address or that id.
-        follow: takes the settings of the lineage that welcomes us.
-    """
-
-    me: Callable[[], MemberRecord]
-    accept: Callable[[Welcomed], None]
-    move_to: Callable[[str], None]
-    at_rest: Callable[[Address, str | None], bool]
-    follow: Callable[[str], None]
-
-
 def knows_no_address(record: MemberRecord) -> bool:
     """True when a newcomer listens everywhere and has to be told where it was seen."""
     try:
@@ -285,15 +267,9 @@ class Joiner:
     """Tries the seeds, for ever or once.
 
     Args:
-        transport: calls peers.
-        clock: time of the back-off.
-        seeds: those that the person gave.
         hints: addresses remembered from the last run.
-        hooks: the daemon's part.
-        port: the service's part.
-        rng: spreads tries.
-        resolver: from host name to IP addresses.
-        listens: tells whether an address takes connections.
+        core: our membership, which takes in what a welcome brings.
+        carry_out: does what the core wants done.
 
     Attributes:
         joined: set once some member took us in, or we took one in.
@@ -308,7 +284,8 @@ class Joiner:
         seeds: Iterable[Address],
         hints: Iterable[Address],
         hooks: JoinHooks,
-        port: JoinPort,
+        core: Membership,
+        carry_out: Callable[[list[Effect]], None],
         rng: random.Random,
         resolver: Resolver,
         listens: Listens,
@@ -317,13 +294,19 @@ class Joiner:
         self._clock = clock
         self._book = SeedBook(seeds, hints, rng)
         self._hooks = hooks
-        self._port = port
+        self._core = core
+        self._carry_out = carry_out
         self._resolver = resolver
         self._listens = listens
         self._sightings: dict[tuple[Address, Address], Sighting] = {}
         """By seed, and by the address behind it; a name that can't be resolved stands for itself."""
         self.joined = asyncio.Event()
         self.own_address_among_seeds = False
+
+    @property
+    def node_id(self) -> str:
+        """Our own id."""
+        return self._core.me.id
 
     async def run(self) -> None:
         """Try whatever is due, for ever."""
@@ -372,7 +355,7 @@ class Joiner:
         return {str(seed.address): seed.refusal for seed in self._book.all if seed.refusal is not None}
 
     def troubles(self) -> dict[str, str]:
-        """Why the last try of each seed failed, for those where it did."""
+        """Why the last try of each seed failed, where it did: the name isn't known, nobody listens."""
         return {str(seed.address): seed.trouble for seed in self._book.all if seed.trouble}
 
     async def _try(self, seed: Seed) -> None:
@@ -382,7 +365,7 @@ class Joiner:
         addresses = await self._resolve(seed)
         if not addresses:
             self._saw(seed, seed.address, "silent", began_s)
-        me = self._port.me()
+        me = self._core.me
         own = [address for address in addresses if str(address) == me.address]
         for address in own:
             self.own_address_among_seeds = True
@@ -407,7 +390,7 @@ class Joiner:
 
     def _at_rest(self, address: Address, node_id: str | None) -> bool:
         """Gossip may bring members before any welcome did: until one has, everybody is asked."""
-        return self.joined.is_set() and self._port.at_rest(address, node_id)
+        return self.joined.is_set() and self._core.lives(str(address), node_id)
 
     async def _resolve(self, seed: Seed) -> list[Address]:
         if not seed.is_name:
@@ -420,7 +403,7 @@ class Joiner:
 
     async def _ask(self, seed: Seed, address: Address) -> bool:
         """Ask ``address`` to take us in; True when a member did, or it is ourselves."""
-        join = JoinRequest(self._port.me(), self._hooks.meta())
+        join = JoinRequest(self._core.me, self._hooks.meta())
         began_s = self._clock.monotonic()
         try:
             answer = await self._transport.call(
@@ -457,9 +440,13 @@ class Joiner:
         if reason is not None:
             self._refused(seed, address, reason)
             return False
-        self._port.follow(self._hooks.lineage(welcome.join_info))
+        now = self._clock.monotonic()
+        lineage = self._hooks.lineage(welcome.join_info)
+        if lineage and not self._core.swarm.lineage:  # once we have a state, that one's settings count
+            self._carry_out(self._core.follow(lineage, now))
         self._saw(seed, address, "joined", began_s)
-        self._port.accept(Welcomed(answer.sender, str(address), welcome, address.host))
+        welcomed = Welcomed(answer.sender, str(address), welcome, address.host)
+        self._carry_out(self._core.handle(welcomed, now))
         self.joined.set()
         return True
 
@@ -475,11 +462,11 @@ class Joiner:
 
     def _learn_address(self, welcome: Welcome) -> bool:
         """Take the host that the seed saw, when we don't know our own."""
-        me = self._port.me()
+        me = self._core.me
         if not knows_no_address(me) or not welcome.observed_host:
             return False
-        mine = Address.parse(me.address)
-        self._port.move_to(str(Address(welcome.observed_host, mine.port)))
+        address = str(Address(welcome.observed_host, Address.parse(me.address).port))
+        self._carry_out(self._core.update_self(self._clock.monotonic(), address))
         return True
 
     def _refused(self, seed: Seed, address: Address, reason: str) -> None:

@@ -6,15 +6,13 @@ met. A damaged file is as good as none.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from p2pdrl.errors import StorageError
+from p2pdrl.atomic import storage_error, write_atomic
 from p2pdrl.membership.events import MemberView
 
 __all__ = ["KnownMember", "KnownMembers", "living"]
@@ -86,20 +84,11 @@ class KnownMembers:
         """
         with self._lock:
             self._boot_ms, self.members = boot_ms, members[:MAX_KNOWN]
-            if self._path is not None:
-                _write(self._path, msgspec.json.encode(_KnownMembersFile(boot_ms, self.members)))
-
-
-def _write(path: Path, content: bytes) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("wb") as file:
-            file.write(msgspec.json.format(content))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise StorageError(f"can't write {path}: {error}") from error
+            if self._path is None:
+                return
+            content = msgspec.json.format(msgspec.json.encode(_KnownMembersFile(boot_ms, self.members)))
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(self._path, content)
+            except OSError as error:
+                raise storage_error("write", self._path, error) from error

@@ -34,6 +34,7 @@ __all__ = [
     "JoinRequest",
     "Message",
     "Nack",
+    "Phase",
     "Ping",
     "PingReq",
     "Starting",
@@ -137,6 +138,9 @@ class JoinRequest(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     meta: Blob = b""
 
 
+Phase = Literal["looking", "following", "blocked", "claiming", "decided"]
+
+
 class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):
     """The answerer is in no swarm yet itself: what it waits for, and what its data folder remembers.
 
@@ -147,7 +151,7 @@ class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):
         env_steps: steps of the swarm that it remembers; -1 when it remembers none.
     """
 
-    phase: Literal["looking", "following", "blocked", "claiming", "decided"]
+    phase: Phase
     env_steps: Annotated[int, Meta(ge=-1, lt=2**53)] = -1
 
 

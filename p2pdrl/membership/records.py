@@ -11,7 +11,6 @@ Signatures cover the swarm id, so a record means nothing in another swarm.
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -27,7 +26,6 @@ __all__ = [
     "MAX_FIRST_EPOCH",
     "MAX_TAGS",
     "RECORD_KEYS",
-    "AddressPolicy",
     "BadRecordError",
     "Incarnation",
     "MemberRecord",
@@ -37,6 +35,7 @@ __all__ = [
     "SwarmRecord",
     "Verifier",
     "approx_bytes",
+    "refuse_address",
     "sign_member",
     "sign_suspicion",
     "sign_swarm_record",
@@ -158,7 +157,6 @@ class Verifier:
 
     Args:
         swarm_id: the swarm for which they must be signed.
-        verify: tells whether a signature fits.
         future_s: how far ahead of our wall clock a boot time may be, in seconds.
     """
 
@@ -244,43 +242,29 @@ def approx_bytes(record: Record) -> int:
 _METADATA_NAMES = frozenset({"metadata", "metadata.google.internal"})
 
 
-class AddressPolicy:
-    """Judges addresses that members claim, before anything dials them.
+def refuse_address(address: str, told_by: str) -> str | None:
+    """Say in plain words why an address that a member claims isn't dialled, or return None.
 
     A record can name any address, and every member would dial it: so the cloud's metadata service,
     unspecified and multicast addresses are never dialled, and loopback only when it was told over loopback.
 
     Args:
-        allow_cidr: networks that IP addresses must lie in; empty allows every network.
+        address: ``host:port`` as claimed.
+        told_by: IP address of the member that sent it; "" for unknown, which is trusted.
     """
-
-    def __init__(self, allow_cidr: tuple[str, ...] = ()) -> None:
-        self._networks = tuple(ipaddress.ip_network(text, strict=False) for text in allow_cidr)
-
-    def refuse(self, address: str, told_by: str) -> str | None:
-        """Say in plain words why ``address`` isn't dialled, or return None.
-
-        Args:
-            address: ``host:port`` as claimed.
-            told_by: IP address of the member that sent it; "" for unknown, which is trusted.
-        """
-        try:
-            parsed = Address.parse(address)
-        except UsageError:
-            return f"{address[:80]!r} isn't an address"
-        if not 1 <= parsed.port <= 65535:
-            return f"{address} has no port"
-        host = parsed.host.lower()
-        ip = ip_of(host)
-        if host in _METADATA_NAMES or ip in METADATA_IPS:
-            return f"{address} is a metadata address"
-        loopback = host == "localhost" or is_loopback(host)
-        if loopback and told_by and not is_loopback(told_by):
-            return f"{address} is loopback, told by {told_by}"
-        if ip is None:
-            return None
-        if ip.is_unspecified or ip.is_multicast or ip.is_link_local:
-            return f"{address} can't be dialled: it is unspecified, multicast or link-local"
-        if self._networks and not loopback and not any(ip in network for network in self._networks):
-            return f"{address} is outside the allowed networks"
-        return None
+    try:
+        parsed = Address.parse(address)
+    except UsageError:
+        return f"{address[:80]!r} isn't an address"
+    if not 1 <= parsed.port <= 65535:
+        return f"{address} has no port"
+    host = parsed.host.lower()
+    ip = ip_of(host)
+    if host in _METADATA_NAMES or ip in METADATA_IPS:
+        return f"{address} is a metadata address"
+    loopback = host == "localhost" or is_loopback(host)
+    if loopback and told_by and not is_loopback(told_by):
+        return f"{address} is loopback, told by {told_by}"
+    if ip is not None and (ip.is_unspecified or ip.is_multicast or ip.is_link_local):
+        return f"{address} can't be dialled: it is unspecified, multicast or link-local"
+    return None

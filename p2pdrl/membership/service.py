@@ -40,10 +40,8 @@ from p2pdrl.membership.events import (
 from p2pdrl.membership.joining import (
     Joiner,
     JoinHooks,
-    JoinPort,
     Listens,
     Resolver,
-    Sighting,
     judge_newcomer,
     knows_no_address,
     listens,
@@ -61,7 +59,7 @@ from p2pdrl.membership.messages import (
     encode,
     route_of,
 )
-from p2pdrl.membership.records import SwarmRecord
+from p2pdrl.membership.records import SwarmRecord, refuse_address
 from p2pdrl.membership.state import Membership
 from p2pdrl.membership.swarm_records import SwarmRecords
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
@@ -84,10 +82,7 @@ def failed(call_id: int, error: TransportError, took_s: float, deadline_s: float
     | out of file descriptors, no network, held up ourselves | local: our own trouble |
 
     Args:
-        call_id: the core's number of the call.
-        error: as the transport raised it.
-        took_s: how long the call took.
-        deadline_s: how long it was allowed to take.
+        took_s: how long the call took, which was allowed to take ``deadline_s``.
         lag_s: an answer later than the deadline by more than this was held up here.
     """
     if isinstance(error, PeerRefusedError):
@@ -186,15 +181,12 @@ class MembershipService:
         transport: calls peers and serves their calls; started and closed by the daemon.
         clock: the same as the core's.
         seeds: addresses to join through; ours may be among them.
-        hooks: the daemon's part in joins.
         known: what was remembered from the last run, and where to keep it.
-        rng: spreads the tries of seeds.
-        resolver: from host name to IP addresses.
-        listens: tells whether an address takes connections.
         on_record: told of each swarm record that changed.
         on_twin: told the address of another node that runs with our key.
 
     Attributes:
+        joiner: tries the seeds.
         joined: set once some member took us in, or we took one in.
     """
 
@@ -229,24 +221,19 @@ class MembershipService:
         self._wake_at = float("inf")
         self._dirty = False
         self._closed = False
-        self._joiner = Joiner(
+        self.joiner = Joiner(
             transport=transport,
             clock=clock,
             seeds=seeds,
             hints=[Address.parse(member.address) for member in self._known.members],
             hooks=self._hooks,
-            port=JoinPort(
-                me=lambda: core.me,
-                accept=self._feed,
-                move_to=lambda address: self.self_update(address=address),
-                at_rest=lambda address, node_id: core.lives(str(address), node_id),
-                follow=self._follow_first,
-            ),
+            core=core,
+            carry_out=self._carry_out,
             rng=rng,
             resolver=resolver,
             listens=listens,
         )
-        self.joined = self._joiner.joined
+        self.joined = self.joiner.joined
         for route in ROUTES:
             transport.serve(route, self._serve, max_meta_bytes=MAX_META_BYTES.get(route, 65536))
 
@@ -256,12 +243,8 @@ class MembershipService:
         """Begin probing, and trying the seeds."""
         self._save(living(self.members()))
         self._spawn(self._run_timers(), "membership timers")
-        self._spawn(self._joiner.run(), "membership seeds")
+        self._spawn(self.joiner.run(), "membership seeds")
         self._spawn(self._run_saving(), "membership file")
-
-    async def try_join_once(self) -> bool:
-        """Try every seed now; True when we are in the swarm after that."""
-        return await self._joiner.once()
 
     async def watch(self) -> None:
         """Wait for ever; raise what ended one of our own tasks: a bug, to be told loudly."""
@@ -308,39 +291,13 @@ class MembershipService:
         """Settings of the whole swarm, for reading; `propose` writes them."""
         return self._core.swarm
 
-    @property
-    def own_address_among_seeds(self) -> bool:
-        """True once a seed turned out to be ourselves."""
-        return self._joiner.own_address_among_seeds
-
-    def sightings(self) -> list[Sighting]:
-        """What came of the last try of each seed's addresses."""
-        return self._joiner.sightings()
-
-    def refusals(self) -> dict[str, str]:
-        """Seeds that refuse us now, and why."""
-        return self._joiner.refusals()
-
-    def troubles(self) -> dict[str, str]:
-        """Seeds whose last try failed, and why: the name isn't known, nobody listens."""
-        return self._joiner.troubles()
-
     def members(self) -> list[MemberView]:
         """Everybody known, ourselves first, tombstones included."""
         return self._core.members(self._clock.monotonic())
 
-    def alive_ids(self) -> list[str]:
-        """Ids of the alive (not the suspect), ourselves included, sorted."""
-        return self._core.alive_ids()
-
-    def subscribe(self, callback: Callable[[MemberEvent], None]) -> Callable[[], None]:
-        """Call ``callback`` with each event; return what ends the subscription."""
+    def subscribe(self, callback: Callable[[MemberEvent], None]) -> None:
+        """Call ``callback`` with each event."""
         self._subscribers.append(callback)
-        return lambda: self._subscribers.remove(callback)
-
-    def self_update(self, address: str | None = None, tags: dict[str, str] | None = None) -> None:
-        """Change what we say about ourselves."""
-        self._carry_out(self._core.update_self(self._clock.monotonic(), address, tags))
 
     def propose(self, key: str, value: Any) -> SwarmRecord:
         """Write a setting of the whole swarm.
@@ -413,15 +370,8 @@ class MembershipService:
     def _note_starting(self, join: JoinRequest, incoming: Incoming) -> None:
         """Two nodes that start at once may know each other one way only: ask back."""
         address = join.record.address
-        if join.record.id == incoming.sender and not self._core.refuses_address(
-            address, incoming.remote_host
-        ):
-            self._joiner.heard_of(Address.parse(address))
-
-    def _follow_first(self, lineage: str) -> None:
-        """Take the settings of the swarm that welcomed us; once we have a state, that one's count."""
-        if lineage and not self._core.swarm.lineage:
-            self.follow(lineage)
+        if join.record.id == incoming.sender and refuse_address(address, incoming.remote_host) is None:
+            self.joiner.heard_of(Address.parse(address))
 
     # Effects
 
@@ -435,7 +385,7 @@ class MembershipService:
                 self._pending.settle(effect.token, Refusal(effect.status, effect.reason))
             elif isinstance(effect, Notified):
                 self._dirty = True
-                for callback in list(self._subscribers):
+                for callback in self._subscribers:
                     callback(effect.event)
             elif isinstance(effect, SwarmChanged):
                 if self._on_record is not None:

@@ -3,11 +3,10 @@
 Calls and answers leave as effects, and time comes in with each input; `service` carries effects out on a
 network, `testing.membership_simulator` on a manual clock.
 
-- `MemberTable`: the view. `_Core`: our record, timers, calls, gossip, and what a received record changes.
+- `MemberTable`: the view. `Membership`: our record, timers, calls, gossip, what a received record changes.
 - `_FailureDetector`: probes, direct and through relays. `_AntiEntropy`: push-pull.
-- `Membership`: the three of them as the daemon drives and reads them.
 
-What `_Core` does with records (SWIM, section 4.2):
+What `Membership` does with records (SWIM, section 4.2):
 
 | held | arrives | result |
 |---|---|---|
@@ -48,7 +47,6 @@ from p2pdrl.membership.events import (
     SendFailed,
     State,
     SwarmChanged,
-    Tick,
     TwinFound,
     Welcomed,
     proves_absence,
@@ -72,7 +70,6 @@ from p2pdrl.membership.messages import (
 )
 from p2pdrl.membership.parameters import MembershipConfig
 from p2pdrl.membership.records import (
-    AddressPolicy,
     BadRecordError,
     Incarnation,
     MemberRecord,
@@ -80,6 +77,7 @@ from p2pdrl.membership.records import (
     Suspicion,
     SwarmRecord,
     Verifier,
+    refuse_address,
     sign_member,
     sign_suspicion,
 )
@@ -235,18 +233,18 @@ _MAX_CORRECTIONS = 4
 """Most records that correct the sender in one answer."""
 
 
-class _Core:
-    """The state of one node and the rules by which records change it.
+class Membership:
+    """One node's view of the swarm and its part in keeping everybody's.
 
     Args:
-        config: the protocol's constants.
-        signer: signs in our name.
-        verifier: checks what others signed.
-        policy: judges addresses that others claim.
-        rng: every random choice.
+        record: our own record (`own_record`), unsigned.
         wall: seconds since the Unix epoch, to refuse incarnations from the future.
-        record: our own record, unsigned.
-        now: monotonic time.
+        now: monotonic time, seconds.
+
+    Attributes:
+        me: our own signed record.
+        swarm: settings of the whole swarm.
+        refused_records: records refused so far: forged, out of bounds or from the future.
     """
 
     def __init__(
@@ -255,16 +253,14 @@ class _Core:
         config: MembershipConfig,
         signer: Signer,
         verifier: Verifier,
-        policy: AddressPolicy,
+        record: MemberRecord,
         rng: random.Random,
         wall: Callable[[], float],
-        record: MemberRecord,
         now: float,
     ) -> None:
         self.config = config
         self.signer = signer
         self.verifier = verifier
-        self.policy = policy
         self.rng = rng
         self.wall = wall
         self.now = now
@@ -300,19 +296,19 @@ class _Core:
         spread = self.config.probe_jitter
         return seconds * self.rng.uniform(1 - spread, 1 + spread)
 
-    def next_due(self) -> float | None:
-        """When the earliest timer is due."""
+    def next_wakeup(self) -> float | None:
+        """Monotonic time at which `handle` wants a `Tick`."""
         return self._timers[0][0] if self._timers else None
 
-    def run_due(self) -> None:
+    def _run_due(self) -> None:
         """Run every timer that is due."""
         while self._timers and self._timers[0][0] <= self.now:
             heapq.heappop(self._timers)[2]()
 
-    def advance(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
         """Move to ``now``; when a timer is late, we were held up, and nobody else is to blame."""
         self.now = max(now, self.now)
-        due = self.next_due()
+        due = self.next_wakeup()
         late_s = 0.0 if due is None else self.now - due
         if late_s <= self.config.lag_s:
             return
@@ -323,10 +319,6 @@ class _Core:
                 member.timer.started += late_s
         if late_s > self.config.probe_timeout_s:
             self.detector.forget()
-
-    def stop_timers(self) -> None:
-        """Forget every timer."""
-        self._timers.clear()
 
     def _expire_round(self) -> None:
         """Forget old tombstones."""
@@ -358,19 +350,6 @@ class _Core:
     ) -> None:
         """Send ``records`` to ``member``."""
         self.send(member, GossipMessage(self.me.incarnation, records), deadline_s, outcome)
-
-    def finish(self, result: Answered | SendFailed) -> Member | None:
-        """Give ``result`` to whoever made the call; return the member that answered."""
-        call = self._calls.pop(result.call_id, None)
-        if call is None:
-            return None
-        target, outcome = call
-        outcome(result)
-        member = self.table.get(target)
-        if member is None or isinstance(result, SendFailed):
-            return None
-        member.last_seen = self.now
-        return member
 
     def respond(self, token: int, message: Message) -> None:
         """Answer a request."""
@@ -448,7 +427,7 @@ class _Core:
         for _ in range(min(_TOLD_AT_ONCE, len(waiting))):
             tell_next()
 
-    def tell_settings(self, member: Member) -> None:
+    def _tell_settings(self, member: Member) -> None:
         """Send our settings to a member that seems to follow older ones; its ack brings what is newer."""
         settings, node_id = self.swarm.all(), member.record.id
         if not settings or self.now < self._told_at.get(node_id, float("-inf")) + _TELL_AGAIN_S:
@@ -519,7 +498,7 @@ class _Core:
             if not (says_left and record.incarnation == held.record.incarnation):
                 return
         self.verifier.check_member(record, self.wall())
-        refusal = None if record.state == "left" else self.policy.refuse(record.address, told_by)
+        refusal = None if record.state == "left" else refuse_address(record.address, told_by)
         if refusal is not None:
             raise BadRecordError(400, refusal)
         if held is None:
@@ -736,6 +715,211 @@ class _Core:
         self.queue.forget_suspicions(member.record.id)
         self.broadcast(verdict)
 
+    # What others read
+
+    @property
+    def health(self) -> int:
+        """Our own local health: 0 is well, 7 is worst."""
+        return self.awareness.score
+
+    def members(self, now: float) -> list[MemberView]:
+        """Everybody known, ourselves first, tombstones included."""
+        me = self.me
+        own = MemberView(
+            id=me.id,
+            name=me.name,
+            address=me.address,
+            state="left" if self.leaving else "alive",
+            state_reason="this node",
+            incarnation=me.incarnation,
+            rtt_s=0.0,
+            last_seen_s=0.0,
+            tags=dict(me.tags),
+            suspected_by=(),
+            protocol=me.protocol,
+            public_key=me.public_key,
+            is_self=True,
+        )
+        return [own, *(member.view(now) for member in self.table)]
+
+    def member(self, node_id: str, now: float) -> MemberView | None:
+        """One other member, or None."""
+        held = self.table.get(node_id)
+        return None if held is None else held.view(now)
+
+    def alive_ids(self) -> list[str]:
+        """Ids of the alive (not the suspect), ourselves included, sorted."""
+        alive = [member.record.id for member in self.table.living if member.state == "alive"]
+        return sorted([self.me.id, *alive])
+
+    def lives(self, address: str, node_id: str | None) -> bool:
+        """True when a living other member has that address or that id."""
+        return any(
+            member.record.id == node_id or member.record.address == address for member in self.table.living
+        )
+
+    # What drives it
+
+    def handle(self, event: Input, now: float) -> list[Effect]:
+        """Take in one input at monotonic time ``now`` and return what is to be done."""
+        self._advance(now)
+        if isinstance(event, Answered | SendFailed):
+            self._finished(event)
+        elif isinstance(event, Request):
+            self._request(event)
+        elif isinstance(event, Welcomed):
+            self._welcomed(event)
+        self._run_due()
+        return self._flush()
+
+    def _flush(self) -> list[Effect]:
+        effects, self.effects = self.effects, []
+        return effects
+
+    def _finished(self, result: Answered | SendFailed) -> None:
+        """Give ``result`` to whoever made the call."""
+        target, outcome = self._calls.pop(result.call_id, (None, None))
+        if target is None or outcome is None:
+            return
+        outcome(result)
+        member = self.table.get(target)
+        if member is None or isinstance(result, SendFailed):
+            return
+        member.last_seen = self.now
+        if isinstance(result.message, Ack) and result.message.want_record:
+            self.gossip_to(member, self.piggyback(self.me), self.config.probe_interval_s)
+
+    def _request(self, request: Request) -> None:
+        member = self.table.get(request.sender)
+        if member is not None:
+            member.last_seen = self.now
+        token, message, told_by = request.token, request.message, request.told_by
+        bad: BadRecordError | None = None
+        if isinstance(message, Ping):
+            self.detector.answer_ping(token, request.sender, message, told_by)
+        elif isinstance(message, PingReq):
+            self.detector.answer_ping_req(token, message, told_by)
+        elif isinstance(message, GossipMessage):
+            bad = self.apply(message.records, told_by)
+            self.respond(token, self.detector.ack(request.sender, message.incarnation))
+        elif isinstance(message, Sync):
+            self.anti_entropy.answer_sync(token, message, told_by)
+        elif isinstance(message, Delta):
+            bad = self.anti_entropy.answer_delta(token, message, told_by)
+        elif isinstance(message, JoinRequest):
+            bad = self._join(token, message, told_by)
+        else:
+            self.effects.append(Reject(token, 400, "that isn't a request"))
+        if bad is not None:
+            self.effects = [
+                effect
+                for effect in self.effects
+                if not (isinstance(effect, Respond) and effect.token == token)
+            ]
+            self.effects.append(Reject(token, bad.status, str(bad)))
+
+    def _join(self, token: int, join: JoinRequest, told_by: str) -> BadRecordError | None:
+        bad = self.apply((join.record,), told_by)
+        if bad is not None:
+            return bad
+        member = self.table.get(join.record.id)
+        accusations = () if member is None else self.evidence(member)
+        self.respond(token, Welcome((*accusations, *self.anti_entropy.view()), observed_host=told_by))
+        return None
+
+    def _welcomed(self, welcomed: Welcomed) -> None:
+        self.apply(welcomed.message.records, welcomed.told_by, trusted=True)
+        member = self.table.get(welcomed.sender)
+        if member is not None:
+            member.last_seen = self.now
+            self.anti_entropy.run(member)
+
+    # What the daemon asks for
+
+    def update_self(
+        self, now: float, address: str | None = None, tags: dict[str, str] | None = None
+    ) -> list[Effect]:
+        """Change what we say about ourselves, and spread it."""
+        self._advance(now)
+        changes: dict[str, Any] = {}
+        if address is not None and address != self.me.address:
+            changes["address"] = address
+        if tags is not None and tags != self.me.tags:
+            changes["tags"] = dict(tags)
+        if changes:
+            self.renew(**changes)
+        return self._flush()
+
+    def propose(self, key: str, value: Any, now: float) -> tuple[SwarmRecord, list[Effect]]:
+        """Write a setting of the whole swarm.
+
+        Raises:
+            ValueError: the value is longer than 8 KiB, or there is no such setting.
+        """
+        self._advance(now)
+        record = self.swarm.compose(key, value, self.signer)
+        self.swarm.merge(record)
+        self.table.touch()
+        self.broadcast(record)
+        self.tell_all(record)
+        self.effects.append(SwarmChanged(record))
+        return record, self._flush()
+
+    def follow(self, lineage: str, now: float) -> list[Effect]:
+        """Hold the settings of ``lineage`` from now on, and ask a member for them."""
+        self._advance(now)
+        if self.swarm.follow(lineage) and not self.leaving:
+            self.table.touch()
+            for member in self.table.sample(2, self.rng):
+                self.anti_entropy.run(member)
+        return self._flush()
+
+    def recall(self, record: SwarmRecord, now: float) -> list[Effect]:
+        """Take a setting that this node held in an earlier run, unless a greater one is known by now.
+
+        Raises:
+            BadRecordError: forged, or of another swarm.
+        """
+        self._advance(now)
+        self.take_setting(record, trusted=True)
+        return self._flush()
+
+    def catch_up(self, node_id: str, now: float) -> list[Effect]:
+        """Compare views with a member that knows more than we do: gossip may have missed us."""
+        self._advance(now)
+        member = self.table.get(node_id)
+        if member is not None and not self.leaving:
+            self.anti_entropy.run(member)
+        return self._flush()
+
+    def tell_settings(self, node_id: str, now: float) -> list[Effect]:
+        """Send our settings at once to a member that seems to follow older ones."""
+        self._advance(now)
+        member = self.table.get(node_id)
+        if member is not None and member.living and not self.leaving:
+            self._tell_settings(member)
+        return self._flush()
+
+    def assume(self, records: Iterable[Record], now: float) -> None:
+        """Take ``records`` as known without telling anybody: a view that everyone has already."""
+        self._advance(now)
+        self.apply(records)
+        self.queue.clear()
+        self._flush()
+
+    def leave(self, now: float) -> list[Effect]:
+        """Say goodbye to a few members, and do nothing of our own accord from now on."""
+        self._advance(now)
+        if self.leaving:
+            return []
+        self.renew(state="left")
+        self.leaving = True
+        self._timers.clear()
+        self.detector.forget()
+        for member in self.table.sample(self.config.leave_fanout, self.rng):
+            self.gossip_to(member, (self.me,), 2 * self.config.probe_interval_s)
+        return self._flush()
+
 
 # Failure detection
 
@@ -788,7 +972,7 @@ class _FailureDetector:
     and pings again.
     """
 
-    def __init__(self, core: _Core) -> None:
+    def __init__(self, core: Membership) -> None:
         self._core = core
         self._ring: list[str] = []
         self._probes: dict[int, _Probe] = {}
@@ -1064,7 +1248,7 @@ class _AntiEntropy:
     views cost two small messages.
     """
 
-    def __init__(self, core: _Core) -> None:
+    def __init__(self, core: Membership) -> None:
         self._core = core
         self._hash = b""
         self._hash_version = -1
@@ -1215,287 +1399,6 @@ class _AntiEntropy:
         return everything[: core.config.max_records_per_answer]
 
 
-class Membership:
-    """One node's view of the swarm and its part in keeping everybody's.
-
-    Args:
-        config: the protocol's constants.
-        signer: signs in our name.
-        verifier: checks what others signed.
-        record: our own record (`own_record`), unsigned.
-        rng: every random choice.
-        wall: seconds since the Unix epoch.
-        now: monotonic time, seconds.
-        policy: judges addresses that others claim.
-    """
-
-    def __init__(
-        self,
-        *,
-        config: MembershipConfig,
-        signer: Signer,
-        verifier: Verifier,
-        record: MemberRecord,
-        rng: random.Random,
-        wall: Callable[[], float],
-        now: float,
-        policy: AddressPolicy | None = None,
-    ) -> None:
-        self._core = _Core(
-            config=config,
-            signer=signer,
-            verifier=verifier,
-            policy=policy or AddressPolicy(),
-            rng=rng,
-            wall=wall,
-            record=record,
-            now=now,
-        )
-
-    # What others read
-
-    @property
-    def me(self) -> MemberRecord:
-        """Our own signed record."""
-        return self._core.me
-
-    @property
-    def config(self) -> MembershipConfig:
-        """The protocol's constants."""
-        return self._core.config
-
-    @property
-    def health(self) -> int:
-        """Our own local health: 0 is well, 7 is worst."""
-        return self._core.awareness.score
-
-    @property
-    def refused_records(self) -> int:
-        """Records refused so far: forged, out of bounds or from the future."""
-        return self._core.refused_records
-
-    @property
-    def swarm(self) -> SwarmRecords:
-        """Settings of the whole swarm."""
-        return self._core.swarm
-
-    def members(self, now: float) -> list[MemberView]:
-        """Everybody known, ourselves first, tombstones included."""
-        me = self._core.me
-        own = MemberView(
-            id=me.id,
-            name=me.name,
-            address=me.address,
-            state="left" if self._core.leaving else "alive",
-            state_reason="this node",
-            incarnation=me.incarnation,
-            rtt_s=0.0,
-            last_seen_s=0.0,
-            tags=dict(me.tags),
-            suspected_by=(),
-            protocol=me.protocol,
-            public_key=me.public_key,
-            is_self=True,
-        )
-        return [own, *(member.view(now) for member in self._core.table)]
-
-    def member(self, node_id: str, now: float) -> MemberView | None:
-        """One other member, or None."""
-        held = self._core.table.get(node_id)
-        return None if held is None else held.view(now)
-
-    def alive_ids(self) -> list[str]:
-        """Ids of the alive (not the suspect), ourselves included, sorted."""
-        alive = [member.record.id for member in self._core.table.living if member.state == "alive"]
-        return sorted([self._core.me.id, *alive])
-
-    def lives(self, address: str, node_id: str | None) -> bool:
-        """True when a living other member has that address or that id."""
-        return any(
-            member.record.id == node_id or member.record.address == address
-            for member in self._core.table.living
-        )
-
-    def refuses_address(self, address: str, told_by: str) -> bool:
-        """True for an address that must not be dialled on the word of ``told_by``."""
-        return self._core.policy.refuse(address, told_by) is not None
-
-    def next_wakeup(self) -> float | None:
-        """Monotonic time at which `handle` wants a `Tick`."""
-        return self._core.next_due()
-
-    # What drives it
-
-    def handle(self, event: Input, now: float) -> list[Effect]:
-        """Take in one input at monotonic time ``now`` and return what is to be done."""
-        self._core.advance(now)
-        if isinstance(event, Answered | SendFailed):
-            self._finished(event)
-        elif isinstance(event, Request):
-            self._request(event)
-        elif isinstance(event, Welcomed):
-            self._welcomed(event)
-        self._core.run_due()
-        return self._flush()
-
-    def tick(self, now: float) -> list[Effect]:
-        """Run what is due."""
-        return self.handle(Tick(), now)
-
-    def _flush(self) -> list[Effect]:
-        effects, self._core.effects = self._core.effects, []
-        return effects
-
-    def _finished(self, event: Answered | SendFailed) -> None:
-        core = self._core
-        member = core.finish(event)
-        if member is None or not isinstance(event, Answered) or not isinstance(event.message, Ack):
-            return
-        if event.message.want_record:
-            core.gossip_to(member, core.piggyback(core.me), core.config.probe_interval_s)
-
-    def _request(self, request: Request) -> None:
-        core = self._core
-        member = core.table.get(request.sender)
-        if member is not None:
-            member.last_seen = core.now
-        token, message, told_by = request.token, request.message, request.told_by
-        bad: BadRecordError | None = None
-        if isinstance(message, Ping):
-            core.detector.answer_ping(token, request.sender, message, told_by)
-        elif isinstance(message, PingReq):
-            core.detector.answer_ping_req(token, message, told_by)
-        elif isinstance(message, GossipMessage):
-            bad = core.apply(message.records, told_by)
-            core.respond(token, core.detector.ack(request.sender, message.incarnation))
-        elif isinstance(message, Sync):
-            core.anti_entropy.answer_sync(token, message, told_by)
-        elif isinstance(message, Delta):
-            bad = core.anti_entropy.answer_delta(token, message, told_by)
-        elif isinstance(message, JoinRequest):
-            bad = self._join(token, message, told_by)
-        else:
-            core.effects.append(Reject(token, 400, "that isn't a request"))
-        if bad is not None:
-            core.effects = [
-                effect
-                for effect in core.effects
-                if not (isinstance(effect, Respond) and effect.token == token)
-            ]
-            core.effects.append(Reject(token, bad.status, str(bad)))
-
-    def _join(self, token: int, join: JoinRequest, told_by: str) -> BadRecordError | None:
-        core = self._core
-        bad = core.apply((join.record,), told_by)
-        if bad is not None:
-            return bad
-        member = core.table.get(join.record.id)
-        accusations = () if member is None else core.evidence(member)
-        core.respond(token, Welcome((*accusations, *core.anti_entropy.view()), observed_host=told_by))
-        return None
-
-    def _welcomed(self, welcomed: Welcomed) -> None:
-        core = self._core
-        core.apply(welcomed.message.records, welcomed.told_by, trusted=True)
-        member = core.table.get(welcomed.sender)
-        if member is not None:
-            member.last_seen = core.now
-            core.anti_entropy.run(member)
-
-    # What the daemon asks for
-
-    def update_self(
-        self, now: float, address: str | None = None, tags: dict[str, str] | None = None
-    ) -> list[Effect]:
-        """Change what we say about ourselves, and spread it."""
-        core = self._core
-        core.advance(now)
-        changes: dict[str, Any] = {}
-        if address is not None and address != core.me.address:
-            changes["address"] = address
-        if tags is not None and tags != core.me.tags:
-            changes["tags"] = dict(tags)
-        if changes:
-            core.renew(**changes)
-        return self._flush()
-
-    def propose(self, key: str, value: Any, now: float) -> tuple[SwarmRecord, list[Effect]]:
-        """Write a setting of the whole swarm.
-
-        Raises:
-            ValueError: the value is longer than 8 KiB, or there is no such setting.
-        """
-        core = self._core
-        core.advance(now)
-        record = core.swarm.compose(key, value, core.signer)
-        core.swarm.merge(record)
-        core.table.touch()
-        core.broadcast(record)
-        core.tell_all(record)
-        core.effects.append(SwarmChanged(record))
-        return record, self._flush()
-
-    def follow(self, lineage: str, now: float) -> list[Effect]:
-        """Hold the settings of ``lineage`` from now on, and ask a member for them."""
-        core = self._core
-        core.advance(now)
-        if core.swarm.follow(lineage) and not core.leaving:
-            core.table.touch()
-            for member in core.table.sample(2, core.rng):
-                core.anti_entropy.run(member)
-        return self._flush()
-
-    def recall(self, record: SwarmRecord, now: float) -> list[Effect]:
-        """Take a setting that this node held in an earlier run, unless a greater one is known by now.
-
-        Raises:
-            BadRecordError: forged, or of another swarm.
-        """
-        self._core.advance(now)
-        self._core.take_setting(record, trusted=True)
-        return self._flush()
-
-    def catch_up(self, node_id: str, now: float) -> list[Effect]:
-        """Compare views with a member that knows more than we do: gossip may have missed us."""
-        core = self._core
-        core.advance(now)
-        member = core.table.get(node_id)
-        if member is not None and not core.leaving:
-            core.anti_entropy.run(member)
-        return self._flush()
-
-    def tell_settings(self, node_id: str, now: float) -> list[Effect]:
-        """Send our settings at once to a member that seems to follow older ones."""
-        core = self._core
-        core.advance(now)
-        member = core.table.get(node_id)
-        if member is not None and member.living and not core.leaving:
-            core.tell_settings(member)
-        return self._flush()
-
-    def assume(self, records: Iterable[Record], now: float) -> None:
-        """Take ``records`` as known without telling anybody: a view that everyone has already."""
-        core = self._core
-        core.advance(now)
-        core.apply(records)
-        core.queue.clear()
-        self._flush()
-
-    def leave(self, now: float) -> list[Effect]:
-        """Say goodbye to a few members, and do nothing of our own accord from now on."""
-        core = self._core
-        core.advance(now)
-        if core.leaving:
-            return []
-        core.renew(state="left")
-        core.leaving = True
-        core.stop_timers()
-        core.detector.forget()
-        for member in core.table.sample(core.config.leave_fanout, core.rng):
-            core.gossip_to(member, (core.me,), 2 * core.config.probe_interval_s)
-        return self._flush()
-
-
 def own_record(signer: Signer, name: str, address: str, boot_ms: int, tags: dict[str, str]) -> MemberRecord:
     """A node's first record of this boot, unsigned."""
     return MemberRecord(
@@ -1521,7 +1424,6 @@ def open_core(
     rng: random.Random,
     known: KnownMembers,
     tags: dict[str, str] | None = None,
-    policy: AddressPolicy | None = None,
 ) -> Membership:
     """Make the core of a node that starts now, with a boot id greater than any before."""
     boot_ms = known.next_boot_ms(clock.wall(), config.future_s)
@@ -1533,5 +1435,4 @@ def open_core(
         rng=rng,
         wall=clock.wall,
         now=clock.monotonic(),
-        policy=policy,
     )

@@ -30,9 +30,6 @@ MAX_EPOCH_JUMP = 1000
 class SwarmRecords:
     """The swarm's settings as this node knows them.
 
-    Args:
-        verifier: checks signatures.
-
     Attributes:
         lineage: whose settings these are; empty while the node has no state.
     """
@@ -90,7 +87,6 @@ class SwarmRecords:
         """Take ``record`` when it wins; True when it did. One of another lineage is passed over.
 
         Args:
-            record: as received.
             trusted: it came from the member through which we join, or was our own in an earlier run, so any
                 epoch goes.
 

@@ -15,9 +15,8 @@ from p2pdrl.config.checks import task_problems
 from p2pdrl.config.root import Config
 from p2pdrl.config.task import TaskConfig, task_hash
 from p2pdrl.errors import JoinRefusedError, WireError
-from p2pdrl.membership.joining import JoinHooks
+from p2pdrl.membership.joining import Joiner, JoinHooks
 from p2pdrl.membership.messages import Starting
-from p2pdrl.membership.service import MembershipService
 from p2pdrl.node.background import beside
 from p2pdrl.node.bootstrap.joining import (
     Candidate,
@@ -81,7 +80,7 @@ class JoinAdmission:
 
     async def find_swarm(
         self,
-        membership: MembershipService,
+        joiner: Joiner,
         own: Address,
         *,
         remembers: bool,
@@ -104,8 +103,8 @@ class JoinAdmission:
         if self._config.node.peers or remembers:
             where = ", ".join(self._config.node.peers) or "members of the last run"
             self._events.emit("joining", f"looks for a swarm at {where}")
-        async with beside(self._tell_still_trying(membership), "still-trying"):
-            await self._until_decided(membership, own)
+        async with beside(self._tell_still_trying(joiner), "still-trying"):
+            await self._until_decided(joiner, own)
         self._decision = FoundingDecision("found", "decided")
         info = self._welcome
         if info is not None:
@@ -119,28 +118,28 @@ class JoinAdmission:
             return SwarmOrigin("founded", task, None)
         return SwarmOrigin("resumed", task, None, memory.lineage)
 
-    async def _until_decided(self, membership: MembershipService, own: Address) -> None:
+    async def _until_decided(self, joiner: Joiner, own: Address) -> None:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         seeds = {str(Address.parse(peer)) for peer in self._config.node.peers}
         told = ""
-        while not membership.joined.is_set():
-            among = str(own) in seeds or membership.own_address_among_seeds
+        while not joiner.joined.is_set():
+            among = str(own) in seeds or joiner.own_address_among_seeds
             waited_s = loop.time() - began_s
-            me = Candidate(membership.node_id, self._env_steps, among, waited_s, self._claimed_s)
-            self._decision = decide(me, membership.sightings())
+            me = Candidate(joiner.node_id, self._env_steps, among, waited_s, self._claimed_s)
+            self._decision = decide(me, joiner.sightings())
             if self._decision.what == "found":
                 return
             if self._decision.phase != "claiming":
                 self._claimed_s = None
             if self._decision.what == "claim":
                 self._claimed_s = self._claimed_s or self._clock.monotonic()
-                await membership.try_join_once()
+                await joiner.once()
             else:
                 if self._decision.phase == "blocked" and self._decision.why != told:
                     told = self._decision.why
                     self._events.emit("waiting", f"waits to be taken in: {told}")
-                await self._wait_for_news(membership, seeds - {str(own)})
+                await self._wait_for_news(joiner, seeds - {str(own)})
 
     def _same_task(self, memory: RememberedSwarm) -> bool:
         return not self._task_given or task_hash(memory.task) == task_hash(self._config.task)
@@ -156,9 +155,9 @@ class JoinAdmission:
             )
             self._events.emit("resumed-swarm", text, lineage=origin.lineage)
 
-    async def _wait_for_news(self, membership: MembershipService, others: set[str]) -> None:
+    async def _wait_for_news(self, joiner: Joiner, others: set[str]) -> None:
         either = [
-            asyncio.create_task(membership.joined.wait(), name="joined"),
+            asyncio.create_task(joiner.joined.wait(), name="joined"),
             asyncio.create_task(self._news.wait(), name="refused"),
         ]
         try:
@@ -168,8 +167,8 @@ class JoinAdmission:
                 task.cancel()
             await asyncio.wait(either)
         self._news.clear()
-        refusals = membership.refusals()
-        if not membership.joined.is_set() and others and others <= refusals.keys():
+        refusals = joiner.refusals()
+        if not joiner.joined.is_set() and others and others <= refusals.keys():
             where, why = next((at, said) for at, said in refusals.items() if at in others)
             raise JoinRefusedError(f"{where} doesn't take this node in: {why}")
 
@@ -188,11 +187,11 @@ class JoinAdmission:
             text = f"the swarm's own {' and '.join(overruled)} count here, not this node's"
             self._events.emit("overruled", text, level="warning")
 
-    async def _tell_still_trying(self, membership: MembershipService) -> None:
+    async def _tell_still_trying(self, joiner: Joiner) -> None:
         while True:
             await asyncio.sleep(STILL_TRYING_S)
             where = ", ".join(self._config.node.peers) or "the members of the last run"
-            troubles = membership.troubles()
+            troubles = joiner.troubles()
             why = "; ".join(f"{address}: {trouble}" for address, trouble in troubles.items())
             text = (
                 f"no answer from {where} yet{f' ({why})' if why else ''}; goes on trying. Is a node running "

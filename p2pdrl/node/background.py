@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-__all__ = ["FirstFailure", "beside"]
+__all__ = ["FirstFailure", "beside", "set_within"]
 
 
 @asynccontextmanager
@@ -21,6 +21,15 @@ async def beside(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[No
         await asyncio.wait([task])
         if not task.cancelled():
             task.result()
+
+
+async def set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait until ``event`` is set, no longer than that; tell whether it is."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
 
 
 class FirstFailure:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import roles_in
 from p2pdrl.config.root import Config
+from p2pdrl.membership.events import MemberView
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
@@ -55,20 +56,18 @@ class NodeContext:
 
     def alive(self) -> dict[str, Address]:
         """Living members without ourselves, by id; suspects are left alone until they are heard of again."""
-        return {
-            member.id: Address.parse(member.address)
-            for member in self.membership.members()
-            if member.state == "alive" and not member.is_self
-        }
+        return {member.id: Address.parse(member.address) for member in self.others_alive()}
 
     def learners(self) -> dict[str, Address]:
         """Those of them that update parameters: strategies, groups and adoptions meet nobody else."""
-        alive = self.alive()
-        return {
-            member.id: alive[member.id]
-            for member in self.membership.members()
-            if member.id in alive and "learner" in roles_in(member.tags)
-        }
+        learners = (member for member in self.others_alive() if "learner" in roles_in(member.tags))
+        return {member.id: Address.parse(member.address) for member in learners}
+
+    def others_alive(self) -> list[MemberView]:
+        """What membership knows of them."""
+        return [
+            member for member in self.membership.members() if member.state == "alive" and not member.is_self
+        ]
 
     def member_counts(self) -> dict[str, int]:
         """Members by state, ourselves among the living."""

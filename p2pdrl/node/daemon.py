@@ -208,7 +208,7 @@ class Node:
             jobs.append(group.create_task(context.gossip.run(), name="gossip"))
             memory = await self._memory.read()
             origin = await self._admission.find_swarm(
-                context.membership, context.address, remembers=opened.remembers, memory=memory
+                context.membership.joiner, context.address, remembers=opened.remembers, memory=memory
             )
             training = self._make_training(origin.task)
             stack.callback(training.close)
@@ -336,17 +336,15 @@ class Node:
     def _make_checkpointer(
         self, store: CheckpointStore, training: Training, checkpoint: Checkpoint | None
     ) -> Checkpointer:
-        checkpointer = Checkpointer(
+        return Checkpointer(
             store=store,
             config=self._config.node.checkpoint,
             training=training,
             progress_tracker=self._context.progress_tracker,
             clock=self._clock,
             events=self._events,
+            best=None if checkpoint is None else checkpoint.meta.get("best_mean_return"),
         )
-        if checkpoint is not None:
-            checkpointer.was_best(checkpoint.meta.get("best_mean_return"))
-        return checkpointer
 
     async def _fold_later(self) -> None:
         await asyncio.sleep(FOLD_AFTER_S)

@@ -10,16 +10,12 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Literal
 
+from p2pdrl.api.protocol import Event
 from p2pdrl.clock import Clock
-from p2pdrl.telemetry.logging import get_logger
+from p2pdrl.telemetry.logging import Level, get_logger
 
-__all__ = ["Event", "EventLog", "Level"]
-
-Event = dict[str, object]
-"""``seq`` (grows by one), ``time`` (seconds since the Unix epoch), ``kind``, ``text``, and more."""
-Level = Literal["debug", "info", "warning", "error"]
+__all__ = ["EventLog"]
 
 LOST = "events-lost"
 """Kind of the last event in the queue of a reader that was dropped; it never is in the log."""
@@ -66,7 +62,7 @@ class EventLog:
 
     def since(self, seq: int) -> list[Event]:
         """Events numbered above ``seq`` that are still remembered, oldest first."""
-        return [event for event in self._events if self._seq_of(event) > seq]
+        return [event for event in self._events if event["seq"] > seq]
 
     @asynccontextmanager
     async def subscribe(self) -> AsyncIterator[asyncio.Queue[Event]]:
@@ -100,8 +96,3 @@ class EventLog:
                 "last_lost": lost["seq"],
             }
         )
-
-    @staticmethod
-    def _seq_of(event: Event) -> int:
-        seq = event["seq"]
-        return seq if isinstance(seq, int) else 0

@@ -29,16 +29,6 @@ class LagWindow:
         self._lags.extend(lag_s - self._interval_s * back for back in range(hidden, -1, -1))
 
     @property
-    def current_s(self) -> float:
-        """The last lag; 0 before the first."""
-        return self._lags[-1] if self._lags else 0.0
-
-    @property
-    def worst_s(self) -> float:
-        """The greatest lag in the window."""
-        return max(self._lags, default=0.0)
-
-    @property
     def p99_s(self) -> float:
         """The lag that 99 of 100 wakings in the window stayed within."""
         if not self._lags:
@@ -58,7 +48,7 @@ class LoopLagMonitor:
 
     def __init__(
         self,
-        interval_s: float = 0.1,
+        interval_s: float = 0.2,
         window_s: float = 60.0,
         *,
         on_sample: Callable[[float], None] | None = None,

@@ -12,6 +12,7 @@ of mode waits for the exchange in flight, so it has a task of its own and the ot
 from __future__ import annotations
 
 import asyncio
+from typing import TypeVar
 
 import msgspec
 
@@ -31,6 +32,8 @@ from p2pdrl.node.training import Training
 __all__ = ["RecordFollower"]
 
 CATCH_UP_EVERY_S = 2.0
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class RecordFollower:
@@ -113,18 +116,14 @@ class RecordFollower:
 
     def _follow_settings(self, training: Training) -> None:
         """Follow all records but the mode: none of them has to wait for an exchange."""
-        record = self._context.membership.records.get(settings.STOP)
-        if record is not None:
-            condition = settings.decode(record.value, StopSetting)
-            if condition is None:
-                self._unreadable(record)
-            else:
-                self._stop = ((record.epoch, record.proposer), condition)
-                self.founded_at = condition.founded_at
-                training.stop_config = condition.stop
-                training.supervisor.set_window(condition.stop.window)
-                if self._context.checkpointer is not None:
-                    self._context.checkpointer.stop_setting = condition
+        if (found := self._read(settings.STOP, StopSetting)) is not None:
+            record, condition = found
+            self._stop = ((record.epoch, record.proposer), condition)
+            self.founded_at = condition.founded_at
+            training.stop_config = condition.stop
+            training.supervisor.set_window(condition.stop.window)
+            if self._context.checkpointer is not None:
+                self._context.checkpointer.stop_setting = condition
         self._follow_pause(training)
         self._follow_halt(training)
 
@@ -167,14 +166,11 @@ class RecordFollower:
             context.membership.propose(settings.HALT, halt)
 
     async def _follow_mode(self, training: Training) -> None:
-        record = self._context.membership.records.get(settings.MODE)
-        if record is None or (record.epoch, record.proposer) == self._mode_at:
+        found = self._read(settings.MODE, ModeSetting)
+        if found is None or (found[0].epoch, found[0].proposer) == self._mode_at:
             return
+        record, mode = found
         self._mode_at = (record.epoch, record.proposer)
-        mode = settings.decode(record.value, ModeSetting)
-        if mode is None:
-            self._unreadable(record)
-            return
         await self._use(training, mode.strategy, record)
         await self._save_mode(record, mode.strategy)
 
@@ -255,14 +251,12 @@ class RecordFollower:
 
     def _follow_pause(self, training: Training) -> None:
         """Follow a new pause record; what a person did on this node alone since then stays."""
-        record = self._context.membership.records.get(settings.PAUSE)
-        if record is None or self.halted.is_set() or (record.epoch, record.proposer) == self._pause_at:
+        found = self._read(settings.PAUSE, PauseSetting)
+        if found is None or self.halted.is_set() or (found[0].epoch, found[0].proposer) == self._pause_at:
             return
+        record, pause = found
         self._pause_at = (record.epoch, record.proposer)
-        pause = settings.decode(record.value, PauseSetting)
-        if pause is None:
-            self._unreadable(record)
-        elif pause.paused != training.paused:
+        if pause.paused != training.paused:
             self.hold(training, paused=pause.paused)
 
     def _follow_halt(self, training: Training) -> None:
@@ -278,14 +272,17 @@ class RecordFollower:
         self._context.events.emit("halted", f"the swarm is done: {halt.reason}", reason=halt.reason)
         self.halted.set()
 
-    def _unreadable(self, record: SwarmRecord) -> None:
-        """Tell once that a record means nothing to us."""
+    def _read(self, key: str, kind: type[S]) -> tuple[SwarmRecord, S] | None:
+        """The record under ``key`` and its value; None without one, or one that can't be read: told once."""
+        record = self._context.membership.records.get(key)
+        if record is None:
+            return None
+        value = settings.decode(record.value, kind)
+        if value is not None:
+            return record, value
         which = (record.epoch, record.proposer)
-        if self._told_unreadable.get(record.key) == which:
-            return
-        self._told_unreadable[record.key] = which
-        self._context.events.emit(
-            "record-unreadable",
-            f"the swarm's {record.key} record can't be read; it may come from a newer release of p2pdrl",
-            level="warning",
-        )
+        if self._told_unreadable.get(key) != which:
+            self._told_unreadable[key] = which
+            text = f"the swarm's {key} record can't be read; it may come from a newer release of p2pdrl"
+            self._context.events.emit("record-unreadable", text, level="warning")
+        return None

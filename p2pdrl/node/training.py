@@ -32,7 +32,6 @@ from p2pdrl.node.events import EventLog
 from p2pdrl.node.state.state_transfer import (
     Adoptions,
     Donors,
-    Download,
     OwnState,
     StateRequest,
     StateServer,
@@ -191,7 +190,9 @@ class Training:
         self.task_hash = task_hash(task)
         self.lineage = ""
         self.adoptions = Adoptions(
-            download=Download(transport, events, config.limits.max_abs_parameter),
+            transport=transport,
+            events=events,
+            max_abs=config.limits.max_abs_parameter,
             donors=donors,
             clock=clock,
             request=self.state_request,

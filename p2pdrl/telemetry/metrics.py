@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from p2pdrl.ids import PROTOCOL_VERSION
 
-__all__ = ["CONTENT_TYPE", "LabelledGauge", "LabelledTotal", "Registry", "Total"]
+__all__ = ["CONTENT_TYPE", "LabelledTotal", "Registry", "Total"]
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Content type of what `Registry.render` returns."""
@@ -85,21 +85,6 @@ class LabelledTotal:
         self.of(value).inc(amount)
 
 
-class LabelledGauge:
-    """Numbers that go up and down, one per value of a label whose values are known beforehand."""
-
-    def __init__(self, gauge: Gauge, known: Iterable[str]) -> None:
-        self._gauges = {value: gauge.labels(value) for value in known}
-
-    def set(self, value: str, number: float) -> None:
-        """Set the number of one value of the label.
-
-        Raises:
-            KeyError: if the value isn't one of the known ones.
-        """
-        self._gauges[value].set(number)
-
-
 class Registry:
     """All metrics of one node; ``version`` is the package's."""
 
@@ -116,10 +101,7 @@ class Registry:
         self.consensus_distance = gauge(
             "consensus_distance", "Root mean square distance from the swarm's mean, estimated from exchanges."
         )
-        self.members = LabelledGauge(
-            gauge("members", "Members of the swarm as this node sees them.", "state"),
-            ("alive", "suspect", "dead", "left"),
-        )
+        self.members = gauge("members", "Members of the swarm as this node sees them.", "state")
         self.exchanges_total = LabelledTotal(
             self._counter("exchanges_total", "Exchanges with peers by outcome.", "outcome"),
             ("ok", "busy", "refused", "timeout", "failed"),
@@ -180,8 +162,14 @@ class Registry:
             registry=self._registry,
         )
         build.labels(version, str(PROTOCOL_VERSION), platform.python_version()).set(1)
+        self.show_members(dict.fromkeys(("alive", "suspect", "dead", "left"), 0))
         self.mean_return.set(float("nan"))
         self.set_pipeline({})
+
+    def show_members(self, counts: Mapping[str, int]) -> None:
+        """Show how many members are in each state."""
+        for state, count in counts.items():
+            self.members.labels(state).set(count)
 
     def set_actors(self, actors: Sequence[Mapping[str, object]]) -> None:
         """Show what a node's actors do, as status has it."""

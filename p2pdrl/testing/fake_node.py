@@ -127,13 +127,9 @@ class FakeNode:
         if self.on_leave is not None:
             self.on_leave()
 
-    async def pause(self, swarm: bool) -> None:
+    async def pause(self, *, paused: bool, swarm: bool) -> None:
         """Noted in ``done``."""
-        self.done.append(f"pause {'swarm' if swarm else 'node'}")
-
-    async def resume(self, swarm: bool) -> None:
-        """Noted in ``done``."""
-        self.done.append(f"resume {'swarm' if swarm else 'node'}")
+        self.done.append(f"{'pause' if paused else 'resume'} {'swarm' if swarm else 'node'}")
 
     def mode(self) -> dict[str, object]:
         """The constants, or what the test has set."""
@@ -261,11 +257,7 @@ def _status(name: str, data_dir: str) -> dict[str, object]:
         "bytes_out": 2_000_000,
         "exchanges": {"ok": 50, "busy": 1, "timeout": 0, "refused": 0, "failed": 0, "adopted": 1},
         "learner": {"pid": 4712, "state": "running", "restarts": 0, "device": "cpu"},
-        "stop": {
-            "reached": False,
-            "reason": None,
-            "config": {"env_steps": 0, "mean_return": 475.0, "window": 100},
-        },
+        "stop": {"reached": False, "reason": None, "env_steps": 0, "mean_return": 475.0, "window": 100},
         "uptime_s": 75.0,
         "data_dir": data_dir,
         "last_checkpoint": {"path": f"{data_dir}/checkpoints/last.safetensors", "age_s": 12.0, "error": None},

@@ -43,9 +43,11 @@ DEAD_WORDS = frozenset(
         "regime",
         "repeating",
         "rumour",
+        "rumours",
         "seats",
         "staging",
         "tally",
+        "telling",
         "trial",
         "workplace",
     ]

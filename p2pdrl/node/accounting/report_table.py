@@ -211,19 +211,10 @@ class ReportTable:
 _MAY_BE_UNKNOWN = {"mean_return", "consensus_distance", "bubble"}
 
 
-def _numbers(report: PeerReport) -> dict[str, float | None]:
-    """The fields that may be infinite, or NaN, within the bounds of the schema."""
-    return {
-        "mean_return": report.mean_return,
-        "steps_per_s": report.steps_per_s,
-        "consensus_distance": report.consensus_distance,
-        "bubble": report.bubble,
-        "loop_lag_s": report.loop_lag_s,
-        "age_s": report.age_s,
-    }
+_NUMBERS = ("mean_return", "steps_per_s", "consensus_distance", "bubble", "loop_lag_s", "age_s")
+"""The fields that may be infinite, or NaN, within the bounds of the schema."""
 
 
 def _bad_numbers(report: PeerReport) -> list[str]:
-    return [
-        name for name, value in _numbers(report).items() if value is not None and not math.isfinite(value)
-    ]
+    values = ((name, getattr(report, name)) for name in _NUMBERS)
+    return [name for name, value in values if value is not None and not math.isfinite(value)]

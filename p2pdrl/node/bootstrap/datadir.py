@@ -18,8 +18,8 @@ from types import TracebackType
 
 import platformdirs
 
+from p2pdrl.atomic import storage_error, write_atomic
 from p2pdrl.errors import DataDirLockedError, DataDirUnusableError, StorageError
-from p2pdrl.node.state.atomic import storage_error, write_atomic
 
 __all__ = ["DataDir"]
 

@@ -29,6 +29,7 @@ from p2pdrl.config.task import TaskConfig, task_hash
 from p2pdrl.errors import WireError
 from p2pdrl.group.compatibility import Natural, Short
 from p2pdrl.membership.joining import Sighting
+from p2pdrl.membership.messages import Phase
 from p2pdrl.transport import codec
 
 __all__ = [
@@ -92,8 +93,6 @@ def refuse_task(wanted_hash: str, task: TaskConfig, our_hash: str) -> str | None
 
 WAIT_FOR_OTHERS_S = 3.0
 """A node waits this long for others that start at the same time."""
-
-Phase = Literal["looking", "following", "blocked", "claiming", "decided"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from aiohttp import web
 
 import p2pdrl
 from p2pdrl.api.keyfile import read_swarm_key
-from p2pdrl.api.protocol import NodeView
 from p2pdrl.api.routes import mount
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import NodeConfig, tags_of
@@ -39,7 +38,7 @@ from p2pdrl.transport.http_transport import HttpTransport
 from p2pdrl.transport.limits import TransportLimits
 from p2pdrl.transport.protocol import DEFAULT_PORT, Address
 
-__all__ = ["Endpoint", "Opened", "advertised", "direct", "open_node", "seed_address"]
+__all__ = ["Opened", "advertised", "direct", "open_node", "seed_address"]
 
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
@@ -120,53 +119,43 @@ def direct(given: str | None) -> bool:
     return not ip.is_unspecified
 
 
-class Endpoint:
-    """Listens and dials; without ``swarm_key`` on loopback only."""
+async def _serve(
+    stack: AsyncExitStack, view: ApiView, swarm_id: str, config: NodeConfig, clock: Clock
+) -> tuple[HttpTransport, Address]:
+    """Bind the port, serve peers and people there, and dial; without a swarm key on loopback only.
 
-    def __init__(
-        self, *, node_id: str, swarm_id: str, swarm_key: bytes | None, config: NodeConfig, clock: Clock
-    ) -> None:
-        self._config = config
-        self._clock = clock
-        self._has_key = swarm_key is not None
-        limits = TransportLimits(max_connections=config.limits.max_connections)
-        self.transport = HttpTransport(
-            node_id, swarm_id, swarm_key, clock=clock, limits=limits, allowed_hosts=self._names
-        )
-        self._listener = Listener(limits, clock, self.transport.counters)
-        self._app = web.Application(
-            middlewares=[guard_middleware(self._names, self.transport.counters)],
-            client_max_size=limits.max_api_body_bytes,
-        )
+    Raises:
+        UsageError: the port is taken, or open to others without a key.
+    """
+    limits = TransportLimits(max_connections=config.limits.max_connections)
 
-    async def open(self, node: NodeView) -> Address:
-        """Bind the port and serve; return where.
-
-        Raises:
-            UsageError: the port is taken, or open to others without a key.
-        """
-        self.transport.mount(self._app)
-        mount(self._app, node, self._clock)
-        await self.transport.start()
-        given = self._config.listen
-        wanted = Address("127.0.0.1", DEFAULT_PORT) if given is None else Address.parse(given)
-        return await self._listener.listen(
-            self._app,
-            wanted.host,
-            wanted.port,
-            port_is_default=given is None,
-            has_key=self._has_key,
-            insecure=self._config.insecure,
-        )
-
-    async def close(self) -> None:
-        """Stop listening and dialling."""
-        await self._listener.close()
-        await self.transport.close()
-
-    def _names(self) -> set[str]:
-        given = self._config.advertise
+    def names() -> set[str]:
+        given = config.advertise
         return set() if given is None else {Address.parse(given).host.lower()}
+
+    transport = HttpTransport(
+        view.node_id, swarm_id, view.swarm_key, clock=clock, limits=limits, allowed_hosts=names
+    )
+    listener = Listener(limits, clock, transport.counters)
+    stack.push_async_callback(transport.close)
+    stack.push_async_callback(listener.close)
+    app = web.Application(
+        middlewares=[guard_middleware(names, transport.counters)], client_max_size=limits.max_api_body_bytes
+    )
+    transport.mount(app)
+    mount(app, view, clock)
+    await transport.start()
+    given = config.listen
+    wanted = Address("127.0.0.1", DEFAULT_PORT) if given is None else Address.parse(given)
+    bound = await listener.listen(
+        app,
+        wanted.host,
+        wanted.port,
+        port_is_default=given is None,
+        has_key=view.swarm_key is not None,
+        insecure=config.insecure,
+    )
+    return transport, bound
 
 
 @dataclass(frozen=True)
@@ -207,8 +196,6 @@ async def open_node(
     if data.picked_other:
         events.emit("data-dir", f"the first data folder is in use; this node takes {data.path}")
     identity = Identity.load_or_create(data.path)
-    endpoint = Endpoint(node_id=identity.node_id, swarm_id=swarm_id, swarm_key=key, config=node, clock=clock)
-    stack.push_async_callback(endpoint.close)
     view = ApiView(
         name=node.name or "",
         node_id=identity.node_id,
@@ -219,7 +206,7 @@ async def open_node(
         events=events,
         leave=leave,
     )
-    bound = await endpoint.open(view)
+    transport, bound = await _serve(stack, view, swarm_id, node, clock)
     address = advertised(node.advertise, bound, node.peers)
     name = view.name = node.name or f"{socket.gethostname()}:{bound.port}"
     known = KnownMembers(data.path)
@@ -237,7 +224,7 @@ async def open_node(
     boot = core.me.incarnation.boot_ms
     membership = MembershipService(
         core,
-        endpoint.transport,
+        transport,
         clock,
         seeds,
         hooks=hooks,
@@ -256,18 +243,18 @@ async def open_node(
         address=address,
         clock=clock,
         events=events,
-        transport=endpoint.transport,
+        transport=transport,
         membership=membership,
         progress_tracker=ProgressTracker(identity.node_id, boot),
         began_s=clock.monotonic(),
     )
-    _tell(context, events, keyed=key is not None, moved=node.listen is None and bound.port != 7700)
+    _tell(context, events, keyed=key is not None, moved=node.listen is None and bound.port != DEFAULT_PORT)
     return Opened(data, context, view, bool(known.members))
 
 
 def _tell(context: NodeContext, events: EventLog, *, keyed: bool, moved: bool) -> None:
     if moved:
-        events.emit("port", f"port 7700 is taken; this node takes {context.address.port}")
+        events.emit("port", f"port {DEFAULT_PORT} is taken; this node takes {context.address.port}")
     join = f"p2pdrl node --peers {context.address}" + (" --swarm-key-file FILE" if keyed else "")
     events.emit(
         "started",

@@ -125,7 +125,6 @@ class HasDescriptor(Protocol):
     @property
     def fd(self) -> int:
         """An open descriptor; -1 once it was given up."""
-        ...
 
 
 class ProcessLink:

@@ -20,7 +20,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import psutil
 
@@ -29,6 +29,9 @@ from p2pdrl.config.node import LearnerConfig
 from p2pdrl.node.events import EventLog
 from p2pdrl.pipeline.plan import StageOrder
 from p2pdrl.workers.protocol import FromLearner, Report
+
+if TYPE_CHECKING:
+    from p2pdrl.node.children.stage_port import StagePort
 
 __all__ = [
     "HANGS_S",
@@ -54,24 +57,10 @@ WAITING = frozenset({psutil.STATUS_SLEEPING, psutil.STATUS_IDLE, psutil.STATUS_S
 Message = TypeVar("Message", bound=FromLearner)
 
 
-class StageOrders(Protocol):
-    """What a learner was ordered to be: `stage_port.StagePort`."""
-
-    @property
-    def order(self) -> StageOrder | None:
-        """The order in force."""
-        ...
-
-    @property
-    def unanswered(self) -> bool:
-        """Whether it is in force, and the learner hasn't answered it."""
-        ...
-
-
 class HangWatchdog:
     """Judges one learner process, from its first message to its last, by its order as a pipeline's stage."""
 
-    def __init__(self, stages: StageOrders, clock: Clock) -> None:
+    def __init__(self, stages: StagePort, clock: Clock) -> None:
         self._stages = stages
         self._clock = clock
         self._counted_s = self._looked_s = clock.monotonic()

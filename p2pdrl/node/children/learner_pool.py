@@ -84,9 +84,10 @@ class HogwildWorker:
         return None if self._link is None else self._link.pid
 
     def tell(self, message: News) -> None:
-        """Send a message to the worker, and to each that replaces it."""
+        """Send a message to the worker, unless it was the last of its kind, and to each that replaces it."""
+        news = self.told.get(type(message)) != message
         self.told[type(message)] = message
-        if self._conversing and self._link is not None:
+        if news and self._conversing and self._link is not None:
             self._link.tell(message)
 
     def stop(self) -> bool:
@@ -196,7 +197,6 @@ class LearnerPool:
         self._workers_did = ZERO
         self._gone: dict[str, bytes] = {}
         self._pace: LearnerPace | None = None
-        self._progress: Progress | None = None
         self._learners = 1
         self._failure = FirstFailure()
 
@@ -251,8 +251,6 @@ class LearnerPool:
             self._pace = message
             # The bound is the node's; its learners share it.
             message = LearnerPace(message.paused, message.max_updates_per_s / self._learners)
-        else:
-            self._progress = message
         self._supervisor.tell(message)
         for worker in self._workers:
             worker.tell(message)
@@ -296,10 +294,9 @@ class LearnerPool:
             on_report=self._heard,
             on_end=self._ended,
         )
-        if self._pace is not None:
-            worker.tell(LearnerPace(self._pace.paused, self._pace.max_updates_per_s / self._learners))
-        if self._progress is not None:
-            worker.tell(self._progress)
+        for message in self._supervisor.told.values():
+            if not isinstance(message, Others):
+                worker.tell(message)
         task = asyncio.create_task(worker.run(), name=f"worker {number}")
         task.add_done_callback(self._failure.note)
         self._workers[worker] = task

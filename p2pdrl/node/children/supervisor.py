@@ -23,7 +23,7 @@ from p2pdrl.config.node import LearnerConfig
 from p2pdrl.config.task import AlgorithmConfig
 from p2pdrl.errors import ConfigError, LayoutMismatchError, P2PDRLError, TensorError, WorkerError
 from p2pdrl.node.accounting.counters import ZERO, Counts
-from p2pdrl.node.background import beside
+from p2pdrl.node.background import beside, set_within
 from p2pdrl.node.children.actors import ActorPool
 from p2pdrl.node.children.hang_watchdog import HangWatchdog, kill_if_it_hangs
 from p2pdrl.node.children.learner_link import REAP_S, LearnerLink
@@ -349,9 +349,10 @@ class LearnerSupervisor:
             await asyncio.shield(self._task)
 
     def tell(self, message: LearnerPace | Progress | Others) -> None:
-        """Send a message to the learner, and to each that replaces it."""
+        """Send a message to the learner, unless it was the last of its kind, and to each that replaces it."""
+        news = self.told.get(type(message)) != message
         self.told[type(message)] = message
-        if self._link is not None:
+        if news and self._link is not None:
             self._link.tell(message)
 
     def work(self, learner_mode: LearnerMode, epoch: int) -> None:
@@ -484,7 +485,7 @@ class LearnerSupervisor:
                     return
                 self._down_since_s = self._clock.monotonic()
                 self._died(death, self._down_since_s - began_s)
-            if await self._stopped_within(self.restart_policy.backoff_s):
+            if await set_within(self._stopping, self.restart_policy.backoff_s):
                 return
             try:
                 await self._restart()
@@ -521,14 +522,6 @@ class LearnerSupervisor:
     def _tell_failed(self, why: str, error: dict[str, object] | None = None) -> None:
         text = f"learner couldn't be restarted: {why}; next try in {self.restart_policy.backoff_s:g} s"
         self._events.emit("learner-failed", text, level="warning", error=error)
-
-    async def _stopped_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def _restart(self) -> None:
         """Start another learner, and let it go on from the board; one that dies at that is counted and told.

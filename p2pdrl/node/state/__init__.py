@@ -3,6 +3,6 @@
 | to … | modules |
 |---|---|
 | adopt a peer's, and give ours | `state_transfer` |
-| keep it on disk | `checkpoints`, `atomic` (files written whole or not at all) |
+| keep it on disk | `checkpoints` |
 | remember the swarm: task, lineage, mode, stop condition | `swarm_memory` |
 """

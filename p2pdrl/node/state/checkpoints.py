@@ -21,13 +21,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from p2pdrl.atomic import fsync_folder, remove_leftovers, storage_error, write_beside
 from p2pdrl.clock import Clock
 from p2pdrl.config.node import CheckpointConfig
 from p2pdrl.errors import CheckpointError, StorageError
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.settings import StopSetting
-from p2pdrl.node.state.atomic import fsync_folder, remove_leftovers, storage_error, write_beside
 from p2pdrl.node.state.state_transfer import StateHead, TransferredState, params_hash
 from p2pdrl.node.training import Training
 from p2pdrl.tensors.board import BoardSpec
@@ -189,7 +189,11 @@ class CheckpointStore:
 
 
 class Checkpointer:
-    """Writes checkpoints of this node's training now and then."""
+    """Writes checkpoints of this node's training now and then.
+
+    Args:
+        best: the mean return that a better one must beat, as an earlier boot left it.
+    """
 
     def __init__(
         self,
@@ -200,6 +204,7 @@ class Checkpointer:
         progress_tracker: ProgressTracker,
         clock: Clock,
         events: EventLog,
+        best: float | None = None,
     ) -> None:
         self._store = store
         self._config = config
@@ -207,7 +212,7 @@ class Checkpointer:
         self._progress_tracker = progress_tracker
         self._clock = clock
         self._events = events
-        self._best: float | None = None
+        self._best = best
         self._saved_s: float | None = None
         self._lock = asyncio.Lock()
         self.stop_setting: StopSetting | None = None
@@ -225,10 +230,6 @@ class Checkpointer:
     def path(self) -> str | None:
         """Where the last one is; None before the first."""
         return None if self._saved_s is None else str(self._store.last)
-
-    def was_best(self, mean_return: float | None) -> None:
-        """Set the mean return that a better one must beat, as an earlier boot left it."""
-        self._best = mean_return
 
     async def run(self) -> None:
         """Write one each ``every_s`` seconds, for ever."""

@@ -32,7 +32,6 @@ __all__ = [
     "ROUTE",
     "Adoptions",
     "Donors",
-    "Download",
     "OwnState",
     "StateHead",
     "StateRequest",
@@ -239,61 +238,11 @@ class StateServer:
         return Reply(reply.meta, vector=reply.vector, on_end=ended)
 
 
-class Download:
-    """Asks donors in turn; accepts no parameter beyond ``max_abs``."""
-
-    def __init__(self, transport: Transport, events: EventLog, max_abs: float) -> None:
-        self._transport = transport
-        self._events = events
-        self._max_abs = max_abs
-
-    async def once(
-        self,
-        donors: Sequence[tuple[str, Address]],
-        request: StateRequest,
-        spec: BoardSpec,
-        *,
-        lineage: str | None = None,
-    ) -> tuple[str, TransferredState] | None:
-        """Return the first donor that gives a state of ``lineage`` (None: any), and the state."""
-        for donor, address in donors:
-            try:
-                state = await fetch(
-                    self._transport, donor, address, request=request, spec=spec, max_abs=self._max_abs
-                )
-            except PeerRefusedError as error:
-                if error.status != 503:
-                    self._tell(donor, address, error)
-            except (TransportError, TensorError) as error:
-                self._tell(donor, address, error)
-            else:
-                if lineage in (None, state.head.lineage):
-                    return donor, state
-        return None
-
-    async def until(
-        self, donors: Donors, request: StateRequest, spec: BoardSpec, give_up: Callable[[], bool]
-    ) -> tuple[str, TransferredState] | None:
-        """Ask again and again until a donor gives its state, or ``give_up`` says so."""
-        while True:
-            found = await self.once(donors(), request, spec)
-            if found is not None or give_up():
-                return found
-            await asyncio.sleep(RETRY_EVERY_S)
-
-    def _tell(self, donor: str, address: Address, error: Exception) -> None:
-        self._events.emit(
-            "donor-failed",
-            f"{short(donor)} at {address} didn't give its state: {error}",
-            level="warning",
-            peer=donor,
-        )
-
-
 class Adoptions:
     """Adopts states: the first one, and later ones in the background, one at a time.
 
     Args:
+        max_abs: no state with a parameter beyond it is taken.
         request: tells what is expected of a donor.
         spec: tells our own layout.
         take: makes a state that arrived our own: ``(donor, state, why)``.
@@ -302,14 +251,18 @@ class Adoptions:
     def __init__(
         self,
         *,
-        download: Download,
+        transport: Transport,
+        events: EventLog,
+        max_abs: float,
         donors: Donors,
         clock: Clock,
         request: Callable[[], StateRequest],
         spec: Callable[[], BoardSpec],
         take: Callable[[str, TransferredState, str], Awaitable[None]],
     ) -> None:
-        self._download = download
+        self._transport = transport
+        self._events = events
+        self._max_abs = max_abs
         self._donors = donors
         self._clock = clock
         self._request = request
@@ -331,7 +284,11 @@ class Adoptions:
 
     async def first(self, give_up: Callable[[], bool]) -> tuple[str, TransferredState] | None:
         """Return the state of the best donor, for a node that has none; None when ``give_up`` says so."""
-        return await self._download.until(self._donors, self._request(), self._spec(), give_up)
+        while True:
+            found = await self._download(self._donors())
+            if found is not None or give_up():
+                return found
+            await asyncio.sleep(RETRY_EVERY_S)
 
     def begin(self, donor: str, lineage: str | None, why: str) -> None:
         """Adopt a state in the background, and tell ``why`` when it is done.
@@ -366,10 +323,29 @@ class Adoptions:
 
     async def _adopt(self, donor: str, lineage: str | None, why: str) -> bool:
         donors = sorted(self._donors(), key=lambda entry: entry[0] != donor)
-        found = await self._download.once(donors, self._request(), self._spec(), lineage=lineage)
+        found = await self._download(donors, lineage)
         if found is not None:
             await self._take(*found, why)
         return found is not None
+
+    async def _download(
+        self, donors: Sequence[tuple[str, Address]], lineage: str | None = None
+    ) -> tuple[str, TransferredState] | None:
+        """Return the first donor that gives a state of ``lineage`` (None: any), and the state."""
+        request, spec = self._request(), self._spec()
+        for donor, address in donors:
+            try:
+                state = await fetch(
+                    self._transport, donor, address, request=request, spec=spec, max_abs=self._max_abs
+                )
+            except (TransportError, TensorError) as error:
+                if not (isinstance(error, PeerRefusedError) and error.status == 503):
+                    text = f"{short(donor)} at {address} didn't give its state: {error}"
+                    self._events.emit("donor-failed", text, level="warning", peer=donor)
+            else:
+                if lineage in (None, state.head.lineage):
+                    return donor, state
+        return None
 
     def _ended(self, task: asyncio.Task[bool]) -> None:
         self._task = None

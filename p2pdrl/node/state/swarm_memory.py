@@ -15,16 +15,17 @@ from pathlib import Path
 
 import msgspec
 
+from p2pdrl.atomic import remove_leftovers, storage_error, write_atomic
 from p2pdrl.config.mode import mode_words
 from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.config.task import StopConfig, TaskConfig
 from p2pdrl.errors import StorageError
 from p2pdrl.membership.records import BadRecordError, SwarmRecord
 from p2pdrl.node import settings
+from p2pdrl.node.background import set_within
 from p2pdrl.node.bootstrap.joining import SwarmOrigin
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.settings import ModeSetting, StopSetting
-from p2pdrl.node.state.atomic import remove_leftovers, storage_error, write_atomic
 from p2pdrl.node.state.checkpoints import Checkpoint
 from p2pdrl.node.training import Training
 
@@ -82,11 +83,7 @@ class SwarmMemory:
         while True:
             await self.write(training)
             self._changed.clear()
-            try:
-                async with asyncio.timeout(WRITE_EVERY_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
+            await set_within(self._changed, WRITE_EVERY_S)
 
     async def write(self, training: Training) -> None:
         """Replace the file, whole or not at all; a disk that doesn't take it is told of once."""

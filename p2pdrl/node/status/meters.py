@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 import p2pdrl
+from p2pdrl.atomic import storage_error, write_atomic
 from p2pdrl.node.context import NodeContext
-from p2pdrl.node.state.atomic import storage_error, write_atomic
 from p2pdrl.node.status.pipeline import pipeline_document
 from p2pdrl.node.status.reporter import StatusReporter
 from p2pdrl.strategies.protocol import RoundReport
@@ -23,6 +23,11 @@ __all__ = ["NAME", "Meters", "summary", "write_summary"]
 
 NAME = "summary.json"
 SCALARS_EVERY_S = 5.0
+FROM_STATUS = (
+    *("env_steps", "swarm_env_steps", "updates", "episodes", "mean_return"),
+    *("accounting", "exchanges"),
+)
+"""What of a node's status its summary shows at the top, too."""
 
 
 def summary(context: NodeContext, reporter: StatusReporter, reason: str) -> dict[str, object]:
@@ -37,14 +42,8 @@ def summary(context: NodeContext, reporter: StatusReporter, reason: str) -> dict
         "began": ended - (context.clock.monotonic() - context.began_s),
         "ended": ended,
         "reason": reason,
-        "env_steps": status["env_steps"],
-        "swarm_env_steps": status["swarm_env_steps"],
-        "updates": status["updates"],
-        "episodes": status["episodes"],
-        "mean_return": status["mean_return"],
         "modes": [] if training is None else training.accounting.walk(),
-        "accounting": status["accounting"],
-        "exchanges": status["exchanges"],
+        **{name: status[name] for name in FROM_STATUS},
         "status": status,
     }
 
@@ -123,8 +122,7 @@ class Meters:
         for status, count in counters.refused.items():
             registry.refused_total.of(str(status)).advance_to(count)
         registry.records_refused_total.advance_to(context.membership.core.refused_records)
-        for state, count in context.member_counts().items():
-            registry.members.set(state, count)
+        registry.show_members(context.member_counts())
         if training is not None:
             registry.learner_restarts_total.advance_to(training.supervisor.restarts)
             registry.strikes_total.advance_to(training.swarm.quarantine.total)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
 import psutil
 
 import p2pdrl
@@ -95,9 +96,7 @@ def _name(context: NodeContext, node: str) -> str:
     return short(node) if name == node else name
 
 
-PLACE_FIELDS = ("role", "stage", "bubble")
-"""What a node does in its group."""
-REPORT_FIELDS = (
+FIGURES = (
     "policy_version",
     "env_steps",
     "steps_per_s",
@@ -108,11 +107,11 @@ REPORT_FIELDS = (
     "consensus_distance",
     "loop_lag_s",
     "rss_bytes",
-    "device",
-    "learner_restarts",
-    "strategy",
-    *PLACE_FIELDS,
+    "role",
+    "stage",
+    "bubble",
 )
+"""Fields of a report that ``/v1/status`` and each row of ``/v1/peers`` show under the same names."""
 
 
 class StatusReporter:
@@ -121,6 +120,7 @@ class StatusReporter:
     def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._seq = 0
+        self._processes: dict[int, psutil.Process] = {}
 
     # --- of this node ---------------------------------------------------------------------------
 
@@ -142,7 +142,10 @@ class StatusReporter:
         children: tuple[int, ...] = () if learner is None else (learner,)
         if training is not None and training.actors is not None:
             children += training.actors.pids
-        return sum(_rss_bytes(pid) for pid in (os.getpid(), *children))
+        pids = (os.getpid(), *children)
+        # Kept, as making one reads more of /proc than asking it does.
+        self._processes = {pid: found for pid in pids if (found := self._processes.get(pid) or _process(pid))}
+        return sum(_rss_bytes(process) for process in self._processes.values())
 
     def health(self) -> tuple[bool, list[str]]:
         """Whether this node is well, and why not."""
@@ -157,12 +160,11 @@ class StatusReporter:
             reported_s = learner.reported_s
             wanted = context.state == "training"
             due = wanted and pipeline.trains(training)
+            last_death = learner.restart_policy.last_death
             inputs |= {
                 "learner_down_s": learner.down_s if wanted else None,
                 "learner_restarts_in_a_row": learner.failures,
-                "learner_death": ""
-                if learner.restart_policy.last_death is None
-                else learner.restart_policy.last_death.how,
+                "learner_death": "" if last_death is None else last_death.how,
                 "learner_stopped_s": learner.stopped_s,
                 "progress_age_s": None if not due or reported_s is None else now_s - reported_s,
                 "quarantined": tuple(self.namer()(peer) for peer in training.swarm.quarantine.held(now_s)),
@@ -255,29 +257,20 @@ class StatusReporter:
             "lineage": report.lineage,
             "state": context.state,
             "members": context.member_counts(),
-            "policy_version": report.policy_version,
-            "env_steps": report.env_steps,
             "swarm_env_steps": context.progress_tracker.total().env_steps,
-            "steps_per_s": report.steps_per_s,
             "swarm_steps_per_s": sum(one.steps_per_s for one in alive),
-            "mean_return": report.mean_return,
             "episodes": report.episodes,
-            "episodes_in_window": report.episodes_in_window,
             "updates": report.updates,
-            "consensus_distance": report.consensus_distance,
-            "loop_lag_s": report.loop_lag_s,
-            "rss_bytes": report.rss_bytes,
-            "bytes_in": report.bytes_in,
-            "bytes_out": report.bytes_out,
+            **{name: getattr(report, name) for name in FIGURES},
             "exchanges": {} if training is None else training.outcomes,
             "accounting": self.accounting(),
             "trains": report.at_work,
             "collects": report.trains,
-            **{name: getattr(report, name) for name in PLACE_FIELDS},
             "pipeline": None if training is None else pipeline.pipeline_document(training),
             "learner": self._learner(),
             "actors": [] if training is None or training.actors is None else training.actors.figures(),
-            "stop": {"reached": context.halted is not None, "reason": context.halted} | self._stop_config(),
+            "stop": {"reached": context.halted is not None, "reason": context.halted}
+            | ({} if training is None else msgspec.structs.asdict(training.stop_config)),
             "healthy": report.healthy,
             "reasons": list(report.reasons),
             "uptime_s": context.clock.monotonic() - context.began_s,
@@ -315,16 +308,15 @@ class StatusReporter:
         return sorted(alive, key=self._donor_rank)
 
     def living_reports(self) -> list[PeerReport] | None:
-        """Our own report and those of all living members; None while one is unheard of."""
+        """Our own newest report and those of all living members; None while one is unheard of."""
         alive = self._context.alive()
         reports = self._reports(alive)
-        return [self.report(), *reports] if len(reports) == len(alive) else None
+        mine = self._reports([self._context.node_id]) or [self.report()]
+        return [*mine, *reports] if len(reports) == len(alive) else None
 
     def mode(self) -> dict[str, object]:
         """The document of ``/v1/mode``."""
-        alive = {
-            m.id: m.name for m in self._context.membership.members() if m.state == "alive" and not m.is_self
-        }
+        alive = {member.id: member.name for member in self._context.others_alive()}
         heard = {report.id: report for report in self._reports(alive)}
         others = [
             (name, heard.get(node)) for node, name in sorted(alive.items(), key=lambda item: item[::-1])
@@ -381,7 +373,8 @@ class StatusReporter:
             "roles": list(roles_in(member.tags)),
         }
         report, age_s = found if found is not None else (None, None)
-        row |= {name: getattr(report, name, None) for name in REPORT_FIELDS}
+        shown = (*FIGURES, "device", "learner_restarts", "strategy")
+        row |= {name: getattr(report, name, None) for name in shown}
         row["report_age_s"] = age_s
         row["healthy"] = member.state == "alive" and (report is None or report.healthy)
         row["reasons"] = self._reasons(member, report)
@@ -398,7 +391,7 @@ class StatusReporter:
         reasons = [] if member.state == "alive" else [f"{member.state}: {member.state_reason}"]
         return reasons + (list(report.reasons) if report is not None and member.state == "alive" else [])
 
-    def _reports(self, ids: dict[str, Any]) -> list[PeerReport]:
+    def _reports(self, ids: Iterable[str]) -> list[PeerReport]:
         gossip = self._context.gossip
         if gossip is None:
             return []
@@ -407,7 +400,7 @@ class StatusReporter:
         return [entry[0] for entry in found if entry is not None]
 
     def _donor_rank(self, node: str) -> tuple[bool, bool, int, str]:
-        reports = self._reports({node: None})
+        reports = self._reports([node])
         if not reports:
             return (True, True, 0, node)
         report = reports[0]
@@ -439,26 +432,21 @@ class StatusReporter:
             "metrics": learner.metrics,
         }
 
-    def _stop_config(self) -> dict[str, object]:
-        training = self._context.training
-        if training is None:
-            return {}
-        config = training.stop_config
-        return {
-            "env_steps": config.env_steps,
-            "time_s": config.time_s,
-            "mean_return": config.mean_return,
-            "window": config.window,
-        }
-
     def namer(self) -> Callable[[str], str]:
         """From a node id to the name that people gave it, or to its first digits."""
         names = {member.id: member.name for member in self._context.membership.members()}
         return lambda node: names.get(node) or short(node)
 
 
-def _rss_bytes(pid: int) -> int:
+def _process(pid: int) -> psutil.Process | None:
     try:
-        return int(psutil.Process(pid).memory_info().rss)
+        return psutil.Process(pid)
+    except (psutil.Error, OSError):
+        return None
+
+
+def _rss_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
     except (psutil.Error, OSError):
         return 0

@@ -84,13 +84,13 @@ class ApiView:
         """Begin to leave the swarm."""
         self._leave("asked to")
 
-    async def pause(self, swarm: bool) -> None:
-        """Hold this node's learner, or everybody's."""
-        self._set_pause(paused=True, swarm=swarm)
-
-    async def resume(self, swarm: bool) -> None:
-        """Let this node's learner go on, or everybody's."""
-        self._set_pause(paused=False, swarm=swarm)
+    async def pause(self, *, paused: bool, swarm: bool) -> None:
+        """Hold this node's learner, or everybody's, or let it go on."""
+        training, follower = _need(self._context).training, _need(self._follower)
+        if swarm:
+            follower.pause(paused=paused)
+        elif training is not None:
+            follower.hold(training, paused=paused)
 
     def mode(self) -> dict[str, object]:
         """The document of ``/v1/mode``."""
@@ -126,14 +126,6 @@ class ApiView:
         if context.training is not None:
             document["task"] = msgspec.to_builtins(context.training.task)
         return {"task": document["task"], "node": document["node"]}
-
-    def _set_pause(self, *, paused: bool, swarm: bool) -> None:
-        training = _need(self._context).training
-        follower = _need(self._follower)
-        if swarm:
-            follower.pause(paused=paused)
-        elif training is not None:
-            follower.hold(training, paused=paused)
 
     def _checkpointer(self) -> Checkpointer:
         checkpointer = _need(self._context).checkpointer

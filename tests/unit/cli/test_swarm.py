@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pdrl.cli.fleet import ReservedPorts
+from p2pdrl.cli.fleet import reserved_ports
 from p2pdrl.errors import UsageError
 
 FAKE_NODE = """
@@ -185,13 +185,13 @@ def test_no_node_outlives_the_command(fake_nodes, tmp_path, number):
 def test_reserved_ports_are_apart_and_open_to_a_server():
     import socket
 
-    with ReservedPorts(2, 22700) as first, ReservedPorts(2, 22700) as second:
-        assert len({*first.ports, *second.ports}) == 4
+    with reserved_ports(2, 22700) as first, reserved_ports(2, 22700) as second:
+        assert len({*first, *second}) == 4
         # create_server sets SO_REUSEADDR, as asyncio does.
         with (
-            socket.create_server(("127.0.0.1", first.ports[0])) as server,
+            socket.create_server(("127.0.0.1", first[0])) as server,
             socket.create_connection(server.getsockname()),
         ):
             pass
-    with pytest.raises(UsageError, match="free ports"):
-        ReservedPorts(3, 65534)
+    with pytest.raises(UsageError, match="free ports"), reserved_ports(3, 65534):
+        pass

@@ -16,7 +16,6 @@ from p2pdrl.membership.joining import JoinHooks
 from p2pdrl.membership.known_members import KnownMembers
 from p2pdrl.membership.messages import JoinRequest, Nack, encode
 from p2pdrl.membership.parameters import MembershipConfig
-from p2pdrl.membership.records import AddressPolicy
 from p2pdrl.membership.service import MembershipService
 from p2pdrl.membership.state import open_core
 from p2pdrl.testing.memory_transport import MemoryNetwork, MemoryTransport
@@ -45,7 +44,6 @@ class Node:
             clock=clock,
             rng=random.Random(number),
             known=known,
-            policy=AddressPolicy(),
         )
         self.service = MembershipService(
             core,
@@ -128,8 +126,8 @@ async def test_leaving_alone_takes_no_time(start: Start) -> None:
 
 async def test_seeds_are_tried_for_ever(start: Start) -> None:
     two = await start(2, ["10.0.0.1:7600"])
-    assert not await two.service.try_join_once()
-    assert two.service.troubles().keys() == {"10.0.0.1:7600"}
+    assert not await two.service.joiner.once()
+    assert two.service.joiner.troubles().keys() == {"10.0.0.1:7600"}
     await asyncio.sleep(120)
     assert not two.service.joined.is_set()
     one = await start(1, [])
@@ -154,12 +152,12 @@ async def test_two_islands_of_the_same_seeds_become_one(start: Start, network: M
 
 async def test_ourselves_among_the_seeds_is_noticed(start: Start) -> None:
     one = await start(1, ["10.0.0.1:7600"])
-    assert not await one.service.try_join_once()
-    assert one.service.own_address_among_seeds
+    assert not await one.service.joiner.once()
+    assert one.service.joiner.own_address_among_seeds
     # also when we are known by another address
     two = await start(2, ["10.0.0.2:7600"], claims="198.51.100.2:7600")
-    assert not await two.service.try_join_once()
-    assert two.service.own_address_among_seeds
+    assert not await two.service.joiner.once()
+    assert two.service.joiner.own_address_among_seeds
     assert not two.service.joined.is_set()
 
 
@@ -193,17 +191,17 @@ async def test_a_name_that_isnt_known_is_tried_again(start: Start) -> None:
     await start(1, [])
     two = await start(2, ["swarm.example:7600"], resolver=resolver)
     await asyncio.sleep(5)
-    assert two.service.troubles() == {"swarm.example:7600": "name or service not known"}
+    assert two.service.joiner.troubles() == {"swarm.example:7600": "name or service not known"}
     known.append("10.0.0.1")
     await asyncio.wait_for(two.service.joined.wait(), 31)
     await asyncio.sleep(1)
-    assert two.service.troubles() == {}
+    assert two.service.joiner.troubles() == {}
 
 
 async def test_a_name_that_no_resolver_takes_is_no_bug(start: Start) -> None:
     two = await start(2, ["a..b:7600"])  # Python's own resolver can't encode it
-    assert not await two.service.try_join_once()
-    assert "label" in two.service.troubles()["a..b:7600"]
+    assert not await two.service.joiner.once()
+    assert "label" in two.service.joiner.troubles()["a..b:7600"]
 
 
 async def test_another_task_is_refused_in_plain_words_on_both_sides(start: Start) -> None:
@@ -219,7 +217,7 @@ async def test_another_task_is_refused_in_plain_words_on_both_sides(start: Start
     await asyncio.sleep(1)
     assert ("10.0.0.1:7600", "this swarm trains cartpole") in told
     assert ("10.0.0.2:7600", "we refused it: this swarm trains cartpole") in told
-    assert two.service.refusals() == {"10.0.0.1:7600": "this swarm trains cartpole"}
+    assert two.service.joiner.refusals() == {"10.0.0.1:7600": "this swarm trains cartpole"}
     await asyncio.sleep(100)
     assert sum(address == "10.0.0.1:7600" for address, _ in told) == 1  # told once, tried slowly
     assert set(one.states()) == {"n1"}
@@ -274,8 +272,8 @@ async def test_the_welcome_carries_join_info_and_settings_and_may_be_declined(st
     )
     await asyncio.sleep(1)
     assert not two.service.joined.is_set()
-    assert two.service.refusals() == {"10.0.0.1:7600": "its task needs --allow-import"}
-    assert await two.service.try_join_once()
+    assert two.service.joiner.refusals() == {"10.0.0.1:7600": "its task needs --allow-import"}
+    assert await two.service.joiner.once()
     assert seen == [b"task", b"task"]
     assert two.service.records.value("mode") == {"name": "dsgd"}
     assert changed == ["mode"]

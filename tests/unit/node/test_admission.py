@@ -24,7 +24,7 @@ OTHER = TaskConfig(env=EnvConfig(id="Acrobot-v1"))
 
 
 class FakeJoins:
-    """Membership as the admission sees it."""
+    """The joiner as the admission sees it."""
 
     def __init__(self, *seen: Sighting) -> None:
         self.node_id = "5" * 32
@@ -37,7 +37,7 @@ class FakeJoins:
     def sightings(self) -> list[Sighting]:
         return list(self.seen)
 
-    async def try_join_once(self) -> bool:
+    async def once(self) -> bool:
         now = asyncio.get_running_loop().time()
         self.seen = [replace(sighting, began_s=max(now, sighting.began_s)) for sighting in self.seen]
         return self.joined.is_set()

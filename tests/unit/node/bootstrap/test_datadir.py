@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from p2pdrl import atomic
 from p2pdrl.errors import DataDirLockedError, DataDirUnusableError, StorageError, UsageError
 from p2pdrl.node.bootstrap import datadir
 from p2pdrl.node.bootstrap.datadir import DataDir
-from p2pdrl.node.state import atomic
 
 
 def mode(path) -> int:

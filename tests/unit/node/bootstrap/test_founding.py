@@ -90,7 +90,7 @@ class Node:
         await self.transport.start()
         await self.service.start()
         self.origin = await self.admission.find_swarm(
-            self.service, self.own, remembers=self.remembers, memory=self.memory
+            self.service.joiner, self.own, remembers=self.remembers, memory=self.memory
         )
         await asyncio.sleep(self.builds_s)
         task, info = self.origin.task, self.origin.info

@@ -193,8 +193,8 @@ async def test_after_a_restart_the_best_must_still_be_beaten(
         progress_tracker=progress_tracker,
         clock=clock,
         events=events,
+        best=load(store.last).meta["best_mean_return"],
     )
-    heir.was_best(load(store.last).meta["best_mean_return"])
     training.board.post_delta(np.ones(5, np.float32), 50)
     heir.mean_return = 20.0
     await heir.save()

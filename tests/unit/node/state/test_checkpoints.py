@@ -9,8 +9,9 @@ import sys
 import numpy as np
 import pytest
 
+from p2pdrl import atomic
 from p2pdrl.errors import CheckpointError, StorageError
-from p2pdrl.node.state import atomic, checkpoints
+from p2pdrl.node.state import checkpoints
 from p2pdrl.node.state.checkpoints import Checkpoint, CheckpointStore, from_bytes, load, to_bytes
 from p2pdrl.tensors.layout import Layout, TensorEntry
 
@@ -216,7 +217,7 @@ def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
 KILLED_WRITER = """
 import os, pathlib, signal, sys
 import numpy as np
-from p2pdrl.node.state import atomic
+from p2pdrl import atomic
 from p2pdrl.node.state import checkpoints
 from p2pdrl.tensors.layout import Layout, TensorEntry
 

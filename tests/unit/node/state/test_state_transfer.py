@@ -11,10 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from p2pdrl.clock import ManualClock
 from p2pdrl.errors import PeerRefusedError, PoisonedVectorError, WireError
 from p2pdrl.node.state import state_transfer
 from p2pdrl.node.state.state_transfer import (
-    Download,
+    Adoptions,
     OwnState,
     StateHead,
     StateRequest,
@@ -82,8 +83,20 @@ async def ask(world, **changes):
     return await fetch(world.asker, donor.id, donor.address, **options)
 
 
-def download(world, events) -> Download:
-    return Download(world.asker, events, 1e6)
+def adoptions(world, events, donors=None) -> Adoptions:
+    async def take(*_found):
+        raise AssertionError("nothing is adopted in the background")
+
+    return Adoptions(
+        transport=world.asker,
+        events=events,
+        max_abs=1e6,
+        donors=donors or (lambda: listed(world.donors)),
+        clock=ManualClock(),
+        request=lambda: world.request,
+        spec=lambda: world.spec,
+        take=take,
+    )
 
 
 def listed(donors) -> list[tuple[str, Address]]:
@@ -229,7 +242,7 @@ async def test_the_next_donor_is_asked_when_one_fails(world, events, kinds):
     first, second, third = world.donors
     await first.transport.close()
     second.spoil = lambda head, body: (head, flip(body, 0))
-    found = await download(world, events).once(listed(world.donors), world.request, world.spec)
+    found = await adoptions(world, events).first(lambda: True)
     assert found is not None
     giver, state = found
     assert (giver, state.vector[0]) == (third.id, 3.5)
@@ -239,13 +252,9 @@ async def test_the_next_donor_is_asked_when_one_fails(world, events, kinds):
 async def test_a_donor_that_isnt_ready_is_no_news(world, events, kinds):
     for donor in world.donors:
         donor.own = None
-    assert await download(world, events).once(listed(world.donors), world.request, world.spec) is None
+    assert await adoptions(world, events).first(lambda: True) is None
     assert "donor-failed" not in kinds()
     assert [donor.asked for donor in world.donors] == [1, 1, 1]
-
-
-async def test_nobody_to_ask(world, events):
-    assert await download(world, events).once([], world.request, world.spec) is None
 
 
 async def test_asks_until_somebody_has_it(world, events, monkeypatch):
@@ -256,14 +265,14 @@ async def test_asks_until_somebody_has_it(world, events, monkeypatch):
         looks.append(None)
         return listed([donor]) if len(looks) >= 3 else []
 
-    found = await download(world, events).until(donors, world.request, world.spec, lambda: False)
+    found = await adoptions(world, events, donors).first(lambda: False)
     assert found is not None
     assert found[0] == donor.id
     assert len(looks) == 3
 
 
 async def test_gives_up_when_told(world, events):
-    assert await download(world, events).until(list, world.request, world.spec, lambda: True) is None
+    assert await adoptions(world, events, list).first(lambda: True) is None
 
 
 async def test_moments_belong_to_the_donor(world):

@@ -294,8 +294,8 @@ async def test_the_view_before_and_after_the_parts_are_there(figures, full, even
     assert b"p2pdrl_" in view.metrics()
     assert view.events() is events
     for swarm in (False, True):
-        await view.pause(swarm)
-        await view.resume(swarm)
+        await view.pause(paused=True, swarm=swarm)
+        await view.pause(paused=False, swarm=swarm)
     assert held == [("node", True), ("node", False), ("swarm", True), ("swarm", False)]
     await view.leave()
     assert left == ["asked to"]
@@ -309,10 +309,10 @@ async def test_the_view_before_and_after_the_parts_are_there(figures, full, even
 async def test_without_file_descriptors_memory_is_left_out(figures, monkeypatch):
     assert figures.rss_bytes > 0
 
-    def exhausted(_pid):
+    def exhausted(_process):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("p2pdrl.node.status.reporter.psutil.Process", exhausted)
+    monkeypatch.setattr("p2pdrl.node.status.reporter.psutil.Process.memory_info", exhausted)
     assert figures.report().rss_bytes == 0
 
 

@@ -5,8 +5,8 @@ import stat
 
 import pytest
 
-from p2pdrl.node.state import atomic
-from p2pdrl.node.state.atomic import fsync_folder, remove_leftovers, storage_error, write_atomic, write_beside
+from p2pdrl import atomic
+from p2pdrl.atomic import fsync_folder, remove_leftovers, storage_error, write_atomic, write_beside
 
 
 def test_a_file_is_replaced_whole_and_private(tmp_path):

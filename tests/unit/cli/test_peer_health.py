@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from p2pdrl.cli.health import problems
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "peer_health.py"
 GOOD = {"name": "n", "address": "h:1", "state": "alive", "healthy": True, "reasons": [], "report_age_s": 1.0}
@@ -30,7 +29,9 @@ GOOD = {"name": "n", "address": "h:1", "state": "alive", "healthy": True, "reaso
         ({"name": "\x1b[2J", "state": "dead"}, "?[2J at h:1: dead"),
     ],
 )
-def test_problems(change, found):
+def test_problems(monkeypatch, change, found):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    problems = importlib.import_module("peer_health").problems
     assert problems([{**GOOD, **change}]) == ([found] if found else [])
 
 

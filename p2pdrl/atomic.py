@@ -1,8 +1,8 @@
 """Files that are either wholly there or not: write beside, flush to disk, rename over.
 
-Used by the data folder, the boot id and the checkpoints. A process killed at any instruction leaves
-the previous file in place and at most one leftover ``*.tmp``, which `remove_leftovers` clears away.
-Blocking; daemons call it in threads or before their loop runs.
+Used by the data folder, the identity, the known members and the checkpoints. A process killed at any
+instruction leaves the previous file in place and at most one leftover ``*.tmp``, which `remove_leftovers`
+clears away. Blocking; daemons call it in threads or before their loop runs.
 """
 
 from __future__ import annotations
