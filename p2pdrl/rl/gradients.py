@@ -68,12 +68,10 @@ class Objective(Protocol[_Outputs_contra]):
     @property
     def target_names(self) -> tuple[str, ...]:
         """The targets that every row must have; a mask may be among them beside these."""
-        ...
 
     @property
     def terms(self) -> int:
         """How many there are in the vector that it returns."""
-        ...
 
     def __call__(self, outputs: _Outputs_contra, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the sum of the loss over the rows, and what it is made of.
@@ -82,14 +80,12 @@ class Objective(Protocol[_Outputs_contra]):
             A scalar to differentiate, and a vector of terms for the monitors, without gradient: sums over
             rows too.
         """
-        ...
 
     def over(self, rows: int) -> Self:
         """Return the same objective with its sums divided by ``rows``: those of the full batch.
 
         Loss and terms of the batch's parts then add up to its means.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -148,11 +144,9 @@ class GradientEngine(Protocol[_Outputs_co]):
         Returns:
             The objective's terms as means over the rows, without gradient.
         """
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Return the engine's own metrics."""
-        ...
 
 
 class WholeBatch(Generic[Outputs]):
@@ -245,7 +239,6 @@ class Stepper(Protocol):
 
         An algorithm that would go on to further gradients asks after each ``step``.
         """
-        ...
 
     def step(
         self,
@@ -271,7 +264,6 @@ class Stepper(Protocol):
         Returns:
             The gradient's norm before it was clipped; infinite or NaN when the step was skipped.
         """
-        ...
 
 
 class OwnStepper:

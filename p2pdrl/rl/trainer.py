@@ -62,7 +62,6 @@ class Evaluation(Protocol):
 
     def __call__(self) -> list[tuple[float, int]]:
         """Count an update; return the evaluation's episodes as (return, length), if one was due."""
-        ...
 
 
 class Stateful(Protocol):
@@ -70,15 +69,12 @@ class Stateful(Protocol):
 
     def items(self) -> tuple[SidecarItem, ...]:
         """Return how its state is laid out."""
-        ...
 
     def state(self) -> Arrays:
         """Return its state by name."""
-        ...
 
     def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take over a state."""
-        ...
 
 
 class Shareable(Protocol):
@@ -88,7 +84,6 @@ class Shareable(Protocol):
 
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:
         """Move the parameters into ``buffer_D``."""
-        ...
 
 
 class Pipelineable(Protocol):
@@ -109,23 +104,18 @@ class Pipelineable(Protocol):
     @property
     def flat(self) -> Vector:
         """The D parameters: a view on the CPU, a copy from any other device."""
-        ...
 
     def sidecar(self) -> Arrays:
         """Return the state beside the parameters, by name."""
-        ...
 
     def parts(self) -> ModelParts[Any]:
         """Return what a pipeline is made of."""
-        ...
 
     def set_aside(self, *, aside: bool) -> None:
         """Free gradients and optimizer state while the pipeline holds them, or allocate them again."""
-        ...
 
     def refer(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
         """While the state is set aside, read the optimizer's from this sidecar."""
-        ...
 
 
 class Trainer:

@@ -53,27 +53,21 @@ class VectorOps(Protocol[V_contra]):
 
     def accumulate(self, m: V_contra, g: V_contra, decay: float) -> None:
         """M ← decay · m + g."""
-        ...
 
     def average(self, m: V_contra, g: V_contra, decay: float) -> None:
         """M ← decay · m + (1 − decay) · g."""
-        ...
 
     def add_squares(self, v: V_contra, g: V_contra) -> None:
         """V ← v + g²."""
-        ...
 
     def average_squares(self, v: V_contra, g: V_contra, decay: float) -> None:
         """V ← decay · v + (1 − decay) · g²."""
-        ...
 
     def descend(self, x: V_contra, d: V_contra, rate: float) -> None:
         """X ← x − rate · d."""
-        ...
 
     def descend_sparse(self, x: V_contra, d: V_contra, rate: float) -> None:
         """X ← x − rate · d, which writes only where d isn't zero."""
-        ...
 
     def descend_scaled(
         self,
@@ -87,7 +81,6 @@ class VectorOps(Protocol[V_contra]):
         root_bias: float = 1.0,
     ) -> None:
         """X ← x − rate · (m / m_bias) / (√v / root_bias + ε)."""
-        ...
 
 
 class UpdateRule(ABC):
