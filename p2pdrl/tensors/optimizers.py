@@ -44,8 +44,8 @@ OptimizerName = Literal["sgd", "momentum", "rmsprop", "adagrad", "adam"]
 FloatVector = npt.NDArray[np.floating[Any]]
 Arrays = dict[str, npt.NDArray[Any]]
 
-_PIECE = 1 << 15
-"""Elements of a piece: four vectors and one of scratch stay in the cache, in float64 too."""
+_PIECE_BYTES = 1 << 18
+"""Of each vector's piece: four vectors and one of scratch stay in the cache."""
 
 
 class VectorOps(Protocol[V_contra]):
@@ -222,10 +222,10 @@ def update_rule(
 
 
 class _NumpyOps:
-    """`VectorOps` on NumPy vectors of at most `_PIECE` elements, without allocating any."""
+    """`VectorOps` on NumPy vectors of at most ``size`` elements, without allocating any."""
 
     def __init__(self, size: int, dtype: npt.DTypeLike) -> None:
-        self._scratch: FloatVector = np.empty(min(_PIECE, size), dtype)
+        self._scratch: FloatVector = np.empty(size, dtype)
 
     def accumulate(self, m: FloatVector, g: FloatVector, decay: float) -> None:
         np.multiply(m, decay, out=m)
@@ -296,7 +296,8 @@ class ShardOptimizer:
             raise ValueError(f"optimizers step in float32 or float64, not {self._dtype}")
         self._vectors: dict[str, FloatVector] = {name: np.zeros(size, self._dtype) for name in rule.slots}
         self._steps = 0
-        self._ops = _NumpyOps(size, self._dtype)
+        self._piece = _PIECE_BYTES // self._dtype.itemsize
+        self._ops = _NumpyOps(min(self._piece, size), self._dtype)
 
     @property
     def steps(self) -> int:
@@ -312,7 +313,7 @@ class ShardOptimizer:
                     f"not {vector.dtype} {vector.shape}"
                 )
         self._steps += 1
-        for span in spans(self._size, _PIECE):
+        for span in spans(self._size, self._piece):
             slots = tuple(vector[span] for vector in self._vectors.values())
             self._rule.step(
                 self._ops,
