@@ -336,7 +336,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE")
     parser.add_argument("--list", action="store_true", help="print the names of all cases, and train nothing")
     parser.add_argument(
-        "--golden", type=Path, help="write the numbers that the test suite keeps to this file, over what it has of these cases"
+        "--golden",
+        type=Path,
+        help="write what the test suite keeps to this file, in place of what it has of these cases",
     )
     options = parser.parse_args(arguments, namespace=Options())
     if options.list:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +23,21 @@ from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Accumulated, Forward, GradientEngine, Outputs, WholeBatch
 from p2pdrl.rl.networks.lstm import RecurrentContext
-from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.policy import ActorCritic, Policy
 from p2pdrl.rl.sequential import HeadsBlock, blocks
 from p2pdrl.rl.tuned_gradients import Tuned
 
-__all__ = ["DEFAULT", "EngineOptions", "make_engine", "module_forward", "policy_forward"]
+__all__ = ["DEFAULT", "EngineOptions", "in_precision", "make_engine", "module_forward", "policy_forward"]
 
 
 def policy_forward(
-    policy: ActorCritic, precision: Precision = "float32", *, checkpoint_activations: bool = False
-) -> Forward[PolicyOutputs]:
-    """Return what runs a policy, whole or block by block."""
-    run: Forward[PolicyOutputs] = _checkpointed(policy) if checkpoint_activations else policy.outputs
-    return run if precision == "float32" else _in_bf16(run, _float32_outputs)
+    policy: Policy, precision: Precision = "float32", *, checkpoint_activations: bool = False
+) -> Forward[Any]:
+    """Return what runs a policy, whole or block by block; what isn't an ``ActorCritic`` is one block."""
+    run: Forward[Any] = policy.outputs
+    if checkpoint_activations and isinstance(policy, ActorCritic):
+        run = _checkpointed(policy)
+    return in_precision(run, precision)
 
 
 def module_forward(
@@ -48,7 +51,7 @@ def module_forward(
         output: Tensor = layers[-1](x)
         return output
 
-    return run if precision == "float32" else _in_bf16(run, Tensor.float)
+    return in_precision(run, precision)
 
 
 def _checkpointed(policy: ActorCritic) -> Forward[PolicyOutputs]:
@@ -69,17 +72,28 @@ def _checkpoint(block: nn.Module, *arguments: Tensor | RecurrentContext) -> Tens
     return output
 
 
-def _in_bf16(run: Forward[Outputs], to_float32: Callable[[Outputs], Outputs]) -> Forward[Outputs]:
+def in_precision(run: Forward[Outputs], precision: Precision) -> Forward[Outputs]:
+    """Return what runs a model in a precision, with outputs of float32 in any."""
+    if precision == "float32":
+        return run
+
     def in_bf16(inputs: Tensor, context: RecurrentContext) -> Outputs:
         with torch.autocast(inputs.device.type, torch.bfloat16):
             outputs = run(inputs, context)
-        return to_float32(outputs)
+        floats: Outputs = _float32(outputs)
+        return floats
 
     return in_bf16
 
 
-def _float32_outputs(outputs: PolicyOutputs) -> PolicyOutputs:
-    return PolicyOutputs(outputs.policy.float(), outputs.values.float(), outputs.log_std)
+def _float32(outputs: Any) -> Any:
+    """Return a tensor, or a tuple of tensors and None, in float32."""
+    if isinstance(outputs, Tensor):
+        return outputs.float() if outputs.is_floating_point() else outputs
+    if outputs is None:
+        return None
+    parts = [_float32(part) for part in outputs]
+    return type(outputs)(*parts) if hasattr(outputs, "_fields") else tuple(parts)
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,15 @@ Shape suffix: D parameters.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from p2pdrl.rl.flat import FlatModule, FlatSpan
+from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
-from p2pdrl.rl.optimizers import Optimizer, clip_gradients
+from p2pdrl.rl.optimizers import Optimizer
 
 __all__ = [
     "VALID",
@@ -242,7 +241,6 @@ class Stepper(Protocol):
 
     def step(
         self,
-        flat: FlatSpan,
         optimizer: Optimizer,
         *,
         learning_rate: float,
@@ -250,11 +248,10 @@ class Stepper(Protocol):
         samples: int,
         left: int,
     ) -> float:
-        """Use the gradient in ``flat.gradients_D``; parameters have moved, or haven't, on return.
+        """Use the mean gradient in ``optimizer.span``; parameters have moved, or haven't, on return.
 
         Args:
-            flat: parameters and the mean gradient; both may be changed in place.
-            optimizer: over the same two tensors.
+            optimizer: its span's parameters and gradients may be changed in place.
             learning_rate: after annealing.
             max_grad_norm: bound on the gradient's Euclidean norm.
             samples: rows that the gradient is the mean over: valid environment steps. n gradients of
@@ -273,7 +270,6 @@ class OwnStepper:
 
     def step(
         self,
-        flat: FlatSpan,
         optimizer: Optimizer,
         *,
         learning_rate: float,
@@ -281,12 +277,5 @@ class OwnStepper:
         samples: int,
         left: int,
     ) -> float:
-        """Clip the gradient, move the parameters, return the norm.
-
-        A gradient whose norm isn't finite is dropped: one bad batch must not poison the
-        parameters, here and at every peer.
-        """
-        norm = clip_gradients(flat.gradients_D, max_grad_norm)
-        if math.isfinite(norm):
-            optimizer.step(learning_rate)
-        return norm
+        """See `Optimizer.clipped_step`."""
+        return optimizer.clipped_step(learning_rate, max_grad_norm)

@@ -25,7 +25,7 @@ from p2pdrl.rl.distributions import distribution
 from p2pdrl.rl.envs import Discrete, VectorEnv
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.normalize import RunningNormalizer
-from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.policy import Policy
 from p2pdrl.rl.sources.source import Batch
 
 __all__ = ["Collector", "RawUnroll", "Unroll"]
@@ -128,7 +128,7 @@ class Collector:
     def __init__(
         self,
         env: VectorEnv,
-        policy: ActorCritic,
+        policy: Policy,
         unroll_steps: int,
         generator: torch.Generator,
         *,

@@ -25,7 +25,7 @@ from p2pdrl.rl.gradients import GradientEngine, Stepper
 from p2pdrl.rl.normalize import RunningNormalizer
 from p2pdrl.rl.pipeline.model_split import SplitEngine, split_engine
 from p2pdrl.rl.pipeline.parts import ModelParts
-from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.policy import Policy
 from p2pdrl.rl.sources.source import Source
 from p2pdrl.tensors.layout import Layout
 from p2pdrl.tensors.moments import Moments
@@ -93,13 +93,13 @@ class Pipelineable(Protocol):
         layout: how the parameters lie in the vector.
         engine: computes each gradient; may be replaced between two calls of ``Trainer.step``.
         stepper: gets each gradient; likewise.
-        place: position in sequential data; 0 where batches have no order.
+        position: in sequential data; 0 where batches have no order.
     """
 
     layout: Layout
     engine: GradientEngine[Any]
     stepper: Stepper
-    place: int
+    position: int
 
     @property
     def flat(self) -> Vector:
@@ -111,11 +111,14 @@ class Pipelineable(Protocol):
     def parts(self) -> ModelParts[Any]:
         """Return what a pipeline is made of."""
 
-    def set_aside(self, *, aside: bool) -> None:
-        """Free gradients and optimizer state while the pipeline holds them, or allocate them again."""
+    def offload(self) -> None:
+        """Free gradients and optimizer state while the pipeline holds them."""
 
-    def refer(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
-        """While the state is set aside, read the optimizer's from this sidecar."""
+    def offload_to(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
+        """While the state is offloaded, read the optimizer's from this sidecar."""
+
+    def reload(self) -> None:
+        """Allocate gradients and optimizer state again."""
 
 
 class Trainer:
@@ -153,7 +156,7 @@ class Trainer:
         source: Source[Any],
         *,
         statistics: Mapping[str, RunningNormalizer] | None = None,
-        policy: ActorCritic | None = None,
+        policy: Policy | None = None,
         parts: Callable[[Loss[Any]], ModelParts[Any]],
         evaluation: Evaluation | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -207,7 +210,7 @@ class Trainer:
             self._policy.exploration = self.algorithm.exploration
 
     @property
-    def policy(self) -> ActorCritic:
+    def policy(self) -> Policy:
         """The policy that acts.
 
         Raises:
@@ -257,13 +260,13 @@ class Trainer:
         return losses[0]
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         """Position in sequential data; 0 where batches have no order."""
-        return self.source.place
+        return self.source.position
 
-    @place.setter
-    def place(self, place: int) -> None:
-        self.source.place = place
+    @position.setter
+    def position(self, position: int) -> None:
+        self.source.position = position
 
     def parts(self) -> ModelParts[Any]:
         """Return what a pipeline over several devices is made of: this trainer's model as it is now.
@@ -281,22 +284,25 @@ class Trainer:
         """
         self.engine = self._split = split_engine(self._flat, self.parts(), options)
 
-    def set_aside(self, *, aside: bool) -> None:
-        """Free gradients and optimizer state while the pipeline holds them, or allocate them again.
+    def offload(self) -> None:
+        """Free gradients and optimizer state while the pipeline holds them.
 
-        Parameters stay: the policy acts with them. `refer` says where the state lies meanwhile.
+        Parameters stay: the policy acts with them. `offload_to` says where the state lies meanwhile.
         """
-        if aside:
-            self._flat.drop_gradients()
-        else:
-            self._flat.make_gradients()
+        self._flat.drop_gradients()
         for loss in self.algorithm.losses:
-            loss.optimizer.set_aside(aside=aside)
+            loss.optimizer.offload()
 
-    def refer(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
-        """While the state is set aside, read the optimizers' from this sidecar; see ``Optimizer.refer``."""
+    def offload_to(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
+        """While the state is offloaded, read it from this sidecar; see ``Optimizer.offload_to``."""
         for loss in self.algorithm.losses:
-            loss.optimizer.refer(sidecar)
+            loss.optimizer.offload_to(sidecar)
+
+    def reload(self) -> None:
+        """Allocate gradients and optimizer state again."""
+        self._flat.make_gradients()
+        for loss in self.algorithm.losses:
+            loss.optimizer.reload()
 
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:
         """Move the parameters into ``buffer_D``; see ``FlatModule.rebind``."""

@@ -37,7 +37,7 @@ from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.transport.codec import decode
-from p2pdrl.workers.child import PollPause, crash_of, die_with_parent, print_patiently
+from p2pdrl.workers.child import PollPause, crash_of, die_with_parent, print_without_blocking
 from p2pdrl.workers.learner_modes import ModeSwitcher
 from p2pdrl.workers.mailbox import Mailbox
 from p2pdrl.workers.pipeline.protocol import Finish, Measure, StartStage, Trace
@@ -384,7 +384,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
-    print_patiently()
+    print_without_blocking()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     mailbox = Mailbox(socket.socket(fileno=arguments.fd))
     threading.Thread(target=_beat, args=(mailbox,), name="heartbeat", daemon=True).start()

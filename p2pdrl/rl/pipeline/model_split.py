@@ -120,7 +120,6 @@ class ModelSplit(Generic[Outputs]):
 
     def step(
         self,
-        flat: FlatModule,
         optimizer: Optimizer,
         *,
         learning_rate: float,
@@ -131,7 +130,6 @@ class ModelSplit(Generic[Outputs]):
         """Step on all devices. See ``Pipelined.step``."""
         with self._explained():
             return self._head.step(
-                flat,
                 optimizer,
                 learning_rate=learning_rate,
                 max_grad_norm=max_grad_norm,
@@ -224,7 +222,7 @@ class SplitEngine(Generic[Outputs]):
         options: EngineOptions,
     ) -> None:
         self._flat = flat
-        self._optimizer = Optimizer(SGD(), flat.parameters_D, flat.gradients_D)  # has no state to be copied
+        self._optimizer = Optimizer(SGD(), flat)  # has no state to be copied
         self._split = ModelSplit(
             replace(parts, optimizer=self._optimizer),
             plan,
@@ -244,7 +242,7 @@ class SplitEngine(Generic[Outputs]):
         terms = self._split.gradients(batch, objective)  # no rank is behind it: their sums are in
         for copy in copies:
             copy.bring(self._flat.gradients_D)
-        self._split.step(self._flat, self._optimizer, learning_rate=0.0, max_grad_norm=1.0, samples=0, left=1)
+        self._split.step(self._optimizer, learning_rate=0.0, max_grad_norm=1.0, samples=0, left=1)
         return terms
 
     def metrics(self) -> dict[str, float]:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from p2pdrl.config.fields import Precision
-from p2pdrl.errors import LayoutMismatchError, WireError
+from p2pdrl.errors import ConfigError, LayoutMismatchError, WireError
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.gradients import VALID, Minibatch, Objective, Outputs
 from p2pdrl.rl.networks.lstm import NO_CONTEXT
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.messages import Opening, RowSpec, decode
-from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.policy import ActorCritic, Policy
 from p2pdrl.rl.sequential import Block, BlockMap, HeadsBlock, RowBlock, block_map, blocks, map_blocks
 
 __all__ = ["ModelParts", "module_parts", "policy_parts"]
@@ -128,7 +128,7 @@ class ModelParts(Generic[Outputs]):
 
 
 def policy_parts(
-    policy: ActorCritic,
+    policy: Policy,
     objective: Objective[PolicyOutputs],
     optimizer: Optimizer,
     *,
@@ -140,7 +140,12 @@ def policy_parts(
 
     The objective's targets are one number a row, all but ``actions``. Where the policy remembers, unrolls
     have ``steps`` (T) steps, and rows are environments.
+
+    Raises:
+        ConfigError: it isn't an ``ActorCritic``: nobody knows where else to cut.
     """
+    if not isinstance(policy, ActorCritic):
+        raise ConfigError(f"{type(policy).__name__} isn't a chain of blocks and can't be cut into stages")
     dtype = policy.policy_head.weight.dtype
     leading = () if policy.core is None else (steps,)
     targets = {name: RowSpec(leading, dtype) for name in objective.target_names}

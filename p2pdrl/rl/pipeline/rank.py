@@ -26,7 +26,6 @@ from torch import Tensor
 
 from p2pdrl.errors import PeerUnreachableError, WireError
 from p2pdrl.pipeline.trace import TraceSpan
-from p2pdrl.rl.flat import FlatSpan
 from p2pdrl.rl.gradients import Minibatch, Objective, Outputs, cut
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.links import Links, Room, Way, receive, receive_any, receive_kind
@@ -66,7 +65,7 @@ class Assembled:
     Attributes:
         optimizer: the optimizer's arrays, as ``Optimizer.state`` names them; None where nobody asked.
         version: policy version that the first rank gave it, where it was spread.
-        place: likewise its trainer's in the data, as ``Trainer.place`` counts.
+        position: likewise its trainer's in the data, as ``Trainer.position`` counts.
         last: the pipeline ends with this.
     """
 
@@ -74,7 +73,7 @@ class Assembled:
     vector_D: Vector
     optimizer: Arrays | None
     version: int = 0
-    place: int = 0
+    position: int = 0
     last: bool = False
 
 
@@ -248,7 +247,7 @@ class Rank(Generic[Outputs]):
         optimizer = assembled.optimizer or {}
         vectors = [assembled.vector_D, *(optimizer[name] for name in self.share.vector_names)]
         steps = int(optimizer["optimizer.steps"])
-        whole = Whole(self.share.steps, steps, assembled.version, assembled.place, changed)
+        whole = Whole(self.share.steps, steps, assembled.version, assembled.position, changed)
         self._send("down", whole, [torch.from_numpy(vector) for vector in vectors])
 
     def _receive_whole(self) -> Assembled:
@@ -282,7 +281,7 @@ class Rank(Generic[Outputs]):
         assembled = replace(
             self._assembled(tensors, state=True, steps=whole.optimizer_steps),
             version=whole.version,
-            place=whole.place,
+            position=whole.position,
         )
         if whole.changed:
             share.load(assembled.vector_D, assembled.optimizer or {})
@@ -527,7 +526,6 @@ class Pipelined(Rank[Outputs]):
 
     def step(
         self,
-        flat: FlatSpan,
         optimizer: Optimizer,
         *,
         learning_rate: float,
@@ -537,8 +535,8 @@ class Pipelined(Rank[Outputs]):
     ) -> float:
         """Step on all ranks with the gradient that ``gradients`` left there; see ``Stepper.step``.
 
-        ``flat`` and ``optimizer`` are the whole's, not touched but at the end of an update. Errors are those
-        of ``gradients``, here and below.
+        ``optimizer`` is the whole's, not touched but at the end of an update. Errors are those of
+        ``gradients``, here and below.
         """
         del samples
         sums, self._sums = self._sums, None
@@ -556,7 +554,7 @@ class Pipelined(Rank[Outputs]):
                 self.held = whole
             elif spread:
                 self.give(whole)
-            flat.set_(whole.vector_D)
+            optimizer.span.set_(whole.vector_D)
             if whole.optimizer is not None:
                 optimizer.load(whole.optimizer)
         return norm

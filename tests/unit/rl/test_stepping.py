@@ -57,7 +57,7 @@ def make_trainer(algorithm):
 def tiny():
     flat = FlatModule(torch.nn.Linear(2, 1, bias=False), CPU)
     flat.set_(np.array([1.0, 2.0], np.float32))
-    return flat, Optimizer(SGD(), flat.parameters_D, flat.gradients_D)
+    return flat, Optimizer(SGD(), flat)
 
 
 def test_the_own_stepper_clips_then_steps():
