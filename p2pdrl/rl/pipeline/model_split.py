@@ -25,7 +25,7 @@ from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.links import ring
 from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import ModelParts
-from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
+from p2pdrl.rl.pipeline.rank import Pipelined, RankOptions, StageServer
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
 from p2pdrl.rl.sequential import measure_blocks
 from p2pdrl.tensors.optimizers import SGD
@@ -81,34 +81,18 @@ class ModelSplit(Generic[Outputs]):
             for rank, device in enumerate(devices)
         ]
         first = links[0] if plan.ranks > 1 else None
-        self._head = Pipelined(
-            shares[0],
-            first,
-            generation=0,
-            timeout_s=timeout_s,
-            state_every=1,
-            tune=tune,
-            clock=clock,
-            say=say,
-        )
+        options: RankOptions = {"generation": 0, "timeout_s": timeout_s, "clock": clock}
+        self._head = Pipelined(shares[0], first, state_every=1, tune=tune, say=say, **options)
         self._errors: list[Exception] = []
+        servers = [
+            StageServer(share, link, idle_timeout_s=_IDLE_TIMEOUT_S, **options)
+            for share, link in zip(shares[1:], links[1:], strict=True)
+        ]
         self._threads = [
             threading.Thread(
-                target=self._serve,
-                args=(
-                    StageServer(
-                        share,
-                        link,
-                        generation=0,
-                        timeout_s=timeout_s,
-                        idle_timeout_s=_IDLE_TIMEOUT_S,
-                        clock=clock,
-                    ),
-                ),
-                name=f"stage {share.rank}",
-                daemon=True,
+                target=self._serve, args=(server,), name=f"stage {server.share.rank}", daemon=True
             )
-            for share, link in zip(shares[1:], links[1:], strict=True)
+            for server in servers
         ]
         for thread in self._threads:
             thread.start()

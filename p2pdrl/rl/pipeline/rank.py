@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NotRequired, TypedDict, TypeVar, Unpack
 
 import msgspec
 import numpy as np
@@ -44,7 +44,7 @@ from p2pdrl.rl.pipeline.runner import Recorder, Running, ScheduleRunner
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
 from p2pdrl.rl.tuned_gradients import Tuner
 
-__all__ = ["Assembled", "Pipelined", "Rank", "StageServer"]
+__all__ = ["Assembled", "Pipelined", "Rank", "RankOptions", "StageServer"]
 
 # ruff: noqa: N815 (fields carry shape suffixes)
 
@@ -77,6 +77,16 @@ class Assembled:
     last: bool = False
 
 
+class RankOptions(TypedDict):
+    """What every rank takes by name; see ``Rank``."""
+
+    generation: int
+    timeout_s: float
+    clock: NotRequired[Callable[[], float]]
+    runner: NotRequired[Running | None]
+    recorder: NotRequired[Recorder | None]
+
+
 class Rank(Generic[Outputs]):
     """A share and its links: `Pipelined` or `StageServer`. After an error it is of no use, its links closed.
 
@@ -87,7 +97,6 @@ class Rank(Generic[Outputs]):
         clock: seconds, monotonic; for ``runner``'s figures.
         runner: computes gradients; None for one that does so over the links.
         recorder: of what this rank does; None for one of its own.
-
     """
 
     def __init__(
@@ -97,7 +106,7 @@ class Rank(Generic[Outputs]):
         *,
         generation: int,
         timeout_s: float,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.perf_counter,
         runner: Running | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -351,23 +360,11 @@ class StageServer(Rank[Outputs]):
         share: StageParameters[Outputs],
         links: Links,
         *,
-        generation: int,
-        timeout_s: float,
         idle_timeout_s: float,
         within_s: float | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        runner: Running | None = None,
-        recorder: Recorder | None = None,
+        **options: Unpack[RankOptions],
     ) -> None:
-        super().__init__(
-            share,
-            links,
-            generation=generation,
-            timeout_s=timeout_s,
-            clock=clock,
-            runner=runner,
-            recorder=recorder,
-        )
+        super().__init__(share, links, **options)
         self._idle_timeout_s = idle_timeout_s
         self._within_s = idle_timeout_s if within_s is None else within_s
         self.behind = 0
@@ -458,26 +455,14 @@ class Pipelined(Rank[Outputs]):
         share: StageParameters[Outputs],
         links: Links | None,
         *,
-        generation: int,
-        timeout_s: float,
         state_every: int | None = None,
         spread: bool = False,
         hold: bool = False,
         tune: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
         say: Callable[[str], None] = lambda _: None,
-        runner: Running | None = None,
-        recorder: Recorder | None = None,
+        **options: Unpack[RankOptions],
     ) -> None:
-        super().__init__(
-            share,
-            links,
-            generation=generation,
-            timeout_s=timeout_s,
-            clock=clock,
-            runner=runner,
-            recorder=recorder,
-        )
+        super().__init__(share, links, **options)
         self._sums: Sums | None = None
         self._microbatches = share.plan.microbatches
         self._tuner = Tuner(share.plan.microbatches) if tune else None

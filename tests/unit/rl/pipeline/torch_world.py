@@ -204,7 +204,7 @@ def expected_bytes(share, parts, rows):
 
 
 def step(head, learning_rate, max_grad_norm):
-    return head.step(None, None, learning_rate=learning_rate, max_grad_norm=max_grad_norm, samples=0, left=0)
+    return head.step(None, learning_rate=learning_rate, max_grad_norm=max_grad_norm, samples=0, left=0)
 
 
 def failures(world, schedule, timeout_s, frozen_rank=1):
