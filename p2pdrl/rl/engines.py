@@ -1,4 +1,4 @@
-"""How a node computes its gradients: precision, activation checkpointing, microbatches.
+"""How a node computes its gradients: device, precision, activation checkpointing, microbatches.
 
 The precision is decided once, here, for all of a batch and all of a model: autocast (Micikevicius 2018,
 arXiv 1710.03740) runs matrix products in bfloat16, whose range is that of float32, so no loss is scaled. What
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from p2pdrl.config.fields import Microbatches, Precision
+from p2pdrl.errors import ConfigError
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Accumulated, Forward, GradientEngine, Outputs, WholeBatch
@@ -27,7 +28,15 @@ from p2pdrl.rl.policy import ActorCritic, Policy
 from p2pdrl.rl.sequential import HeadsBlock, blocks
 from p2pdrl.rl.tuned_gradients import Tuned
 
-__all__ = ["DEFAULT", "EngineOptions", "in_precision", "make_engine", "module_forward", "policy_forward"]
+__all__ = [
+    "DEFAULT",
+    "EngineOptions",
+    "in_precision",
+    "make_engine",
+    "module_forward",
+    "policy_forward",
+    "resolve_device",
+]
 
 
 def policy_forward(
@@ -137,3 +146,20 @@ def make_engine(
     if options.microbatches == 1:
         return WholeBatch(flat, forward)
     return Accumulated(flat, forward, options.microbatches)
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device that ``name`` stands for.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device {name!r} can't be used here ({reason}); try 'cpu' or 'auto'") from error
+    return device

@@ -81,8 +81,8 @@ class Policy(nn.Module, ABC):
     @abstractmethod
     def evaluate(
         self, obs: Tensor, actions: Tensor, context: RecurrentContext = NO_CONTEXT
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities of ``actions`` and entropies in nats, and values, of the leading shape."""
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of ``actions``, and values, each of the leading shape."""
 
     @abstractmethod
     def values(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
@@ -192,11 +192,10 @@ class ActorCritic(Policy):
 
     def evaluate(
         self, obs: Tensor, actions: Tensor, context: RecurrentContext = NO_CONTEXT
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """See ``Policy.evaluate``."""
         outputs = self.outputs(obs, context)
-        policy = outputs.distribution()
-        return policy.log_prob(actions), policy.entropy(), outputs.values
+        return outputs.distribution().log_prob(actions), outputs.values
 
     def values(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
         """See ``Policy.values``."""

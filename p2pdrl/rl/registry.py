@@ -27,6 +27,7 @@ from p2pdrl.rl.engines import (
     make_engine,
     module_forward,
     policy_forward,
+    resolve_device,
 )
 from p2pdrl.rl.envs import EnvSpec, make_vector_env
 from p2pdrl.rl.flat import FlatModule
@@ -38,7 +39,7 @@ from p2pdrl.rl.rollout import Collector, Unroll
 from p2pdrl.rl.sources.rows import RowSource, make_rows
 from p2pdrl.rl.sources.source import Source
 from p2pdrl.rl.sources.unrolls import InlineSource, UnrollScaler
-from p2pdrl.rl.trainer import Trainer, resolve_device
+from p2pdrl.rl.trainer import Trainer
 
 __all__ = ["RolloutContext", "SourceMaker", "build_trainer"]
 

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
@@ -31,7 +30,7 @@ from p2pdrl.tensors.layout import Layout
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 
-__all__ = ["Evaluation", "Pipelineable", "Shareable", "StepStats", "Trainer", "resolve_device"]
+__all__ = ["Evaluation", "Pipelineable", "StepStats", "Trainer"]
 
 Vector = npt.NDArray[np.float32]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -75,15 +74,6 @@ class Stateful(Protocol):
 
     def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take over a state."""
-
-
-class Shareable(Protocol):
-    """A learner whose vector several learners of one machine can step (Hogwild)."""
-
-    layout: Layout
-
-    def rebind(self, buffer_D: Vector, *, write: bool) -> None:
-        """Move the parameters into ``buffer_D``."""
 
 
 class Pipelineable(Protocol):
@@ -206,8 +196,9 @@ class Trainer:
         self.source.publish(self.policy_version)
 
     def _explore(self) -> None:
-        if self._policy is not None:
-            self._policy.exploration = self.algorithm.exploration
+        policy, exploration = self._policy, self.algorithm.exploration
+        if policy is not None and policy.exploration != exploration:
+            policy.exploration = exploration
 
     @property
     def policy(self) -> Policy:
@@ -377,23 +368,6 @@ class Trainer:
         self.source.close()
         if self._split is not None:
             self._split.close()
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device that ``name`` stands for.
-
-    Raises:
-        ConfigError: there is no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {name!r} can't be used here ({reason}); try 'cpu' or 'auto'") from error
-    return device
 
 
 def _moments_items(statistics: Mapping[str, RunningNormalizer]) -> list[SidecarItem]:

@@ -304,9 +304,8 @@ def _build(start: Start) -> tuple[Trainer, str]:
     import torch
 
     torch.set_num_threads(start.threads)
-    from p2pdrl.rl.engines import EngineOptions
+    from p2pdrl.rl.engines import EngineOptions, resolve_device
     from p2pdrl.rl.registry import build_trainer
-    from p2pdrl.rl.trainer import resolve_device
     from p2pdrl.workers.actor_source import ActorSource
 
     device = str(resolve_device(start.split_devices[0] if start.split_devices else start.device))
@@ -352,12 +351,8 @@ def _live(mailbox: Mailbox) -> None:
     trainer, device = _build(start)
     spec = BoardSpec(trainer.layout, trainer.sidecar_layout)
     packed = msgspec.msgpack.encode(spec.to_wire())
-    source = trainer.source if start.actors else None
-    if source is None:
-        mailbox.send(Hello(device=device, spec=packed))
-    else:
-        unrolls, policy_nbytes = _collection(source)
-        mailbox.send(Hello(device=device, spec=packed, unrolls=unrolls, policy_nbytes=policy_nbytes))
+    unrolls, policy_nbytes = _collection(trainer.source) if start.actors else (b"", 0)
+    mailbox.send(Hello(device=device, spec=packed, unrolls=unrolls, policy_nbytes=policy_nbytes))
     memory, fd = mailbox.attach()
     region = SharedRegion.attach(fd, memory.nbytes)
     board = LearnerBoard(region, spec) if isinstance(memory, Attach) else None

@@ -7,10 +7,12 @@ Shape suffix: D parameters.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic
+from typing import Any, Generic
 
 import msgspec
 import torch
@@ -18,16 +20,26 @@ from torch import Tensor, nn
 
 from p2pdrl.config.fields import Precision
 from p2pdrl.errors import ConfigError, LayoutMismatchError, WireError
+from p2pdrl.pipeline.layers import Layer
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.gradients import VALID, Minibatch, Objective, Outputs
-from p2pdrl.rl.networks.lstm import NO_CONTEXT
+from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.messages import Opening, RowSpec, decode
 from p2pdrl.rl.policy import ActorCritic, Policy
-from p2pdrl.rl.sequential import Block, BlockMap, HeadsBlock, RowBlock, block_map, blocks, map_blocks
+from p2pdrl.rl.sequential import (
+    Block,
+    BlockMap,
+    HeadsBlock,
+    RowBlock,
+    block_map,
+    blocks,
+    map_blocks,
+    measure_blocks,
+)
 
-__all__ = ["ModelParts", "module_parts", "policy_parts"]
+__all__ = ["ModelParts", "measure_parts", "module_parts", "policy_parts"]
 
 _MOST = 1e30
 """Larger numbers may not fit in float32."""
@@ -197,6 +209,35 @@ def module_parts(
         optimizer=optimizer,
         most_rows=most_rows,
         precision=precision,
+    )
+
+
+def measure_parts(
+    parts: ModelParts[Any], microbatches: int, *, clock: Callable[[], float] = time.perf_counter
+) -> list[Layer]:
+    """Return what each block costs with one microbatch of the longest batch; see ``measure_blocks``.
+
+    Parameters, gradients and random numbers stay as they are.
+    """
+    device = next(parameter.device for block in parts.blocks for parameter in block.parameters())
+    rows = math.ceil(parts.most_rows / max(microbatches, 1))
+    generator = torch.Generator().manual_seed(0)
+    inputs, shape = parts.inputs, (rows, *parts.inputs.shape)
+    if inputs.dtype.is_floating_point:
+        x = torch.randn(shape, generator=generator, dtype=inputs.dtype)
+    else:
+        x = torch.randint(inputs.below or 256, shape, generator=generator, dtype=inputs.dtype)
+    context = {
+        name: torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=device)
+        for name, spec in parts.context.items()
+    }
+    return measure_blocks(
+        parts.blocks,
+        x.to(device),
+        RecurrentContext(**context),
+        titles=parts.block_map.titles,
+        precision=parts.precision,
+        clock=clock,
     )
 
 

@@ -36,7 +36,7 @@ def make_unroll(policy, seed=0, **changes):
     obs = torch.randn(T + 1, B, 3, generator=generator)
     actions = torch.randint(2, (T, B), generator=generator)
     with torch.no_grad():
-        log_probs, _, values = policy.evaluate(obs[:-1], actions)
+        log_probs, values = policy.evaluate(obs[:-1], actions)
         values = torch.cat((values, policy.values(obs[-1:])))
     nothing = torch.zeros(T, B, dtype=torch.bool)
     unroll = Unroll(

@@ -67,7 +67,7 @@ class Separate(Policy):
     def evaluate(self, obs, actions, context=NO_CONTEXT):
         logits, values = self.outputs(obs)
         log_probs = torch.log_softmax(logits, -1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-        return log_probs, torch.zeros_like(values), values
+        return log_probs, values
 
     def values(self, obs, context=NO_CONTEXT):
         return self.critic(obs).squeeze(-1)
