@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.tensors.mix import all_finite
 from p2pdrl.tensors.wire import spans
 
 __all__ = [
@@ -343,7 +344,7 @@ class ShardOptimizer:
             if found is None or (found.dtype, found.shape) != form:
                 have = None if found is None else (found.dtype, found.shape)
                 raise LayoutMismatchError(f"optimizer state {name!r} should be {form}, is {have}")
-            if not all(np.isfinite(found[span]).all() for span in spans(found.size) if found.shape):
+            if not all_finite(found):
                 raise LayoutMismatchError(f"optimizer state {name!r} holds NaN or infinity")
         for name, vector in self._vectors.items():
             np.copyto(vector, state[name])

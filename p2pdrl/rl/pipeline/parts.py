@@ -73,7 +73,16 @@ class ModelParts(Generic[Outputs]):
     @property
     def dtype(self) -> torch.dtype:
         """Type of the parameters."""
-        return next(parameter.dtype for block in self.blocks for parameter in block.parameters())
+        return self._parameter.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._parameter.device
+
+    @property
+    def _parameter(self) -> nn.Parameter:
+        return next(parameter for block in self.blocks for parameter in block.parameters())
 
     @property
     def travelling(self) -> torch.dtype:
@@ -88,8 +97,7 @@ class ModelParts(Generic[Outputs]):
     @cached_property
     def outputs(self) -> tuple[RowSpec, ...]:
         """What each block's output looks like on its way: found with one row."""
-        device = next(parameter.device for block in self.blocks for parameter in block.parameters())
-        x = torch.zeros((1, *self.inputs.shape), dtype=self.inputs.dtype, device=device)
+        x = torch.zeros((1, *self.inputs.shape), dtype=self.inputs.dtype, device=self.device)
         specs = []
         with torch.no_grad():
             for block in self.blocks:
@@ -219,7 +227,6 @@ def measure_parts(
 
     Parameters, gradients and random numbers stay as they are.
     """
-    device = next(parameter.device for block in parts.blocks for parameter in block.parameters())
     rows = math.ceil(parts.most_rows / max(microbatches, 1))
     generator = torch.Generator().manual_seed(0)
     inputs, shape = parts.inputs, (rows, *parts.inputs.shape)
@@ -228,12 +235,12 @@ def measure_parts(
     else:
         x = torch.randint(inputs.below or 256, shape, generator=generator, dtype=inputs.dtype)
     context = {
-        name: torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=device)
+        name: torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=parts.device)
         for name, spec in parts.context.items()
     }
     return measure_blocks(
         parts.blocks,
-        x.to(device),
+        x.to(parts.device),
         RecurrentContext(**context),
         titles=parts.block_map.titles,
         precision=parts.precision,

@@ -76,8 +76,7 @@ def _measured(trainer: Pipelineable, microbatches: int) -> Blocks:
         parts = trainer.parts()
     except ConfigError as error:
         return Blocks(microbatches, (), "", error=str(error))
-    device = next(parameter.device for block in parts.blocks for parameter in block.parameters())
-    return Blocks(microbatches, tuple(measure_parts(parts, microbatches)), str(device))
+    return Blocks(microbatches, tuple(measure_parts(parts, microbatches)), str(parts.device))
 
 
 def _run(arguments: argparse.Namespace) -> Blocks:

@@ -149,7 +149,7 @@ def make_rank(
     try:
         parts = trainer.parts()
         plan = _plan(order, parts, pipes)
-        device = next(parameter.device for block in parts.blocks for parameter in block.parameters())
+        device = parts.device
         share = StageParameters(
             parts, plan, order.rank, device, checkpoint_activations=order.checkpoint_activations
         )
