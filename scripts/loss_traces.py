@@ -273,19 +273,32 @@ def probe(parameters: npt.NDArray[np.float32]) -> float:
     return float(np.cos(np.arange(parameters.size)) @ parameters.astype(np.float64))
 
 
-def golden(line: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the few numbers of a case's line that the test suite keeps, one of each per update."""
+Golden = Mapping[str, list[float | None]]
+"""The few numbers of a case that the test suite keeps, by name, one of each per update."""
+
+
+def golden(line: Mapping[str, Any]) -> Golden:
+    """Return the numbers of a case's line that are kept; None stands for an update without one."""
     rows = {name: line["metrics"][name] for name in KEPT if name in line["metrics"]} | {
         "probe": line["probe"]
     }
-    kept = {name: [float(f"{float.fromhex(one):.{DIGITS}g}") for one in row] for name, row in rows.items()}
+    kept = {name: [rounded(one) for one in row] for name, row in rows.items()}
     return {**kept, "env_steps": line["env_steps"]}
 
 
-def write_golden(path: Path, traces: Mapping[str, Mapping[str, list[float]]]) -> None:
-    """Write a file of them, a line for each row."""
+def rounded(number: str | None) -> float | None:
+    """Return a hexadecimal float with the digits that are kept; None where an update had none."""
+    return None if number is None else float(f"{float.fromhex(number):.{DIGITS}g}")
+
+
+def write_golden(path: Path, traces: Mapping[str, Golden]) -> None:
+    """Write cases to a file, a line for each row; others that it has stay, as long as they are cases."""
+    known: dict[str, Golden] = json.loads(path.read_text()) if path.exists() else {}
     cases = []
-    for name, rows in traces.items():
+    for name in CASES:
+        rows = traces.get(name) or known.get(name)
+        if rows is None:
+            continue
         lines = ",\n".join(f"    {json.dumps(row)}: {json.dumps(numbers)}" for row, numbers in rows.items())
         cases.append(f"  {json.dumps(name)}: {{\n{lines}\n  }}")
     path.write_text("{\n" + ",\n".join(cases) + "\n}\n")
@@ -323,7 +336,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE")
     parser.add_argument("--list", action="store_true", help="print the names of all cases, and train nothing")
     parser.add_argument(
-        "--golden", type=Path, help="write the numbers that the test suite keeps to this file"
+        "--golden",
+        type=Path,
+        help="write what the test suite keeps to this file, in place of what it has of these cases",
     )
     options = parser.parse_args(arguments, namespace=Options())
     if options.list:

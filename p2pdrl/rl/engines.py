@@ -1,4 +1,4 @@
-"""How a node computes its gradients: precision, activation checkpointing, microbatches.
+"""How a node computes its gradients: device, precision, activation checkpointing, microbatches.
 
 The precision is decided once, here, for all of a batch and all of a model: autocast (Micikevicius 2018,
 arXiv 1710.03740) runs matrix products in bfloat16, whose range is that of float32, so no loss is scaled. What
@@ -12,29 +12,41 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from p2pdrl.config.fields import Microbatches, Precision
+from p2pdrl.errors import ConfigError
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Accumulated, Forward, GradientEngine, Outputs, WholeBatch
 from p2pdrl.rl.networks.lstm import RecurrentContext
-from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.policy import ActorCritic, Policy
 from p2pdrl.rl.sequential import HeadsBlock, blocks
 from p2pdrl.rl.tuned_gradients import Tuned
 
-__all__ = ["DEFAULT", "EngineOptions", "make_engine", "module_forward", "policy_forward"]
+__all__ = [
+    "DEFAULT",
+    "EngineOptions",
+    "in_precision",
+    "make_engine",
+    "module_forward",
+    "policy_forward",
+    "resolve_device",
+]
 
 
 def policy_forward(
-    policy: ActorCritic, precision: Precision = "float32", *, checkpoint_activations: bool = False
-) -> Forward[PolicyOutputs]:
-    """Return what runs a policy, whole or block by block."""
-    run: Forward[PolicyOutputs] = _checkpointed(policy) if checkpoint_activations else policy.outputs
-    return run if precision == "float32" else _in_bf16(run, _float32_outputs)
+    policy: Policy, precision: Precision = "float32", *, checkpoint_activations: bool = False
+) -> Forward[Any]:
+    """Return what runs a policy, whole or block by block; what isn't an ``ActorCritic`` is one block."""
+    run: Forward[Any] = policy.outputs
+    if checkpoint_activations and isinstance(policy, ActorCritic):
+        run = _checkpointed(policy)
+    return in_precision(run, precision)
 
 
 def module_forward(
@@ -48,7 +60,7 @@ def module_forward(
         output: Tensor = layers[-1](x)
         return output
 
-    return run if precision == "float32" else _in_bf16(run, Tensor.float)
+    return in_precision(run, precision)
 
 
 def _checkpointed(policy: ActorCritic) -> Forward[PolicyOutputs]:
@@ -69,17 +81,28 @@ def _checkpoint(block: nn.Module, *arguments: Tensor | RecurrentContext) -> Tens
     return output
 
 
-def _in_bf16(run: Forward[Outputs], to_float32: Callable[[Outputs], Outputs]) -> Forward[Outputs]:
+def in_precision(run: Forward[Outputs], precision: Precision) -> Forward[Outputs]:
+    """Return what runs a model in a precision, with outputs of float32 in any."""
+    if precision == "float32":
+        return run
+
     def in_bf16(inputs: Tensor, context: RecurrentContext) -> Outputs:
         with torch.autocast(inputs.device.type, torch.bfloat16):
             outputs = run(inputs, context)
-        return to_float32(outputs)
+        floats: Outputs = _float32(outputs)
+        return floats
 
     return in_bf16
 
 
-def _float32_outputs(outputs: PolicyOutputs) -> PolicyOutputs:
-    return PolicyOutputs(outputs.policy.float(), outputs.values.float(), outputs.log_std)
+def _float32(outputs: Any) -> Any:
+    """Return a tensor, or a tuple of tensors and None, in float32."""
+    if isinstance(outputs, Tensor):
+        return outputs.float() if outputs.is_floating_point() else outputs
+    if outputs is None:
+        return None
+    parts = [_float32(part) for part in outputs]
+    return type(outputs)(*parts) if hasattr(outputs, "_fields") else tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -123,3 +146,20 @@ def make_engine(
     if options.microbatches == 1:
         return WholeBatch(flat, forward)
     return Accumulated(flat, forward, options.microbatches)
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device that ``name`` stands for.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device {name!r} can't be used here ({reason}); try 'cpu' or 'auto'") from error
+    return device

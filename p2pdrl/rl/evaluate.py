@@ -23,7 +23,7 @@ from p2pdrl.config.task import EnvConfig
 from p2pdrl.errors import UsageError
 from p2pdrl.rl.envs import VectorEnv, make_scalar_env, make_vector_env
 from p2pdrl.rl.normalize import RunningNormalizer
-from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.policy import Policy
 
 __all__ = ["EvalResult", "evaluate", "record_video"]
 
@@ -50,7 +50,7 @@ class EvalResult:
 
 @torch.inference_mode()
 def evaluate(
-    policy: ActorCritic,
+    policy: Policy,
     env_config: EnvConfig,
     episodes: int,
     *,
@@ -103,7 +103,7 @@ def evaluate(
 
 @torch.inference_mode()
 def record_video(
-    policy: ActorCritic,
+    policy: Policy,
     env_config: EnvConfig,
     path: Path,
     *,
@@ -146,9 +146,7 @@ def record_video(
 class _Actor:
     """The policy from arrays to arrays: normalises, remembers, acts, brings the actions back."""
 
-    def __init__(
-        self, policy: ActorCritic, seed: int, greedy: bool, normalizer: RunningNormalizer | None
-    ) -> None:
+    def __init__(self, policy: Policy, seed: int, greedy: bool, normalizer: RunningNormalizer | None) -> None:
         self._policy = policy
         self._device = next(policy.parameters()).device
         self._generator = torch.Generator(self._device).manual_seed(seed)

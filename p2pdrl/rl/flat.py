@@ -8,6 +8,8 @@ Shape suffix: D parameters.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,33 +24,24 @@ Vector = npt.NDArray[np.float32]
 
 
 class FlatSpan:
-    """A piece of a module's flat vectors, or the whole: what one optimizer steps.
+    """Pieces of a module's flat vectors, or the whole: what one optimizer steps.
 
-    The two tensors stay the same objects whatever memory they come to lie in (``FlatModule.rebind``), so
+    The tensors stay the same objects whatever memory they come to lie in (``FlatModule.rebind``), so
     whoever holds them goes on with the new memory.
+
+    Attributes:
+        pieces: (parameters, gradients) of each, in the order of the vector.
+        size: D, all pieces together.
     """
 
-    def __init__(self, parameters_D: Tensor, gradients_D: Tensor) -> None:
-        self.parameters_D = parameters_D
-        self.gradients_D = gradients_D
+    def __init__(self, *pieces: tuple[Tensor, Tensor]) -> None:
+        self.pieces = pieces
+        self.size = sum(parameters.numel() for parameters, _ in pieces)
 
     @property
     def device(self) -> torch.device:
         """Where the parameters live."""
-        return self.parameters_D.device
-
-    def numpy(self) -> Vector:
-        """Return the parameters: a view on the CPU, a copy from any other device."""
-        vector: Vector = self.parameters_D.cpu().numpy()
-        return vector
-
-    def add_(self, delta_D: Vector) -> None:
-        """Add a vector to the parameters in place.
-
-        Raises:
-            LayoutMismatchError: it has another length.
-        """
-        self.parameters_D.add_(self._tensor(delta_D))
+        return self.pieces[0][0].device
 
     def set_(self, vector_D: Vector) -> None:
         """Replace the parameters in place.
@@ -56,13 +49,14 @@ class FlatSpan:
         Raises:
             LayoutMismatchError: the vector has another length.
         """
-        self.parameters_D.copy_(self._tensor(vector_D))
+        parts = torch.split(self._tensor(vector_D), [parameters.numel() for parameters, _ in self.pieces])
+        for (parameters, _), part in zip(self.pieces, parts, strict=True):
+            parameters.copy_(part)
 
     def _tensor(self, vector_D: Vector) -> Tensor:
-        size = self.parameters_D.numel()
-        if vector_D.shape != (size,):
+        if vector_D.shape != (self.size,):
             raise LayoutMismatchError(
-                f"the policy has {size} parameters, the vector is of shape {vector_D.shape}"
+                f"the policy has {self.size} parameters, the vector is of shape {vector_D.shape}"
             )
         if not vector_D.flags.writeable:  # torch can't wrap what must not be written
             vector_D = vector_D.copy()
@@ -90,38 +84,55 @@ class FlatModule(FlatSpan):
         self.layout = Layout(
             tuple(TensorEntry(name, tuple(parameter.shape), "float32") for name, parameter in named)
         )
-        parameters_D = torch.empty(self.layout.size, dtype=dtype, device=device)
-        super().__init__(parameters_D, torch.zeros_like(parameters_D))
-        self._spans: list[tuple[slice, FlatSpan]] = []
-        begin = 0
-        for _, parameter in named:
-            piece = slice(begin, begin + parameter.numel())
+        self.parameters_D = torch.empty(self.layout.size, dtype=dtype, device=device)
+        self.gradients_D = torch.zeros_like(self.parameters_D)
+        super().__init__((self.parameters_D, self.gradients_D))
+        self._spans: list[tuple[slice, tuple[Tensor, Tensor]]] = []
+        for piece, parameter in self._slices():
             self.parameters_D[piece] = parameter.detach().reshape(-1)
-            begin = piece.stop
         self._bind()
         self._bind_gradients()
 
-    def span(self, prefix: str) -> FlatSpan:
-        """Return the piece that the parameters of one part of the module make up.
+    def numpy(self) -> Vector:
+        """Return the parameters: a view on the CPU, a copy from any other device."""
+        vector: Vector = self.parameters_D.cpu().numpy()
+        return vector
 
-        Args:
-            prefix: the part, as in the names of its parameters: ``actor`` for ``actor.0.weight`` and on.
+    def add_(self, delta_D: Vector) -> None:
+        """Add a vector to the parameters in place.
 
         Raises:
-            ConfigError: no parameter is called so, or others lie between those that are.
+            LayoutMismatchError: it has another length.
+        """
+        self.parameters_D.add_(self._tensor(delta_D))
+
+    def span(self, *prefixes: str) -> FlatSpan:
+        """Return what the parameters of some parts of the module make up, in as few pieces as there can be.
+
+        Args:
+            prefixes: the parts, as in the names of their parameters: ``actor`` for ``actor.0.weight`` and on.
+
+        Raises:
+            ConfigError: no parameter is called so.
         """
         names = [entry.name for entry in self.layout.entries]
-        inside = [name == prefix or name.startswith(f"{prefix}.") for name in names]
-        if not any(inside):
-            raise ConfigError(f"no parameter belongs to {prefix!r}; there are {', '.join(names)}")
-        first, last = inside.index(True), len(inside) - inside[::-1].index(True)
-        if not all(inside[first:last]):
-            raise ConfigError(f"the parameters of {prefix!r} don't lie in one piece")
-        sizes = [parameter.numel() for parameter in self.module.parameters()]
-        piece = slice(sum(sizes[:first]), sum(sizes[:last]))
-        span = FlatSpan(self.parameters_D[piece], self.gradients_D[piece])
-        self._spans.append((piece, span))
-        return span
+        inside: set[str] = set()
+        for prefix in prefixes:
+            found = {name for name in names if name == prefix or name.startswith(f"{prefix}.")}
+            if not found:
+                raise ConfigError(f"no parameter belongs to {prefix!r}; there are {', '.join(names)}")
+            inside |= found
+        slices: list[slice] = []
+        for name, (piece, _) in zip(names, self._slices(), strict=True):
+            if name not in inside:
+                continue
+            if slices and slices[-1].stop == piece.start:
+                slices[-1] = slice(slices[-1].start, piece.stop)
+            else:
+                slices.append(piece)
+        bound = [(piece, (self.parameters_D[piece], self.gradients_D[piece])) for piece in slices]
+        self._spans += bound
+        return FlatSpan(*(tensors for _, tensors in bound))
 
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:
         """Move the parameters onto memory that is given, such as a piece that several processes share.
@@ -159,7 +170,7 @@ class FlatModule(FlatSpan):
         """Give the gradients' memory back: nobody computes any here until `make_gradients`."""
         for parameter in self.module.parameters():
             parameter.grad = None
-        for vector_D in (self.gradients_D, *(span.gradients_D for _, span in self._spans)):
+        for vector_D in (self.gradients_D, *(gradients for _, (_, gradients) in self._spans)):
             vector_D.data = vector_D.new_empty(0)
 
     def make_gradients(self) -> None:
@@ -167,22 +178,23 @@ class FlatModule(FlatSpan):
         self.gradients_D.data = torch.zeros_like(self.parameters_D)
         self._bind_gradients()
 
-    def _bind_gradients(self) -> None:
-        """Make each parameter's gradient a view of its piece of the vector."""
+    def _slices(self) -> Iterator[tuple[slice, nn.Parameter]]:
+        """Yield where each parameter lies in the vector."""
         begin = 0
         for parameter in self.module.parameters():
-            piece_D = self.gradients_D[begin : begin + parameter.numel()]
-            parameter.grad = piece_D.view(parameter.shape)
+            yield slice(begin, begin + parameter.numel()), parameter
             begin += parameter.numel()
-        for piece, span in self._spans:
-            span.gradients_D.data = self.gradients_D[piece]
+
+    def _bind_gradients(self) -> None:
+        """Make each parameter's gradient a view of its piece of the vector."""
+        for piece, parameter in self._slices():
+            parameter.grad = self.gradients_D[piece].view(parameter.shape)
+        for piece, (_, gradients) in self._spans:
+            gradients.data = self.gradients_D[piece]
 
     def _bind(self) -> None:
         """Make each parameter a view of its piece of the vector."""
-        begin = 0
-        for parameter in self.module.parameters():
-            piece_D = self.parameters_D[begin : begin + parameter.numel()]
-            parameter.data = piece_D.view(parameter.shape)
-            begin += parameter.numel()
-        for piece, span in self._spans:
-            span.parameters_D.data = self.parameters_D[piece]
+        for piece, parameter in self._slices():
+            parameter.data = self.parameters_D[piece].view(parameter.shape)
+        for piece, (parameters, _) in self._spans:
+            parameters.data = self.parameters_D[piece]

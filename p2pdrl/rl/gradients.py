@@ -22,16 +22,15 @@ Shape suffix: D parameters.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from p2pdrl.rl.flat import FlatModule, FlatSpan
+from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
-from p2pdrl.rl.optimizers import Optimizer, clip_gradients
+from p2pdrl.rl.optimizers import Optimizer
 
 __all__ = [
     "VALID",
@@ -68,12 +67,10 @@ class Objective(Protocol[_Outputs_contra]):
     @property
     def target_names(self) -> tuple[str, ...]:
         """The targets that every row must have; a mask may be among them beside these."""
-        ...
 
     @property
     def terms(self) -> int:
         """How many there are in the vector that it returns."""
-        ...
 
     def __call__(self, outputs: _Outputs_contra, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the sum of the loss over the rows, and what it is made of.
@@ -82,14 +79,12 @@ class Objective(Protocol[_Outputs_contra]):
             A scalar to differentiate, and a vector of terms for the monitors, without gradient: sums over
             rows too.
         """
-        ...
 
     def over(self, rows: int) -> Self:
         """Return the same objective with its sums divided by ``rows``: those of the full batch.
 
         Loss and terms of the batch's parts then add up to its means.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -148,11 +143,9 @@ class GradientEngine(Protocol[_Outputs_co]):
         Returns:
             The objective's terms as means over the rows, without gradient.
         """
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Return the engine's own metrics."""
-        ...
 
 
 class WholeBatch(Generic[Outputs]):
@@ -245,11 +238,9 @@ class Stepper(Protocol):
 
         An algorithm that would go on to further gradients asks after each ``step``.
         """
-        ...
 
     def step(
         self,
-        flat: FlatSpan,
         optimizer: Optimizer,
         *,
         learning_rate: float,
@@ -257,11 +248,10 @@ class Stepper(Protocol):
         samples: int,
         left: int,
     ) -> float:
-        """Use the gradient in ``flat.gradients_D``; parameters have moved, or haven't, on return.
+        """Use the mean gradient in ``optimizer.span``; parameters have moved, or haven't, on return.
 
         Args:
-            flat: parameters and the mean gradient; both may be changed in place.
-            optimizer: over the same two tensors.
+            optimizer: its span's parameters and gradients may be changed in place.
             learning_rate: after annealing.
             max_grad_norm: bound on the gradient's Euclidean norm.
             samples: rows that the gradient is the mean over: valid environment steps. n gradients of
@@ -271,7 +261,6 @@ class Stepper(Protocol):
         Returns:
             The gradient's norm before it was clipped; infinite or NaN when the step was skipped.
         """
-        ...
 
 
 class OwnStepper:
@@ -281,7 +270,6 @@ class OwnStepper:
 
     def step(
         self,
-        flat: FlatSpan,
         optimizer: Optimizer,
         *,
         learning_rate: float,
@@ -289,12 +277,5 @@ class OwnStepper:
         samples: int,
         left: int,
     ) -> float:
-        """Clip the gradient, move the parameters, return the norm.
-
-        A gradient whose norm isn't finite is dropped: one bad batch must not poison the
-        parameters, here and at every peer.
-        """
-        norm = clip_gradients(flat.gradients_D, max_grad_norm)
-        if math.isfinite(norm):
-            optimizer.step(learning_rate)
-        return norm
+        """See `Optimizer.clipped_step`."""
+        return optimizer.clipped_step(learning_rate, max_grad_norm)

@@ -1,4 +1,4 @@
-"""An algorithm's optimizer: an update rule over one flat tensor, with its state; norms and clipping.
+"""An algorithm's optimizer: an update rule over a span of the flat vector, with state; norms and clipping.
 
 torch.optim walks lists of tensors, which for a small policy costs more than the arithmetic; over one flat
 vector the rules of `tensors.optimizers` are the whole of it, and their state is plain vectors that travel
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.rl.flat import FlatSpan
 from p2pdrl.tensors.optimizers import Arrays, UpdateRule
 from p2pdrl.tensors.sidecar import SidecarItem
 
@@ -53,16 +54,21 @@ def sum_of_squares(gradients_D: Tensor) -> float:
     return float(torch.stack(norms).double().square().sum())
 
 
-def gradient_norm(gradients_D: Tensor) -> float:
-    """Return the Euclidean norm of all gradients, as exactly as `sum_of_squares`."""
-    return math.sqrt(sum_of_squares(gradients_D))
+def gradient_norm(*gradients: Tensor) -> float:
+    """Return the Euclidean norm of all pieces of a gradient, as exactly as `sum_of_squares`."""
+    return math.sqrt(sum(map(sum_of_squares, gradients)))
 
 
-def clip_gradients(gradients_D: Tensor, max_norm: float) -> float:
-    """Scale the gradients in place to a norm of at most ``max_norm`` and return the norm they had."""
-    norm = gradient_norm(gradients_D)
+def clip_gradients(max_norm: float, *gradients: Tensor, norm: float | None = None) -> float:
+    """Scale all pieces of a gradient to a norm of at most ``max_norm``, in place; return the norm they had.
+
+    Args:
+        norm: of the gradient, where it is known, or of a larger one that these are pieces of.
+    """
+    norm = gradient_norm(*gradients) if norm is None else norm
     if norm > max_norm and math.isfinite(norm):
-        gradients_D.mul_(max_norm / norm)
+        for piece in gradients:
+            piece.mul_(max_norm / norm)
     return norm
 
 
@@ -121,37 +127,45 @@ class _TorchOps:
 
 
 class Optimizer:
-    """A rule over flat tensors, with its state: named vectors of D elements and a count of steps.
+    """A rule over a span, with its state: named vectors of D elements and a count of steps.
 
     Args:
         rule: formula.
-        parameters_D: moved in place.
-        gradients_D: read at each step.
-
-    Attributes:
+        span: parameters, moved in place, and gradients, read at each step.
         name: before the names of its arrays in the sidecar; optimizers of one algorithm have one each.
     """
 
-    def __init__(self, rule: UpdateRule, parameters_D: Tensor, gradients_D: Tensor) -> None:
-        self.name = "optimizer"
+    def __init__(self, rule: UpdateRule, span: FlatSpan, name: str = "optimizer") -> None:
+        self.span = span
+        self.name = name
         self._rule = rule
-        self._parameters_D = parameters_D
-        self._gradients_D = gradients_D
-        self._vectors = {name: torch.zeros_like(parameters_D) for name in rule.slots}
+        self._allocate()
         self._steps = 0
         self._ops = _TorchOps()
-        self._aside: Arrays | None = None
+        self._offloaded: Arrays | None = None
 
     def step(self, learning_rate: float) -> None:
         """Move the parameters against the gradients."""
+        if self._offloaded is not None:
+            raise RuntimeError("an optimizer whose state is offloaded can't step")
         self._steps += 1
         for x, g, *slots in self._pieces():
             self._rule.step(self._ops, x, g, tuple(slots), rate=learning_rate, count=self._steps)
 
+    def clipped_step(self, learning_rate: float, max_norm: float, norm: float | None = None) -> float:
+        """Clip the gradients and step, unless their norm isn't finite; return the norm they had.
+
+        One bad batch must not poison the parameters, here and at every peer. ``norm``: see `clip_gradients`.
+        """
+        norm = clip_gradients(max_norm, *(gradients for _, gradients in self.span.pieces), norm=norm)
+        if math.isfinite(norm):
+            self.step(learning_rate)
+        return norm
+
     @property
     def steps(self) -> int:
         """How many steps were taken."""
-        return self._steps if self._aside is None else int(self._aside[f"{self.name}.steps"])
+        return self._steps if self._offloaded is None else int(self._offloaded[f"{self.name}.steps"])
 
     def _pieces(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield pieces of the parameters, the gradients and each slot in order: together the whole.
@@ -159,71 +173,81 @@ class Optimizer:
         Rules without state pass over the vectors once, and devices other than CPUs do best with one operation
         over all.
         """
-        whole = (self._parameters_D, self._gradients_D, *self._vectors.values())
         size = _PIECE * torch.get_num_threads()
-        cached = self._parameters_D.device.type == "cpu" and self._vectors
-        if not cached or self._parameters_D.numel() <= size:
-            yield whole
-        else:
-            yield from zip(*(torch.split(vector, size) for vector in whole), strict=True)
+        cached = self.span.device.type == "cpu" and self._vectors
+        for tensors, slots in zip(self.span.pieces, self._slots, strict=True):
+            piece = (*tensors, *slots)
+            if not cached or piece[0].numel() <= size:
+                yield piece
+            else:
+                yield from zip(*(torch.split(vector, size) for vector in piece), strict=True)
 
-    def over(self, parameters_D: Tensor, gradients_D: Tensor) -> Optimizer:
-        """Return an optimizer with the same rule and name over other tensors, before its first step.
+    def _allocate(self) -> None:
+        """Have memory for the state, all zero, cut like the span."""
+        pieces = [parameters for parameters, _ in self.span.pieces]
+        sizes = [piece.numel() for piece in pieces]
+        self._vectors = {slot: pieces[0].new_zeros(self.span.size) for slot in self._rule.slots}
+        cut = [torch.split(vector_D, sizes) for vector_D in self._vectors.values()]
+        self._slots = [tuple(vector[number] for vector in cut) for number in range(len(pieces))]
+
+    def over(self, span: FlatSpan) -> Optimizer:
+        """Return an optimizer with the same rule and name over another span, before its first step.
 
         Optimizers of a vector's pieces do what the whole one's does.
         """
-        other = Optimizer(self._rule, parameters_D, gradients_D)
-        other.name = self.name
-        return other
+        return Optimizer(self._rule, span, self.name)
 
-    def set_aside(self, *, aside: bool) -> None:
-        """Give up the state's memory while others step, or have the state where the parameters are again.
+    def offload(self) -> None:
+        """Give up the state's memory while others step.
 
-        Set aside, it lies in arrays of others (`refer`), at first in copies on the host. It can be read and
-        replaced as ever, but not stepped with.
+        Offloaded, it lies in arrays of others (`offload_to`), at first in copies on the host. It can be read
+        and replaced as ever, but not stepped with.
         """
-        if aside and self._aside is None:
-            self._aside = self.state()
-            self._vectors = {name: self._parameters_D.new_empty(0) for name in self._vectors}
+        if self._offloaded is None:
+            self._offloaded = self.state()
+            self._vectors, self._slots = dict.fromkeys(self._vectors, torch.empty(0)), []
             self._ops = _TorchOps()
-        elif not aside and self._aside is not None:
-            arrays, self._aside = self._aside, None
-            self._vectors = {name: torch.empty_like(self._parameters_D) for name in self._vectors}
-            self.load(arrays)
 
-    def refer(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Set aside, let the state be what lies in these arrays, which nobody changes until there are others.
+    def offload_to(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Offloaded, let the state be what lies in these arrays, which nobody changes until there are others.
 
         Raises:
             LayoutMismatchError: an array is missing or has another shape.
         """
-        if self._aside is None:
+        if self._offloaded is None:
             raise RuntimeError("an optimizer that steps has its state in memory of its own")
         self._check(arrays)
-        self._aside = {item.name: arrays[item.name] for item in self.items()}
+        self._offloaded = {item.name: arrays[item.name] for item in self.items()}
+
+    def reload(self) -> None:
+        """Have the state where the parameters are again."""
+        if self._offloaded is not None:
+            arrays, self._offloaded = self._offloaded, None
+            self._allocate()
+            self.load(arrays)
 
     def items(self) -> tuple[SidecarItem, ...]:
         """Return how the state is laid out in the sidecar."""
-        size = self._parameters_D.numel()
-        vectors = [SidecarItem(f"{self.name}.{name}", (size,), "float32", "copy") for name in self._vectors]
+        shape = (self.span.size,)
+        vectors = [SidecarItem(f"{self.name}.{name}", shape, "float32", "copy") for name in self._vectors]
         return (*vectors, SidecarItem(f"{self.name}.steps", (), "int64", "copy"))
 
     def state(self) -> Arrays:
         """Return the state by name; vectors are views where the device is the CPU."""
-        if self._aside is not None:
-            return dict(self._aside)
+        if self._offloaded is not None:
+            return dict(self._offloaded)
         arrays: Arrays = {f"{self.name}.{name}": v.cpu().numpy() for name, v in self._vectors.items()}
         arrays[f"{self.name}.steps"] = np.array(self._steps, dtype=np.int64)
         return arrays
 
     def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Take over a state that ``state`` returned, here or on another node; set aside, without copying it.
+        """Take over a state that ``state`` returned, here or on another node; offloaded, without copying.
 
         Raises:
             LayoutMismatchError: an array is missing or has another shape.
         """
-        if self._aside is not None:
-            self.refer(arrays)
+        if self._offloaded is not None:
+            self.offload_to(arrays)
             return
         self._check(arrays)
         for name, vector_D in self._vectors.items():

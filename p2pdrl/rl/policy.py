@@ -1,8 +1,8 @@
-"""The policy and value function in one module.
+"""What a policy must have to act and be trained, and the one that there is: actor and critic in one module.
 
 ``registry`` builds it, ``rollout`` and ``evaluate`` let it act, ``gradients`` differentiates through
-``outputs``, ``sequential`` cuts it into blocks. Vector observations get two separate networks; images, and
-whatever has a transformer or a memory, one shared trunk (as in Mnih 2016).
+``outputs``, ``sequential`` cuts an ``ActorCritic`` into blocks. Vector observations get two separate
+networks; images, and whatever has a transformer or a memory, one shared trunk (as in Mnih 2016).
 
 A recurrent policy takes observations of whole unrolls, environments first: BTX, and a ``RecurrentContext``
 that says where episodes begin and what it remembered before. All others take any leading dimensions.
@@ -14,6 +14,8 @@ dimensions, A actions, F features, S state.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +27,69 @@ from p2pdrl.rl.networks.layers import Dense, initialise, mlp
 from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.networks.registry import make_trunk, resolve_kind
 
-__all__ = ["ActorCritic"]
+__all__ = ["ActorCritic", "Policy"]
 
 
-class ActorCritic(nn.Module):
+class Policy(nn.Module, ABC):
+    """A network that acts in environments; an algorithm names its own in ``AlgorithmEntry``.
+
+    Collectors and evaluation call all but ``outputs``, gradient engines call that. All parameters are float32
+    and get a gradient; they, and nothing else of the module, travel between nodes. Pipelines and
+    ``split_devices`` want an ``ActorCritic``; ``checkpoint_activations`` has no effect on others, which are
+    one block.
+
+    Attributes:
+        spec: observations and actions of the environment.
+        exploration: ε of an ε-greedy policy, set from its algorithm's; else without effect.
+    """
+
+    spec: EnvSpec
+    exploration: float = 0.0
+
+    def initial_state(self, batch: int) -> Tensor | None:
+        """Return the state before an episode's first step, B x S zeros; None for policies without memory."""
+        del batch
+        return None
+
+    @abstractmethod
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Return the randomness that ``act`` needs for ``shape`` actions, on the generator's device."""
+
+    @abstractmethod
+    def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
+        """Return actions: sampled with ``noise``, or the likeliest when there is none.
+
+        Args:
+            obs_BX: one observation of each environment.
+            noise: from ``noise``.
+            state_BS: of a recurrent policy: what ``initial_state`` gave for the first step of an
+                episode; overwritten by the state after this one. None stands for a first step.
+
+        Returns:
+            int64 B, or float32 B x A (not clipped to the bounds).
+        """
+
+    @abstractmethod
+    def outputs(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> Any:
+        """Return what objectives get: a tensor or a tuple of them, each of the leading shape of ``obs``.
+
+        Args:
+            obs: …X; BTX where the policy is recurrent, whose outputs are ``PolicyOutputs``.
+            context: for a recurrent policy; others ignore it.
+        """
+
+    @abstractmethod
+    def evaluate(
+        self, obs: Tensor, actions: Tensor, context: RecurrentContext = NO_CONTEXT
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of ``actions``, and values, each of the leading shape."""
+
+    @abstractmethod
+    def values(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
+        """Return v(s) of the leading shape of ``obs``; arguments as in ``outputs``."""
+
+
+class ActorCritic(Policy):
     """A stochastic policy π(a|s) and its value function v(s).
 
     Args:
@@ -44,13 +105,10 @@ class ActorCritic(nn.Module):
         core: the recurrent core behind the trunk, or None.
         policy_head: the last layer: logits or means.
         log_std: A, where actions are continuous: logarithms of the deviations, the same in every state.
-        exploration: ε of an ε-greedy policy; without effect in this one, which is stochastic itself.
 
     Raises:
         ConfigError: the network doesn't fit the observations.
     """
-
-    exploration: float = 0.0
 
     def __init__(self, spec: EnvSpec, config: NetworkConfig, seed: int | None) -> None:
         super().__init__()
@@ -81,36 +139,40 @@ class ActorCritic(nn.Module):
         if seed is not None:
             initialise(self, torch.Generator().manual_seed(seed))
 
+    @property
+    def actor_parts(self) -> tuple[str, ...]:
+        """Names of what the policy has for itself, not in a shared trunk; see ``FlatModule.span``."""
+        return self._with_parameters("log_std", "actor", "policy_head")
+
+    @property
+    def critic_parts(self) -> tuple[str, ...]:
+        """Names of what the value function has for itself; see ``actor_parts``."""
+        return self._with_parameters("critic", "value_head")
+
+    def _with_parameters(self, *parts: str) -> tuple[str, ...]:
+        owners = {name.partition(".")[0] for name, _ in self.named_parameters()}
+        return tuple(part for part in parts if part in owners)
+
     def draw(self, generator: torch.Generator) -> None:
         """Set the own parameters to initial values: deviations of 1; draws nothing."""
         del generator
         nn.init.zeros_(self.log_std)
 
     def initial_state(self, batch: int) -> Tensor | None:
-        """Return the state before an episode's first step, B x S zeros; None for policies without memory."""
+        """See ``Policy.initial_state``."""
         if self.core is None:
             return None
         like = self.policy_head.weight
         return torch.zeros(batch, self.core.state_size, dtype=like.dtype, device=like.device)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return the randomness that ``act`` needs for ``shape`` actions."""
+        """See ``Policy.noise``."""
         if isinstance(self.spec.action, Discrete):
             return Categorical.noise(shape, self.spec.action.n, generator)
         return DiagonalGaussian.noise(shape, self.spec.action.dim, generator)
 
     def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
-        """Return actions: sampled with ``noise``, or the likeliest when there is none.
-
-        Args:
-            obs_BX: one observation of each environment.
-            noise: from ``noise``.
-            state_BS: of a recurrent policy: what ``initial_state`` gave for the first step of an
-                episode; overwritten by the state after this one. None stands for a first step.
-
-        Returns:
-            int64 B, or float32 B x A (not clipped to the bounds).
-        """
+        """See ``Policy.act``."""
         features = self.trunk(obs_BX)
         if self.core is not None:
             state = self.initial_state(len(features)) if state_BS is None else state_BS
@@ -121,12 +183,7 @@ class ActorCritic(nn.Module):
         return policy.mode() if noise is None else policy.sample(noise)
 
     def outputs(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> PolicyOutputs:
-        """Return what the heads say about ``obs``, each of the leading shape.
-
-        Args:
-            obs: …X; BTX where the policy is recurrent.
-            context: for a recurrent policy; others ignore it.
-        """
+        """Return what the heads say about ``obs``; see ``Policy.outputs``."""
         features = self._features(obs, context)
         policy = self.policy_head(self.actor(features))
         values = self.value_head(self.critic(features))
@@ -135,14 +192,13 @@ class ActorCritic(nn.Module):
 
     def evaluate(
         self, obs: Tensor, actions: Tensor, context: RecurrentContext = NO_CONTEXT
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities of ``actions``, entropies and values, each of the leading shape."""
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Policy.evaluate``."""
         outputs = self.outputs(obs, context)
-        policy = outputs.distribution()
-        return policy.log_prob(actions), policy.entropy(), outputs.values
+        return outputs.distribution().log_prob(actions), outputs.values
 
     def values(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
-        """Return v(s) of the leading shape of ``obs``; arguments as in ``outputs``."""
+        """See ``Policy.values``."""
         values: Tensor = self.value_head(self.critic(self._features(obs, context)))
         return values.view(obs.shape[: obs.dim() - self._obs_dims])
 

@@ -13,31 +13,39 @@ import torch
 from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.algorithm import Loss
-from p2pdrl.rl.algorithms.registry import Materials, entry_of
+from p2pdrl.rl.algorithms.registry import AlgorithmContext, entry_of
 from p2pdrl.rl.algorithms.regression import (
     Regression,
     RegressionEvaluation,
     regression_layers,
     regression_model,
 )
-from p2pdrl.rl.engines import DEFAULT, EngineOptions, make_engine, module_forward, policy_forward
+from p2pdrl.rl.engines import (
+    DEFAULT,
+    EngineOptions,
+    in_precision,
+    make_engine,
+    module_forward,
+    policy_forward,
+    resolve_device,
+)
 from p2pdrl.rl.envs import EnvSpec, make_vector_env
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import ModelParts, module_parts, policy_parts
-from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.policy import Policy
 from p2pdrl.rl.rollout import Collector, Unroll
 from p2pdrl.rl.sources.rows import RowSource, make_rows
 from p2pdrl.rl.sources.source import Source
 from p2pdrl.rl.sources.unrolls import InlineSource, UnrollScaler
-from p2pdrl.rl.trainer import Trainer, resolve_device
+from p2pdrl.rl.trainer import Trainer
 
-__all__ = ["Acting", "SourceMaker", "build_trainer"]
+__all__ = ["RolloutContext", "SourceMaker", "build_trainer"]
 
 
 @dataclass(frozen=True)
-class Acting:
+class RolloutContext:
     """What a source of unrolls is made from.
 
     Attributes:
@@ -46,13 +54,13 @@ class Acting:
 
     task: TaskConfig
     spec: EnvSpec
-    policy: ActorCritic
+    policy: Policy
     flat: FlatModule
     scaler: UnrollScaler
     normalizer: RunningNormalizer | None
 
 
-SourceMaker = Callable[[Acting], Source[Unroll]]
+SourceMaker = Callable[[RolloutContext], Source[Unroll]]
 
 
 @dataclass(frozen=True)
@@ -156,12 +164,12 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
     precision = task.gradients.precision
     forward = policy_forward(policy, precision, checkpoint_activations=options.engine.checkpoint_activations)
     algorithm = entry.build(
-        Materials(
+        AlgorithmContext(
             config=config,
             policy=policy,
             flat=flat,
             engine=make_engine(options.engine, flat, forward),
-            engine_for=lambda run: make_engine(options.engine, flat, run),
+            engine_for=lambda run: make_engine(options.engine, flat, in_precision(run, precision)),
             generator=generator,
         )
     )
@@ -182,10 +190,10 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
         source = InlineSource(collector, scaler)
     else:
         env.close()
-        source = options.source(Acting(task, spec, policy, flat, scaler, normalizer))
+        source = options.source(RolloutContext(task, spec, policy, flat, scaler, normalizer))
 
     def parts(loss: Loss[Any]) -> ModelParts[Any]:
-        recurrent = policy.core is not None
+        recurrent = policy.initial_state(1) is not None
         return policy_parts(
             policy,
             loss.objective,

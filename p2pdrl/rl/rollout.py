@@ -25,7 +25,7 @@ from p2pdrl.rl.distributions import distribution
 from p2pdrl.rl.envs import Discrete, VectorEnv
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.normalize import RunningNormalizer
-from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.policy import Policy
 from p2pdrl.rl.sources.source import Batch
 
 __all__ = ["Collector", "RawUnroll", "Unroll"]
@@ -128,7 +128,7 @@ class Collector:
     def __init__(
         self,
         env: VectorEnv,
-        policy: ActorCritic,
+        policy: Policy,
         unroll_steps: int,
         generator: torch.Generator,
         *,
@@ -162,7 +162,7 @@ class Collector:
         obs_T1BX, actions = self._obs_T1BX.to(device), self._actions.to(device)
         with torch.no_grad():
             if state_BS is None:
-                log_probs_TB, _, values_TB = self._policy.evaluate(obs_T1BX[:-1], actions)
+                log_probs_TB, values_TB = self._policy.evaluate(obs_T1BX[:-1], actions)
                 values_T1B = torch.cat((values_TB, self._policy.values(obs_T1BX[-1:])))
             else:
                 valid_TB = torch.from_numpy(self._valid_TB).to(device)

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -290,9 +289,8 @@ class BlockMap:
 
     @cached_property
     def _places(self) -> dict[str, Span]:
-        entries = self.layout.entries
-        stops = accumulate(entry.size for entry in entries)
-        return {entry.name: (stop - entry.size, stop) for entry, stop in zip(entries, stops, strict=True)}
+        pairs = zip(self.layout.entries, self.layout.offsets, strict=True)
+        return {entry.name: (start, start + entry.size) for entry, start in pairs}
 
 
 def _check_length(vector: npt.NDArray[Any], size: int) -> None:

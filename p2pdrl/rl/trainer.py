@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss
@@ -25,13 +24,13 @@ from p2pdrl.rl.gradients import GradientEngine, Stepper
 from p2pdrl.rl.normalize import RunningNormalizer
 from p2pdrl.rl.pipeline.model_split import SplitEngine, split_engine
 from p2pdrl.rl.pipeline.parts import ModelParts
-from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.policy import Policy
 from p2pdrl.rl.sources.source import Source
 from p2pdrl.tensors.layout import Layout
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 
-__all__ = ["Evaluation", "Pipelineable", "Shareable", "StepStats", "Trainer", "resolve_device"]
+__all__ = ["Evaluation", "Pipelineable", "StepStats", "Trainer"]
 
 Vector = npt.NDArray[np.float32]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -62,7 +61,6 @@ class Evaluation(Protocol):
 
     def __call__(self) -> list[tuple[float, int]]:
         """Count an update; return the evaluation's episodes as (return, length), if one was due."""
-        ...
 
 
 class Stateful(Protocol):
@@ -70,25 +68,12 @@ class Stateful(Protocol):
 
     def items(self) -> tuple[SidecarItem, ...]:
         """Return how its state is laid out."""
-        ...
 
     def state(self) -> Arrays:
         """Return its state by name."""
-        ...
 
     def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take over a state."""
-        ...
-
-
-class Shareable(Protocol):
-    """A learner whose vector several learners of one machine can step (Hogwild)."""
-
-    layout: Layout
-
-    def rebind(self, buffer_D: Vector, *, write: bool) -> None:
-        """Move the parameters into ``buffer_D``."""
-        ...
 
 
 class Pipelineable(Protocol):
@@ -98,34 +83,32 @@ class Pipelineable(Protocol):
         layout: how the parameters lie in the vector.
         engine: computes each gradient; may be replaced between two calls of ``Trainer.step``.
         stepper: gets each gradient; likewise.
-        place: position in sequential data; 0 where batches have no order.
+        position: in sequential data; 0 where batches have no order.
     """
 
     layout: Layout
     engine: GradientEngine[Any]
     stepper: Stepper
-    place: int
+    position: int
 
     @property
     def flat(self) -> Vector:
         """The D parameters: a view on the CPU, a copy from any other device."""
-        ...
 
     def sidecar(self) -> Arrays:
         """Return the state beside the parameters, by name."""
-        ...
 
     def parts(self) -> ModelParts[Any]:
         """Return what a pipeline is made of."""
-        ...
 
-    def set_aside(self, *, aside: bool) -> None:
-        """Free gradients and optimizer state while the pipeline holds them, or allocate them again."""
-        ...
+    def offload(self) -> None:
+        """Free gradients and optimizer state while the pipeline holds them."""
 
-    def refer(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
-        """While the state is set aside, read the optimizer's from this sidecar."""
-        ...
+    def offload_to(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
+        """While the state is offloaded, read the optimizer's from this sidecar."""
+
+    def reload(self) -> None:
+        """Allocate gradients and optimizer state again."""
 
 
 class Trainer:
@@ -163,7 +146,7 @@ class Trainer:
         source: Source[Any],
         *,
         statistics: Mapping[str, RunningNormalizer] | None = None,
-        policy: ActorCritic | None = None,
+        policy: Policy | None = None,
         parts: Callable[[Loss[Any]], ModelParts[Any]],
         evaluation: Evaluation | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -213,11 +196,12 @@ class Trainer:
         self.source.publish(self.policy_version)
 
     def _explore(self) -> None:
-        if self._policy is not None:
-            self._policy.exploration = self.algorithm.exploration
+        policy, exploration = self._policy, self.algorithm.exploration
+        if policy is not None and policy.exploration != exploration:
+            policy.exploration = exploration
 
     @property
-    def policy(self) -> ActorCritic:
+    def policy(self) -> Policy:
         """The policy that acts.
 
         Raises:
@@ -267,13 +251,13 @@ class Trainer:
         return losses[0]
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         """Position in sequential data; 0 where batches have no order."""
-        return self.source.place
+        return self.source.position
 
-    @place.setter
-    def place(self, place: int) -> None:
-        self.source.place = place
+    @position.setter
+    def position(self, position: int) -> None:
+        self.source.position = position
 
     def parts(self) -> ModelParts[Any]:
         """Return what a pipeline over several devices is made of: this trainer's model as it is now.
@@ -291,22 +275,25 @@ class Trainer:
         """
         self.engine = self._split = split_engine(self._flat, self.parts(), options)
 
-    def set_aside(self, *, aside: bool) -> None:
-        """Free gradients and optimizer state while the pipeline holds them, or allocate them again.
+    def offload(self) -> None:
+        """Free gradients and optimizer state while the pipeline holds them.
 
-        Parameters stay: the policy acts with them. `refer` says where the state lies meanwhile.
+        Parameters stay: the policy acts with them. `offload_to` says where the state lies meanwhile.
         """
-        if aside:
-            self._flat.drop_gradients()
-        else:
-            self._flat.make_gradients()
+        self._flat.drop_gradients()
         for loss in self.algorithm.losses:
-            loss.optimizer.set_aside(aside=aside)
+            loss.optimizer.offload()
 
-    def refer(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
-        """While the state is set aside, read the optimizers' from this sidecar; see ``Optimizer.refer``."""
+    def offload_to(self, sidecar: Mapping[str, npt.NDArray[Any]]) -> None:
+        """While the state is offloaded, read it from this sidecar; see ``Optimizer.offload_to``."""
         for loss in self.algorithm.losses:
-            loss.optimizer.refer(sidecar)
+            loss.optimizer.offload_to(sidecar)
+
+    def reload(self) -> None:
+        """Allocate gradients and optimizer state again."""
+        self._flat.make_gradients()
+        for loss in self.algorithm.losses:
+            loss.optimizer.reload()
 
     def rebind(self, buffer_D: Vector, *, write: bool) -> None:
         """Move the parameters into ``buffer_D``; see ``FlatModule.rebind``."""
@@ -381,23 +368,6 @@ class Trainer:
         self.source.close()
         if self._split is not None:
             self._split.close()
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device that ``name`` stands for.
-
-    Raises:
-        ConfigError: there is no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {name!r} can't be used here ({reason}); try 'cpu' or 'auto'") from error
-    return device
 
 
 def _moments_items(statistics: Mapping[str, RunningNormalizer]) -> list[SidecarItem]:

@@ -27,6 +27,7 @@ from msgspec import Meta
 
 from p2pdrl.errors import CheckpointError, LayoutMismatchError, WireError
 from p2pdrl.tensors.layout import Float32Array, Layout
+from p2pdrl.tensors.mix import all_finite
 from p2pdrl.tensors.sidecar import AnyArray, SidecarLayout
 
 __all__ = ["Checkpoint", "chunks", "from_bytes", "to_bytes"]
@@ -39,7 +40,6 @@ MAX_META_BYTES = 32 * 1024**2
 
 _CODES = {"float32": "F32", "float64": "F64", "int64": "I64"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-_FINITE_CHUNK = 1 << 18
 
 
 class _Known(msgspec.Struct):
@@ -94,7 +94,7 @@ class Checkpoint:
         except LayoutMismatchError as error:
             raise CheckpointError(f"the checkpoint's sidecar is off: {error}") from error
         for name, array in {PARAMS: self.params, **self.sidecar}.items():
-            if not _finite(array):
+            if not all_finite(array):
                 raise CheckpointError(f"the checkpoint's {name!r} holds NaN or infinity")
 
 
@@ -195,10 +195,3 @@ def _layouts(meta: Mapping[str, Any]) -> tuple[Layout, SidecarLayout]:
         return Layout.from_wire(known.layout), SidecarLayout.from_wire(known.sidecar_layout)
     except (msgspec.ValidationError, WireError, LayoutMismatchError) as error:
         raise CheckpointError(f"the checkpoint's document is off: {error}") from error
-
-
-def _finite(array: AnyArray) -> bool:
-    flat = array.reshape(-1)
-    return all(
-        bool(np.isfinite(flat[at : at + _FINITE_CHUNK]).all()) for at in range(0, flat.size, _FINITE_CHUNK)
-    )

@@ -443,16 +443,16 @@ class ThresholdResidual:
         self.residual[found] = values - np.copysign(np.float32(self.tau), values)
         return nbytes
 
-    def take_back(self, message: memoryview) -> None:
-        """Add what `take` wrote into ``message`` to the residual again: it reached nobody."""
-        add_message(message, self.tau, self.residual)
+    def take_back(self, buffer: memoryview) -> None:
+        """Add what `take` wrote into ``buffer`` to the residual again: it reached nobody."""
+        add_message(buffer, self.tau, self.residual)
 
     def reset(self) -> None:
         """Forget what wasn't sent: the parameters were replaced."""
         self.residual.fill(0.0)
 
 
-class ThresholdCodec(Codec):
+class ThresholdCodec(ThresholdResidual, Codec):
     """`ThresholdResidual` behind the interface of `Codec`.
 
     Args:
@@ -461,37 +461,27 @@ class ThresholdCodec(Codec):
     """
 
     def __init__(self, size: int, tau: float, *, feedback: bool = True) -> None:
-        self._kept = ThresholdResidual(size, tau)
+        super().__init__(size, tau)
         self._feedback = feedback
-        self.max_nbytes = self._kept.max_nbytes
-
-    @property
-    def residual(self) -> Float32Array:
-        """What wasn't sent yet."""
-        return self._kept.residual
 
     def encode(self, vector: Float32Array, out: memoryview) -> int:
         """See `Codec`, and `ThresholdResidual.take`."""
-        nbytes = self._kept.take(out, add=vector)
+        nbytes = self.take(out, add=vector)
         if not self._feedback:
-            self._kept.reset()
+            self.reset()
         return nbytes
 
     def decode(self, buffer: memoryview, out: Float32Array) -> None:
         """See `Codec`: ±τ, and zero where nothing was sent; a message of another τ is malformed."""
-        check_vector(out, self._kept.residual.size, "the vector to receive into")
-        found, values = _read_threshold(buffer, self._kept.tau, out.size)
+        check_vector(out, self.residual.size, "the vector to receive into")
+        found, values = _read_threshold(buffer, self.tau, out.size)
         out.fill(0.0)
         out[found] = values
 
     def take_back(self, buffer: memoryview) -> None:
         """See `Codec`."""
         if self._feedback:
-            self._kept.take_back(buffer)
-
-    def reset(self) -> None:
-        """See `Codec`."""
-        self._kept.reset()
+            super().take_back(buffer)
 
 
 def add_message(buffer: memoryview, tau: float, target: Float32Array) -> None:

@@ -13,6 +13,7 @@ import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -99,11 +100,7 @@ class Layout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Element offset of each entry."""
-        offsets, at = [], 0
-        for entry in self.entries:
-            offsets.append(at)
-            at += entry.size
-        return tuple(offsets)
+        return tuple(accumulate((entry.size for entry in self.entries[:-1]), initial=0))
 
     @cached_property
     def hash(self) -> str:

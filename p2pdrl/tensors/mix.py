@@ -9,15 +9,25 @@ Shapes: every vector is flat, of D elements (all parameters); names carry no suf
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
 from p2pdrl.tensors.layout import Float32Array, check_vector
 from p2pdrl.tensors.wire import DOT_CHUNK, WALK, WireDtype, as_wire, decode_span, scratch_f64, spans
 
-__all__ = ["PairFigures", "check_finite", "distance", "norm", "pair_delta", "pair_step", "square"]
+__all__ = [
+    "PairFigures",
+    "all_finite",
+    "check_finite",
+    "distance",
+    "norm",
+    "pair_delta",
+    "pair_step",
+    "square",
+]
 
 
 def pair_delta(mine: Float32Array, theirs: Float32Array, weight: float = 0.5, *, out: Float32Array) -> None:
@@ -115,6 +125,12 @@ def distance(a: Float32Array, b: Float32Array) -> float:
         np.subtract(a[span], b[span], out=piece)
         total += float(np.dot(piece, piece))
     return math.sqrt(total)
+
+
+def all_finite(array: npt.NDArray[Any]) -> bool:
+    """Whether nothing in an array of any shape and type is NaN or infinite."""
+    flat = array.reshape(-1)
+    return all(bool(np.isfinite(flat[span]).all()) for span in spans(flat.size))
 
 
 def check_finite(vector: Float32Array, max_abs: float) -> None:

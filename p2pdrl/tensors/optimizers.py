@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.tensors.mix import all_finite
 from p2pdrl.tensors.wire import spans
 
 __all__ = [
@@ -44,8 +45,8 @@ OptimizerName = Literal["sgd", "momentum", "rmsprop", "adagrad", "adam"]
 FloatVector = npt.NDArray[np.floating[Any]]
 Arrays = dict[str, npt.NDArray[Any]]
 
-_PIECE = 1 << 15
-"""Elements of a piece: four vectors and one of scratch stay in the cache, in float64 too."""
+_PIECE_BYTES = 1 << 18
+"""Of each vector's piece: four vectors and one of scratch stay in the cache."""
 
 
 class VectorOps(Protocol[V_contra]):
@@ -53,27 +54,21 @@ class VectorOps(Protocol[V_contra]):
 
     def accumulate(self, m: V_contra, g: V_contra, decay: float) -> None:
         """M ← decay · m + g."""
-        ...
 
     def average(self, m: V_contra, g: V_contra, decay: float) -> None:
         """M ← decay · m + (1 − decay) · g."""
-        ...
 
     def add_squares(self, v: V_contra, g: V_contra) -> None:
         """V ← v + g²."""
-        ...
 
     def average_squares(self, v: V_contra, g: V_contra, decay: float) -> None:
         """V ← decay · v + (1 − decay) · g²."""
-        ...
 
     def descend(self, x: V_contra, d: V_contra, rate: float) -> None:
         """X ← x − rate · d."""
-        ...
 
     def descend_sparse(self, x: V_contra, d: V_contra, rate: float) -> None:
         """X ← x − rate · d, which writes only where d isn't zero."""
-        ...
 
     def descend_scaled(
         self,
@@ -87,7 +82,6 @@ class VectorOps(Protocol[V_contra]):
         root_bias: float = 1.0,
     ) -> None:
         """X ← x − rate · (m / m_bias) / (√v / root_bias + ε)."""
-        ...
 
 
 class UpdateRule(ABC):
@@ -229,10 +223,10 @@ def update_rule(
 
 
 class _NumpyOps:
-    """`VectorOps` on NumPy vectors of at most `_PIECE` elements, without allocating any."""
+    """`VectorOps` on NumPy vectors of at most ``size`` elements, without allocating any."""
 
     def __init__(self, size: int, dtype: npt.DTypeLike) -> None:
-        self._scratch: FloatVector = np.empty(min(_PIECE, size), dtype)
+        self._scratch: FloatVector = np.empty(size, dtype)
 
     def accumulate(self, m: FloatVector, g: FloatVector, decay: float) -> None:
         np.multiply(m, decay, out=m)
@@ -303,7 +297,8 @@ class ShardOptimizer:
             raise ValueError(f"optimizers step in float32 or float64, not {self._dtype}")
         self._vectors: dict[str, FloatVector] = {name: np.zeros(size, self._dtype) for name in rule.slots}
         self._steps = 0
-        self._ops = _NumpyOps(size, self._dtype)
+        self._piece = _PIECE_BYTES // self._dtype.itemsize
+        self._ops = _NumpyOps(min(self._piece, size), self._dtype)
 
     @property
     def steps(self) -> int:
@@ -319,7 +314,7 @@ class ShardOptimizer:
                     f"not {vector.dtype} {vector.shape}"
                 )
         self._steps += 1
-        for span in spans(self._size, _PIECE):
+        for span in spans(self._size, self._piece):
             slots = tuple(vector[span] for vector in self._vectors.values())
             self._rule.step(
                 self._ops,
@@ -349,7 +344,7 @@ class ShardOptimizer:
             if found is None or (found.dtype, found.shape) != form:
                 have = None if found is None else (found.dtype, found.shape)
                 raise LayoutMismatchError(f"optimizer state {name!r} should be {form}, is {have}")
-            if not all(np.isfinite(found[span]).all() for span in spans(found.size) if found.shape):
+            if not all_finite(found):
                 raise LayoutMismatchError(f"optimizer state {name!r} holds NaN or infinity")
         for name, vector in self._vectors.items():
             np.copyto(vector, state[name])

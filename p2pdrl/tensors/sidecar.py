@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -97,11 +98,8 @@ class SidecarLayout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Byte offset of each item."""
-        offsets, at = [], 0
-        for item in self.items:
-            offsets.append(at)
-            at += _aligned(item.nbytes)
-        return tuple(offsets)
+        ends = accumulate((_aligned(item.nbytes) for item in self.items), initial=0)
+        return tuple(ends)[: len(self.items)]
 
     @cached_property
     def nbytes(self) -> int:

@@ -110,17 +110,9 @@ def decode(buffer: bytes | bytearray | memoryview, dtype: WireDtype, out: Float3
         WireError: the buffer's length doesn't fit, or ``dtype`` is unknown.
     """
     check_vector(out, out.size, "the vector to receive into")
-    expected, have = encoded_nbytes(out.size, dtype), memoryview(buffer).nbytes
-    if have != expected:
-        raise WireError(f"a {dtype} vector of {out.size} elements takes {expected} bytes, {have} came")
-    if dtype == "float32":
-        np.copyto(out, np.frombuffer(buffer, "<f4"))
-        return
-    wire: npt.NDArray[np.uint16] = np.frombuffer(buffer, "<u2")
-    bits = out.view(np.uint32)
+    source = as_wire(buffer, dtype, out.size)
     for span in spans(out.size):
-        np.copyto(bits[span], wire[span])
-        np.left_shift(bits[span], 16, out=bits[span])
+        decode_span(source, dtype, span, out[span])
 
 
 def encode_rounding_span(piece: Float32Array, wire: npt.NDArray[np.uint16]) -> None:

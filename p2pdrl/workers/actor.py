@@ -22,8 +22,15 @@ from p2pdrl.errors import P2PDRLError, UsageError, WorkerError
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import SharedPolicy
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
-from p2pdrl.workers.child import PollPause, crash_of, die_with_parent, print_patiently
-from p2pdrl.workers.protocol import Act, ActorFailed, Acts, FrameBuffer, decode_act, frame
+from p2pdrl.workers.child import PollPause, crash_of, die_with_parent, print_without_blocking
+from p2pdrl.workers.protocol import (
+    ActorFailed,
+    ActorReady,
+    FrameBuffer,
+    StartActor,
+    decode_start_actor,
+    frame,
+)
 
 if TYPE_CHECKING:
     from p2pdrl.rl.rollout_worker import RolloutWorker
@@ -51,27 +58,27 @@ def make_unroll(worker: RolloutWorker, lane: UnrollLane, policy: SharedPolicy) -
 
 
 def _live(sock: socket.socket, ring_fd: int, policy_fd: int) -> None:
-    act = _receive_act(sock)
+    start = _receive_start(sock)
     import torch
 
-    torch.set_num_threads(act.threads)
+    torch.set_num_threads(start.threads)
     from p2pdrl.rl.rollout_worker import RolloutWorker
 
-    spec = UnrollSpec.from_wire(msgspec.msgpack.decode(act.spec))
+    spec = UnrollSpec.from_wire(msgspec.msgpack.decode(start.spec))
     worker = RolloutWorker(
-        msgspec.json.decode(act.task, type=TaskConfig),
-        act.seed,
-        spec.shares[act.number],
-        allow_import=act.allow_import,
-        step_delay_s=act.step_delay_s,
+        msgspec.json.decode(start.task, type=TaskConfig),
+        start.seed,
+        spec.shares[start.number],
+        allow_import=start.allow_import,
+        step_delay_s=start.step_delay_s,
     )
-    lane = UnrollRing(SharedRegion.attach(ring_fd, spec.nbytes), spec).lanes[act.number]
-    policy_nbytes = SharedPolicy.nbytes_of(act.policy_size, worker.obs_shape)
+    lane = UnrollRing(SharedRegion.attach(ring_fd, spec.nbytes), spec).lanes[start.number]
+    policy_nbytes = SharedPolicy.nbytes_of(start.policy_size, worker.obs_shape)
     policy_region = SharedRegion.attach(policy_fd, policy_nbytes, writable=False)
-    policy = SharedPolicy(policy_region, act.policy_size, worker.obs_shape)
+    policy = SharedPolicy(policy_region, start.policy_size, worker.obs_shape)
     if lane.enter():
         print("actor: the unroll that was under way when its predecessor ended is dropped", file=sys.stderr)
-    sock.sendall(frame(Acts()))
+    sock.sendall(frame(ActorReady()))
     pause = PollPause()
     while True:
         if make_unroll(worker, lane, policy):
@@ -82,14 +89,14 @@ def _live(sock: socket.socket, ring_fd: int, policy_fd: int) -> None:
             return
 
 
-def _receive_act(sock: socket.socket) -> Act:
+def _receive_start(sock: socket.socket) -> StartActor:
     frames = FrameBuffer()
     while True:
         data = sock.recv(READ_BYTES)
         if not data:
             raise WorkerError("the daemon is gone")
         for body in frames.feed(data):
-            return decode_act(body)
+            return decode_start_actor(body)
 
 
 def main() -> int:
@@ -99,7 +106,7 @@ def main() -> int:
         parser.add_argument(name, type=int, required=True)
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
-    print_patiently()
+    print_without_blocking()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=arguments.fd) as sock:
         try:

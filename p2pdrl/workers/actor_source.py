@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from p2pdrl.rl.registry import Acting
+from p2pdrl.rl.registry import RolloutContext
 from p2pdrl.rl.rollout import Unroll
 from p2pdrl.rl.sources.source import Source
 from p2pdrl.rl.sources.unrolls import UnrollPart, joined, unroll_items
@@ -48,7 +48,7 @@ class ActorSource(Source[Unroll]):
     """
 
     def __init__(
-        self, acting: Acting, actors: int, ahead: int, clock: Callable[[], float] = time.monotonic
+        self, acting: RolloutContext, actors: int, ahead: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._acting = acting
         self._ahead = ahead

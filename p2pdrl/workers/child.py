@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING
 
 from p2pdrl.workers.protocol import Crashed
 
-__all__ = ["PatientFile", "PollPause", "crash_of", "die_with_parent", "print_patiently"]
+__all__ = ["NonBlockingFile", "PollPause", "crash_of", "die_with_parent", "print_without_blocking"]
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-PATIENCE_S = 1.0
+WRITE_TIMEOUT_S = 1.0
 
 
-class PatientFile(io.FileIO):
+class NonBlockingFile(io.FileIO):
     """A pipe whose writes never fail and take a bounded time.
 
     Args:
         fd: stays open.
-        patience_s: longest wait for a reader. After that none is waited for until it has read again.
+        timeout_s: longest wait for a reader. After that none is waited for until it has read again.
     """
 
-    def __init__(self, fd: int, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, fd: int, timeout_s: float = WRITE_TIMEOUT_S) -> None:
         super().__init__(fd, "w", closefd=False)
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._waits = True
         self._lost = 0
 
@@ -56,7 +56,7 @@ class PatientFile(io.FileIO):
             except OSError:
                 break  # the daemon is gone, and this process about to follow
             if taken is None:
-                self._waits = self._waits and bool(select.select([], [self], [], self._patience_s)[1])
+                self._waits = self._waits and bool(select.select([], [self], [], self._timeout_s)[1])
                 if not self._waits:
                     break
             else:
@@ -65,10 +65,10 @@ class PatientFile(io.FileIO):
         return done
 
 
-def print_patiently() -> None:
-    """Let all that Python prints in this process go through a `PatientFile`, line by line."""
+def print_without_blocking() -> None:
+    """Let all that Python prints in this process go through a `NonBlockingFile`, line by line."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        raw = io.BufferedWriter(PatientFile(fd))
+        raw = io.BufferedWriter(NonBlockingFile(fd))
         text = io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", line_buffering=True)
         setattr(sys, name, text)
 

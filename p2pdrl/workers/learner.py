@@ -37,7 +37,7 @@ from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.transport.codec import decode
-from p2pdrl.workers.child import PollPause, crash_of, die_with_parent, print_patiently
+from p2pdrl.workers.child import PollPause, crash_of, die_with_parent, print_without_blocking
 from p2pdrl.workers.learner_modes import ModeSwitcher
 from p2pdrl.workers.mailbox import Mailbox
 from p2pdrl.workers.pipeline.protocol import Finish, Measure, StartStage, Trace
@@ -304,9 +304,8 @@ def _build(start: Start) -> tuple[Trainer, str]:
     import torch
 
     torch.set_num_threads(start.threads)
-    from p2pdrl.rl.engines import EngineOptions
+    from p2pdrl.rl.engines import EngineOptions, resolve_device
     from p2pdrl.rl.registry import build_trainer
-    from p2pdrl.rl.trainer import resolve_device
     from p2pdrl.workers.actor_source import ActorSource
 
     device = str(resolve_device(start.split_devices[0] if start.split_devices else start.device))
@@ -352,12 +351,8 @@ def _live(mailbox: Mailbox) -> None:
     trainer, device = _build(start)
     spec = BoardSpec(trainer.layout, trainer.sidecar_layout)
     packed = msgspec.msgpack.encode(spec.to_wire())
-    source = trainer.source if start.actors else None
-    if source is None:
-        mailbox.send(Hello(device=device, spec=packed))
-    else:
-        unrolls, policy_nbytes = _collection(source)
-        mailbox.send(Hello(device=device, spec=packed, unrolls=unrolls, policy_nbytes=policy_nbytes))
+    unrolls, policy_nbytes = _collection(trainer.source) if start.actors else (b"", 0)
+    mailbox.send(Hello(device=device, spec=packed, unrolls=unrolls, policy_nbytes=policy_nbytes))
     memory, fd = mailbox.attach()
     region = SharedRegion.attach(fd, memory.nbytes)
     board = LearnerBoard(region, spec) if isinstance(memory, Attach) else None
@@ -384,7 +379,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
-    print_patiently()
+    print_without_blocking()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     mailbox = Mailbox(socket.socket(fileno=arguments.fd))
     threading.Thread(target=_beat, args=(mailbox,), name="heartbeat", daemon=True).start()

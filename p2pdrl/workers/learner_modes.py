@@ -16,7 +16,7 @@ import numpy as np
 
 from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion, SharedVector
-from p2pdrl.workers.protocol import Posted, PostKind, RequestAnswer, WorkMode
+from p2pdrl.workers.protocol import PostedRequest, RequestAnswer, RequestKind, WorkMode
 from p2pdrl.workers.replica import Replica
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class ModeRequests:
         work: WorkMode,
         *,
         first: int,
-        say: Callable[[Posted], None],
+        say: Callable[[PostedRequest], None],
         listen: Callable[[float], None],
         paused: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
@@ -83,14 +83,14 @@ class ModeRequests:
         """A slot that the learner may write; -1 when the learner mode has none, or the daemon holds all."""
         return min(self._free, default=-1)
 
-    def send(self, kind: PostKind, slot: int, policy_version: int, samples: int, *, left: int = 0) -> int:
-        """Hand ``slot`` over to the daemon (-1: none); return the request's number. `Posted` has the rest."""
+    def send(self, kind: RequestKind, slot: int, policy_version: int, samples: int, *, left: int = 0) -> int:
+        """Hand ``slot`` over to the daemon (-1: none); return the request's number. See `PostedRequest`."""
         number = self.next_number
         self.next_number += 1
         self._open[number] = slot
         self._free.discard(slot)
         epoch, alone = self._work.epoch, self._alone
-        self._say(Posted(number, epoch, kind, slot, policy_version, samples, alone=alone, left=left))
+        self._say(PostedRequest(number, epoch, kind, slot, policy_version, samples, alone=alone, left=left))
         self._alone = False
         return number
 
@@ -164,7 +164,7 @@ class ModeSwitcher:
         trainer: Trainer,
         replica: Replica,
         *,
-        say: Callable[[Posted], None],
+        say: Callable[[PostedRequest], None],
         listen: Callable[[float], None],
         paused: Callable[[], bool],
     ) -> None:

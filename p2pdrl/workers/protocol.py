@@ -13,24 +13,25 @@ board, shared memory whose file descriptor is passed once.
       ├──────────────────────────────▶│  restores from the board, or publishes the first weights
       │         Report, Report, …     │
       │◀──────────────────────────────┤
-      │  Others, Progress, Pace, Stop │
-      ├──────────────────────────────▶│  begins to train once it has heard the first Pace
+      │  Others, Progress, Stop,      │
+      │  LearnerPace                  │
+      ├──────────────────────────────▶│  begins to train once it has heard the first LearnerPace
       │  Collect (+ 2 descriptors)    │
       ├──────────────────────────────▶│  learns from what actor processes make
-      │  Work (+ file descriptors)    │
+      │  WorkMode (+ file descriptors)│
       ├──────────────────────────────▶│  works by another learner mode from its next update on
-      │                       Posted  │
+      │                PostedRequest  │
       │◀──────────────────────────────┤  under some learner modes, and waits
-      │  Answer                       │
+      │  RequestAnswer                │
       ├──────────────────────────────▶│  goes on
 
 An actor inherits two pieces of shared memory as well: the ring that its unrolls go through
 (`tensors.unroll_ring`) and the policy that it acts with (`tensors.shared_policy`).
 
     daemon                          actor
-      │  Act                          │
+      │  StartActor                   │
       ├──────────────────────────────▶│  builds environments and network
-      │        Acts, or ActorFailed   │
+      │  ActorReady, or ActorFailed   │
       │◀──────────────────────────────┤
       │                               │  makes unrolls until it is killed, or the daemon is gone
       │                      Crashed  │
@@ -38,7 +39,7 @@ An actor inherits two pieces of shared memory as well: the ring that its unrolls
 
 Each second from its start the learner says that it is `Alive`; where an error ends it, it says which
 (`Crashed`). A report's counts are cumulative over the learner's life, so a lost or doubled report does no
-harm. Posts and answers name the epoch of their learner mode; what belongs to another is passed over.
+harm. Requests and answers name the epoch of their learner mode; what belongs to another is passed over.
 `pipeline.protocol` has what is said where a learner is a stage of a pipeline. A descriptor travels
 beside the first byte of its frame, so they are claimed in the order of the frames. Torch-free:
 the daemon imports this module.
@@ -58,9 +59,8 @@ from p2pdrl.transport.codec import decode
 from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, News, StartStage, Trace, Traced
 
 __all__ = [
-    "Act",
     "ActorFailed",
-    "Acts",
+    "ActorReady",
     "Alive",
     "AnswerKind",
     "Attach",
@@ -74,19 +74,20 @@ __all__ = [
     "LearnerFailed",
     "LearnerPace",
     "Others",
-    "PostKind",
-    "Posted",
+    "PostedRequest",
     "Progress",
     "Report",
     "RequestAnswer",
+    "RequestKind",
     "Start",
+    "StartActor",
     "Stop",
     "ToLearner",
     "WorkMode",
     "actor_seed",
-    "decode_act",
     "decode_from_actor",
     "decode_from_learner",
+    "decode_start_actor",
     "decode_to_learner",
     "frame",
 ]
@@ -95,8 +96,8 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct("<I")
 
 AnswerKind = Literal["none", "replace", "add", "set"]
-"""What to do about a post; `strategies.protocol.AnswerKind` says it in full."""
-PostKind = Literal["parameters", "gradients"]
+"""What to do about a request; `strategies.protocol.AnswerKind` says it in full."""
+RequestKind = Literal["parameters", "gradients"]
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -152,14 +153,14 @@ class Collect(msgspec.Struct, frozen=True, tag="collect"):
 
 
 class WorkMode(msgspec.Struct, frozen=True, tag="work"):
-    """How to work from the next update on. A post that waits for its answer is given up at once.
+    """How to work from the next update on. A request that waits for its answer is given up at once.
 
     Descriptors of the ring and of the shared vector, as far as there are any, travel beside this frame.
     """
 
     learner_mode: LearnerMode
     epoch: int
-    """Of the mode; posts and answers carry it."""
+    """Of the mode; requests and answers carry it."""
     ring_nbytes: int = 0
     """Of the `tensors.shared_memory`; 0 when gradients don't travel."""
     shared_nbytes: int = 0
@@ -170,7 +171,7 @@ class RequestAnswer(msgspec.Struct, frozen=True, tag="answer"):
     """The learner may go on; each of them arrives, in order."""
 
     number: int
-    """Of the post."""
+    """Of the request."""
     epoch: int
     kind: AnswerKind
     content: int = 0
@@ -256,13 +257,13 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """This node's own cumulative normaliser moments, by name; empty when nothing is normalised."""
 
 
-class Posted(msgspec.Struct, frozen=True, tag="posted"):
+class PostedRequest(msgspec.Struct, frozen=True, tag="posted"):
     """A gradient lies in a slot of the ring, or (``parameters``) a round is due; see `WorkMode`."""
 
     number: int
-    """Grows by one with each post of this process."""
+    """Grows by one with each request of this process."""
     epoch: int
-    kind: PostKind
+    kind: RequestKind
     slot: int
     """The slot belongs to the daemon until it answers; -1 for ``parameters``."""
     policy_version: int
@@ -303,7 +304,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """A heartbeat, each second from the start, from a thread of the learner's that does nothing else."""
 
 
-FromLearner = Hello | Report | Posted | LearnerFailed | Crashed | Alive | Blocks | Traced | News
+FromLearner = Hello | Report | PostedRequest | LearnerFailed | Crashed | Alive | Blocks | Traced | News
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -373,7 +374,7 @@ _ACTOR_STEP = 0x9E3779B1  # 2³²/φ, odd
 _LIFE_STEP = 0x85EBCA77
 
 
-class Act(msgspec.Struct, frozen=True, tag="act"):
+class StartActor(msgspec.Struct, frozen=True, tag="act"):
     """First message to an actor: what to act in, and how."""
 
     task: bytes
@@ -391,7 +392,7 @@ class Act(msgspec.Struct, frozen=True, tag="act"):
     step_delay_s: float
 
 
-class Acts(msgspec.Struct, frozen=True, tag="acts"):
+class ActorReady(msgspec.Struct, frozen=True, tag="acts"):
     """Environments and network are built."""
 
 
@@ -403,16 +404,16 @@ class ActorFailed(msgspec.Struct, frozen=True, tag="actor_failed"):
     """True when the person can mend it (exit code 2)."""
 
 
-FromActor = Acts | ActorFailed | Crashed
+FromActor = ActorReady | ActorFailed | Crashed
 
 
-def decode_act(body: bytes) -> Act:
+def decode_start_actor(body: bytes) -> StartActor:
     """Decode the frame's body that an actor reads.
 
     Raises:
         WireError: it is another message.
     """
-    message: Act = decode(body, Act, "message of the daemon")
+    message: StartActor = decode(body, StartActor, "message of the daemon")
     return message
 
 

@@ -37,7 +37,7 @@ class Replica:
         self.trainer = trainer
         self._board = board
         self._changed = True
-        self._aside = False
+        self._offloaded = False
         self._version = 0
         self.publications = 0
         """How often something new was published."""
@@ -82,17 +82,17 @@ class Replica:
         self._changed = True
         return True
 
-    def become(self, vector_D: Vector, state: Mapping[str, Array], version: int, place: int) -> None:
+    def become(self, vector_D: Vector, state: Mapping[str, Array], version: int, position: int) -> None:
         """Load what a pipeline computed.
 
         Args:
             vector_D: parameters.
             state: those arrays of the sidecar that it knows.
             version: of the policy.
-            place: in the data.
+            position: in the data.
         """
         self.trainer.set_state(vector_D, {**self.trainer.sidecar(), **state})
-        self.trainer.place = place
+        self.trainer.position = position
         self.version = version
         self._changed = True
 
@@ -107,19 +107,25 @@ class Replica:
             self._board.publish(self.trainer.flat, self.trainer.sidecar(), self.version)
             self._changed = False
             self.publications += 1
-            self._refer()
+            if self._offloaded:
+                self._read_from_board()
 
-    def set_aside(self, *, aside: bool) -> None:
-        """Free the gradients and optimizer state while a pipeline holds them, or allocate them again.
+    def offload(self) -> None:
+        """Free the gradients and optimizer state while a pipeline holds them.
 
         Meanwhile the optimizer's state is only on the board, as it was published last; the board keeps that
         until the next one is complete.
         """
-        self._aside = aside
-        self.trainer.set_aside(aside=aside)
-        self._refer()
+        self._offloaded = True
+        self.trainer.offload()
+        self._read_from_board()
 
-    def _refer(self) -> None:
-        published = self._board.restore() if self._aside and self._board is not None else None
+    def reload(self) -> None:
+        """Allocate gradients and optimizer state again."""
+        self._offloaded = False
+        self.trainer.reload()
+
+    def _read_from_board(self) -> None:
+        published = None if self._board is None else self._board.restore()
         if published is not None and published.sidecar is not None:
-            self.trainer.refer(published.sidecar)
+            self.trainer.offload_to(published.sidecar)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from p2pdrl.config.learner_mode import LearnerMode
-from p2pdrl.rl.flat import FlatSpan
 from p2pdrl.rl.optimizers import Optimizer, clip_gradients, gradient_norm
 from p2pdrl.tensors.shared_memory import GradientRing
 from p2pdrl.workers.learner_modes import ModeRequests
@@ -47,7 +46,6 @@ class RequestStepper:
 
     def step(
         self,
-        flat: FlatSpan,
         optimizer: Optimizer,
         *,
         learning_rate: float,
@@ -55,15 +53,15 @@ class RequestStepper:
         samples: int,
         left: int,
     ) -> float:
-        """Use the mean gradient over ``samples`` rows in ``flat.gradients_D`` as the learner mode says.
+        """Use the mean gradient over ``samples`` rows in ``optimizer.span`` as the learner mode says.
 
         Returns:
             The norm of the gradient that was used, before it was clipped; infinite or NaN when the step was
             skipped.
         """
-        gradients_D = flat.gradients_D
+        ((_, gradients_D),) = optimizer.span.pieces  # that of the only loss, over the whole vector
         before = self._learner_mode.clip == "before"
-        norm = clip_gradients(gradients_D, max_grad_norm) if before else gradient_norm(gradients_D)
+        norm = clip_gradients(max_grad_norm, gradients_D) if before else gradient_norm(gradients_D)
         finite = math.isfinite(norm)
         if not finite:
             gradients_D.zero_()
@@ -74,8 +72,8 @@ class RequestStepper:
             norm = gradient_norm(gradients_D)
         alone = self._requests.over and not merged
         if self._may_step(alone=alone) and (finite or merged) and math.isfinite(norm):
-            if alone or not before:
-                clip_gradients(gradients_D, max_grad_norm)
+            if not before:
+                clip_gradients(max_grad_norm, gradients_D, norm=norm)
             optimizer.step(learning_rate if told_rate is None else told_rate)
             self._replica.moved(versions=0)
         elif alone:

@@ -37,7 +37,6 @@ class Alone:
         for _ in range(trial.steps):
             accumulate(flat, self._forward, batch, OBJECTIVE, trial.microbatches)
             norm = self._stepper.step(
-                flat,
                 parts.optimizer,
                 learning_rate=LEARNING_RATE,
                 max_grad_norm=MAX_GRAD_NORM,

@@ -109,7 +109,7 @@ def make_model(kind: str, parameters: int, rows: int, device: torch.device, prec
     parts = policy_parts(
         policy,
         OBJECTIVE,
-        Optimizer(Adam(), flat.parameters_D, flat.gradients_D),
+        Optimizer(Adam(), flat),
         steps=1,
         most_rows=rows,
         precision=precision,

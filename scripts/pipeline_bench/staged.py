@@ -72,7 +72,6 @@ class Staged:
             for _ in range(trial.steps):
                 rank.gradients(self._model.batch, OBJECTIVE)
                 rank.step(
-                    self._model.flat,
                     self._model.parts.optimizer,
                     learning_rate=LEARNING_RATE,
                     max_grad_norm=MAX_GRAD_NORM,

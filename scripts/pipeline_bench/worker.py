@@ -91,8 +91,8 @@ class Worker:
             self._memory = Memory(self._device)
         else:
             self._model.flat.drop_gradients()
-            parts.optimizer.set_aside(aside=True)
-            parts.optimizer.refer(
+            parts.optimizer.offload()
+            parts.optimizer.offload_to(
                 {
                     item.name: np.broadcast_to(np.zeros((), item.dtype), item.shape)
                     for item in parts.optimizer.items()

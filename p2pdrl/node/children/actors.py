@@ -26,12 +26,12 @@ from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
 from p2pdrl.workers.protocol import (
-    Act,
     ActorFailed,
     Collect,
     Crashed,
     Hello,
     Start,
+    StartActor,
     actor_seed,
     decode_from_actor,
     frame,
@@ -105,18 +105,18 @@ class ActorLink(ProcessLink):
         self._failed: str | None = None
 
     @classmethod
-    async def spawn(cls, act: Act, ring: SharedRegion, policy: SharedRegion) -> ActorLink:
+    async def spawn(cls, start: StartActor, ring: SharedRegion, policy: SharedRegion) -> ActorLink:
         """Start an actor process and tell it what to act in.
 
         Raises:
             WorkerError: it can't be started.
         """
-        environment = os.environ | {"OMP_NUM_THREADS": str(act.threads)}
+        environment = os.environ | {"OMP_NUM_THREADS": str(start.threads)}
         options = {"--ring": ring.fd, "--policy": policy.fd}
         fds = [ring.fd, policy.fd]
         link = cls(*await cls.launch("p2pdrl.workers.actor", options, environment, fds))
         try:
-            await link.send(frame(act))
+            await link.send(frame(start))
         except BaseException:
             await link.kill()
             raise
@@ -304,7 +304,7 @@ class ActorPool:
         """
         _, (ring, policy) = self.collected()
         start = self._start
-        act = Act(
+        first = StartActor(
             task=start.task,
             number=number,
             seed=actor_seed(start.seed, number, lane.lives),
@@ -315,7 +315,7 @@ class ActorPool:
             step_delay_s=start.step_delay_s,
         )
         lane.started()
-        link = await ActorLink.spawn(act, ring, policy)
+        link = await ActorLink.spawn(first, ring, policy)
         self._pids[number] = link.pid
         try:
             stood_still = await self._acting(number, lane, link)

@@ -33,7 +33,7 @@ from p2pdrl.workers.protocol import (
     Hello,
     JoinHogwild,
     LearnerFailed,
-    Posted,
+    PostedRequest,
     Report,
     RequestAnswer,
     Start,
@@ -186,7 +186,7 @@ class LearnerLink(ProcessLink):
     async def converse(
         self,
         on_report: Callable[[Report], None],
-        on_posted: Callable[[Posted], None] = _ignore,
+        on_posted: Callable[[PostedRequest], None] = _ignore,
         on_stage: Callable[[FromStage], None] = _ignore,
     ) -> None:
         """Pass reports, requests and news of stages on, and send what is queued, until its socket closes.
@@ -203,7 +203,7 @@ class LearnerLink(ProcessLink):
                     return
                 for message in messages:
                     match message:
-                        case Posted():
+                        case PostedRequest():
                             on_posted(message)
                         case Report():
                             on_report(message)

@@ -38,7 +38,7 @@ from p2pdrl.workers.protocol import (
     Hello,
     LearnerPace,
     Others,
-    Posted,
+    PostedRequest,
     Progress,
     Report,
     RequestAnswer,
@@ -110,7 +110,7 @@ class LearnerRequestChannel:
         )
         return WorkMode(self.learner_mode, self.epoch, ring_nbytes, shared_nbytes), regions
 
-    def posted(self, posted: Posted) -> None:
+    def posted(self, posted: PostedRequest) -> None:
         """Queue the learner's request; one of an earlier learner mode is dropped.
 
         Raises:

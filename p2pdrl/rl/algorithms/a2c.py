@@ -21,7 +21,6 @@ from p2pdrl.rl.algorithms.batches import full_batch, gae, normalized
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine, Summed
-from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.rollout import Unroll
 from p2pdrl.tensors.optimizers import Adam, RMSProp, UpdateRule
 
@@ -60,8 +59,7 @@ class A2C(Algorithm[Unroll]):
         rule: UpdateRule = RMSProp(config.rmsprop_alpha, config.rmsprop_eps)
         if config.optimizer == "adam":
             rule = Adam(eps=config.rmsprop_eps)
-        optimizer = Optimizer(rule, flat.parameters_D, flat.gradients_D)
-        self._loss = Loss(objective, optimizer, flat, engine, max_grad_norm=config.max_grad_norm)
+        self._loss = Loss(objective, rule, flat, engine, max_grad_norm=config.max_grad_norm)
         self.losses = (self._loss,)
 
     def update(self, batch: Unroll) -> dict[str, float]:

@@ -20,13 +20,15 @@ from typing import Any, Generic, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 
-from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.errors import ConfigError, LayoutMismatchError
 from p2pdrl.rl.flat import FlatModule, FlatSpan
 from p2pdrl.rl.gradients import GradientEngine, Minibatch, Objective, Outputs, OwnStepper, Stepper
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.sources.source import BatchT
+from p2pdrl.tensors.optimizers import UpdateRule
 from p2pdrl.tensors.sidecar import SidecarItem
 
 __all__ = [
@@ -57,7 +59,7 @@ class Loss(Generic[Outputs]):
     """One loss: what is minimised, over which parameters, by which optimizer, how often.
 
     Args:
-        optimizer: over the span's tensors; its state travels in the sidecar.
+        rule: of its optimizer, whose state travels in the sidecar.
         span: of the flat vector: gradients elsewhere are computed where the model asks for it, and not used.
         engine: computes gradients of the whole vector.
         max_grad_norm: bound on the norm of the span's gradient.
@@ -66,6 +68,7 @@ class Loss(Generic[Outputs]):
         every: how many calls of ``due`` make one step of it.
 
     Attributes:
+        optimizer: steps the span.
         engine: may be replaced between updates.
         stepper: gets each gradient; may be replaced between updates.
     """
@@ -73,7 +76,7 @@ class Loss(Generic[Outputs]):
     def __init__(
         self,
         objective: Objective[Outputs],
-        optimizer: Optimizer,
+        rule: UpdateRule,
         span: FlatSpan,
         engine: GradientEngine[Outputs],
         *,
@@ -82,16 +85,13 @@ class Loss(Generic[Outputs]):
         every: int = 1,
     ) -> None:
         self.objective = objective
-        self.optimizer = optimizer
-        self.span = span
+        self.optimizer = Optimizer(rule, span, f"optimizer.{name}" if name else "optimizer")
         self.engine = engine
         self.stepper: Stepper = OwnStepper()
         self.name = name
         self._max_grad_norm = max_grad_norm
         self._every = every
         self._asked = 0
-        if name:
-            optimizer.name = f"optimizer.{name}"
 
     def due(self) -> bool:
         """Count one opportunity to step; tell whether this one is to be used."""
@@ -116,7 +116,6 @@ class Loss(Generic[Outputs]):
             left: gradients of the same update that come after this one; see ``Stepper.step``.
         """
         return self.stepper.step(
-            self.span,
             self.optimizer,
             learning_rate=learning_rate,
             max_grad_norm=self._max_grad_norm,
@@ -195,7 +194,7 @@ class TargetNetwork:
 
     Args:
         name: in the sidecar: ``target.`` and this.
-        module: the part.
+        module: the part; of several, an ``nn.Sequential`` of them in the order of the vector.
         span: its parameters in the model's flat vector.
         rule: how the copy follows.
 
@@ -204,14 +203,18 @@ class TargetNetwork:
     """
 
     def __init__(self, name: str, module: nn.Module, span: FlatSpan, rule: HardCopy | SoftCopy) -> None:
-        self._item = SidecarItem(f"target.{name}", (span.parameters_D.numel(),), "float32", "copy")
-        self._span = span
+        self._item = SidecarItem(f"target.{name}", (span.size,), "float32", "copy")
         self._rule = rule
         self._period: int | None = None
         self.module = copy.deepcopy(module).requires_grad_(False)
         self._flat = FlatModule(self.module, span.device)
         self._flat.drop_gradients()
-        self._flat.parameters_D.copy_(span.parameters_D)
+        if self._flat.size != span.size:
+            raise ConfigError(f"target {name!r} has {self._flat.size} parameters, its span {span.size}")
+        sizes = [parameters.numel() for parameters, _ in span.pieces]
+        online = [parameters for parameters, _ in span.pieces]
+        self._pairs = list(zip(torch.split(self._flat.parameters_D, sizes), online, strict=True))
+        self._copy()
 
     def follow(self, version: int) -> None:
         """Before an update: copy the parameters, if the rule counts versions and it is time."""
@@ -219,13 +222,18 @@ class TargetNetwork:
             return
         period = version // self._rule.every
         if self._period not in (None, period):
-            self._flat.parameters_D.copy_(self._span.parameters_D)
+            self._copy()
         self._period = period
 
     def track(self) -> None:
         """After a step: move towards the parameters, if that is the rule."""
         if isinstance(self._rule, SoftCopy):
-            self._flat.parameters_D.lerp_(self._span.parameters_D, self._rule.tau)
+            for own, online in self._pairs:
+                own.lerp_(online, self._rule.tau)
+
+    def _copy(self) -> None:
+        for own, online in self._pairs:
+            own.copy_(online)
 
     def items(self) -> tuple[SidecarItem, ...]:
         """Return how its parameters are laid out in the sidecar."""

@@ -23,7 +23,6 @@ from p2pdrl.rl.algorithms.batches import full_batch, gae, minibatch, normalized
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine, Summed
-from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.rollout import Unroll
 from p2pdrl.tensors.optimizers import Adam
 
@@ -103,8 +102,7 @@ class PPO(Algorithm[Unroll]):
             value_coef=config.value_coef,
             entropy_coef=config.entropy_coef,
         )
-        optimizer = Optimizer(Adam(), flat.parameters_D, flat.gradients_D)
-        self._loss = Loss(objective, optimizer, flat, engine, max_grad_norm=config.max_grad_norm)
+        self._loss = Loss(objective, Adam(), flat, engine, max_grad_norm=config.max_grad_norm)
         self.losses = (self._loss,)
 
     def update(self, batch: Unroll) -> dict[str, float]:

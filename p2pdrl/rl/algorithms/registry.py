@@ -17,18 +17,20 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.a2c import A2C
 from p2pdrl.rl.algorithms.algorithm import Algorithm
 from p2pdrl.rl.algorithms.ppo import PPO
-from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Forward, GradientEngine
-from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.policy import ActorCritic, Policy
 
-__all__ = ["AlgorithmEntry", "Materials", "entry_of", "register"]
+__all__ = ["AlgorithmContext", "AlgorithmEntry", "entry_of", "register"]
 
 
 @dataclass(frozen=True)
-class Materials:
+class AlgorithmContext:
     """What an algorithm is made from.
+
+    An actor-critic with two losses says their spans as ``flat.span(*policy.actor_parts)`` and
+    ``flat.span(*policy.critic_parts)``.
 
     Attributes:
         config: ``task.algorithm``.
@@ -38,9 +40,9 @@ class Materials:
     """
 
     config: Any
-    policy: ActorCritic
+    policy: Policy
     flat: FlatModule
-    engine: GradientEngine[PolicyOutputs]
+    engine: GradientEngine[Any]
     engine_for: Callable[[Forward[Any]], GradientEngine[Any]]
     generator: torch.Generator
 
@@ -54,8 +56,8 @@ class AlgorithmEntry:
         network: makes the policy from spaces, shape and seed, in learners and in actor processes.
     """
 
-    build: Callable[[Materials], Algorithm[Any]]
-    network: Callable[[EnvSpec, NetworkConfig, int | None], ActorCritic] = ActorCritic
+    build: Callable[[AlgorithmContext], Algorithm[Any]]
+    network: Callable[[EnvSpec, NetworkConfig, int | None], Policy] = ActorCritic
 
 
 ALGORITHMS: dict[type, AlgorithmEntry] = {

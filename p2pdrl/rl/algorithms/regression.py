@@ -22,7 +22,6 @@ from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine, Minibatch, Objective, Summed
 from p2pdrl.rl.networks.layers import Dense, in_pairs, initialise, mlp
-from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.sources.rows import DataRows, RowBatch
 from p2pdrl.tensors.optimizers import SGD, Adagrad, Adam, Momentum, RMSProp, UpdateRule
 
@@ -88,13 +87,7 @@ class Regression(Algorithm[RowBatch]):
         self._clock = clock
         self._sleep = sleep
         objective: Objective[Tensor] = CrossEntropy() if config.kind == "classifier" else LeastSquares()
-        self._loss = Loss(
-            objective,
-            Optimizer(_update_rule(config), flat.parameters_D, flat.gradients_D),
-            flat,
-            engine,
-            max_grad_norm=config.max_grad_norm,
-        )
+        self._loss = Loss(objective, _update_rule(config), flat, engine, max_grad_norm=config.max_grad_norm)
         self.losses = (self._loss,)
 
     def update(self, batch: RowBatch) -> dict[str, float]:

@@ -39,7 +39,6 @@ class Drawn(Protocol):
 
     def draw(self, generator: torch.Generator) -> None:
         """Set the own parameters to initial values; they have memory already."""
-        ...
 
 
 class Dense(nn.Linear):

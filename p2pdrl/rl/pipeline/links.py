@@ -47,7 +47,6 @@ class Links(Protocol):
         Raises:
             PeerUnreachableError: the link is broken.
         """
-        ...
 
     def receive(self, way: Way, room: Room, timeout_s: float) -> Message:
         """Wait for the next message that goes this way, and write its tensors where ``room`` says.
@@ -57,11 +56,9 @@ class Links(Protocol):
             PeerTimeoutError: the message didn't come, or not all of it.
             WireError: it isn't the one expected, or its tensors have another length.
         """
-        ...
 
     def close(self) -> None:
         """Break all four streams; waits for messages, here and at the neighbours, end at once."""
-        ...
 
 
 def receive(
@@ -180,7 +177,6 @@ class Carrier(Protocol):
         Raises:
             PeerUnreachableError: the stream is broken.
         """
-        ...
 
     def receive(self, way: Way, timeout_s: float) -> tuple[bytes, memoryview]:
         """Return the next frame that goes this way: the message, and all tensors in one piece.
@@ -192,11 +188,9 @@ class Carrier(Protocol):
             PeerTimeoutError: no whole frame came.
             WireError: what came is no frame, or longer than any can be (``ModelParts.longest_nbytes``).
         """
-        ...
 
     def close(self) -> None:
         """Break all four streams, and end all waits."""
-        ...
 
 
 class FramedLinks:

@@ -71,7 +71,7 @@ _MAX_TERMS = 64
 _MAX_OBJECTIVE_BYTES = 4096
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
-Place = Annotated[int, Meta(ge=0, le=MAX_MICROBATCHES)]
+Index = Annotated[int, Meta(ge=0, le=MAX_MICROBATCHES)]
 
 
 class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,9 +101,9 @@ class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Activation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="activation"):
     """A stage's input; on its way to the last rank for the first time, with targets and context."""
 
-    stage: Place
+    stage: Index
     """That gets it."""
-    microbatch: Place
+    microbatch: Index
     opening: Opening | None = None
     """With the first message that a rank gets of a minibatch."""
 
@@ -111,9 +111,9 @@ class Activation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="a
 class Gradient(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="gradient"):
     """Of the loss by a stage's output."""
 
-    stage: Place
+    stage: Index
     """That gets it."""
-    microbatch: Place
+    microbatch: Index
 
 
 class Sums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sums"):
@@ -153,7 +153,7 @@ class UpdateOver(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="o
 class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="slice"):
     """The parameters of one rank, and with ``UpdateOver.state`` its optimizer's vectors."""
 
-    rank: Place
+    rank: Index
     step: Count
     optimizer_steps: Count
 
@@ -165,7 +165,7 @@ class Whole(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="whole"
     optimizer_steps: Count
     version: Count = 0
     """Policy version that the first rank gives it."""
-    place: Count = 0
+    position: Count = msgspec.field(default=0, name="place")
     """Of the first rank in its data, where that goes on in order: the next first rank goes on there."""
     changed: bool = False
     """Whether it isn't what the slices say: every rank goes on with its part of this."""

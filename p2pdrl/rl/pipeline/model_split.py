@@ -8,26 +8,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Generic
+from typing import Generic
 
 import torch
 from torch import Tensor
 
 from p2pdrl.errors import ConfigError, TransportError
-from p2pdrl.pipeline.layers import Layer, Peer
+from p2pdrl.pipeline.layers import Peer
 from p2pdrl.pipeline.partition import partition
 from p2pdrl.pipeline.plan import PipelinePlan
-from p2pdrl.rl.engines import EngineOptions
+from p2pdrl.rl.engines import EngineOptions, resolve_device
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Minibatch, Objective, Outputs
-from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.links import ring
-from p2pdrl.rl.pipeline.messages import RowSpec
-from p2pdrl.rl.pipeline.parts import ModelParts
-from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
+from p2pdrl.rl.pipeline.parts import ModelParts, measure_parts
+from p2pdrl.rl.pipeline.rank import Pipelined, RankOptions, StageServer
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
-from p2pdrl.rl.sequential import measure_blocks
 from p2pdrl.tensors.optimizers import SGD
 
 __all__ = ["ModelSplit", "SplitEngine", "split_engine"]
@@ -81,34 +78,18 @@ class ModelSplit(Generic[Outputs]):
             for rank, device in enumerate(devices)
         ]
         first = links[0] if plan.ranks > 1 else None
-        self._head = Pipelined(
-            shares[0],
-            first,
-            generation=0,
-            timeout_s=timeout_s,
-            state_every=1,
-            tune=tune,
-            clock=clock,
-            say=say,
-        )
+        options: RankOptions = {"generation": 0, "timeout_s": timeout_s, "clock": clock}
+        self._head = Pipelined(shares[0], first, state_every=1, tune=tune, say=say, **options)
         self._errors: list[Exception] = []
+        servers = [
+            StageServer(share, link, idle_timeout_s=_IDLE_TIMEOUT_S, **options)
+            for share, link in zip(shares[1:], links[1:], strict=True)
+        ]
         self._threads = [
             threading.Thread(
-                target=self._serve,
-                args=(
-                    StageServer(
-                        share,
-                        link,
-                        generation=0,
-                        timeout_s=timeout_s,
-                        idle_timeout_s=_IDLE_TIMEOUT_S,
-                        clock=clock,
-                    ),
-                ),
-                name=f"stage {share.rank}",
-                daemon=True,
+                target=self._serve, args=(server,), name=f"stage {server.share.rank}", daemon=True
             )
-            for share, link in zip(shares[1:], links[1:], strict=True)
+            for server in servers
         ]
         for thread in self._threads:
             thread.start()
@@ -120,7 +101,6 @@ class ModelSplit(Generic[Outputs]):
 
     def step(
         self,
-        flat: FlatModule,
         optimizer: Optimizer,
         *,
         learning_rate: float,
@@ -131,7 +111,6 @@ class ModelSplit(Generic[Outputs]):
         """Step on all devices. See ``Pipelined.step``."""
         with self._explained():
             return self._head.step(
-                flat,
                 optimizer,
                 learning_rate=learning_rate,
                 max_grad_norm=max_grad_norm,
@@ -224,7 +203,7 @@ class SplitEngine(Generic[Outputs]):
         options: EngineOptions,
     ) -> None:
         self._flat = flat
-        self._optimizer = Optimizer(SGD(), flat.parameters_D, flat.gradients_D)  # has no state to be copied
+        self._optimizer = Optimizer(SGD(), flat)  # has no state to be copied
         self._split = ModelSplit(
             replace(parts, optimizer=self._optimizer),
             plan,
@@ -244,7 +223,7 @@ class SplitEngine(Generic[Outputs]):
         terms = self._split.gradients(batch, objective)  # no rank is behind it: their sums are in
         for copy in copies:
             copy.bring(self._flat.gradients_D)
-        self._split.step(self._flat, self._optimizer, learning_rate=0.0, max_grad_norm=1.0, samples=0, left=1)
+        self._split.step(self._optimizer, learning_rate=0.0, max_grad_norm=1.0, samples=0, left=1)
         return terms
 
     def metrics(self) -> dict[str, float]:
@@ -278,40 +257,14 @@ def split_engine(
             f"node.learner.split_cuts: {count} devices and {blocks} blocks need {count - 1} numbers that "
             f"rise from 1 to at most {blocks - 1}, not {list(cuts)}"
         )
-    devices = [_device(name) for name in options.split_devices]
+    try:
+        devices = [resolve_device(name) for name in options.split_devices]
+    except ConfigError as error:
+        raise ConfigError(f"node.learner.split_devices: {error}") from error
     microbatches = MOST_TUNED if options.microbatches == "auto" else options.microbatches
     if not cuts:
-        layers = _measured(parts, microbatches, options)
+        layers = measure_parts(parts, microbatches, clock=options.clock)  # all devices are taken to be alike
         cuts = partition(layers, [Peer(str(device)) for device in devices]).cuts
     plan = PipelinePlan(blocks, tuple(cuts), "1f1b", microbatches, count)
     options.say(f"the model's {blocks} blocks are cut before {', '.join(map(str, cuts))} for {count} devices")
     return SplitEngine(flat, parts, plan, devices, options)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"node.learner.split_devices: {name!r} can't be used here ({reason})") from error
-    return device
-
-
-def _measured(parts: ModelParts[Any], microbatches: int, options: EngineOptions) -> list[Layer]:
-    """What blocks cost with a microbatch of the longest batch; all devices are taken to be alike."""
-    device = next(parameter.device for block in parts.blocks for parameter in block.parameters())
-    rows = math.ceil(parts.most_rows / microbatches)
-
-    def zeros(spec: RowSpec) -> Tensor:
-        return torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=device)
-
-    context = {name: zeros(spec) for name, spec in parts.context.items()}
-    return measure_blocks(
-        parts.blocks,
-        zeros(parts.inputs),
-        RecurrentContext(**context),
-        titles=parts.block_map.titles,
-        precision=parts.precision,
-        clock=options.clock,
-    )

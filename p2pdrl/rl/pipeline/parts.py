@@ -7,27 +7,39 @@ Shape suffix: D parameters.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic
+from typing import Any, Generic
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from p2pdrl.config.fields import Precision
-from p2pdrl.errors import LayoutMismatchError, WireError
+from p2pdrl.errors import ConfigError, LayoutMismatchError, WireError
+from p2pdrl.pipeline.layers import Layer
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.gradients import VALID, Minibatch, Objective, Outputs
-from p2pdrl.rl.networks.lstm import NO_CONTEXT
+from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.messages import Opening, RowSpec, decode
-from p2pdrl.rl.policy import ActorCritic
-from p2pdrl.rl.sequential import Block, BlockMap, HeadsBlock, RowBlock, block_map, blocks, map_blocks
+from p2pdrl.rl.policy import ActorCritic, Policy
+from p2pdrl.rl.sequential import (
+    Block,
+    BlockMap,
+    HeadsBlock,
+    RowBlock,
+    block_map,
+    blocks,
+    map_blocks,
+    measure_blocks,
+)
 
-__all__ = ["ModelParts", "module_parts", "policy_parts"]
+__all__ = ["ModelParts", "measure_parts", "module_parts", "policy_parts"]
 
 _MOST = 1e30
 """Larger numbers may not fit in float32."""
@@ -61,7 +73,16 @@ class ModelParts(Generic[Outputs]):
     @property
     def dtype(self) -> torch.dtype:
         """Type of the parameters."""
-        return next(parameter.dtype for block in self.blocks for parameter in block.parameters())
+        return self._parameter.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._parameter.device
+
+    @property
+    def _parameter(self) -> nn.Parameter:
+        return next(parameter for block in self.blocks for parameter in block.parameters())
 
     @property
     def travelling(self) -> torch.dtype:
@@ -76,8 +97,7 @@ class ModelParts(Generic[Outputs]):
     @cached_property
     def outputs(self) -> tuple[RowSpec, ...]:
         """What each block's output looks like on its way: found with one row."""
-        device = next(parameter.device for block in self.blocks for parameter in block.parameters())
-        x = torch.zeros((1, *self.inputs.shape), dtype=self.inputs.dtype, device=device)
+        x = torch.zeros((1, *self.inputs.shape), dtype=self.inputs.dtype, device=self.device)
         specs = []
         with torch.no_grad():
             for block in self.blocks:
@@ -128,7 +148,7 @@ class ModelParts(Generic[Outputs]):
 
 
 def policy_parts(
-    policy: ActorCritic,
+    policy: Policy,
     objective: Objective[PolicyOutputs],
     optimizer: Optimizer,
     *,
@@ -140,7 +160,12 @@ def policy_parts(
 
     The objective's targets are one number a row, all but ``actions``. Where the policy remembers, unrolls
     have ``steps`` (T) steps, and rows are environments.
+
+    Raises:
+        ConfigError: it isn't an ``ActorCritic``: nobody knows where else to cut.
     """
+    if not isinstance(policy, ActorCritic):
+        raise ConfigError(f"{type(policy).__name__} isn't a chain of blocks and can't be cut into stages")
     dtype = policy.policy_head.weight.dtype
     leading = () if policy.core is None else (steps,)
     targets = {name: RowSpec(leading, dtype) for name in objective.target_names}
@@ -192,6 +217,34 @@ def module_parts(
         optimizer=optimizer,
         most_rows=most_rows,
         precision=precision,
+    )
+
+
+def measure_parts(
+    parts: ModelParts[Any], microbatches: int, *, clock: Callable[[], float] = time.perf_counter
+) -> list[Layer]:
+    """Return what each block costs with one microbatch of the longest batch; see ``measure_blocks``.
+
+    Parameters, gradients and random numbers stay as they are.
+    """
+    rows = math.ceil(parts.most_rows / max(microbatches, 1))
+    generator = torch.Generator().manual_seed(0)
+    inputs, shape = parts.inputs, (rows, *parts.inputs.shape)
+    if inputs.dtype.is_floating_point:
+        x = torch.randn(shape, generator=generator, dtype=inputs.dtype)
+    else:
+        x = torch.randint(inputs.below or 256, shape, generator=generator, dtype=inputs.dtype)
+    context = {
+        name: torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=parts.device)
+        for name, spec in parts.context.items()
+    }
+    return measure_blocks(
+        parts.blocks,
+        x.to(parts.device),
+        RecurrentContext(**context),
+        titles=parts.block_map.titles,
+        precision=parts.precision,
+        clock=clock,
     )
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NotRequired, TypedDict, TypeVar, Unpack
 
 import msgspec
 import numpy as np
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from p2pdrl.errors import PeerUnreachableError, WireError
 from p2pdrl.pipeline.trace import TraceSpan
-from p2pdrl.rl.flat import FlatSpan
 from p2pdrl.rl.gradients import Minibatch, Objective, Outputs, cut
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.pipeline.links import Links, Room, Way, receive, receive_any, receive_kind
@@ -45,7 +44,7 @@ from p2pdrl.rl.pipeline.runner import Recorder, Running, ScheduleRunner
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
 from p2pdrl.rl.tuned_gradients import Tuner
 
-__all__ = ["Assembled", "Pipelined", "Rank", "StageServer"]
+__all__ = ["Assembled", "Pipelined", "Rank", "RankOptions", "StageServer"]
 
 # ruff: noqa: N815 (fields carry shape suffixes)
 
@@ -66,7 +65,7 @@ class Assembled:
     Attributes:
         optimizer: the optimizer's arrays, as ``Optimizer.state`` names them; None where nobody asked.
         version: policy version that the first rank gave it, where it was spread.
-        place: likewise its trainer's in the data, as ``Trainer.place`` counts.
+        position: likewise its trainer's in the data, as ``Trainer.position`` counts.
         last: the pipeline ends with this.
     """
 
@@ -74,8 +73,18 @@ class Assembled:
     vector_D: Vector
     optimizer: Arrays | None
     version: int = 0
-    place: int = 0
+    position: int = 0
     last: bool = False
+
+
+class RankOptions(TypedDict):
+    """What every rank takes by name; see ``Rank``."""
+
+    generation: int
+    timeout_s: float
+    clock: NotRequired[Callable[[], float]]
+    runner: NotRequired[Running | None]
+    recorder: NotRequired[Recorder | None]
 
 
 class Rank(Generic[Outputs]):
@@ -88,7 +97,6 @@ class Rank(Generic[Outputs]):
         clock: seconds, monotonic; for ``runner``'s figures.
         runner: computes gradients; None for one that does so over the links.
         recorder: of what this rank does; None for one of its own.
-
     """
 
     def __init__(
@@ -98,7 +106,7 @@ class Rank(Generic[Outputs]):
         *,
         generation: int,
         timeout_s: float,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.perf_counter,
         runner: Running | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -248,7 +256,7 @@ class Rank(Generic[Outputs]):
         optimizer = assembled.optimizer or {}
         vectors = [assembled.vector_D, *(optimizer[name] for name in self.share.vector_names)]
         steps = int(optimizer["optimizer.steps"])
-        whole = Whole(self.share.steps, steps, assembled.version, assembled.place, changed)
+        whole = Whole(self.share.steps, steps, assembled.version, assembled.position, changed)
         self._send("down", whole, [torch.from_numpy(vector) for vector in vectors])
 
     def _receive_whole(self) -> Assembled:
@@ -282,7 +290,7 @@ class Rank(Generic[Outputs]):
         assembled = replace(
             self._assembled(tensors, state=True, steps=whole.optimizer_steps),
             version=whole.version,
-            place=whole.place,
+            position=whole.position,
         )
         if whole.changed:
             share.load(assembled.vector_D, assembled.optimizer or {})
@@ -352,23 +360,11 @@ class StageServer(Rank[Outputs]):
         share: StageParameters[Outputs],
         links: Links,
         *,
-        generation: int,
-        timeout_s: float,
         idle_timeout_s: float,
         within_s: float | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        runner: Running | None = None,
-        recorder: Recorder | None = None,
+        **options: Unpack[RankOptions],
     ) -> None:
-        super().__init__(
-            share,
-            links,
-            generation=generation,
-            timeout_s=timeout_s,
-            clock=clock,
-            runner=runner,
-            recorder=recorder,
-        )
+        super().__init__(share, links, **options)
         self._idle_timeout_s = idle_timeout_s
         self._within_s = idle_timeout_s if within_s is None else within_s
         self.behind = 0
@@ -459,26 +455,14 @@ class Pipelined(Rank[Outputs]):
         share: StageParameters[Outputs],
         links: Links | None,
         *,
-        generation: int,
-        timeout_s: float,
         state_every: int | None = None,
         spread: bool = False,
         hold: bool = False,
         tune: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
         say: Callable[[str], None] = lambda _: None,
-        runner: Running | None = None,
-        recorder: Recorder | None = None,
+        **options: Unpack[RankOptions],
     ) -> None:
-        super().__init__(
-            share,
-            links,
-            generation=generation,
-            timeout_s=timeout_s,
-            clock=clock,
-            runner=runner,
-            recorder=recorder,
-        )
+        super().__init__(share, links, **options)
         self._sums: Sums | None = None
         self._microbatches = share.plan.microbatches
         self._tuner = Tuner(share.plan.microbatches) if tune else None
@@ -527,7 +511,6 @@ class Pipelined(Rank[Outputs]):
 
     def step(
         self,
-        flat: FlatSpan,
         optimizer: Optimizer,
         *,
         learning_rate: float,
@@ -537,8 +520,8 @@ class Pipelined(Rank[Outputs]):
     ) -> float:
         """Step on all ranks with the gradient that ``gradients`` left there; see ``Stepper.step``.
 
-        ``flat`` and ``optimizer`` are the whole's, not touched but at the end of an update. Errors are those
-        of ``gradients``, here and below.
+        ``optimizer`` is the whole's, not touched but at the end of an update. Errors are those of
+        ``gradients``, here and below.
         """
         del samples
         sums, self._sums = self._sums, None
@@ -556,7 +539,7 @@ class Pipelined(Rank[Outputs]):
                 self.held = whole
             elif spread:
                 self.give(whole)
-            flat.set_(whole.vector_D)
+            optimizer.span.set_(whole.vector_D)
             if whole.optimizer is not None:
                 optimizer.load(whole.optimizer)
         return norm

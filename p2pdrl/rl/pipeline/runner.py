@@ -111,11 +111,9 @@ class Running(Protocol):
         Raises:
             WireError: this is the last rank, and the opening doesn't say what its objective is.
         """
-        ...
 
     def room(self, stage: int, microbatch: int) -> list[TensorSlot]:
         """Return where the tensors go that come with the opening, which is with the rank's first message."""
-        ...
 
     def run(self) -> Tensor | None:
         """Do all that is to be done; the gradients are in the share then.
@@ -126,11 +124,9 @@ class Running(Protocol):
         Raises:
             TransportError: a neighbour is gone, late or sent what doesn't fit.
         """
-        ...
 
     def forget(self) -> None:
         """Let go of all that a minibatch keeps, wherever it was broken off: no other follows."""
-        ...
 
 
 Key = tuple[int, int]

@@ -74,7 +74,7 @@ class StageParameters(Generic[Outputs]):
             raise ConfigError(f"rank {rank} has no parameters to train: cut the model elsewhere")
         own: list[Block] = copy.deepcopy([parts.blocks[number] for number in numbers])
         self._flat = FlatModule(nn.ModuleList(own), device, parts.dtype)
-        self.optimizer: Optimizer = parts.optimizer.over(self._flat.parameters_D, self._flat.gradients_D)
+        self.optimizer: Optimizer = parts.optimizer.over(self._flat)
         self._load_optimizer(parts.optimizer.state())
         by_number = dict(zip(numbers, own, strict=True))
         self._stages = {
@@ -125,11 +125,7 @@ class StageParameters(Generic[Outputs]):
 
         ``squares`` are summed over the whole model's gradients; returned is their norm before clipping.
         """
-        norm = math.sqrt(squares)
-        if math.isfinite(norm):
-            if norm > max_grad_norm:
-                self._flat.gradients_D.mul_(max_grad_norm / norm)
-            self.optimizer.step(learning_rate)
+        norm = self.optimizer.clipped_step(learning_rate, max_grad_norm, math.sqrt(squares))
         self.steps += 1
         return norm
 

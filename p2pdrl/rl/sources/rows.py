@@ -111,7 +111,7 @@ class RowBatch(Batch):
 
 
 class RowSource(Source[RowBatch]):
-    """Draws batches of a regression's rows; its place is the number of updates made.
+    """Draws batches of a regression's rows; its position is the number of updates made.
 
     Args:
         seed: of this learner's batches.
@@ -141,13 +141,13 @@ class RowSource(Source[RowBatch]):
         self._updates += 1
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         """Updates made, which is the position in the sequence."""
         return self._updates
 
-    @place.setter
-    def place(self, place: int) -> None:
-        self._updates = min(max(place, 0), MAX_COUNT)
+    @position.setter
+    def position(self, position: int) -> None:
+        self._updates = min(max(position, 0), MAX_COUNT)
 
     def items(self) -> tuple[SidecarItem, ...]:
         """See ``Source.items``."""
@@ -162,4 +162,4 @@ class RowSource(Source[RowBatch]):
         updates = arrays.get(UPDATES)
         if updates is None or updates.shape != ():
             raise LayoutMismatchError(f"{UPDATES} should be one number")
-        self.place = int(updates)
+        self.position = int(updates)

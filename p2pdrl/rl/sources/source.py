@@ -54,12 +54,12 @@ class Source(ABC, Generic[BatchT]):
         """Hand the current parameters, policy version ``version``, to the actors."""
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         """Position in sequential data; 0 where batches have no order."""
         return 0
 
-    @place.setter
-    def place(self, place: int) -> None:
+    @position.setter
+    def position(self, position: int) -> None:
         """Continue from there; no effect where batches have no order."""
 
     def items(self) -> tuple[SidecarItem, ...]:

@@ -18,7 +18,7 @@ import torch
 
 from p2pdrl.rl.envs import Discrete
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
-from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.rl.policy import Policy
 from p2pdrl.rl.rollout import Collector, RawUnroll, Unroll
 from p2pdrl.rl.sources.source import Source
 from p2pdrl.tensors.unroll_ring import ENVIRONMENTS, UnrollItem
@@ -94,7 +94,7 @@ class InlineSource(Source[Unroll]):
         self._collector.close()
 
 
-def unroll_items(policy: ActorCritic, steps: int) -> tuple[UnrollItem, ...]:
+def unroll_items(policy: Policy, steps: int) -> tuple[UnrollItem, ...]:
     """Return the arrays of a policy's unroll of T = ``steps``."""
     spec, B = policy.spec, ENVIRONMENTS
     discrete = isinstance(spec.action, Discrete)
@@ -112,8 +112,9 @@ def unroll_items(policy: ActorCritic, steps: int) -> tuple[UnrollItem, ...]:
         UnrollItem("episode_returns", "float64", (most_ends, B)),
         UnrollItem("episode_lengths", "int64", (most_ends, B)),
     ]
-    if policy.core is not None:
-        items.append(UnrollItem("state", "float32", (B, policy.core.state_size)))
+    state = policy.initial_state(1)
+    if state is not None:
+        items.append(UnrollItem("state", "float32", (B, state.shape[1])))
     return tuple(items)
 
 

@@ -8,19 +8,15 @@ p2pdrl.workers.pipeline.measure --parts N``: it reads the task as JSON from its 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-from torch import Tensor
 
 from p2pdrl.config.task import TaskConfig
 from p2pdrl.errors import ConfigError, P2PDRLError
-from p2pdrl.rl.networks.lstm import RecurrentContext
-from p2pdrl.rl.pipeline.messages import RowSpec
-from p2pdrl.rl.sequential import measure_blocks
+from p2pdrl.rl.pipeline.parts import measure_parts
 from p2pdrl.workers.pipeline.protocol import Blocks, Measure
 
 if TYPE_CHECKING:
@@ -80,29 +76,7 @@ def _measured(trainer: Pipelineable, microbatches: int) -> Blocks:
         parts = trainer.parts()
     except ConfigError as error:
         return Blocks(microbatches, (), "", error=str(error))
-    device = next(parameter.device for block in parts.blocks for parameter in block.parameters())
-    rows = math.ceil(parts.most_rows / max(microbatches, 1))
-    random = torch.Generator().manual_seed(0)
-    context = {name: _zeros(spec, rows, device) for name, spec in parts.context.items()}
-    layers = measure_blocks(
-        parts.blocks,
-        _inputs(parts.inputs, rows, random).to(device),
-        RecurrentContext(**context),
-        titles=parts.block_map.titles,
-        precision=parts.precision,
-    )
-    return Blocks(microbatches, tuple(layers), str(device))
-
-
-def _inputs(spec: RowSpec, rows: int, random: torch.Generator) -> Tensor:
-    shape = (rows, *spec.shape)
-    if spec.dtype.is_floating_point:
-        return torch.randn(shape, generator=random, dtype=spec.dtype)
-    return torch.randint(spec.below or 256, shape, generator=random, dtype=spec.dtype)
-
-
-def _zeros(spec: RowSpec, rows: int, device: torch.device) -> Any:
-    return torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=device)
+    return Blocks(microbatches, tuple(measure_parts(parts, microbatches)), str(parts.device))
 
 
 def _run(arguments: argparse.Namespace) -> Blocks:

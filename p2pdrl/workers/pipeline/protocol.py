@@ -8,7 +8,7 @@ order:
       ├────────────────────────────────────────▶│  runs each block some times
       │                                 Blocks  │
       │◀────────────────────────────────────────┤
-      │  Stage (+ descriptors of its pipes)     │
+      │  StartStage (+ descriptors of its pipes)│
       ├────────────────────────────────────────▶│  is one rank of a pipeline until it has another order
       │                       News, News, …     │
       │◀────────────────────────────────────────┤

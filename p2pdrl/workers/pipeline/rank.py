@@ -17,7 +17,7 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.pipeline.plan import PipelinePlan, StageNews, StageOrder, StageSide
 from p2pdrl.rl.pipeline.links import FramedLinks, Links
 from p2pdrl.rl.pipeline.parts import ModelParts
-from p2pdrl.rl.pipeline.rank import Pipelined, StageServer
+from p2pdrl.rl.pipeline.rank import Pipelined, RankOptions, StageServer
 from p2pdrl.rl.pipeline.runner import Recorder, Running
 from p2pdrl.rl.pipeline.stage_parameters import StageParameters
 from p2pdrl.transport.pipe.ticket import PipeTicket
@@ -81,31 +81,31 @@ class WorkerRank:
         self.recorder = Recorder()
         self.head: Pipelined[Any] | None = None
         self.server: StageServer[Any] | None = None
+        options: RankOptions = {
+            "generation": order.generation,
+            "timeout_s": order.timeout_s,
+            "runner": runner,
+            "recorder": self.recorder,
+        }
         if order.rank == 0:
             self.head = Pipelined(
                 share,
                 links,
-                generation=order.generation,
-                timeout_s=order.timeout_s,
                 state_every=order.state_every,
                 spread=True,
                 hold=True,
                 tune=order.tune,
                 say=lambda text: print(f"learner: {text}", file=sys.stderr),
-                runner=runner,
-                recorder=self.recorder,
+                **options,
             )
         else:
             assert links is not None  # noqa: S101 - `make_rank` checked
             self.server = StageServer(
                 share,
                 links,
-                generation=order.generation,
-                timeout_s=order.timeout_s,
                 idle_timeout_s=order.idle_timeout_s,
                 within_s=order.timeout_s,
-                runner=runner,
-                recorder=self.recorder,
+                **options,
             )
 
     @property
@@ -149,7 +149,7 @@ def make_rank(
     try:
         parts = trainer.parts()
         plan = _plan(order, parts, pipes)
-        device = next(parameter.device for block in parts.blocks for parameter in block.parameters())
+        device = parts.device
         share = StageParameters(
             parts, plan, order.rank, device, checkpoint_activations=order.checkpoint_activations
         )

@@ -163,11 +163,11 @@ class StageRunner:
         self._answer()
         # Not before: until a rank has them, the descriptors are closed with the order.
         (order, pipes), self._order = self._order, None
-        self._replica.set_aside(aside=True)  # a share of the model has its own gradients and optimizer
+        self._replica.offload()  # a share of the model has its own gradients and optimizer
         try:
             rank = make_rank(order, pipes, self._trainer, callbacks)
         except (TransportError, ConfigError, OSError) as error:
-            self._replica.set_aside(aside=False)
+            self._replica.reload()
             if not self._interrupted():
                 self._tell(order, "broken", why=str(error))
             return
@@ -252,7 +252,7 @@ class StageRunner:
         if whole is None:
             return
         assert whole.optimizer is not None  # noqa: S101 - spread with the optimizer's state only
-        self._replica.become(whole.vector_D, whole.optimizer, whole.version, whole.place)
+        self._replica.become(whole.vector_D, whole.optimizer, whole.version, whole.position)
         self._replica.publish()
         if whole.last:
             self._over(rank)
@@ -264,7 +264,7 @@ class StageRunner:
         assert rank.head is not None  # noqa: S101 - callers check
         whole = rank.head.fetch(state=True, spread=True, last=True)
         assert whole.optimizer is not None  # noqa: S101 - fetched
-        self._replica.become(whole.vector_D, whole.optimizer, self._replica.version, self._trainer.place)
+        self._replica.become(whole.vector_D, whole.optimizer, self._replica.version, self._trainer.position)
         self._copy(rank, whole)
         self._over(rank)
 
@@ -272,7 +272,7 @@ class StageRunner:
         """Take what peers have posted, let all ranks have what has become of it, and publish."""
         assert rank.head is not None  # noqa: S101 - callers check
         changed = self._replica.take()
-        whole = replace(whole, version=self._replica.version, place=self._trainer.place)
+        whole = replace(whole, version=self._replica.version, position=self._trainer.position)
         if changed:
             whole = replace(whole, vector_D=self._trainer.flat.copy(), optimizer=self._optimizer(rank.head))
         rank.head.give(whole, changed=changed)
@@ -282,8 +282,8 @@ class StageRunner:
         """Have all ranks begin with this one's state: versions may be equal where states aren't."""
         from p2pdrl.rl.pipeline.rank import Assembled
 
-        vector_D, version, place = self._trainer.flat.copy(), self._replica.version, self._trainer.place
-        head.give(Assembled(0, vector_D, self._optimizer(head), version, place), changed=True)
+        vector_D, version, position = self._trainer.flat.copy(), self._replica.version, self._trainer.position
+        head.give(Assembled(0, vector_D, self._optimizer(head), version, position), changed=True)
 
     def _optimizer(self, head: Pipelined[Any]) -> dict[str, Any]:
         """Return copies of the optimizer's arrays, as they are in the trainer."""
@@ -313,7 +313,7 @@ class StageRunner:
         if rank is None:
             return
         rank.close()
-        self._replica.set_aside(aside=False)
+        self._replica.reload()
         if self._own is not None:
             (self._trainer.engine, self._trainer.stepper), self._own = self._own, None
 

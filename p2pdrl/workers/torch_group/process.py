@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # it lists 
 
 from p2pdrl.errors import WorkerError
 from p2pdrl.tensors.shared_memory import SharedRegion
-from p2pdrl.workers.child import die_with_parent, print_patiently
+from p2pdrl.workers.child import die_with_parent, print_without_blocking
 from p2pdrl.workers.protocol import FrameBuffer
 from p2pdrl.workers.torch_group.protocol import (
     Broken,
@@ -199,7 +199,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
-    print_patiently()
+    print_without_blocking()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(arguments.threads)
     size = arguments.size

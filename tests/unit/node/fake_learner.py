@@ -118,15 +118,13 @@ class Gradients(Trainer):
         self.module = FlatModule(torch.nn.Linear(4, 1, bias=False), torch.device("cpu"))
         self.flat = self.module.numpy()
         self.flat[:] = 0.0
-        self.optimizer = Optimizer(SGD(), self.module.parameters_D, self.module.gradients_D)
+        self.optimizer = Optimizer(SGD(), self.module)
         self.stepper = OwnStepper()
 
     def step(self) -> SimpleNamespace:
         self.total += 1
         self.module.gradients_D.fill_(1.0)
-        self.stepper.step(
-            self.module, self.optimizer, learning_rate=1.0, max_grad_norm=1e9, samples=self.total, left=0
-        )
+        self.stepper.step(self.optimizer, learning_rate=1.0, max_grad_norm=1e9, samples=self.total, left=0)
         return SimpleNamespace(env_steps=10, episodes=[], metrics={"life": float(LIFE)})
 
 

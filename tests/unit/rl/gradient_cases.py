@@ -134,7 +134,9 @@ def _policy_reference(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     batch = case.batch
     valid = batch.targets.get("valid", torch.ones(batch.targets["returns"].shape, dtype=torch.bool))
     t = {name: target[valid] for name, target in batch.targets.items()}
-    log_probs, entropy, values = case.module.evaluate(batch.inputs, batch.targets["actions"], batch.context)
+    outputs = case.module.outputs(batch.inputs, batch.context)
+    values, policy = outputs.values, outputs.distribution()
+    log_probs, entropy = policy.log_prob(batch.targets["actions"]), policy.entropy()
     log_probs, entropy, values = log_probs[valid], entropy[valid].mean(), values[valid]
     o = case.objective
     if isinstance(o, A2CObjective):

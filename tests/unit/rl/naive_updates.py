@@ -48,7 +48,9 @@ def advantages_of(unroll, config):
 
 
 def ppo_loss(policy, rows, config):
-    log_probs, entropy, values = policy.evaluate(rows["obs"], rows["actions"])
+    outputs = policy.outputs(rows["obs"])
+    values, distribution = outputs.values, outputs.distribution()
+    log_probs, entropy = distribution.log_prob(rows["actions"]), distribution.entropy()
     ratio = (log_probs - rows["log_probs"]).exp()
     clipped = ratio.clamp(1.0 - config.clip, 1.0 + config.clip)
     policy_loss = -torch.minimum(ratio * rows["advantages"], clipped * rows["advantages"]).mean()
@@ -60,7 +62,9 @@ def ppo_loss(policy, rows, config):
 
 
 def a2c_loss(policy, rows, config):
-    log_probs, entropy, values = policy.evaluate(rows["obs"], rows["actions"])
+    outputs = policy.outputs(rows["obs"])
+    values, distribution = outputs.values, outputs.distribution()
+    log_probs, entropy = distribution.log_prob(rows["actions"]), distribution.entropy()
     loss = -(rows["advantages"] * log_probs).mean()
     loss = loss + config.value_coef * (0.5 * (values - rows["returns"]).square().mean())
     return loss - config.entropy_coef * entropy.mean()

@@ -10,7 +10,7 @@ import torch
 from p2pdrl.config.task import A2CConfig, NetworkConfig, PPOConfig
 from p2pdrl.rl.algorithms.a2c import A2C
 from p2pdrl.rl.algorithms.ppo import PPO
-from p2pdrl.rl.algorithms.registry import Materials, entry_of
+from p2pdrl.rl.algorithms.registry import AlgorithmContext, entry_of
 from p2pdrl.rl.engines import policy_forward
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
@@ -27,7 +27,7 @@ def make(config, seed=0, microbatches=None):
     flat = FlatModule(policy, torch.device("cpu"))
     forward = policy_forward(policy)
     engine = WholeBatch(flat, forward) if microbatches is None else Accumulated(flat, forward, microbatches)
-    made = Materials(config, policy, flat, engine, lambda _: engine, torch.Generator().manual_seed(0))
+    made = AlgorithmContext(config, policy, flat, engine, lambda _: engine, torch.Generator().manual_seed(0))
     return policy, flat, entry_of(config).build(made)
 
 
@@ -36,7 +36,7 @@ def make_unroll(policy, seed=0, **changes):
     obs = torch.randn(T + 1, B, 3, generator=generator)
     actions = torch.randint(2, (T, B), generator=generator)
     with torch.no_grad():
-        log_probs, _, values = policy.evaluate(obs[:-1], actions)
+        log_probs, values = policy.evaluate(obs[:-1], actions)
         values = torch.cat((values, policy.values(obs[-1:])))
     nothing = torch.zeros(T, B, dtype=torch.bool)
     unroll = Unroll(

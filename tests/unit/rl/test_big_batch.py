@@ -32,7 +32,7 @@ def double(config):
         "returns": torch.randn(N, generator=generator, dtype=torch.float64),
     }
     with torch.no_grad():
-        log_probs, _, values = policy.evaluate(rows["obs"], rows["actions"])
+        log_probs, values = policy.evaluate(rows["obs"], rows["actions"])
     # the policy has moved since it acted: some ratios are beyond the clip
     rows["log_probs"] = log_probs + torch.randn(N, generator=generator, dtype=torch.float64) * 0.3
     rows["values"] = values + torch.randn(N, generator=generator, dtype=torch.float64) * 0.3

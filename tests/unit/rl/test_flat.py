@@ -87,7 +87,7 @@ def train(flat, optimizer, steps):
 
 def test_rebinding_in_the_midst_of_training_changes_no_number():
     moved, stays = FlatModule(make(), CPU), FlatModule(make(), CPU)
-    optimizers = [Optimizer(Adam(), flat.parameters_D, flat.gradients_D) for flat in (moved, stays)]
+    optimizers = [Optimizer(Adam(), flat) for flat in (moved, stays)]
     for flat, optimizer in zip((moved, stays), optimizers, strict=True):
         train(flat, optimizer, 3)
     old = moved.numpy()
@@ -120,7 +120,7 @@ def test_two_modules_step_on_one_piece_of_shared_memory():
         two.rebind(np.frombuffer(region.buf, np.float32), write=False)
         x = torch.randn(5, 3)
         torch.testing.assert_close(one.module(x), two.module(x), rtol=0, atol=0)
-        train(two, Optimizer(Adam(), two.parameters_D, two.gradients_D), 2)
+        train(two, Optimizer(Adam(), two), 2)
         torch.testing.assert_close(one.module(x), two.module(x), rtol=0, atol=0)
         for flat in (one, two):  # let go of the memory before it is unmapped
             flat.rebind(np.empty(flat.layout.size, np.float32), write=True)
@@ -153,7 +153,7 @@ def test_memory_is_shared_on_the_cpu_only():
 def test_gradients_memory_can_be_given_back_and_had_again():
     module, twin = make(), make()
     flat, other = FlatModule(module, CPU), FlatModule(twin, CPU)
-    ours, theirs = (Optimizer(Adam(), one.parameters_D, one.gradients_D) for one in (flat, other))
+    ours, theirs = (Optimizer(Adam(), one) for one in (flat, other))
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         for one, optimizer in ((flat, ours), (other, theirs)):
@@ -161,10 +161,29 @@ def test_gradients_memory_can_be_given_back_and_had_again():
             one.module(x).square().sum().backward()
             optimizer.step(1e-2)
         flat.drop_gradients()
-        ours.set_aside(aside=True)
+        ours.offload()
         assert flat.gradients_D.untyped_storage().nbytes() == 0
         assert all(parameter.grad is None for parameter in module.parameters())
         flat.make_gradients()
-        ours.set_aside(aside=False)
+        ours.reload()
         assert not flat.gradients_D.any()
     torch.testing.assert_close(flat.parameters_D, other.parameters_D, rtol=0, atol=0)
+
+
+def test_a_span_of_several_parts_has_as_few_pieces_as_there_can_be():
+    flat = FlatModule(nn.ModuleDict({name: nn.Linear(2, 1) for name in "abcd"}), CPU)
+    assert [len(x) for x, _ in flat.span("b", "c").pieces] == [6]
+    apart = flat.span("d", "a")
+    assert [len(x) for x, _ in apart.pieces] == [3, 3]
+    optimizer = Optimizer(Adam(), apart)
+    before = flat.numpy().copy()
+    flat.gradients_D.fill_(3.0)
+    assert optimizer.clipped_step(0.1, 1.0) == pytest.approx(3.0 * 6**0.5)
+    assert optimizer.items()[0].shape == (6,)
+    np.testing.assert_allclose(optimizer.state()["optimizer.m"], 0.1 * 6**-0.5, rtol=1e-5)
+    moved = flat.numpy() != before
+    assert moved.tolist() == [True] * 3 + [False] * 6 + [True] * 3
+    apart.set_(np.arange(6, dtype=np.float32))
+    assert flat.numpy()[moved].tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(ConfigError, match="no parameter belongs to 'e'"):
+        flat.span("a", "e")

@@ -58,8 +58,7 @@ def test_clipping_sees_the_full_batchs_norm(microbatches, max_grad_norm):
         run(case.flat, case.forward).gradients(case.batch, case.objective)
         before = case.flat.parameters_D.clone()
         norm = OwnStepper().step(
-            case.flat,
-            Optimizer(SGD(), case.flat.parameters_D, case.flat.gradients_D),
+            Optimizer(SGD(), case.flat),
             learning_rate=1.0,
             max_grad_norm=max_grad_norm,
             samples=case.batch.rows,

@@ -54,10 +54,53 @@ def test_numbers_are_those_recorded(script, case):
     assert found.keys() == GOLDEN[case].keys()
     tolerance = TOLERANCE["bf16" if case.endswith("bf16") else "float32"]
     for name, expected in GOLDEN[case].items():
-        largest = 1.0 if name == "policy_loss" else np.abs(expected).max()
-        np.testing.assert_allclose(found[name], expected, rtol=0, atol=tolerance * largest, err_msg=name)
+        recorded, now = (np.array(row, float) for row in (expected, found[name]))  # None is NaN
+        largest = 1.0 if name == "policy_loss" else np.nanmax(np.abs(recorded))
+        np.testing.assert_allclose(now, recorded, rtol=0, atol=tolerance * largest, err_msg=name)
 
 
 def test_every_case_is_recorded(script):
     assert list(script.CASES) == list(GOLDEN)
     assert set(GOLDEN) >= SLOW
+
+
+def test_some_cases_are_recorded_anew_and_the_others_stay(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "DIGITS", 3)
+    file = tmp_path / "golden.json"
+    script.main(["--updates", "1", "--cases", "regression-adam", "regression", "--golden", str(file)])
+    first = json.loads(file.read_text())
+    assert list(first) == ["regression", "regression-adam"]  # in the order of all cases
+    script.main(["--updates", "2", "--cases", "regression", "a2c", "--golden", str(file)])
+    second = json.loads(file.read_text())
+    assert list(second) == ["a2c", "regression", "regression-adam"]
+    assert second["regression-adam"] == first["regression-adam"]
+    assert [len(row) for row in second["regression"].values()] == [2] * len(first["regression"])
+
+
+def test_a_metric_may_be_missing_in_some_updates(script, tmp_path, monkeypatch, capsys):
+    """As that of a loss that isn't stepped with each time."""
+    build = script.build_trainer
+
+    def every_other(*arguments, **options):
+        trainer = build(*arguments, **options)
+        step, updates = trainer.step, iter(range(10))
+
+        def without():
+            stats = step()
+            if next(updates) % 2 == 0:
+                del stats.metrics["loss"]
+            return stats
+
+        trainer.step = without
+        return trainer
+
+    monkeypatch.setattr(script, "build_trainer", every_other)
+    file = tmp_path / "golden.json"
+    words = ["--updates", "3", "--cases", "regression"]
+    script.main([*words, "--golden", str(file)])
+    kept = json.loads(file.read_text())["regression"]["loss"]
+    assert [kept[0], kept[2]] == [None, None]
+    assert kept[1] > 0
+    script.main(words)
+    printed = json.loads(capsys.readouterr().out)["metrics"]["loss"]
+    assert [one is None for one in printed] == [True, False, True]

@@ -12,6 +12,7 @@ import torch
 
 from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.rl import optimizers
+from p2pdrl.rl.flat import FlatSpan
 from p2pdrl.rl.optimizers import Optimizer, clip_gradients, gradient_norm, sum_of_squares
 from p2pdrl.tensors.optimizers import (
     SGD,
@@ -46,7 +47,7 @@ class OnTorch:
 
     def __init__(self, rule, x):
         self.gradients_D = torch.zeros(x.size, dtype=torch.from_numpy(x).dtype)
-        self.optimizer = Optimizer(rule, torch.from_numpy(x), self.gradients_D)
+        self.optimizer = Optimizer(rule, FlatSpan((torch.from_numpy(x), self.gradients_D)))
 
     def step(self, gradient, rate):
         self.gradients_D.copy_(torch.from_numpy(gradient))
@@ -188,7 +189,7 @@ def test_an_optimizer_over_other_tensors_has_the_rule_and_the_name(name):
     mine.optimizer.name = "optimizer.actor"
     mine.step(gradients(1, size=D)[0], 0.01)
     parameters_D, gradients_D = torch.from_numpy(x[:20].copy()), mine.gradients_D[:20]
-    piece = mine.optimizer.over(parameters_D, gradients_D)
+    piece = mine.optimizer.over(FlatSpan((parameters_D, gradients_D)))
     assert piece.steps == 0
     piece.load({key: v[:20] if v.ndim else v for key, v in mine.optimizer.state().items()})
     mine.optimizer.step(0.01)
@@ -233,32 +234,32 @@ def test_the_state_is_laid_out_as_its_items_say(name):
 
 
 @every
-def test_set_aside_the_state_is_what_lies_elsewhere_and_then_goes_on_from_there(name):
+def test_offloaded_the_state_is_what_lies_elsewhere_and_then_goes_on_from_there(name):
     mine, twin = (OnTorch(RULES[name][0], np.ones(D, np.float32)) for _ in range(2))
     for gradient in gradients(3, size=D):
         mine.step(gradient, 0.01)
         twin.step(gradient, 0.01)
     optimizer = mine.optimizer
     before = copied(optimizer.state())
-    optimizer.set_aside(aside=True)
+    optimizer.offload()
     assert {key: x.tolist() for key, x in optimizer.state().items()} == {
         key: x.tolist() for key, x in before.items()
     }
     elsewhere = copied(before)
-    optimizer.refer(elsewhere)
+    optimizer.offload_to(elsewhere)
     assert all(np.shares_memory(x, elsewhere[key]) for key, x in optimizer.state().items())
     assert optimizer.steps == twin.optimizer.steps
     other = {key: x + 1 for key, x in before.items()}
     optimizer.load(other)
     assert all(x is other[key] for key, x in optimizer.state().items())
     with pytest.raises(LayoutMismatchError):
-        optimizer.refer({**other, "optimizer.steps": np.zeros(2, np.int64)})
+        optimizer.offload_to({**other, "optimizer.steps": np.zeros(2, np.int64)})
     optimizer.load(elsewhere)
-    optimizer.set_aside(aside=False)
+    optimizer.reload()
     for x in elsewhere.values():
         x[...] = 0  # whoever had the memory has it for himself again
     with pytest.raises(RuntimeError, match="its state in memory of its own"):
-        optimizer.refer(elsewhere)
+        optimizer.offload_to(elsewhere)
     optimizer.step(1e-2)
     twin.optimizer.step(1e-2)
     for key, x in twin.optimizer.state().items():
@@ -323,8 +324,8 @@ def test_nothing_of_the_shards_length_is_allocated(name):
 
 def test_clipping_keeps_small_gradients_and_scales_large_ones():
     small, large = torch.tensor([0.3, 0.4]), torch.tensor([30.0, 40.0])
-    assert clip_gradients(small, 1.0) == pytest.approx(0.5)
-    assert clip_gradients(large, 1.0) == pytest.approx(50.0)
+    assert clip_gradients(1.0, small) == pytest.approx(0.5)
+    assert clip_gradients(1.0, large) == pytest.approx(50.0)
     torch.testing.assert_close(small, torch.tensor([0.3, 0.4]))
     torch.testing.assert_close(large, torch.tensor([0.6, 0.8]))
 
@@ -336,7 +337,7 @@ def test_norms_of_many_gradients_are_exact():
     assert gradient_norm(gradients_D) == pytest.approx(expected, rel=3e-5)
     pieces = torch.split(gradients_D, 3_300_000)
     assert math.sqrt(sum(map(sum_of_squares, pieces))) == pytest.approx(expected, rel=3e-5)
-    assert clip_gradients(gradients_D, expected / 2) == pytest.approx(expected, rel=3e-5)
+    assert clip_gradients(expected / 2, gradients_D) == pytest.approx(expected, rel=3e-5)
     after = math.sqrt(np.square(gradients_D.numpy(), dtype=np.float64).sum())
     assert after == pytest.approx(expected / 2, rel=3e-5)
 
@@ -351,6 +352,6 @@ def test_norms_of_one_span_are_torchs_and_what_is_not_finite_is_left(size):
     for odd in (math.nan, math.inf):
         gradients_D[-1] = odd
         before = gradients_D.clone()
-        assert clip_gradients(gradients_D, 1.0) == pytest.approx(odd, nan_ok=True)
+        assert clip_gradients(1.0, gradients_D) == pytest.approx(odd, nan_ok=True)
         assert torch.equal(gradients_D.nan_to_num(), before.nan_to_num())
     assert gradient_norm(torch.zeros(0)) == 0.0

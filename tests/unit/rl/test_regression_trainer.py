@@ -27,10 +27,10 @@ class Keeper:
     def __init__(self):
         self.gradients, self.samples = [], []
 
-    def step(self, flat, optimizer, *, samples, **options):
-        self.gradients.append(flat.gradients_D.numpy().copy())
+    def step(self, optimizer, *, samples, **options):
+        self.gradients.append(optimizer.span.gradients_D.numpy().copy())
         self.samples.append(samples)
-        return float(flat.gradients_D.norm())
+        return float(optimizer.span.gradients_D.norm())
 
 
 # --- what it is ----------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_log_probabilities_belong_to_the_actions():
     env = make_vector_env(EnvConfig(num_envs=4), seed=0)
     policy, collect = collector(env, 16)
     unroll = collect.next()
-    log_probs, _, values = policy.evaluate(unroll.obs_T1BX[:-1], unroll.actions)
+    log_probs, values = policy.evaluate(unroll.obs_T1BX[:-1], unroll.actions)
     torch.testing.assert_close(unroll.log_probs_TB, log_probs.detach())
     torch.testing.assert_close(unroll.values_T1B[:-1], values.detach())
     assert set(unroll.actions.flatten().tolist()) == {0, 1}
@@ -178,14 +178,14 @@ def test_training_sees_what_the_collector_saw(env_id, trunk):
     for _ in range(3):
         unroll = collect.next()
         assert not unroll.valid_TB.all()
-        log_probs, _, values = policy.evaluate(
+        log_probs, values = policy.evaluate(
             unroll.obs_T1BX[:-1].transpose(0, 1), unroll.actions.transpose(0, 1), unroll.context
         )
         torch.testing.assert_close(log_probs.T, unroll.log_probs_TB, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(values.T, unroll.values_T1B[:-1], rtol=1e-5, atol=1e-5)
         half = slice(0, 2)  # environments don't depend on who else is in the batch
         context = type(unroll.context)(*(tensor[half] for tensor in unroll.context))
-        some, _, _ = policy.evaluate(
+        some, _ = policy.evaluate(
             unroll.obs_T1BX[:-1, half].transpose(0, 1), unroll.actions[:, half].transpose(0, 1), context
         )
         torch.testing.assert_close(some, log_probs[half], rtol=1e-5, atol=1e-5)

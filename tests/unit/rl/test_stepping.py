@@ -35,9 +35,9 @@ class Recorder:
     def ends_update(self):
         return len(self.calls) == self._ends_with
 
-    def step(self, flat, optimizer, **options):
-        self.calls.append((flat.gradients_D.clone(), options))
-        return self._own.step(flat, optimizer, **options)
+    def step(self, optimizer, **options):
+        self.calls.append((optimizer.span.gradients_D.clone(), options))
+        return self._own.step(optimizer, **options)
 
 
 class Nothing:
@@ -45,7 +45,7 @@ class Nothing:
 
     ends_update = False
 
-    def step(self, flat, optimizer, **options):
+    def step(self, optimizer, **options):
         return math.inf
 
 
@@ -57,13 +57,13 @@ def make_trainer(algorithm):
 def tiny():
     flat = FlatModule(torch.nn.Linear(2, 1, bias=False), CPU)
     flat.set_(np.array([1.0, 2.0], np.float32))
-    return flat, Optimizer(SGD(), flat.parameters_D, flat.gradients_D)
+    return flat, Optimizer(SGD(), flat)
 
 
 def test_the_own_stepper_clips_then_steps():
     flat, optimizer = tiny()
     flat.gradients_D.copy_(torch.tensor([3.0, 4.0]))
-    norm = OwnStepper().step(flat, optimizer, learning_rate=0.5, max_grad_norm=1.0, samples=7, left=0)
+    norm = OwnStepper().step(optimizer, learning_rate=0.5, max_grad_norm=1.0, samples=7, left=0)
     assert norm == 5.0
     assert flat.numpy() == pytest.approx([1.0 - 0.5 * 0.6, 2.0 - 0.5 * 0.8])
 
@@ -72,7 +72,7 @@ def test_the_own_stepper_clips_then_steps():
 def test_a_gradient_that_is_not_finite_is_dropped(bad):
     flat, optimizer = tiny()
     flat.gradients_D.copy_(torch.tensor([bad, 1.0]))
-    norm = OwnStepper().step(flat, optimizer, learning_rate=0.5, max_grad_norm=1.0, samples=7, left=0)
+    norm = OwnStepper().step(optimizer, learning_rate=0.5, max_grad_norm=1.0, samples=7, left=0)
     assert not math.isfinite(norm)
     assert flat.numpy().tolist() == [1.0, 2.0]
     assert optimizer.state()["optimizer.steps"] == 0

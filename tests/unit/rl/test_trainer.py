@@ -134,19 +134,19 @@ def test_a_delta_is_added():
 
 
 @pytest.mark.parametrize("algorithm", [PPO, A2CConfig(), RegressionConfig(optimizer="adam")])
-def test_set_aside_it_can_be_read_and_replaced_and_then_goes_on_as_before(algorithm):
+def test_offloaded_it_can_be_read_and_replaced_and_then_goes_on_as_before(algorithm):
     task = TaskConfig(env=ENV, network=SMALL, algorithm=algorithm)
     trainer, twin = build_trainer(task, 1, "cpu"), build_trainer(task, 1, "cpu")
     for _ in range(2):
         trainer.step()
         twin.step()
-        trainer.set_aside(aside=True)
+        trainer.offload()
         with pytest.raises(RuntimeError):
             trainer.step()
         state = trainer.flat.copy(), copied(trainer.sidecar())
         trainer.set_state(np.zeros_like(state[0]), {name: np.zeros_like(x) for name, x in state[1].items()})
         trainer.set_state(*state, own=True)
-        trainer.set_aside(aside=False)
+        trainer.reload()
         trainer.set_state(twin.flat.copy(), copied(twin.sidecar()), own=True)
         np.testing.assert_array_equal(trainer.flat, twin.flat)
     for name, array in twin.sidecar().items():

@@ -7,11 +7,12 @@ import pytest
 
 from p2pdrl.config.checks import task_problems
 from p2pdrl.config.loader import resolve
-from p2pdrl.config.task import EnvConfig, TaskConfig
+from p2pdrl.config.task import EnvConfig, GradientsConfig, NetworkConfig, TaskConfig
 from p2pdrl.errors import ConfigError
+from p2pdrl.rl.engines import EngineOptions
 from p2pdrl.rl.registry import build_trainer
 
-from .two_losses import TwoLossConfig
+from .two_losses import OnActorCriticConfig, TwoLossConfig
 
 SIZE = 4 * 2 + 2 + 4 + 1
 ACTOR, CRITIC = slice(0, 10), slice(10, 15)
@@ -115,8 +116,8 @@ def test_a_shared_vector_moves_all_spans():
     trainer, twin = make(actor_every=1), make(actor_every=1)
     buffer = np.zeros(SIZE, np.float32)
     trainer.rebind(buffer, write=True)
-    trainer.set_aside(aside=True)
-    trainer.set_aside(aside=False)
+    trainer.offload()
+    trainer.reload()
     run(trainer, 4)
     run(twin, 4)
     np.testing.assert_array_equal(buffer, twin.flat)
@@ -148,3 +149,69 @@ def test_strategies_that_dont_fit_are_refused_when_the_task_is_read(strategy, fi
     task = TaskConfig(algorithm=TwoLossConfig(), strategy=chosen)
     said = [problem.message for problem in task_problems(task)]
     assert said == [] if fits else "2 losses" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("env", "network"),
+    [
+        ("CartPole-v1", NetworkConfig(hidden=(4,))),
+        ("CartPole-v1", NetworkConfig(kind="transformer", layers=1, heads=1, width=4)),
+    ],
+)
+def test_each_loss_steps_its_parts_of_the_packages_own_network(env, network):
+    """Bodies before heads: actor and critic lie in two pieces each. A shared trunk is nobody's own."""
+    config = OnActorCriticConfig(actor_every=2, tau=0.5)
+    task = TaskConfig(env=EnvConfig(id=env, num_envs=2), algorithm=config, network=network)
+    trainer = build_trainer(task, 1, "cpu")
+    names = [entry.name for entry in trainer.layout.entries]
+
+    def moved(updates):
+        before = trainer.flat.copy()
+        run(trainer, updates)
+        views = [trainer.layout.views(vector) for vector in (trainer.flat, before)]
+        return {name.partition(".")[0] for name in names if (views[0][name] != views[1][name]).any()}
+
+    parts = {name.partition(".")[0] for name in names} - {"trunk"}
+    critic = {part for part in parts if part in ("critic", "value_head")}
+    assert moved(1) == critic
+    assert moved(1) == parts
+    sizes = {part: sum(e.size for e in trainer.layout.entries if e.name.startswith(part)) for part in parts}
+    sidecar = trainer.sidecar()
+    assert sidecar["optimizer.actor.m"].size == sum(sizes[part] for part in parts - critic)
+    assert target(trainer).size == sum(sizes[part] for part in critic)
+    twin = build_trainer(task, 1, "cpu")
+    buffer = np.zeros(twin.layout.size, np.float32)
+    twin.rebind(buffer, write=True)
+    twin.offload()
+    twin.reload()
+    run(twin, 2)
+    np.testing.assert_array_equal(buffer, trainer.flat)
+    np.testing.assert_array_equal(target(twin), target(trainer))
+
+
+def test_a_continuous_policys_deviations_belong_to_the_actor():
+    env = EnvConfig(id="Pendulum-v1", num_envs=2)
+    policy = build_trainer(TaskConfig(env=env), 1, "cpu").policy
+    assert policy.actor_parts == ("log_std", "actor", "policy_head")
+    assert policy.critic_parts == ("critic", "value_head")
+
+
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        (EngineOptions(checkpoint_activations=True), "float32"),
+        (EngineOptions(microbatches=2), "float32"),
+        (EngineOptions(microbatches=2, checkpoint_activations=True), "bf16"),
+    ],
+)
+def test_a_network_of_ones_own_runs_in_every_way_of_computing_gradients(options, precision):
+    task = TaskConfig(
+        env=EnvConfig(num_envs=2),
+        algorithm=TwoLossConfig(actor_every=1),
+        gradients=GradientsConfig(precision=precision),
+    )
+    plain = build_trainer(task, 1, "cpu")
+    trainer = build_trainer(task, 1, "cpu", engine=options)
+    run(plain, 2)
+    run(trainer, 2)
+    np.testing.assert_allclose(trainer.flat, plain.flat, atol=1e-2 if precision == "bf16" else 1e-5)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from p2pdrl.config.task import AlgorithmOptions
 from p2pdrl.rl.algorithms.algorithm import Algorithm, HardCopy, LinearSchedule, Loss, SoftCopy, TargetNetwork
 from p2pdrl.rl.algorithms.batches import full_batch
-from p2pdrl.rl.algorithms.registry import AlgorithmEntry, Materials, register
+from p2pdrl.rl.algorithms.registry import AlgorithmContext, AlgorithmEntry, register
 from p2pdrl.rl.gradients import Summed
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
-from p2pdrl.rl.optimizers import Optimizer
+from p2pdrl.rl.policy import ActorCritic, Policy
 from p2pdrl.rl.rollout import Unroll
 from p2pdrl.tensors.optimizers import SGD, Adam
 
@@ -37,11 +37,12 @@ class TwoLossConfig(AlgorithmOptions, frozen=True, kw_only=True, tag_field="name
     """Above 0 the target follows softly."""
 
 
-class Separate(nn.Module):
-    """Actor and critic share nothing, and each lies in one piece of the flat vector."""
+class OnActorCriticConfig(TwoLossConfig, frozen=True, kw_only=True, tag_field="name", tag="on_actor_critic"):
+    """The same with the package's own network."""
 
-    core = None
-    exploration = 0.0
+
+class Separate(Policy):
+    """Actor and critic share nothing, and each lies in one piece of the flat vector."""
 
     def __init__(self, spec, config, seed) -> None:
         super().__init__()
@@ -49,9 +50,6 @@ class Separate(nn.Module):
         torch.manual_seed(seed)
         self.actor = nn.Linear(spec.obs_shape[0], spec.action.n)
         self.critic = nn.Linear(spec.obs_shape[0], 1)
-
-    def initial_state(self, batch):
-        return None
 
     def noise(self, shape, generator):
         return torch.rand((*shape, 2), generator=generator)
@@ -69,21 +67,21 @@ class Separate(nn.Module):
     def evaluate(self, obs, actions, context=NO_CONTEXT):
         logits, values = self.outputs(obs)
         log_probs = torch.log_softmax(logits, -1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-        return log_probs, torch.zeros_like(values), values
+        return log_probs, values
 
     def values(self, obs, context=NO_CONTEXT):
         return self.critic(obs).squeeze(-1)
 
 
 @dataclass(frozen=True)
-class Policy(Summed):
+class PolicyLoss(Summed):
     """−log π(a|s) A + ½ v²: the second term shows that its gradient reaches the critic, and moves it not."""
 
     target_names: ClassVar[tuple[str, ...]] = ("actions", "advantages")
     terms: ClassVar[int] = 1
 
     def __call__(self, outputs: Any, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        logits, values = outputs
+        logits, values = outputs[:2]
         log_probs = torch.log_softmax(logits, -1).gather(-1, targets["actions"].unsqueeze(-1)).squeeze(-1)
         loss = self.total(-log_probs * targets["advantages"] + 0.5 * values.square(), targets)
         return loss, loss.detach()[None]
@@ -104,22 +102,28 @@ class Value(Summed):
 class TwoLosses(Algorithm[Unroll]):
     """TD(0) for the critic against a target network; the actor steps less often."""
 
-    def __init__(self, made: Materials) -> None:
+    def __init__(self, made: AlgorithmContext) -> None:
         config: TwoLossConfig = made.config
         self._config = config
-        actor, critic = made.flat.span("actor"), made.flat.span("critic")
+        policy: Any = made.policy
+        if isinstance(policy, ActorCritic):
+            actor, critic = made.flat.span(*policy.actor_parts), made.flat.span(*policy.critic_parts)
+            value = nn.Sequential(policy.critic, policy.value_head)
+        else:
+            actor, critic = made.flat.span("actor"), made.flat.span("critic")
+            value = policy.critic
         self.actor: Loss[Any] = Loss(
-            Policy(),
-            Optimizer(Adam(), actor.parameters_D, actor.gradients_D),
+            PolicyLoss(),
+            Adam(),
             actor,
-            made.engine_for(lambda obs, _: made.policy.outputs(obs)),
+            made.engine_for(lambda obs, _: policy.outputs(obs)),
             max_grad_norm=1e9,
             name="actor",
             every=config.actor_every,
         )
         self.critic: Loss[Any] = Loss(
             Value(),
-            Optimizer(SGD(), critic.parameters_D, critic.gradients_D),
+            SGD(),
             critic,
             made.engine,
             max_grad_norm=1e9,
@@ -127,7 +131,7 @@ class TwoLosses(Algorithm[Unroll]):
         )
         self.losses = (self.actor, self.critic)
         rule = SoftCopy(config.tau) if config.tau else HardCopy(config.copy_every)
-        self.target = TargetNetwork("critic", made.policy.critic, critic, rule)
+        self.target = TargetNetwork("critic", value, critic, rule)
         self.targets = (self.target,)
         self._epsilon = LinearSchedule(1.0, 0.1, 1000)
 
@@ -155,3 +159,4 @@ class TwoLosses(Algorithm[Unroll]):
 
 
 register(TwoLossConfig, AlgorithmEntry(TwoLosses, Separate))
+register(OnActorCriticConfig, AlgorithmEntry(TwoLosses))

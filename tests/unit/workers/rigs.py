@@ -15,7 +15,7 @@ from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
 from p2pdrl.tensors.optimizers import SGD
 from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion
 from p2pdrl.workers.learner_modes import ModeRequests
-from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
+from p2pdrl.workers.protocol import PostedRequest, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
 from p2pdrl.workers.request_stepper import RequestStepper
 
@@ -27,7 +27,7 @@ WAIT = LearnerMode("gradients")
 
 SERVED = LearnerMode("gradients", steps=False, clip="before")
 
-Script = Callable[[Posted, np.ndarray], str | None]
+Script = Callable[[PostedRequest, np.ndarray], str | None]
 
 
 class Trainer:
@@ -37,7 +37,7 @@ class Trainer:
         module = nn.Linear(SIZE, 1, bias=False)
         self.module = FlatModule(module, torch.device("cpu"))
         self.module.set_(np.zeros(SIZE, np.float32))
-        self.optimizer = Optimizer(SGD(), self.module.parameters_D, self.module.gradients_D)
+        self.optimizer = Optimizer(SGD(), self.module)
 
     @property
     def flat(self) -> np.ndarray:
@@ -59,9 +59,9 @@ class Rig:
     def __init__(self, learner_mode: LearnerMode, script: Script) -> None:
         self.trainer = Trainer()
         self.script = script
-        self.said: list[Posted] = []
+        self.said: list[PostedRequest] = []
         self.seen: list[np.ndarray] = []
-        self.waiting: list[Posted] = []
+        self.waiting: list[PostedRequest] = []
         self.told_rate: float | None = None
         self.ends_at: int | None = None
         """Number of the post whose answer ends the update."""
@@ -85,7 +85,7 @@ class Rig:
             learner_mode, self.posts, self.replica, GradientRing(self.regions[1], learner_mode.slots, SIZE)
         )
 
-    def say(self, posted: Posted) -> None:
+    def say(self, posted: PostedRequest) -> None:
         self.said.append(posted)
         self.waiting.append(posted)
         self.seen.append(self.ring.slot(posted.slot).copy())
@@ -114,7 +114,6 @@ class Rig:
     ) -> float:
         self.trainer.module.gradients_D.copy_(torch.as_tensor(gradient, dtype=torch.float32))
         return self.stepper.step(
-            self.trainer.module,
             self.trainer.optimizer,
             learning_rate=rate,
             max_grad_norm=bound,

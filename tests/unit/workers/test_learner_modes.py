@@ -16,7 +16,7 @@ from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
 from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion, SharedVector
 from p2pdrl.workers.learner import Learner
-from p2pdrl.workers.protocol import LearnerPace, Posted, Report, RequestAnswer, Stop, WorkMode, frame
+from p2pdrl.workers.protocol import LearnerPace, PostedRequest, Report, RequestAnswer, Stop, WorkMode, frame
 
 SIZE = 3
 SPEC = BoardSpec(Layout((TensorEntry("w", (SIZE,)),)))
@@ -104,7 +104,7 @@ class World:
                 while posted is None:
                     news = self.daemon.hear()
                     self.heard += news
-                    posted = next((one for one in news if isinstance(one, Posted)), None)
+                    posted = next((one for one in news if isinstance(one, PostedRequest)), None)
                 said = rule(posted)
                 self.daemon.say(*(said if isinstance(said, tuple) else (said,)))
             self.daemon.say(Stop())
@@ -139,20 +139,20 @@ def world(ends):
 def test_rounds_of_parameters_every_so_many_updates(world):
     world.work(LearnerMode("parameters", every=3), 5)
 
-    def mean(posted: Posted) -> RequestAnswer:
+    def mean(posted: PostedRequest) -> RequestAnswer:
         value, version = world.now()
         assert value == [3.0] * 3
-        assert posted == Posted(1, 5, "parameters", -1, policy_version=3, samples=24)
+        assert posted == PostedRequest(1, 5, "parameters", -1, policy_version=3, samples=24)
         assert version == 3
         world.board.post_set(np.full(SIZE, 10.0, np.float32), None, 40)
         return RequestAnswer(posted.number, 5, "set", world.board.content_id)
 
-    def delta(posted: Posted) -> RequestAnswer:
+    def delta(posted: PostedRequest) -> RequestAnswer:
         assert world.now() == ([13.0] * 3, 43)
         world.board.post_delta(np.full(SIZE, 0.5, np.float32), 60)
         return RequestAnswer(posted.number, 5, "set", world.board.content_id)
 
-    def nothing(posted: Posted) -> RequestAnswer:
+    def nothing(posted: PostedRequest) -> RequestAnswer:
         assert (posted.number, posted.policy_version) == (3, 63)
         assert world.now()[0] == [16.5] * 3
         return RequestAnswer(posted.number, 5, "none")
@@ -167,7 +167,7 @@ def test_rounds_of_parameters_every_so_many_updates(world):
 def test_another_regime_ends_the_wait_and_stays(world):
     world.work(LearnerMode("parameters"), 1)
 
-    def switch(_: Posted) -> WorkMode:
+    def switch(_: PostedRequest) -> WorkMode:
         return WorkMode(FREE, 2)
 
     events = world.events
@@ -175,7 +175,7 @@ def test_another_regime_ends_the_wait_and_stays(world):
     friend = world.answers(switch)
     last = world.live()
     friend.join(5)
-    assert sum(isinstance(one, Posted) for one in world.heard) == 1
+    assert sum(isinstance(one, PostedRequest) for one in world.heard) == 1
     assert last.updates >= 1
 
 
@@ -189,7 +189,7 @@ def test_stop_ends_the_wait(world):
 def test_it_reads_and_reports_while_it_waits(world):
     world.work(LearnerMode("parameters"), 1)
 
-    def wait(posted: Posted):
+    def wait(posted: PostedRequest):
         world.daemon.say(LearnerPace(paused=True, max_updates_per_s=0.0))
         reports: list[Report] = []
         while len(reports) < 3:

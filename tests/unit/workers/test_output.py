@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from p2pdrl.workers.child import PatientFile
+from p2pdrl.workers.child import NonBlockingFile
 
 FILL = b"x" * (1 << 20)
 """More than a pipe holds."""
@@ -38,7 +38,7 @@ def drain(reader: int) -> bytes:
 
 def test_what_a_frozen_reader_doesnt_take_is_left_out_and_told(pipe):
     reader, writer = pipe
-    file = PatientFile(writer, 0.02)
+    file = NonBlockingFile(writer, 0.02)
     assert file.write(FILL) == len(FILL)
     began_s = time.monotonic()
     for _ in range(1000):
@@ -59,7 +59,7 @@ def test_a_reader_that_is_only_busy_gets_all(pipe):
     )
     try:
         os.set_blocking(reader, True)  # of both processes: they share it
-        assert PatientFile(writer, 30.0).write(FILL) == len(FILL)
+        assert NonBlockingFile(writer, 30.0).write(FILL) == len(FILL)
         os.close(writer)
         assert int(child.communicate(timeout=30)[0]) == len(FILL)
     finally:
@@ -70,13 +70,13 @@ def test_a_reader_that_is_only_busy_gets_all(pipe):
 def test_a_reader_that_is_gone_hurts_nobody(pipe):
     reader, writer = pipe
     os.close(reader)
-    assert PatientFile(writer).write(b"hello\n") == 6
+    assert NonBlockingFile(writer).write(b"hello\n") == 6
 
 
 PRINTS = """
 import os, sys
-from p2pdrl.workers.child import print_patiently
-print_patiently()
+from p2pdrl.workers.child import print_without_blocking
+print_without_blocking()
 print("one")
 print("two", file=sys.stderr)
 os.write(2, b"three\\n")

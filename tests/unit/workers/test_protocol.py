@@ -23,7 +23,7 @@ from p2pdrl.workers.protocol import (
     LearnerFailed,
     LearnerPace,
     Others,
-    Posted,
+    PostedRequest,
     Progress,
     Report,
     RequestAnswer,
@@ -69,7 +69,7 @@ TO = [
 FROM = [
     Hello("cpu", b"spec"),
     Report(3, 2, 100, 4, [1.0, -2.0], {"loss": float("inf")}, {"returns": b"x"}),
-    Posted(7, 2**60, "gradients", 1, 1000, 128),
+    PostedRequest(7, 2**60, "gradients", 1, 1000, 128),
     LearnerFailed("no such environment", True),
     Blocks(4, (Layer("dense 0", 1e-3, 2e-3, 4096, 512, 2048), Layer("heads", 1e-3, 2e-3, 64, 8)), "cpu"),
     Blocks(4, (), "cpu", "one block can't be cut"),

@@ -56,7 +56,7 @@ def test_in_a_seat_gradients_and_optimizer_are_the_shares_alone_and_the_trainers
     for member in team.members:
         trainer, region = member.trainer, np.frombuffer(member.region.buf, np.uint8)
 
-        def refer(sidecar, *, trainer=trainer, region=region, plain=trainer.refer):
+        def offload_to(sidecar, *, trainer=trainer, region=region, plain=trainer.offload_to):
             plain(sidecar)
             gradients = [parameter.grad for parameter in trainer.policy.parameters()]
             moments = [x for name, x in trainer.sidecar().items() if name in ("optimizer.m", "optimizer.v")]
@@ -64,7 +64,7 @@ def test_in_a_seat_gradients_and_optimizer_are_the_shares_alone_and_the_trainers
                 (gradients == [None] * len(gradients), *(np.shares_memory(x, region) for x in moments))
             )
 
-        trainer.refer = refer
+        trainer.offload_to = offload_to
     team.finish_after(3)
     team.form(state_every=2)
     for member in team.members:

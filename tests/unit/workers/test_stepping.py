@@ -9,7 +9,7 @@ import pytest
 
 from p2pdrl.config.learner_mode import FREE, LearnerMode
 from p2pdrl.workers import learner_modes as posts_module
-from p2pdrl.workers.protocol import Posted, RequestAnswer
+from p2pdrl.workers.protocol import PostedRequest, RequestAnswer
 
 from .rigs import EPOCH, SERVED, SIZE, WAIT
 
@@ -17,7 +17,7 @@ from .rigs import EPOCH, SERVED, SIZE, WAIT
 def test_it_runs_ahead_and_adds_what_comes_to_the_next_gradient(rig):
     held: list[int] = []
 
-    def answer(posted: Posted, vector: np.ndarray) -> str | None:
+    def answer(posted: PostedRequest, vector: np.ndarray) -> str | None:
         if posted.number not in held:
             return None
         vector[:] = 100.0
@@ -39,7 +39,7 @@ def test_it_runs_ahead_and_adds_what_comes_to_the_next_gradient(rig):
 
 @pytest.mark.parametrize(("clip", "sent", "moved"), [("before", 1.0, 3.0), ("after", 5.0, 1.0)])
 def test_clipping_before_or_after(rig, clip, sent, moved):
-    def triple(_: Posted, vector: np.ndarray) -> str:
+    def triple(_: PostedRequest, vector: np.ndarray) -> str:
         vector *= 3
         return "replace"
 
@@ -53,7 +53,7 @@ def test_clipping_before_or_after(rig, clip, sent, moved):
 def test_what_isnt_finite_stays_but_nobody_waits_in_vain(rig, bad):
     kinds = iter(["none", "replace"])
 
-    def answer(_: Posted, vector: np.ndarray) -> str:
+    def answer(_: PostedRequest, vector: np.ndarray) -> str:
         vector[:] = 1.0
         return next(kinds)
 

@@ -14,7 +14,7 @@ from p2pdrl.rl.registry import build_trainer
 from p2pdrl.tensors.board import BoardSpec, LearnerBoard
 from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion
 from p2pdrl.workers.learner_modes import ModeRequests
-from p2pdrl.workers.protocol import Posted, RequestAnswer, WorkMode
+from p2pdrl.workers.protocol import PostedRequest, RequestAnswer, WorkMode
 from p2pdrl.workers.replica import Replica
 from p2pdrl.workers.request_stepper import RequestStepper
 
@@ -39,14 +39,14 @@ def test_without_a_replacement_the_algorithms_own_rate_counts(rig):
 
 
 def test_what_replaces_the_gradient_is_stepped_with(rig):
-    def double(_: Posted, vector: np.ndarray) -> str:
+    def double(_: PostedRequest, vector: np.ndarray) -> str:
         vector *= 2
         return "replace"
 
     it = rig(WAIT, double)
     assert it.step([1, 2, 2], samples=5) == 6.0
     assert it.x == [-2.0, -4.0, -4.0]
-    assert it.said == [Posted(1, EPOCH, "gradients", 0, 0, 5)]
+    assert it.said == [PostedRequest(1, EPOCH, "gradients", 0, 0, 5)]
     assert it.seen[0].tolist() == [1.0, 2.0, 2.0]
 
 
@@ -75,7 +75,7 @@ def test_ppo_through_it_is_ppo_to_the_bit(kind):
     regions = [SharedRegion.create(n, "test") for n in (spec.nbytes, GradientRing.nbytes_of(1, size))]
     samples: list[int] = []
 
-    def answer(posted: Posted) -> None:
+    def answer(posted: PostedRequest) -> None:
         samples.append(posted.samples)
         posts.hear(RequestAnswer(posted.number, EPOCH, kind))
 
@@ -125,7 +125,7 @@ def test_ppo_leaves_out_what_an_answer_ends(rig):
     regions = [SharedRegion.create(n, "test") for n in (spec.nbytes, GradientRing.nbytes_of(1, size))]
     said: list[int] = []
 
-    def answer(posted: Posted) -> None:
+    def answer(posted: PostedRequest) -> None:
         said.append(posted.left)
         posts.hear(RequestAnswer(posted.number, EPOCH, "replace", end_update=posted.number == 3))
 
@@ -143,7 +143,7 @@ def test_ppo_leaves_out_what_an_answer_ends(rig):
 
 @pytest.mark.parametrize(("kind", "x"), [("none", -1.0), ("add", -1.5), ("set", -1.0)])
 def test_what_an_answer_does(rig, kind, x):
-    def answer(_: Posted, vector: np.ndarray) -> str:
+    def answer(_: PostedRequest, vector: np.ndarray) -> str:
         vector[:] = 0.5
         return kind
 
@@ -153,7 +153,7 @@ def test_what_an_answer_does(rig, kind, x):
 
 
 def test_a_server_steps_for_it(rig):
-    def serve(posted: Posted, vector: np.ndarray) -> str:
+    def serve(posted: PostedRequest, vector: np.ndarray) -> str:
         x = np.empty(SIZE, np.float32)
         it.board.now(x)
         it.board.post_set(x - vector, None, 100 + posted.number)
@@ -203,7 +203,7 @@ def test_pushing_each_fourth_gradient_to_a_server_with_sgd(rig, local_steps):
     """
     rate, server = 0.1, np.ones(SIZE)
 
-    def serve(posted: Posted, vector: np.ndarray) -> str:
+    def serve(posted: PostedRequest, vector: np.ndarray) -> str:
         server[:] -= rate * vector
         it.board.post_set(server.astype(np.float32), None, posted.number)
         return "set"

@@ -17,8 +17,8 @@ from p2pdrl.telemetry.logging import configure
 
 TALKS = """
 import os, socket, sys
-from p2pdrl.workers.child import print_patiently
-print_patiently()
+from p2pdrl.workers.child import print_without_blocking
+print_without_blocking()
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 with socket.socket(fileno=int(given["--fd"])) as sock:
     while True:

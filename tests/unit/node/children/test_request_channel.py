@@ -13,7 +13,7 @@ from p2pdrl.errors import TensorError
 from p2pdrl.node.children.supervisor import LearnerRequestChannel
 from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.tensors.shared_memory import GradientRing, SharedVector
-from p2pdrl.workers.protocol import Posted, RequestAnswer
+from p2pdrl.workers.protocol import PostedRequest, RequestAnswer
 
 SIZE = 5
 
@@ -25,8 +25,8 @@ def place():
     made.close()
 
 
-def posted(number: int, epoch: int = 1, slot: int = 0) -> Posted:
-    return Posted(number, epoch, "gradients", slot, 100 + number, 8)
+def posted(number: int, epoch: int = 1, slot: int = 0) -> PostedRequest:
+    return PostedRequest(number, epoch, "gradients", slot, 100 + number, 8)
 
 
 async def test_a_gradient_comes_with_its_slot(place):
@@ -46,7 +46,7 @@ async def test_a_gradient_comes_with_its_slot(place):
 async def test_a_round_of_parameters_takes_no_memory(place):
     work, regions = place.arrange(LearnerMode("parameters", every=4), 2, SIZE)
     assert (work.ring_nbytes, list(regions)) == (0, [])
-    place.posted(Posted(1, 2, "parameters", -1, 50, 0))
+    place.posted(PostedRequest(1, 2, "parameters", -1, 50, 0))
     post = await place.next_post()
     assert (post.kind, post.vector) == ("parameters", None)
     assert place.answered(post, "set", 12) == RequestAnswer(1, 2, "set", 12)
@@ -151,7 +151,7 @@ async def test_a_learner_that_went_on_alone_counts_as_another_one(place):
         place.posted(posted(number))
         late = await place.next_post()
     assert place.answered(late, "replace", 0) == RequestAnswer(2, 1, "replace")
-    place.posted(Posted(3, 1, "gradients", 0, 110, 8, alone=True))
+    place.posted(PostedRequest(3, 1, "gradients", 0, 110, 8, alone=True))
     place.posted(posted(4))
     posts = [await place.next_post() for _ in range(2)]
     assert [post.number for post in posts] == [1, 2]

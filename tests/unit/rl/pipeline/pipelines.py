@@ -82,7 +82,7 @@ def make_case(name, dtype=torch.float64, objective=PPO, rows=ROWS, precision="fl
     parts = policy_parts(
         policy,
         objective,
-        Optimizer(Adam(), flat.parameters_D, flat.gradients_D),
+        Optimizer(Adam(), flat),
         steps=STEPS,
         most_rows=rows,
         precision=precision,
@@ -226,7 +226,7 @@ class Pipeline:
 def step_with(pipeline, learning_rate=1e-2, max_grad_norm=0.5):
     """A step of all ranks; returns the norm."""
     return pipeline.head.step(
-        None, None, learning_rate=learning_rate, max_grad_norm=max_grad_norm, samples=0, left=0
+        None, learning_rate=learning_rate, max_grad_norm=max_grad_norm, samples=0, left=0
     )
 
 

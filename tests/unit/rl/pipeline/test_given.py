@@ -63,7 +63,7 @@ def test_what_is_held_is_given_later():
         for update in (1, 2):
             assert pipeline.head.held is None
             pipeline.head.gradients(case.batch, case.objective)
-            pipeline.head.step(case.flat, parts.optimizer, **how)  # as an algorithm does
+            pipeline.head.step(parts.optimizer, **how)  # as an algorithm does
             assert (pipeline.head.held is not None) == (update == 2)
         assert len(pipeline.results[1]) == 1
         pipeline.head.give(replace(pipeline.head.held, version=3))

@@ -106,7 +106,7 @@ def test_closing_twice_and_using_it_then():
     case, parts = make_case("mlp")
     split = ModelSplit(parts, make_plan(parts, 2, 2), [CPU] * 2)
     split.gradients(case.batch, case.objective)
-    split.step(case.flat, parts.optimizer, learning_rate=0.1, max_grad_norm=1.0, samples=11, left=0)
+    split.step(parts.optimizer, learning_rate=0.1, max_grad_norm=1.0, samples=11, left=0)
     assert split.metrics()["stages"] == 2.0
     split.close()
     split.close()
@@ -132,7 +132,7 @@ def test_on_gpus(name, precision):
         split = ModelSplit(parts, make_plan(parts, 2, 4), where)
         for _ in range(3):
             terms = split.gradients(case.batch, case.objective)
-            split.step(case.flat, parts.optimizer, learning_rate=1e-3, max_grad_norm=1.0, samples=11, left=0)
+            split.step(parts.optimizer, learning_rate=1e-3, max_grad_norm=1.0, samples=11, left=0)
         results.append((terms, case.flat.numpy()))
         split.close()
     (terms, flat), (other_terms, other_flat) = results

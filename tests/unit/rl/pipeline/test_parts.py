@@ -111,7 +111,7 @@ def test_a_rank_without_parameters_is_refused():
     spec, network = POLICIES["lstm on nothing"]
     policy = ActorCritic(spec, network, 0)
     flat = FlatModule(policy, CPU)
-    adam = Optimizer(Adam(), flat.parameters_D, flat.gradients_D)
+    adam = Optimizer(Adam(), flat)
     parts = policy_parts(policy, PPO, adam, steps=5, most_rows=4)
     with pytest.raises(ConfigError, match="rank 0 has no parameters"):
         StageParameters(parts, PipelinePlan(len(parts.blocks), (1,), "1f1b", 1, 2), 0, CPU)

@@ -36,7 +36,7 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_after_some_steps_parameters_and_optimizer_are_those_of_the_unsplit_run(rule, dtype, max_grad_norm):
     case, parts = make_case("mlp", dtype)
-    own = Optimizer(RULES[rule], case.flat.parameters_D, case.flat.gradients_D)
+    own = Optimizer(RULES[rule], case.flat)
     parts = dataclasses.replace(parts, optimizer=own)
     engine, stepper = WholeBatch(case.flat, case.forward), OwnStepper()
     rates = [0.01 * 0.9**number for number in range(5)]
@@ -44,7 +44,6 @@ def test_after_some_steps_parameters_and_optimizer_are_those_of_the_unsplit_run(
         for rate in rates:
             terms = engine.gradients(case.batch, case.objective)
             norm = stepper.step(
-                case.flat,
                 own,
                 learning_rate=rate,
                 max_grad_norm=max_grad_norm,
@@ -132,7 +131,7 @@ def test_a_pipeline_goes_on_where_another_left_off_even_if_it_is_cut_otherwise()
 
 def test_the_end_of_an_update_brings_the_algorithm_what_it_would_have():
     whole, _ = make_case("mlp", torch.float32)
-    own = Optimizer(Adam(), whole.flat.parameters_D, whole.flat.gradients_D)
+    own = Optimizer(Adam(), whole.flat)
     engine, stepper = Accumulated(whole.flat, whole.forward, 2), OwnStepper()
     case, parts = make_case("mlp", torch.float32)
     how = {"learning_rate": 1e-2, "max_grad_norm": 1e9, "samples": 11}
@@ -142,9 +141,9 @@ def test_the_end_of_an_update_brings_the_algorithm_what_it_would_have():
             for left in (2, 1, 0):
                 assert torch.equal(case.flat.parameters_D, begun)
                 engine.gradients(whole.batch, whole.objective)
-                stepper.step(whole.flat, own, left=left, **how)
+                stepper.step(own, left=left, **how)
                 pipeline.head.gradients(case.batch, case.objective)
-                pipeline.head.step(case.flat, parts.optimizer, left=left, **how)
+                pipeline.head.step(parts.optimizer, left=left, **how)
             assert relative(case.flat.parameters_D, whole.flat.parameters_D) < 1e-4
             assert parts.optimizer.steps == 3 * (update - update % 2)
         found, expected = parts.optimizer.state(), own.state()

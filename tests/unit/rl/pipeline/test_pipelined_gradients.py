@@ -146,7 +146,7 @@ def test_blocks_that_only_look_at_their_input_otherwise(microbatches):
         flat.module,
         layers,
         CrossEntropy(),
-        Optimizer(SGD(), flat.parameters_D, flat.gradients_D),
+        Optimizer(SGD(), flat),
         inputs=RowSpec((5,), torch.float64),
         targets=RowSpec((), torch.int64, 4),
         most_rows=32,

@@ -127,13 +127,13 @@ def test_auto_tries_numbers_of_microbatches():
 def test_balanced_cuts_follow_measured_times(monkeypatch):
     """Blocks of 3, 1, 1 and 1 second: the first alone, the others together."""
     from p2pdrl.pipeline.layers import Layer
-    from p2pdrl.rl.pipeline import model_split
+    from p2pdrl.rl.pipeline import parts
 
     def measured(blocks, inputs, context, **_):
         assert inputs.shape[0] == 64  # half of the longest batch
         return [Layer(str(n), 3.0 if n == 0 else 1.0, 0.0, 1.0, 1.0) for n in range(len(blocks))]
 
-    monkeypatch.setattr(model_split, "measure_blocks", measured)
+    monkeypatch.setattr(parts, "measure_blocks", measured)
     said = []
     task = TaskConfig(env=ENV, algorithm=PPO, network=NetworkConfig(hidden=(8, 8, 8)))
     train(task, 1, split_devices=TWO, microbatches=2, say=said.append)

@@ -153,7 +153,7 @@ def _steps(member, case, parts):
         member.head.gradients(case.batch, case.objective)
         engine.gradients(case.batch, case.objective)
         norm = step(member.head, **how)
-        expected = stepper.step(case.flat, parts.optimizer, samples=0, left=0, **how)
+        expected = stepper.step(parts.optimizer, samples=0, left=0, **how)
         assert norm > how["max_grad_norm"]
         assert abs(norm / expected - 1.0) < 1e-6
     whole = member.head.collect(state=True)
@@ -204,7 +204,7 @@ def expected_bytes(share, parts, rows):
 
 
 def step(head, learning_rate, max_grad_norm):
-    return head.step(None, None, learning_rate=learning_rate, max_grad_norm=max_grad_norm, samples=0, left=0)
+    return head.step(None, learning_rate=learning_rate, max_grad_norm=max_grad_norm, samples=0, left=0)
 
 
 def failures(world, schedule, timeout_s, frozen_rank=1):
