@@ -785,7 +785,7 @@ class HogwildConfig(
         if self.exchanges == "gradients":
             yield _problem(
                 "exchanges",
-                "learners that share one vector step at once and post no gradients; set exchanges = "
+                "learners that share one vector step at once and send no gradients; set exchanges = "
                 "parameters, or name = adpsgd",
             )
 

@@ -103,7 +103,7 @@ class CallCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     byte_s: NonNegative = 2.5e-9
     """Processor time per byte of payload at each end: encode, copy, decode, check, mix."""
     post_s: NonNegative = 0.002
-    """From the learner's post to the daemon's work on it, and the same back."""
+    """From the learner's request to the daemon's work on it, and the same back."""
     call_bytes: NonNegative = 650.0
     """Bytes of one call beside its payload, both ways together: head, metadata, MACs; half each way."""
     background_bytes_s: NonNegative = 2000.0

@@ -127,7 +127,7 @@ class EmulatedSwarm:
             gradient=self._gradient,
             learning_rate=LEARNING_RATE,
             period_s=self._periods(number).__next__,
-            post_s=self._swarm.costs.post_s,
+            request_s=self._swarm.costs.post_s,
             absorbs_first=True,
         )
         node.rng.seed(self._rng.random())

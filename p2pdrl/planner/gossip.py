@@ -63,9 +63,9 @@ class ExchangeTimingModel(Model, ABC, Generic[Core]):
         self._cores[node].updated(1)
         self._try(node)
 
-    def posted(self, node: int) -> None:
+    def requested(self, node: int) -> None:
         """A gradient is there."""
-        super().posted(node)
+        super().requested(node)
         self.updated(node)
 
     @abstractmethod

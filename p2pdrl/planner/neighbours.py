@@ -1,6 +1,6 @@
 """D-PSGD in virtual time: rounds with neighbours on the real graph, with the real weights and timeouts.
 
-A node's round begins when its learner posts; an edge counts once both ends stand in the same round, and the
+A node's round begins when its learner asks; an edge counts once both ends stand in the same round, and the
 lower id's call has gone and come; a node mixes when all its edges count or are known not to, or its timeout
 is over. Who hears that its neighbours are further on meets them there. See
 `strategies.neighbours.dsgd`. With ``exchanges = "gradients"`` parameters are mixed each
@@ -95,9 +95,9 @@ class NeighboursModel(Model):
                 self.events.at(self._frozen_s, self._begin, node)
 
     def updated(self, node: int) -> None:
-        """Rounds follow posts."""
+        """Rounds follow requests."""
 
-    def posted(self, node: int) -> None:
+    def requested(self, node: int) -> None:
         """A round begins."""
         self._began_s[node] = self.world.now_s
         self.events.at(max(self._frozen_s, self.world.now_s), self._begin, node)
@@ -218,7 +218,7 @@ class NeighboursModel(Model):
         self._number[me] = max(number + 1, self._seen[me])
         if not met and self._number[me] > number + 1:  # the others are further on: meet them there
             self.statistics.outcomes["past"] += 1
-            self.posted(me)
+            self.requested(me)
             return
         for _, version, _ in met.values():
             self.world.merge(me, version)

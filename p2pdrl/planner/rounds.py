@@ -1,9 +1,9 @@
 """Rounds of a whole group in virtual time: averaged gradients, averaged parameters, federated averaging.
 
 Every member gives each owner its part of that owner's piece, and the answer carries the average: see
-`strategies.allreduce.reduce_scatter`, whose function cuts the pieces. A round begins when all have posted,
-or `GRACE` of the deadline after the first post, without the others. Its seconds follow from closed formulas
-over all members at once, for with a thousand owners a round is a million calls.
+`strategies.allreduce.reduce_scatter`, whose function cuts the pieces. A round begins when all have asked,
+or `GRACE` of the deadline after the first request, without the others. Its seconds follow from closed
+formulas over all members at once, for with a thousand owners a round is a million calls.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class RoundsModel(Model):
         self._excused: set[int] = set()
 
     def updated(self, node: int) -> None:
-        """Rounds follow posts."""
+        """Rounds follow requests."""
 
-    def posted(self, node: int) -> None:
+    def requested(self, node: int) -> None:
         """A member is ready; the last one begins the round."""
         self._posted_s[node] = self.world.now_s
         self._excused.discard(node)
@@ -81,7 +81,7 @@ class RoundsModel(Model):
         self.events.at(self._ready_s, self._begin_if_all)
 
     def _overdue(self, number: int) -> None:
-        """Daemons go on without learners that don't post."""
+        """Daemons go on without learners that don't ask."""
         if number == self._number and not self._running and self._posted_s:
             self._excused |= {node for node in self.world.view if node not in self._posted_s}
             self._begin_if_all()
@@ -198,7 +198,7 @@ class RoundsModel(Model):
         self.learners.answer(node, self.world.now_s)
 
     def _next(self, members: list[int]) -> None:
-        """All have it: they are alike; those who posted meanwhile wait for the next round."""
+        """All have it: they are alike; those who asked meanwhile wait for the next round."""
         world = self.world
         newest = max(self.learners.version[node] for node in members)
         for node in members:

@@ -74,7 +74,7 @@ class ServersModel(Model):
         self.frozen_s = self.world.now_s + self.world.swarm.churn.regroup_s
 
     def updated(self, node: int) -> None:
-        """Pushes follow posts."""
+        """Pushes follow requests."""
 
     def up_s(self, node: int, server: int, begin_s: float, *, gradient: bool = True) -> tuple[float, float]:
         """A worker's slice goes to a server; return when it is there, and when it has left."""
@@ -120,11 +120,11 @@ class ServersSyncModel(ServersModel):
         self._first_s = 0.0
         self._based = [0] * world.capacity
         self._here: dict[int, float] = {}
-        """Whose gradients of this round are at the servers: when they were posted."""
+        """Whose gradients of this round are at the servers: when they were sent."""
         self._posted_s = [0.0] * world.capacity
         self._under_way: set[int] = set()
 
-    def posted(self, node: int) -> None:
+    def requested(self, node: int) -> None:
         """A gradient goes to the servers."""
         now_s = self.world.now_s
         self._posted_s[node] = now_s
@@ -223,7 +223,7 @@ class ServersAsyncModel(ServersModel):
         self._queue: list[list[int]] = [[] for _ in world.ids]
         """Posts that wait for a lane: the versions that they were computed on."""
 
-    def posted(self, node: int) -> None:
+    def requested(self, node: int) -> None:
         """A gradient is there; it goes out when a lane is free."""
         self._queue[node].append(self.learners.sent[node])
         self._next(node)

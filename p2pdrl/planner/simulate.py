@@ -111,7 +111,7 @@ def predict(
     joins_s = moments(churn.joins_per_minute, seconds, rng)
     world = World(swarm, strategy, swarm.nodes + len(joins_s), seed)
     model = model_of(strategy, world)
-    world.learners.updated, world.learners.posted = model.updated, model.posted
+    world.learners.updated, world.learners.requested = model.updated, model.requested
     comings = ChurnEvents(world, model, churn, kills_s, joins_s)
     model.begin()
     for node in list(world.view):

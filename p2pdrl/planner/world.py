@@ -47,7 +47,7 @@ class EventQueue:
 
 
 class Learners:
-    """Learners that compute, post and wait as their `LearnerMode` says; an update counts with its gradient.
+    """Learners that compute, ask and wait as their `LearnerMode` says; an update counts with its gradient.
 
     Args:
         swarm: whose machines they run on.
@@ -63,7 +63,7 @@ class Learners:
         sent: the version that its last finished gradient was computed on.
         heard: whether others' work reached its parameters since its last update began; a byte each.
         updated: told of each update (free learners).
-        posted: told of each post.
+        requested: called at each request.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Learners:
     ) -> None:
         self._learner_mode, self._events, self._statistics, self._rng = learner_mode, events, statistics, rng
         self._free = learner_mode.sends == "nothing"
-        self._post_s = swarm.costs.post_s
+        self._request_s = swarm.costs.post_s
         machines = [swarm.machine(node) for node in range(capacity)]
         self._update_s = [one.update_s * one.factor / max(1, learner_mode.learners) for one in machines]
         self._jitter = [one.jitter for one in machines]
@@ -92,7 +92,7 @@ class Learners:
         self._waits_s: list[float | None] = [None] * capacity
         self._fresh = [False] * capacity
         self.updated: Callable[[int], None] = lambda _: None
-        self.posted: Callable[[int], None] = lambda _: None
+        self.requested: Callable[[int], None] = lambda _: None
 
     def start(self, node: int) -> None:
         """A node begins to learn, somewhere within its first update."""
@@ -112,8 +112,8 @@ class Learners:
         return self._update_s[node]
 
     def answer(self, node: int, when_s: float) -> None:
-        """The oldest post is answered at ``when_s``; the learner hears of it a moment later."""
-        self._events.at(when_s + self._post_s, self._answered, node)
+        """The oldest request is answered at ``when_s``; the learner hears of it a moment later."""
+        self._events.at(when_s + self._request_s, self._answered, node)
 
     def _begin(self, node: int, part: float = 1.0) -> None:
         self.based[node] = self.version[node]
@@ -144,13 +144,13 @@ class Learners:
         waits = self._learner_mode.sends == "parameters" or self._open[node] > self._learner_mode.ahead
         if waits:
             self._waits_s[node] = self._events.now_s
-        self._events.at(self._events.now_s + self._post_s, self._post, node)
+        self._events.at(self._events.now_s + self._request_s, self._request, node)
         if not waits:
             self._begin(node)
 
-    def _post(self, node: int) -> None:
+    def _request(self, node: int) -> None:
         if self._up[node]:
-            self.posted(node)
+            self.requested(node)
 
     def _answered(self, node: int) -> None:
         if not self._up[node]:
@@ -264,8 +264,8 @@ class Model:
     def updated(self, node: int) -> None:
         """A free learner made an update."""
 
-    def posted(self, node: int) -> None:
-        """A learner has posted; whoever doesn't care answers at once."""
+    def requested(self, node: int) -> None:
+        """A learner has asked; whoever doesn't care answers at once."""
         self.learners.answer(node, self.world.now_s)
 
     def killed(self, node: int) -> None:

@@ -20,7 +20,7 @@ class RequestQueue:
 
     Args:
         grace_s: how long others wait, see `expected`.
-        most_open: how many the learner posts before it waits for the first one's answer.
+        most_open: how many the learner makes before it waits for the first one's answer.
 
     Attributes:
         since_s: when the newest request came.
@@ -47,7 +47,7 @@ class RequestQueue:
     async def follow(self) -> None:
         """Receive requests as they come, for ever."""
         while True:
-            request = await self._learner.next_post()
+            request = await self._learner.next_request()
             self.restarted |= request.number <= self._number
             self._number = request.number
             self._waiting.append(request)

@@ -1,4 +1,4 @@
-"""What a strategy needs of the node, what the node needs of a strategy, and what a learner posts.
+"""What a strategy needs of the node, what the node needs of a strategy, and what a learner requests.
 
 The node hands each strategy one `StrategyContext`; the strategy owns no membership, learner or disk.
 """
@@ -50,7 +50,7 @@ to be added to its next gradient; ``set``: take what is on the board before goin
 
 
 class LearnerRequest(NamedTuple):
-    """What the learner posts, and (unless its learner mode lets it run ahead) waits to have answered.
+    """What the learner sends, and (unless its learner mode lets it run ahead) waits to have answered.
 
     Args:
         number: grows by one with each request of this learner process.
@@ -58,9 +58,9 @@ class LearnerRequest(NamedTuple):
         policy_version: of the parameters that it was computed on, or that are published.
         samples: environment steps (rows, for a regression) behind it: of the gradient, or made since the last
             round. A gradient of 0 has nothing to add, and its vector is zero: the learner's own was not
-            finite, and it posts this so that nobody waits in vain.
+            finite, and it sends this so that nobody waits in vain.
         vector: the gradient, averaged over ``samples``, in the shared ring: D float32; where the learner mode
-            posts every so many gradients, their sum, each averaged over its own samples. It belongs to the
+            sends every so many gradients, their sum, each averaged over its own samples. It belongs to the
             daemon, who may overwrite it, until the request is answered. None for ``parameters``.
         left: gradients of the same update that come after this one, at least 0.
     """
@@ -84,12 +84,12 @@ class LearnerHandle(Protocol):
     def learning_rate(self) -> float:
         """The algorithm's learning rate now, annealing included."""
 
-    async def next_post(self) -> LearnerRequest:
-        """Wait for the next request; cancelling loses none. Learners that run freely post none."""
+    async def next_request(self) -> LearnerRequest:
+        """Wait for the next request; cancelling loses none. Learners that run freely make none."""
 
     def answer(
         self,
-        post: LearnerRequest,
+        request: LearnerRequest,
         kind: AnswerKind,
         learning_rate: float | None = None,
         *,

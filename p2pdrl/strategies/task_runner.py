@@ -104,7 +104,7 @@ class TaskRunner:
     def start(self, main: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> None:
         """Begin the tasks."""
         self._main = asyncio.create_task(main, name="strategy")
-        self._others = [asyncio.create_task(other, name="strategy-posts") for other in others]
+        self._others = [asyncio.create_task(other, name="strategy-beside") for other in others]
 
     def briefly(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Begin a short task that is never cancelled; `stop` waits for its end.

@@ -35,7 +35,7 @@ class FakeLearner:
         learning_rate: of its own steps, and told to servers.
         samples: behind each gradient.
         period_s: time that one gradient takes, or what draws it anew for each.
-        post_s: from a post to the daemon, and from its answer to the learner.
+        request_s: from a request to the daemon, and from its answer to the learner.
         absorbs_first: takes what was posted to the board before that time, as a real learner does, not after.
         gradients: of one update; all the same, and each counts as an update.
         collect_s: time before the first gradient of an update.
@@ -51,7 +51,7 @@ class FakeLearner:
         learning_rate: float = 0.1,
         samples: int = 1,
         period_s: float | Callable[[], float] = 0.01,
-        post_s: float = 0.0,
+        request_s: float = 0.0,
         absorbs_first: bool = False,
         gradients: int = 1,
         collect_s: float = 0.0,
@@ -68,7 +68,7 @@ class FakeLearner:
         self.learning_rate = learning_rate
         self.samples = samples
         self.period_s = period_s
-        self.post_s = post_s
+        self.request_s = request_s
         self.absorbs_first = absorbs_first
         self.gradients = gradients
         self.collect_s = collect_s
@@ -87,7 +87,7 @@ class FakeLearner:
         self.idle: Callable[[], None] = lambda: None
         """Called now and then by a learner that works by orders only."""
         self.on_update: Callable[[int], None] = lambda _updates: None
-        self._posts: asyncio.Queue[LearnerRequest] = asyncio.Queue()
+        self._requests: asyncio.Queue[LearnerRequest] = asyncio.Queue()
         self._answers: dict[int, asyncio.Future[AnswerKind]] = {}
         self._number = 0
         self._extra = np.zeros(start.size, np.float32)
@@ -95,13 +95,13 @@ class FakeLearner:
         self._summed = 0
         self._own.publish(self.x, None, self.version)
 
-    async def next_post(self) -> LearnerRequest:
-        """Wait for the learner's next post."""
-        return await self._posts.get()
+    async def next_request(self) -> LearnerRequest:
+        """Wait for the learner's next request."""
+        return await self._requests.get()
 
     def answer(
         self,
-        post: LearnerRequest,
+        request: LearnerRequest,
         kind: AnswerKind,
         learning_rate: float | None = None,
         *,
@@ -112,11 +112,11 @@ class FakeLearner:
         if end_update:
             self.shortened += 1
             self.left = 0
-        future = self._answers.get(post.number)
+        future = self._answers.get(request.number)
         if future is None or future.done():
             return
-        if self.post_s:
-            asyncio.get_running_loop().call_later(self.post_s, _settle, future, kind)
+        if self.request_s:
+            asyncio.get_running_loop().call_later(self.request_s, _settle, future, kind)
         else:
             future.set_result(kind)
 
@@ -155,7 +155,7 @@ class FakeLearner:
         self.updates += 1
         self.publish()
         if self.learner_mode.sends == "parameters" and self.updates % self.learner_mode.every == 0:
-            await self._ask(self.post("parameters", None))
+            await self._ask(self.make_request("parameters", None))
             self.absorb()
             self.publish()
         if self.keep_history:
@@ -169,11 +169,11 @@ class FakeLearner:
             if self.learner_mode.steps:
                 self.x = self.step(self.x, gradient)
             return
-        post = self.post("gradients", self._sum.copy(), self._summed * self.samples)
+        request = self.make_request("gradients", self._sum.copy(), self._summed * self.samples)
         self._sum[:] = 0
         self._summed = 0
         if self.learner_mode.ahead:
-            self._answers[post.number].add_done_callback(lambda done: self._late(post, done))
+            self._answers[request.number].add_done_callback(lambda done: self._late(request, done))
             began_s = asyncio.get_running_loop().time()
             while len(self._answers) > self.learner_mode.ahead:
                 await asyncio.wait(self._answers.values(), return_when=asyncio.FIRST_COMPLETED)
@@ -182,11 +182,11 @@ class FakeLearner:
             gradient = gradient + self._extra
             self._extra[:] = 0
         else:
-            kind = await self._ask(post)
-            if kind == "replace" and post.vector is not None:
-                gradient = post.vector.copy()
-            elif kind == "add" and post.vector is not None:
-                gradient = gradient + post.vector
+            kind = await self._ask(request)
+            if kind == "replace" and request.vector is not None:
+                gradient = request.vector.copy()
+            elif kind == "add" and request.vector is not None:
+                gradient = gradient + request.vector
             elif kind == "set":
                 self.absorb()
                 return
@@ -198,13 +198,15 @@ class FakeLearner:
         told = self.told_learning_rate
         return x - np.float32(self.learning_rate if told is None else told) * gradient
 
-    def _late(self, post: LearnerRequest, done: asyncio.Future[AnswerKind]) -> None:
-        del self._answers[post.number]
-        if not done.cancelled() and done.result() == "add" and post.vector is not None:
-            self._extra += post.vector
+    def _late(self, request: LearnerRequest, done: asyncio.Future[AnswerKind]) -> None:
+        del self._answers[request.number]
+        if not done.cancelled() and done.result() == "add" and request.vector is not None:
+            self._extra += request.vector
 
-    def post(self, kind: str, vector: Float32Array | None, samples: int | None = None) -> LearnerRequest:
-        """Post ``gradients`` or ``parameters``; whoever calls this by hand waits for no answer."""
+    def make_request(
+        self, kind: str, vector: Float32Array | None, samples: int | None = None
+    ) -> LearnerRequest:
+        """Send ``gradients`` or ``parameters``; whoever calls this by hand waits for no answer."""
         self._number += 1
         made = LearnerRequest(
             self._number,
@@ -215,19 +217,19 @@ class FakeLearner:
             self.left,
         )
         self._answers[made.number] = asyncio.get_running_loop().create_future()
-        if self.post_s:
-            asyncio.get_running_loop().call_later(self.post_s, self._posts.put_nowait, made)
+        if self.request_s:
+            asyncio.get_running_loop().call_later(self.request_s, self._requests.put_nowait, made)
         else:
-            self._posts.put_nowait(made)
+            self._requests.put_nowait(made)
         return made
 
-    async def _ask(self, post: LearnerRequest) -> AnswerKind:
+    async def _ask(self, request: LearnerRequest) -> AnswerKind:
         began_s = asyncio.get_running_loop().time()
         try:
-            return await self._answers[post.number]
+            return await self._answers[request.number]
         finally:
             self.waited_s += asyncio.get_running_loop().time() - began_s
-            del self._answers[post.number]
+            del self._answers[request.number]
 
     def absorb(self) -> None:
         """Take what was posted to the board."""
@@ -248,13 +250,13 @@ class FakeLearner:
         self._own.publish(self.x, None, self.version)
 
     def restart(self) -> None:
-        """Number posts from 1 again, as a learner process that was started anew does."""
+        """Number requests from 1 again, as a learner process that was started anew does."""
         self._number = 0
 
     def drop_posts(self) -> None:
         """Wait for no answer any more: the strategy that was asked has ended."""
-        while not self._posts.empty():
-            self._posts.get_nowait()
+        while not self._requests.empty():
+            self._requests.get_nowait()
         for answer in tuple(self._answers.values()):
             if not answer.done():
                 answer.set_result("none")

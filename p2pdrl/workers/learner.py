@@ -8,7 +8,7 @@ One turn of its loop:
 2. bring another learner mode into force (`learner_modes`), and under one of stages another order
    (`pipeline.stage_runner`);
 3. take what peers changed from the board's inbox: add a delta, or replace everything by a set (`replica`);
-4. collect one unroll and update; some learner modes post gradients or parameters and wait meanwhile
+4. collect one unroll and update; some learner modes send gradients or parameters and wait meanwhile
    (`learner_modes`);
    as a stage of a pipeline the learner takes part in another's updates instead, unless it is the first;
 5. publish parameters and sidecar, let actor processes go on with them, report.

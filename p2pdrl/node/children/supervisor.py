@@ -67,7 +67,7 @@ class LearnerRequestChannel:
         self._ring_region: SharedRegion | None = None
         self._shared_region: SharedRegion | None = None
         self._number = 0
-        self._posts: asyncio.Queue[LearnerRequest] = asyncio.Queue()
+        self._requests: asyncio.Queue[LearnerRequest] = asyncio.Queue()
         self._open: dict[int, tuple[LearnerRequest, int]] = {}
         """By our numbers: the requests, and the numbers that the learner gave."""
 
@@ -97,8 +97,8 @@ class LearnerRequestChannel:
         """The same for the learner mode in force: the learner gets a new ring of its own."""
         self._open.clear()
         self._number = 0
-        while not self._posts.empty():
-            self._posts.get_nowait()
+        while not self._requests.empty():
+            self._requests.get_nowait()
         self._close_ring()
         slots = self.learner_mode.slots
         if slots:
@@ -125,19 +125,19 @@ class LearnerRequestChannel:
                 raise TensorError("the learner posted a gradient, and there is no ring")
             vector = self._ring.slot(posted.slot)
         self._number = 1 if posted.alone else self._number + 1
-        post = LearnerRequest(
+        request = LearnerRequest(
             self._number, posted.kind, posted.policy_version, posted.samples, vector, posted.left
         )
-        self._open[post.number] = post, posted.number
-        self._posts.put_nowait(post)
+        self._open[request.number] = request, posted.number
+        self._requests.put_nowait(request)
 
-    async def next_post(self) -> LearnerRequest:
+    async def next_request(self) -> LearnerRequest:
         """Wait for the next request; cancelling loses none."""
-        return await self._posts.get()
+        return await self._requests.get()
 
     def answered(
         self,
-        post: LearnerRequest,
+        request: LearnerRequest,
         kind: AnswerKind,
         content: int,
         learning_rate: float | None = None,
@@ -145,10 +145,10 @@ class LearnerRequestChannel:
         end_update: bool = False,
     ) -> RequestAnswer | None:
         """Return the message that answers a request; None when nobody waits for it any more."""
-        waiting, theirs = self._open.get(post.number, (None, 0))
-        if waiting is not post:
+        waiting, theirs = self._open.get(request.number, (None, 0))
+        if waiting is not request:
             return None
-        del self._open[post.number]
+        del self._open[request.number]
         return RequestAnswer(theirs, self.epoch, kind, content, learning_rate, end_update)
 
     def close(self) -> None:
@@ -371,7 +371,7 @@ class LearnerSupervisor:
 
     def answer(
         self,
-        post: LearnerRequest,
+        request: LearnerRequest,
         kind: AnswerKind,
         learning_rate: float | None = None,
         *,
@@ -382,7 +382,7 @@ class LearnerSupervisor:
         if kind == "set" and self.board is not None:
             self._flush()
             content = self.board.content_id
-        message = self.requests.answered(post, kind, content, learning_rate, end_update=end_update)
+        message = self.requests.answered(request, kind, content, learning_rate, end_update=end_update)
         if message is not None and self._link is not None:
             self._link.answer(message)
 
@@ -605,13 +605,13 @@ class LearnerPort:
             return algorithm.learning_rate * (1.0 - min(max(self._progress(), 0.0), 1.0))
         return algorithm.learning_rate
 
-    async def next_post(self) -> LearnerRequest:
+    async def next_request(self) -> LearnerRequest:
         """Wait for the learner's next request; cancelling loses none."""
-        return await self._supervisor.requests.next_post()
+        return await self._supervisor.requests.next_request()
 
     def answer(
         self,
-        post: LearnerRequest,
+        request: LearnerRequest,
         kind: AnswerKind,
         learning_rate: float | None = None,
         *,
@@ -624,4 +624,4 @@ class LearnerPort:
         """
         if learning_rate is not None:
             learning_rate = max(0.0, min(self._algorithm.learning_rate, learning_rate))
-        self._supervisor.answer(post, kind, learning_rate, end_update=end_update)
+        self._supervisor.answer(request, kind, learning_rate, end_update=end_update)

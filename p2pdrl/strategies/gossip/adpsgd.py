@@ -291,7 +291,7 @@ class GradientQuantity(PairQuantity):
         self._in = 0
         self._waiting: LearnerRequest | None = None
         """Waits for an exchange."""
-        self._post: LearnerRequest | None = None
+        self._request: LearnerRequest | None = None
         """Is in one."""
 
     @property
@@ -307,24 +307,24 @@ class GradientQuantity(PairQuantity):
             on_post: called after each.
         """
         while True:
-            self.put(await self._learner.next_post())
+            self.put(await self._learner.next_request())
             if not alive():
                 self._skip()
             on_post()
 
-    def put(self, post: LearnerRequest) -> None:
+    def put(self, request: LearnerRequest) -> None:
         """Have a newer gradient wait for an exchange."""
         self._skip()
-        if post.vector is None:
-            self._learner.answer(post, "none")
+        if request.vector is None:
+            self._learner.answer(request, "none")
         else:
-            self._waiting = post
+            self._waiting = request
 
     def _skip(self) -> None:
         """Let the learner go on with the gradient that waits."""
-        post, self._waiting = self._waiting, None
-        if post is not None:
-            self._learner.answer(post, "none")
+        request, self._waiting = self._waiting, None
+        if request is not None:
+            self._learner.answer(request, "none")
 
     @property
     def outgoing(self) -> memoryview:
@@ -333,15 +333,15 @@ class GradientQuantity(PairQuantity):
 
     def begin(self) -> bool:
         """Take the gradient that waits."""
-        self._post, self._waiting = self._waiting, None
-        return self._post is not None
+        self._request, self._waiting = self._waiting, None
+        return self._request is not None
 
     def load(self) -> None:
         """Compress the gradient, and read it as the peer will."""
-        post = self._post
-        if post is None or post.vector is None:
+        request = self._request
+        if request is None or request.vector is None:
             raise PoisonedVectorError("there is no gradient to send")
-        self._encoder.encode(post.vector)
+        self._encoder.encode(request.vector)
 
     def room(self, nbytes: int) -> memoryview | None:
         """The peer's may be shorter or longer than ours, but not than the codec's longest."""
@@ -359,23 +359,23 @@ class GradientQuantity(PairQuantity):
     def commit(self, policy_version: int) -> bool:
         """Put it into the slot of the learner's gradient."""
         del policy_version
-        if self._post is None or self._post.vector is None:
+        if self._request is None or self._request.vector is None:
             return False
-        np.copyto(self._post.vector, self._theirs_D)
+        np.copyto(self._request.vector, self._theirs_D)
         return True
 
     def end(self, *, done: bool) -> None:
         """Let the learner have it; else its gradient waits again, unless there is a newer one."""
-        post, self._post = self._post, None
-        if post is None:
+        request, self._request = self._request, None
+        if request is None:
             return
         if done:
             self._encoder.delivered()
-            self._learner.answer(post, "add")
+            self._learner.answer(request, "add")
         elif self._waiting is None:
-            self._waiting = post
+            self._waiting = request
         else:
-            self._learner.answer(post, "none")
+            self._learner.answer(request, "none")
 
 
 # --- the exchange -----------------------------------------------------------------------------------

@@ -385,8 +385,8 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
         super().updated(updates)
 
     def _beside(self) -> list[Coroutine[Any, Any, None]]:
-        posts = [] if self._gradients is None else [self._answer_posts(self._gradients)]
-        return [self._average(), *posts]
+        requests = [] if self._gradients is None else [self._answer_requests(self._gradients)]
+        return [self._average(), *requests]
 
     # --- averaging --------------------------------------------------------------------------------
 
@@ -409,15 +409,15 @@ class GalaStrategy(AsynchronousStrategy[PushCore]):
             if report.distance is not None:
                 self._outcomes.met(report.distance)
 
-    async def _answer_posts(self, side: GalaQuantity) -> None:
+    async def _answer_requests(self, side: GalaQuantity) -> None:
         """Answer each gradient as it comes; push it when one is wanted."""
         while True:
-            post = await self._learner.next_post()
+            request = await self._learner.next_request()
             outcome = "none"
-            if post.vector is not None:
+            if request.vector is not None:
                 async with self._lock:
-                    outcome = await self._average_gradient(side, post.vector, post.policy_version)
-            self._learner.answer(post, "add" if outcome == "ok" else "none")
+                    outcome = await self._average_gradient(side, request.vector, request.policy_version)
+            self._learner.answer(request, "add" if outcome == "ok" else "none")
 
     async def _average_gradient(
         self, side: GalaQuantity, gradient_D: Float32Array, policy_version: int

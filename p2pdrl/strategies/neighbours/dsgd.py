@@ -1,7 +1,7 @@
 """Synchronous gossip with neighbours on a graph: D-PSGD (Lian 2017, arXiv 1705.09056).
 
 The group's members lay a graph over themselves (`topology`), whose Metropolis weights keep their mean. Each
-``every_updates`` updates the learner posts a request and stands still; its node exchanges vectors with each
+``every_updates`` updates the learner makes a request and stands still; its node exchanges vectors with each
 neighbour, mixes, and lets it go on:
 
     x_i ← x_i + Σ_j W_ij (x_j − x_i)
@@ -10,7 +10,7 @@ A neighbour that doesn't come in time is left out of the round, by both ends. Wh
 that has exchanged nothing yet is done again in the new one; one that has ends with the edges it has, which
 keeps the mean as well. While there is no view, or no state, the learner waits ``deadline_s`` at most.
 
-With ``exchanges = "gradients"`` it posts each gradient and steps with g_i + Σ_j W_ij (g_j − g_i); each
+With ``exchanges = "gradients"`` it sends each gradient and steps with g_i + Σ_j W_ij (g_j − g_i); each
 ``parameters_every`` rounds the parameters that the gradient was computed on are mixed as well, before it
 steps: that is D-PSGD's own update, x ← W x − γ g(x).
 

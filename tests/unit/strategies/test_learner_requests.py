@@ -18,7 +18,7 @@ class Learner:
     def __init__(self):
         self.posts, self.answers = asyncio.Queue(), []
 
-    async def next_post(self):
+    async def next_request(self):
         return await self.posts.get()
 
     def answer(self, post, kind, learning_rate=None, *, end_update=False):
@@ -42,7 +42,7 @@ async def requests():
 
 
 async def test_a_request_waits_until_it_is_answered(requests):
-    requests.learner.post(1)
+    requests.learner.make_request(1)
     post = await requests.next()
     assert (await requests.next()) is post
     requests.answer(post, "replace")
@@ -50,19 +50,19 @@ async def test_a_request_waits_until_it_is_answered(requests):
     assert requests.learner.answers == [(1, "replace")]
     assert not requests.learner.ended
     assert requests.open is None
-    requests.learner.post(2)
+    requests.learner.make_request(2)
     requests.answer(await requests.next(), "replace", 0.5, end_update=True)
     assert requests.learner.ended
 
 
 async def test_smaller_numbers_mean_a_new_learner(requests):
     for number in (1, 2):
-        requests.learner.post(number)
+        requests.learner.make_request(number)
         requests.answer(await requests.next(), "none")
     assert not requests.restarted
-    requests.learner.post(3)
+    requests.learner.make_request(3)
     old = await requests.next()
-    requests.learner.post(1)
+    requests.learner.make_request(1)
     await asyncio.sleep(0.1)
     assert requests.restarted
     requests.answer(old, "none")
@@ -78,7 +78,7 @@ async def test_who_is_awaited_for_long_is_excused_until_the_next_request(request
     assert await requests.next() is None
     assert LoopClock().monotonic() - began_s == pytest.approx(3.0)
     assert await requests.next() is None
-    requests.learner.post(1)
+    requests.learner.make_request(1)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert (await requests.next()).number == 1
@@ -87,7 +87,7 @@ async def test_who_is_awaited_for_long_is_excused_until_the_next_request(request
 async def test_a_request_in_time_needs_no_excuse(requests):
     requests.expected()
     await asyncio.sleep(2)
-    requests.learner.post(1)
+    requests.learner.make_request(1)
     post = await requests.next()
     await asyncio.sleep(5)
     requests.answer(post, "none")
@@ -101,7 +101,7 @@ async def test_who_waits_with_a_limit_or_is_cancelled_loses_no_request(requests)
     assert await requests.take(1.0) is None
     waiting = asyncio.create_task(requests.take())
     await asyncio.sleep(0)
-    requests.learner.post(1)
+    requests.learner.make_request(1)
     for _ in range(3):  # until the request is here, and the waiter is about to go on
         await asyncio.sleep(0)
         if requests.open is not None:
@@ -116,11 +116,11 @@ async def test_several_takers_share_the_requests_of_a_learner_that_runs_ahead():
     requests = RequestQueue(learner, LoopClock(), most_open=2)
     following = asyncio.create_task(requests.follow())
     takers = [asyncio.create_task(requests.take()) for _ in range(2)]
-    learner.post(1)
-    learner.post(2)
+    learner.make_request(1)
+    learner.make_request(2)
     assert sorted(post.number for post in await asyncio.gather(*takers)) == [1, 2]
     for number in (3, 4, 5):
-        learner.post(number)
+        learner.make_request(number)
     await asyncio.sleep(0.1)
     assert [(await requests.take()).number for _ in range(2)] == [4, 5]  # 3 was another learner's
     following.cancel()
@@ -132,7 +132,7 @@ async def test_closing_lets_everybody_go_and_answers_nothing(requests):
     await asyncio.sleep(0.1)
     requests.close()
     assert await waiting is None
-    requests.learner.post(1)
+    requests.learner.make_request(1)
     await asyncio.sleep(0.1)
     assert await requests.next() is None
     assert requests.learner.answers == []

@@ -43,7 +43,7 @@ class Port(LearnerPort):
         await self.supervisor.begin(restore=False)
 
     async def post(self):
-        return await asyncio.wait_for(self.next_post(), 20)
+        return await asyncio.wait_for(self.next_request(), 20)
 
     def now(self) -> float:
         out = np.empty(4, np.float32)
@@ -123,7 +123,7 @@ async def test_the_successor_of_one_that_died_waiting_works_the_same_way(plan, p
     assert new.number <= old.number  # by which strategies see that it is another learner
     port.answer(old, "none")
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(port.next_post(), 0.1)
+        await asyncio.wait_for(port.next_request(), 0.1)
     port.answer(new, "none")
     await port.post()
     assert port.now() == 9.0

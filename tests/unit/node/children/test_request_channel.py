@@ -35,7 +35,7 @@ async def test_a_gradient_comes_with_its_slot(place):
     learner = GradientRing(region, 2, SIZE)
     learner.slot(1)[:] = 2.5
     place.posted(posted(4, slot=1))
-    post = await place.next_post()
+    post = await place.next_request()
     assert (post.kind, post.policy_version, post.samples) == ("gradients", 104, 8)
     post.vector[0] = -1.0
     assert learner.slot(1).tolist() == [-1.0, 2.5, 2.5, 2.5, 2.5]
@@ -47,7 +47,7 @@ async def test_a_round_of_parameters_takes_no_memory(place):
     work, regions = place.arrange(LearnerMode("parameters", every=4), 2, SIZE)
     assert (work.ring_nbytes, list(regions)) == (0, [])
     place.posted(PostedRequest(1, 2, "parameters", -1, 50, 0))
-    post = await place.next_post()
+    post = await place.next_request()
     assert (post.kind, post.vector) == ("parameters", None)
     assert place.answered(post, "set", 12) == RequestAnswer(1, 2, "set", 12)
 
@@ -55,7 +55,7 @@ async def test_a_round_of_parameters_takes_no_memory(place):
 async def test_the_place_in_the_update_goes_one_way_and_its_end_the_other(place):
     place.arrange(LearnerMode("gradients"), 1, SIZE)
     place.posted(msgspec.structs.replace(posted(1), left=15))
-    post = await place.next_post()
+    post = await place.next_request()
     assert post.left == 15
     expected = RequestAnswer(1, 1, "replace", 0, 0.5, end_update=True)
     assert place.answered(post, "replace", 0, 0.5, end_update=True) == expected
@@ -64,23 +64,23 @@ async def test_the_place_in_the_update_goes_one_way_and_its_end_the_other(place)
 async def test_what_an_earlier_regime_posted_is_void(place):
     place.arrange(LearnerMode("gradients"), 1, SIZE)
     place.posted(posted(1))
-    post = await place.next_post()
+    post = await place.next_request()
     place.posted(posted(2))
     place.arrange(LearnerMode("gradients"), 2, SIZE)
     place.posted(posted(3, epoch=1))
     place.posted(posted(4, epoch=2))
     assert place.answered(post, "replace", 0) is None
-    assert (await place.next_post()).policy_version == 104
+    assert (await place.next_request()).policy_version == 104
 
 
 async def test_what_a_dead_learner_posted_is_void_and_its_slot_is_nobodys(place):
     place.arrange(LearnerMode("gradients"), 1, SIZE)
     place.posted(posted(1))
-    old = await place.next_post()
+    old = await place.next_request()
     work, (region,) = place.renew(SIZE)
     assert (work.learner_mode, work.epoch) == (LearnerMode("gradients"), 1)
     place.posted(posted(1))  # the successor counts from one again
-    new = await place.next_post()
+    new = await place.next_request()
     assert new.number == old.number == 1  # so that a strategy sees that another one posts
     assert place.answered(old, "replace", 0) is None
     old.vector[:] = np.nan  # a thread that hadn't heard of the death yet
@@ -91,7 +91,7 @@ async def test_what_a_dead_learner_posted_is_void_and_its_slot_is_nobodys(place)
 @pytest.mark.parametrize("why", ["died", "alone"])
 async def test_a_strategy_in_lockstep_sees_that_its_learner_lost_step(place, why):
     place.arrange(LearnerMode("gradients"), 1, SIZE)
-    learner = SimpleNamespace(next_post=place.next_post, answer=lambda post, kind, _rate, **_: None)
+    learner = SimpleNamespace(next_request=place.next_request, answer=lambda post, kind, _rate, **_: None)
     requests = RequestQueue(learner, SystemClock(), grace_s=60.0)
     following = asyncio.create_task(requests.follow())
     for number in (1, 2):
@@ -109,14 +109,14 @@ async def test_a_strategy_in_lockstep_sees_that_its_learner_lost_step(place, why
 
 async def test_giving_up_the_wait_for_a_post_loses_none(place):
     place.arrange(LearnerMode("gradients"), 1, SIZE)
-    waiting = asyncio.create_task(place.next_post())
+    waiting = asyncio.create_task(place.next_request())
     await asyncio.sleep(0)
     place.posted(posted(1))
     waiting.cancel()
     await asyncio.wait([waiting])
     assert waiting.cancelled()
     async with asyncio.timeout(1.0):
-        assert (await place.next_post()).policy_version == 101
+        assert (await place.next_request()).policy_version == 101
 
 
 def test_several_learners_share_a_vector(place):
@@ -137,23 +137,23 @@ def test_a_learner_that_names_what_there_isnt(place):
 async def test_one_epoch_may_have_two_regimes(place):
     place.arrange(LearnerMode("gradients"), 1, SIZE)
     place.posted(posted(1))
-    old = await place.next_post()
+    old = await place.next_request()
     place.arrange(FREE, 1, SIZE)  # its strategy couldn't be started: the learner trains alone
     place.posted(posted(2))  # it hadn't heard of that yet
     assert place.answered(old, "replace", 0) is None
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(place.next_post(), 0.01)
+        await asyncio.wait_for(place.next_request(), 0.01)
 
 
 async def test_a_learner_that_went_on_alone_counts_as_another_one(place):
     place.arrange(LearnerMode("gradients"), 1, SIZE)
     for number in (1, 2):
         place.posted(posted(number))
-        late = await place.next_post()
+        late = await place.next_request()
     assert place.answered(late, "replace", 0) == RequestAnswer(2, 1, "replace")
     place.posted(PostedRequest(3, 1, "gradients", 0, 110, 8, alone=True))
     place.posted(posted(4))
-    posts = [await place.next_post() for _ in range(2)]
+    posts = [await place.next_request() for _ in range(2)]
     assert [post.number for post in posts] == [1, 2]
     assert [place.answered(post, "none", 0) for post in (late, *posts)] == [
         None,

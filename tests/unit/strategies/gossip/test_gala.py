@@ -305,12 +305,12 @@ async def test_gradient_by_hand(make):
     answers = []
     a.learner.answer = lambda post, kind: answers.append((kind, post.vector.copy()))
     given = np.arange(D, dtype=np.float32)
-    a.learner.post("gradients", given.copy())
+    a.learner.make_request("gradients", given.copy())
     await asyncio.sleep(0.1)
     await push(b, a, content="gradients", vector=np.full(D, 3.0, np.float32))
     await push(c, a, content="gradients", vector=np.full(D, 6.0, np.float32))
-    a.learner.post("gradients", given.copy())
-    a.learner.post("gradients", np.full(D, np.nan, np.float32))
+    a.learner.make_request("gradients", given.copy())
+    a.learner.make_request("gradients", np.full(D, np.nan, np.float32))
     await asyncio.sleep(0.1)
     assert [kind for kind, _ in answers] == ["none", "add", "none"]
     assert np.allclose(answers[1][1], (given + 3 + 6) / 3 - given, atol=1e-5)

@@ -54,7 +54,7 @@ async def test_both_sides_add_the_opposite(compression):
     answers = [watch_answers(node) for node in swarm.nodes]
     await start(swarm, train=False)
     for node in swarm.nodes:
-        node.learner.post("gradients", node.learner.x.copy())
+        node.learner.make_request("gradients", node.learner.x.copy())
     a.strategy.updated(1)
     await asyncio.sleep(0.5)
     ((_, kind_a, to_a),), ((_, kind_b, to_b),) = answers
@@ -123,7 +123,7 @@ async def test_a_bad_gradient_stays_at_home_and_bad_parameters_are_healed():
     a, b = swarm.nodes
     await start(swarm, train=False)
     for node in swarm.nodes:
-        node.learner.post("gradients", np.full(D, np.nan if node is a else 1.0, np.float32))
+        node.learner.make_request("gradients", np.full(D, np.nan if node is a else 1.0, np.float32))
     a.strategy.updated(1)
     await asyncio.sleep(0.3)
     assert a.strategy.outcomes["failed"] >= 1
@@ -141,7 +141,7 @@ async def test_parameters_only_nodes_refuse_gradients():
     swarm.introduce()
     a, b = swarm.nodes
     await start(swarm, train=False)
-    a.learner.post("gradients", a.learner.x.copy())
+    a.learner.make_request("gradients", a.learner.x.copy())
     a.strategy.updated(1)
     await asyncio.sleep(0.3)
     assert a.strategy.outcomes == {"refused": 1}
