@@ -25,7 +25,7 @@ class Learner:
         self.answers.append((post.number, kind))
         self.ended = end_update
 
-    def post(self, number):
+    def make_request(self, number):
         self.posts.put_nowait(LearnerRequest(number, "gradients", 1, 1, np.zeros(2, np.float32)))
 
 
