@@ -28,9 +28,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(BIN)/p2pdrl swarm up 3 --config cartpole
 
-# One worker runs the tests with real processes, which mostly wait, the others all the rest.
+# One worker runs the tests with real processes, which mostly wait, the other all the rest.
 test: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 3 --dist loadgroup
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "slow or not slow" --timeout 1800

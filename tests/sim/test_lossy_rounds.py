@@ -22,7 +22,7 @@ from p2pdrl.config.strategy import (
 from p2pdrl.testing.memory_transport import MemoryNetwork
 from p2pdrl.testing.virtual_swarm import SimSwarm
 
-pytestmark = pytest.mark.looptime
+pytestmark = [pytest.mark.looptime, pytest.mark.slow]
 
 slow = pytest.mark.slow
 SIZE = 24

@@ -60,6 +60,7 @@ def test_rates_on_a_local_network(strategy):
     assert said.waiting == pytest.approx(real.waiting, abs=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "where", "share"),
     [
@@ -92,6 +93,7 @@ def test_staleness_at_an_asynchronous_server():
     assert said == pytest.approx(real, rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [AdpsgdConfig(), SgpConfig(), GalaConfig(), DsgdConfig()], ids=name)
 def test_exchanges_to_consensus(strategy):
     real, said = (

@@ -147,7 +147,7 @@ def test_every_unroll_that_was_committed_is_read_once_in_order(script):
 def test_concurrent_writers_never_show_a_torn_unroll(made):
     """Each writer fills its arrays with one number: an unroll of two numbers would be a torn one."""
     actors, learner = made(UnrollSpec(ITEMS, (64, 64, 64), 2))
-    rounds = 300
+    rounds = 100
 
     def act(lane):
         for number in range(1, rounds + 1):

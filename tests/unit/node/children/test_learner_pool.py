@@ -234,6 +234,7 @@ def test_one_process_on_shared_memory_is_serial_sgd_to_the_bit():
     np.testing.assert_array_equal(alone.flat, buffer)
 
 
+@pytest.mark.slow
 async def test_four_processes_solve_sparse_least_squares(make, until):
     it = make(Start(msgspec.json.encode(SPARSE), 1, "cpu", 1, False))
     await it.begin(LearnerPace(paused=True, max_updates_per_s=0.0))

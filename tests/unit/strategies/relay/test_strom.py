@@ -153,7 +153,7 @@ async def test_who_was_frozen_goes_on():
         assert apart(crowd) < 2e-6
 
 
-@pytest.mark.parametrize("window_bytes", [300, 1 << 20])
+@pytest.mark.parametrize("window_bytes", [300, pytest.param(1 << 20, marks=pytest.mark.slow)])
 async def test_after_a_partition_all_come_to_one_base(window_bytes):
     async with crowd_of(6, period_s=0.05) as crowd:
         for node in crowd.nodes:
