@@ -114,7 +114,7 @@ class Asking(FakeLearner):
 
     async def ask(self, vector: np.ndarray) -> None:
         """Send a gradient until it is averaged; who adopts a state first has to send again."""
-        while await self._ask(self.post("gradients", vector)) != "replace":
+        while await self._ask(self.make_request("gradients", vector)) != "replace":
             self.absorb()
 
 
