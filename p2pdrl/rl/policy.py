@@ -149,6 +149,11 @@ class ActorCritic(Policy):
         """Names of what the value function has for itself; see ``actor_parts``."""
         return self._with_parameters("critic", "value_head")
 
+    @property
+    def trunk_parts(self) -> tuple[str, ...]:
+        """Names of what both share: a loss of one's own has to step it, or it stays as it was drawn."""
+        return self._with_parameters("trunk", "core")
+
     def _with_parameters(self, *parts: str) -> tuple[str, ...]:
         owners = {name.partition(".")[0] for name, _ in self.named_parameters()}
         return tuple(part for part in parts if part in owners)

@@ -194,7 +194,8 @@ class TargetNetwork:
 
     Args:
         name: in the sidecar: ``target.`` and this.
-        module: the part; of several, an ``nn.Sequential`` of them in the order of the vector.
+        module: the part; of several, an ``nn.Sequential`` of them in the order of the vector; the whole model
+            where the parts share a trunk.
         span: its parameters in the model's flat vector.
         rule: how the copy follows.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from p2pdrl.config.loader import resolve
 from p2pdrl.config.node import NodeConfig
 from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import LocalConfig
-from p2pdrl.config.task import A2CConfig, EnvConfig, PPOConfig, StopConfig, TaskConfig
+from p2pdrl.config.task import A2CConfig, AlgorithmConfig, EnvConfig, PPOConfig, StopConfig, TaskConfig
 
 
 def read(folder: Path, text: str) -> Any:
@@ -44,11 +44,8 @@ def test_each_stop_condition_says_how_it_is_switched_off() -> None:
 def test_keys_cover_the_schema() -> None:
     keys = {doc.key for doc in all_keys()}
     assert {schema.dotted(path) for path, _ in schema.leaves(Config())} <= keys
-    assert {doc.variant for doc in all_keys() if doc.key == "task.algorithm.learning_rate"} == {
-        "ppo",
-        "a2c",
-        "regression",
-    }
+    algorithms = {str(struct.__struct_config__.tag) for struct in get_args(AlgorithmConfig)}
+    assert {doc.variant for doc in all_keys() if doc.key == "task.algorithm.learning_rate"} == algorithms
     assert "task.algorithm.optimizer" in keys
 
 
