@@ -71,7 +71,7 @@ async def test_eight_nodes_train_through_every_trouble(name):
     for node in swarm.living[:-1]:
         assert node.learner.updates >= 28 / PERIOD_S - 3  # nobody ever waited
         moved = node.strategy.outcomes.get("ok", 0) + node.strategy.outcomes.get("answered", 0)
-        assert moved > 20, node.strategy.outcomes
+        assert moved > 8, node.strategy.outcomes  # of some 30; the rest met who was busy, frozen or dead
         assert node.swarm.strikes == node.swarm.heals == node.swarm.adoptions == []
         assert all(report.seconds <= 2.01 for report in node.swarm.rounds)
         good = [report for report in node.swarm.rounds if report.outcome in ("ok", "answered")]
