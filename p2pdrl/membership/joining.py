@@ -18,7 +18,7 @@ from p2pdrl.errors import PeerRefusedError, PeerTimeoutError, PeerUnreachableErr
 from p2pdrl.ids import PROTOCOL_VERSION
 from p2pdrl.membership.events import NOT_ITSELF, Effect, Welcomed
 from p2pdrl.membership.messages import JoinRequest, Starting, Welcome, decode, encode
-from p2pdrl.membership.records import MemberRecord
+from p2pdrl.membership.records import MemberRecord, refuse_address
 from p2pdrl.membership.state import Membership
 from p2pdrl.transport.dial import ip_of, system_resolve
 from p2pdrl.transport.protocol import Address, Refusal, Transport
@@ -160,6 +160,8 @@ JOIN_DEADLINE_S = 5.0
 LISTENS_DEADLINE_S = 1.0
 LONGEST_TROUBLE = 200
 MAX_HEARD_OF = 64
+MAX_TOLD_OF = 8
+"""Nodes that are starting too, told to one that asks while we are; as many as `Starting` takes."""
 NOT_YET = frozenset({409, 429, 503})
 """Refusals that mean "try again soon", and aren't told as a refusal to take us in."""
 
@@ -273,7 +275,7 @@ class Joiner:
 
     Attributes:
         joined: set once some member took us in, or we took one in.
-        own_address_among_seeds: True once a seed turned out to be ourselves.
+        own_address_among_seeds: True once a seed that the person gave turned out to be ourselves.
     """
 
     def __init__(
@@ -323,8 +325,25 @@ class Joiner:
         return self.joined.is_set()
 
     def heard_of(self, address: Address) -> None:
-        """Ask a node that asked us while neither was in a swarm."""
+        """Ask a node that asked us, or that we were told of, while none was in a swarm."""
         self._book.hear_of(address, MAX_HEARD_OF)
+
+    def others_starting(self, asker: str) -> tuple[str, ...]:
+        """Addresses of nodes other than ``asker`` that are starting, those first that may be founding.
+
+        Who has asked and wasn't asked back yet may be about to found, and the latest asked last. Then those
+        that said so, then who remembers the most and has the smallest id.
+        """
+
+        def order(sighting: Sighting) -> tuple[int, int, str]:
+            said = sighting.starting
+            if said is None:
+                return (0, 0, "")
+            return (1 if said.phase in ("claiming", "decided") else 2, -said.env_steps, sighting.node_id)
+
+        known = reversed([s for s in self.sightings() if s.kind in ("starting", "pending")])
+        first = sorted((sighting for sighting in known if sighting.address != asker), key=order)
+        return tuple(dict.fromkeys(sighting.address for sighting in first))[:MAX_TOLD_OF]
 
     def sightings(self) -> list[Sighting]:
         """What came of the last try of each address of each seed."""
@@ -368,7 +387,7 @@ class Joiner:
         me = self._core.me
         own = [address for address in addresses if str(address) == me.address]
         for address in own:
-            self.own_address_among_seeds = True
+            self.own_address_among_seeds |= not seed.hint
             seed.answered[address] = me.id
             self._saw(seed, address, "own", began_s)
         behind = {*addresses} or {seed.address}
@@ -423,12 +442,15 @@ class Joiner:
             return False
         if answer.sender == join.record.id:
             seed.answered[address] = answer.sender
-            self.own_address_among_seeds = True
+            self.own_address_among_seeds |= not seed.hint
             self._saw(seed, address, "own", began_s)
             return True
         if isinstance(welcome, Starting) and answer.sender is not None:
             seed.trouble = "it is only just starting itself"
             self._saw(seed, address, "starting", began_s, node_id=answer.sender, starting=welcome)
+            for told in welcome.others:
+                if refuse_address(told, address.host) is None:
+                    self.heard_of(Address.parse(told))
             return False
         self._saw(seed, address, "answered", began_s)
         if not isinstance(welcome, Welcome) or answer.sender is None:

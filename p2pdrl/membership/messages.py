@@ -149,10 +149,13 @@ class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):
             waits for the seeds that it was given), "blocked" (waits for somebody who is there and
             doesn't take it in), "claiming" (about to found or resume), "decided" (has: come again soon).
         env_steps: steps of the swarm that it remembers; -1 when it remembers none.
+        others: addresses of nodes that are starting as well, as far as the answerer knows. Nodes that were given
+            nothing but one seed learn of each other by them, so that one founds and not several.
     """
 
     phase: Phase
     env_steps: Annotated[int, Meta(ge=-1, lt=2**53)] = -1
+    others: Annotated[tuple[Annotated[str, Meta(min_length=3, max_length=260)], ...], Meta(max_length=8)] = ()
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):

@@ -357,7 +357,8 @@ class MembershipService:
                 return Reply(encode(Welcome((), b"", incoming.remote_host)))
             if (starting := self._hooks.starting()) is not None:
                 self._note_starting(message, incoming)
-                return Reply(encode(starting))
+                others = self.joiner.others_starting(message.record.address)
+                return Reply(encode(msgspec.structs.replace(starting, others=others)))
             judge_newcomer(message, incoming.sender, self._hooks)
         answer = await self._pending.ask(
             lambda token: self._feed(Request(token, incoming.sender, message, incoming.remote_host))

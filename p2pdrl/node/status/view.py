@@ -86,11 +86,10 @@ class ApiView:
 
     async def pause(self, *, paused: bool, swarm: bool) -> None:
         """Hold this node's learner, or everybody's, or let it go on."""
-        training, follower = _need(self._context).training, _need(self._follower)
         if swarm:
-            follower.pause(paused=paused)
-        elif training is not None:
-            follower.hold(training, paused=paused)
+            self._settings().pause(paused=paused)
+        else:
+            _need(self._follower).hold(_need(_need(self._context).training), paused=paused)
 
     def mode(self) -> dict[str, object]:
         """The document of ``/v1/mode``."""
@@ -106,9 +105,8 @@ class ApiView:
 
     async def set_mode(self, mode: str, sets: Sequence[str]) -> dict[str, object]:
         """Propose another mode to the swarm."""
-        context, follower = _need(self._context), _need(self._follower)
-        _need(context.training)
-        record = follower.propose_mode(strategy_from(mode, sets))
+        _need(_need(self._context).training)
+        record = self._settings().propose_mode(strategy_from(mode, sets))
         return {"epoch": record.epoch, "proposer": record.proposer}
 
     async def checkpoint(self) -> str:
@@ -126,6 +124,11 @@ class ApiView:
         if context.training is not None:
             document["task"] = msgspec.to_builtins(context.training.task)
         return {"task": document["task"], "node": document["node"]}
+
+    def _settings(self) -> RecordFollower:
+        """Who changes the swarm's settings; refused before they are of a lineage: founding would lose them."""
+        _need(_need(self._context).membership.records.lineage or None)
+        return _need(self._follower)
 
     def _checkpointer(self) -> Checkpointer:
         checkpointer = _need(self._context).checkpointer

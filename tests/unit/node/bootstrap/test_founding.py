@@ -45,8 +45,11 @@ class Node:
         knows: tuple[int, ...] = (),
         memory: RememberedSwarm | None = None,
         builds_s: float = 2.0,
+        hesitates_s: float = 0.0,
     ) -> None:
         self.network, self.number, self.builds_s = network, number, builds_s
+        self.hesitates_s = hesitates_s
+        """Between answering others and first looking for a swarm: a busy machine."""
         self.identity = Identity(bytes([number]) * 32)
         clock = LoopClock()
         self.events = EventLog(200, clock)
@@ -89,6 +92,7 @@ class Node:
         await asyncio.sleep(after_s)
         await self.transport.start()
         await self.service.start()
+        await asyncio.sleep(self.hesitates_s)
         self.origin = await self.admission.find_swarm(
             self.service.joiner, self.own, remembers=self.remembers, memory=self.memory
         )
@@ -234,6 +238,32 @@ async def test_a_cluster_that_starts_at_once_has_one_founder(make, own_among):
     assert sorted(node.how for node in nodes) == ["founded", "joined", "joined", "joined"]
     first = min(nodes, key=lambda node: node.identity.node_id)
     assert first.how == "founded"
+
+
+@pytest.mark.parametrize("count", [3, 8, 24])
+@pytest.mark.parametrize("late_s", [0.0, 1.0, 4.0])
+async def test_leaves_that_know_their_seed_alone_have_one_founder(make, count, late_s):
+    """The seed comes up last or is slow, and hears of all of them before it has looked around itself."""
+    ids = sorted(range(1, count + 1), key=lambda n: Identity(bytes([n]) * 32).node_id)
+    hub = ids[-1]  # each leaf goes before the one node that it knows
+    nodes = [make(n, (hub,)).start(0.005 * n) for n in ids[:-1]]
+    nodes.append(make(hub, hesitates_s=2.0).start(late_s))
+    await asyncio.sleep(30)
+    assert [node.how for node in nodes].count("founded") == 1
+    assert [node.how for node in nodes].count("joined") == count - 1
+
+
+async def test_a_chain_of_seeds_has_one_founder(make):
+    nodes = [make(1, (2,)).start(), make(2, (3,)).start(), make(3, (4,)).start(), make(4, hesitates_s=2.0).start()]
+    await asyncio.sleep(30)
+    assert sorted(node.how for node in nodes) == ["founded", "joined", "joined", "joined"]
+
+
+async def test_being_told_of_itself_does_not_count_it_among_the_first(make):
+    """An absent seed is waited for, whatever others that are starting tell."""
+    nodes = [make(1, (2, 9)).start(), make(2, (1, 9)).start(), make(3, (1, 2, 9)).start()]
+    await asyncio.sleep(120)
+    assert [node.how for node in nodes] == [None, None, None]
 
 
 async def test_two_that_know_each_other_one_way_have_one_founder(make):

@@ -26,11 +26,16 @@ def figures(talking, membership, training) -> StatusReporter:
     membership.views += [membership.view(B, "bob"), membership.view(C, "carol")]
     membership.views += [membership.view(D, "dave", "dead")]
     talking.training, talking.state = training, "training"
+    membership.follow(training.lineage)
     return StatusReporter(talking)
 
 
 @pytest.fixture
 def view(figures, context, events) -> ApiView:
+    return view_of(context, figures, events)
+
+
+def view_of(context, figures, events) -> ApiView:
     made = ApiView(
         node_id="a" * 32,
         name="me", token="t" * 64, swarm_key=None, open_metrics=False, data_dir="/data", events=events,
@@ -106,6 +111,29 @@ async def test_a_node_without_a_swarm_proposes_nothing(view, context):
         await view.set_mode("local", [])
     assert view.mode()["mode"] is None
     assert view.rounds() == []
+
+
+async def test_before_its_state_has_a_lineage_a_node_changes_no_settings(context, figures, events, membership):
+    """What it proposed would be of no lineage, and lost as the node founds its swarm or joins one."""
+    membership.records.follow("")
+    made = view_of(context, figures, events)
+    for ask in (
+        lambda: made.pause(paused=True, swarm=True),
+        lambda: made.pause(paused=False, swarm=True),
+        lambda: made.set_mode("local", []),
+    ):
+        with pytest.raises(CheckpointError, match="still starting"):
+            await ask()
+    assert membership.records.all() == ()
+    membership.follow("cd" * 8)
+    await made.pause(paused=True, swarm=True)
+    assert settings.decode(membership.records.get(settings.PAUSE).value, settings.PauseSetting).paused
+
+
+async def test_without_training_there_is_nothing_to_hold(view, context):
+    context.training = None
+    with pytest.raises(CheckpointError, match="still starting"):
+        await view.pause(paused=True, swarm=False)
 
 
 async def test_rounds_are_counted_and_shown(view, context, training):

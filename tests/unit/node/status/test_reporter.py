@@ -279,7 +279,7 @@ async def test_the_view_before_and_after_the_parts_are_there(figures, full, even
             ask()
     held: list[tuple[str, bool]] = []
     follower = type(
-        "Conduct",
+        "Follower",
         (),
         {
             "pause": lambda self, *, paused: held.append(("swarm", paused)),
@@ -287,6 +287,7 @@ async def test_the_view_before_and_after_the_parts_are_there(figures, full, even
         },
     )()
     view.attach(full, figures, Meters(full, figures, None), follower)
+    full.membership.follow(training.lineage)
     assert view.status().keys() == STATUS_KEYS
     assert view.peers()[0].keys() == ROW_KEYS
     assert view.health() == (True, [])
