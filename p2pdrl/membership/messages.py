@@ -149,8 +149,8 @@ class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):
             waits for the seeds that it was given), "blocked" (waits for somebody who is there and
             doesn't take it in), "claiming" (about to found or resume), "decided" (has: come again soon).
         env_steps: steps of the swarm that it remembers; -1 when it remembers none.
-        others: addresses of nodes that are starting as well, as far as the answerer knows. Nodes that were given
-            nothing but one seed learn of each other by them, so that one founds and not several.
+        others: addresses of nodes that are starting as well, as far as the answerer knows. Nodes that were
+            given one seed and no more learn of each other so, and one of them founds.
     """
 
     phase: Phase

@@ -13,9 +13,10 @@ rank founds, and the others join it:
 | claiming | is first in rank, and asks everybody once more whether somebody else claims or has decided |
 | decided | has founded, resumed or joined, and can soon take others in |
 
-Each tells who asks it whom else it knows to be starting, so those that were given one seed and no more learn of
-each other. A node that claims says so before it asks, so of two that claim at once at least one sees the other; the one
-behind in rank takes its claim back, and the other waits until it has. `admission` runs it.
+Each tells who asks it whom else it knows to be starting, so those that were given one seed and no more
+learn of each other. A node that claims says so before it asks, so of two that claim at once at least one
+sees the other; the one behind in rank takes its claim back, and the other waits until it has.
+`admission` runs it.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class ApiView:
         return {"task": document["task"], "node": document["node"]}
 
     def _settings(self) -> RecordFollower:
-        """Who changes the swarm's settings; refused before they are of a lineage: founding would lose them."""
+        """Who changes the swarm's settings; refused while they are of no lineage: founding loses those."""
         _need(_need(self._context).membership.records.lineage or None)
         return _need(self._follower)
 

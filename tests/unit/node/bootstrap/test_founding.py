@@ -254,7 +254,12 @@ async def test_leaves_that_know_their_seed_alone_have_one_founder(make, count, l
 
 
 async def test_a_chain_of_seeds_has_one_founder(make):
-    nodes = [make(1, (2,)).start(), make(2, (3,)).start(), make(3, (4,)).start(), make(4, hesitates_s=2.0).start()]
+    nodes = [
+        make(1, (2,)).start(),
+        make(2, (3,)).start(),
+        make(3, (4,)).start(),
+        make(4, hesitates_s=2.0).start(),
+    ]
     await asyncio.sleep(30)
     assert sorted(node.how for node in nodes) == ["founded", "joined", "joined", "joined"]
 

@@ -113,7 +113,9 @@ async def test_a_node_without_a_swarm_proposes_nothing(view, context):
     assert view.rounds() == []
 
 
-async def test_before_its_state_has_a_lineage_a_node_changes_no_settings(context, figures, events, membership):
+async def test_before_its_state_has_a_lineage_a_node_changes_no_settings(
+    context, figures, events, membership
+):
     """What it proposed would be of no lineage, and lost as the node founds its swarm or joins one."""
     membership.records.follow("")
     made = view_of(context, figures, events)

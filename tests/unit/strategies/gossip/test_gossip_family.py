@@ -60,10 +60,11 @@ async def test_eight_nodes_train_through_every_trouble(name):
     for node in swarm.nodes:
         await node.start()
     await asyncio.sleep(8)
-    network.freeze(swarm.nodes[2].id)
+    frozen = swarm.nodes[2]  # and for a while after that, those that it couldn't reach rest
+    network.freeze(frozen.id)
     await swarm.kill(swarm.nodes[5])
     await asyncio.sleep(8)
-    network.thaw(swarm.nodes[2].id)
+    network.thaw(frozen.id)
     await add(swarm, FAMILY[name]).start()
     swarm.introduce()
     await asyncio.sleep(12)
@@ -71,7 +72,7 @@ async def test_eight_nodes_train_through_every_trouble(name):
     for node in swarm.living[:-1]:
         assert node.learner.updates >= 28 / PERIOD_S - 3  # nobody ever waited
         moved = node.strategy.outcomes.get("ok", 0) + node.strategy.outcomes.get("answered", 0)
-        assert moved > 8, node.strategy.outcomes  # of some 30; the rest met who was busy, frozen or dead
+        assert moved > (8 if node is frozen else 20), node.strategy.outcomes
         assert node.swarm.strikes == node.swarm.heals == node.swarm.adoptions == []
         assert all(report.seconds <= 2.01 for report in node.swarm.rounds)
         good = [report for report in node.swarm.rounds if report.outcome in ("ok", "answered")]
