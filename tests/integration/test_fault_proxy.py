@@ -22,6 +22,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_nodes_behind_proxies_meet_and_faults_show_and_heal(swarm, wait_until, no_orphans):
     ports = [free_port(), free_port()]

@@ -154,7 +154,7 @@ def check(film, config):
 def test_three_workers_are_one_big_batch(swarm, wait_until, strategy):
     config = problem(3)
     film = Film(begin(swarm, wait_until, 3, config, **strategy))
-    film.shoot(9)
+    film.shoot(5)
     assert check(film, config) < WITHIN
 
 

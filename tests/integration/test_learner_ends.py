@@ -113,6 +113,7 @@ def test_an_environment_that_always_raises_ends_the_node_with_its_error(
     assert "never retrieved" not in node.text()
 
 
+@pytest.mark.slow
 def test_a_learner_that_takes_long_to_start_is_waited_for(swarm, wait_until, own_environments, no_orphans):
     arguments, variables = own_environments("Slow-v0")
     node = swarm.start("n", *arguments, "--set=node.learner.hung_deadline_s=3", env=variables)
@@ -130,6 +131,7 @@ def test_a_learner_that_takes_long_to_start_is_waited_for(swarm, wait_until, own
     assert node.wait(15) == 0
 
 
+@pytest.mark.slow
 def test_a_learner_that_is_killed_while_it_is_first_built_is_replaced(swarm, wait_until, own_environments):
     arguments, variables = own_environments("Slow-v0")
     node = swarm.start("n", *arguments, env=variables)

@@ -73,6 +73,7 @@ def switched_and_ended(swarm):
     return a, b, record
 
 
+@pytest.mark.slow
 def test_a_swarm_that_was_off_goes_on_in_its_last_mode(swarm, wait_until):
     a, b, record = switched_and_ended(swarm)
     a = swarm.start("a", *PACE, "--set", "task.strategy.every_updates=2", data=a.data)

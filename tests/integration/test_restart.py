@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from p2pdrl.node.state.checkpoints import load
 from tests.integration.conftest import free_port
 
@@ -70,6 +72,7 @@ def test_a_killed_member_comes_back_elsewhere_with_its_counts(swarm, wait_until)
     assert len(a.peers()) == 2
 
 
+@pytest.mark.slow
 def test_two_islands_become_one_swarm_of_the_elder_lineage(swarm, wait_until):
     elder = swarm.start("elder", *PACE)
     swarm.training(elder)
@@ -123,6 +126,7 @@ def test_ctrl_c_leaves_properly(swarm, wait_until, no_orphans):
     assert a.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_an_elder_checkpoint_isn_t_thrown_away_for_a_young_swarm(swarm, wait_until):
     elder = swarm.start("elder", *PACE)
     swarm.training(elder)
@@ -139,6 +143,7 @@ def test_an_elder_checkpoint_isn_t_thrown_away_for_a_young_swarm(swarm, wait_unt
     wait_until(lambda: young.status()["lineage"] == lineage, 30, "the young one adopts")
 
 
+@pytest.mark.slow
 def test_newcomers_whose_only_donor_dies_go_on_together(swarm, wait_until):
     founder = swarm.start("founder", *PACE)
     swarm.training(founder)

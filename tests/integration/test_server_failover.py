@@ -14,8 +14,9 @@ def serves(node):
     return "server" in str((node.json("/v1/mode") or {}).get("facts", {}).get("role", ""))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("protocol", ["server_sync", pytest.param("server_async", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("protocol", ["server_sync", "server_async"])
 def test_workers_go_on_when_the_serving_node_is_killed(
     swarm, small_updates, wait_until, make_recovery, protocol
 ):

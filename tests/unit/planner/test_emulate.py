@@ -53,8 +53,8 @@ def near(real, said, share):
 
 @pytest.mark.parametrize("strategy", EXCHANGING, ids=name)
 def test_rates_on_a_local_network(strategy):
-    real = emulate(SWARMS["lan"], strategy, seconds=20)
-    said = predict(SWARMS["lan"], strategy, seconds=20)
+    real = emulate(SWARMS["lan"], strategy, seconds=8)
+    said = predict(SWARMS["lan"], strategy, seconds=8)
     near(real, said, 0.15)
     assert said.wire_out_s == pytest.approx(real.wire_out_s, rel=0.15)
     assert said.waiting == pytest.approx(real.waiting, abs=0.03)

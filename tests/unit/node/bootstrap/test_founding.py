@@ -240,7 +240,7 @@ async def test_a_cluster_that_starts_at_once_has_one_founder(make, own_among):
     assert first.how == "founded"
 
 
-@pytest.mark.parametrize("count", [3, 8, 24])
+@pytest.mark.parametrize("count", [3, 8, pytest.param(24, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("late_s", [0.0, 1.0, 4.0])
 async def test_leaves_that_know_their_seed_alone_have_one_founder(make, count, late_s):
     """The seed comes up last or is slow, and hears of all of them before it has looked around itself."""
@@ -306,7 +306,9 @@ async def test_restarted_all_at_once_who_remembers_most_resumes_and_the_others_j
     assert {node.origin.info.lineage for node in nodes if node.how == "joined"} == {"ab" * 8}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 18))]
+)
 async def test_however_they_start_one_leads(make, seed):
     """Random counts, delays, times of building and memories; each knows all others, some count themselves."""
     rng = random.Random(seed)

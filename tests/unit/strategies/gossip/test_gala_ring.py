@@ -53,7 +53,9 @@ class Ring:
         return {sender: senders.count(sender) for sender in sorted(set(senders))}
 
 
-@pytest.fixture(params=[CONFIG, GRADIENTS], ids=["parameters", "gradients"])
+@pytest.fixture(
+    params=[CONFIG, pytest.param(GRADIENTS, marks=pytest.mark.slow)], ids=["parameters", "gradients"]
+)
 def ring(request, make_swarm):
     swarm = make_swarm(5, request.param, {"learning_rate": 0.05})
     for number, node in enumerate(swarm.nodes):
