@@ -117,6 +117,7 @@ gym.register("Crashing-v0", entry_point=Crashing)
 """
 
 
+@pytest.mark.slow
 def test_an_environment_that_raises_is_told_and_ends_the_node(swarm, tmp_path):
     (tmp_path / "crashing.py").write_text(CRASHING)
     node = swarm.start(

@@ -266,7 +266,7 @@ def figure(victim: Any, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"p2pdrl_{name}"))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_member_that_sends_anything_ends_nobody(swarm, wait_until, seed):
     victim = swarm.start("victim", *PACE, "--set", f"node.seed={seed}", "--set", "node.keep_running=true")
     swarm.training(victim)
