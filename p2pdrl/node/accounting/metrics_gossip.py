@@ -143,16 +143,19 @@ class MetricsGossip:
     async def run(self) -> None:
         """Gossip for ever."""
         while True:
-            self.refresh()
+            own = self.refresh()
             alive = self._alive()
             chosen = self._rng.sample(sorted(alive), min(FAN_OUT, len(alive)))
             await asyncio.gather(*(self.tell(peer, alive[peer]) for peer in chosen))
             self._on_round()
-            await asyncio.sleep(period_s(len(alive) + 1) * self._rng.uniform(0.9, 1.1))
+            seconds = period_s(len(alive) + 1, paused=own.state == "paused")
+            await asyncio.sleep(seconds * self._rng.uniform(0.9, 1.1))
 
-    def refresh(self) -> None:
-        """Put our own newest report into the table."""
-        self.table.put(self._make_report(), self._clock.monotonic())
+    def refresh(self) -> PeerReport:
+        """Put our own newest report into the table; return it."""
+        report = self._make_report()
+        self.table.put(report, self._clock.monotonic())
+        return report
 
     async def tell(self, peer: str, address: Address) -> bool:
         """Do one round with ``peer``; return whether it answered."""

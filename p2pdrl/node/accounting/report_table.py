@@ -39,14 +39,14 @@ NodeId = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Label = Annotated[str, Meta(max_length=64)]
 
 
-def period_s(nodes: int) -> float:
+def period_s(nodes: int, *, paused: bool = False) -> float:
     """Seconds between two rounds of a swarm of ``nodes``.
 
-    Formula: ``max(1, nodes / 6)``. A round's bytes grow with N (counts of every node, reports up to the
-    bound of a message), so its period does as well, from six nodes on. Shorter periods are fresher and cost
-    more bytes.
+    Formula: ``max(1, nodes / 6)``, of a paused node, which has little news, ``max(3, nodes / 6)``. A round's
+    bytes grow with N (counts of every node, reports up to the bound of a message), so its period does as
+    well, from six nodes on. Shorter periods are fresher and cost more bytes.
     """
-    return max(1.0, nodes / 6)
+    return max(3.0 if paused else 1.0, nodes / 6)
 
 
 class PeerReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
