@@ -20,8 +20,10 @@ from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import HogwildConfig, PipelineConfig, StrategyConfig
 from p2pdrl.config.task import (
     AlgorithmOptions,
+    DQNConfig,
     NetworkConfig,
     RegressionConfig,
+    ReplayOptions,
     TaskConfig,
     batches_of,
     losses_of,
@@ -175,7 +177,7 @@ def problems(config: Config) -> list[Problem]:
     task, learner = config.task, config.node.learner
     idle = list(idle_keys(task.strategy, learner))
     said = {problem.key for problem in idle}
-    gradients = [*_parts_problems(task, learner), *_split_problems(learner)]
+    gradients = [*_parts_problems(task, learner), *_split_problems(task, learner)]
     return [
         *_fixed_problems(task),
         *mode_problems(task, config.node),
@@ -212,7 +214,18 @@ def _strategy_problems(task: TaskConfig) -> Iterator[Problem]:
             "model can't be cut into stages; take a strategy that exchanges parameters, as adpsgd",
         )
         return
+    if mode.stages and not cut_into_stages(task):
+        yield Problem(
+            "task.strategy.name",
+            "this algorithm's model can't be cut into stages, only an actor-critic's; take another strategy",
+        )
+        return
     yield from pipeline_problems(task)
+
+
+def cut_into_stages(task: TaskConfig) -> bool:
+    """Whether the task's model can be cut into stages, over peers or over devices."""
+    return isinstance(task.algorithm, RegressionConfig) or task.algorithm.stages
 
 
 def _fixed_problems(task: TaskConfig) -> Iterator[Problem]:
@@ -223,6 +236,7 @@ def _fixed_problems(task: TaskConfig) -> Iterator[Problem]:
         yield from _batch_problems(task.algorithm, task.env.num_envs)
         yield from _network_problems(task.network)
         yield from _memory_problems(task)
+        yield from _replay_problems(task)
     if task.algorithm.anneal == "linear" and task.stop.env_steps == 0:
         yield Problem(
             "task.algorithm.anneal",
@@ -269,6 +283,31 @@ def _memory_problems(task: TaskConfig) -> Iterator[Problem]:
         )
 
 
+def _replay_problems(task: TaskConfig) -> Iterator[Problem]:
+    """What a replay memory asks of the rest, and what makes no sense without action values."""
+    algorithm, network = task.algorithm, task.network
+    if network.dueling and not isinstance(algorithm, DQNConfig):
+        yield Problem("task.network.dueling", "dueling heads are for action values, as dqn's; turn it off")
+    if not isinstance(algorithm, ReplayOptions):
+        return
+    if network.core != "none":
+        yield Problem(
+            "task.network.core", "transitions drawn from a replay memory have no past; leave it none"
+        )
+    if algorithm.learning_starts > algorithm.buffer_size:
+        yield Problem(
+            "task.algorithm.learning_starts",
+            f"a memory of {algorithm.buffer_size} steps never holds {algorithm.learning_starts}; lower it, "
+            "or raise buffer_size",
+        )
+    least = task.env.num_envs * (algorithm.unroll_steps + algorithm.n_step + 1)
+    if algorithm.buffer_size < least:
+        yield Problem(
+            "task.algorithm.buffer_size",
+            f"num_envs × (unroll_steps + n_step + 1) = {least} steps are the least that can be learned from",
+        )
+
+
 def _regression_problems(algorithm: RegressionConfig) -> Iterator[Problem]:
     classes = algorithm.classes if algorithm.kind == "classifier" else 1
     numbers = algorithm.features * max(algorithm.rows, algorithm.batch_size, classes)
@@ -306,7 +345,7 @@ def _parts_problems(task: TaskConfig, learner: LearnerConfig) -> Iterator[Proble
         )
 
 
-def _split_problems(learner: LearnerConfig) -> Iterator[Problem]:
+def _split_problems(task: TaskConfig, learner: LearnerConfig) -> Iterator[Problem]:
     """A network over several devices of this node, and what doesn't go with it."""
     devices, cuts = learner.split_devices, learner.split_cuts
     if cuts and len(cuts) != len(devices) - 1:
@@ -319,6 +358,11 @@ def _split_problems(learner: LearnerConfig) -> Iterator[Problem]:
         yield Problem("node.learner.split_cuts", f"numbers of blocks must rise, not be {list(cuts)}")
     if not devices:
         return
+    if not cut_into_stages(task):
+        yield Problem(
+            "node.learner.split_devices",
+            "this algorithm's model can't be cut into stages, only an actor-critic's; name no devices",
+        )
     if len(devices) < 2:
         yield Problem(
             "node.learner.split_devices",

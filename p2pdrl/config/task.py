@@ -24,11 +24,13 @@ __all__ = [
     "A2CConfig",
     "AlgorithmConfig",
     "AlgorithmOptions",
+    "DQNConfig",
     "EnvConfig",
     "GradientsConfig",
     "NetworkConfig",
     "PPOConfig",
     "RegressionConfig",
+    "ReplayOptions",
     "StopConfig",
     "TaskConfig",
     "batches_of",
@@ -90,6 +92,9 @@ class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only
     MLP is shared by policy and values, and minibatches are cut between environments, never in time."""
     core_size: Annotated[int, Meta(ge=1, le=65_536)] = 128
     """Units of the memory."""
+    dueling: bool = False
+    """Action values as the sum of a state's value and each action's advantage (Wang 2016): better where many
+    actions are worth the same. Only where action values are learned (``dqn``)."""
 
 
 class AlgorithmOptions(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -109,6 +114,8 @@ class AlgorithmOptions(Travelling, frozen=True, forbid_unknown_fields=True, kw_o
 
     losses: ClassVar[int] = 1
     """How many losses it has; gradients of several can't travel, nor can their model be cut into stages."""
+    stages: ClassVar[bool] = True
+    """Whether its model can be cut into stages: that of an actor-critic can."""
 
 
 class PPOConfig(
@@ -169,6 +176,57 @@ class A2CConfig(
     """Added to RMSProp's (and Adam's) denominator."""
 
 
+class ReplayOptions(AlgorithmOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What algorithms have that learn from a replay memory."""
+
+    stages: ClassVar[bool] = False
+
+    buffer_size: Annotated[int, Meta(ge=1, le=100_000_000)] = 100_000
+    """Environment steps that a learner's memory holds; the oldest make room. They lie in this machine's
+    memory: 100,000 of Atari's 84×84 pictures are 0.7 GB."""
+    learning_starts: Annotated[int, Meta(ge=1, le=100_000_000)] = 1000
+    """Steps in the memory before the first gradient."""
+    batch_size: Annotated[int, Meta(ge=1, le=1_000_000)] = 64
+    """Transitions of each gradient."""
+    gradient_steps: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
+    """Gradients after each unroll (num_envs × unroll_steps steps): more learn more from each step, slower,
+    and overfit to what is stored."""
+    n_step: Annotated[int, Meta(ge=1, le=1000)] = 1
+    """Rewards before the bootstrap. More carry news back faster, and belong to older policies."""
+    prioritized: bool = False
+    """Draw transitions in proportion to their last error (Schaul 2016, arXiv 1511.05952), not all alike."""
+    alpha: Fraction = 0.6
+    """Exponent of the priorities: 0 draws all alike."""
+    beta: Fraction = 0.4
+    """Exponent of the importance weights at first; it rises to 1 as the swarm nears ``stop.env_steps``."""
+
+
+class DQNConfig(
+    ReplayOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="dqn"
+):
+    """Deep Q-learning (Mnih 2015), double, and where asked for dueling, n-step and prioritized."""
+
+    learning_rate: NonNegative = 1e-4
+    """Step of Adam."""
+    unroll_steps: Count = 4
+    """Steps per environment before each block of ``gradient_steps``."""
+    double: bool = True
+    """The online network picks the next action and the target network judges it (van Hasselt 2016), which
+    takes out most of the overestimation."""
+    target_every: Count = 250
+    """Updates (blocks of ``gradient_steps``) between two copies of the network into its target."""
+    target_tau: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Instead, move the target by this share after each gradient step; none copies."""
+    exploration_start: Fraction = 1.0
+    """ε of ε-greedy actions at first."""
+    exploration_end: Fraction = 0.05
+    """ε at last."""
+    exploration_steps: Annotated[int, Meta(ge=1)] = 50_000
+    """Environment steps of the whole swarm over which ε falls."""
+    max_grad_norm: Positive = 10.0
+    """Global gradient norm is clipped to this."""
+
+
 class RegressionConfig(
     Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="regression"
 ):
@@ -227,7 +285,7 @@ class RegressionConfig(
     """Updates of a learner between two evaluations, the "episodes" of ``stop.mean_return``."""
 
 
-AlgorithmConfig = PPOConfig | A2CConfig | RegressionConfig
+AlgorithmConfig = PPOConfig | A2CConfig | DQNConfig | RegressionConfig
 
 
 # What changes results is the task's. How a batch is cut and what is kept in memory (microbatches and
@@ -311,7 +369,7 @@ def minibatches_of(algorithm: AlgorithmConfig) -> int:
 def minibatch_rows(task: TaskConfig) -> tuple[int, str]:
     """Return what each gradient's batch is made of: how many, and what they are."""
     algorithm = task.algorithm
-    if isinstance(algorithm, RegressionConfig):
+    if isinstance(algorithm, RegressionConfig | ReplayOptions):
         return algorithm.batch_size, "rows"
     remembers = task.network.core != "none"
     rows = task.env.num_envs * (1 if remembers else algorithm.unroll_steps)

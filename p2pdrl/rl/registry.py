@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import torch
 
-from p2pdrl.config.task import RegressionConfig, TaskConfig
+from p2pdrl.config.task import RegressionConfig, ReplayOptions, TaskConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.algorithm import Loss
 from p2pdrl.rl.algorithms.registry import AlgorithmContext, entry_of
@@ -35,20 +35,22 @@ from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import ModelParts, module_parts, policy_parts
 from p2pdrl.rl.policy import Policy
-from p2pdrl.rl.rollout import Collector, Unroll
+from p2pdrl.rl.rollout import Collector
+from p2pdrl.rl.sources.replay import ReplayFeeder, replay_memory
 from p2pdrl.rl.sources.rows import RowSource, make_rows
-from p2pdrl.rl.sources.source import Source
-from p2pdrl.rl.sources.unrolls import InlineSource, UnrollScaler
+from p2pdrl.rl.sources.source import BatchT, Source
+from p2pdrl.rl.sources.unrolls import InlineSource, UnrollReader, UnrollScaler
 from p2pdrl.rl.trainer import Trainer
 
 __all__ = ["RolloutContext", "SourceMaker", "build_trainer"]
 
 
 @dataclass(frozen=True)
-class RolloutContext:
+class RolloutContext(Generic[BatchT]):
     """What a source of unrolls is made from.
 
     Attributes:
+        reader: makes a batch of each.
         normalizer: of observations; None where the task doesn't normalise them.
     """
 
@@ -56,11 +58,11 @@ class RolloutContext:
     spec: EnvSpec
     policy: Policy
     flat: FlatModule
-    scaler: UnrollScaler
+    reader: UnrollReader[BatchT]
     normalizer: RunningNormalizer | None
 
 
-SourceMaker = Callable[[RolloutContext], Source[Unroll]]
+SourceMaker = Callable[[RolloutContext[Any]], Source[Any]]
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def _regression_trainer(task: TaskConfig, config: RegressionConfig, options: _Op
 def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer:
     device = options.device
     entry = entry_of(config)
-    env_seed, action_seed = (int(word) for word in np.random.SeedSequence(options.seed).generate_state(2))
+    words = np.random.SeedSequence(options.seed).generate_state(3)
+    env_seed, action_seed, replay_seed = (int(word) for word in words)
     generator = torch.Generator(device).manual_seed(action_seed)
     env = make_vector_env(
         task.env,
@@ -183,14 +186,26 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
     if task.env.normalize_returns:
         reward_scaler = RewardScaler(num_envs, config.discount)
         statistics["returns"] = reward_scaler.statistics
-    scaler = UnrollScaler(device, normalizer=normalizer, reward_scaler=reward_scaler)
-    source: Source[Unroll]
+    reader: UnrollReader[Any]
+    if isinstance(config, ReplayOptions):
+        reader = ReplayFeeder(
+            replay_memory(config, spec, num_envs),
+            device,
+            n_step=config.n_step,
+            discount=config.discount,
+            seed=replay_seed,
+            normalizer=normalizer,
+            reward_scaler=reward_scaler,
+        )
+    else:
+        reader = UnrollScaler(device, normalizer=normalizer, reward_scaler=reward_scaler)
+    source: Source[Any]
     if options.source is None:
         collector = Collector(env, policy, config.unroll_steps, generator, normalizer=normalizer)
-        source = InlineSource(collector, scaler)
+        source = InlineSource(collector, reader)
     else:
         env.close()
-        source = options.source(RolloutContext(task, spec, policy, flat, scaler, normalizer))
+        source = options.source(RolloutContext(task, spec, policy, flat, reader, normalizer))
 
     def parts(loss: Loss[Any]) -> ModelParts[Any]:
         recurrent = policy.initial_state(1) is not None

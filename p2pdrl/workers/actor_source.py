@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from p2pdrl.rl.registry import RolloutContext
-from p2pdrl.rl.rollout import Unroll
-from p2pdrl.rl.sources.source import Source
+from p2pdrl.rl.sources.source import BatchT, Source
 from p2pdrl.rl.sources.unrolls import UnrollPart, joined, unroll_items
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import ActingPolicy, SharedPolicy
@@ -34,7 +33,7 @@ LATEST_S = 60.0
 taken at most so far; after `LATEST_S` it is late in any case."""
 
 
-class ActorSource(Source[Unroll]):
+class ActorSource(Source[BatchT]):
     """Reads the unrolls of actor processes.
 
     Args:
@@ -48,7 +47,11 @@ class ActorSource(Source[Unroll]):
     """
 
     def __init__(
-        self, acting: RolloutContext, actors: int, ahead: int, clock: Callable[[], float] = time.monotonic
+        self,
+        acting: RolloutContext[BatchT],
+        actors: int,
+        ahead: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._acting = acting
         self._ahead = ahead
@@ -112,7 +115,7 @@ class ActorSource(Source[Unroll]):
         begins = lane.committed == 0 and lane.lives <= 1  # its first process may just be starting
         return (lane.running or begins) and not self._late[number]
 
-    def next(self) -> Unroll:
+    def next(self) -> BatchT:
         """Return the oldest unroll of each actor, as one."""
         parts, staleness = [], []
         self._read = []
@@ -131,7 +134,7 @@ class ActorSource(Source[Unroll]):
         else:
             self.left_out += len(self._lanes) - len(parts)
         self._waiting_since_s = None
-        return self._acting.scaler.scale(joined(parts, self._environments))
+        return self._acting.reader.read(joined(parts, self._environments))
 
     def commit(self) -> None:
         """Free the slots that the last batch came from."""

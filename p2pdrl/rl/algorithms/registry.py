@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 
-from p2pdrl.config.task import A2CConfig, NetworkConfig, PPOConfig
+from p2pdrl.config.task import A2CConfig, DQNConfig, NetworkConfig, PPOConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.a2c import A2C
 from p2pdrl.rl.algorithms.algorithm import Algorithm
+from p2pdrl.rl.algorithms.dqn import DQN
 from p2pdrl.rl.algorithms.ppo import PPO
 from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Forward, GradientEngine
 from p2pdrl.rl.policy import ActorCritic, Policy
+from p2pdrl.rl.q_network import QNetwork
 
 __all__ = ["AlgorithmContext", "AlgorithmEntry", "entry_of", "register"]
 
@@ -63,6 +65,7 @@ class AlgorithmEntry:
 ALGORITHMS: dict[type, AlgorithmEntry] = {
     PPOConfig: AlgorithmEntry(lambda made: PPO(made.config, made.flat, made.engine, made.generator)),
     A2CConfig: AlgorithmEntry(lambda made: A2C(made.config, made.flat, made.engine)),
+    DQNConfig: AlgorithmEntry(lambda made: DQN(made.config, made.policy, made.flat, made.engine), QNetwork),
 }
 """By the type of ``task.algorithm``, which has ``unroll_steps`` and ``discount``."""
 

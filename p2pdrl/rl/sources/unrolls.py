@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,20 @@ from p2pdrl.rl.envs import Discrete
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.policy import Policy
 from p2pdrl.rl.rollout import Collector, RawUnroll, Unroll
-from p2pdrl.rl.sources.source import Source
+from p2pdrl.rl.sources.source import Batch, BatchT, Source
 from p2pdrl.tensors.unroll_ring import ENVIRONMENTS, UnrollItem
 
-__all__ = ["InlineSource", "UnrollPart", "UnrollScaler", "joined", "pack", "unroll_items"]
+__all__ = ["InlineSource", "UnrollPart", "UnrollReader", "UnrollScaler", "joined", "pack", "unroll_items"]
 
 Array = npt.NDArray[Any]
+BatchT_co = TypeVar("BatchT_co", bound=Batch, covariant=True)
+
+
+class UnrollReader(Protocol[BatchT_co]):
+    """Makes an algorithm's batch of each raw unroll."""
+
+    def read(self, raw: RawUnroll) -> BatchT_co:
+        """Return a batch; arrays of the unroll may be overwritten once the update with it is done."""
 
 
 class UnrollScaler:
@@ -48,7 +56,7 @@ class UnrollScaler:
         self._normalizer = normalizer
         self._reward_scaler = reward_scaler
 
-    def scale(self, raw: RawUnroll) -> Unroll:
+    def read(self, raw: RawUnroll) -> Unroll:
         """Return the unroll, scaled; count it."""
         device, normalizer = self._device, self._normalizer
         seen_T1BX = raw.seen_T1BX
@@ -78,16 +86,16 @@ class UnrollScaler:
         )
 
 
-class InlineSource(Source[Unroll]):
+class InlineSource(Source[BatchT]):
     """Collects unrolls in the learner's own process, with the current parameters; closes the collector."""
 
-    def __init__(self, collector: Collector, scaler: UnrollScaler) -> None:
+    def __init__(self, collector: Collector, reader: UnrollReader[BatchT]) -> None:
         self._collector = collector
-        self._scaler = scaler
+        self._reader = reader
 
-    def next(self) -> Unroll:
+    def next(self) -> BatchT:
         """Run T steps in every environment."""
-        return self._scaler.scale(self._collector.collect())
+        return self._reader.read(self._collector.collect())
 
     def close(self) -> None:
         """Close the environments."""

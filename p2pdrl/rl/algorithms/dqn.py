@@ -1,0 +1,150 @@
+"""Deep Q-learning (Mnih 2015, Nature 518:529) with the extensions that are its standard today.
+
+| extension | option | what it changes |
+|---|---|---|
+| double (van Hasselt 2016, arXiv 1509.06461) | ``double`` | a* = argmax Q(s′, ·; θ) instead of θ⁻ |
+| dueling (Wang 2016, arXiv 1511.06581) | ``network.dueling`` | Q = V + A − mean A |
+| n-step returns (Sutton 1988) | ``n_step`` | R = Σ γ^i r_{t+i}, bootstrap γⁿ |
+| prioritized replay (Schaul 2016, arXiv 1511.05952) | ``prioritized`` | P ∝ (|δ| + ε)^α, weights (N P)^−β |
+
+With δ = R + γ^k (1 − terminated) Q(s′, a*; θ⁻) − Q(s, a; θ), each gradient is that of the mean over a
+minibatch of w · huber(δ). ``trainer`` calls ``update`` once for each unroll that the source has appended to
+the memory; it makes ``gradient_steps`` steps.
+
+Shape suffixes: B transitions, A actions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from p2pdrl.config.task import DQNConfig
+from p2pdrl.rl.algorithms.algorithm import (
+    Algorithm,
+    HardCopy,
+    LinearSchedule,
+    Loss,
+    SoftCopy,
+    TargetNetwork,
+    annealed,
+)
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.gradients import GradientEngine, Minibatch, Summed
+from p2pdrl.rl.policy import Policy
+from p2pdrl.rl.sources.replay import ReplayBatch, Transitions
+from p2pdrl.tensors.optimizers import Adam
+
+__all__ = ["DQN", "QObjective"]
+
+
+@dataclass(frozen=True)
+class QObjective(Summed):
+    """Weighted Huber loss (δ clipped to ±1 in its gradient, as in Mnih 2015) of action values.
+
+    Targets: ``actions``, ``targets`` (R + γ^k …), ``weights``, and ``errors``, into which |δ| is written, so
+    that priorities need no second pass.
+    """
+
+    target_names: ClassVar[tuple[str, ...]] = ("actions", "targets", "weights", "errors")
+    terms: ClassVar[int] = 3
+
+    def __call__(self, outputs: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return loss and terms: loss, mean Q(s, a), mean |δ|; all summed."""
+        values_B = outputs.gather(-1, targets["actions"].unsqueeze(-1)).squeeze(-1)
+        errors_B = (targets["targets"] - values_B).abs()
+        huber_B = torch.where(errors_B <= 1.0, 0.5 * errors_B.square(), errors_B - 0.5)
+        loss = self.total(targets["weights"] * huber_B, targets)
+        with torch.no_grad():
+            targets["errors"].copy_(errors_B)
+            terms = (loss, self.total(values_B, targets), self.total(errors_B, targets))
+            return loss, torch.stack(terms)
+
+
+class DQN(Algorithm[ReplayBatch]):
+    """Learns Q from replay; one loss, by Adam; one target network."""
+
+    def __init__(
+        self, config: DQNConfig, policy: Policy, flat: FlatModule, engine: GradientEngine[Tensor]
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._loss: Loss[Any] = Loss(QObjective(), Adam(), flat, engine, max_grad_norm=config.max_grad_norm)
+        self.losses = (self._loss,)
+        rule = HardCopy(config.target_every) if config.target_tau is None else SoftCopy(config.target_tau)
+        self._target = TargetNetwork("q", policy, flat, rule)
+        self.targets = (self._target,)
+        self._epsilon = LinearSchedule(
+            config.exploration_start, config.exploration_end, config.exploration_steps
+        )
+
+    @property
+    def exploration(self) -> float:
+        """ε, by the swarm's environment steps."""
+        return self._epsilon.at(self.env_steps)
+
+    def update(self, batch: ReplayBatch) -> dict[str, float]:
+        """Make ``gradient_steps`` steps on transitions drawn from the memory; return what is plotted."""
+        config = self._config
+        learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
+        beta = config.beta + (1.0 - config.beta) * self.progress
+        self._target.follow(self.policy_version)
+        totals = torch.zeros(QObjective.terms)
+        norms = 0.0
+        steps = skipped = 0
+        for count in range(1, config.gradient_steps + 1):
+            drawn = None
+            if batch.stored >= config.learning_starts:
+                drawn = batch.draw(config.batch_size, beta=beta)
+            if drawn is None:
+                break
+            part = self._minibatch(drawn)
+            terms = self._loss.gradients(part)
+            left = config.gradient_steps - count
+            norm = self._loss.apply(learning_rate, samples=part.rows, left=left)
+            if config.prioritized:
+                batch.update_priorities(drawn, part.targets["errors"])
+            self._target.track()
+            totals += terms.cpu()
+            steps += 1
+            if math.isfinite(norm):
+                norms += norm
+            else:
+                skipped += 1
+            if self._loss.stepper.ends_update:
+                break
+        loss, value, error = (totals / max(steps, 1)).tolist()
+        return {
+            "q_loss": loss,
+            "q_value": value,
+            "td_error": error,
+            "exploration": self.exploration,
+            "replay_rows": float(batch.stored),
+            "gradient_norm": norms / max(steps - skipped, 1),
+            "learning_rate": learning_rate,
+            "gradient_steps": float(steps - skipped),
+            "skipped_steps": float(skipped),
+        }
+
+    def _minibatch(self, drawn: Transitions) -> Minibatch:
+        """Return y = R + γ^k Q(s′, a*; θ⁻) with what it is compared to."""
+        with torch.no_grad():
+            next_BA = self._target.module(drawn.next_obs_BX)
+            if self._config.double:
+                best_B = self._policy.outputs(drawn.next_obs_BX).argmax(-1)
+                next_B = next_BA.gather(-1, best_B.unsqueeze(-1)).squeeze(-1)
+            else:
+                next_B = next_BA.amax(-1)
+            targets_B = drawn.returns_B + drawn.discounts_B * next_B
+        targets = {
+            "actions": drawn.actions_B,
+            "targets": targets_B,
+            "weights": drawn.weights_B,
+            "errors": torch.empty_like(targets_B),
+        }
+        return Minibatch(drawn.obs_BX, targets, len(targets_B))

@@ -1,0 +1,172 @@
+"""Batches from a replay memory: unrolls go in raw, transitions come out scaled.
+
+Unrolls come from the same sources as everybody's, inline or from actor processes; `ReplayFeeder` stands where
+on-policy algorithms have an ``UnrollScaler``. Observations and rewards are stored as the environments gave
+them and scaled when they are drawn, by what the whole swarm has counted by then.
+
+Shape suffixes: B transitions, X the observation's own dimensions.
+"""
+
+# ruff: noqa: N815 (fields carry shape suffixes)
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from p2pdrl.config.task import ReplayOptions
+from p2pdrl.replay.memory import ReplayMemory
+from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
+from p2pdrl.rl.rollout import RawUnroll
+from p2pdrl.rl.sources.source import Batch
+
+__all__ = ["ReplayBatch", "ReplayFeeder", "Transitions", "replay_memory"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """What is drawn from the memory for one gradient, on the algorithm's device.
+
+    Attributes:
+        obs_BX: s, normalised.
+        actions_B: int64 B, or float32 B x A.
+        returns_B: Σ γ^i r_{t+i} over the n steps, or as many as the episode had left; scaled.
+        discounts_B: γ^k of what comes after them; 0 where the episode terminated.
+        next_obs_BX: the observation after them.
+        weights_B: importance weights, at most 1; ones where all rows are drawn alike.
+        indices_B: where the rows lie in the memory, with their ``serials_B``.
+    """
+
+    obs_BX: Tensor
+    actions_B: Tensor
+    returns_B: Tensor
+    discounts_B: Tensor
+    next_obs_BX: Tensor
+    weights_B: Tensor
+    indices_B: Array
+    serials_B: Array
+
+
+@dataclass(frozen=True)
+class ReplayBatch(Batch):
+    """What is new, and the memory that it went into."""
+
+    feeder: ReplayFeeder
+
+    @property
+    def stored(self) -> int:
+        """Environment steps in the memory."""
+        return self.feeder.memory.count
+
+    def draw(self, rows: int, *, beta: float = 0.0) -> Transitions | None:
+        """Draw ``rows`` transitions; None while the memory has none that are complete.
+
+        Args:
+            rows: B.
+            beta: exponent of the importance weights (Schulman's naming: Schaul 2016, section 3.4).
+        """
+        return self.feeder.draw(rows, beta)
+
+    def update_priorities(self, drawn: Transitions, errors_B: Tensor) -> None:
+        """Set the priorities of drawn rows by their |TD errors|; no effect where all are drawn alike."""
+        self.feeder.memory.update_priorities(drawn.indices_B, drawn.serials_B, errors_B.cpu().numpy())
+
+
+def replay_memory(config: ReplayOptions, spec: EnvSpec, streams: int) -> ReplayMemory:
+    """Return the memory of a learner with so many environments."""
+    discrete = isinstance(spec.action, Discrete)
+    return ReplayMemory(
+        obs_shape=spec.obs_shape,
+        obs_dtype=spec.obs_dtype,
+        action_shape=() if isinstance(spec.action, Discrete) else (spec.action.dim,),
+        action_dtype="int64" if discrete else "float32",
+        streams=streams,
+        capacity=config.buffer_size,
+        prioritized=config.prioritized,
+        alpha=config.alpha,
+    )
+
+
+class ReplayFeeder:
+    """Appends unrolls to a replay memory, and draws from it.
+
+    Args:
+        device: where the algorithm wants its transitions.
+        n_step: n of the returns.
+        discount: γ.
+        seed: of what is drawn.
+        normalizer: of observations; None leaves them as they are.
+        reward_scaler: of rewards; None likewise.
+    """
+
+    def __init__(
+        self,
+        memory: ReplayMemory,
+        device: torch.device,
+        *,
+        n_step: int,
+        discount: float,
+        seed: int,
+        normalizer: RunningNormalizer | None = None,
+        reward_scaler: RewardScaler | None = None,
+    ) -> None:
+        self.memory = memory
+        self._device = device
+        self._n_step = n_step
+        self._discount = discount
+        self._rng = np.random.default_rng(seed)
+        self._normalizer = normalizer
+        self._reward_scaler = reward_scaler
+
+    def read(self, raw: RawUnroll) -> ReplayBatch:
+        """Append an unroll, and count it."""
+        self.memory.append(
+            obs=raw.obs_T1BX,
+            actions=raw.actions.numpy(force=True),
+            rewards=raw.rewards_TB,
+            terminated=raw.terminated_TB,
+            truncated=raw.truncated_TB,
+            valid=raw.valid_TB,
+            streams=raw.columns_B,
+            restarts=raw.restarts_B,
+        )
+        if self._normalizer is not None:
+            self._normalizer.update(raw.obs_T1BX[:-1][raw.valid_TB])
+        if self._reward_scaler is not None:
+            ends_TB = raw.terminated_TB | raw.truncated_TB
+            self._reward_scaler.scale(
+                raw.rewards_TB, ends_TB, raw.valid_TB, columns_B=raw.columns_B, restarts_B=raw.restarts_B
+            )
+        return ReplayBatch(int(raw.valid_TB.sum()), raw.episodes, self)
+
+    def draw(self, rows: int, beta: float) -> Transitions | None:
+        """See ``ReplayBatch.draw``."""
+        found = self.memory.sample(rows, self._rng, n_step=self._n_step, discount=self._discount, beta=beta)
+        if found is None:
+            return None
+        returns = found.returns
+        if self._reward_scaler is not None:
+            returns = returns * np.float32(self._reward_scaler.statistics.in_use[1])
+        return Transitions(
+            obs_BX=self._observations(found.obs),
+            actions_B=self._tensor(found.actions),
+            returns_B=self._tensor(returns),
+            discounts_B=self._tensor(found.discounts),
+            next_obs_BX=self._observations(found.next_obs),
+            weights_B=self._tensor(found.weights),
+            indices_B=found.indices,
+            serials_B=found.serials,
+        )
+
+    def _observations(self, obs_BX: Array) -> Tensor:
+        return self._tensor(obs_BX if self._normalizer is None else self._normalizer.normalize(obs_BX))
+
+    def _tensor(self, array: Array) -> Tensor:
+        return torch.from_numpy(array).to(self._device)

@@ -1,0 +1,226 @@
+"""Deep Q-learning: its targets, its gradient, its targets' copies, its exploration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from p2pdrl.config.task import DQNConfig, NetworkConfig
+from p2pdrl.rl.algorithms.dqn import DQN
+from p2pdrl.rl.engines import EngineOptions, make_engine, policy_forward
+from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.q_network import QNetwork
+from p2pdrl.rl.sources.replay import ReplayBatch, Transitions
+
+SPEC = EnvSpec((3,), "float32", Discrete(4))
+CPU = torch.device("cpu")
+
+
+class FixedDraws:
+    """A feeder whose memory holds nothing but what the test says."""
+
+    def __init__(self, *drawn: Transitions, count: int = 1000) -> None:
+        self._drawn = list(drawn)
+        self.asked: list[tuple[int, float]] = []
+        self.priorities: list[np.ndarray] = []
+        self.memory = SimpleNamespace(
+            count=count, update_priorities=lambda rows, serials, errors: self.priorities.append(errors.copy())
+        )
+
+    def draw(self, rows, beta):
+        self.asked.append((rows, beta))
+        return self._drawn[(len(self.asked) - 1) % len(self._drawn)]
+
+
+def transitions(seed: int, rows: int = 6) -> Transitions:
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
+
+    discounts = torch.tensor([0.9, 0.0, 0.81, 0.9, 0.0, 0.9])[:rows]
+    return Transitions(
+        obs_BX=normal(rows, 3),
+        actions_B=torch.from_numpy(rng.integers(0, 4, rows)),
+        returns_B=normal(rows) * 2,
+        discounts_B=discounts,
+        next_obs_BX=normal(rows, 3),
+        weights_B=torch.from_numpy(rng.uniform(0.2, 1.0, rows).astype(np.float32)),
+        indices_B=np.arange(rows),
+        serials_B=np.arange(rows),
+    )
+
+
+def make(
+    config: DQNConfig, *, dueling: bool = False, microbatches: int = 1
+) -> tuple[DQN, QNetwork, FlatModule]:
+    policy = QNetwork(SPEC, NetworkConfig(hidden=(8,), dueling=dueling), seed=1)
+    with torch.no_grad():
+        for name, parameters in policy.named_parameters():
+            if "head" in name:  # they begin small; this makes the actions differ
+                parameters.mul_(100.0)
+    flat = FlatModule(policy, CPU)
+    engine = make_engine(EngineOptions(microbatches=microbatches), flat, policy_forward(policy))
+    return DQN(config, policy, flat, engine), policy, flat
+
+
+def batch_of(feeder: FixedDraws) -> ReplayBatch:
+    return ReplayBatch(8, [], feeder)
+
+
+def q_by_hand(weights: dict[str, np.ndarray], obs: np.ndarray) -> np.ndarray:
+    """The same network in float64 NumPy."""
+    x = np.tanh(obs @ weights["trunk.dense.0.weight"].T + weights["trunk.dense.0.bias"])
+    q = x @ weights["advantage_head.weight"].T + weights["advantage_head.bias"]
+    if "value_head.weight" in weights:
+        value = x @ weights["value_head.weight"].T + weights["value_head.bias"]
+        q = value + q - q.mean(-1, keepdims=True)
+    return q
+
+
+def weights_of(policy: QNetwork) -> dict[str, np.ndarray]:
+    return {name: value.detach().numpy().astype(np.float64) for name, value in policy.named_parameters()}
+
+
+def y_by_hand(drawn: Transitions, online: dict, target: dict, *, double: bool) -> np.ndarray:
+    next_obs = drawn.next_obs_BX.numpy().astype(np.float64)
+    next_q = q_by_hand(target, next_obs)
+    best = (q_by_hand(online, next_obs) if double else next_q).argmax(-1)
+    after = next_q[np.arange(len(best)), best]
+    return drawn.returns_B.numpy() + drawn.discounts_B.numpy() * after
+
+
+def loss_by_hand(weights: dict, drawn: Transitions, y: np.ndarray) -> float:
+    q = q_by_hand(weights, drawn.obs_BX.numpy().astype(np.float64))
+    delta = y - q[np.arange(len(y)), drawn.actions_B.numpy()]
+    huber = np.where(np.abs(delta) <= 1, 0.5 * delta**2, np.abs(delta) - 0.5)
+    return float((drawn.weights_B.numpy() * huber).mean())
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["max", "double"])
+@pytest.mark.parametrize("dueling", [False, True], ids=["plain", "dueling"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_one_step_follows_the_gradient_of_the_loss_by_hand(double, dueling, microbatches):
+    config = DQNConfig(double=double, learning_rate=0.0, max_grad_norm=1e9, learning_starts=1)
+    algorithm, policy, _ = make(config, dueling=dueling, microbatches=microbatches)
+    online = weights_of(policy)
+    target = {name: value + 0.0 for name, value in online.items()}
+    with torch.no_grad():  # online and target differ from here on
+        for parameters in policy.parameters():
+            parameters.add_(0.05 * torch.randn(parameters.shape, generator=torch.Generator().manual_seed(3)))
+    online = weights_of(policy)
+    drawn = transitions(5)
+    metrics = algorithm.update(batch_of(FixedDraws(drawn)))
+    y = y_by_hand(drawn, online, target, double=double)
+    assert metrics["q_loss"] == pytest.approx(loss_by_hand(online, drawn, y), rel=1e-5)
+    found = {name: p.grad.numpy() for name, p in policy.named_parameters()}
+    for name, value in online.items():
+        for place in np.ndindex(value.shape):
+            near = {side: dict(online) for side in (-1, 1)}
+            for side, weights in near.items():
+                weights[name] = value.copy()
+                weights[name][place] += side * 1e-6
+            slope = (loss_by_hand(near[1], drawn, y) - loss_by_hand(near[-1], drawn, y)) / 2e-6
+            assert found[name][place] == pytest.approx(slope, abs=2e-5), (name, place)
+
+
+def test_priorities_are_the_errors_at_the_parameters_that_were_stepped():
+    config = DQNConfig(double=False, prioritized=True, learning_rate=0.1, learning_starts=1, gradient_steps=2)
+    algorithm, policy, _ = make(config, microbatches=3)
+    before = weights_of(policy)
+    drawn = transitions(5)
+    feeder = FixedDraws(drawn)
+    algorithm.update(batch_of(feeder))
+    y = y_by_hand(drawn, before, before, double=False)
+    q = q_by_hand(before, drawn.obs_BX.numpy().astype(np.float64))
+    errors = np.abs(y - q[np.arange(6), drawn.actions_B.numpy()])
+    np.testing.assert_allclose(feeder.priorities[0], errors, rtol=1e-4, atol=1e-5)
+    assert len(feeder.priorities) == 2
+    assert not np.allclose(feeder.priorities[1], errors, rtol=1e-3)
+
+
+def test_without_priorities_none_are_written():
+    algorithm, *_ = make(DQNConfig(learning_starts=1))
+    feeder = FixedDraws(transitions(1))
+    algorithm.update(batch_of(feeder))
+    assert feeder.priorities == []
+
+
+def test_beta_rises_to_one_with_progress():
+    algorithm, *_ = make(DQNConfig(learning_starts=1, beta=0.4))
+    feeder = FixedDraws(transitions(1))
+    for progress in (0.0, 0.5, 1.0):
+        algorithm.progress = progress
+        algorithm.update(batch_of(feeder))
+    assert [beta for _, beta in feeder.asked] == pytest.approx([0.4, 0.7, 1.0])
+
+
+def test_nothing_is_learned_before_there_is_enough():
+    algorithm, _, flat = make(DQNConfig(learning_starts=100, learning_rate=0.1))
+    before = flat.numpy().copy()
+    metrics = algorithm.update(batch_of(FixedDraws(transitions(1), count=99)))
+    assert (flat.numpy() == before).all()
+    assert metrics["gradient_steps"] == 0
+    feeder = FixedDraws(transitions(1), count=100)
+    assert algorithm.update(batch_of(feeder))["gradient_steps"] == 1
+    assert (flat.numpy() != before).any()
+
+
+def test_the_target_is_copied_every_so_many_versions():
+    algorithm, _, flat = make(DQNConfig(learning_starts=1, learning_rate=0.1, target_every=3))
+    (target,) = algorithm.targets
+    copies = []
+    for version in range(8):
+        algorithm.policy_version = version
+        before = flat.numpy().copy()
+        algorithm.update(batch_of(FixedDraws(transitions(version))))
+        copies.append(bool((target.state()["target.q"] == before).all()))
+    assert copies == [True, False, False, True, False, False, True, False]
+
+
+def test_or_moves_softly_after_each_step():
+    config = DQNConfig(learning_starts=1, learning_rate=0.1, target_tau=0.25, gradient_steps=2)
+    algorithm, _, flat = make(config)
+    expected = flat.numpy().astype(np.float64)
+    feeder = FixedDraws(transitions(1), transitions(2))
+    (target,) = algorithm.targets
+    vectors = []
+    loss = algorithm.losses[0]
+
+    class Stepping:
+        ends_update = False
+
+        def step(self, optimizer, *, learning_rate, max_grad_norm, samples, left):
+            norm = optimizer.clipped_step(learning_rate, max_grad_norm)
+            vectors.append(flat.numpy().astype(np.float64))
+            return norm
+
+    loss.stepper = Stepping()
+    algorithm.update(batch_of(feeder))
+    for vector in vectors:
+        expected += 0.25 * (vector - expected)
+    np.testing.assert_allclose(target.state()["target.q"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_exploration_falls_with_the_swarms_steps():
+    config = DQNConfig(exploration_start=1.0, exploration_end=0.1, exploration_steps=1000)
+    algorithm, policy, _ = make(config)
+    seen = []
+    for steps in (0, 500, 1000, 5000):
+        algorithm.env_steps = steps
+        seen.append(algorithm.exploration)
+    assert seen == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    policy.exploration = 0.5
+    generator = torch.Generator().manual_seed(0)
+    obs = torch.randn(20_000, 3, generator=generator)
+    noise = policy.noise((20_000,), generator)
+    greedy = policy.act(obs)
+    acted = policy.act(obs, noise)
+    # of those that explore one in four takes the greedy action by chance
+    assert float((acted != greedy).float().mean()) == pytest.approx(0.5 * 0.75, abs=0.02)
+    policy.exploration = 0.0
+    assert (policy.act(obs, noise) == greedy).all()
