@@ -191,7 +191,6 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
         reader = ReplayFeeder(
             replay_memory(config, spec, num_envs),
             device,
-            n_step=config.n_step,
             discount=config.discount,
             seed=replay_seed,
             normalizer=normalizer,

@@ -98,17 +98,14 @@ class DQN(Algorithm[ReplayBatch]):
         norms = 0.0
         steps = skipped = 0
         for count in range(1, config.gradient_steps + 1):
-            drawn = None
-            if batch.stored >= config.learning_starts:
-                drawn = batch.draw(config.batch_size, beta=beta)
-            if drawn is None:
+            if batch.stored < max(config.learning_starts, 1):
                 break
+            drawn = batch.draw(config.batch_size, beta=beta)
             part = self._minibatch(drawn)
             terms = self._loss.gradients(part)
             left = config.gradient_steps - count
             norm = self._loss.apply(learning_rate, samples=part.rows, left=left)
-            if config.prioritized:
-                batch.update_priorities(drawn, part.targets["errors"])
+            batch.update_priorities(drawn, part.targets["errors"])
             self._target.track()
             totals += terms.cpu()
             steps += 1

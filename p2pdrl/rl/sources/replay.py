@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from p2pdrl.config.task import ReplayOptions
-from p2pdrl.replay.memory import ReplayMemory
+from p2pdrl.replay.memory import ReplayLayout, ReplayMemory
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.rollout import RawUnroll
@@ -62,36 +62,39 @@ class ReplayBatch(Batch):
 
     @property
     def stored(self) -> int:
-        """Environment steps in the memory."""
+        """Transitions in the memory that can be drawn."""
         return self.feeder.memory.count
 
-    def draw(self, rows: int, *, beta: float = 0.0) -> Transitions | None:
-        """Draw ``rows`` transitions; None while the memory has none that are complete.
+    def draw(self, rows: int, *, beta: float = 0.0) -> Transitions:
+        """Draw ``rows`` transitions, with replacement.
 
         Args:
             rows: B.
-            beta: exponent of the importance weights (Schulman's naming: Schaul 2016, section 3.4).
+            beta: exponent of the importance weights (Schaul 2016, section 3.4).
+
+        Raises:
+            TensorError: nothing is `stored` yet.
         """
         return self.feeder.draw(rows, beta)
 
     def update_priorities(self, drawn: Transitions, errors_B: Tensor) -> None:
         """Set the priorities of drawn rows by their |TD errors|; no effect where all are drawn alike."""
-        self.feeder.memory.update_priorities(drawn.indices_B, drawn.serials_B, errors_B.cpu().numpy())
+        self.feeder.update_priorities(drawn, errors_B)
 
 
 def replay_memory(config: ReplayOptions, spec: EnvSpec, streams: int) -> ReplayMemory:
-    """Return the memory of a learner with so many environments."""
+    """Return an empty memory for a learner with so many environments."""
     discrete = isinstance(spec.action, Discrete)
-    return ReplayMemory(
+    layout = ReplayLayout(
         obs_shape=spec.obs_shape,
         obs_dtype=spec.obs_dtype,
         action_shape=() if isinstance(spec.action, Discrete) else (spec.action.dim,),
         action_dtype="int64" if discrete else "float32",
         streams=streams,
         capacity=config.buffer_size,
-        prioritized=config.prioritized,
-        alpha=config.alpha,
+        alpha=config.alpha if config.prioritized else None,
     )
+    return ReplayMemory(layout, n_step=config.n_step)
 
 
 class ReplayFeeder:
@@ -99,7 +102,6 @@ class ReplayFeeder:
 
     Args:
         device: where the algorithm wants its transitions.
-        n_step: n of the returns.
         discount: γ.
         seed: of what is drawn.
         normalizer: of observations; None leaves them as they are.
@@ -111,7 +113,6 @@ class ReplayFeeder:
         memory: ReplayMemory,
         device: torch.device,
         *,
-        n_step: int,
         discount: float,
         seed: int,
         normalizer: RunningNormalizer | None = None,
@@ -119,7 +120,6 @@ class ReplayFeeder:
     ) -> None:
         self.memory = memory
         self._device = device
-        self._n_step = n_step
         self._discount = discount
         self._rng = np.random.default_rng(seed)
         self._normalizer = normalizer
@@ -128,14 +128,14 @@ class ReplayFeeder:
     def read(self, raw: RawUnroll) -> ReplayBatch:
         """Append an unroll, and count it."""
         self.memory.append(
-            obs=raw.obs_T1BX,
-            actions=raw.actions.numpy(force=True),
-            rewards=raw.rewards_TB,
-            terminated=raw.terminated_TB,
-            truncated=raw.truncated_TB,
-            valid=raw.valid_TB,
-            streams=raw.columns_B,
-            restarts=raw.restarts_B,
+            raw.obs_T1BX,
+            raw.actions.numpy(force=True),
+            raw.rewards_TB,
+            raw.terminated_TB,
+            raw.truncated_TB,
+            raw.valid_TB,
+            columns_B=raw.columns_B,
+            restarts_B=raw.restarts_B,
         )
         if self._normalizer is not None:
             self._normalizer.update(raw.obs_T1BX[:-1][raw.valid_TB])
@@ -146,24 +146,27 @@ class ReplayFeeder:
             )
         return ReplayBatch(int(raw.valid_TB.sum()), raw.episodes, self)
 
-    def draw(self, rows: int, beta: float) -> Transitions | None:
+    def draw(self, rows: int, beta: float) -> Transitions:
         """See ``ReplayBatch.draw``."""
-        found = self.memory.sample(rows, self._rng, n_step=self._n_step, discount=self._discount, beta=beta)
-        if found is None:
-            return None
-        returns = found.returns
+        found = self.memory.sample(rows, self._rng, discount=self._discount, beta=beta)
+        returns_B = found.returns_N
         if self._reward_scaler is not None:
-            returns = returns * np.float32(self._reward_scaler.statistics.in_use[1])
+            returns_B = returns_B * np.float32(self._reward_scaler.statistics.in_use[1])
         return Transitions(
-            obs_BX=self._observations(found.obs),
+            obs_BX=self._observations(found.obs_NX),
             actions_B=self._tensor(found.actions),
-            returns_B=self._tensor(returns),
-            discounts_B=self._tensor(found.discounts),
-            next_obs_BX=self._observations(found.next_obs),
-            weights_B=self._tensor(found.weights),
-            indices_B=found.indices,
-            serials_B=found.serials,
+            returns_B=self._tensor(returns_B),
+            discounts_B=self._tensor(found.discounts_N),
+            next_obs_BX=self._observations(found.next_obs_NX),
+            weights_B=self._tensor(found.weights_N),
+            indices_B=found.indices_N,
+            serials_B=found.serials_N,
         )
+
+    def update_priorities(self, drawn: Transitions, errors_B: Tensor) -> None:
+        """See ``ReplayBatch.update_priorities``."""
+        if self.memory.layout.alpha is not None:
+            self.memory.update_priorities(drawn.indices_B, drawn.serials_B, errors_B.numpy(force=True))
 
     def _observations(self, obs_BX: Array) -> Tensor:
         return self._tensor(obs_BX if self._normalizer is None else self._normalizer.normalize(obs_BX))

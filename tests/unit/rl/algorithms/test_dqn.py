@@ -27,13 +27,14 @@ class FixedDraws:
         self._drawn = list(drawn)
         self.asked: list[tuple[int, float]] = []
         self.priorities: list[np.ndarray] = []
-        self.memory = SimpleNamespace(
-            count=count, update_priorities=lambda rows, serials, errors: self.priorities.append(errors.copy())
-        )
+        self.memory = SimpleNamespace(count=count)
 
     def draw(self, rows, beta):
         self.asked.append((rows, beta))
         return self._drawn[(len(self.asked) - 1) % len(self._drawn)]
+
+    def update_priorities(self, drawn, errors_B):
+        self.priorities.append(errors_B.numpy().copy())
 
 
 def transitions(seed: int, rows: int = 6) -> Transitions:
@@ -141,13 +142,6 @@ def test_priorities_are_the_errors_at_the_parameters_that_were_stepped():
     np.testing.assert_allclose(feeder.priorities[0], errors, rtol=1e-4, atol=1e-5)
     assert len(feeder.priorities) == 2
     assert not np.allclose(feeder.priorities[1], errors, rtol=1e-3)
-
-
-def test_without_priorities_none_are_written():
-    algorithm, *_ = make(DQNConfig(learning_starts=1))
-    feeder = FixedDraws(transitions(1))
-    algorithm.update(batch_of(feeder))
-    assert feeder.priorities == []
 
 
 def test_beta_rises_to_one_with_progress():

@@ -1,0 +1,118 @@
+"""Replay through a trainer: what is drawn is what happened, scaled as it is drawn."""
+
+from __future__ import annotations
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from p2pdrl.config.task import DQNConfig, EnvConfig, NetworkConfig, TaskConfig
+from p2pdrl.rl.registry import build_trainer
+from p2pdrl.rl.sources.replay import ReplayBatch, Transitions
+
+
+def task(**changes) -> TaskConfig:
+    algorithm = {
+        "unroll_steps": 32,
+        "learning_starts": 100_000,
+        "exploration_steps": 10,
+        "exploration_end": 1.0,
+    }
+    env = {"num_envs": 4, "normalize_returns": False} | changes.pop("env", {})
+    return TaskConfig(
+        env=EnvConfig(**env), network=NetworkConfig(hidden=(8,)), algorithm=DQNConfig(**algorithm | changes)
+    )
+
+
+def collect(task: TaskConfig, unrolls: int = 12) -> ReplayBatch:
+    trainer = build_trainer(task, seed=1, device="cpu")
+    for _ in range(unrolls):
+        batch = trainer.source.next()
+    trainer.close()
+    return batch
+
+
+def follow(env: gym.Env, state: np.ndarray, action: int) -> tuple[np.ndarray, bool]:
+    env.reset()
+    env.unwrapped.state = state.astype(np.float64)
+    env.unwrapped.steps_beyond_terminated = None
+    after, _, terminated, *_ = env.step(action)
+    return after, terminated
+
+
+def rows_of(drawn: Transitions):
+    return zip(
+        drawn.obs_BX.numpy(),
+        drawn.actions_B.numpy(),
+        drawn.returns_B.numpy(),
+        drawn.discounts_B.numpy(),
+        drawn.next_obs_BX.numpy(),
+        strict=True,
+    )
+
+
+def test_transitions_obey_the_environment():
+    batch = collect(task())
+    assert batch.stored > 1000
+    drawn = batch.draw(300)
+    env = gym.make("CartPole-v1").unwrapped
+    ends = 0
+    for obs, action, reward, discount, after in rows_of(drawn):
+        true_after, terminated = follow(env, obs, int(action))
+        np.testing.assert_allclose(after, true_after, rtol=1e-4, atol=1e-5)
+        assert reward == 1.0
+        assert discount == (0.0 if terminated else np.float32(0.99))
+        ends += terminated
+    assert ends > 3
+    assert drawn.weights_B.unique().tolist() == [1.0]
+
+
+def test_n_steps_end_with_the_episode():
+    drawn = collect(task(n_step=3)).draw(300)
+    returns_B, discounts_B = drawn.returns_B.numpy(), drawn.discounts_B.numpy()
+    went_on_B = discounts_B > 0
+    sums = [sum(0.99**step for step in range(steps)) for steps in (1, 2, 3)]
+    np.testing.assert_allclose(discounts_B[went_on_B], 0.99**3, rtol=1e-6)
+    np.testing.assert_allclose(returns_B[went_on_B], sums[-1], rtol=1e-6)
+    apart_NB = np.abs(returns_B[~went_on_B] - np.array(sums)[:, None])
+    assert (apart_NB.min(axis=0) < 1e-5).all()
+    assert set(apart_NB.argmin(axis=0)) == {0, 1, 2}, "episodes end after one, two and three of the steps"
+
+
+def test_observations_are_stored_raw_and_scaled_when_drawn():
+    batch = collect(task(env={"normalize_observations": True}))
+    drawn = batch.draw(500)
+    assert drawn.obs_BX.mean(0).abs().max() < 0.5
+    assert float(drawn.obs_BX.std(0).min()) > 0.6
+    assert float(drawn.obs_BX.std(0).max()) < 1.5
+
+
+def test_rewards_are_scaled_when_drawn():
+    drawn = collect(task(env={"normalize_returns": True})).draw(50)
+    values = drawn.returns_B.unique()
+    assert len(values) == 1
+    assert 0.0 < float(values) < 0.3
+
+
+def test_priorities_change_what_is_drawn():
+    batch = collect(task(prioritized=True, alpha=1.0))
+    drawn = batch.draw(64)
+    batch.update_priorities(drawn, torch.zeros(64))
+    chosen = batch.draw(1)
+    batch.update_priorities(chosen, torch.tensor([1e6]))
+    again = batch.draw(100)
+    assert (again.indices_B == chosen.indices_B[0]).mean() > 0.9
+    uniform = collect(task())
+    uniform.update_priorities(uniform.draw(4), torch.ones(4))  # has no effect
+
+
+@pytest.mark.parametrize("options", [{}, {"prioritized": True, "n_step": 3}], ids=["uniform", "prioritized"])
+def test_a_seed_gives_the_same_curve(options):
+    curves = []
+    for _ in range(2):
+        trainer = build_trainer(task(learning_starts=64, gradient_steps=4, **options), seed=2, device="cpu")
+        curves.append([trainer.step().metrics["q_loss"] for _ in range(6)])
+        trainer.close()
+    assert curves[0] == curves[1]
+    assert curves[0][-1] > 0
