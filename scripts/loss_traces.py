@@ -114,6 +114,12 @@ REGRESSION = {
     "algorithm.batch_size": 16,
 }
 CLASSIFIER = {**REGRESSION, "algorithm.kind": "classifier", "algorithm.hidden": [16, 8]}
+IMPALA = {
+    "env.num_envs": 4,
+    "network.hidden": [16, 16],
+    "algorithm.name": "impala",
+    "algorithm.optimizer": "adam",
+}
 LSTM = {"network.core": "lstm", "network.core_size": 8, "env.num_envs": 6}
 PENDULUM = {"env.id": "Pendulum-v1", "env.max_episode_steps": 24, "env.normalize_observations": True}
 PICTURES = {
@@ -175,6 +181,11 @@ CASES: dict[str, Case] = {
     "a2c-adam": Case({**A2C, "algorithm.optimizer": "adam", "algorithm.normalize_advantages": True}),
     "a2c-annealed": Case({**A2C, **ANNEALED}),
     "a2c-nature-cnn": Case({**A2C, **PICTURES}),
+    "impala": Case(IMPALA),
+    "impala-accumulated": Case({**IMPALA, **MICROBATCHES}),
+    "impala-lstm": Case({**IMPALA, **LSTM}),
+    "impala-pipeline-1f1b": Case({**IMPALA, **MICROBATCHES}, "1f1b", (1, 2), 3),
+    "impala-continuous": Case({**IMPALA, **PENDULUM, "algorithm.optimizer": "rmsprop"}),
     **_ways("classifier", CLASSIFIER, "algorithm.hidden"),
     "regression": Case(REGRESSION),
     "regression-sparse": Case({**REGRESSION, "algorithm.density": 0.2}),

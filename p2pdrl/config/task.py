@@ -27,6 +27,7 @@ __all__ = [
     "DQNConfig",
     "EnvConfig",
     "GradientsConfig",
+    "ImpalaConfig",
     "NetworkConfig",
     "PPOConfig",
     "RegressionConfig",
@@ -116,6 +117,9 @@ class AlgorithmOptions(Travelling, frozen=True, forbid_unknown_fields=True, kw_o
     """How many losses it has; gradients of several can't travel, nor can their model be cut into stages."""
     stages: ClassVar[bool] = True
     """Whether its model can be cut into stages: that of an actor-critic can."""
+    whole_unrolls: ClassVar[bool] = False
+    """Whether its batches are environments with their whole unroll, bootstrap observation included, also
+    where the policy has no memory; they are cut between environments then, never in time."""
 
 
 class PPOConfig(
@@ -174,6 +178,48 @@ class A2CConfig(
     """Decay of RMSProp's squared-gradient average."""
     rmsprop_eps: Positive = 1e-5
     """Added to RMSProp's (and Adam's) denominator."""
+
+
+class ImpalaConfig(
+    AlgorithmOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="impala"
+):
+    """IMPALA, an actor-critic with V-trace targets (Espeholt 2018, arXiv 1802.01561).
+
+    V-trace corrects for actors whose policy is older than the learner's; ``node.actors.ahead`` says by how
+    much it may be. An update learns from one unroll of ``env.num_envs`` environments, which are the paper's
+    batch.
+    """
+
+    whole_unrolls: ClassVar[bool] = True
+
+    learning_rate: NonNegative = 6e-4
+    """Step of the optimizer."""
+    unroll_steps: Count = 20
+    """Steps per environment between updates (T); also the n of V-trace."""
+    rho_clip: Positive | None = 1.0
+    """ρ̄: bound on the importance weights of temporal differences. It decides which policy's value is learned:
+    1 keeps variance low and leans towards the policy that acted, none goes for the current one's."""
+    c_clip: Positive | None = 1.0
+    """c̄: bound on the importance weights along the trace. Lower lets less come back from later steps, with
+    less variance; at most ρ̄."""
+    pg_rho_clip: Positive | None = 1.0
+    """Bound on the importance weights of the policy gradient; none doesn't clip them."""
+    lambda_: Fraction = 1.0
+    """λ: below 1, targets lean on the value function rather than on the steps that were made."""
+    value_coef: NonNegative = 0.5
+    """Weight of the value loss."""
+    entropy_coef: NonNegative = 0.01
+    """Weight of the entropy bonus."""
+    max_grad_norm: Positive = 0.0625
+    """Global gradient norm is clipped to this. Losses are means here; the paper sums them, and its 40 for
+    32 × 20 steps is 0.0625 for their mean."""
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"
+    """The paper's RMSProp, or Adam, which wants less tuning."""
+    rmsprop_alpha: Fraction = 0.99
+    """Decay of RMSProp's squared-gradient average."""
+    rmsprop_eps: Positive = 1.5e-4
+    """Added to RMSProp's (and Adam's) denominator. The paper's 0.01 is added under the root, to squares of
+    sums over 32 × 20 steps: 0.1 beside the root of those, and 0.1 / 640 beside that of means."""
 
 
 class ReplayOptions(AlgorithmOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -285,7 +331,7 @@ class RegressionConfig(
     """Updates of a learner between two evaluations, the "episodes" of ``stop.mean_return``."""
 
 
-AlgorithmConfig = PPOConfig | A2CConfig | DQNConfig | RegressionConfig
+AlgorithmConfig = PPOConfig | A2CConfig | ImpalaConfig | DQNConfig | RegressionConfig
 
 
 # What changes results is the task's. How a batch is cut and what is kept in memory (microbatches and
@@ -371,6 +417,6 @@ def minibatch_rows(task: TaskConfig) -> tuple[int, str]:
     algorithm = task.algorithm
     if isinstance(algorithm, RegressionConfig | ReplayOptions):
         return algorithm.batch_size, "rows"
-    remembers = task.network.core != "none"
-    rows = task.env.num_envs * (1 if remembers else algorithm.unroll_steps)
-    return math.ceil(rows / batches_of(algorithm)), "environments" if remembers else "steps"
+    whole = algorithm.whole_unrolls or task.network.core != "none"
+    rows = task.env.num_envs * (1 if whole else algorithm.unroll_steps)
+    return math.ceil(rows / batches_of(algorithm)), "environments" if whole else "steps"

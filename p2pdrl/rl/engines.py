@@ -40,12 +40,19 @@ __all__ = [
 
 
 def policy_forward(
-    policy: Policy, precision: Precision = "float32", *, checkpoint_activations: bool = False
+    policy: Policy,
+    precision: Precision = "float32",
+    *,
+    checkpoint_activations: bool = False,
+    whole_unrolls: bool = False,
 ) -> Forward[Any]:
-    """Return what runs a policy, whole or block by block; what isn't an ``ActorCritic`` is one block."""
+    """Return what runs a policy, whole or block by block; what isn't an ``ActorCritic`` is one block.
+
+    With ``whole_unrolls`` its batches are environments by steps even where it has no memory.
+    """
     run: Forward[Any] = policy.outputs
     if checkpoint_activations and isinstance(policy, ActorCritic):
-        run = _checkpointed(policy)
+        run = _checkpointed(policy, time=whole_unrolls)
     return in_precision(run, precision)
 
 
@@ -63,8 +70,8 @@ def module_forward(
     return in_precision(run, precision)
 
 
-def _checkpointed(policy: ActorCritic) -> Forward[PolicyOutputs]:
-    *inner, heads = blocks(policy)
+def _checkpointed(policy: ActorCritic, *, time: bool) -> Forward[PolicyOutputs]:
+    *inner, heads = blocks(policy, time=time)
     assert isinstance(heads, HeadsBlock)  # noqa: S101 - the last block always is
 
     def run(x: Tensor, context: RecurrentContext) -> PolicyOutputs:

@@ -165,7 +165,12 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
     policy = entry.network(spec, task.network, task.seed)
     flat = FlatModule(policy, device)
     precision = task.gradients.precision
-    forward = policy_forward(policy, precision, checkpoint_activations=options.engine.checkpoint_activations)
+    forward = policy_forward(
+        policy,
+        precision,
+        checkpoint_activations=options.engine.checkpoint_activations,
+        whole_unrolls=config.whole_unrolls,
+    )
     algorithm = entry.build(
         AlgorithmContext(
             config=config,
@@ -207,14 +212,15 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
         source = options.source(RolloutContext(task, spec, policy, flat, reader, normalizer))
 
     def parts(loss: Loss[Any]) -> ModelParts[Any]:
-        recurrent = policy.initial_state(1) is not None
+        environments = config.whole_unrolls or policy.initial_state(1) is not None
         return policy_parts(
             policy,
             loss.objective,
             loss.optimizer,
             steps=config.unroll_steps,
-            most_rows=num_envs if recurrent else num_envs * config.unroll_steps,
+            most_rows=num_envs if environments else num_envs * config.unroll_steps,
             precision=precision,
+            whole_unrolls=config.whole_unrolls,
         )
 
     return Trainer(

@@ -6,10 +6,10 @@ gives. Their parameters are the policy's own tensors, each in exactly one block;
 lie in the flat vector. ``measure_blocks`` measures each block's time and memory, by which
 `p2pdrl.pipeline.partition` balances stages.
 
-The first dimension of every tensor is the batch's: rows, or environments where the policy is recurrent, whose
-tensors have the steps second (BTX, and so on). How a tensor lies in memory doesn't matter. Separate networks
-of policy and value function run side by side in the same blocks, their features put together along the last
-dimension.
+The first dimension of every tensor is the batch's: rows, or environments where the policy is recurrent or the
+objective wants whole unrolls, whose tensors have the steps second (BTX, and so on). How a tensor lies in
+memory doesn't matter. Separate networks of policy and value function run side by side in the same blocks,
+their features put together along the last dimension.
 
 Shape suffixes: B rows, or environments; T steps; X the observation's own dimensions; D parameters, P
 parameters of some blocks.
@@ -105,19 +105,23 @@ class Towers(Block):
         critic: of the value function: reads the second half.
         activation: behind both, element by element.
         first: both read the whole observation, flattened.
+        time: rows come as environments and steps.
     """
 
-    def __init__(self, actor: nn.Module, critic: nn.Module, activation: nn.Module, *, first: bool) -> None:
+    def __init__(
+        self, actor: nn.Module, critic: nn.Module, activation: nn.Module, *, first: bool, time: bool
+    ) -> None:
         super().__init__()
         self.actor = actor
         self.critic = critic
         self.activation = activation
         self._first = first
+        self._leading = 2 if time else 1
 
     def forward(self, x: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
         """See ``Block.forward``."""
         del context
-        x = x.flatten(1)
+        x = x.flatten(self._leading)
         for_actor, for_critic = (x, x) if self._first else x.chunk(2, -1)
         output: Tensor = self.activation(torch.cat((self.actor(for_actor), self.critic(for_critic)), -1))
         return output
@@ -163,12 +167,16 @@ class HeadsBlock(Block):
         return PolicyOutputs(output[..., :-1], output[..., -1], self.log_std)
 
 
-def blocks(policy: ActorCritic) -> list[Block]:
+def blocks(policy: ActorCritic, *, time: bool = False) -> list[Block]:
     """Return the chain of ``policy``: one block per dense, convolutional, residual or attention layer.
 
     A policy that lives in one flat vector stays there: the blocks hold the same tensors.
+
+    Args:
+        policy: with or without memory.
+        time: rows come as environments and steps, as they always do where the policy is recurrent.
     """
-    time = policy.core is not None
+    time = time or policy.core is not None
     trunk = policy.trunk
     made: list[Block] = []
     towers = (
@@ -179,7 +187,7 @@ def blocks(policy: ActorCritic) -> list[Block]:
     elif towers:
         assert isinstance(policy.actor, nn.Sequential)  # noqa: S101 - they are built alike
         assert isinstance(policy.critic, nn.Sequential)  # noqa: S101
-        made.extend(_towers(policy.actor, policy.critic))
+        made.extend(_towers(policy.actor, policy.critic, time=time))
     else:
         made.append(RowBlock(trunk, time=time))
     if policy.core is not None:
@@ -210,10 +218,10 @@ def map_blocks(model: nn.Module, row: Iterable[Block]) -> BlockMap:
     )
 
 
-def _towers(actor: nn.Sequential, critic: nn.Sequential) -> Iterator[Towers]:
+def _towers(actor: nn.Sequential, critic: nn.Sequential, *, time: bool) -> Iterator[Towers]:
     """Yield a block per layer of two networks in which each layer has a non-linearity behind it."""
     for at in range(0, len(actor), 2):
-        yield Towers(actor[at], critic[at], actor[at + 1], first=at == 0)
+        yield Towers(actor[at], critic[at], actor[at + 1], first=at == 0, time=time)
 
 
 @dataclass(frozen=True)

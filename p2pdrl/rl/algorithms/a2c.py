@@ -17,7 +17,8 @@ from torch import Tensor
 
 from p2pdrl.config.task import A2CConfig
 from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed
-from p2pdrl.rl.algorithms.batches import full_batch, gae, normalized
+from p2pdrl.rl.algorithms.batches import full_batch, normalized
+from p2pdrl.rl.algorithms.returns import gae
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine, Summed

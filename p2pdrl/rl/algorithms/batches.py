@@ -1,8 +1,9 @@
-"""From an unroll to what gradients are computed from: advantages, the full batch, and minibatches of it.
+"""From an unroll to what gradients are computed from: the full batch, and minibatches of it.
 
 A policy without memory learns from valid steps: rows of the batch, in any order. A recurrent one needs whole
 unrolls: the batch's first dimension is environments, its second time, and steps that don't count stay where
-they are, masked.
+they are, masked. So does an objective that looks along time itself, as V-trace does, whatever the policy:
+its batches have the bootstrap observation too.
 
 Shape suffixes: T unroll, T1 unroll with the bootstrap step (T+1), B environments, N rows or environments, M
 those of a minibatch.
@@ -12,46 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from p2pdrl.rl.gradients import VALID, Minibatch
-from p2pdrl.rl.networks.lstm import RecurrentContext
+from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.rollout import Unroll
 
-__all__ = ["full_batch", "gae", "minibatch", "normalized"]
-
-
-def gae(
-    rewards_TB: Tensor,
-    values_T1B: Tensor,
-    discounts_TB: Tensor,
-    lambda_: float,
-    continues_TB: Tensor | None = None,
-) -> Tensor:
-    """Return generalized advantage estimates (Schulman 2016, arXiv 1506.02438, equation 16).
-
-    δ_t = r_t + γ_t v(s_{t+1}) − v(s_t) and A_t = δ_t + γ_t λ c_t A_{t+1}.
-
-    Args:
-        rewards_TB: r.
-        values_T1B: v; the last row is the bootstrap.
-        discounts_TB: γ, zero where the episode terminated: nothing is worth anything after that.
-        lambda_: λ.
-        continues_TB: c, zero where t+1 belongs to another episode. A truncated episode has c = 0 and
-            γ > 0: its last state keeps its value, and nothing leaks back from the next episode.
-            None means one everywhere.
-    """
-    deltas_TB = rewards_TB + discounts_TB * values_T1B[1:] - values_T1B[:-1]
-    decays_TB = discounts_TB * lambda_
-    if continues_TB is not None:
-        decays_TB = decays_TB * continues_TB
-    advantages_TB = torch.empty_like(deltas_TB)
-    advantage_B = torch.zeros_like(values_T1B[0])
-    rows = zip(deltas_TB.unbind(), decays_TB.unbind(), advantages_TB.unbind(), strict=True)
-    for delta_B, decay_B, out_B in reversed(list(rows)):
-        advantage_B = torch.addcmul(delta_B, decay_B, advantage_B, out=out_B)
-    return advantages_TB
+__all__ = ["full_batch", "minibatch", "normalized", "whole_unrolls"]
 
 
 def full_batch(unroll: Unroll, targets_TB: Mapping[str, Tensor]) -> Minibatch:
@@ -69,6 +37,24 @@ def full_batch(unroll: Unroll, targets_TB: Mapping[str, Tensor]) -> Minibatch:
     targets = {name: _masked(target_TB, valid_TB) for name, target_TB in targets_TB.items()}
     targets[VALID] = valid_TB.T
     return Minibatch(unroll.obs_T1BX[:-1].transpose(0, 1), targets, unroll.env_steps, unroll.context)
+
+
+def whole_unrolls(unroll: Unroll, targets_TB: Mapping[str, Tensor]) -> Minibatch:
+    """Return the batch of an unroll as environments: B x T+1 observations, targets of B x T….
+
+    The model's outputs have a row more than the targets: that of the bootstrap observation. The mask is
+    always among the targets; ``rows`` are valid steps, as in ``full_batch``.
+
+    Args:
+        unroll: of a policy with or without memory.
+        targets_TB: by name, TB or TB…; zero where a step doesn't count.
+    """
+    targets = {name: _masked(target_TB, unroll.valid_TB) for name, target_TB in targets_TB.items()}
+    targets[VALID] = unroll.valid_TB.T
+    context = NO_CONTEXT
+    if unroll.state_BS is not None:
+        context = RecurrentContext(unroll.starts_T1B.T, unroll.state_BS)
+    return Minibatch(unroll.obs_T1BX.transpose(0, 1), targets, unroll.env_steps, context)
 
 
 def minibatch(batch: Minibatch, indices_M: Tensor) -> Minibatch:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from p2pdrl.config.task import A2CConfig, DQNConfig, NetworkConfig, PPOConfig
+from p2pdrl.config.task import A2CConfig, DQNConfig, ImpalaConfig, NetworkConfig, PPOConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.a2c import A2C
 from p2pdrl.rl.algorithms.algorithm import Algorithm
 from p2pdrl.rl.algorithms.dqn import DQN
+from p2pdrl.rl.algorithms.impala import Impala
 from p2pdrl.rl.algorithms.ppo import PPO
 from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.rl.flat import FlatModule
@@ -66,6 +67,7 @@ ALGORITHMS: dict[type, AlgorithmEntry] = {
     PPOConfig: AlgorithmEntry(lambda made: PPO(made.config, made.flat, made.engine, made.generator)),
     A2CConfig: AlgorithmEntry(lambda made: A2C(made.config, made.flat, made.engine)),
     DQNConfig: AlgorithmEntry(lambda made: DQN(made.config, made.policy, made.flat, made.engine), QNetwork),
+    ImpalaConfig: AlgorithmEntry(lambda made: Impala(made.config, made.flat, made.engine)),
 }
 """By the type of ``task.algorithm``, which has ``unroll_steps`` and ``discount``."""
 

@@ -155,11 +155,13 @@ def policy_parts(
     steps: int,
     most_rows: int,
     precision: Precision = "float32",
+    whole_unrolls: bool = False,
 ) -> ModelParts[PolicyOutputs]:
     """Return the parts of a policy, whose parameters are the optimizer's.
 
     The objective's targets are one number a row, all but ``actions``. Where the policy remembers, unrolls
-    have ``steps`` (T) steps, and rows are environments.
+    have ``steps`` (T) steps, and rows are environments. With ``whole_unrolls`` they are so in any case, and
+    have T+1 observations, the last of which is the bootstrap's and has no targets.
 
     Raises:
         ConfigError: it isn't an ``ActorCritic``: nobody knows where else to cut.
@@ -167,22 +169,25 @@ def policy_parts(
     if not isinstance(policy, ActorCritic):
         raise ConfigError(f"{type(policy).__name__} isn't a chain of blocks and can't be cut into stages")
     dtype = policy.policy_head.weight.dtype
-    leading = () if policy.core is None else (steps,)
+    time = whole_unrolls or policy.core is not None
+    leading = (steps,) if time else ()
+    seen = (steps + 1,) if whole_unrolls else leading
     targets = {name: RowSpec(leading, dtype) for name in objective.target_names}
     context: dict[str, RowSpec] = {}
-    if policy.core is not None:
+    if time:
         targets[VALID] = RowSpec(leading, torch.bool)
+    if policy.core is not None:
         context = {
-            "starts_BT": RowSpec(leading, torch.bool),
+            "starts_BT": RowSpec(seen, torch.bool),
             "state_BS": RowSpec((policy.core.state_size,), dtype),
         }
     targets["actions"] = _actions(policy.spec, leading, dtype)
     return ModelParts(
-        blocks=blocks(policy),
+        blocks=blocks(policy, time=time),
         block_map=block_map(policy),
         unpack=_unpack,
         inputs=RowSpec(
-            (*leading, *policy.spec.obs_shape), torch.uint8 if policy.spec.obs_dtype == "uint8" else dtype
+            (*seen, *policy.spec.obs_shape), torch.uint8 if policy.spec.obs_dtype == "uint8" else dtype
         ),
         targets=targets,
         context=context,

@@ -71,6 +71,10 @@ CLASSIFIER = [
             "node.learner.microbatches (in --set)",
         ),
         (["task.algorithm.name=a2c", "node.learner.microbatches=41"], "node.learner.microbatches (in --set)"),
+        (
+            ["task.algorithm.name=impala", "node.learner.microbatches=9"],
+            "node.learner.microbatches (in --set)",
+        ),
         (["task.env.num_envs=9", "node.learner.microbatches=289"], "node.learner.microbatches (in --set)"),
         (
             ["task.network.core=lstm", "node.learner.microbatches=3"],
@@ -126,6 +130,7 @@ def test_rules(sets: list[str], key: str) -> None:
         ["task.algorithm.name=regression", "node.learner.microbatches=32"],
         ["task.env.num_envs=9", "node.learner.microbatches=288"],
         ["task.network.core=lstm", "node.learner.microbatches=2"],
+        ["task.algorithm.name=impala", "node.learner.microbatches=8"],
         ["node.learner.microbatches=4096"],  # for whatever task its swarm will have
         ["task.gradients.precision=bf16"],
         [*PIPELINE, *CLASSIFIER, "task.strategy.stages=3"],

@@ -10,7 +10,7 @@ from p2pdrl.config import loader, mode
 from p2pdrl.config.loader import is_preset_name, preset_names, preset_path, preset_summary, resolve
 from p2pdrl.config.mode import protocol_of
 from p2pdrl.config.strategy import AdpsgdConfig, PipelineConfig
-from p2pdrl.config.task import A2CConfig, PPOConfig
+from p2pdrl.config.task import A2CConfig, ImpalaConfig, PPOConfig
 from p2pdrl.errors import ConfigError
 
 SYSTEMS = {
@@ -27,7 +27,9 @@ ANY_MACHINES = {"node.learner.microbatches", "node.learner.split_devices"}
 
 
 def test_the_presets_are_there() -> None:
-    assert {"cartpole", "ppo", "a2c", "accumulate", "model_split", *STRATEGIES} <= set(preset_names())
+    assert {"cartpole", "ppo", "a2c", "impala", "accumulate", "model_split", *STRATEGIES} <= set(
+        preset_names()
+    )
 
 
 @pytest.mark.parametrize(("name", "strategy"), STRATEGIES.items())
@@ -59,6 +61,7 @@ def test_presets_are_what_their_names_say() -> None:
     assert isinstance(cartpole.algorithm, PPOConfig)
     assert isinstance(resolve(files=["ppo"]).config.task.algorithm, PPOConfig)
     assert isinstance(resolve(files=["a2c"]).config.task.algorithm, A2CConfig)
+    assert isinstance(resolve(files=["impala"]).config.task.algorithm, ImpalaConfig)
     assert resolve(files=["adpsgd"]).config.task.strategy == AdpsgdConfig()
     pipeline = PipelineConfig(microbatches="auto", backend="stream")
     assert resolve(files=["amb_pp"]).config.task.strategy == pipeline

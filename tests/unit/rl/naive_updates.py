@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from p2pdrl.rl.algorithms.batches import gae
+from p2pdrl.rl.algorithms.returns import gae
 
 
 def adam(parameters, gradients, state, rate, eps):

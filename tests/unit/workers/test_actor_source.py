@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
+from p2pdrl.config.task import A2CConfig, EnvConfig, ImpalaConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.rl.envs import make_vector_env
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.rollout import Collector
@@ -184,6 +184,21 @@ def test_an_actor_may_be_ahead_by_what_is_allowed(pools):
         assert pool.act() == [0]
     assert versions == [0, 0, 1, 2]
     assert staleness == [0, 1, 1, 1]
+
+
+def test_impala_knows_how_old_the_policy_of_an_actor_that_is_ahead_was(pools):
+    pool = pools(
+        TaskConfig(env=CARTPOLE, network=MLP, algorithm=ImpalaConfig(learning_rate=0.02, unroll_steps=8)),
+        ahead=1,
+    )
+    pool.trainer.publish()
+    assert [pool.act(), pool.act()] == [[0], [0]]
+    seen = []
+    for _ in range(4):
+        metrics = pool.step().metrics
+        seen.append((metrics["actor_staleness"], metrics["rho"] < 0.9999, metrics["kl"] > 1e-6))
+        pool.act()
+    assert seen == [(0, False, False), *[(1, True, True)] * 3]
 
 
 def test_an_actor_that_is_down_is_not_waited_for(pools):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from p2pdrl.rl.algorithms.batches import gae
+from p2pdrl.rl.algorithms.returns import gae
 
 # rows are environments, as in the source; transposed to TB below
 REWARDS = [[0, 0, 1, 0, -0.5], [0, 0, 0, 0, 1]]
