@@ -167,7 +167,8 @@ class HeadsBlock(Block):
 
     def unpack(self, output: Tensor) -> PolicyOutputs:
         """Return what ``forward`` gave as the objectives want it; a log_std of all states is its own."""
-        policy, values, log_std = output[..., :-1], output[..., -1], self.log_std
+        policy, values = output[..., :-1], output[..., -1]
+        log_std: Tensor | None = self.log_std
         if self._state_dependent:
             policy, log_std = policy.chunk(2, -1)
         return PolicyOutputs(policy, values, log_std, self._action_map)
