@@ -122,6 +122,13 @@ IMPALA = {
 }
 LSTM = {"network.core": "lstm", "network.core_size": 8, "env.num_envs": 6}
 PENDULUM = {"env.id": "Pendulum-v1", "env.max_episode_steps": 24, "env.normalize_observations": True}
+SQUASH = {"network.squash": "tanh", "algorithm.entropy_coef": 0.01}
+SDE = {
+    "network.exploration_noise": "sde",
+    "network.sde_sample_freq": 4,
+    "network.log_std_init": -1.0,
+    "algorithm.entropy_coef": 0.01,
+}
 PICTURES = {
     "env.id": SPOTS,
     "env.num_envs": 2,
@@ -161,6 +168,18 @@ CASES: dict[str, Case] = {
     "ppo-lstm-split": Case({**PPO, **LSTM, **SPLIT}),
     "ppo-continuous": Case({**PPO, **PENDULUM}),
     "ppo-continuous-lstm": Case({**PPO, **PENDULUM, **LSTM}),
+    "ppo-squash": Case({**PPO, **PENDULUM, **SQUASH}),
+    "ppo-squash-accumulated": Case({**PPO, **PENDULUM, **SQUASH, **MICROBATCHES}),
+    "ppo-squash-pipeline-1f1b": Case({**PPO, **PENDULUM, **SQUASH, **MICROBATCHES}, "1f1b", (1,)),
+    "ppo-rescale": Case({**PPO, **PENDULUM, "network.rescale_actions": True, "network.log_std_init": -0.5}),
+    "ppo-sde": Case({**PPO, **PENDULUM, **SDE}),
+    "ppo-sde-lstm": Case({**PPO, **PENDULUM, **LSTM, **SDE}),
+    "ppo-sde-pipeline-1f1b": Case({**PPO, **PENDULUM, **SDE, **MICROBATCHES}, "1f1b", (1,)),
+    "ppo-clip-anneal": Case({**PPO, "algorithm.clip_anneal": "linear", "stop.env_steps": 5000}),
+    "ppo-normalize-minibatch": Case({**PPO, "algorithm.normalize_over": "minibatch"}),
+    "ppo-target-kl-minibatch": Case(
+        {**PPO, "algorithm.target_kl": 1e-3, "algorithm.target_kl_per": "minibatch"}
+    ),
     "ppo-raw-returns": Case({**PPO, "env.normalize_returns": False}),
     "ppo-clipped-values": Case(
         {**PPO, "algorithm.value_clip": 0.2, "algorithm.target_kl": 0.01, "algorithm.entropy_coef": 0.01}
@@ -178,6 +197,7 @@ CASES: dict[str, Case] = {
     "a2c-lstm-pipeline-1f1b": Case({**A2C, **LSTM, **MICROBATCHES}, "1f1b", (2,)),
     "a2c-lstm-split": Case({**A2C, **LSTM, **SPLIT}),
     "a2c-continuous": Case({**A2C, **PENDULUM}),
+    "a2c-squash-sde": Case({**A2C, **PENDULUM, **SDE, **SQUASH}),
     "a2c-adam": Case({**A2C, "algorithm.optimizer": "adam", "algorithm.normalize_advantages": True}),
     "a2c-annealed": Case({**A2C, **ANNEALED}),
     "a2c-nature-cnn": Case({**A2C, **PICTURES}),

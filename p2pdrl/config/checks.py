@@ -242,6 +242,11 @@ def _fixed_problems(task: TaskConfig) -> Iterator[Problem]:
             "task.algorithm.anneal",
             "linear lowers the learning rate until task.stop.env_steps, so it must be set",
         )
+    if getattr(task.algorithm, "clip_anneal", "none") == "linear" and task.stop.env_steps == 0:
+        yield Problem(
+            "task.algorithm.clip_anneal",
+            "linear lowers the clip range until task.stop.env_steps, so it must be set",
+        )
 
 
 def _batch_problems(algorithm: AlgorithmOptions, num_envs: int) -> Iterator[Problem]:
@@ -252,10 +257,18 @@ def _batch_problems(algorithm: AlgorithmOptions, num_envs: int) -> Iterator[Prob
             "task.algorithm.minibatches",
             f"{batches_of(algorithm)} minibatches can't be cut from {steps}; lower it, or gather more steps",
         )
-    if getattr(algorithm, "normalize_advantages", False) and batch < 2:
+    if not getattr(algorithm, "normalize_advantages", False):
+        return
+    if batch < 2:
         yield Problem(
             "task.algorithm.normalize_advantages",
             f"a batch of {steps} has no deviation to divide by; turn it off, or gather more steps",
+        )
+    elif getattr(algorithm, "normalize_over", "batch") == "minibatch" and batches_of(algorithm) >= batch:
+        yield Problem(
+            "task.algorithm.normalize_over",
+            f"{batches_of(algorithm)} minibatches of {steps} have one step each, which has no deviation to "
+            "divide by; lower minibatches, or take batch",
         )
 
 

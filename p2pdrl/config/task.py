@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from p2pdrl.config.fields import Count, Fraction, NonNegative, Positive, Precision, Travelling
+from p2pdrl.config.fields import Count, Fraction, Natural, NonNegative, Positive, Precision, Travelling
 from p2pdrl.config.strategy import AdpsgdConfig, StrategyConfig
 
 __all__ = [
@@ -96,6 +96,27 @@ class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only
     dueling: bool = False
     """Action values as the sum of a state's value and each action's advantage (Wang 2016): better where many
     actions are worth the same. Only where action values are learned (``dqn``)."""
+    log_std_init: Annotated[float, Meta(ge=-20, le=5)] = 0.0
+    """Logarithm of the deviation that continuous actions begin with; 0 is a deviation of 1, in the policy's
+    own units (see ``rescale_actions``). Under ``sde`` that of each weight of the noise: the actions' is
+    larger by the length of the features, so -2 or so is usual there."""
+    rescale_actions: bool = False
+    """The policy's -1 … 1 is what the environment's bounds enclose, in each dimension of a continuous action,
+    rather than the environment's own units; beyond the bounds actions are clipped, as without. Refused where
+    an action has no finite bounds."""
+    squash: Literal["none", "tanh"] = "none"
+    """``tanh`` brings continuous actions into their bounds by tanh, and so rescales them too, where ``none``
+    clips them. Probabilities are those of what the environment gets. The entropy has no closed form then: it
+    is the Gaussian's, and the logarithm of the squashing's slope at the action that was taken. Refused where
+    an action has no finite bounds."""
+    exploration_noise: Literal["white", "sde"] = "white"
+    """What is added to the means of continuous actions: ``white`` is new at each step; ``sde``
+    (state-dependent exploration, Raffin 2021) is a linear function of the policy's features that is drawn
+    rarely, so that actions follow each other smoothly, as real machines want them."""
+    sde_sample_freq: Natural = 0
+    """Steps after which ``sde`` draws its function anew, counted from the beginning of each unroll; 0 keeps
+    one for the whole unroll. Fewer come nearer to ``white``, and want memory: an unroll of T steps then
+    keeps T × features × actions numbers of noise for each environment."""
 
 
 class AlgorithmOptions(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -139,6 +160,9 @@ class PPOConfig(
     """λ of generalized advantage estimation (Schulman 2016): 0 trusts the value function, 1 the returns."""
     clip: Positive = 0.2
     """ε: how far the probability ratio may move before its gradient is cut."""
+    clip_anneal: Literal["none", "linear"] = "none"
+    """``linear`` lowers ``clip`` to zero as the swarm nears ``stop.env_steps``, as ``anneal`` does with the
+    learning rate."""
     value_clip: Positive | None = None
     """Bound on the value's move per update; none leaves it free."""
     value_coef: NonNegative = 0.5
@@ -148,9 +172,19 @@ class PPOConfig(
     max_grad_norm: Positive = 0.5
     """Global gradient norm is clipped to this."""
     normalize_advantages: bool = True
-    """Shift and scale advantages to zero mean, unit deviation over the full batch."""
+    """Shift and scale advantages to zero mean, unit deviation."""
+    normalize_over: Literal["batch", "minibatch"] = "batch"
+    """What ``normalize_advantages`` takes mean and deviation of: the full batch, or each minibatch by itself,
+    as Stable-Baselines3 and CleanRL do: then each step weighs as much as any other, and small minibatches are
+    noisier. A minibatch of a single step keeps its advantage as it is."""
     target_kl: Positive | None = None
-    """Stop the passes early once the approximate KL divergence exceeds this; none never stops."""
+    """Stop the passes early once the approximate KL divergence exceeds this; none never stops. Estimated as
+    the mean of (ρ - 1) - log ρ, with ρ the probability ratio (Schulman 2020); the metric ``kl`` is its mean
+    over all minibatches of the update, whose later ones are further from the policy that acted."""
+    target_kl_per: Literal["epoch", "minibatch"] = "epoch"
+    """When ``target_kl`` is looked at: ``epoch``: at the end of each pass, by the mean over its minibatches;
+    ``minibatch``: at each, and stops where a minibatch's own is beyond 1.5 × ``target_kl``, the rule of
+    Stable-Baselines3. In both the gradient at hand is still stepped with: peers may wait for it."""
 
 
 class A2CConfig(

@@ -1,8 +1,12 @@
 """A policy's outputs, and the action distributions that they stand for.
 
 They replace ``torch.distributions``, whose argument checks cost more than the network of a small policy.
-Randomness comes in as a tensor of noise, drawn for a whole unroll at once. ``PolicyOutputs`` has tensors
-only, so that a pipeline can send them; the distribution is built where it is needed.
+Randomness comes in as a tensor of noise, drawn for a whole unroll at once. ``PolicyOutputs`` has
+tensors, which a pipeline can send, and what both of its ends know; the distribution is built where it is
+needed.
+
+A continuous action is kept as the Gaussian's own sample u, whatever the environment gets for it
+(``ActionMap``): what tanh has squashed can't be brought back without loss.
 
 Shape suffixes: … leading dimensions (N rows, or B environments and T steps), N choices, A actions or their
 dimensions.
@@ -11,12 +15,25 @@ dimensions.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
-__all__ = ["Categorical", "DiagonalGaussian", "Distribution", "PolicyOutputs", "distribution"]
+__all__ = [
+    "ActionMap",
+    "Categorical",
+    "DiagonalGaussian",
+    "Distribution",
+    "PolicyOutputs",
+    "TransformedGaussian",
+    "distribution",
+]
 
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
@@ -52,8 +69,9 @@ class Categorical:
         log_probs = torch.log_softmax(self.logits, -1)
         return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
-    def entropy(self) -> Tensor:
-        """Return the entropies, in nats, …."""
+    def entropy(self, sample: Tensor | None = None) -> Tensor:
+        """Return the entropies, in nats, …; no sample is needed."""
+        del sample
         log_probs = torch.log_softmax(self.logits, -1)
         return -(log_probs.exp() * log_probs).sum(-1)
 
@@ -63,7 +81,7 @@ class DiagonalGaussian:
 
     Args:
         mean: …A.
-        log_std: A; the same in every state.
+        log_std: A, the same in every state; or …A.
     """
 
     __slots__ = ("log_std", "mean")
@@ -90,9 +108,86 @@ class DiagonalGaussian:
         z = (actions - self.mean) * torch.exp(-self.log_std)
         return (-0.5 * z * z - self.log_std - LOG_SQRT_2PI).sum(-1)
 
-    def entropy(self) -> Tensor:
-        """Return the entropies, in nats, …."""
+    def entropy(self, sample: Tensor | None = None) -> Tensor:
+        """Return the entropies, in nats, …; no sample is needed."""
+        del sample
         return (self.log_std + (0.5 + LOG_SQRT_2PI)).sum(-1).expand(self.mean.shape[:-1])
+
+
+@dataclass(frozen=True, eq=False)
+class ActionMap:
+    """What environments get for a sample u: a = center + scale · u, or center + scale · tanh(u).
+
+    Attributes:
+        center: A, middle of the bounds.
+        scale: A, half of what lies between them.
+        squash: whether tanh comes first.
+    """
+
+    center: npt.NDArray[np.float64]
+    scale: npt.NDArray[np.float64]
+    squash: bool
+
+    @staticmethod
+    def between(low_A: npt.NDArray[Any], high_A: npt.NDArray[Any], *, squash: bool) -> ActionMap:
+        """Return the one that brings -1 … 1 to ``low_A`` … ``high_A``, which are finite."""
+        low, high = low_A.astype(np.float64), high_A.astype(np.float64)
+        return ActionMap(0.5 * (high + low), 0.5 * (high - low), squash)
+
+    def __call__(self, samples: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """Return environments' actions …A of samples …A; without tanh they may be out of bounds."""
+        inner = np.tanh(samples) if self.squash else samples
+        return np.asarray(self.center + self.scale * inner, np.float32)
+
+    @cached_property
+    def log_scale(self) -> float:
+        """Logarithm of the volume that a unit of volume becomes."""
+        return float(np.log(self.scale).sum())
+
+    def log_det(self, samples: Tensor) -> Tensor:
+        """Return log |det ∂a/∂u| of samples …A, exactly: log(1 − tanh²u) = 2 (log 2 − u − softplus(−2u))."""
+        if not self.squash:
+            return samples.new_full(samples.shape[:-1], self.log_scale)
+        return self.log_scale + 2.0 * (math.log(2.0) - samples - softplus(-2.0 * samples)).sum(-1)
+
+
+class TransformedGaussian(DiagonalGaussian):
+    """A diagonal Gaussian behind an ``ActionMap``: densities of what the environment gets (before its clip).
+
+    Samples and modes are the Gaussian's: u, and its mean, which the map brings to the median.
+
+    Args:
+        mean: …A.
+        log_std: A or …A.
+        action_map: applied to samples by ``Policy.to_environment``.
+    """
+
+    __slots__ = ("action_map",)
+
+    def __init__(self, mean: Tensor, log_std: Tensor, action_map: ActionMap) -> None:
+        super().__init__(mean, log_std)
+        self.action_map = action_map
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """Return log π(a) of what the samples ``actions`` …A become: log N(u) − log |det ∂a/∂u|."""
+        return super().log_prob(actions) - self.action_map.log_det(actions)
+
+    def entropy(self, sample: Tensor | None = None) -> Tensor:
+        """Return the entropies, in nats, …: H[N] + E[log |det ∂a/∂u|].
+
+        With tanh the expectation is estimated by one sample, as u = μ + σ z with z held, so that its
+        gradient is the expectation's too; without bias where ``sample`` is from this distribution.
+
+        Args:
+            sample: …A; of no use without tanh. None takes the mean, which estimates from above.
+        """
+        entropy = super().entropy()
+        u = self.mean
+        if self.action_map.squash and sample is not None:
+            std = self.log_std.exp()
+            z = ((sample - self.mean) / std).detach()
+            u = self.mean + std * z
+        return entropy + self.action_map.log_det(u)
 
 
 Distribution = Categorical | DiagonalGaussian
@@ -106,13 +201,20 @@ class PolicyOutputs(NamedTuple):
     values: Tensor
     """…: v(s)."""
     log_std: Tensor | None = None
-    """A: a parameter, the same for every row; None where actions are discrete."""
+    """A: a parameter, the same for every row; …A where it depends on the state; None where actions are
+    discrete."""
+    action_map: ActionMap | None = None
+    """Of continuous actions that are squashed or rescaled: the same for all rows and all nodes."""
 
     def distribution(self) -> Distribution:
         """Return π(·|s) of each row."""
-        return distribution(self.policy, self.log_std)
+        return distribution(self.policy, self.log_std, self.action_map)
 
 
-def distribution(policy: Tensor, log_std: Tensor | None) -> Distribution:
+def distribution(policy: Tensor, log_std: Tensor | None, action_map: ActionMap | None = None) -> Distribution:
     """Return what a policy head's outputs stand for; see ``PolicyOutputs``."""
-    return Categorical(policy) if log_std is None else DiagonalGaussian(policy, log_std)
+    if log_std is None:
+        return Categorical(policy)
+    if action_map is None:
+        return DiagonalGaussian(policy, log_std)
+    return TransformedGaussian(policy, log_std, action_map)

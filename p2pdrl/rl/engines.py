@@ -103,11 +103,11 @@ def in_precision(run: Forward[Outputs], precision: Precision) -> Forward[Outputs
 
 
 def _float32(outputs: Any) -> Any:
-    """Return a tensor, or a tuple of tensors and None, in float32."""
+    """Return a tensor, or what is a tensor in a tuple, in float32; anything else as it is."""
     if isinstance(outputs, Tensor):
         return outputs.float() if outputs.is_floating_point() else outputs
-    if outputs is None:
-        return None
+    if not isinstance(outputs, tuple | list):
+        return outputs
     parts = [_float32(part) for part in outputs]
     return type(outputs)(*parts) if hasattr(outputs, "_fields") else tuple(parts)
 

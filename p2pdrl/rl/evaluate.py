@@ -68,7 +68,8 @@ def evaluate(
         policy: acts, on the device where its parameters are.
         env_config: the task's environment; ``num_envs`` bounds how many copies play together.
         episodes: at least 1.
-        greedy: take the likeliest action; otherwise sample, as in training.
+        greedy: take the likeliest action; otherwise sample, as in training (but noise that training holds for
+            several steps is drawn at each).
         seed: of environments and actions.
         normalizer: what the policy's observations were normalised with; it isn't updated.
         allow_import: permit environment ids that import a module.
@@ -167,7 +168,7 @@ class _Actor:
         if self._state_BS is not None:
             self._state_BS[torch.from_numpy(starts_B).to(self._device)] = 0.0
         actions: Array = self._policy.act(inputs, noise, self._state_BS).cpu().numpy()
-        return actions
+        return self._policy.to_environment(actions)
 
 
 def _play(env: VectorEnv, actor: _Actor, quota_B: Array) -> list[tuple[float, int]]:

@@ -17,12 +17,22 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from p2pdrl.config.task import NetworkConfig
-from p2pdrl.rl.distributions import Categorical, DiagonalGaussian, Distribution, PolicyOutputs, distribution
+from p2pdrl.errors import ConfigError
+from p2pdrl.rl.distributions import (
+    ActionMap,
+    Categorical,
+    DiagonalGaussian,
+    Distribution,
+    PolicyOutputs,
+    distribution,
+)
 from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.gsde import held_noise, perturbation, state_log_std
 from p2pdrl.rl.networks.layers import Dense, initialise, mlp
 from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.networks.registry import make_trunk, resolve_kind
@@ -53,7 +63,11 @@ class Policy(nn.Module, ABC):
 
     @abstractmethod
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return the randomness that ``act`` needs for ``shape`` actions, on the generator's device."""
+        """Return the randomness that ``act`` needs for ``shape`` actions, on the generator's device.
+
+        Args:
+            shape: B environments at one step, or T, B: a whole unroll, whose steps may share some of it.
+        """
 
     @abstractmethod
     def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
@@ -66,8 +80,12 @@ class Policy(nn.Module, ABC):
                 episode; overwritten by the state after this one. None stands for a first step.
 
         Returns:
-            int64 B, or float32 B x A (not clipped to the bounds).
+            int64 B, or float32 B x A as sampled: what `to_environment` makes of them the environment gets.
         """
+
+    def to_environment(self, actions: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return what environments get for actions from ``act``; not clipped to their bounds yet."""
+        return actions
 
     @abstractmethod
     def outputs(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> Any:
@@ -104,10 +122,12 @@ class ActorCritic(Policy):
         critic: the value function's own.
         core: the recurrent core behind the trunk, or None.
         policy_head: the last layer: logits or means.
-        log_std: A, where actions are continuous: logarithms of the deviations, the same in every state.
+        log_std: A, where actions are continuous: logarithms of the deviations, the same in every state;
+            F x A with ``sde``: of the noise's weights.
+        action_map: from samples to environments' actions; None where they are the same.
 
     Raises:
-        ConfigError: the network doesn't fit the observations.
+        ConfigError: the network doesn't fit the observations, or its options not the actions.
     """
 
     def __init__(self, spec: EnvSpec, config: NetworkConfig, seed: int | None) -> None:
@@ -134,8 +154,12 @@ class ActorCritic(Policy):
         # a small last layer makes the first policy near uniform (Andrychowicz 2021, arXiv 2006.05990)
         self.policy_head = Dense(features, outputs, 0.01)
         self.value_head = Dense(features, 1, 1.0)
+        self.action_map = _action_map(spec, config)
+        self.state_dependent = config.exploration_noise == "sde"
+        self._config = config
         if not isinstance(spec.action, Discrete):
-            self.log_std = nn.Parameter(torch.empty(outputs, device="meta"))
+            shape = (features, outputs) if self.state_dependent else (outputs,)
+            self.log_std = nn.Parameter(torch.empty(shape, device="meta"))
         if seed is not None:
             initialise(self, torch.Generator().manual_seed(seed))
 
@@ -159,9 +183,9 @@ class ActorCritic(Policy):
         return tuple(part for part in parts if part in owners)
 
     def draw(self, generator: torch.Generator) -> None:
-        """Set the own parameters to initial values: deviations of 1; draws nothing."""
+        """Set the own parameters to initial values: deviations as configured; draws nothing."""
         del generator
-        nn.init.zeros_(self.log_std)
+        nn.init.constant_(self.log_std, self._config.log_std_init)
 
     def initial_state(self, batch: int) -> Tensor | None:
         """See ``Policy.initial_state``."""
@@ -174,6 +198,9 @@ class ActorCritic(Policy):
         """See ``Policy.noise``."""
         if isinstance(self.spec.action, Discrete):
             return Categorical.noise(shape, self.spec.action.n, generator)
+        if self.state_dependent:
+            hold = self._config.sde_sample_freq
+            return held_noise(shape, self.policy_head.in_features, self.spec.action.dim, hold, generator)
         return DiagonalGaussian.noise(shape, self.spec.action.dim, generator)
 
     def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
@@ -184,16 +211,31 @@ class ActorCritic(Policy):
             assert state is not None  # noqa: S101 - there is a core
             state.copy_(self.core.step(features, state))
             features = self.core.output(state)
-        policy = self._distribution(self.actor(features))
-        return policy.mode() if noise is None else policy.sample(noise)
+        features = self.actor(features)
+        policy = self._distribution(features)
+        if noise is None:
+            return policy.mode()
+        if self.state_dependent:
+            return policy.mode() + perturbation(features, self.log_std, noise)
+        return policy.sample(noise)
+
+    def to_environment(self, actions: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """See ``Policy.to_environment``."""
+        return actions if self.action_map is None else self.action_map(actions)
 
     def outputs(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> PolicyOutputs:
         """Return what the heads say about ``obs``; see ``Policy.outputs``."""
         features = self._features(obs, context)
-        policy = self.policy_head(self.actor(features))
+        for_policy = self.actor(features)
+        policy = self.policy_head(for_policy)
         values = self.value_head(self.critic(features))
         leading = obs.shape[: obs.dim() - self._obs_dims]
-        return PolicyOutputs(policy.view(*leading, policy.shape[-1]), values.view(leading), self._log_std)
+        log_std = self._log_std_of(for_policy)
+        if self.state_dependent and log_std is not None:
+            log_std = log_std.view(*leading, log_std.shape[-1])
+        return PolicyOutputs(
+            policy.view(*leading, policy.shape[-1]), values.view(leading), log_std, self.action_map
+        )
 
     def evaluate(
         self, obs: Tensor, actions: Tensor, context: RecurrentContext = NO_CONTEXT
@@ -216,9 +258,42 @@ class ActorCritic(Policy):
         remembered: Tensor = self.core(features.view(batch, steps, -1), context)
         return remembered.flatten(0, 1)
 
-    @property
-    def _log_std(self) -> Tensor | None:
-        return None if isinstance(self.spec.action, Discrete) else self.log_std
+    def _log_std_of(self, features_NF: Tensor) -> Tensor | None:
+        """Return A, or N x A where it depends on the state; None where actions are discrete."""
+        if isinstance(self.spec.action, Discrete):
+            return None
+        return state_log_std(features_NF, self.log_std) if self.state_dependent else self.log_std
 
     def _distribution(self, features_BF: Tensor) -> Distribution:
-        return distribution(self.policy_head(features_BF), self._log_std)
+        return distribution(self.policy_head(features_BF), self._log_std_of(features_BF), self.action_map)
+
+
+def _action_map(spec: EnvSpec, config: NetworkConfig) -> ActionMap | None:
+    """Return the map that options ask for; None where the environment gets samples as they are.
+
+    Raises:
+        ConfigError: an option has no meaning for these actions.
+    """
+    chosen = {
+        "exploration_noise = sde": config.exploration_noise == "sde",
+        "rescale_actions = true": config.rescale_actions,
+        "squash = tanh": config.squash == "tanh",
+    }
+    options = [f"network.{option}" for option, is_set in chosen.items() if is_set]
+    if not options:
+        return None
+    action = spec.action
+    if isinstance(action, Discrete):
+        raise ConfigError(
+            f"{options[-1]} is for continuous actions, this environment's is one of {action.n}; "
+            "leave that key at its default"
+        )
+    if not config.rescale_actions and config.squash == "none":
+        return None
+    for dim, (low, high) in enumerate(zip(action.low.tolist(), action.high.tolist(), strict=True)):
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise ConfigError(
+                f"{options[-1]} brings actions to between their bounds, which must be finite; this "
+                f"environment's action {dim} goes from {low:g} to {high:g}; leave that key at its default"
+            )
+    return ActionMap.between(action.low, action.high, squash=config.squash == "tanh")

@@ -47,7 +47,8 @@ class Unroll(Batch):
 
     Attributes:
         obs_T1BX: observations; the last row is the bootstrap's.
-        actions: int64 TB or float32 TBA, as sampled (not clipped).
+        actions: int64 TB or float32 TBA, as sampled: neither clipped, nor what
+            ``Policy.to_environment`` makes of them.
         log_probs_TB: of the actions under the policy that took them (the behaviour policy).
         values_T1B: v of each observation, by the same policy.
         rewards_TB: float32, scaled where the task asks for it.
@@ -168,7 +169,10 @@ class Collector:
                 valid_TB = torch.from_numpy(self._valid_TB).to(device)
                 context = RecurrentContext(_starts_T1B(valid_TB).T, state_BS)
                 outputs = self._policy.outputs(obs_T1BX.transpose(0, 1), context)
-                policy = distribution(outputs.policy.transpose(0, 1)[:-1], outputs.log_std)
+                log_std = outputs.log_std
+                if log_std is not None and log_std.dim() > 1:
+                    log_std = log_std.transpose(0, 1)[:-1]
+                policy = distribution(outputs.policy.transpose(0, 1)[:-1], log_std, outputs.action_map)
                 log_probs_TB, values_T1B = policy.log_prob(actions), outputs.values.T
         return RawUnroll(
             obs_T1BX=self._raw_obs_T1BX,
@@ -203,7 +207,8 @@ class Collector:
         for t in range(T):
             actions = self._policy.act(obs_views[t].to(device), noise_views[t], self._state_BS).cpu()
             action_views[t].copy_(actions)
-            raw[t + 1], rewards_B, terminated_B, truncated_B = self._env.step(actions.numpy())
+            done = self._policy.to_environment(actions.numpy())
+            raw[t + 1], rewards_B, terminated_B, truncated_B = self._env.step(done)
             obs_T1BX[t + 1] = raw[t + 1] if normalizer is None else normalizer.normalize(raw[t + 1])
             self._rewards_TB[t] = rewards_B
             self._terminated_TB[t] = terminated_B

@@ -33,6 +33,7 @@ from p2pdrl.config.fields import Precision
 from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.rl.distributions import PolicyOutputs
+from p2pdrl.rl.gsde import state_log_std
 from p2pdrl.rl.networks.layers import Trunk
 from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.policy import ActorCritic
@@ -141,7 +142,7 @@ class Memory(Block):
 
 
 class HeadsBlock(Block):
-    """The last block: policy outputs, then the value, along the last dimension.
+    """The last block: policy outputs, deviations if they depend on the state, then the value, in a row.
 
     Args:
         policy: whose heads.
@@ -153,6 +154,8 @@ class HeadsBlock(Block):
         self.policy_head = policy.policy_head
         self.value_head = policy.value_head
         self.log_std: nn.Parameter | None = getattr(policy, "log_std", None)
+        self._state_dependent = policy.state_dependent
+        self._action_map = policy.action_map
         self._towers = towers
         self._obs_dims = len(policy.spec.obs_shape)
 
@@ -160,11 +163,19 @@ class HeadsBlock(Block):
         """See ``Block.forward``."""
         del context
         for_policy, for_value = x.chunk(2, -1) if self._towers else (x, x)
-        return torch.cat((self.policy_head(for_policy), self.value_head(for_value)), -1)
+        heads = [self.policy_head(for_policy), self.value_head(for_value)]
+        if self._state_dependent:
+            assert self.log_std is not None  # noqa: S101 - or the policy would have been refused
+            heads.insert(1, state_log_std(for_policy, self.log_std).to(heads[0].dtype))
+        return torch.cat(heads, -1)
 
     def unpack(self, output: Tensor) -> PolicyOutputs:
-        """Return what ``forward`` gave as the objectives want it; log_std is this block's own."""
-        return PolicyOutputs(output[..., :-1], output[..., -1], self.log_std)
+        """Return what ``forward`` gave as the objectives want it; a log_std of all states is its own."""
+        policy, values = output[..., :-1], output[..., -1]
+        log_std: Tensor | None = self.log_std
+        if self._state_dependent:
+            policy, log_std = policy.chunk(2, -1)
+        return PolicyOutputs(policy, values, log_std, self._action_map)
 
 
 def blocks(policy: ActorCritic, *, time: bool = False) -> list[Block]:

@@ -46,7 +46,7 @@ class A2CObjective(Summed):
         policy = outputs.distribution()
         policy_loss = -self.total(targets["advantages"] * policy.log_prob(targets["actions"]), targets)
         value_loss = 0.5 * self.total((outputs.values - targets["returns"]).square(), targets)
-        entropy = self.total(policy.entropy(), targets)
+        entropy = self.total(policy.entropy(targets["actions"]), targets)
         loss = policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
         return loss, torch.stack((policy_loss, value_loss, entropy)).detach()
 

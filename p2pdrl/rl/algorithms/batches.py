@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from p2pdrl.rl.gradients import VALID, Minibatch
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.rollout import Unroll
 
-__all__ = ["full_batch", "minibatch", "normalized", "whole_unrolls"]
+__all__ = ["full_batch", "minibatch", "normalized", "whole_unrolls", "with_normalized"]
 
 
 def full_batch(unroll: Unroll, targets_TB: Mapping[str, Tensor]) -> Minibatch:
@@ -73,6 +74,15 @@ def normalized(advantages_TB: Tensor, valid_TB: Tensor) -> Tensor:
     """Return advantages of mean 0 and deviation 1 over the steps that count."""
     advantages_N = advantages_TB[valid_TB]
     return (advantages_TB - advantages_N.mean()) / (advantages_N.std(correction=0) + 1e-8)
+
+
+def with_normalized(part: Minibatch, name: str) -> Minibatch:
+    """Return a minibatch one of whose targets is ``normalized``; that of a single row stays as it is."""
+    target = part.targets[name]
+    valid = part.targets.get(VALID, torch.ones_like(target, dtype=torch.bool))
+    if part.rows < 2:
+        return part
+    return part._replace(targets={**part.targets, name: normalized(target, valid)})
 
 
 def _masked(target_TB: Tensor, valid_TB: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Proximal policy optimization (Schulman 2017, arXiv 1707.06347), from the unroll to the step.
 
-``trainer`` calls ``update`` once per unroll. Advantages are estimated and normalised on the full batch,
-before it is split (``batches``); reset steps have no part in it.
+``trainer`` calls ``update`` once per unroll. Advantages are estimated on the full batch, before it
+is split (``batches``), and normalised there or in each minibatch; reset steps have no part in it.
 
 Shape suffixes: T unroll, B environments, N valid steps of the batch (environments, where the policy
 remembers), M those of a minibatch.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from p2pdrl.config.task import PPOConfig
 from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed
-from p2pdrl.rl.algorithms.batches import full_batch, minibatch, normalized
+from p2pdrl.rl.algorithms.batches import full_batch, minibatch, normalized, with_normalized
 from p2pdrl.rl.algorithms.returns import gae
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
@@ -27,7 +27,10 @@ from p2pdrl.rl.gradients import GradientEngine, Summed
 from p2pdrl.rl.rollout import Unroll
 from p2pdrl.tensors.optimizers import Adam
 
-__all__ = ["PPO", "PPOObjective"]
+__all__ = ["MINIBATCH_KL", "PPO", "PPOObjective"]
+
+MINIBATCH_KL = 1.5
+"""How far beyond ``target_kl`` a single minibatch may be, whose estimate is noisier than a pass's."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class PPOObjective(Summed):
         clipped_N = ratio_N.clamp(1.0 - self.clip, 1.0 + self.clip)
         policy_loss = -self.total(torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N), targets)
         value_loss = 0.5 * self.total(self._errors(outputs.values, targets), targets)
-        entropy = self.total(policy.entropy(), targets)
+        entropy = self.total(policy.entropy(targets["actions"]), targets)
 
         loss = policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
         with torch.no_grad():
@@ -97,19 +100,28 @@ class PPO(Algorithm[Unroll]):
         self._config = config
         self._flat = flat
         self._generator = generator
-        objective = PPOObjective(
+        self._objective = PPOObjective(
             clip=config.clip,
             value_clip=config.value_clip,
             value_coef=config.value_coef,
             entropy_coef=config.entropy_coef,
         )
-        self._loss = Loss(objective, Adam(), flat, engine, max_grad_norm=config.max_grad_norm)
+        self._loss = Loss(self._objective, Adam(), flat, engine, max_grad_norm=config.max_grad_norm)
         self.losses = (self._loss,)
 
     def update(self, batch: Unroll) -> dict[str, float]:
-        """Improve the policy on one unroll, in place, and return what the monitors plot."""
+        """Improve the policy on one unroll, in place, and return what the monitors plot.
+
+        Terms of the objective are means over all minibatches of the update, each as it was before its own
+        step. ``kl`` among them is the estimate E[(ρ − 1) − log ρ] ≥ 0 of KL(old | new): 0 in the first
+        minibatch, growing with each step since the policy acted. ``clip_fraction`` is the share of steps
+        whose ratio was outside of 1 ± ε; ``clip`` is ε, while it falls.
+        """
         config, unroll = self._config, batch
         learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
+        clip = annealed(config.clip, config.clip_anneal, self.progress)
+        self._loss.objective = replace(self._objective, clip=clip)
+        each = config.normalize_advantages and config.normalize_over == "minibatch"
         advantages_TB = gae(
             unroll.rewards_TB,
             unroll.values_T1B,
@@ -119,7 +131,7 @@ class PPO(Algorithm[Unroll]):
         )
         values_TB = unroll.values_T1B[:-1]
         returns_TB = advantages_TB + values_TB
-        if config.normalize_advantages:
+        if config.normalize_advantages and not each:
             advantages_TB = normalized(advantages_TB, unroll.valid_TB)
         full = full_batch(
             unroll,
@@ -143,26 +155,31 @@ class PPO(Algorithm[Unroll]):
             parts = torch.split(order_N, minibatch_size)
             for count, indices_M in enumerate(parts, start=1):
                 part = minibatch(full, indices_M)
+                if each:
+                    part = with_normalized(part, "advantages")
                 terms = self._loss.gradients(part)
                 totals += terms
                 epoch_kl += terms[3]
                 left = (config.epochs - epoch) * len(parts) - count
-                if count == len(parts) and config.target_kl is not None:
-                    ended = float(epoch_kl) / count > config.target_kl
+                if config.target_kl is not None:
+                    if config.target_kl_per == "minibatch":
+                        ended = float(terms[3]) > MINIBATCH_KL * config.target_kl
+                    elif count == len(parts):
+                        ended = float(epoch_kl) / count > config.target_kl
                 norm = self._loss.apply(learning_rate, samples=part.rows, left=0 if ended else left)
                 steps += 1
                 if math.isfinite(norm):
                     gradient_norm += norm
                 else:
                     skipped += 1
-                if self._loss.stepper.ends_update:
-                    ended = True
+                ended = ended or self._loss.stepper.ends_update
+                if ended:
                     break
             if ended:
                 break
 
         policy_loss, value_loss, entropy, kl, clip_fraction = (totals / steps).tolist()
-        return {
+        metrics = {
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,
@@ -176,6 +193,7 @@ class PPO(Algorithm[Unroll]):
             "gradient_steps": float(steps - skipped),
             "skipped_steps": float(skipped),
         }
+        return metrics if config.clip_anneal == "none" else {**metrics, "clip": clip}
 
 
 def _explained_variance(values_N: Tensor, returns_N: Tensor) -> float:

@@ -32,6 +32,11 @@ CLASSIFIER = [
             "task.algorithm.normalize_advantages",
         ),
         (["task.algorithm.anneal=linear"], "task.algorithm.anneal (in --set)"),
+        (["task.algorithm.clip_anneal=linear"], "task.algorithm.clip_anneal (in --set)"),
+        (
+            ["task.algorithm.minibatches=1024", "task.algorithm.normalize_over=minibatch"],
+            "task.algorithm.normalize_over (in --set)",
+        ),
         (["task.algorithm.name=a2c", "task.algorithm.anneal=linear"], "task.algorithm.anneal"),
         (["task.strategy.every_updates=0"], "task.strategy.every_updates"),
         (["node.learner.restart_min_s=60"], "node.learner.restart_min_s"),

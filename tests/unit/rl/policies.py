@@ -24,6 +24,12 @@ POLICIES: dict[str, tuple[EnvSpec, NetworkConfig]] = {
     "mlp": (VECTOR, NetworkConfig(hidden=(8, 7, 6))),
     "mlp of a matrix": (MATRIX, NetworkConfig()),
     "mlp for control": (CONTROL, NetworkConfig(hidden=(8,))),
+    "squashed": (CONTROL, NetworkConfig(hidden=(8,), squash="tanh")),
+    "state-dependent noise": (CONTROL, NetworkConfig(hidden=(8,), exploration_noise="sde")),
+    "lstm with all for control": (
+        CONTROL,
+        NetworkConfig(hidden=(7,), core="lstm", core_size=5, squash="tanh", exploration_noise="sde"),
+    ),
     "no hidden layer": (MATRIX, NetworkConfig(hidden=())),
     "nature cnn": (FRAMES, NetworkConfig(hidden=(16,))),
     "nature cnn, channels last": (PICTURE, NetworkConfig(kind="nature_cnn", hidden=())),

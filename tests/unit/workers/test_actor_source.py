@@ -139,6 +139,26 @@ def test_one_actor_in_lockstep_gives_what_the_learner_would_have_made_itself(poo
     alone.close()
 
 
+@pytest.mark.parametrize("squash", ["none", "tanh"])
+def test_actors_explore_and_squash_as_the_learner_would(pools, squash):
+    network = NetworkConfig(
+        hidden=(8,),
+        squash=squash,
+        rescale_actions=True,
+        exploration_noise="sde",
+        sde_sample_freq=5,
+        log_std_init=-1.0,
+    )
+    task = TaskConfig(env=PENDULUM, network=network, algorithm=PPO)
+    pool, alone = pools(task), inline(task)
+    pool.trainer.publish()
+    for _ in range(4):
+        assert pool.act() == [0]
+        same(pool.step(), alone.step())
+        np.testing.assert_array_equal(pool.trainer.flat, alone.flat)
+    alone.close()
+
+
 def test_a2c_needs_no_other_generator(pools):
     task = TaskConfig(env=PENDULUM, network=MLP, algorithm=A2C)
     pool, alone = pools(task), build_trainer(task, SEED, "cpu")
