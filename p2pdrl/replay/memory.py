@@ -1,0 +1,603 @@
+"""The replay memory: rows of every environment's stream in the order of time, and n-step samples of them.
+
+    unroll ──append──► stream b: a ring of rows ──sample──► obs, actions, returns, discounts, next_obs
+                            priorities ◄──update_priorities── |δ| ◄── learner ◄──┘
+
+A row is one step: observation, action, reward, and how the step ended. Every observation is stored once, as
+the environment gave it: that which follows row t is row t + 1's, also after an episode's end, as the step
+behind it (NEXT_STEP resets, see `rl.envs`) shows the true final observation. The observation behind the
+newest row lies in the ring's next place, which is why a ring has one more place than rows. Where frames are
+stacked, a row holds the newest frame only; the older ones are in the rows before.
+
+A row counts (may be sampled) once the row is valid, its n steps or its episode's end are there, and no frame
+of its stack is lost. Rows are numbered within their stream by *serials*; a place in memory, the *index* of a
+row, is taken by a later serial when the ring has come round.
+
+Everything that must survive a process lies in one buffer. An append first gives up the oldest rows, then
+copies, then stores how many rows the stream has had: 8 bytes, the only store that makes the new rows visible.
+Whoever attaches to the buffer of a killed process therefore finds all but the unroll that was being appended;
+what can be derived (the sum tree, which rows count) is derived anew. One process at a time.
+
+Prioritized experience replay: Schaul 2016, arXiv 1511.05952, sections 3.3 and 3.4; with several actors and n
+steps: Horgan 2018, arXiv 1803.00933.
+
+Shape suffixes: T unroll, T1 unroll with the observation behind it (T+1), B environments of an unroll, S
+streams, N rows of a sample, n steps of the return, W rows of a window in time, K stacked frames, X the
+observation's own dimensions (with K where frames are stacked), A the action's.
+"""
+
+# ruff: noqa: N815 (names carry shape suffixes)
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError, TensorError
+from p2pdrl.replay.sum_tree import Float64Array, Int64Array, SumTree
+from p2pdrl.tensors.layout import hash_of
+from p2pdrl.tensors.shared_memory import fence
+
+__all__ = ["ReplayLayout", "ReplayMemory", "ReplaySample", "importance_weights"]
+
+Array = npt.NDArray[Any]
+BoolArray = npt.NDArray[np.bool_]
+
+DTYPES = ("bool", "uint8", "int64", "float32", "float64")
+MAX_FRAMES = 256
+_LINE_BYTES = 64
+_VALID, _TERMINATED, _TRUNCATED, _PARTIAL = (np.uint8(1 << bit) for bit in range(4))
+"""Bits of a row; partial: frames of its stack were lost before the row came."""
+_ENDED = _TERMINATED | _TRUNCATED
+
+
+@dataclass(frozen=True)
+class ReplayLayout:
+    """What rows are made of, and how many there are.
+
+    Args:
+        obs_shape: of one observation; of one frame, where frames are stacked.
+        obs_dtype: one of bool, uint8, int64, float32, float64; so is ``action_dtype``.
+        action_shape: ``()`` for discrete actions.
+        streams: environments, of all actors together.
+        capacity: rows of all streams together; each has the same number, rounded down.
+        frame_stack: K, frames in a sampled observation; 1 means that observations are sampled as they are.
+        stack_axis: where the frames' axis is in a sampled observation: 0 puts it first, −1 last.
+        alpha: α, the exponent of priorities: 0 makes all rows alike, 1 draws in proportion. None stores no
+            priorities and draws uniformly.
+        epsilon: ε, added to |δ|, so that no row is never drawn again.
+
+    Raises:
+        LayoutMismatchError: there can be no such memory.
+    """
+
+    obs_shape: tuple[int, ...]
+    obs_dtype: str
+    action_shape: tuple[int, ...]
+    action_dtype: str
+    streams: int
+    capacity: int
+    frame_stack: int = 1
+    stack_axis: Literal[0, -1] = 0
+    alpha: float | None = None
+    epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.obs_dtype not in DTYPES or self.action_dtype not in DTYPES:
+            raise LayoutMismatchError(f"rows can't hold {self.obs_dtype} and {self.action_dtype}")
+        if min((*self.obs_shape, *self.action_shape), default=1) < 1:
+            raise LayoutMismatchError(f"rows can't hold shapes {self.obs_shape} and {self.action_shape}")
+        if self.streams < 1 or self.rows < 2:
+            raise LayoutMismatchError(
+                f"{self.capacity} rows for {self.streams} streams: each needs 2 or more"
+            )
+        if not 1 <= self.frame_stack <= MAX_FRAMES:
+            raise LayoutMismatchError(f"a stack has 1 to {MAX_FRAMES} frames, not {self.frame_stack}")
+        if self.alpha is not None and not (0.0 <= self.alpha <= 1.0 and self.epsilon > 0.0):
+            raise LayoutMismatchError(
+                f"priorities need 0 ≤ α ≤ 1 and ε > 0, not {self.alpha}, {self.epsilon}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of each stream."""
+        return self.capacity // max(self.streams, 1)
+
+    @property
+    def sampled_shape(self) -> tuple[int, ...]:
+        """Shape of a sampled observation."""
+        if self.frame_stack == 1:
+            return self.obs_shape
+        frames = (self.frame_stack,)
+        return frames + self.obs_shape if self.stack_axis == 0 else self.obs_shape + frames
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer that holds everything which must survive."""
+        return sum(_lines(math.prod(shape) * np.dtype(dtype).itemsize) for shape, dtype in self._parts)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A number for what lies where in the buffer; never 0."""
+        return (
+            int(hash_of("replay memory", [[list(shape), dtype] for shape, dtype in self._parts])[:15], 16) | 1
+        )
+
+    @cached_property
+    def _parts(self) -> list[tuple[tuple[int, ...], str]]:
+        places = self.streams * (self.rows + 1)
+        return [
+            ((1,), "int64"),
+            ((1,), "float64"),
+            ((self.streams,), "int64"),
+            ((self.streams,), "int64"),
+            ((places,), "uint8"),
+            ((places,), "uint8"),
+            ((places,), "float32"),
+            ((0 if self.alpha is None else places,), "float32"),
+            ((places, *self.action_shape), self.action_dtype),
+            ((places, *self.obs_shape), self.obs_dtype),
+        ]
+
+    def carve(self, buffer: memoryview) -> Iterator[Array]:
+        """Give the arrays that lie in the buffer, one after another.
+
+        Raises:
+            LayoutMismatchError: the buffer is too small.
+        """
+        if buffer.nbytes < self.nbytes:
+            raise LayoutMismatchError(f"the rows take {self.nbytes} bytes, the buffer has {buffer.nbytes}")
+        at = 0
+        for shape, dtype in self._parts:
+            size = math.prod(shape)
+            yield np.frombuffer(buffer, dtype, size, at if size else 0).reshape(shape)
+            at += _lines(size * np.dtype(dtype).itemsize)
+
+
+@dataclass(frozen=True)
+class ReplaySample:
+    """N rows, drawn with replacement. Observations and rewards are raw, as they were appended.
+
+    Attributes:
+        obs_NX: observations; with stacked frames `ReplayLayout.sampled_shape`, zero before the episode's
+            first.
+        actions: N or NA.
+        returns_N: float32, r_t + γ r_{t+1} + …: n rewards, or those up to the episode's end.
+        discounts_N: float32, what the value of ``next_obs_NX`` counts: γ^m after m rewards; 0 where the
+            episode terminated.
+        next_obs_NX: the observations m steps later; the true final one after a truncation.
+        weights_N: float32 importance weights, at most 1.
+        indices_N: int64, where the rows lie.
+        serials_N: int64 numbers of the rows within their streams; with the indices they name rows for good.
+        masses_N: float64 p^α of each row, 1 without priorities: what `importance_weights` needs where samples
+            of several memories are put together.
+    """
+
+    obs_NX: Array
+    actions: Array
+    returns_N: npt.NDArray[np.float32]
+    discounts_N: npt.NDArray[np.float32]
+    next_obs_NX: Array
+    weights_N: npt.NDArray[np.float32]
+    indices_N: Int64Array
+    serials_N: Int64Array
+    masses_N: Float64Array
+
+
+class ReplayMemory:
+    """Rows of S streams, from which samples are drawn.
+
+    Args:
+        n_step: n, rewards in a return. Rows count once their n steps are there, so it belongs to the memory;
+            whoever attaches may choose another.
+        buffer: at least ``layout.nbytes`` bytes, writable; zeros, or what an equal layout left there, from
+            which this memory goes on. None allocates.
+
+    Raises:
+        LayoutMismatchError: the buffer is too small, or holds rows of another layout.
+
+    Example:
+        >>> layout = ReplayLayout((1,), "float32", (), "int64", streams=1, capacity=10)
+        >>> memory = ReplayMemory(layout, n_step=2)
+        >>> obs, no = np.arange(4, dtype=np.float32).reshape(4, 1, 1), np.zeros((3, 1), bool)
+        >>> ends = {"terminated_TB": no, "truncated_TB": no, "valid_TB": ~no}
+        >>> memory.append(obs, np.zeros((3, 1), np.int64), np.ones((3, 1)), **ends)
+        >>> memory.count, memory.sample(8, np.random.default_rng(0), discount=0.5).returns_N[0]
+        (2, np.float32(1.5))
+    """
+
+    def __init__(self, layout: ReplayLayout, *, n_step: int = 1, buffer: memoryview | None = None) -> None:
+        if not 1 <= n_step < layout.rows:
+            raise LayoutMismatchError(f"returns of {n_step} steps from streams of {layout.rows} rows")
+        self.layout = layout
+        self.n_step = n_step
+        places = layout.rows + 1
+        self._places = places
+        arrays = layout.carve(memoryview(bytearray(layout.nbytes)) if buffer is None else buffer)
+        self._fingerprint, self._greatest, self._oldest_S, self._counts_S, *columns = arrays
+        self._flags, self._ages, self._rewards, self._priorities, self._actions, self._obs = columns
+        self._frames: Array = self._obs.reshape(layout.streams * places, -1)
+        self._claim()
+        self._eligible: BoolArray = np.zeros(layout.streams * places, np.bool_)
+        self._count = 0
+        self._tree = None if layout.alpha is None else SumTree(layout.streams * places)
+        self._settle(np.arange(layout.streams), places)
+
+    def _claim(self) -> None:
+        """Mark a new buffer as one of this layout; refuse that of another."""
+        found, own = int(self._fingerprint[0]), self.layout.fingerprint
+        if found == 0:
+            self._greatest[0] = 1.0
+            fence()
+            self._fingerprint[0] = own
+        elif found != own:
+            raise LayoutMismatchError("the buffer holds a replay memory of another layout: begin with zeros")
+
+    # what there is
+
+    @property
+    def count(self) -> int:
+        """Rows that may be sampled: the N of importance weights."""
+        return self._count
+
+    @property
+    def mass(self) -> float:
+        """Σ p^α over these rows; without priorities their count."""
+        return float(self._count) if self._tree is None else self._tree.total
+
+    @property
+    def stored(self) -> int:
+        """Rows in memory, also those that may not be sampled."""
+        return int((self._counts_S - self._oldest_S).sum())
+
+    # rows come
+
+    def append(
+        self,
+        obs_T1BX: Array,
+        actions: Array,
+        rewards_TB: Array,
+        *,
+        terminated_TB: Array,
+        truncated_TB: Array,
+        valid_TB: Array,
+        columns_B: Array | None = None,
+        restarts_B: Array | None = None,
+        td_errors_TB: Array | None = None,
+    ) -> None:
+        """Append an unroll, in place of the oldest rows once the streams are full.
+
+        A stream goes on where its last unroll ended: row T of that one's observations is row 0 of this one's.
+        Where steps between were lost, the last row before is cut there: its return ends as at a truncation,
+        with the value of the observation that did follow. Its first rows afterwards have no stack of frames
+        that is known; they count from the (K−1)th, or from the next episode on. A stream whose row 0 isn't
+        what its last unroll ended with is taken for one that restarts.
+
+        Args:
+            obs_T1BX: raw observations, of the layout's dtype.
+            actions: TB or TBA, of the layout's dtype.
+            rewards_TB: raw; stored as float32.
+            terminated_TB: the episode ended in a terminal state.
+            truncated_TB: the episode was cut.
+            valid_TB: false where the step was a reset.
+            columns_B: different numbers of the streams; None means the first B.
+            restarts_B: whether steps were lost before this unroll; None means none. A stream's very first
+                unroll begins an episode, unless it says that it restarts.
+            td_errors_TB: δ of each row, as an actor computed them; NaN, as None, gives a row the greatest
+                priority so far.
+
+        Raises:
+            LayoutMismatchError: shapes, dtypes or columns don't fit, or the unroll is longer than a stream.
+            PoisonedVectorError: a TD error is infinite.
+        """
+        layout, places = self.layout, self._places
+        T, B = rewards_TB.shape
+        columns_B = np.arange(B) if columns_B is None else np.asarray(columns_B, np.int64)
+        self._check(obs_T1BX, actions, rewards_TB, (terminated_TB, truncated_TB, valid_TB), columns_B)
+        had_B = self._counts_S[columns_B]
+        bases_B = columns_B * places
+        behind_B = bases_B + had_B % places
+        lost_B = (self._frames[behind_B] != obs_T1BX[0].reshape(B, -1)).any(axis=1) & (had_B > 0)
+        if restarts_B is not None:
+            lost_B |= np.asarray(restarts_B, np.bool_)
+        cut_B = lost_B & (had_B > 0)
+        begins_B = had_B + cut_B
+        slots_T1B = bases_B + (begins_B + np.arange(T + 1)[:, None]) % places
+        ages_T1B, partial_T1B = self._stacks(behind_B, lost_B, had_B == 0, np.asarray(valid_TB, np.bool_))
+        priorities_TB = self._first_priorities((T, B), td_errors_TB)
+
+        self._oldest_S[columns_B] = np.maximum(self._oldest_S[columns_B], begins_B + T - layout.rows)
+        fence()
+        if cut_B.any():
+            self._flags[behind_B[cut_B]] &= _PARTIAL
+            self._flags[(bases_B + (had_B - 1) % places)[cut_B]] |= _TRUNCATED
+        slots_TB = slots_T1B[:-1]
+        self._obs[slots_T1B] = obs_T1BX
+        self._actions[slots_TB] = actions
+        self._rewards[slots_TB] = rewards_TB
+        self._ages[slots_T1B] = ages_T1B
+        flags_T1B = partial_T1B * _PARTIAL
+        flags_T1B[:-1] |= valid_TB * _VALID | terminated_TB * _TERMINATED | truncated_TB * _TRUNCATED
+        self._flags[slots_T1B] = flags_T1B
+        if priorities_TB is not None:
+            self._priorities[slots_TB] = priorities_TB
+        fence()
+        self._counts_S[columns_B] = begins_B + T
+        self._settle(columns_B, T + 1 + self.n_step)
+
+    def _check(
+        self, obs_T1BX: Array, actions: Array, rewards_TB: Array, flags: tuple[Array, ...], columns_B: Array
+    ) -> None:
+        layout = self.layout
+        T, B = rewards_TB.shape
+        if not 1 <= T < layout.rows:
+            raise LayoutMismatchError(
+                f"an unroll of {T} steps for streams of {layout.rows} rows: give them more"
+            )
+        if obs_T1BX.shape != (T + 1, B, *layout.obs_shape) or obs_T1BX.dtype != layout.obs_dtype:
+            raise LayoutMismatchError(f"observations {obs_T1BX.dtype} {obs_T1BX.shape} don't fit {layout}")
+        if actions.shape != (T, B, *layout.action_shape) or actions.dtype != layout.action_dtype:
+            raise LayoutMismatchError(f"actions {actions.dtype} {actions.shape} don't fit {layout}")
+        if any(flag.shape != (T, B) or flag.dtype != np.bool_ for flag in flags):
+            raise LayoutMismatchError(f"how steps ended and which are valid: bool {(T, B)}")
+        numbers = columns_B.tolist()
+        if len(set(numbers)) != B or min(numbers) < 0 or max(numbers) >= layout.streams:
+            raise LayoutMismatchError(f"{B} environments are streams {numbers}; there are {layout.streams}")
+
+    def _stacks(
+        self, behind_B: Int64Array, lost_B: BoolArray, new_B: BoolArray, valid_TB: BoolArray
+    ) -> tuple[npt.NDArray[np.uint8], BoolArray]:
+        """Return how many frames of its episode lie before each row, and which rows' stacks aren't whole."""
+        T, B = valid_TB.shape
+        steps_T1 = np.arange(T + 1)[:, None]
+        begins_T1B = np.zeros((T + 1, B), np.int64)
+        np.multiply(~valid_TB, steps_T1[1:], out=begins_T1B[1:])
+        np.maximum.accumulate(begins_T1B, axis=0, out=begins_T1B)
+        went_on_T1B = begins_T1B == 0
+        before_B = np.where(lost_B | new_B, 0, self._ages[behind_B])
+        ages_T1B = np.minimum(steps_T1 - begins_T1B + went_on_T1B * before_B, MAX_FRAMES - 1)
+        partial_B = lost_B | (~new_B & ((self._flags[behind_B] & _PARTIAL) != 0))
+        partial_T1B = went_on_T1B & partial_B & (ages_T1B < self.layout.frame_stack - 1)
+        return ages_T1B.astype(np.uint8), partial_T1B
+
+    def _first_priorities(
+        self, shape: tuple[int, int], td_errors_TB: Array | None
+    ) -> npt.NDArray[np.float32] | None:
+        if self._tree is None:
+            return None
+        if td_errors_TB is None:
+            return np.full(shape, self._greatest[0], np.float32)
+        known_TB = ~np.isnan(td_errors_TB)
+        priorities_TB = self._priorities_of(np.where(known_TB, td_errors_TB, 0.0))
+        return np.where(known_TB, priorities_TB, np.float32(self._greatest[0]))
+
+    # which rows may be sampled
+
+    def _settle(self, columns_B: Int64Array, newest: int) -> None:
+        """Find out which of the newest rows of some streams may be sampled, and give them their masses.
+
+        Args:
+            newest: how many, and one more for the place behind them.
+        """
+        newest = min(newest, self._places)
+        oldest_B, counts_B = self._oldest_S[columns_B], self._counts_S[columns_B]
+        bases_B = columns_B * self._places
+        serials_WB = counts_B - np.arange(newest)[:, None]
+        slots_WB = bases_B + serials_WB % self._places
+        flags_WB = self._flags[slots_WB]
+        ends_WB = (flags_WB & _ENDED) != 0
+        ends_WB[0] = False
+        whole_WB = ends_WB.copy()
+        for later in range(1, self.n_step):
+            whole_WB[later:] |= ends_WB[:-later]
+        whole_WB[self.n_step :] = True
+        whole_WB[0] = False
+        eligible_WB = whole_WB & ((flags_WB & (_VALID | _PARTIAL)) == _VALID)
+        K = self.layout.frame_stack
+        if K > 1:
+            eligible_WB &= serials_WB - np.minimum(self._ages[slots_WB], K - 1) >= oldest_B
+        there_WB = serials_WB >= oldest_B
+        self._mark(slots_WB[there_WB], eligible_WB[there_WB])
+        if K > 1:
+            serials_KB = oldest_B + np.arange(K - 1)[:, None]
+            slots_KB = bases_B + serials_KB % self._places
+            torn_KB = serials_KB - np.minimum(self._ages[slots_KB], K - 1) < oldest_B
+            slots_N = slots_KB[torn_KB & (serials_KB < counts_B)]
+            self._mark(slots_N, np.zeros(len(slots_N), np.bool_))
+
+    def _mark(self, slots_N: Int64Array, eligible_N: BoolArray) -> None:
+        """Let rows count or not; each is named once."""
+        self._count += int(eligible_N.sum()) - int(self._eligible[slots_N].sum())
+        self._eligible[slots_N] = eligible_N
+        if self._tree is not None:
+            self._tree.set(slots_N, self._masses_of(self._priorities[slots_N]) * eligible_N)
+
+    # samples
+
+    def sample(
+        self,
+        batch: int,
+        rng: np.random.Generator,
+        *,
+        discount: float,
+        beta: float = 1.0,
+        out: ReplaySample | None = None,
+    ) -> ReplaySample:
+        """Draw rows that count, with replacement.
+
+        With priorities, row i has the probability P(i) = p_i^α / Σ p^α, and one row is drawn from each of N
+        equal parts of that mass (stratified, section 3.3; rows come in the order in which they lie).
+        Without, all have the same: places of the ring are drawn and those that don't count are drawn again;
+        while few do, from a list of them.
+
+        Args:
+            batch: N, at least 1.
+            discount: γ.
+            beta: β of the importance weights; see `importance_weights`.
+            out: an earlier sample of this memory and of N rows, whose observations are overwritten: new
+                memory for pictures costs more than copying them.
+
+        Raises:
+            TensorError: no row may be sampled yet.
+        """
+        if self._count == 0:
+            raise TensorError("the replay memory holds no row that could be sampled yet: wait for `count`")
+        mass = self.mass
+        if self._tree is None:
+            indices_N = self._draw_uniformly(batch, rng)
+            masses_N = np.ones(batch)
+            weights_N = np.ones(batch, np.float32)
+        else:
+            indices_N = self._tree.find((np.arange(batch) + rng.random(batch)) * (mass / batch))
+            masses_N = self._tree.masses(indices_N)
+            weights_N = importance_weights(masses_N, mass=mass, count=self._count, beta=beta)
+        bases_N = indices_N // self._places * self._places
+        newest_N = self._counts_S.take(indices_N // self._places) - 1
+        serials_N = newest_N - (newest_N - indices_N) % self._places
+        returns_N, discounts_N, lengths_N = self._returns(bases_N, serials_N, discount)
+        return ReplaySample(
+            obs_NX=self._observations(bases_N, serials_N, None if out is None else out.obs_NX),
+            actions=self._actions.take(indices_N, axis=0),
+            returns_N=returns_N,
+            discounts_N=discounts_N,
+            next_obs_NX=self._observations(
+                bases_N, serials_N + lengths_N, None if out is None else out.next_obs_NX
+            ),
+            weights_N=weights_N,
+            indices_N=indices_N,
+            serials_N=serials_N,
+            masses_N=masses_N,
+        )
+
+    def _draw_uniformly(self, batch: int, rng: np.random.Generator) -> Int64Array:
+        places = len(self._eligible)
+        if self._count < places // 4:
+            slots = np.flatnonzero(self._eligible)
+            return slots[rng.integers(len(slots), size=batch)]
+        found: list[Int64Array] = []
+        missing = batch
+        while missing > 0:
+            slots = rng.integers(places, size=missing * places // self._count + 8)
+            found.append(slots[self._eligible[slots]][:missing])
+            missing -= len(found[-1])
+        return np.concatenate(found)
+
+    def _returns(
+        self, bases_N: Int64Array, serials_N: Int64Array, discount: float
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], Int64Array]:
+        """Return the discounted sums of rewards, the discounts behind them, and how many rewards each has."""
+        powers = discount ** np.arange(self.n_step + 1)
+        slots_nN = bases_N + (serials_N + np.arange(self.n_step)[:, None]) % self._places
+        flags_nN = self._flags.take(slots_nN)
+        on_nN = np.ones(slots_nN.shape, np.bool_)
+        for step in range(1, self.n_step):
+            np.logical_and(on_nN[step - 1], (flags_nN[step - 1] & _ENDED) == 0, out=on_nN[step])
+        returns_N = powers[:-1] @ np.where(on_nN, self._rewards.take(slots_nN), 0.0)
+        lengths_N = on_nN.sum(axis=0)
+        terminated_N = (on_nN & ((flags_nN & _TERMINATED) != 0)).any(axis=0)
+        discounts_N = powers.take(lengths_N) * ~terminated_N
+        return returns_N.astype(np.float32), discounts_N.astype(np.float32), lengths_N
+
+    def _observations(self, bases_N: Int64Array, serials_N: Int64Array, out_NX: Array | None) -> Array:
+        """Return the rows' observations, in ``out_NX`` if that isn't None."""
+        layout, N = self.layout, len(serials_N)
+        K = layout.frame_stack
+        moves = K > 1 and layout.stack_axis == -1
+        if out_NX is None:
+            frames = np.empty((N * K, self._frames.shape[1]), self._frames.dtype)
+        elif out_NX.shape != (N, *layout.sampled_shape) or out_NX.dtype != self._frames.dtype:
+            raise LayoutMismatchError(f"{out_NX.dtype} {out_NX.shape} can't take {N} rows of {layout}")
+        else:
+            frames = np.moveaxis(out_NX, -1, 1) if moves else out_NX
+            frames = frames.reshape(N * K, -1)
+            if not np.shares_memory(frames, out_NX):
+                raise LayoutMismatchError("observations are taken into those of an earlier sample only")
+        if K == 1:
+            slots = bases_N + serials_N % self._places
+        else:
+            slots = bases_N[:, None] + (serials_N[:, None] + np.arange(1 - K, 1)) % self._places
+        self._frames.take(slots.reshape(-1), axis=0, out=frames, mode="clip")  # "raise" would copy twice
+        if K == 1:
+            return frames.reshape(N, *layout.obs_shape)
+        before_N = self._ages.take(slots[:, -1])
+        frames_NKX = frames.reshape(N, K, *layout.obs_shape)
+        for row in np.flatnonzero(before_N < K - 1).tolist():
+            frames_NKX[row, : K - 1 - before_N[row]] = 0
+        return np.moveaxis(frames_NKX, 1, -1) if moves else frames_NKX
+
+    # priorities
+
+    def update_priorities(self, indices_N: Int64Array, serials_N: Int64Array, td_errors_N: Array) -> int:
+        """Give rows the priorities |δ| + ε, and tell how many of them were still there.
+
+        Rows that have been overwritten since they were drawn are left out; of a row that is named more than
+        once the last δ counts.
+
+        Args:
+            indices_N: of a sample, like its ``serials_N``.
+            td_errors_N: δ, of either sign.
+
+        Raises:
+            TensorError: the memory has no priorities.
+            PoisonedVectorError: a δ isn't finite.
+        """
+        if self._tree is None:
+            raise TensorError("this replay memory draws uniformly: it has no priorities")
+        priorities_N = self._priorities_of(td_errors_N)
+        streams_N = indices_N // self._places
+        there_N = serials_N >= self._oldest_S.take(streams_N)
+        there_N &= serials_N < self._counts_S.take(streams_N)
+        there_N &= streams_N * self._places + serials_N % self._places == indices_N
+        if not there_N.all():
+            indices_N, priorities_N = indices_N[there_N], priorities_N[there_N]
+        self._priorities[indices_N] = priorities_N
+        self._tree.set(indices_N, self._masses_of(priorities_N) * self._eligible[indices_N])
+        return len(indices_N)
+
+    def reset_priorities(self) -> None:
+        """Forget all priorities: every row, and every new one, has the same again."""
+        if self._tree is None:
+            return
+        self._greatest[0] = 1.0
+        self._priorities[:] = 1.0
+        self._tree.fill(self._eligible.astype(np.float64))
+
+    def _priorities_of(self, td_errors: Array) -> npt.NDArray[np.float32]:
+        """Return |δ| + ε, and remember the greatest so far."""
+        priorities = np.abs(td_errors) + self.layout.epsilon
+        greatest = float(priorities.max(initial=0.0))
+        if not math.isfinite(greatest):
+            raise PoisonedVectorError("a TD error isn't finite: no row can have that as its priority")
+        self._greatest[0] = max(float(self._greatest[0]), greatest)
+        return priorities.astype(np.float32)
+
+    def _masses_of(self, priorities: npt.NDArray[np.float32]) -> Float64Array:
+        """Return p^α."""
+        masses: Float64Array = np.power(priorities, self.layout.alpha or 0.0, dtype=np.float64)
+        return masses
+
+
+def importance_weights(
+    masses_N: Float64Array, *, mass: float, count: int, beta: float
+) -> npt.NDArray[np.float32]:
+    """Return (N·P)^−β with P = p^α / Σ p^α, divided by the greatest of them (Schaul 2016, section 3.4).
+
+    Args:
+        masses_N: p^α of the rows of a batch.
+        mass: Σ p^α over all rows they were drawn from, of all memories.
+        count: how many rows these are: the formula's N.
+        beta: β; 1 undoes the bias of the draw entirely, 0 not at all.
+    """
+    weights_N = (masses_N * (count / mass)) ** -beta
+    weights_N /= weights_N.max()
+    return weights_N.astype(np.float32)
+
+
+def _lines(nbytes: int) -> int:
+    """Up to a whole cache line."""
+    return -(-nbytes // _LINE_BYTES) * _LINE_BYTES

@@ -1,0 +1,432 @@
+"""The replay memory beside a naive one: lists of dicts, one for each step, searched and stacked by loops."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError, TensorError
+from p2pdrl.replay import memory as module
+from p2pdrl.replay.memory import ReplayLayout, ReplayMemory, importance_weights
+from p2pdrl.tensors.shared_memory import SharedRegion
+
+GAMMA = 0.9
+SHAPE = (2, 3)
+
+
+class Environments:
+    """Made-up environments with NEXT_STEP resets, and a naive memory of all that happened in them.
+
+    No two observations are alike. ``history[b]`` has a dict for each step, with the observation behind it;
+    "lost" marks a gap in what the memory was shown.
+    """
+
+    def __init__(self, count, seed, dtype="float32", p_end=0.15):
+        self.rng = np.random.default_rng(seed)
+        self.count, self.dtype, self.p_end = count, dtype, p_end
+        self.episodes = [0] * count
+        self.running = [True] * count
+        self.obs = [self.draw() for _ in range(count)]
+        self.history = [[] for _ in range(count)]
+
+    def draw(self):
+        values = self.rng.integers(1, 256, SHAPE) if self.dtype == "uint8" else self.rng.random(SHAPE)
+        return values.astype(self.dtype)
+
+    def step(self, b, shown):
+        action, valid = int(self.rng.integers(1000)), self.running[b]
+        terminated = truncated = False
+        reward = 0.0
+        if valid:
+            reward = float(np.float32(self.rng.normal()))
+            end = self.rng.random()
+            terminated, truncated = end < self.p_end / 2, self.p_end / 2 <= end < self.p_end
+        behind = self.draw()
+        row = {
+            "obs": self.obs[b],
+            "behind": behind,
+            "action": action,
+            "reward": reward,
+            "terminated": terminated,
+            "truncated": truncated,
+            "valid": valid,
+            "episode": self.episodes[b] + (not valid),
+            "shown": shown,
+        }
+        if not valid:
+            self.episodes[b] += 1
+        self.history[b].append(row)
+        self.running[b] = not (terminated or truncated)
+        self.obs[b] = behind
+        return row
+
+    def skip(self, b, steps):
+        """Steps that the memory never sees."""
+        for _ in range(steps):
+            self.step(b, shown=False)
+
+    def unroll(self, columns, T):
+        rows = [[self.step(b, shown=True) for b in columns] for _ in range(T)]
+        array = lambda name, dtype: np.array([[r[name] for r in step] for step in rows], dtype)  # noqa: E731
+        obs = np.concatenate((array("obs", self.dtype), [[r["behind"] for r in rows[-1]]])).astype(self.dtype)
+        ends = {f"{name}_TB": array(name, bool) for name in ("terminated", "truncated", "valid")}
+        return (obs, array("action", np.int64), array("reward", np.float32)), ends
+
+    def expected(self, n, K, rows):
+        """Every transition that may be sampled, by the (unique) action, observation and reward behind it."""
+        found = {}
+        for history in self.history:
+            shown = [at for at, row in enumerate(history) if row["shown"]]
+            gaps = sum(b - a > 1 for a, b in itertools.pairwise(shown))
+            inserted = dict.fromkeys(shown, 0)
+            for a, b in itertools.pairwise(shown):
+                inserted[b] = inserted[a] + (b - a > 1)
+            # A gap takes one row of the ring, so the oldest row that is left is counted from the end.
+            newest = len(shown) + gaps
+            kept = {at for i, at in enumerate(shown) if i + inserted[at] >= newest - rows}
+            for at in sorted(kept):
+                transition = self.transition(history, kept, at, n, K)
+                if transition is not None:
+                    found[history[at]["obs"].tobytes()] = transition
+        return found
+
+    def transition(self, history, kept, at, n, K):
+        if not history[at]["valid"]:
+            return None
+        total, factor = 0.0, 1.0
+        for step in range(n):
+            row = history[at + step]
+            total += factor * row["reward"]
+            factor *= GAMMA
+            end, gap = row["terminated"] or row["truncated"], at + step + 1 not in kept
+            if end or step == n - 1:
+                break
+            if gap:
+                if at + step < max(kept):
+                    break  # steps were lost: cut here
+                return None  # not there yet
+        last = at + step
+        stack = self.stack(history, kept, at, K)
+        if stack is None:
+            return None
+        newest = [*stack, *(history[i]["behind"] for i in range(at, last + 1))][-K:]
+        return {
+            "obs": np.array(stack),
+            "next_obs": np.array(newest),
+            "action": history[at]["action"],
+            "return": total,
+            "discount": 0.0 if history[last]["terminated"] else factor,
+        }
+
+    def stack(self, history, kept, at, K):
+        frames = [history[at]["obs"]]
+        while len(frames) < K:
+            before = at - len(frames)
+            if before >= 0 and not history[before]["shown"]:
+                return None
+            first = before < 0 or history[before]["episode"] != history[at]["episode"]
+            if first or not history[before]["valid"]:
+                frames += [np.zeros_like(frames[0])] * (K - len(frames))
+            elif before not in kept:
+                return None
+            else:
+                frames.append(history[before]["obs"])
+        return frames[::-1]
+
+
+def layout_of(streams, capacity, **options):
+    options = {"obs_dtype": "float32", **options}
+    return ReplayLayout(
+        obs_shape=SHAPE,
+        action_shape=(),
+        action_dtype="int64",
+        streams=streams,
+        capacity=capacity,
+        **options,
+    )
+
+
+def check(memory, environments, rng, draws=600):
+    """Everything sampled is what the naive memory has, and all that it has may be sampled."""
+    K, axis = memory.layout.frame_stack, memory.layout.stack_axis
+    expected = environments.expected(memory.n_step, K, memory.layout.rows)
+    assert memory.count == len(expected)
+    assert memory.stored <= memory.layout.capacity
+    if not expected:
+        return
+    seen = set()
+    sample = None
+    for _ in range(3):
+        sample = memory.sample(draws, rng, discount=GAMMA, beta=0.4, out=sample)
+        assert sample.obs_NX.shape == (draws, *memory.layout.sampled_shape)
+        obs, next_obs = sample.obs_NX, sample.next_obs_NX
+        if K == 1:
+            obs, next_obs = obs[:, None], next_obs[:, None]
+        elif axis == -1:
+            obs, next_obs = np.moveaxis(obs, -1, 1), np.moveaxis(next_obs, -1, 1)
+        for row in range(draws):
+            key = obs[row, -1].tobytes()
+            want = expected[key]
+            seen.add(key)
+            assert (obs[row] == want["obs"]).all()
+            assert (next_obs[row] == want["next_obs"]).all()
+            assert sample.actions[row] == want["action"]
+            assert abs(sample.returns_N[row] - want["return"]) < 1e-5
+            assert abs(sample.discounts_N[row] - want["discount"]) < 1e-6
+    if len(expected) < draws / 5:
+        assert seen == set(expected)
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+@pytest.mark.parametrize("alpha", [None, 0.6])
+@pytest.mark.parametrize(("K", "axis"), [(1, 0), (4, 0), (3, -1)])
+def test_every_row_is_that_of_a_naive_memory(n, alpha, K, axis):
+    """Interleaved streams of different fill, both ends, gaps, and rings that come round several times."""
+    dtype = "float32" if K == 1 else "uint8"
+    environments = Environments(5, seed=10 * n + K, dtype=dtype)
+    layout = layout_of(5, 150, obs_dtype=dtype, frame_stack=K, stack_axis=axis, alpha=alpha)
+    memory, rng = ReplayMemory(layout, n_step=n), np.random.default_rng(n)
+    choose = np.random.default_rng(n + 100)
+    for turn in range(30):
+        count = int(choose.integers(1, 5))  # stream 4 is rarer: another fill
+        columns = choose.permutation(4 + (turn % 4 == 0))[:count]
+        restarts = choose.random(count) < 0.2
+        for b, restart in zip(columns, restarts, strict=True):
+            if restart and environments.history[b]:
+                environments.skip(b, int(choose.integers(1, 4)))
+            restart &= bool(environments.history[b])
+        restarts &= np.array([any(row["shown"] for row in environments.history[b]) for b in columns])
+        arrays, ends = environments.unroll(columns, int(choose.integers(1, 13)))
+        memory.append(*arrays, **ends, columns_B=columns, restarts_B=restarts)
+        if turn % 4 == 3:
+            check(memory, environments, rng, draws=100)
+    check(memory, environments, rng, draws=400)
+
+
+def test_a_gap_that_nobody_told_of_is_seen():
+    """Row 0 isn't what the stream ended with: taken for a restart."""
+    environments = Environments(1, seed=3, p_end=0.0)
+    memory = ReplayMemory(layout_of(1, 50), n_step=3)
+    for _ in range(2):
+        arrays, ends = environments.unroll([0], 5)
+        memory.append(*arrays, **ends)
+        environments.skip(0, 2)
+    check(memory, environments, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("fill", [3, 60])
+def test_uniform_samples_are_uniform(fill):
+    """χ² over all rows that count, streams of different fill; few come from a list, many by rejection."""
+    environments = Environments(3, seed=4)
+    memory, rng = ReplayMemory(layout_of(3, 150), n_step=3), np.random.default_rng(5)
+    for b, steps in enumerate((fill // 3 + 4, fill, fill)):
+        for at in range(0, steps, 5):
+            arrays, ends = environments.unroll([b], min(5, steps - at))
+            memory.append(*arrays, **ends, columns_B=np.array([b]))
+    drawn = Counter()
+    for _ in range(100):
+        drawn.update(memory.sample(1000, rng, discount=GAMMA).indices_N.tolist())
+    assert len(drawn) == memory.count
+    each = 100_000 / memory.count
+    chi2 = sum((n - each) ** 2 / each for n in drawn.values())
+    df = memory.count - 1
+    assert chi2 < df + 4 * np.sqrt(2 * df)
+
+
+def five_rows(alpha=0.6, **options):
+    """Rows without ends, of which five count."""
+    environments = Environments(1, seed=6, p_end=0.0)
+    memory = ReplayMemory(layout_of(1, 20, alpha=alpha, epsilon=1e-9), **options)
+    arrays, ends = environments.unroll([0], 5)
+    return memory, arrays, ends
+
+
+@pytest.mark.parametrize("by_actor", [False, True])
+@pytest.mark.parametrize("batch", [50, 1000])
+def test_prioritized_samples_are_drawn_in_proportion(by_actor, batch):
+    memory, arrays, ends = five_rows()
+    p = np.array([0.1, 1.0, 2.0, 5.0, 10.0])
+    if by_actor:
+        memory.append(*arrays, **ends, td_errors_TB=-p[:, None])
+    else:
+        memory.append(*arrays, **ends)
+        assert memory.update_priorities(np.arange(5), np.arange(5), -p) == 5
+    rng = np.random.default_rng(7)
+    drawn = np.zeros(5)
+    for _ in range(200_000 // batch):
+        sample = memory.sample(batch, rng, discount=GAMMA, beta=0.4)
+        np.add.at(drawn, sample.serials_N, 1)
+    P = p**0.6 / (p**0.6).sum()
+    assert ((drawn - 200_000 * P) ** 2 / (200_000 * P)).sum() < 18.5
+    assert memory.mass == pytest.approx((p**0.6).sum(), rel=1e-6)
+    expected = (5 * P[sample.serials_N]) ** -0.4
+    np.testing.assert_allclose(sample.weights_N, expected / expected.max(), rtol=1e-5)
+    again = importance_weights(sample.masses_N, mass=memory.mass, count=memory.count, beta=0.4)
+    np.testing.assert_array_equal(again, sample.weights_N)
+
+
+def test_new_rows_have_the_greatest_priority_so_far():
+    memory, arrays, ends = five_rows(alpha=1.0)
+    memory.append(*arrays, **ends)
+    assert memory.mass == pytest.approx(5.0)
+    memory.update_priorities(np.array([0, 1]), np.array([0, 1]), np.array([7.0, 0.5]))
+    assert memory.mass == pytest.approx(3 + 7.5)
+    memory.append(*arrays, **ends, restarts_B=np.array([True]))
+    assert memory.mass == pytest.approx(3 + 7.5 + 5 * 7)
+    td_errors = np.array([[np.nan], [1.0], [2.0], [np.nan], [0.25]])
+    memory.append(*arrays, **ends, restarts_B=np.array([True]), td_errors_TB=td_errors)
+    assert memory.mass == pytest.approx(3 + 7.5 + 5 * 7 + 7 + 1 + 2 + 7 + 0.25)
+    memory.reset_priorities()
+    assert memory.mass == memory.count == 15
+
+
+def test_priorities_of_rows_that_have_no_n_steps_yet_are_kept_until_they_have():
+    environments = Environments(1, seed=8, p_end=0.0)
+    memory = ReplayMemory(layout_of(1, 20, alpha=1.0, epsilon=1e-9), n_step=3)
+    arrays, ends = environments.unroll([0], 4)
+    memory.append(*arrays, **ends, td_errors_TB=np.array([[1.0], [2.0], [3.0], [4.0]]))
+    assert (memory.count, memory.mass) == (2, pytest.approx(3.0))
+    arrays, ends = environments.unroll([0], 1)
+    memory.append(*arrays, **ends, td_errors_TB=np.array([[5.0]]))
+    assert (memory.count, memory.mass) == (3, pytest.approx(6.0))
+
+
+def test_priorities_of_overwritten_rows_are_refused():
+    environments = Environments(2, seed=9)
+    memory, rng = ReplayMemory(layout_of(2, 40, alpha=0.6)), np.random.default_rng(0)
+    memory.append(*(unroll := environments.unroll([0, 1], 8))[0], **unroll[1])
+    old = memory.sample(64, rng, discount=GAMMA)
+    for _ in range(2):
+        memory.append(*(unroll := environments.unroll([1], 8))[0], **unroll[1], columns_B=np.array([1]))
+    before = memory.mass
+    kept = (old.indices_N < 21) | (old.serials_N >= 4)  # stream 1 has had 24 rows and holds 20
+    assert 0 < kept.sum() < 64
+    errors = np.where(kept, 1.0 - 1e-6, 99.0)
+    assert memory.update_priorities(old.indices_N, old.serials_N, errors) == kept.sum()
+    assert memory.mass == pytest.approx(before, rel=1e-6)
+    with pytest.raises(PoisonedVectorError):
+        memory.update_priorities(old.indices_N, old.serials_N, np.full(64, np.nan))
+
+
+def test_a_second_process_goes_on_in_the_same_buffer():
+    environments = Environments(3, seed=11, dtype="uint8")
+    layout = layout_of(3, 90, obs_dtype="uint8", frame_stack=4, alpha=0.6)
+    region = SharedRegion.create(layout.nbytes, "test")
+    rng = np.random.default_rng(0)
+    for turn in range(20):
+        memory = ReplayMemory(layout, n_step=3, buffer=region.buf)
+        arrays, ends = environments.unroll([turn % 3, (turn + 1) % 3], 7)
+        memory.append(*arrays, **ends, columns_B=np.array([turn % 3, (turn + 1) % 3]))
+        sample = memory.sample(64, rng, discount=GAMMA)
+        memory.update_priorities(sample.indices_N, sample.serials_N, rng.random(64) * 3)
+        again = ReplayMemory(layout, n_step=3, buffer=region.buf)
+        assert again.count == memory.count
+        assert again.mass == pytest.approx(memory.mass, rel=1e-12)
+        draws = [m.sample(64, np.random.default_rng(1), discount=GAMMA) for m in (memory, again)]
+        for name in ("obs_NX", "next_obs_NX", "returns_N", "weights_N", "serials_N"):
+            np.testing.assert_array_equal(*(getattr(draw, name) for draw in draws))
+        check(again, environments, rng, draws=100)
+    with pytest.raises(LayoutMismatchError, match="another layout"):
+        ReplayMemory(layout_of(3, 87, obs_dtype="uint8", alpha=0.6), buffer=region.buf)
+    del memory, again, draws, sample
+    region.close()
+
+
+class KilledError(Exception):
+    """Stands for kill -9."""
+
+
+@pytest.mark.parametrize("fence", [1, 2])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_kill_during_an_append_loses_only_that_unroll(monkeypatch, fence, again):
+    """Before the copies and before the last store; the unroll is appended again, or lost for good."""
+    environments = Environments(2, seed=12, dtype="uint8")
+    layout = layout_of(2, 60, obs_dtype="uint8", frame_stack=3, alpha=0.6)
+    buffer, rng = bytearray(layout.nbytes), np.random.default_rng(0)
+    memory = ReplayMemory(layout, n_step=3, buffer=memoryview(buffer))
+    for _ in range(9):
+        arrays, ends = environments.unroll([0, 1], 7)
+        memory.append(*arrays, **ends)
+    full = memory.stored
+    arrays, ends = environments.unroll([0, 1], 7)
+    calls = 0
+
+    def killed():
+        nonlocal calls
+        calls += 1
+        if calls == fence:
+            raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "fence", killed)
+        with pytest.raises(KilledError):
+            memory.append(*arrays, **ends)
+    memory = ReplayMemory(layout, n_step=3, buffer=memoryview(buffer))
+    assert memory.stored == full - 2 * 7  # what it was about to overwrite
+    sample = memory.sample(200, rng, discount=GAMMA)
+    known = {row["obs"].tobytes() for history in environments.history for row in history[:-7]}
+    assert {obs[-1].tobytes() for obs in sample.obs_NX} <= known
+    restarts = None
+    if again:
+        memory.append(*arrays, **ends)
+    else:
+        for history in environments.history:
+            for row in history[-7:]:
+                row["shown"] = False
+        restarts = np.array([True, True])
+    for _ in range(5):
+        arrays, ends = environments.unroll([0, 1], 6)
+        memory.append(*arrays, **ends, restarts_B=restarts)
+        restarts = None
+    check(memory, environments, rng)
+
+
+def test_continuous_actions_and_scalar_observations():
+    layout = ReplayLayout((), "float64", (2,), "float32", streams=1, capacity=10)
+    memory = ReplayMemory(layout)
+    no = np.zeros((3, 1), bool)
+    actions = np.arange(6, dtype=np.float32).reshape(3, 1, 2)
+    ends = {"terminated_TB": no, "truncated_TB": no, "valid_TB": ~no}
+    memory.append(np.arange(4.0).reshape(4, 1), actions, np.ones((3, 1)), **ends)
+    sample = memory.sample(20, np.random.default_rng(0), discount=GAMMA)
+    np.testing.assert_array_equal(sample.actions, actions[sample.serials_N, 0])
+    np.testing.assert_array_equal(sample.obs_NX + 1, sample.next_obs_NX)
+
+
+def test_what_can_not_be_is_refused():
+    for options in (
+        {"streams": 0},
+        {"capacity": 1},
+        {"obs_dtype": "float16"},
+        {"frame_stack": 0},
+        {"alpha": 2.0},
+    ):
+        with pytest.raises(LayoutMismatchError):
+            layout_of(**{"streams": 1, "capacity": 10, **options})
+    layout = layout_of(2, 20)
+    with pytest.raises(LayoutMismatchError, match="returns of 10 steps"):
+        ReplayMemory(layout, n_step=10)
+    with pytest.raises(LayoutMismatchError, match="bytes"):
+        ReplayMemory(layout, buffer=memoryview(bytearray(layout.nbytes - 1)))
+    memory = ReplayMemory(layout)
+    with pytest.raises(TensorError, match="no row"):
+        memory.sample(1, np.random.default_rng(0), discount=GAMMA)
+    with pytest.raises(TensorError, match="uniformly"):
+        memory.update_priorities(np.arange(1), np.arange(1), np.ones(1))
+    environments = Environments(2, seed=13)
+    with pytest.raises(LayoutMismatchError, match="10 steps"):
+        memory.append(*(unroll := environments.unroll([0], 10))[0], **unroll[1])
+    arrays, ends = environments.unroll([0, 1], 3)
+    for columns in ([0, 0], [0, 2], [-1, 0], [0]):
+        with pytest.raises(LayoutMismatchError, match="streams"):
+            memory.append(*arrays, **ends, columns_B=np.array(columns))
+    with pytest.raises(LayoutMismatchError, match="observations"):
+        memory.append(arrays[0].astype("float64"), *arrays[1:], **ends)
+    with pytest.raises(LayoutMismatchError, match="actions"):
+        memory.append(arrays[0], arrays[1].astype("int32"), arrays[2], **ends)
+    with pytest.raises(LayoutMismatchError, match="bool"):
+        memory.append(*arrays, **{**ends, "valid_TB": np.ones((3, 2))})
+    assert memory.stored == 0
