@@ -70,7 +70,7 @@ class QNetwork(Policy):
 
     def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
         """Return greedy actions; with ``noise``, any action with probability ``exploration`` (int64, B)."""
-        greedy_B = self(obs_BX).argmax(-1)
+        greedy_B = self.forward(obs_BX).argmax(-1)
         if noise is None or self.exploration <= 0.0:
             return greedy_B
         any_B = (noise[..., 1] * self.actions).long().clamp_(max=self.actions - 1)
@@ -79,7 +79,7 @@ class QNetwork(Policy):
     def outputs(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
         """Return Q(s, ·), …A."""
         del context
-        return self(obs)
+        return self.forward(obs)
 
     def evaluate(
         self, obs: Tensor, actions: Tensor, context: RecurrentContext = NO_CONTEXT
