@@ -1,12 +1,11 @@
-"""Measure the replay memory: cycles of appending rows, drawing a prioritized sample and updating its
-priorities.
+"""Measure the replay memory: cycles of appending rows, drawing a sample and updating its priorities.
 
 Each cycle appends 64 rows (8 steps of 8 streams), draws 256 rows with n = 3 and gives them new priorities,
 once the memory is full. Beside it, in the same run and in turns, a naive memory of the usual kind: a list of
 transitions with both observations (both stacks of frames), returns of n steps made when they come, priorities
 in one array whose sum is taken at each draw. Printed are medians over rounds of cycles a second by CPU and by
-wall time, the CPU time of the three parts, and bytes per row. The naive memory of frames is kept smaller, as
-all of it wouldn't fit; its bytes per row don't depend on that.
+wall time, the CPU time of each part when it is repeated alone, and bytes per row. The naive memory of frames
+is kept smaller, as all of it wouldn't fit; its bytes per row don't depend on that.
 
     python scripts/bench_replay.py
     python scripts/bench_replay.py --capacity 1000000 --kinds vectors --profile
@@ -256,9 +255,8 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         print(
             f"{row['kind']:8} {row['memory']:7} {row['capacity']:>8} {row['cycles_per_cpu_s']:9.0f} "
-            f"{row['cycles_per_wall_s']:9.0f} {row['append_cpu_s'] * 1e6:8.0f} {
-                row['sample_cpu_s'] * 1e6:8.0f} "
-            f"{row['update_cpu_s'] * 1e6:8.0f} {row['row_bytes']:8.0f}"
+            f"{row['cycles_per_wall_s']:9.0f} {row['append_cpu_s'] * 1e6:8.0f} "
+            f"{row['sample_cpu_s'] * 1e6:8.0f} {row['update_cpu_s'] * 1e6:8.0f} {row['row_bytes']:8.0f}"
         )
 
 
