@@ -1,14 +1,14 @@
-"""Measure the replay memory: cycles of appending rows, drawing a prioritized sample and updating its
-priorities.
+"""Measure the replay memory: cycles of appending rows, drawing a sample and updating its priorities.
 
-Each cycle appends 64 rows (8 steps of 8 streams), draws 256 rows with n = 3 and gives them new priorities,
+Each cycle appends 64 rows (8 steps of 8 streams), draws 256 rows and gives them new priorities,
 once the memory is full. Beside it, in the same run and in turns, a naive memory of the usual kind: a list of
 transitions with both observations (both stacks of frames), returns of n steps made when they come, priorities
 in one array whose sum is taken at each draw. Printed are medians over rounds of cycles a second by CPU and by
-wall time, the CPU time of the three parts, and bytes per row. The naive memory of frames is kept smaller, as
-all of it wouldn't fit; its bytes per row don't depend on that.
+wall time, the CPU time of each part when it is repeated alone, and bytes per row. The naive memory of frames
+is kept smaller, as all of it wouldn't fit; its bytes per row don't depend on that.
 
     python scripts/bench_replay.py
+    python scripts/bench_replay.py --kinds frames --n-step 1
     python scripts/bench_replay.py --capacity 1000000 --kinds vectors --profile
 """
 
@@ -30,7 +30,7 @@ from p2pdrl.replay.memory import ReplayLayout, ReplayMemory, ReplaySample
 
 Array = npt.NDArray[Any]
 
-STREAMS, STEPS, BATCH, N_STEP, DISCOUNT = 8, 8, 256, 3, 0.99
+STREAMS, STEPS, BATCH, DISCOUNT = 8, 8, 256, 0.99
 ALPHA, BETA, EPSILON = 0.6, 0.4, 1e-6
 P_END = 1 / 200
 KINDS = {"vectors": ((8,), "float32", 1), "frames": ((84, 84), "uint8", 4)}
@@ -87,12 +87,12 @@ class Memory(Protocol):
 class Ours:
     """`p2pdrl.replay.memory`."""
 
-    def __init__(self, kind: str, capacity: int) -> None:
+    def __init__(self, kind: str, capacity: int, n_step: int) -> None:
         shape, dtype, stack = KINDS[kind]
         layout = ReplayLayout(
             shape, dtype, (), "int64", STREAMS, capacity, stack, alpha=ALPHA, epsilon=EPSILON
         )
-        self._memory = ReplayMemory(layout, n_step=N_STEP)
+        self._memory = ReplayMemory(layout, n_step=n_step)
         self._sample: ReplaySample | None = None
         tree_bytes = 17.1 * capacity  # masses, running sums, and which rows count
         self.row_bytes = (layout.nbytes + tree_bytes) / capacity
@@ -116,9 +116,9 @@ class Ours:
 class Naive:
     """Transitions of both observations in a list."""
 
-    def __init__(self, kind: str, capacity: int) -> None:
+    def __init__(self, kind: str, capacity: int, n_step: int) -> None:
         shape, dtype, self._stack = KINDS[kind]
-        self._capacity = capacity
+        self._capacity, self._n_step = capacity, n_step
         self._rows: list[tuple[Array, int, float, float, Array]] = []
         self._priorities = np.zeros(capacity)
         self._greatest, self._at = 1.0, 0
@@ -146,7 +146,7 @@ class Naive:
                     self._frames[b] = []
                     continue
                 seen = self._observation(b, obs[t, b])
-                if len(steps) == N_STEP:
+                if len(steps) == self._n_step:
                     self._store(steps, seen, done=False)
                     steps.pop(0)
                 steps.append((seen, int(unroll["actions"][t, b]), float(unroll["rewards_TB"][t, b])))
@@ -205,8 +205,12 @@ def measure(kind: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         arguments.capacity, arguments.naive_frames if kind == "frames" else arguments.capacity
     )
     memories: dict[str, tuple[Any, int, int]] = {
-        "p2pdrl": (Ours(kind, arguments.capacity), arguments.capacity, arguments.cycles),
-        "naive": (Naive(kind, naive_capacity), naive_capacity, max(arguments.cycles // 10, 5)),
+        "p2pdrl": (Ours(kind, arguments.capacity, arguments.n_step), arguments.capacity, arguments.cycles),
+        "naive": (
+            Naive(kind, naive_capacity, arguments.n_step),
+            naive_capacity,
+            max(arguments.cycles // 10, 5),
+        ),
     }
     rng = np.random.default_rng(arguments.seed)
     all_parts: dict[str, dict[str, Callable[[], None]]] = {}
@@ -256,9 +260,8 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         print(
             f"{row['kind']:8} {row['memory']:7} {row['capacity']:>8} {row['cycles_per_cpu_s']:9.0f} "
-            f"{row['cycles_per_wall_s']:9.0f} {row['append_cpu_s'] * 1e6:8.0f} {
-                row['sample_cpu_s'] * 1e6:8.0f} "
-            f"{row['update_cpu_s'] * 1e6:8.0f} {row['row_bytes']:8.0f}"
+            f"{row['cycles_per_wall_s']:9.0f} {row['append_cpu_s'] * 1e6:8.0f} "
+            f"{row['sample_cpu_s'] * 1e6:8.0f} {row['update_cpu_s'] * 1e6:8.0f} {row['row_bytes']:8.0f}"
         )
 
 
@@ -271,6 +274,7 @@ def main() -> None:
     parser.add_argument(
         "--cycles", type=int, default=200, help="of a round; a tenth of them for the naive memory"
     )
+    parser.add_argument("--n-step", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", action="store_true", help="also print where ours spends its time")
