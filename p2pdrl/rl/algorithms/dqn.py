@@ -3,7 +3,7 @@
 | extension | option | what it changes |
 |---|---|---|
 | double (van Hasselt 2016, arXiv 1509.06461) | ``double`` | a* = argmax Q(s′, ·; θ) instead of θ⁻ |
-| dueling (Wang 2016, arXiv 1511.06581) | ``network.dueling`` | Q = V + A − mean A |
+| dueling (Wang 2016, arXiv 1511.06581) | ``task.network.dueling`` | Q = V + A − mean A |
 | n-step returns (Sutton 1988) | ``n_step`` | R = Σ γ^i r_{t+i}, bootstrap γⁿ |
 | prioritized replay (Schaul 2016, arXiv 1511.05952) | ``prioritized`` | P ∝ (|δ| + ε)^α, weights (N P)^−β |
 

@@ -131,9 +131,9 @@ class ReplayFeeder:
             raw.obs_T1BX,
             raw.actions.numpy(force=True),
             raw.rewards_TB,
-            raw.terminated_TB,
-            raw.truncated_TB,
-            raw.valid_TB,
+            terminated_TB=raw.terminated_TB,
+            truncated_TB=raw.truncated_TB,
+            valid_TB=raw.valid_TB,
             columns_B=raw.columns_B,
             restarts_B=raw.restarts_B,
         )

@@ -221,7 +221,7 @@ def test_unknown_keys_name_file_line_and_neighbour(tmp_path: Path) -> None:
         ({"sets": ["task.env.num_envs=1.5"]}, ["an integer ≥ 1"]),
         ({"sets": ["task.strategy.weight=0.6"]}, ["a number > 0 and ≤ 0.5"]),
         ({"sets": ["node.membership=moon"]}, ["'moon'", "one of lan, wan"]),
-        ({"sets": ["task.algorithm.name=dqn"]}, ["'dqn'", "one of ppo, a2c"]),
+        ({"sets": ["task.algorithm.name=trpo"]}, ["'trpo'", "one of ppo, a2c"]),
         ({"sets": ["task.stop.mean_return=nan"]}, ["a finite number"]),
         ({"sets": ["task.stop.time_s=inf"]}, ["a finite number"]),
         ({"sets": ["task.stop.env_steps=9223372036854775808"]}, ["64 bits"]),

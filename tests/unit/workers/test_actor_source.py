@@ -105,7 +105,7 @@ def inline(task):
         generator = torch.Generator().manual_seed(action_seed)
         steps = task.algorithm.unroll_steps
         collector = Collector(env, acting.policy, steps, generator, normalizer=acting.normalizer)
-        return InlineSource(collector, acting.scaler)
+        return InlineSource(collector, acting.reader)
 
     return build_trainer(task, SEED, "cpu", source=source)
 

@@ -8,8 +8,8 @@ import torch
 
 from p2pdrl.config.task import NetworkConfig, PPOConfig
 from p2pdrl.rl.algorithms.algorithm import Algorithm
-from p2pdrl.rl.algorithms.batches import gae
 from p2pdrl.rl.algorithms.ppo import PPO
+from p2pdrl.rl.algorithms.returns import gae
 from p2pdrl.rl.engines import policy_forward
 from p2pdrl.rl.envs import Continuous, EnvSpec
 from p2pdrl.rl.flat import FlatModule
