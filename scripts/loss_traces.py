@@ -107,6 +107,18 @@ PPO = {
     "algorithm.minibatches": 2,
 }
 A2C = {"env.num_envs": 4, "network.hidden": [16, 16], "algorithm.name": "a2c"}
+DQN = {
+    "env.num_envs": 4,
+    "env.normalize_returns": False,
+    "network.hidden": [16, 16],
+    "algorithm.name": "dqn",
+    "algorithm.learning_starts": 32,
+    "algorithm.buffer_size": 1000,
+    "algorithm.batch_size": 16,
+    "algorithm.gradient_steps": 2,
+    "algorithm.target_every": 4,
+    "algorithm.exploration_steps": 200,
+}
 REGRESSION = {
     "algorithm.name": "regression",
     "algorithm.features": 8,
@@ -201,6 +213,13 @@ CASES: dict[str, Case] = {
     "a2c-adam": Case({**A2C, "algorithm.optimizer": "adam", "algorithm.normalize_advantages": True}),
     "a2c-annealed": Case({**A2C, **ANNEALED}),
     "a2c-nature-cnn": Case({**A2C, **PICTURES}),
+    "dqn": Case(DQN),
+    "dqn-accumulated": Case({**DQN, **MICROBATCHES}),
+    "dqn-dueling-prioritized-n-step": Case({
+        **DQN, "network.dueling": True, "algorithm.prioritized": True, "algorithm.n_step": 3,
+        "algorithm.target_tau": 0.1,
+    }),  # fmt: skip
+    "dqn-pictures": Case({**DQN, **PICTURES}),
     "impala": Case(IMPALA),
     "impala-accumulated": Case({**IMPALA, **MICROBATCHES}),
     "impala-lstm": Case({**IMPALA, **LSTM}),
