@@ -1,7 +1,9 @@
 """IMPALA alone really learns CartPole: the preset's values, one node, one thread, no actor processes.
 
-Environment steps until the mean of the last 20 sampled returns reached 475: seeds 1-3 (the learning rate was
-chosen on these) 76,000 to 146,000, of which all stayed at 500 from 180,000 to 300,000.
+Environment steps until the mean of the last 20 sampled returns reached 475, of 300,000 over which the
+learning rate falls to zero: seeds 1-5 (the settings were chosen on these) 88,000 to 119,000, and at the end
+500, 500, 500, 492, 387; seeds 21-23 224,000, 63,000 and 220,000, all of them 500 at the end. It can fall
+back, so nothing is asserted about staying there.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ from p2pdrl.rl.registry import build_trainer
 
 pytestmark = pytest.mark.slow
 
-BUDGET = 250_000
-
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
@@ -31,8 +31,9 @@ def test_impala_solves_cartpole(seed):
     task = replace(resolve(files=["impala"]).config.task, seed=seed)
     trainer = build_trainer(task, seed, "cpu")
     last: deque[float] = deque(maxlen=20)
-    steps, solved = 0, None
-    while steps < BUDGET and solved is None:
+    budget, steps, solved = task.stop.env_steps, 0, None
+    while steps < budget and solved is None:
+        trainer.set_progress(steps / budget, steps)
         stats = trainer.step()
         steps += stats.env_steps
         last.extend(value for value, _ in stats.episodes)
