@@ -215,10 +215,15 @@ CASES: dict[str, Case] = {
     "a2c-nature-cnn": Case({**A2C, **PICTURES}),
     "dqn": Case(DQN),
     "dqn-accumulated": Case({**DQN, **MICROBATCHES}),
-    "dqn-dueling-prioritized-n-step": Case({
-        **DQN, "network.dueling": True, "algorithm.prioritized": True, "algorithm.n_step": 3,
-        "algorithm.target_tau": 0.1,
-    }),  # fmt: skip
+    "dqn-dueling-prioritized-n-step": Case(
+        {
+            **DQN,
+            "network.dueling": True,
+            "algorithm.prioritized": True,
+            "algorithm.n_step": 3,
+            "algorithm.target_tau": 0.1,
+        }
+    ),
     "dqn-pictures": Case({**DQN, **PICTURES}),
     "impala": Case(IMPALA),
     "impala-accumulated": Case({**IMPALA, **MICROBATCHES}),

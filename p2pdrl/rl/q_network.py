@@ -25,7 +25,8 @@ __all__ = ["QNetwork"]
 class QNetwork(Policy):
     """Q(s, a) of every action at once, on any trunk (Mnih 2015, Nature 518).
 
-    With ``task.network.dueling`` (Wang 2016, arXiv 1511.06581, equation 9): Q = V + A − mean over actions of A.
+    With ``task.network.dueling`` (Wang 2016, arXiv 1511.06581, equation 9): Q = V + A − mean over actions
+    of A.
 
     Args:
         spec: observations and actions of the environment.

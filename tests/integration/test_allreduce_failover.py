@@ -23,8 +23,9 @@ def group_of(nodes, wait_until, protocol, timeout_s=60):
     wait_until(all_work, timeout_s, f"a group of {len(nodes)}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("protocol", ["grad_average", pytest.param("param_average", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("protocol", ["grad_average", "param_average"])
 def test_members_go_on_when_one_is_frozen_and_when_one_is_killed(
     swarm, small_updates, wait_until, make_recovery, protocol
 ):

@@ -158,7 +158,8 @@ def test_finish_is_passed_over_by_all_but_the_head(team):
     assert second.news("ready", "broken").what == "ready"
 
 
-def test_a_pause_holds_the_head_and_nobody_times_out(team):
+@pytest.mark.slow
+def test_a_pause_holds_rank_0_and_nobody_times_out(team):
     team = team(CLASSIFIER, 2)
     team.form(idle_timeout_s=0.3)
     first, second = team.members

@@ -192,7 +192,11 @@ IMPATIENT = LearnerConfig(restart_min_s=0.01, restart_max_s=0.05, stopped_deadli
 
 
 @pytest.mark.parametrize(
-    ("word", "why"), [("stop:5", "had been stopped"), ("hang:5", "had given no sign of life")]
+    ("word", "why"),
+    [
+        ("stop:5", "had been stopped"),
+        pytest.param("hang:5", "had given no sign of life", marks=pytest.mark.slow),
+    ],
 )
 async def test_one_that_stands_still_is_told_and_replaced(plan, supervise, until, word, why):
     plan(word, "train")
