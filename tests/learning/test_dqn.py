@@ -1,7 +1,7 @@
-"""Deep Q-learning alone really learns CartPole: the preset's values, one node, one thread, no actor processes.
+"""Deep Q-learning alone really learns CartPole: the preset's values, one node, no actor processes.
 
-What is judged is the greedy policy, over 20 episodes at each 5,000 steps. Q-learning comes and goes on CartPole:
-that it was solved once within the budget is asserted, not that it stays so.
+What is judged is the greedy policy, over 20 episodes at each 5,000 steps. Q-learning comes and goes on
+CartPole: that it was solved once within the budget is asserted, not that it stays so.
 """
 
 from __future__ import annotations
