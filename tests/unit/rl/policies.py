@@ -26,10 +26,6 @@ POLICIES: dict[str, tuple[EnvSpec, NetworkConfig]] = {
     "mlp for control": (CONTROL, NetworkConfig(hidden=(8,))),
     "squashed": (CONTROL, NetworkConfig(hidden=(8,), squash="tanh")),
     "state-dependent noise": (CONTROL, NetworkConfig(hidden=(8,), exploration_noise="sde")),
-    "lstm with all for control": (
-        CONTROL,
-        NetworkConfig(hidden=(7,), core="lstm", core_size=5, squash="tanh", exploration_noise="sde"),
-    ),
     "no hidden layer": (MATRIX, NetworkConfig(hidden=())),
     "nature cnn": (FRAMES, NetworkConfig(hidden=(16,))),
     "nature cnn, channels last": (PICTURE, NetworkConfig(kind="nature_cnn", hidden=())),
@@ -46,6 +42,10 @@ POLICIES: dict[str, tuple[EnvSpec, NetworkConfig]] = {
     "lstm on a transformer": (
         CONTROL,
         NetworkConfig(kind="transformer", width=8, heads=2, layers=1, core="lstm", core_size=6),
+    ),
+    "lstm with all for control": (
+        CONTROL,
+        NetworkConfig(hidden=(7,), core="lstm", core_size=5, squash="tanh", exploration_noise="sde"),
     ),
 }
 """By name: observations and actions, and the network."""
