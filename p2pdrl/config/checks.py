@@ -303,6 +303,12 @@ def _replay_problems(task: TaskConfig) -> Iterator[Problem]:
         yield Problem("task.network.dueling", "dueling heads are for action values, as dqn's; turn it off")
     if not isinstance(algorithm, ReplayOptions):
         return
+    usual = NetworkConfig()
+    for key in ("squash", "rescale_actions", "exploration_noise"):
+        if getattr(network, key) != getattr(usual, key):
+            yield Problem(
+                f"task.network.{key}", "is for continuous actions, dqn's are discrete; leave it out"
+            )
     if network.core != "none":
         yield Problem(
             "task.network.core", "transitions drawn from a replay memory have no past; leave it none"

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from p2pdrl.config.task import A2CConfig
-from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed, rmsprop_or_adam
 from p2pdrl.rl.algorithms.batches import full_batch, normalized
 from p2pdrl.rl.algorithms.returns import gae
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine, Summed
 from p2pdrl.rl.rollout import Unroll
-from p2pdrl.tensors.optimizers import Adam, RMSProp, UpdateRule
 
 __all__ = ["A2C", "A2CObjective"]
 
@@ -57,9 +56,7 @@ class A2C(Algorithm[Unroll]):
     def __init__(self, config: A2CConfig, flat: FlatModule, engine: GradientEngine[PolicyOutputs]) -> None:
         self._config = config
         objective = A2CObjective(config.value_coef, config.entropy_coef)
-        rule: UpdateRule = RMSProp(config.rmsprop_alpha, config.rmsprop_eps)
-        if config.optimizer == "adam":
-            rule = Adam(eps=config.rmsprop_eps)
+        rule = rmsprop_or_adam(config.optimizer, config.rmsprop_alpha, config.rmsprop_eps)
         self._loss = Loss(objective, rule, flat, engine, max_grad_norm=config.max_grad_norm)
         self.losses = (self._loss,)
 

@@ -28,7 +28,7 @@ from p2pdrl.rl.flat import FlatModule, FlatSpan
 from p2pdrl.rl.gradients import GradientEngine, Minibatch, Objective, Outputs, OwnStepper, Stepper
 from p2pdrl.rl.optimizers import Optimizer
 from p2pdrl.rl.sources.source import BatchT
-from p2pdrl.tensors.optimizers import UpdateRule
+from p2pdrl.tensors.optimizers import Adam, RMSProp, UpdateRule
 from p2pdrl.tensors.sidecar import SidecarItem
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Stepped",
     "TargetNetwork",
     "annealed",
+    "rmsprop_or_adam",
 ]
 
 
@@ -149,6 +150,11 @@ class Algorithm(ABC, Generic[BatchT]):
     def exploration(self) -> float:
         """ε of an ε-greedy behaviour policy; 0 where the policy is stochastic itself."""
         return 0.0
+
+
+def rmsprop_or_adam(name: Literal["rmsprop", "adam"], alpha: float, eps: float) -> UpdateRule:
+    """Return RMSProp with decay ``alpha``, or Adam, which has decays of its own; ``eps`` is either's."""
+    return RMSProp(alpha, eps) if name == "rmsprop" else Adam(eps=eps)
 
 
 def annealed(start: float, how: Literal["none", "linear"], progress: float) -> float:

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from p2pdrl.config.task import ImpalaConfig
-from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, annealed, rmsprop_or_adam
 from p2pdrl.rl.algorithms.batches import whole_unrolls
 from p2pdrl.rl.algorithms.returns import vtrace
 from p2pdrl.rl.distributions import PolicyOutputs, distribution
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import VALID, GradientEngine, Summed
 from p2pdrl.rl.rollout import Unroll
-from p2pdrl.tensors.optimizers import Adam, RMSProp, UpdateRule
 
 __all__ = ["Impala", "ImpalaObjective"]
 
@@ -104,9 +103,7 @@ class Impala(Algorithm[Unroll]):
             value_coef=config.value_coef,
             entropy_coef=config.entropy_coef,
         )
-        rule: UpdateRule = RMSProp(config.rmsprop_alpha, config.rmsprop_eps)
-        if config.optimizer == "adam":
-            rule = Adam(eps=config.rmsprop_eps)
+        rule = rmsprop_or_adam(config.optimizer, config.rmsprop_alpha, config.rmsprop_eps)
         self._loss = Loss(objective, rule, flat, engine, max_grad_norm=config.max_grad_norm)
         self.losses = (self._loss,)
 

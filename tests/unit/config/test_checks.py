@@ -16,6 +16,7 @@ def test_the_default_breaks_no_rule() -> None:
 
 
 PIPELINE = ["task.strategy.name=pipeline"]
+DQN = ["task.algorithm.name=dqn"]
 CLASSIFIER = [
     "task.algorithm.name=regression",
     "task.algorithm.kind=classifier",
@@ -57,6 +58,17 @@ CLASSIFIER = [
             "node.learner.split_cuts (in --set)",
         ),
         (["node.learner.split_cuts=[1]"], "node.learner.split_cuts (in --set)"),
+        ([*DQN, *PIPELINE], "task.strategy.name"),
+        ([*DQN, 'node.learner.split_devices=["cpu", "cpu"]'], "node.learner.split_devices (in --set)"),
+        ([*DQN, "task.network.core=lstm"], "task.network.core (in --set)"),
+        ([*DQN, "task.network.squash=tanh"], "task.network.squash (in --set)"),
+        ([*DQN, "task.network.exploration_noise=sde"], "task.network.exploration_noise (in --set)"),
+        ([*DQN, "task.algorithm.buffer_size=999"], "task.algorithm.learning_starts (by default)"),
+        (
+            [*DQN, "task.algorithm.buffer_size=40", "task.algorithm.learning_starts=1"],
+            "task.algorithm.buffer_size (in --set)",
+        ),
+        (["task.network.dueling=true"], "task.network.dueling (in --set)"),
         (
             ['node.learner.split_devices=["cpu", "cpu"]', "node.learner.device=cuda"],
             "node.learner.device (in --set)",
