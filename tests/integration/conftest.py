@@ -213,6 +213,16 @@ class RealSwarm:
                 f"{node.name} trains:\n{node.text()[-3000:]}",
             )
 
+    def found(self, name: str, *arguments: str, **given: Any) -> RealNode:
+        """Start a node and wait until it has founded: of two that start at once, either may."""
+        node = self.start(name, *arguments, **given)
+        wait_until(
+            lambda: node.events("founded") or node.events("resumed-swarm"),
+            60,
+            f"{name} founds:\n{node.text()[-3000:]}",
+        )
+        return node
+
     def close(self) -> None:
         for node in self.nodes:
             if node.process.poll() is None:

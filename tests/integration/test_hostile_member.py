@@ -214,6 +214,15 @@ class Liar:
                 options[name] = self.fuzz.value(hints[name], name)
         return options
 
+    async def forged(self) -> None:
+        """A record whose signature isn't its own."""
+        plain = SwarmRecord(
+            "pause", 1, self.identity.node_id, b"\xc3", self.identity.public_key, lineage=self.lineage
+        )
+        signed = sign_swarm_record(self.identity, self.swarm_id, plain)
+        gossip = GossipMessage(Incarnation(self.boot, 0), (msgspec.structs.replace(signed, epoch=2),))
+        await self.send("swim/gossip", msgspec.msgpack.encode(gossip))
+
     async def messages(self) -> None:
         """Every kind of struct to the routes that may take it, and to one that doesn't."""
         own: dict[str, type[msgspec.Struct]] = {**SWIM, metrics_gossip.ROUTE: metrics_gossip.MetricsExchange}
@@ -253,6 +262,7 @@ class Liar:
         )
         try:
             await self.send("swim/join", msgspec.msgpack.encode(JoinRequest(self.record(), b"")))
+            await self.forged()
             for _ in range(rounds):
                 await self.records()
                 await self.messages()

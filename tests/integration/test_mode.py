@@ -24,7 +24,7 @@ def strategy(node):
 
 
 def test_a_live_swarm_changes_its_mode_and_a_founder_that_was_away_follows(swarm, wait_until, no_orphans):
-    a = swarm.start("a", *PACE, "--set", "task.strategy.every_updates=2")
+    a = swarm.found("a", *PACE, "--set", "task.strategy.every_updates=2")
     b = swarm.start("b", *PACE, peers=a)
     swarm.training(a, b)
     wait_until(lambda: strategy(b) == ("gossip", "adpsgd", 1), 20, "b follows")
@@ -63,7 +63,7 @@ def end(*nodes):
 
 def switched_and_ended(swarm):
     """Two nodes that were switched to a server, and ended; return them with the mode's record."""
-    a = swarm.start("a", *PACE, "--set", "task.strategy.every_updates=2")
+    a = swarm.found("a", *PACE, "--set", "task.strategy.every_updates=2")
     b = swarm.start("b", *PACE, peers=a)
     swarm.training(a, b)
     done = command(b, "mode", "set", "server-sync", "--wait", "30")

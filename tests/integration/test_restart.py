@@ -162,7 +162,7 @@ def test_newcomers_whose_only_donor_dies_go_on_together(swarm, wait_until):
 def test_a_member_that_restarts_while_the_others_are_frozen_waits_for_them(swarm, wait_until):
     """Else it would found another swarm, whose settings might win over those of the old one."""
     endless = ["--set", "task.stop.env_steps=0"]
-    a = swarm.start("a", *PACE, "--set", "task.stop.env_steps=5000000", "--set", "task.strategy.weight=0.4")
+    a = swarm.found("a", *PACE, "--set", "task.stop.env_steps=5000000", "--set", "task.strategy.weight=0.4")
     b = swarm.start("b", *PACE, *endless, peers=a)
     swarm.training(a, b)
     lineage = a.status()["lineage"]
@@ -187,7 +187,7 @@ def test_a_member_that_restarts_while_the_others_are_frozen_waits_for_them(swarm
 
 def test_all_nodes_restarted_at_once_go_on_with_their_swarm(swarm, wait_until):
     task = ["--set", "task.stop.env_steps=5000000", "--set", "task.env.id=Acrobot-v1"]
-    a = swarm.start("a", *PACE, *task)
+    a = swarm.found("a", *PACE, *task)
     b = swarm.start("b", *PACE[:2], peers=a)
     swarm.training(a, b)
     lineage = a.status()["lineage"]
