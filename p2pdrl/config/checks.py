@@ -22,8 +22,10 @@ from p2pdrl.config.task import (
     AlgorithmOptions,
     DQNConfig,
     NetworkConfig,
+    NoiseOptions,
     RegressionConfig,
     ReplayOptions,
+    SACConfig,
     TaskConfig,
     batches_of,
     losses_of,
@@ -304,11 +306,9 @@ def _replay_problems(task: TaskConfig) -> Iterator[Problem]:
     if not isinstance(algorithm, ReplayOptions):
         return
     usual = NetworkConfig()
-    for key in ("squash", "rescale_actions", "exploration_noise"):
+    for key, why in _idle_actions(algorithm).items():
         if getattr(network, key) != getattr(usual, key):
-            yield Problem(
-                f"task.network.{key}", "is for continuous actions, dqn's are discrete; leave it out"
-            )
+            yield Problem(f"task.network.{key}", f"{why}; leave it out")
     if network.core != "none":
         yield Problem(
             "task.network.core", "transitions drawn from a replay memory have no past; leave it none"
@@ -325,6 +325,18 @@ def _replay_problems(task: TaskConfig) -> Iterator[Problem]:
             "task.algorithm.buffer_size",
             f"num_envs × (unroll_steps + n_step + 1) = {least} steps are the least that can be learned from",
         )
+
+
+def _idle_actions(algorithm: ReplayOptions) -> dict[str, str]:
+    """Keys of the network about actions that have no part in an algorithm, with the reason."""
+    if not isinstance(algorithm, SACConfig | NoiseOptions):
+        keys = ("squash", "rescale_actions", "exploration_noise")
+        return dict.fromkeys(keys, "is for continuous actions, this algorithm's are discrete")
+    idle = dict.fromkeys(("squash", "rescale_actions"), "is always so with this algorithm")
+    if isinstance(algorithm, NoiseOptions):
+        idle["exploration_noise"] = "is for policies that are stochastic; task.algorithm.noise is this one's"
+        idle["log_std_init"] = "is for policies that are stochastic; task.algorithm.noise_std is this one's"
+    return idle
 
 
 def _regression_problems(algorithm: RegressionConfig) -> Iterator[Problem]:

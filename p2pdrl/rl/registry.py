@@ -163,6 +163,7 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
     )
     spec, num_envs = env.spec, task.env.num_envs
     policy = entry.network(spec, task.network, task.seed)
+    policy.configure(config)
     flat = FlatModule(policy, device)
     precision = task.gradients.precision
     forward = policy_forward(
