@@ -325,32 +325,34 @@ def test_sac_with_state_dependent_exploration_learns_its_deviations():
     assert (policy.log_std.detach() != weights["log_std"].detach()).all()
 
 
+def copies(module) -> list[torch.Tensor]:
+    return [value.detach().clone() for value in module.parameters()]
+
+
+def differs(one, other) -> bool:
+    return any(bool((mine != theirs).any()) for mine, theirs in zip(one, other, strict=True))
+
+
 @pytest.mark.parametrize("delay", [1, 3])
 def test_td3_steps_its_actor_and_its_targets_with_every_so_many_steps(delay):
     config = TD3Config(**USUAL, policy_delay=delay, gradient_steps=1)
     algorithm, policy, _ = make(config)
     moved = []
     for step in range(6):
-        before = [value.detach().clone() for value in policy.actor.parameters()]
+        actor, critics = copies(policy.actor), copies(policy.critics)
         targets = copy.deepcopy([target.state() for target in algorithm.targets])
-        critics = [value.detach().clone() for value in policy.critics.parameters()]
         metrics = algorithm.update(ReplayBatch(8, [], FixedDraws(transitions(step))))
+        after = [target.state() for target in algorithm.targets]
         differ = [
-            any(
-                (one != other.detach()).any()
-                for one, other in zip(before, policy.actor.parameters(), strict=True)
-            ),
+            differs(actor, copies(policy.actor)),
             *(
-                any((old[name] != new[name]).any() for name in old)
-                for old, new in zip(targets, (target.state() for target in algorithm.targets), strict=True)
+                differs(list(old.values()), list(new.values()))
+                for old, new in zip(targets, after, strict=True)
             ),
         ]
         assert len(set(differ)) == 1  # all of them or none
         assert differ[0] == ("actor_loss" in metrics)
-        assert any(
-            (one != other.detach()).any()
-            for one, other in zip(critics, policy.critics.parameters(), strict=True)
-        )
+        assert differs(critics, copies(policy.critics))
         moved.append(differ[0])
     assert moved == [(step + 1) % delay == 0 for step in range(6)]
 
