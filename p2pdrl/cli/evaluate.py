@@ -74,9 +74,10 @@ def evaluate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Measure a checkpoint, or a running node's policy; or show how the swarm has judged it.
+    """Measure a checkpoint, or a running node's policy.
 
-    CHECKPOINT is a .safetensors file, as `p2pdrl checkpoint` and nodes write them.
+    CHECKPOINT is a .safetensors file, as `p2pdrl checkpoint` and nodes write them. With --peer and --history:
+    how the swarm has judged its policy so far.
     """  # fmt: skip
     if (checkpoint is None) == (peer is None):
         raise click.UsageError("name either a CHECKPOINT file or --peer HOST:PORT")
