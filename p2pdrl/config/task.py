@@ -28,7 +28,11 @@ __all__ = [
     "EnvConfig",
     "GradientsConfig",
     "ImpalaConfig",
+    "NStepQConfig",
     "NetworkConfig",
+    "OneStepQConfig",
+    "OneStepSarsaConfig",
+    "OnlineQOptions",
     "PPOConfig",
     "RegressionConfig",
     "ReplayOptions",
@@ -95,7 +99,7 @@ class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only
     """Units of the memory."""
     dueling: bool = False
     """Action values as the sum of a state's value and each action's advantage (Wang 2016): better where many
-    actions are worth the same. Only where action values are learned (``dqn``)."""
+    actions are worth the same. Only where action values are learned (``dqn``, ``n_step_q`` …)."""
     log_std_init: Annotated[float, Meta(ge=-20, le=5)] = 0.0
     """Logarithm of the deviation that continuous actions begin with; 0 is a deviation of 1, in the policy's
     own units (see ``rescale_actions``). Under ``sde`` that of each weight of the noise: the actions' is
@@ -212,6 +216,8 @@ class A2CConfig(
     """Decay of RMSProp's squared-gradient average."""
     rmsprop_eps: Positive = 1e-5
     """Added to RMSProp's (and Adam's) denominator."""
+    rmsprop_eps_in_root: bool = False
+    """Add it to RMSProp's squared average, under the root, as A3C does; 0.1 there is 0.3 beside the root."""
 
 
 class ImpalaConfig(
@@ -307,6 +313,63 @@ class DQNConfig(
     """Global gradient norm is clipped to this."""
 
 
+class OnlineQOptions(AlgorithmOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the value-based methods of Mnih 2016 (arXiv 1602.01783) have, which learn without a replay."""
+
+    stages: ClassVar[bool] = False
+
+    learning_rate: NonNegative = 7e-4
+    """Step of the optimizer."""
+    unroll_steps: Count = 5
+    """Steps per environment between updates (T), the paper's I_AsyncUpdate and t_max; of ``n_step_q`` also
+    the n of its returns."""
+    target_every: Count = 10_000
+    """Environment steps of the whole swarm between two copies of the network into its target (the paper's
+    I_target, there 40,000 frames of 4 to a step)."""
+    exploration_start: Fraction = 1.0
+    """ε of ε-greedy actions at first."""
+    exploration_ends: tuple[Fraction, ...] = (0.1, 0.01, 0.5)
+    """ε at last: each environment draws one of these anew for each unroll, so that some explore while others
+    show what the policy is worth."""
+    exploration_shares: tuple[Fraction, ...] = (0.4, 0.3, 0.3)
+    """How likely each of ``exploration_ends`` is drawn; they add up to 1."""
+    exploration_steps: Annotated[int, Meta(ge=1)] = 50_000
+    """Environment steps of the whole swarm over which ε falls."""
+    max_grad_norm: Positive = 10.0
+    """Global gradient norm is clipped to this."""
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"
+    """The paper's RMSProp, or Adam, which wants less tuning."""
+    rmsprop_alpha: Fraction = 0.99
+    """Decay of RMSProp's squared-gradient average."""
+    rmsprop_eps: Positive = 1e-5
+    """Added to RMSProp's (and Adam's) denominator."""
+    rmsprop_eps_in_root: bool = False
+    """Add it to RMSProp's squared average, under the root, as the paper does."""
+
+
+class OneStepQConfig(
+    OnlineQOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="one_step_q"
+):
+    """One-step Q-learning without a replay (Mnih 2016, algorithm 1)."""
+
+
+class OneStepSarsaConfig(
+    OnlineQOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="one_step_sarsa",
+):
+    """One-step Sarsa without a replay (Mnih 2016, section 4): learns what the exploring policy is worth."""
+
+
+class NStepQConfig(
+    OnlineQOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="n_step_q"
+):
+    """N-step Q-learning without a replay (Mnih 2016, algorithm S2)."""
+
+
 class RegressionConfig(
     Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="regression"
 ):
@@ -365,7 +428,16 @@ class RegressionConfig(
     """Updates of a learner between two evaluations, the "episodes" of ``stop.mean_return``."""
 
 
-AlgorithmConfig = PPOConfig | A2CConfig | ImpalaConfig | DQNConfig | RegressionConfig
+AlgorithmConfig = (
+    PPOConfig
+    | A2CConfig
+    | ImpalaConfig
+    | DQNConfig
+    | OneStepQConfig
+    | OneStepSarsaConfig
+    | NStepQConfig
+    | RegressionConfig
+)
 
 
 # What changes results is the task's. How a batch is cut and what is kept in memory (microbatches and

@@ -8,6 +8,8 @@ Shape suffixes: … leading dimensions, B batch, X the observation's own dimensi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,40 @@ from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.networks.registry import make_trunk
 from p2pdrl.rl.policy import Policy
 
-__all__ = ["QNetwork"]
+__all__ = ["ExplorationSpread", "QNetwork"]
+
+
+@dataclass(frozen=True)
+class ExplorationSpread:
+    """Different ε for different environments (Mnih 2016, arXiv 1602.01783, section 5.1).
+
+    Each falls from ``start`` to an end of its own, all on the same line of time: the share of the way that is
+    behind them is told by the mean ε.
+
+    Attributes:
+        ends: ε at last.
+        shares: the probability of each end.
+    """
+
+    start: float
+    ends: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    @property
+    def mean_end(self) -> float:
+        """Mean of ε at last."""
+        return sum(end * share for end, share in zip(self.ends, self.shares, strict=True))
+
+    def draw(self, uniform_B: Tensor) -> Tensor:
+        """Return the ends of B environments, for numbers between 0 and 1."""
+        bounds = torch.tensor(self.shares, device=uniform_B.device).cumsum(0)[:-1]
+        return torch.tensor(self.ends, device=uniform_B.device)[torch.bucketize(uniform_B, bounds)]
+
+    def epsilon(self, mean: float, ends_B: Tensor) -> Tensor:
+        """Return ε of B environments, whose ends were drawn, when its mean is ``mean``."""
+        way = self.start - self.mean_end
+        left = (mean - self.mean_end) / way if way else 0.0
+        return ends_B + (self.start - ends_B) * left
 
 
 class QNetwork(Policy):
@@ -33,9 +68,14 @@ class QNetwork(Policy):
         config: shape of the network.
         seed: of the initial weights; None leaves all parameters on the meta device.
 
+    Attributes:
+        spread: of ε over environments, whose mean is ``exploration`` then; None where all have the same.
+
     Raises:
         ConfigError: actions aren't discrete, or the network doesn't fit the observations.
     """
+
+    spread: ExplorationSpread | None = None
 
     def __init__(self, spec: EnvSpec, config: NetworkConfig, seed: int | None) -> None:
         super().__init__()
@@ -66,8 +106,15 @@ class QNetwork(Policy):
         return values
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return two uniform numbers for each action: whether to explore, and where."""
-        return torch.rand((*shape, 2), generator=generator, device=generator.device)
+        """Return uniform numbers for each action: whether to explore, and where.
+
+        With a ``spread`` there is a third, to what ε falls in that environment during this unroll.
+        """
+        noise = torch.rand((*shape, 2), generator=generator, device=generator.device)
+        if self.spread is None:
+            return noise
+        ends_B = self.spread.draw(torch.rand(shape[-1:], generator=generator, device=generator.device))
+        return torch.cat((noise, ends_B.expand(shape).unsqueeze(-1)), -1)
 
     def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
         """Return greedy actions; with ``noise``, any action with probability ``exploration`` (int64, B)."""
@@ -75,7 +122,9 @@ class QNetwork(Policy):
         if noise is None or self.exploration <= 0.0:
             return greedy_B
         any_B = (noise[..., 1] * self.actions).long().clamp_(max=self.actions - 1)
-        return torch.where(noise[..., 0] < self.exploration, any_B, greedy_B)
+        mean = self.exploration
+        epsilon = mean if self.spread is None else self.spread.epsilon(mean, noise[..., 2])
+        return torch.where(noise[..., 0] < epsilon, any_B, greedy_B)
 
     def outputs(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
         """Return Q(s, ·), …A."""
