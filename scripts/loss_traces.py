@@ -232,6 +232,8 @@ CASES: dict[str, Case] = {
             "algorithm.target_tau": 0.1,
         }
     ),
+    "dqn-noisy-dueling": Case({**DQN, "network.noisy": True, "network.dueling": True}),
+    "dqn-noisy-accumulated": Case({**DQN, **MICROBATCHES, "network.noisy": True}),
     "dqn-pictures": Case({**DQN, **PICTURES}),
     "one-step-q": Case({**ONLINE_Q, "algorithm.name": "one_step_q"}),
     "one-step-sarsa": Case({**ONLINE_Q, "algorithm.name": "one_step_sarsa"}),

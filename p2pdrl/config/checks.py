@@ -302,6 +302,10 @@ def _replay_problems(task: TaskConfig) -> Iterator[Problem]:
     algorithm, network = task.algorithm, task.network
     if network.dueling and not isinstance(algorithm, DQNConfig | OnlineQOptions):
         yield Problem("task.network.dueling", "dueling heads are for action values, as dqn's; turn it off")
+    if network.noisy and not isinstance(algorithm, DQNConfig):
+        yield Problem("task.network.noisy", "noise in the weights is how dqn may explore; turn it off")
+    if network.noisy and network.kind == "transformer":
+        yield Problem("task.network.noisy", "a transformer's layers can't be noisy; turn it off")
     if isinstance(algorithm, OnlineQOptions):
         yield from _online_q_problems(algorithm)
     if not isinstance(algorithm, ReplayOptions | OnlineQOptions):

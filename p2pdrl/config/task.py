@@ -100,6 +100,13 @@ class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only
     dueling: bool = False
     """Action values as the sum of a state's value and each action's advantage (Wang 2016): better where many
     actions are worth the same. Only where action values are learned (``dqn``, ``n_step_q`` …)."""
+    noisy: bool = False
+    """Explore by noise in the weights of all dense layers, whose size is learned (Fortunato 2018, arXiv
+    1706.10295), instead of by ε: with it ``dqn`` has none. The evaluation takes the mean weights. Twice the
+    parameters of these layers; not for transformers."""
+    noisy_sigma: NonNegative = 0.5
+    """σ_0 of ``noisy``: the noise of a layer's weights at first, in parts of what its weights are drawn
+    from."""
     log_std_init: Annotated[float, Meta(ge=-20, le=5)] = 0.0
     """Logarithm of the deviation that continuous actions begin with; 0 is a deviation of 1, in the policy's
     own units (see ``rescale_actions``). Under ``sde`` that of each weight of the noise: the actions' is
@@ -290,7 +297,7 @@ class ReplayOptions(AlgorithmOptions, frozen=True, forbid_unknown_fields=True, k
 class DQNConfig(
     ReplayOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="dqn"
 ):
-    """Deep Q-learning (Mnih 2015), double, and where asked for dueling, n-step and prioritized."""
+    """Deep Q-learning (Mnih 2015), double, and where asked for dueling, noisy, n-step and prioritized."""
 
     learning_rate: NonNegative = 1e-4
     """Step of Adam."""

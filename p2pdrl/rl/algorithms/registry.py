@@ -90,7 +90,9 @@ _ONLINE_Q = AlgorithmEntry(
 ALGORITHMS: dict[type, AlgorithmEntry] = {
     PPOConfig: AlgorithmEntry(lambda made: PPO(made.config, made.flat, made.engine, made.generator)),
     A2CConfig: AlgorithmEntry(lambda made: A2C(made.config, made.flat, made.engine)),
-    DQNConfig: AlgorithmEntry(lambda made: DQN(made.config, made.policy, made.flat, made.engine), QNetwork),
+    DQNConfig: AlgorithmEntry(
+        lambda made: DQN(made.config, made.policy, made.flat, made.engine, made.generator), QNetwork
+    ),
     ImpalaConfig: AlgorithmEntry(lambda made: Impala(made.config, made.flat, made.engine)),
     NStepQConfig: _ONLINE_Q,
     OneStepQConfig: _ONLINE_Q,
