@@ -306,8 +306,8 @@ class DQNConfig(
     double: bool = True
     """The online network picks the next action and the target network judges it (van Hasselt 2016), which
     takes out most of the overestimation."""
-    target_every: Count = 250
-    """Updates (blocks of ``gradient_steps``) between two copies of the network into its target."""
+    target_every: Count = 10_000
+    """Environment steps of the whole swarm between two copies of the network into its target."""
     target_tau: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Instead, move the target by this share after each gradient step; none copies."""
     exploration_start: Fraction = 1.0

@@ -224,6 +224,7 @@ class ReplayMemory:
         self._frames: Array = self._obs.reshape(layout.streams * places, -1)
         self._claim()
         self._eligible: BoolArray = np.zeros(layout.streams * places, np.bool_)
+        self._eligible_slots: Int64Array | None = None
         self._count = 0
         self._tree = None if layout.alpha is None else SumTree(layout.streams * places)
         self._settle(np.arange(layout.streams), places)
@@ -414,6 +415,7 @@ class ReplayMemory:
         """Let rows count or not; each is named once."""
         self._count += int(eligible_N.sum()) - int(self._eligible[slots_N].sum())
         self._eligible[slots_N] = eligible_N
+        self._eligible_slots = None
         if self._tree is not None:
             self._tree.set(slots_N, self._masses_of(self._priorities[slots_N]) * eligible_N)
 
@@ -426,6 +428,7 @@ class ReplayMemory:
         *,
         discount: float,
         beta: float = 1.0,
+        times: int = 1,
         out: ReplaySample | None = None,
     ) -> ReplaySample:
         """Draw rows that count, with replacement.
@@ -439,19 +442,24 @@ class ReplayMemory:
             batch: N, at least 1.
             discount: γ.
             beta: β of the importance weights; see `importance_weights`.
-            out: an earlier sample of this memory and of N rows, whose observations are overwritten: new
+            times: draw so often, one sample behind the other: rows are those that as many calls would give,
+                for less than their price. Not with priorities, which change in between.
+            out: an earlier sample of this memory and of as many rows, whose observations are overwritten: new
                 memory for pictures costs more than copying them.
 
         Raises:
-            TensorError: no row may be sampled yet.
+            TensorError: no row may be sampled yet, or priorities can't be drawn by several times.
         """
+        if self._tree is not None and times != 1:
+            raise TensorError("priorities change between two samples: draw one at a time")
         if self._count == 0:
             raise TensorError("the replay memory holds no row that could be sampled yet: wait for `count`")
         mass = self.mass
         if self._tree is None:
-            indices_N = self._draw_uniformly(batch, rng)
-            masses_N = np.ones(batch)
-            weights_N = np.ones(batch, np.float32)
+            drawn = [self._draw_uniformly(batch, rng) for _ in range(times)]
+            indices_N = drawn[0] if times == 1 else np.concatenate(drawn)
+            masses_N = np.ones(batch * times)
+            weights_N = np.ones(batch * times, np.float32)
         else:
             indices_N = self._tree.find((np.arange(batch) + rng.random(batch)) * (mass / batch))
             masses_N = self._tree.masses(indices_N)
@@ -477,7 +485,9 @@ class ReplayMemory:
     def _draw_uniformly(self, batch: int, rng: np.random.Generator) -> Int64Array:
         places = len(self._eligible)
         if self._count < places // 4:
-            slots = np.flatnonzero(self._eligible)
+            if self._eligible_slots is None:
+                self._eligible_slots = np.flatnonzero(self._eligible)
+            slots = self._eligible_slots
             return slots[rng.integers(len(slots), size=batch)]
         found: list[Int64Array] = []
         missing = batch

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from p2pdrl.config.task import DQNConfig
 from p2pdrl.errors import ConfigError
@@ -61,11 +62,10 @@ class QObjective(Summed):
     def __call__(self, outputs: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return loss and terms: loss, mean Q(s, a), mean |δ|; all summed."""
         values_B = outputs.gather(-1, targets["actions"].unsqueeze(-1)).squeeze(-1)
-        errors_B = (targets["targets"] - values_B).abs()
-        huber_B = torch.where(errors_B <= 1.0, 0.5 * errors_B.square(), errors_B - 0.5)
+        huber_B = functional.huber_loss(values_B, targets["targets"], reduction="none")
         loss = self.total(targets["weights"] * huber_B, targets)
         with torch.no_grad():
-            targets["errors"].copy_(errors_B)
+            errors_B = torch.sub(targets["targets"], values_B, out=targets["errors"]).abs_()
             terms = (loss, self.total(values_B, targets), self.total(errors_B, targets))
             return loss, torch.stack(terms)
 
@@ -112,14 +112,13 @@ class DQN(Algorithm[ReplayBatch]):
         config = self._config
         learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
         beta = config.beta + (1.0 - config.beta) * self.progress
-        self._target.follow(self.policy_version)
+        self._target.follow(self.env_steps)
         totals = torch.zeros(QObjective.terms)
         norms = 0.0
         steps = skipped = 0
-        for count in range(1, config.gradient_steps + 1):
-            if batch.stored < max(config.learning_starts, 1):
-                break
-            drawn = batch.draw(config.batch_size, beta=beta)
+        ready = batch.stored >= max(config.learning_starts, 1)
+        draws = batch.draws(config.batch_size, config.gradient_steps if ready else 0, beta=beta)
+        for count, drawn in enumerate(draws, start=1):
             part = self._minibatch(drawn)
             self._draw_noise(self._policy)
             terms = self._loss.gradients(part)
