@@ -12,12 +12,23 @@ from typing import Any
 
 import torch
 
-from p2pdrl.config.task import A2CConfig, DQNConfig, ImpalaConfig, NetworkConfig, PPOConfig
+from p2pdrl.config.task import (
+    A2CConfig,
+    DQNConfig,
+    ImpalaConfig,
+    NetworkConfig,
+    NStepQConfig,
+    OneStepQConfig,
+    OneStepSarsaConfig,
+    PPOConfig,
+    TaskConfig,
+)
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.a2c import A2C
 from p2pdrl.rl.algorithms.algorithm import Algorithm
 from p2pdrl.rl.algorithms.dqn import DQN
 from p2pdrl.rl.algorithms.impala import Impala
+from p2pdrl.rl.algorithms.online_q import OnlineQ, spread_exploration
 from p2pdrl.rl.algorithms.ppo import PPO
 from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.rl.flat import FlatModule
@@ -57,17 +68,35 @@ class AlgorithmEntry:
     Attributes:
         build: makes it.
         network: makes the policy from spaces, shape and seed, in learners and in actor processes.
+        prepare: tells the policy what of the algorithm's configuration concerns how it acts; None nothing.
     """
 
     build: Callable[[AlgorithmContext], Algorithm[Any]]
     network: Callable[[EnvSpec, NetworkConfig, int | None], Policy] = ActorCritic
+    prepare: Callable[[Any, Any], None] | None = None
 
+    def policy(self, spec: EnvSpec, task: TaskConfig) -> Policy:
+        """Return a task's policy as it is drawn."""
+        policy = self.network(spec, task.network, task.seed)
+        if self.prepare is not None:
+            self.prepare(policy, task.algorithm)
+        return policy
+
+
+_ONLINE_Q = AlgorithmEntry(
+    lambda made: OnlineQ(made.config, made.policy, made.flat, made.engine), QNetwork, spread_exploration
+)
 
 ALGORITHMS: dict[type, AlgorithmEntry] = {
     PPOConfig: AlgorithmEntry(lambda made: PPO(made.config, made.flat, made.engine, made.generator)),
     A2CConfig: AlgorithmEntry(lambda made: A2C(made.config, made.flat, made.engine)),
-    DQNConfig: AlgorithmEntry(lambda made: DQN(made.config, made.policy, made.flat, made.engine), QNetwork),
+    DQNConfig: AlgorithmEntry(
+        lambda made: DQN(made.config, made.policy, made.flat, made.engine, made.generator), QNetwork
+    ),
     ImpalaConfig: AlgorithmEntry(lambda made: Impala(made.config, made.flat, made.engine)),
+    NStepQConfig: _ONLINE_Q,
+    OneStepQConfig: _ONLINE_Q,
+    OneStepSarsaConfig: _ONLINE_Q,
 }
 """By the type of ``task.algorithm``, which has ``unroll_steps`` and ``discount``."""
 
