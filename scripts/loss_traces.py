@@ -119,6 +119,14 @@ DQN = {
     "algorithm.target_every": 4,
     "algorithm.exploration_steps": 200,
 }
+ONLINE_Q = {
+    "env.num_envs": 4,
+    "env.normalize_returns": False,
+    "network.hidden": [16, 16],
+    "algorithm.target_every": 64,
+    "algorithm.exploration_steps": 200,
+    "stop.env_steps": 5000,
+}
 OFF_POLICY = {
     "env.num_envs": 4,
     "env.normalize_returns": False,
@@ -241,7 +249,22 @@ CASES: dict[str, Case] = {
             "algorithm.target_tau": 0.1,
         }
     ),
+    "dqn-noisy-dueling": Case({**DQN, "network.noisy": True, "network.dueling": True}),
+    "dqn-noisy-accumulated": Case({**DQN, **MICROBATCHES, "network.noisy": True}),
     "dqn-pictures": Case({**DQN, **PICTURES}),
+    "one-step-q": Case({**ONLINE_Q, "algorithm.name": "one_step_q"}),
+    "one-step-sarsa": Case({**ONLINE_Q, "algorithm.name": "one_step_sarsa"}),
+    "n-step-q": Case({**ONLINE_Q, "algorithm.name": "n_step_q", "algorithm.rmsprop_eps_in_root": True}),
+    "n-step-q-dueling-accumulated": Case(
+        {
+            **ONLINE_Q,
+            **MICROBATCHES,
+            "algorithm.name": "n_step_q",
+            "network.dueling": True,
+            "algorithm.optimizer": "adam",
+        }
+    ),
+    "a2c-a3c": Case({**A2C, "algorithm.rmsprop_eps": 0.1 / 20**2, "algorithm.rmsprop_eps_in_root": True}),
     "impala": Case(IMPALA),
     "impala-accumulated": Case({**IMPALA, **MICROBATCHES}),
     "impala-lstm": Case({**IMPALA, **LSTM}),
@@ -338,7 +361,7 @@ def trace(name: str, updates: int) -> dict[str, Any]:
     with learner(case) as trainer:
         for update in range(updates):
             if end is not None:
-                trainer.set_progress(sum(env_steps) / end)
+                trainer.set_progress(sum(env_steps) / end, sum(env_steps))
             stats = trainer.step()
             for metric in {**metrics, **stats.metrics}:
                 value = stats.metrics.get(metric)

@@ -23,6 +23,7 @@ from p2pdrl.config.task import (
     DQNConfig,
     NetworkConfig,
     NoiseOptions,
+    OnlineQOptions,
     RegressionConfig,
     ReplayOptions,
     SACConfig,
@@ -301,18 +302,24 @@ def _memory_problems(task: TaskConfig) -> Iterator[Problem]:
 def _replay_problems(task: TaskConfig) -> Iterator[Problem]:
     """What a replay memory asks of the rest, and what makes no sense without action values."""
     algorithm, network = task.algorithm, task.network
-    if network.dueling and not isinstance(algorithm, DQNConfig):
+    if network.dueling and not isinstance(algorithm, DQNConfig | OnlineQOptions):
         yield Problem("task.network.dueling", "dueling heads are for action values, as dqn's; turn it off")
-    if not isinstance(algorithm, ReplayOptions):
+    if network.noisy and not isinstance(algorithm, DQNConfig):
+        yield Problem("task.network.noisy", "noise in the weights is how dqn may explore; turn it off")
+    if network.noisy and network.kind == "transformer":
+        yield Problem("task.network.noisy", "a transformer's layers can't be noisy; turn it off")
+    if isinstance(algorithm, OnlineQOptions):
+        yield from _online_q_problems(algorithm)
+    if not isinstance(algorithm, ReplayOptions | OnlineQOptions):
         return
     usual = NetworkConfig()
     for key, why in _idle_actions(algorithm).items():
         if getattr(network, key) != getattr(usual, key):
             yield Problem(f"task.network.{key}", f"{why}; leave it out")
     if network.core != "none":
-        yield Problem(
-            "task.network.core", "transitions drawn from a replay memory have no past; leave it none"
-        )
+        yield Problem("task.network.core", "action values are learned without a memory here; leave it none")
+    if not isinstance(algorithm, ReplayOptions):
+        return
     if algorithm.learning_starts > algorithm.buffer_size:
         yield Problem(
             "task.algorithm.learning_starts",
@@ -327,7 +334,18 @@ def _replay_problems(task: TaskConfig) -> Iterator[Problem]:
         )
 
 
-def _idle_actions(algorithm: ReplayOptions) -> dict[str, str]:
+def _online_q_problems(algorithm: OnlineQOptions) -> Iterator[Problem]:
+    """Each ε at last has its share."""
+    ends, shares = algorithm.exploration_ends, algorithm.exploration_shares
+    if not ends or len(ends) != len(shares) or abs(sum(shares) - 1.0) > 1e-6:
+        yield Problem(
+            "task.algorithm.exploration_shares",
+            f"{len(shares)} shares that add up to {sum(shares):g} for {len(ends)} exploration_ends: give "
+            "each its share, all together 1",
+        )
+
+
+def _idle_actions(algorithm: AlgorithmOptions) -> dict[str, str]:
     """Keys of the network about actions that have no part in an algorithm, with the reason."""
     if not isinstance(algorithm, SACConfig | NoiseOptions):
         keys = ("squash", "rescale_actions", "exploration_noise")

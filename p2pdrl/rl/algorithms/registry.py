@@ -15,13 +15,18 @@ import torch
 
 from p2pdrl.config.task import (
     A2CConfig,
+    AlgorithmOptions,
     DDPGConfig,
     DiscreteSACConfig,
     DQNConfig,
     ImpalaConfig,
     NetworkConfig,
+    NStepQConfig,
+    OneStepQConfig,
+    OneStepSarsaConfig,
     PPOConfig,
     SACConfig,
+    TaskConfig,
     TD3Config,
 )
 from p2pdrl.errors import ConfigError
@@ -35,6 +40,7 @@ from p2pdrl.rl.algorithms.algorithm import Algorithm
 from p2pdrl.rl.algorithms.ddpg import DDPG
 from p2pdrl.rl.algorithms.dqn import DQN
 from p2pdrl.rl.algorithms.impala import Impala
+from p2pdrl.rl.algorithms.online_q import OnlineQ
 from p2pdrl.rl.algorithms.ppo import PPO
 from p2pdrl.rl.algorithms.sac import SAC
 from p2pdrl.rl.algorithms.sac_discrete import DiscreteSAC
@@ -82,6 +88,16 @@ class AlgorithmEntry:
     build: Callable[[AlgorithmContext], Algorithm[Any]]
     network: Callable[[EnvSpec, NetworkConfig, int | None], Policy] = ActorCritic
 
+    def policy(self, spec: EnvSpec, task: TaskConfig) -> Policy:
+        """Return a task's policy as it is drawn."""
+        policy = self.network(spec, task.network, task.seed)
+        if isinstance(task.algorithm, AlgorithmOptions):
+            policy.configure(task.algorithm)
+        return policy
+
+
+_ONLINE_Q = AlgorithmEntry(lambda made: OnlineQ(made.config, made.policy, made.flat, made.engine), QNetwork)
+
 
 def _ddpg(made: AlgorithmContext) -> DDPG:
     policy = cast("DeterministicActorCritic", made.policy)
@@ -106,8 +122,13 @@ def _sac_discrete(made: AlgorithmContext) -> DiscreteSAC:
 ALGORITHMS: dict[type, AlgorithmEntry] = {
     PPOConfig: AlgorithmEntry(lambda made: PPO(made.config, made.flat, made.engine, made.generator)),
     A2CConfig: AlgorithmEntry(lambda made: A2C(made.config, made.flat, made.engine)),
-    DQNConfig: AlgorithmEntry(lambda made: DQN(made.config, made.policy, made.flat, made.engine), QNetwork),
+    DQNConfig: AlgorithmEntry(
+        lambda made: DQN(made.config, made.policy, made.flat, made.engine, made.generator), QNetwork
+    ),
     ImpalaConfig: AlgorithmEntry(lambda made: Impala(made.config, made.flat, made.engine)),
+    NStepQConfig: _ONLINE_Q,
+    OneStepQConfig: _ONLINE_Q,
+    OneStepSarsaConfig: _ONLINE_Q,
     DDPGConfig: AlgorithmEntry(_ddpg, partial(DeterministicActorCritic, critics=1)),
     TD3Config: AlgorithmEntry(_td3, partial(DeterministicActorCritic, critics=2)),
     SACConfig: AlgorithmEntry(_sac, SquashedGaussianActorCritic),

@@ -85,6 +85,14 @@ CLASSIFIER = [
             "task.network.exploration_noise (in --set)",
         ),
         (["task.network.dueling=true"], "task.network.dueling (in --set)"),
+        (["task.network.noisy=true"], "task.network.noisy (in --set)"),
+        ([*DQN, "task.network.noisy=true", "task.network.kind=transformer"], "task.network.noisy (in --set)"),
+        (
+            ["task.algorithm.name=n_step_q", "task.algorithm.exploration_ends=[0.1, 0.2]"],
+            "task.algorithm.exploration_shares (by default)",
+        ),
+        (["task.algorithm.name=one_step_sarsa", *PIPELINE], "task.strategy.name"),
+        (["task.algorithm.name=one_step_q", "task.network.core=lstm"], "task.network.core (in --set)"),
         (
             ['node.learner.split_devices=["cpu", "cpu"]', "node.learner.device=cuda"],
             "node.learner.device (in --set)",
