@@ -93,7 +93,9 @@ class DenseEnsemble(nn.Module):
 
     def forward(self, inputs_MBI: Tensor) -> Tensor:
         """Return M x B x O; with fewer members in the inputs than there are, those of the first ones."""
-        bias, weight, members = self.bias, self.weight, len(inputs_MBI)
+        members = len(inputs_MBI)
+        bias: Tensor = self.bias
+        weight: Tensor = self.weight
         if members < len(weight):  # not for all: even then the gradient of a slice is a copy
             bias, weight = bias[:members], weight[:members]
         if weight.shape[2] == 1:  # a third of the time of a matrix product with one column

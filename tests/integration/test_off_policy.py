@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 OPTIONS = [
-    *("--config", "pendulum"),
+    *("--config", "sac"),
+    *("--set", "task.network.hidden=[64, 64]"),
+    *("--set", "task.algorithm.learning_rate=1e-3"),
     *("--actors", "2"),
     *("--set", "task.strategy.name=adpsgd"),
     *("--set", "task.stop.env_steps=24000"),
