@@ -226,5 +226,12 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
         )
 
     return Trainer(
-        flat, algorithm, source, statistics=statistics, policy=policy, parts=parts, clock=options.clock
+        flat,
+        algorithm,
+        source,
+        statistics=statistics,
+        policy=policy,
+        parts=parts,
+        replay=reader if isinstance(reader, ReplayFeeder) else None,
+        clock=options.clock,
     )

@@ -130,3 +130,20 @@ def test_several_draws_are_those_of_as_many_calls(prioritized):
             assert (getattr(drawn, name) == getattr(alone, name)).all(), name
         assert (drawn.indices_B == alone.indices_B).all()
         assert (drawn.serials_B == alone.serials_B).all()
+
+
+def test_a_memory_in_a_buffer_is_taken_up_by_the_next_trainer_and_another_layout_s_is_wiped():
+    first = build_trainer(task(), seed=1, device="cpu")
+    buffer = memoryview(bytearray(first.replay_nbytes))
+    assert first.keep_replay(buffer)
+    stored = [first.source.next().stored for _ in range(4)]
+    assert stored[-1] > stored[0] > 0
+    second = build_trainer(task(), seed=2, device="cpu")
+    assert second.keep_replay(buffer)
+    batch = second.source.next()
+    assert batch.stored >= stored[-1] + stored[0] - 4  # what it cut counts too
+    other = build_trainer(task(env={"id": "Acrobot-v1"}), seed=1, device="cpu")
+    assert not other.keep_replay(memoryview(bytearray(buffer) + bytearray(other.replay_nbytes)))
+    assert 0 < other.source.next().stored <= 4 * 32
+    for trainer in (first, second, other):
+        trainer.close()
