@@ -26,6 +26,7 @@ __all__ = [
     "AlgorithmOptions",
     "DQNConfig",
     "EnvConfig",
+    "EvaluationConfig",
     "GradientsConfig",
     "ImpalaConfig",
     "NStepQConfig",
@@ -467,10 +468,28 @@ class StopConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     time_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """Seconds since the swarm was founded; 0 switches it off."""
     mean_return: float | None = None
-    """Each living node's mean return over its last ``window`` sampled training episodes has reached this.
-    Returns may be negative, so 0 is a goal here, unlike above; ``"none"`` switches it off."""
+    """Two evaluations in a row have reached this, see ``task.evaluation``. Without evaluations (``every``
+    is 0) each living node's mean return over its last ``window`` sampled training episodes has. Returns may
+    be negative, so 0 is a goal here, unlike above; ``"none"`` switches it off."""
     window: Annotated[int, Meta(ge=1, le=1_000_000)] = 100
-    """Episodes that a mean return is taken over."""
+    """Training episodes that a node's mean return is taken over."""
+
+
+class EvaluationConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the swarm's policy is judged while it trains.
+
+    The nodes take turns: one plays episodes with the parameters that it holds then, in a process of its own
+    beside the learner's.
+    """
+
+    every: Annotated[int, Meta(ge=0, le=10**12)] = 50_000
+    """Environment steps of the whole swarm between two evaluations; 0 makes none. A node rests four times as
+    long as its last one took, so a swarm that is faster than that leaves some out."""
+    episodes: Annotated[int, Meta(ge=1, le=10_000)] = 30
+    """Episodes of each."""
+    mode: Literal["sampled", "greedy"] = "sampled"
+    """``sampled`` draws actions as training does, ``greedy`` takes the likeliest one (the mean, of continuous
+    actions)."""
 
 
 class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -484,6 +503,12 @@ class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     gradients: GradientsConfig = GradientsConfig()
     strategy: StrategyConfig = AdpsgdConfig()
     stop: StopConfig = StopConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether there are evaluations: a regression plays no episodes."""
+        return self.evaluation.every > 0 and not isinstance(self.algorithm, RegressionConfig)
 
     @property
     def subject(self) -> str:
