@@ -112,11 +112,12 @@ class QNetwork(Policy):
         Args:
             noise: of noisy weights, P for all observations or BP for B of them; None takes the mean weights.
         """
-        with using_noise(self._noisy_layers, noise):
-            features = self.trunk(obs.reshape(-1, *self.spec.obs_shape))
-            q = self.advantage_head(features)
-            if self.value_head is not None:
-                q = self.value_head(features) + q - q.mean(-1, keepdim=True)
+        rows = obs.reshape(-1, *self.spec.obs_shape)
+        if noise is None:
+            q = self._values(rows)
+        else:
+            with using_noise(self._noisy_layers, noise):
+                q = self._values(rows)
         leading = obs.shape[: obs.dim() - self._obs_dims]
         values: Tensor = q.view(*leading, self.actions)
         return values
@@ -125,6 +126,14 @@ class QNetwork(Policy):
         """Let environments explore each with an ε of their own, where the algorithm does so."""
         if isinstance(options, OnlineQOptions):
             self.spread = ExplorationSpread.of(options)
+
+    def _values(self, obs_BX: Tensor) -> Tensor:
+        """Return Q(s, ·), BA, with the weights as they are now."""
+        features = self.trunk(obs_BX)
+        q: Tensor = self.advantage_head(features)
+        if self.value_head is not None:
+            q = self.value_head(features) + q - q.mean(-1, keepdim=True)
+        return q
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return uniform numbers for each action: whether to explore, and where; or noise of the weights.
