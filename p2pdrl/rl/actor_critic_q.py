@@ -94,9 +94,13 @@ class DenseEnsemble(nn.Module):
     def forward(self, inputs_MBI: Tensor) -> Tensor:
         """Return M x B x O; with fewer members in the inputs than there are, those of the first ones."""
         members = len(inputs_MBI)
-        if members == len(self.weight):  # even a slice of all has a gradient that is a copy
-            return torch.baddbmm(self.bias, inputs_MBI, self.weight)
-        return torch.baddbmm(self.bias[:members], inputs_MBI, self.weight[:members])
+        bias: Tensor = self.bias
+        weight: Tensor = self.weight
+        if members < len(weight):  # not for all: even then the gradient of a slice is a copy
+            bias, weight = bias[:members], weight[:members]
+        if weight.shape[2] == 1:  # a third of the time of a matrix product with one column
+            return (inputs_MBI * weight.transpose(1, 2)).sum(-1, keepdim=True) + bias
+        return torch.baddbmm(bias, inputs_MBI, weight)
 
 
 class Critics(nn.Module):
@@ -116,7 +120,7 @@ class Critics(nn.Module):
         super().__init__()
         self.members = members
         self._obs_shape = spec.obs_shape
-        self._activation = torch.tanh if config.activation == "tanh" else torch.relu
+        self._activation = torch.tanh_ if config.activation == "tanh" else torch.relu_
         self.trunk: nn.Module | None = None
         inputs = math.prod(spec.obs_shape)
         hidden: Sequence[int] = config.hidden

@@ -1,7 +1,8 @@
 """Off-policy actor-critics alone really learn: the presets' values, one node, no actor processes.
 
 What is judged is the greedy policy, over many episodes, at the end of a fixed budget of steps and not at the
-best of its moments. On Pendulum −150 is as good as it gets, and random actions get −1,200.
+best of its moments. On Pendulum −150 is as good as it gets, give or take 6 for the
+mean over 200 starts; random actions get −1,200.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from p2pdrl.rl.registry import build_trainer
 pytestmark = pytest.mark.slow
 
 SEEDS = [31, 32, 33]
+BUDGET = 15_000
 SMALL = ["task.network.hidden=[64, 64]", "task.algorithm.learning_rate=1e-3"]
 PENDULUM = {
-    "pendulum": (["pendulum"], []),
-    "sac": (["sac"], SMALL),
+    "sac": (["pendulum"], []),
     "td3": (["td3"], SMALL),
     "ddpg": (["ddpg"], SMALL),
 }
@@ -47,9 +48,9 @@ def trained(files, sets, seed, budget):
 @pytest.mark.parametrize("name", PENDULUM)
 def test_pendulum_is_swung_up_and_held(name, seed):
     files, sets = PENDULUM[name]
-    trainer, task = trained(files, sets, seed, 20_000)
-    env = replace(task.env, num_envs=25)
-    found = evaluate(trainer.policy, env, 50, greedy=True, seed=1000 + seed).mean
+    trainer, task = trained(files, sets, seed, BUDGET)
+    env = replace(task.env, num_envs=50)
+    found = evaluate(trainer.policy, env, 200, greedy=True, seed=1000 + seed).mean
     trainer.close()
     print(f"{name}, seed {seed}: {found:.0f}")
     assert found >= -170
