@@ -15,7 +15,7 @@ import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -30,6 +30,8 @@ __all__ = [
     "Continuous",
     "Discrete",
     "EnvSpec",
+    "MultiBinary",
+    "MultiDiscrete",
     "VectorEnv",
     "describe",
     "make_scalar_env",
@@ -53,6 +55,58 @@ class Discrete:
     """One of ``n`` actions, numbered from zero."""
 
     n: int
+    dtype: ClassVar[str] = "int64"
+    shape: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a policy head gives for it: logits."""
+        return self.n
+
+    def __str__(self) -> str:
+        return f"one of {self.n}"
+
+
+@dataclass(frozen=True)
+class MultiDiscrete:
+    """Several choices at once, the i-th one of ``sizes[i]``, numbered from zero."""
+
+    sizes: tuple[int, ...]
+    dtype: ClassVar[str] = "int64"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one action."""
+        return (len(self.sizes),)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a policy head gives for it: the logits of all choices, one choice after the other."""
+        return sum(self.sizes)
+
+    def __str__(self) -> str:
+        return f"{len(self.sizes)} choices of {', '.join(map(str, self.sizes))}"
+
+
+@dataclass(frozen=True)
+class MultiBinary:
+    """``n`` switches, each 0 or 1."""
+
+    n: int
+    dtype: ClassVar[str] = "int64"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one action."""
+        return (self.n,)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a policy head gives for it: a logit of each."""
+        return self.n
+
+    def __str__(self) -> str:
+        return f"{self.n} switches"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +116,24 @@ class Continuous:
     dim: int
     low: Array
     high: Array
+    dtype: ClassVar[str] = "float32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one action."""
+        return (self.dim,)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a policy head gives for it: means."""
+        return self.dim
+
+    def __str__(self) -> str:
+        return f"{self.dim} numbers"
 
 
-Action = Discrete | Continuous
+Action = Discrete | MultiDiscrete | MultiBinary | Continuous
+"""Each has the ``shape`` and ``dtype`` of one action as it is stored, and says how wide a head it wants."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +182,12 @@ class VectorEnv:
         if not isinstance(env, SyncVectorEnv):
             self._seeds = self._seeds[0]
         space = env.single_action_space
-        self._action_start = int(space.start) if isinstance(space, gym.spaces.Discrete) else 0
+        self._action_start: Any = None
+        if isinstance(space, gym.spaces.Discrete) and space.start:
+            self._action_start = int(space.start)
+        elif isinstance(space, gym.spaces.MultiDiscrete) and space.start.any():
+            self._action_start = space.start.reshape(-1).astype(np.int64)
+        self._reshape = not isinstance(space, gym.spaces.Discrete)
         self._action_shape = (self.num_envs, *(space.shape or ()))
         self._action_dtype = space.dtype
 
@@ -126,7 +200,8 @@ class VectorEnv:
         """Take one step in every environment.
 
         Args:
-            actions: B integers from zero, or B x A floats, clipped to the bounds here and nowhere else.
+            actions: B integers from zero, or B x A of them, or B x A floats, which are clipped to the bounds
+                here and nowhere else.
 
         Returns:
             obs_BX, rewards_B, terminated_B, truncated_B; arrays may be overwritten by the next call.
@@ -134,8 +209,11 @@ class VectorEnv:
         if isinstance(self.spec.action, Continuous):
             actions = np.clip(actions, self.spec.action.low, self.spec.action.high)
             actions = actions.reshape(self._action_shape).astype(self._action_dtype, copy=False)
-        elif self._action_start:
-            actions = actions + self._action_start
+        else:
+            if self._action_start is not None:
+                actions = actions + self._action_start
+            if self._reshape:
+                actions = actions.reshape(self._action_shape).astype(self._action_dtype, copy=False)
         obs_BX, rewards_B, terminated_B, truncated_B, _ = self._env.step(actions)
         if self._step_delay_s > 0.0:
             self._sleep(self._step_delay_s)
@@ -226,20 +304,43 @@ def describe(env: gym.vector.VectorEnv[Any, Any, Any]) -> EnvSpec:
     """Return the spaces of one of the batch's environments in this package's terms.
 
     Raises:
-        ConfigError: actions are neither ``Discrete`` nor ``Box``, or observations aren't a ``Box``.
+        ConfigError: actions or observations are of a space that can't be learned.
     """
     obs_space = env.single_observation_space
     action_space = env.single_action_space
     if not isinstance(obs_space, gym.spaces.Box):
         raise ConfigError(f"observations of {env} are a {obs_space}; only Box spaces can be learned from")
     obs_dtype = "uint8" if obs_space.dtype == np.uint8 else "float32"
-    if isinstance(action_space, gym.spaces.Discrete):
-        return EnvSpec(tuple(obs_space.shape), obs_dtype, Discrete(int(action_space.n)))
-    if isinstance(action_space, gym.spaces.Box):
-        low = np.asarray(action_space.low, dtype=np.float32).reshape(-1)
-        high = np.asarray(action_space.high, dtype=np.float32).reshape(-1)
-        return EnvSpec(tuple(obs_space.shape), obs_dtype, Continuous(low.size, low, high))
-    raise ConfigError(f"actions of {env} are a {action_space}; only Discrete and Box spaces can be learned")
+    return EnvSpec(tuple(obs_space.shape), obs_dtype, _action_of(action_space))
+
+
+def _action_of(space: gym.Space[Any]) -> Action:
+    """Return an action space in this package's terms.
+
+    Raises:
+        ConfigError: no policy here has actions like that.
+    """
+    match space:
+        case gym.spaces.Discrete():
+            return Discrete(int(space.n))
+        case gym.spaces.MultiDiscrete():
+            return MultiDiscrete(tuple(int(size) for size in space.nvec.reshape(-1)))
+        case gym.spaces.MultiBinary():
+            return MultiBinary(int(np.prod(space.shape)))
+        case gym.spaces.Box() if np.issubdtype(space.dtype, np.floating) and np.prod(space.shape):
+            low = np.asarray(space.low, dtype=np.float32).reshape(-1)
+            high = np.asarray(space.high, dtype=np.float32).reshape(-1)
+            return Continuous(low.size, low, high)
+        case gym.spaces.Box():
+            advice = "a Box of actions has numbers of a float type; make whole ones a MultiDiscrete"
+        case gym.spaces.Dict() | gym.spaces.Tuple():
+            advice = "several actions at once are one MultiDiscrete, MultiBinary or Box; wrap the environment"
+        case _:
+            advice = "wrap the environment"
+    raise ConfigError(
+        f"actions are a {space}, which no policy here can take; Discrete, MultiDiscrete, MultiBinary and Box "
+        f"of floats can be learned: {advice}"
+    )
 
 
 def _make_by_entry_point(config: EnvConfig) -> Any:

@@ -25,13 +25,15 @@ from p2pdrl.config.task import NetworkConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.distributions import (
     ActionMap,
+    Bernoulli,
     Categorical,
     DiagonalGaussian,
     Distribution,
+    MultiCategorical,
     PolicyOutputs,
     distribution,
 )
-from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.envs import Continuous, Discrete, EnvSpec, MultiBinary, MultiDiscrete
 from p2pdrl.rl.gsde import held_noise, perturbation, state_log_std
 from p2pdrl.rl.networks.layers import Dense, initialise, mlp
 from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
@@ -80,7 +82,8 @@ class Policy(nn.Module, ABC):
                 episode; overwritten by the state after this one. None stands for a first step.
 
         Returns:
-            int64 B, or float32 B x A as sampled: what `to_environment` makes of them the environment gets.
+            int64 B or B x A, or float32 B x A as sampled: what `to_environment` makes of them the
+                environment gets.
         """
 
     def to_environment(self, actions: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -134,7 +137,7 @@ class ActorCritic(Policy):
         super().__init__()
         self.spec = spec
         self._obs_dims = len(spec.obs_shape)
-        outputs = spec.action.n if isinstance(spec.action, Discrete) else spec.action.dim
+        outputs = spec.action.outputs
         self.trunk: nn.Module
         self.actor: nn.Module
         self.critic: nn.Module
@@ -157,7 +160,8 @@ class ActorCritic(Policy):
         self.action_map = _action_map(spec, config)
         self.state_dependent = config.exploration_noise == "sde"
         self._config = config
-        if not isinstance(spec.action, Discrete):
+        self._parts = spec.action if isinstance(spec.action, MultiDiscrete | MultiBinary) else None
+        if isinstance(spec.action, Continuous):
             shape = (features, outputs) if self.state_dependent else (outputs,)
             self.log_std = nn.Parameter(torch.empty(shape, device="meta"))
         if seed is not None:
@@ -196,12 +200,18 @@ class ActorCritic(Policy):
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """See ``Policy.noise``."""
-        if isinstance(self.spec.action, Discrete):
-            return Categorical.noise(shape, self.spec.action.n, generator)
+        match self.spec.action:
+            case Discrete(n):
+                return Categorical.noise(shape, n, generator)
+            case MultiDiscrete(sizes):
+                return MultiCategorical.noise(shape, sizes, generator)
+            case MultiBinary(n):
+                return Bernoulli.noise(shape, n, generator)
+        dim = self.spec.action.dim
         if self.state_dependent:
             hold = self._config.sde_sample_freq
-            return held_noise(shape, self.policy_head.in_features, self.spec.action.dim, hold, generator)
-        return DiagonalGaussian.noise(shape, self.spec.action.dim, generator)
+            return held_noise(shape, self.policy_head.in_features, dim, hold, generator)
+        return DiagonalGaussian.noise(shape, dim, generator)
 
     def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
         """See ``Policy.act``."""
@@ -234,7 +244,11 @@ class ActorCritic(Policy):
         if self.state_dependent and log_std is not None:
             log_std = log_std.view(*leading, log_std.shape[-1])
         return PolicyOutputs(
-            policy.view(*leading, policy.shape[-1]), values.view(leading), log_std, self.action_map
+            policy.view(*leading, policy.shape[-1]),
+            values.view(leading),
+            log_std,
+            self.action_map,
+            self._parts,
         )
 
     def evaluate(
@@ -259,13 +273,14 @@ class ActorCritic(Policy):
         return remembered.flatten(0, 1)
 
     def _log_std_of(self, features_NF: Tensor) -> Tensor | None:
-        """Return A, or N x A where it depends on the state; None where actions are discrete."""
-        if isinstance(self.spec.action, Discrete):
+        """Return A, or N x A where it depends on the state; None where actions aren't continuous."""
+        if not isinstance(self.spec.action, Continuous):
             return None
         return state_log_std(features_NF, self.log_std) if self.state_dependent else self.log_std
 
     def _distribution(self, features_BF: Tensor) -> Distribution:
-        return distribution(self.policy_head(features_BF), self._log_std_of(features_BF), self.action_map)
+        policy = self.policy_head(features_BF)
+        return distribution(policy, self._log_std_of(features_BF), self.action_map, self._parts)
 
 
 def _action_map(spec: EnvSpec, config: NetworkConfig) -> ActionMap | None:
@@ -283,9 +298,9 @@ def _action_map(spec: EnvSpec, config: NetworkConfig) -> ActionMap | None:
     if not options:
         return None
     action = spec.action
-    if isinstance(action, Discrete):
+    if not isinstance(action, Continuous):
         raise ConfigError(
-            f"{options[-1]} is for continuous actions, this environment's is one of {action.n}; "
+            f"{options[-1]} is for continuous actions, this environment's is {action}; "
             "leave that key at its default"
         )
     if not config.rescale_actions and config.squash == "none":

@@ -41,7 +41,8 @@ class QNetwork(Policy):
         super().__init__()
         if not isinstance(spec.action, Discrete):
             raise ConfigError(
-                f"action values want discrete actions, these are {spec.action.dim} numbers; take ppo or a2c"
+                "action values want Discrete actions, each one a number of its own; this environment's are "
+                f"{spec.action}; take ppo, a2c or impala, or number all combinations of them in a wrapper"
             )
         if config.core != "none":
             raise ConfigError("network.core: action values from replay have no memory; leave it at none")

@@ -33,6 +33,7 @@ from p2pdrl.config.fields import Precision
 from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.rl.distributions import PolicyOutputs
+from p2pdrl.rl.envs import MultiBinary, MultiDiscrete
 from p2pdrl.rl.gsde import state_log_std
 from p2pdrl.rl.networks.layers import Trunk
 from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
@@ -156,6 +157,8 @@ class HeadsBlock(Block):
         self.log_std: nn.Parameter | None = getattr(policy, "log_std", None)
         self._state_dependent = policy.state_dependent
         self._action_map = policy.action_map
+        action = policy.spec.action
+        self._parts = action if isinstance(action, MultiDiscrete | MultiBinary) else None
         self._towers = towers
         self._obs_dims = len(policy.spec.obs_shape)
 
@@ -175,7 +178,7 @@ class HeadsBlock(Block):
         log_std: Tensor | None = self.log_std
         if self._state_dependent:
             policy, log_std = policy.chunk(2, -1)
-        return PolicyOutputs(policy, values, log_std, self._action_map)
+        return PolicyOutputs(policy, values, log_std, self._action_map, self._parts)
 
 
 def blocks(policy: ActorCritic, *, time: bool = False) -> list[Block]:

@@ -22,7 +22,7 @@ from p2pdrl.config.fields import Precision
 from p2pdrl.errors import ConfigError, LayoutMismatchError, WireError
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.rl.distributions import PolicyOutputs
-from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.envs import Discrete, EnvSpec, MultiBinary, MultiDiscrete
 from p2pdrl.rl.gradients import VALID, Minibatch, Objective, Outputs
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.optimizers import Optimizer
@@ -254,9 +254,15 @@ def measure_parts(
 
 
 def _actions(spec: EnvSpec, leading: tuple[int, ...], dtype: torch.dtype) -> RowSpec:
-    if isinstance(spec.action, Discrete):
-        return RowSpec(leading, torch.int64, spec.action.n)
-    return RowSpec((*leading, spec.action.dim), dtype)
+    shape = (*leading, *spec.action.shape)
+    match spec.action:
+        case Discrete(n):
+            return RowSpec(shape, torch.int64, n)
+        case MultiDiscrete(sizes):
+            return RowSpec(shape, torch.int64, max(sizes))
+        case MultiBinary():
+            return RowSpec(shape, torch.int64, 2)
+    return RowSpec(shape, dtype)
 
 
 def _unpack(block: Block, output: Tensor) -> PolicyOutputs:
