@@ -66,13 +66,15 @@ class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The shape of policy and value function."""
 
-    kind: Literal["auto", "mlp", "nature_cnn", "impala_resnet", "transformer"] = "auto"
-    """``mlp``: dense layers, separate ones for policy and values; ``nature_cnn`` (Mnih 2015) and the deeper
-    ``impala_resnet`` (Espeholt 2018), both for images; ``transformer`` over parts of the observation.
-    ``auto`` takes the Nature CNN for images and an MLP for everything else."""
+    kind: Literal["auto", "mlp", "nature_cnn", "impala_resnet", "minatar_cnn", "transformer"] = "auto"
+    """``mlp``: dense layers, separate ones for policy and values; ``nature_cnn`` (Mnih 2015), the deeper
+    ``impala_resnet`` (Espeholt 2018) and the one convolution of ``minatar_cnn`` (Young 2019), all for images;
+    ``transformer`` over parts of the observation. ``auto`` takes the Nature CNN for images of 36 × 36 pixels
+    or more, MinAtar's for smaller ones down to 3 × 3, and an MLP for everything else."""
     hidden: tuple[Count, ...] = (64, 64)
     """Widths of the hidden layers of the MLP; of the dense layers behind the convolutions, where the
-    default stands for the papers' single layer (512, and 256 for the ResNet). No part of a transformer."""
+    default stands for the papers' single layer (512, 256 for the ResNet, 128 for MinAtar's). No part of a
+    transformer."""
     activation: Literal["tanh", "relu"] = "tanh"
     """Non-linearity of the MLP; the convolutional networks always use relu."""
     channels: tuple[Annotated[int, Meta(ge=1, le=65_536)], ...] = (16, 32, 32)
@@ -88,9 +90,10 @@ class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only
     """What a token of the transformer is made of: so many neighbouring features of a vector, or a square of
     so many pixels. Fewer make more tokens, and attention costs their number squared. 0 chooses: vectors are
     cut into 32 tokens at most, pictures into the largest squares up to 16 that fit."""
-    core: Literal["none", "lstm"] = "none"
-    """Memory between the network and the last layers, for environments that don't show everything; with it an
-    MLP is shared by policy and values, and minibatches are cut between environments, never in time."""
+    core: Literal["none", "lstm", "gru"] = "none"
+    """Memory between the network and the last layers, for environments that don't show everything: ``lstm``
+    (Hochreiter 1997), or ``gru`` (Cho 2014), which has a quarter fewer weights. With it an MLP is shared by
+    policy and values, and minibatches are cut between environments, never in time."""
     core_size: Annotated[int, Meta(ge=1, le=65_536)] = 128
     """Units of the memory."""
     dueling: bool = False

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,15 +34,21 @@ __all__ = [
     "MultiBinary",
     "MultiDiscrete",
     "VectorEnv",
+    "channels_last",
     "describe",
+    "is_picture",
     "make_scalar_env",
     "make_vector_env",
+    "pixels_of",
 ]
 
 Array = npt.NDArray[Any]
 
 VETTED_VECTOR_ENVS = frozenset({"CartPole-v1"})
 """Ids whose ``vector_entry_point`` gives the same transitions and ends as the scalar one (see the tests)."""
+
+SMALLEST_SIDE = 3
+"""Of an image of several channels, in pixels: the kernel of the smallest network for images."""
 
 SMALLEST_PICTURE = 36
 """Sides of a grey image in pixels, the least that ``nature_cnn`` takes; smaller grids of bytes are boards."""
@@ -141,17 +148,20 @@ class EnvSpec:
     """Shapes and types of one environment's observations and actions.
 
     Attributes:
-        obs_dtype: ``float32``, or ``uint8`` for images; other bytes are scaled (`make_scalar_env`).
+        obs_dtype: ``float32``; ``uint8`` or ``bool`` for images of those; other bytes are scaled
+            (`make_scalar_env`).
+        obs_most: of images: the greatest value of a pixel, by which networks divide it; 1 leaves it alone.
     """
 
     obs_shape: tuple[int, ...]
     obs_dtype: str
     action: Action
+    obs_most: float = 255.0
 
     @property
     def is_image(self) -> bool:
-        """Whether observations are pictures (three dimensions of bytes)."""
-        return len(self.obs_shape) == 3 and self.obs_dtype == "uint8"
+        """Whether observations are pictures: three dimensions, both sides of `SMALLEST_SIDE` or more."""
+        return is_picture(self.obs_shape)
 
 
 class VectorEnv:
@@ -253,7 +263,7 @@ def make_vector_env(
 def make_scalar_env(
     config: EnvConfig, *, allow_import: bool = False, render_mode: str | None = None
 ) -> gym.Env[Any, Any]:
-    """Build one environment whose observations are flat boxes of floats, or images (HWC or CHW) of uint8.
+    """Build one environment whose observations are flat boxes of floats, or images (HWC or CHW).
 
     Raises:
         ConfigError: as in ``make_vector_env``.
@@ -288,7 +298,7 @@ def _with_usable_bytes(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     it can take.
     """
     space = env.observation_space
-    if not isinstance(space, gym.spaces.Box) or space.dtype != np.uint8 or len(space.shape) == 3:
+    if not isinstance(space, gym.spaces.Box) or space.dtype != np.uint8 or is_picture(space.shape):
         return env
     if len(space.shape) == 2 and min(space.shape) >= SMALLEST_PICTURE:
         grey = gym.spaces.Box(space.low[..., None], space.high[..., None], dtype=np.uint8)
@@ -310,8 +320,37 @@ def describe(env: gym.vector.VectorEnv[Any, Any, Any]) -> EnvSpec:
     action_space = env.single_action_space
     if not isinstance(obs_space, gym.spaces.Box):
         raise ConfigError(f"observations of {env} are a {obs_space}; only Box spaces can be learned from")
-    obs_dtype = "uint8" if obs_space.dtype == np.uint8 else "float32"
-    return EnvSpec(tuple(obs_space.shape), obs_dtype, _action_of(action_space))
+    shape, action = tuple(obs_space.shape), _action_of(action_space)
+    if not is_picture(shape):
+        return EnvSpec(shape, "float32", action)
+    dtype, most = pixels_of(obs_space)
+    return EnvSpec(shape, dtype, action, most)
+
+
+def is_picture(shape: tuple[int, ...]) -> bool:
+    """Whether an array of this shape is taken for an image: HWC or CHW, with sides of `SMALLEST_SIDE`."""
+    if len(shape) != 3:
+        return False
+    sides = shape[:2] if channels_last(shape) else shape[1:]
+    return min(sides) >= SMALLEST_SIDE
+
+
+def channels_last(shape: tuple[int, ...]) -> bool:
+    """Whether an image's channels are its last dimension: none is smaller. Else they are the first."""
+    return shape[2] <= min(shape[:2])
+
+
+def pixels_of(space: gym.spaces.Box) -> tuple[str, float]:
+    """Return the type of an image's pixels, and their greatest value: 1 where they are to stay as they are.
+
+    Pixels that aren't bytes or truth values become float32; bounded ones are scaled by their bounds.
+    """
+    if space.dtype == np.bool_:
+        return "bool", 1.0
+    most = float(np.abs(np.stack((space.low, space.high)).astype(np.float64)).max())
+    if not math.isfinite(most) or most > 1e30:  # open, or as good as that
+        most = 1.0
+    return "uint8" if space.dtype == np.uint8 else "float32", most or 1.0
 
 
 def _action_of(space: gym.Space[Any]) -> Action:

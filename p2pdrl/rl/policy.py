@@ -35,9 +35,10 @@ from p2pdrl.rl.distributions import (
 )
 from p2pdrl.rl.envs import Continuous, Discrete, EnvSpec, MultiBinary, MultiDiscrete
 from p2pdrl.rl.gsde import held_noise, perturbation, state_log_std
+from p2pdrl.rl.networks.gru import GRU
 from p2pdrl.rl.networks.layers import Dense, initialise, mlp
-from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
-from p2pdrl.rl.networks.registry import make_trunk, resolve_kind
+from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext, RecurrentCore
+from p2pdrl.rl.networks.registry import make_front, make_trunk, resolve_kind
 
 __all__ = ["ActorCritic", "Policy"]
 
@@ -120,6 +121,8 @@ class ActorCritic(Policy):
             parameters on the meta device, without memory: enough to know names and shapes.
 
     Attributes:
+        front: brings observations to the form that the trunk takes, without parameters; None where they have
+            it.
         trunk: shared by policy and value function; the identity where they share nothing.
         actor: the policy's own layers; the identity where all are shared.
         critic: the value function's own.
@@ -138,12 +141,14 @@ class ActorCritic(Policy):
         self.spec = spec
         self._obs_dims = len(spec.obs_shape)
         outputs = spec.action.outputs
+        self.front = make_front(config, spec)
         self.trunk: nn.Module
         self.actor: nn.Module
         self.critic: nn.Module
         if resolve_kind(config, spec) == "mlp" and config.core == "none":
             widths = (math.prod(spec.obs_shape), *config.hidden)
-            self.trunk = nn.Identity() if self._obs_dims == 1 else nn.Flatten()
+            flat = self._obs_dims == 1 or self.front is not None
+            self.trunk = nn.Identity() if flat else nn.Flatten()
             self.actor = mlp(widths, config.activation)
             self.critic = mlp(widths, config.activation)
             features = widths[-1]
@@ -151,9 +156,10 @@ class ActorCritic(Policy):
             trunk = make_trunk(config, spec)
             self.trunk, features = trunk, trunk.features
             self.actor, self.critic = nn.Identity(), nn.Identity()
-        self.core: LSTM | None = None
-        if config.core == "lstm":
-            self.core, features = LSTM(features, config.core_size), config.core_size
+        self.core: RecurrentCore | None = None
+        if config.core != "none":
+            core = LSTM if config.core == "lstm" else GRU
+            self.core, features = core(features, config.core_size), config.core_size
         # a small last layer makes the first policy near uniform (Andrychowicz 2021, arXiv 2006.05990)
         self.policy_head = Dense(features, outputs, 0.01)
         self.value_head = Dense(features, 1, 1.0)
@@ -215,7 +221,7 @@ class ActorCritic(Policy):
 
     def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
         """See ``Policy.act``."""
-        features = self.trunk(obs_BX)
+        features = self._trunk_of(obs_BX)
         if self.core is not None:
             state = self.initial_state(len(features)) if state_BS is None else state_BS
             assert state is not None  # noqa: S101 - there is a core
@@ -265,12 +271,16 @@ class ActorCritic(Policy):
 
     def _features(self, obs: Tensor, context: RecurrentContext) -> Tensor:
         """Return what actor and critic see, all leading dimensions made one."""
-        features: Tensor = self.trunk(obs.reshape(-1, *self.spec.obs_shape))
+        features = self._trunk_of(obs.reshape(-1, *self.spec.obs_shape))
         if self.core is None:
             return features
         batch, steps = obs.shape[: obs.dim() - self._obs_dims]
         remembered: Tensor = self.core(features.view(batch, steps, -1), context)
         return remembered.flatten(0, 1)
+
+    def _trunk_of(self, obs_NX: Tensor) -> Tensor:
+        features: Tensor = self.trunk(obs_NX if self.front is None else self.front(obs_NX))
+        return features
 
     def _log_std_of(self, features_NF: Tensor) -> Tensor | None:
         """Return A, or N x A where it depends on the state; None where actions aren't continuous."""

@@ -16,7 +16,7 @@ from p2pdrl.errors import ConfigError
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.networks.layers import Dense, initialise
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
-from p2pdrl.rl.networks.registry import make_trunk
+from p2pdrl.rl.networks.registry import make_front, make_trunk
 from p2pdrl.rl.policy import Policy
 
 __all__ = ["QNetwork"]
@@ -49,6 +49,7 @@ class QNetwork(Policy):
         self.spec = spec
         self.actions = spec.action.n
         self._obs_dims = len(spec.obs_shape)
+        self.front = make_front(config, spec)
         self.trunk = make_trunk(config, spec)
         # small last layers make all actions worth about nothing at first
         self.advantage_head = Dense(self.trunk.features, self.actions, 0.01)
@@ -58,7 +59,8 @@ class QNetwork(Policy):
 
     def forward(self, obs: Tensor) -> Tensor:
         """Return Q(s, ·), …A, of ``obs`` …X."""
-        features = self.trunk(obs.reshape(-1, *self.spec.obs_shape))
+        obs_NX = obs.reshape(-1, *self.spec.obs_shape)
+        features = self.trunk(obs_NX if self.front is None else self.front(obs_NX))
         q = self.advantage_head(features)
         if self.value_head is not None:
             q = self.value_head(features) + q - q.mean(-1, keepdim=True)

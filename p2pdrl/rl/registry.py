@@ -185,7 +185,7 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
     statistics: dict[str, RunningNormalizer] = {}
     normalizer = reward_scaler = None
     if task.env.normalize_observations:
-        if spec.is_image:
+        if spec.is_image and (spec.obs_dtype != "float32" or spec.obs_most != 1.0):
             raise ConfigError("env.normalize_observations is for vectors; images are scaled to 0…1 anyway")
         normalizer = statistics["observations"] = RunningNormalizer(spec.obs_shape)
     if task.env.normalize_returns:

@@ -187,7 +187,8 @@ def policy_parts(
         block_map=block_map(policy),
         unpack=_unpack,
         inputs=RowSpec(
-            (*seen, *policy.spec.obs_shape), torch.uint8 if policy.spec.obs_dtype == "uint8" else dtype
+            (*seen, *policy.spec.obs_shape),
+            dtype if policy.spec.obs_dtype == "float32" else getattr(torch, policy.spec.obs_dtype),
         ),
         targets=targets,
         context=context,
@@ -238,7 +239,8 @@ def measure_parts(
     if inputs.dtype.is_floating_point:
         x = torch.randn(shape, generator=generator, dtype=inputs.dtype)
     else:
-        x = torch.randint(inputs.below or 256, shape, generator=generator, dtype=inputs.dtype)
+        most = 2 if inputs.dtype == torch.bool else inputs.below or 256
+        x = torch.randint(most, shape, generator=generator, dtype=inputs.dtype)
     context = {
         name: torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=parts.device)
         for name, spec in parts.context.items()
