@@ -54,9 +54,13 @@ class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     processor, but staler data: each update waits for num_envs × unroll_steps steps."""
     max_episode_steps: Annotated[int, Meta(ge=1)] | None = None
     """Overrides the environment's own time limit, in steps; none keeps it."""
+    action_mask: str = "action_mask"
+    """Name of the action mask: of an entry of Dict observations, or of the ``info`` that comes with them, 1
+    or true where an action is allowed. Where environments have it, policies never take another. The default
+    name is looked for and may be missing; empty looks for none. Discrete and MultiDiscrete actions only."""
     normalize_observations: bool = False
     """Shift and scale observations by the swarm's running mean and deviation. Helps with raw
-    physical units (MuJoCo), needless for images."""
+    physical units (MuJoCo), needless for images. Of several entries (Dict, Tuple) vectors of floats are."""
     normalize_returns: bool = True
     """Divide rewards by the running deviation of the discounted return; reported returns stay raw.
     Without it large returns (CartPole's reach 100) can saturate a tanh value function, which then
@@ -70,7 +74,9 @@ class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only
     """``mlp``: dense layers, separate ones for policy and values; ``nature_cnn`` (Mnih 2015), the deeper
     ``impala_resnet`` (Espeholt 2018) and the one convolution of ``minatar_cnn`` (Young 2019), all for images;
     ``transformer`` over parts of the observation. ``auto`` takes the Nature CNN for images of 36 × 36 pixels
-    or more, MinAtar's for smaller ones down to 3 × 3, and an MLP for everything else."""
+    or more, MinAtar's for smaller ones down to 3 × 3, and an MLP for everything else. Where observations have
+    several entries, each image among them goes through its own convolutions, and all together through dense
+    layers (``hidden``)."""
     hidden: tuple[Count, ...] = (64, 64)
     """Widths of the hidden layers of the MLP; of the dense layers behind the convolutions, where the
     default stands for the papers' single layer (512, 256 for the ResNet, 128 for MinAtar's). No part of a

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,15 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from p2pdrl.config.task import EnvConfig
 from p2pdrl.errors import ConfigError
+from p2pdrl.rl.observations import (
+    SMALLEST_PICTURE,
+    ObservationLayout,
+    ObservationPacker,
+    check_observations,
+    is_picture,
+    layout_of,
+    pixels_of,
+)
 
 __all__ = [
     "Action",
@@ -34,24 +42,15 @@ __all__ = [
     "MultiBinary",
     "MultiDiscrete",
     "VectorEnv",
-    "channels_last",
     "describe",
-    "is_picture",
     "make_scalar_env",
     "make_vector_env",
-    "pixels_of",
 ]
 
 Array = npt.NDArray[Any]
 
 VETTED_VECTOR_ENVS = frozenset({"CartPole-v1"})
 """Ids whose ``vector_entry_point`` gives the same transitions and ends as the scalar one (see the tests)."""
-
-SMALLEST_SIDE = 3
-"""Of an image of several channels, in pixels: the kernel of the smallest network for images."""
-
-SMALLEST_PICTURE = 36
-"""Sides of a grey image in pixels, the least that ``nature_cnn`` takes; smaller grids of bytes are boards."""
 
 EXTRAS = {"Box2D": "box2d", "MuJoCo": "mujoco", "mujoco": "mujoco", "ale": "atari", "pygame": "video"}
 """Word in gymnasium's complaint about a missing package -> extra of this package that brings it."""
@@ -151,12 +150,15 @@ class EnvSpec:
         obs_dtype: ``float32``; ``uint8`` or ``bool`` for images of those; other bytes are scaled
             (`make_scalar_env`).
         obs_most: of images: the greatest value of a pixel, by which networks divide it; 1 leaves it alone.
+        layout: of observations of several entries, or with action masks: what lies where in their rows, which
+            are bytes then (uint8 X); else None.
     """
 
     obs_shape: tuple[int, ...]
     obs_dtype: str
     action: Action
     obs_most: float = 255.0
+    layout: ObservationLayout | None = None
 
     @property
     def is_image(self) -> bool:
@@ -170,6 +172,8 @@ class VectorEnv:
     Args:
         env: gymnasium's vector environment, with autoreset mode NEXT_STEP.
         seed: every random stream of the batch follows from it.
+        action_mask: key of masks; see ``EnvConfig.action_mask``.
+        info_mask: whether masks come with the environments' ``info``.
         step_delay_s: seconds slept at each step, to emulate a slow environment.
     """
 
@@ -178,11 +182,15 @@ class VectorEnv:
         env: gym.vector.VectorEnv[Any, Any, Any],
         seed: int,
         *,
+        action_mask: str = "action_mask",
+        info_mask: bool = False,
         step_delay_s: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.spec = describe(env)
+        self.spec = describe(env, action_mask=action_mask, info_mask=info_mask)
         self.num_envs: int = env.num_envs
+        layout = self.spec.layout
+        self._packer = None if layout is None else ObservationPacker(layout, self.num_envs, action_mask)
         self._env = env
         self._step_delay_s = step_delay_s
         self._sleep = sleep
@@ -203,8 +211,8 @@ class VectorEnv:
 
     def reset(self) -> Array:
         """Start every episode anew from the seed and return the first observations, BX."""
-        obs_BX, _ = self._env.reset(seed=self._seeds)
-        return np.asarray(obs_BX)
+        obs_BX, infos = self._env.reset(seed=self._seeds)
+        return np.asarray(obs_BX) if self._packer is None else self._packer.pack(obs_BX, infos)
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array]:
         """Take one step in every environment.
@@ -224,7 +232,9 @@ class VectorEnv:
                 actions = actions + self._action_start
             if self._reshape:
                 actions = actions.reshape(self._action_shape).astype(self._action_dtype, copy=False)
-        obs_BX, rewards_B, terminated_B, truncated_B, _ = self._env.step(actions)
+        obs_BX, rewards_B, terminated_B, truncated_B, infos = self._env.step(actions)
+        if self._packer is not None:
+            obs_BX = self._packer.pack(obs_BX, infos)
         if self._step_delay_s > 0.0:
             self._sleep(self._step_delay_s)
         return obs_BX, rewards_B, terminated_B, truncated_B
@@ -257,13 +267,52 @@ def make_vector_env(
         ]
         # copy=False: observations are copied into the unroll at once
         env = SyncVectorEnv(copies, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
-    return VectorEnv(env, seed, step_delay_s=step_delay_s, sleep=sleep)
+    return VectorEnv(
+        env,
+        seed,
+        action_mask=config.action_mask,
+        info_mask=_has_info_mask(env, config),
+        step_delay_s=step_delay_s,
+        sleep=sleep,
+    )
+
+
+def _has_info_mask(env: gym.vector.VectorEnv[Any, Any, Any], config: EnvConfig) -> bool:
+    """Whether environments say with their observations which actions are allowed; one is asked, by a reset.
+
+    Raises:
+        ConfigError: a key was given that is in neither info nor observations, or masks have another size.
+    """
+    key, space = config.action_mask, env.single_observation_space
+    actions = env.single_action_space
+    can_mask = isinstance(actions, gym.spaces.Discrete | gym.spaces.MultiDiscrete)
+    in_entry = isinstance(space, gym.spaces.Dict) and key in space.spaces
+    if not key or in_entry:
+        return False
+    found = None
+    if can_mask and isinstance(env, SyncVectorEnv):
+        _, info = env.envs[0].reset(seed=0)
+        found = info.get(key)
+    if found is not None:
+        wanted = _action_of(actions).outputs
+        if np.size(found) != wanted:
+            raise ConfigError(
+                f"info[{key!r}] of {config.id} has {np.size(found)} numbers, a mask of its actions {wanted}; "
+                "if it isn't a mask, set task.env.action_mask to another name, or to nothing"
+            )
+        return True
+    if key != EnvConfig().action_mask:
+        raise ConfigError(
+            f"task.env.action_mask = {key!r} is neither in the info of {config.id} nor an entry of its "
+            "observations, or its actions are of a kind that has no masks; leave that key out"
+        )
+    return False
 
 
 def make_scalar_env(
     config: EnvConfig, *, allow_import: bool = False, render_mode: str | None = None
 ) -> gym.Env[Any, Any]:
-    """Build one environment whose observations are flat boxes of floats, or images (HWC or CHW).
+    """Build one environment whose observations are boxes of floats, images (HWC or CHW), or Dict or Tuple.
 
     Raises:
         ConfigError: as in ``make_vector_env``.
@@ -285,7 +334,8 @@ def make_scalar_env(
             **({} if render_mode is None else {"render_mode": render_mode}),
         ),
     )
-    if not isinstance(env.observation_space, gym.spaces.Box):
+    check_observations(env.observation_space)
+    if not isinstance(env.observation_space, gym.spaces.Box | gym.spaces.Dict | gym.spaces.Tuple):
         env = gym.wrappers.FlattenObservation(env)
     return _with_usable_bytes(env)
 
@@ -310,47 +360,30 @@ def _with_usable_bytes(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     )
 
 
-def describe(env: gym.vector.VectorEnv[Any, Any, Any]) -> EnvSpec:
+def describe(
+    env: gym.vector.VectorEnv[Any, Any, Any], *, action_mask: str = "", info_mask: bool = False
+) -> EnvSpec:
     """Return the spaces of one of the batch's environments in this package's terms.
+
+    Args:
+        action_mask: key of the action mask among a Dict's entries, if it is there.
+        info_mask: whether masks come with ``info``.
 
     Raises:
         ConfigError: actions or observations are of a space that can't be learned.
     """
-    obs_space = env.single_observation_space
-    action_space = env.single_action_space
-    if not isinstance(obs_space, gym.spaces.Box):
-        raise ConfigError(f"observations of {env} are a {obs_space}; only Box spaces can be learned from")
-    shape, action = tuple(obs_space.shape), _action_of(action_space)
+    space = env.single_observation_space
+    action = _action_of(env.single_action_space)
+    mask_size = action.outputs if isinstance(action, Discrete | MultiDiscrete) else 0
+    if not isinstance(space, gym.spaces.Box) or (info_mask and mask_size):
+        layout = layout_of(space, mask_key=action_mask, info_mask=info_mask, mask_size=mask_size)
+        return EnvSpec((layout.nbytes,), "uint8", action, layout=layout)
+    check_observations(space)
+    shape = tuple(space.shape)
     if not is_picture(shape):
         return EnvSpec(shape, "float32", action)
-    dtype, most = pixels_of(obs_space)
-    return EnvSpec(shape, dtype, action, most)
-
-
-def is_picture(shape: tuple[int, ...]) -> bool:
-    """Whether an array of this shape is taken for an image: HWC or CHW, with sides of `SMALLEST_SIDE`."""
-    if len(shape) != 3:
-        return False
-    sides = shape[:2] if channels_last(shape) else shape[1:]
-    return min(sides) >= SMALLEST_SIDE
-
-
-def channels_last(shape: tuple[int, ...]) -> bool:
-    """Whether an image's channels are its last dimension: none is smaller. Else they are the first."""
-    return shape[2] <= min(shape[:2])
-
-
-def pixels_of(space: gym.spaces.Box) -> tuple[str, float]:
-    """Return the type of an image's pixels, and their greatest value: 1 where they are to stay as they are.
-
-    Pixels that aren't bytes or truth values become float32; bounded ones are scaled by their bounds.
-    """
-    if space.dtype == np.bool_:
-        return "bool", 1.0
-    most = float(np.abs(np.stack((space.low, space.high)).astype(np.float64)).max())
-    if not math.isfinite(most) or most > 1e30:  # open, or as good as that
-        most = 1.0
-    return "uint8" if space.dtype == np.uint8 else "float32", most or 1.0
+    dtype, most = pixels_of(space)
+    return EnvSpec(shape, dtype, action, obs_most=most)
 
 
 def _action_of(space: gym.Space[Any]) -> Action:

@@ -35,12 +35,16 @@ from p2pdrl.rl.distributions import (
 )
 from p2pdrl.rl.envs import Continuous, Discrete, EnvSpec, MultiBinary, MultiDiscrete
 from p2pdrl.rl.gsde import held_noise, perturbation, state_log_std
+from p2pdrl.rl.networks.entries import allowed_actions, masked
 from p2pdrl.rl.networks.gru import GRU
 from p2pdrl.rl.networks.layers import Dense, initialise, mlp
 from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext, RecurrentCore
-from p2pdrl.rl.networks.registry import make_front, make_trunk, resolve_kind
+from p2pdrl.rl.networks.registry import make_front, make_trunk, resolve_kind, seen_spec
 
 __all__ = ["ActorCritic", "Policy"]
+
+MOST_NOISE = 1e8
+"""Of Gumbel noise: less than what keeps an action from being taken, more than is ever drawn but infinity."""
 
 
 class Policy(nn.Module, ABC):
@@ -130,6 +134,7 @@ class ActorCritic(Policy):
         policy_head: the last layer: logits or means.
         log_std: A, where actions are continuous: logarithms of the deviations, the same in every state;
             F x A with ``sde``: of the noise's weights.
+        mask: where in observations it is said which actions are allowed; None where all are.
         action_map: from samples to environments' actions; None where they are the same.
 
     Raises:
@@ -146,7 +151,7 @@ class ActorCritic(Policy):
         self.actor: nn.Module
         self.critic: nn.Module
         if resolve_kind(config, spec) == "mlp" and config.core == "none":
-            widths = (math.prod(spec.obs_shape), *config.hidden)
+            widths = (math.prod(seen_spec(config, spec).obs_shape), *config.hidden)
             flat = self._obs_dims == 1 or self.front is not None
             self.trunk = nn.Identity() if flat else nn.Flatten()
             self.actor = mlp(widths, config.activation)
@@ -166,6 +171,7 @@ class ActorCritic(Policy):
         self.action_map = _action_map(spec, config)
         self.state_dependent = config.exploration_noise == "sde"
         self._config = config
+        self.mask = None if spec.layout is None else spec.layout.mask
         self._parts = spec.action if isinstance(spec.action, MultiDiscrete | MultiBinary) else None
         if isinstance(spec.action, Continuous):
             shape = (features, outputs) if self.state_dependent else (outputs,)
@@ -208,9 +214,11 @@ class ActorCritic(Policy):
         """See ``Policy.noise``."""
         match self.spec.action:
             case Discrete(n):
-                return Categorical.noise(shape, n, generator)
+                noise = Categorical.noise(shape, n, generator)
+                # the logarithm of an exponential draw may be infinite, and that would beat any mask
+                return noise if self.mask is None else noise.clamp_(max=MOST_NOISE)
             case MultiDiscrete(sizes):
-                return MultiCategorical.noise(shape, sizes, generator)
+                return MultiCategorical.noise(shape, sizes, generator).clamp_(max=MOST_NOISE)
             case MultiBinary(n):
                 return Bernoulli.noise(shape, n, generator)
         dim = self.spec.action.dim
@@ -228,7 +236,7 @@ class ActorCritic(Policy):
             state.copy_(self.core.step(features, state))
             features = self.core.output(state)
         features = self.actor(features)
-        policy = self._distribution(features)
+        policy = self._distribution(features, obs_BX)
         if noise is None:
             return policy.mode()
         if self.state_dependent:
@@ -244,6 +252,8 @@ class ActorCritic(Policy):
         features = self._features(obs, context)
         for_policy = self.actor(features)
         policy = self.policy_head(for_policy)
+        if self.mask is not None:
+            policy = self.allowed(policy, obs.reshape(-1, obs.shape[-1]))
         values = self.value_head(self.critic(features))
         leading = obs.shape[: obs.dim() - self._obs_dims]
         log_std = self._log_std_of(for_policy)
@@ -288,8 +298,17 @@ class ActorCritic(Policy):
             return None
         return state_log_std(features_NF, self.log_std) if self.state_dependent else self.log_std
 
-    def _distribution(self, features_BF: Tensor) -> Distribution:
+    def allowed(self, logits: Tensor, obs: Tensor) -> Tensor:
+        """Return logits …A in which actions that ``obs`` …X doesn't allow can't be taken."""
+        if self.mask is None:
+            return logits
+        sizes = self._parts.sizes if isinstance(self._parts, MultiDiscrete) else ()
+        return masked(logits, allowed_actions(obs, self.mask, sizes))
+
+    def _distribution(self, features_BF: Tensor, obs_BX: Tensor) -> Distribution:
         policy = self.policy_head(features_BF)
+        if self.mask is not None:
+            policy = self.allowed(policy, obs_BX)
         return distribution(policy, self._log_std_of(features_BF), self.action_map, self._parts)
 
 

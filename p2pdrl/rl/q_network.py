@@ -14,6 +14,7 @@ from torch import Tensor
 from p2pdrl.config.task import NetworkConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.networks.entries import allowed_actions, masked
 from p2pdrl.rl.networks.layers import Dense, initialise
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.networks.registry import make_front, make_trunk
@@ -49,6 +50,7 @@ class QNetwork(Policy):
         self.spec = spec
         self.actions = spec.action.n
         self._obs_dims = len(spec.obs_shape)
+        self.mask = None if spec.layout is None else spec.layout.mask
         self.front = make_front(config, spec)
         self.trunk = make_trunk(config, spec)
         # small last layers make all actions worth about nothing at first
@@ -58,13 +60,18 @@ class QNetwork(Policy):
             initialise(self, torch.Generator().manual_seed(seed))
 
     def forward(self, obs: Tensor) -> Tensor:
-        """Return Q(s, ·), …A, of ``obs`` …X."""
+        """Return Q(s, ·), …A, of ``obs`` …X; that of an action that isn't allowed is `NEVER`.
+
+        So neither a greedy action nor the greatest value of a next observation is one of those.
+        """
         obs_NX = obs.reshape(-1, *self.spec.obs_shape)
         features = self.trunk(obs_NX if self.front is None else self.front(obs_NX))
         q = self.advantage_head(features)
         if self.value_head is not None:
             q = self.value_head(features) + q - q.mean(-1, keepdim=True)
         leading = obs.shape[: obs.dim() - self._obs_dims]
+        if self.mask is not None:
+            q = masked(q, allowed_actions(obs_NX, self.mask))
         values: Tensor = q.view(*leading, self.actions)
         return values
 
@@ -73,11 +80,18 @@ class QNetwork(Policy):
         return torch.rand((*shape, 2), generator=generator, device=generator.device)
 
     def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
-        """Return greedy actions; with ``noise``, any action with probability ``exploration`` (int64, B)."""
+        """Return greedy actions (int64, B); with ``noise``, any that is allowed, with p = ``exploration``."""
         greedy_B = self.forward(obs_BX).argmax(-1)
         if noise is None or self.exploration <= 0.0:
             return greedy_B
-        any_B = (noise[..., 1] * self.actions).long().clamp_(max=self.actions - 1)
+        if self.mask is None:
+            any_B = (noise[..., 1] * self.actions).long().clamp_(max=self.actions - 1)
+        else:
+            allowed_BA = allowed_actions(obs_BX, self.mask)
+            count_B = allowed_BA.sum(-1)
+            number_B = torch.minimum((noise[..., 1] * count_B).long(), count_B - 1)
+            # the first action with more than so many allowed ones up to itself
+            any_B = (allowed_BA.cumsum(-1) > number_B.unsqueeze(-1)).int().argmax(-1)
         return torch.where(noise[..., 0] < self.exploration, any_B, greedy_B)
 
     def outputs(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:

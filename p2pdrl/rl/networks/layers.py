@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from p2pdrl.rl.envs import channels_last
+from p2pdrl.rl.observations import channels_last
 
 __all__ = [
     "RELU_GAIN",

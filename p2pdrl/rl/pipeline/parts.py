@@ -164,10 +164,16 @@ def policy_parts(
     have T+1 observations, the last of which is the bootstrap's and has no targets.
 
     Raises:
-        ConfigError: it isn't an ``ActorCritic``: nobody knows where else to cut.
+        ConfigError: it isn't an ``ActorCritic``: nobody knows where else to cut; or it has action masks.
     """
     if not isinstance(policy, ActorCritic):
         raise ConfigError(f"{type(policy).__name__} isn't a chain of blocks and can't be cut into stages")
+    if policy.mask is not None:
+        raise ConfigError(
+            "this environment says which actions are allowed (task.env.action_mask), and a model that is cut "
+            "into stages has its observations at the first, its actions at the last; take another strategy, "
+            'name no split_devices, or set task.env.action_mask = ""'
+        )
     dtype = policy.policy_head.weight.dtype
     time = whole_unrolls or policy.core is not None
     leading = (steps,) if time else ()
