@@ -44,6 +44,7 @@ def registered():
         yield
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("masks", ["entry", "info"])
 @pytest.mark.parametrize("name", ALGORITHMS)

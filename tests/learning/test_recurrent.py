@@ -66,6 +66,7 @@ def train(core: str, seed: int, env_steps: int) -> tuple[Trainer, TaskConfig, li
     return trainer, task, curve
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("core", ["lstm", "gru"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_ppo_with_a_memory_balances_what_it_sees_half_of(seed, core):

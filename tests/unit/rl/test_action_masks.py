@@ -10,6 +10,7 @@ from torch import distributions as reference_of
 
 from p2pdrl.config.task import (
     A2CConfig,
+    DiscreteSACConfig,
     DQNConfig,
     EnvConfig,
     ImpalaConfig,
@@ -331,3 +332,9 @@ def test_a_model_cut_into_stages_has_no_masks():
     options = EngineOptions(split_devices=("cpu", "cpu"))
     with pytest.raises(ConfigError, match=r"cut into stages.*action_mask = \"\""):
         build_trainer(TaskConfig(env=env), 1, "cpu", engine=options)
+
+
+def test_discrete_sac_says_that_it_knows_none():
+    env = EnvConfig(id="Cards-v0", num_envs=4, kwargs={"picture": 0})
+    with pytest.raises(ConfigError, match=r"sac_discrete knows no action masks.*take dqn"):
+        build_trainer(TaskConfig(env=env, algorithm=DiscreteSACConfig()), 1, "cpu")

@@ -14,7 +14,9 @@ from p2pdrl.config.task import (
     ImpalaConfig,
     NetworkConfig,
     PPOConfig,
+    SACConfig,
     TaskConfig,
+    TD3Config,
 )
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.engines import EngineOptions
@@ -287,3 +289,52 @@ def test_choices_without_floats_can_not_be_normalised():
             build_trainer(TaskConfig(env=env), 1, "cpu")
     finally:
         del gym.registry["Dials-v0"]
+
+
+class Reach(gym.Env):
+    """A goal and a place, as robots have them, maybe with a picture: going towards the goal pays."""
+
+    action_space = gym.spaces.Box(-1, 1, (2,))
+
+    def __init__(self, picture: bool = False) -> None:
+        entries: dict = {"goal": gym.spaces.Box(-1, 1, (2,)), "place": gym.spaces.Box(-1, 1, (2,))}
+        if picture:
+            entries["camera"] = gym.spaces.Box(0, 255, (6, 6, 1), np.uint8)
+        self.observation_space = gym.spaces.Dict(entries)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count, self.goal, self.place = 0, *self.np_random.uniform(-1, 1, (2, 2)).astype(np.float32)
+        return self._seen(), {}
+
+    def _seen(self):
+        seen = {"goal": self.goal, "place": self.place, "camera": np.full((6, 6, 1), 9, np.uint8)}
+        return {name: seen[name] for name in self.observation_space}
+
+    def step(self, action):
+        self.place = np.clip(self.place + 0.2 * action, -1, 1).astype(np.float32)
+        self.count += 1
+        return self._seen(), -float(np.abs(self.place - self.goal).sum()), False, self.count == 10, {}
+
+
+@pytest.mark.parametrize("picture", [False, True])
+@pytest.mark.parametrize("algorithm", [SACConfig, TD3Config])
+def test_continuous_actions_with_critics_see_entries_as_well(picture, algorithm):
+    gym.register("Reach-v0", Reach)
+    try:
+        env = EnvConfig(id="Reach-v0", num_envs=2, kwargs={"picture": picture}, normalize_observations=True)
+        options = algorithm(learning_starts=16, batch_size=16)
+        task = TaskConfig(env=env, network=NetworkConfig(hidden=(16,)), algorithm=options)
+        trainer = build_trainer(task, 1, "cpu")
+        for _ in range(30):
+            assert all(np.isfinite(value) for value in trainer.step().metrics.values())
+        layout = trainer.policy.spec.layout
+        row = np.zeros((1, layout.nbytes), np.uint8)
+        other = row.copy()
+        other[0, :16].view(np.float32)[0] = 0.5  # of the first vector
+        with torch.no_grad():
+            actions = [trainer.policy.act(torch.from_numpy(x)) for x in (row, other)]
+        assert not torch.equal(*actions)
+        trainer.close()
+    finally:
+        del gym.registry["Reach-v0"]
