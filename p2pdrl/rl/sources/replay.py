@@ -23,7 +23,7 @@ from torch import Tensor
 from p2pdrl.config.task import ReplayOptions
 from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.replay.memory import ReplayLayout, ReplayMemory
-from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.rollout import RawUnroll
 from p2pdrl.rl.sources.source import Batch
@@ -112,12 +112,11 @@ class ReplayBatch(Batch):
 
 def replay_memory(config: ReplayOptions, spec: EnvSpec, streams: int) -> ReplayMemory:
     """Return an empty memory for a learner with so many environments."""
-    discrete = isinstance(spec.action, Discrete)
     layout = ReplayLayout(
         obs_shape=spec.obs_shape,
         obs_dtype=spec.obs_dtype,
-        action_shape=() if isinstance(spec.action, Discrete) else (spec.action.dim,),
-        action_dtype="int64" if discrete else "float32",
+        action_shape=spec.action.shape,
+        action_dtype=spec.action.dtype,
         streams=streams,
         capacity=config.buffer_size,
         alpha=config.alpha if config.prioritized else None,
