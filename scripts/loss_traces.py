@@ -76,9 +76,55 @@ class Spots(gym.Env[npt.NDArray[np.uint8], np.int64]):
         return picture
 
 
-SPOTS = "p2pdrl/Spots-v0"
-if SPOTS not in gym.registry:
-    gym.register(SPOTS, entry_point=Spots)
+class Board(gym.Env[dict[str, Any], Any]):
+    """A picture, two gauges and a suit; which of five switches may be pressed changes from step to step.
+
+    Args:
+        several: two switches are pressed at once, one of the first two and one of the others.
+    """
+
+    def __init__(self, *, several: bool = False) -> None:
+        self._several = several
+        self.action_space = gym.spaces.MultiDiscrete([2, 3]) if several else gym.spaces.Discrete(5)
+        self.observation_space = gym.spaces.Dict(
+            picture=gym.spaces.Box(0, 255, (6, 6, 2), np.uint8),
+            gauges=gym.spaces.Box(-20.0, 20.0, (2,), np.float32),
+            suit=gym.spaces.Discrete(5),
+            action_mask=gym.spaces.MultiBinary(5),
+        )
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Begin an episode of 20 steps."""
+        super().reset(seed=seed, options=options)
+        self._count = 0
+        return self._seen(), {}
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Pay 1 for the suit's switch; end by either way, in turn."""
+        pressed = (int(action[0]), 2 + int(action[1])) if self._several else (int(action),)
+        self._count += 1
+        ended = self._count == 20
+        terminated = ended and self._suit < 2
+        reward = float(self._suit in pressed)
+        return self._seen(), reward, terminated, ended and not terminated, {}
+
+    def _seen(self) -> dict[str, Any]:
+        random = self.np_random
+        self._suit = int(random.integers(5))
+        mask = (random.random(5) < 0.5).astype(np.int8)
+        mask[[self._suit, (self._suit + 1) % 5]] = 1
+        picture = np.zeros((6, 6, 2), np.uint8)
+        picture[self._suit] = 255
+        gauges = random.uniform(-20.0, 20.0, 2).astype(np.float32)
+        return {"picture": picture, "gauges": gauges, "suit": self._suit, "action_mask": mask}
+
+
+SPOTS, BOARD = "p2pdrl/Spots-v0", "p2pdrl/Board-v0"
+for _id, _class in ((SPOTS, Spots), (BOARD, Board)):
+    if _id not in gym.registry:
+        gym.register(_id, entry_point=_class)
 
 
 @dataclass(frozen=True)
@@ -159,6 +205,9 @@ IMPALA = {
 }
 LSTM = {"network.core": "lstm", "network.core_size": 8, "env.num_envs": 6}
 PENDULUM = {"env.id": "Pendulum-v1", "env.max_episode_steps": 24, "env.normalize_observations": True}
+GRU = {**LSTM, "network.core": "gru"}
+MASKS = {"env.id": BOARD, "env.normalize_observations": True}
+CHOICES = {**MASKS, "env.kwargs.several": True}
 SQUASH = {"network.squash": "tanh", "algorithm.entropy_coef": 0.01}
 SDE = {
     "network.exploration_noise": "sde",
@@ -228,6 +277,13 @@ CASES: dict[str, Case] = {
         {**PPO, **PICTURES, "network.kind": "impala_resnet", "network.channels": [4, 8]}
     ),
     "ppo-transformer": Case({**PPO, "network.kind": "transformer", "network.width": 16, "network.heads": 2}),
+    "ppo-gru": Case({**PPO, **GRU}),
+    "ppo-entries-masks": Case({**PPO, **MASKS}),
+    "ppo-entries-masks-checkpointed": Case({**PPO, **MASKS, **CHECKPOINTS}),
+    "ppo-choices-gru": Case({**PPO, **CHOICES, **GRU}),
+    "ppo-choices-pipeline-1f1b": Case(
+        {**PPO, **CHOICES, **MICROBATCHES, "env.action_mask": ""}, "1f1b", (1,)
+    ),
     **_ways("a2c", A2C),
     "a2c-lstm": Case({**A2C, **LSTM}),
     "a2c-lstm-accumulated": Case({**A2C, **LSTM, **MICROBATCHES}),
@@ -252,6 +308,7 @@ CASES: dict[str, Case] = {
     "dqn-noisy-dueling": Case({**DQN, "network.noisy": True, "network.dueling": True}),
     "dqn-noisy-accumulated": Case({**DQN, **MICROBATCHES, "network.noisy": True}),
     "dqn-pictures": Case({**DQN, **PICTURES}),
+    "dqn-entries-masks": Case({**DQN, **MASKS, "algorithm.prioritized": True, "algorithm.n_step": 3}),
     "one-step-q": Case({**ONLINE_Q, "algorithm.name": "one_step_q"}),
     "one-step-sarsa": Case({**ONLINE_Q, "algorithm.name": "one_step_sarsa"}),
     "n-step-q": Case({**ONLINE_Q, "algorithm.name": "n_step_q", "algorithm.rmsprop_eps_in_root": True}),
@@ -268,6 +325,7 @@ CASES: dict[str, Case] = {
     "impala": Case(IMPALA),
     "impala-accumulated": Case({**IMPALA, **MICROBATCHES}),
     "impala-lstm": Case({**IMPALA, **LSTM}),
+    "impala-choices-masks": Case({**IMPALA, **CHOICES}),
     "impala-pipeline-1f1b": Case({**IMPALA, **MICROBATCHES}, "1f1b", (1, 2), 3),
     "impala-continuous": Case({**IMPALA, **PENDULUM, "algorithm.optimizer": "rmsprop"}),
     "ddpg": Case(DDPG),

@@ -131,7 +131,7 @@ def train_theirs(case: Case, run: Run) -> tuple[Judge, int, np.ndarray, float, f
     env_id = _task(case).env.id
     env = make_vec_env(env_id, zoo.n_envs, seed=run.seed)
     held_out = make_vec_env(env_id, 1, seed=run.seed + 1_000_000)
-    options = {name: _schedule(value) for name, value in zoo.options.items()}
+    options = {name: _made(value, env.action_space.shape) for name, value in zoo.options.items()}
     if zoo.normalize:
         gamma = zoo.options.get("gamma", 0.99)
         env = VecNormalize(env, gamma=gamma)
@@ -172,11 +172,16 @@ def _task(case: Case) -> TaskConfig:
     return resolve(files=[case.preset], sets=sets).config.task
 
 
-def _schedule(value: object) -> object:
-    """``lin_X`` as a function of the progress that remains; anything else as it is."""
+def _made(value: object, action_shape: tuple[int, ...]) -> object:
+    """``lin_X`` as a function of the progress that remains, ``normal_X`` as noise; anything else as it is."""
     if isinstance(value, str) and value.startswith("lin_"):
         first = float(value.removeprefix("lin_"))
         return lambda remaining: remaining * first
+    if isinstance(value, str) and value.startswith("normal_"):
+        from stable_baselines3.common.noise import NormalActionNoise
+
+        deviation = float(value.removeprefix("normal_"))
+        return NormalActionNoise(np.zeros(action_shape), np.full(action_shape, deviation))
     return value
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Literal, cast
 
 from msgspec.structs import replace
 
@@ -51,8 +51,8 @@ __all__ = [
 IMPALA_RESIDUALS = 2
 """Residual blocks of each section of the ResNet (Espeholt 2018)."""
 NATURE_CONVOLUTIONS = 3
-CONVOLUTIONS = "trunk.convolutions."
-"""Parameters that the Nature CNN has, and no network of vectors."""
+CONVOLUTIONS = {"trunk.convolutions.": "nature_cnn", "trunk.convolution.": "minatar_cnn"}
+"""Parameters that a network of pictures has, and no network of vectors."""
 LIST_BLOCKS = "`p2pdrl pipeline plan --config …` lists them"
 """Where to find the numbers of a model's blocks."""
 MAX_DATA_NUMBERS = 1 << 28
@@ -68,7 +68,7 @@ def block_count(task: TaskConfig) -> tuple[int, int]:
     if isinstance(algorithm, RegressionConfig):
         count = len(algorithm.hidden) + 1 if algorithm.kind == "classifier" else 1
         return count, count
-    kinds = ("mlp", "nature_cnn") if network.kind == "auto" else (network.kind,)
+    kinds = ("mlp", "nature_cnn", "minatar_cnn") if network.kind == "auto" else (network.kind,)
     counts = [_trunk(kind, network) + (network.core != "none") + 1 for kind in kinds]
     return min(counts), max(counts)
 
@@ -78,8 +78,9 @@ def as_built(task: TaskConfig, parameter_names: Iterable[str]) -> TaskConfig:
     network = task.network
     if network.kind != "auto" or isinstance(task.algorithm, RegressionConfig):
         return task
-    pictures = any(name.startswith(CONVOLUTIONS) for name in parameter_names)
-    kind: Literal["nature_cnn", "mlp"] = "nature_cnn" if pictures else "mlp"
+    names = tuple(parameter_names)
+    found = (kind for prefix, kind in CONVOLUTIONS.items() if any(name.startswith(prefix) for name in names))
+    kind = cast("Literal['nature_cnn', 'minatar_cnn', 'mlp']", next(found, "mlp"))
     return replace(task, network=replace(network, kind=kind))
 
 
@@ -90,6 +91,8 @@ def _trunk(kind: str, network: NetworkConfig) -> int:
     match kind:
         case "nature_cnn":
             return NATURE_CONVOLUTIONS + behind
+        case "minatar_cnn":
+            return 1 + behind
         case "impala_resnet":
             return len(network.channels) * (1 + IMPALA_RESIDUALS) + behind
         case "transformer":

@@ -64,6 +64,10 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     split_cuts: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     """Number of the first block of each of them but the first; empty has the parts balanced by measured
     times."""
+    replay_on_disk: bool = False
+    """Keep a replay memory in a file of the data folder, as large as ``task.algorithm.buffer_size`` steps
+    are: a node that is started again goes on with it, and it may be larger than the machine's memory.
+    Otherwise the daemon holds it in memory, where it outlives a learner that is killed but not the node."""
     restart_min_s: PositiveSeconds = 0.5
     """Wait before a learner that died is started again; doubles with each death in a row …"""
     restart_max_s: PositiveSeconds = 30.0

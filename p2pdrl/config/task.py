@@ -66,9 +66,13 @@ class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     processor, but staler data: each update waits for num_envs × unroll_steps steps."""
     max_episode_steps: Annotated[int, Meta(ge=1)] | None = None
     """Overrides the environment's own time limit, in steps; none keeps it."""
+    action_mask: str = "action_mask"
+    """Name of the action mask: of an entry of Dict observations, or of the ``info`` that comes with them, 1
+    or true where an action is allowed. Where environments have it, policies never take another. The default
+    name is looked for and may be missing; empty looks for none. Discrete and MultiDiscrete actions only."""
     normalize_observations: bool = False
     """Shift and scale observations by the swarm's running mean and deviation. Helps with raw
-    physical units (MuJoCo), needless for images."""
+    physical units (MuJoCo), needless for images. Of several entries (Dict, Tuple) vectors of floats are."""
     normalize_returns: bool = True
     """Divide rewards by the running deviation of the discounted return; reported returns stay raw.
     Without it large returns (CartPole's reach 100) can saturate a tanh value function, which then
@@ -78,13 +82,17 @@ class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The shape of policy and value function."""
 
-    kind: Literal["auto", "mlp", "nature_cnn", "impala_resnet", "transformer"] = "auto"
-    """``mlp``: dense layers, separate ones for policy and values; ``nature_cnn`` (Mnih 2015) and the deeper
-    ``impala_resnet`` (Espeholt 2018), both for images; ``transformer`` over parts of the observation.
-    ``auto`` takes the Nature CNN for images and an MLP for everything else."""
+    kind: Literal["auto", "mlp", "nature_cnn", "impala_resnet", "minatar_cnn", "transformer"] = "auto"
+    """``mlp``: dense layers, separate ones for policy and values; ``nature_cnn`` (Mnih 2015), the deeper
+    ``impala_resnet`` (Espeholt 2018) and the one convolution of ``minatar_cnn`` (Young 2019), all for images;
+    ``transformer`` over parts of the observation. ``auto`` takes the Nature CNN for images of 36 × 36 pixels
+    or more, MinAtar's for smaller ones down to 3 × 3, and an MLP for everything else. Where observations have
+    several entries, each image among them goes through its own convolutions, and all together through dense
+    layers (``hidden``)."""
     hidden: tuple[Count, ...] = (64, 64)
     """Widths of the hidden layers of the MLP; of the dense layers behind the convolutions, where the
-    default stands for the papers' single layer (512, and 256 for the ResNet). No part of a transformer."""
+    default stands for the papers' single layer (512, 256 for the ResNet, 128 for MinAtar's). No part of a
+    transformer."""
     activation: Literal["tanh", "relu"] = "tanh"
     """Non-linearity of the MLP; the convolutional networks always use relu."""
     channels: tuple[Annotated[int, Meta(ge=1, le=65_536)], ...] = (16, 32, 32)
@@ -100,9 +108,10 @@ class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only
     """What a token of the transformer is made of: so many neighbouring features of a vector, or a square of
     so many pixels. Fewer make more tokens, and attention costs their number squared. 0 chooses: vectors are
     cut into 32 tokens at most, pictures into the largest squares up to 16 that fit."""
-    core: Literal["none", "lstm"] = "none"
-    """Memory between the network and the last layers, for environments that don't show everything; with it an
-    MLP is shared by policy and values, and minibatches are cut between environments, never in time."""
+    core: Literal["none", "lstm", "gru"] = "none"
+    """Memory between the network and the last layers, for environments that don't show everything: ``lstm``
+    (Hochreiter 1997), or ``gru`` (Cho 2014), which has a quarter fewer weights. With it an MLP is shared by
+    policy and values, and minibatches are cut between environments, never in time."""
     core_size: Annotated[int, Meta(ge=1, le=65_536)] = 128
     """Units of the memory."""
     dueling: bool = False

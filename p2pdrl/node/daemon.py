@@ -317,6 +317,7 @@ class Node:
             direct=direct(config.advertise),
             pipes=context.transport,
             entered=self._on_lineage,
+            folder=Path(context.data_dir),
         )
         context.state = "starting"
         return training

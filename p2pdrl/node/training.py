@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from p2pdrl.node.children.group_process import GroupProcesses
 from p2pdrl.node.children.learner_pool import LearnerPool
 from p2pdrl.node.children.supervisor import LearnerPort, LearnerSupervisor
 from p2pdrl.node.events import EventLog
+from p2pdrl.node.state.replay_store import ReplayStore
 from p2pdrl.node.state.state_transfer import (
     Adoptions,
     Donors,
@@ -146,6 +148,7 @@ class Training:
         direct: whether peers reach any port of this machine.
         pipes: opens pipes to peers; None where the transport has none.
         entered: told the lineage of each state that is trained here.
+        folder: where a replay memory is kept if it is to be on disk; None keeps none there.
     """
 
     def __init__(
@@ -168,6 +171,7 @@ class Training:
         direct: bool = True,
         pipes: Pipes | None = None,
         entered: Callable[[str], None] = lambda lineage: None,
+        folder: Path | None = None,
     ) -> None:
         self._me = me
         self._direct = direct
@@ -226,6 +230,11 @@ class Training:
             events=events,
             on_report=self._report,
             actors=self.actors,
+            replay=ReplayStore(
+                folder / f"replay-{self.task_hash[:12]}"
+                if folder is not None and config.learner.replay_on_disk
+                else None
+            ),
         )
         self.learners = LearnerPool(
             supervisor=self.supervisor,

@@ -508,6 +508,11 @@ class ReplayMemory:
         self, bases_N: Int64Array, serials_N: Int64Array, discount: float
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], Int64Array]:
         """Return the discounted sums of rewards, the discounts behind them, and how many rewards each has."""
+        if self.n_step == 1:
+            slots_N = bases_N + serials_N % self._places
+            goes_on_N = (self._flags.take(slots_N) & _TERMINATED) == 0
+            discounts_N = goes_on_N * np.float32(discount)
+            return self._rewards.take(slots_N), discounts_N, np.ones(len(slots_N), np.int64)
         powers = discount ** np.arange(self.n_step + 1)
         slots_nN = bases_N + (serials_N + np.arange(self.n_step)[:, None]) % self._places
         flags_nN = self._flags.take(slots_nN)

@@ -36,7 +36,7 @@ from p2pdrl.rl.envs import Continuous, Discrete, EnvSpec
 from p2pdrl.rl.gsde import held_noise, perturbation, state_log_std
 from p2pdrl.rl.networks.layers import RELU_GAIN, Dense, initialise
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
-from p2pdrl.rl.networks.registry import make_trunk, resolve_kind
+from p2pdrl.rl.networks.registry import make_front, make_trunk, resolve_kind, seen_spec
 from p2pdrl.rl.policy import Policy
 
 __all__ = [
@@ -121,12 +121,11 @@ class Critics(nn.Module):
         self.members = members
         self._obs_shape = spec.obs_shape
         self._activation = torch.tanh_ if config.activation == "tanh" else torch.relu_
-        self.trunk: nn.Module | None = None
-        inputs = math.prod(spec.obs_shape)
+        self.trunk: nn.Module | None = _front(config, spec)
+        inputs = math.prod(seen_spec(config, spec).obs_shape)
         hidden: Sequence[int] = config.hidden
         if resolve_kind(config, spec) != "mlp":
-            trunk = make_trunk(config, spec)
-            self.trunk, inputs = trunk, trunk.features
+            self.trunk, inputs = _trunk(config, spec)
             # an action has to meet the features in a layer; without one they lead to values at once
             hidden = (inputs,) if action_dim else ()
         widths = (inputs + action_dim, *hidden)
@@ -151,6 +150,28 @@ class Critics(nn.Module):
         return values
 
 
+class _Bytes(nn.Module):
+    """Makes rows of entries of what they are as numbers ``beside`` others: bytes again, exactly."""
+
+    def forward(self, rows_BX: Tensor) -> Tensor:
+        """Return uint8."""
+        return rows_BX.to(torch.uint8)
+
+
+def _front(config: NetworkConfig, spec: EnvSpec) -> nn.Module | None:
+    """Return what comes before a trunk; None where nothing has to."""
+    front = make_front(config, spec)
+    if spec.layout is None:
+        return front
+    return _Bytes() if front is None else nn.Sequential(_Bytes(), front)
+
+
+def _trunk(config: NetworkConfig, spec: EnvSpec) -> tuple[nn.Module, int]:
+    """Return a trunk with what comes before it, and its features."""
+    trunk, front = make_trunk(config, spec), _front(config, spec)
+    return trunk if front is None else nn.Sequential(front, trunk), trunk.features
+
+
 class _WithCritics(Policy):
     """What the policies here have in common; learners of action values ask no policy for v(s)."""
 
@@ -158,6 +179,11 @@ class _WithCritics(Policy):
         super().__init__()
         if config.core != "none":
             raise ConfigError("network.core: transitions from a replay memory have no past; leave it at none")
+        if spec.layout is not None and spec.layout.mask is not None:
+            raise ConfigError(
+                "sac_discrete knows no action masks, and this environment has them; take dqn, ppo, a2c or "
+                'impala, or set task.env.action_mask = ""'
+            )
         self.spec = spec
         self._obs_dims = len(spec.obs_shape)
         self._obs_size = math.prod(spec.obs_shape)
@@ -224,9 +250,9 @@ class DeterministicActorCritic(_ContinuousWithCritics):
 
     def __init__(self, spec: EnvSpec, config: NetworkConfig, seed: int | None, *, critics: int) -> None:
         super().__init__(spec, config, critics=critics)
-        trunk = make_trunk(config, spec)
+        trunk, features = _trunk(config, spec)
         # a small last layer begins in the middle of the bounds, where tanh isn't flat
-        self.actor = nn.Sequential(trunk, Dense(trunk.features, self.dim, 0.01), nn.Tanh())
+        self.actor = nn.Sequential(trunk, Dense(features, self.dim, 0.01), nn.Tanh())
         self._noise = NoiseOptions()
         self._state_BA: Tensor | None = None
         if seed is not None:
@@ -305,8 +331,8 @@ class SquashedGaussianActorCritic(_ContinuousWithCritics):
         super().__init__(spec, config, critics=2)
         self._config = config
         self._sde = config.exploration_noise == "sde"
-        self.actor_trunk = make_trunk(config, spec)
-        features = self.actor_trunk.features
+        self.actor_trunk, features = _trunk(config, spec)
+        self._features = features
         self.log_alpha = nn.Parameter(torch.empty(1, device="meta"))
         self.actor_head = _GaussianHead(features, self.dim, None if self._sde else config.log_std_init)
         self.log_std: nn.Parameter | None = None
@@ -368,8 +394,8 @@ class SquashedGaussianActorCritic(_ContinuousWithCritics):
         (*shape, 2, A), or with sde (*shape, F + 1, A).
         """
         if self._sde:
-            features, hold = self.actor_trunk.features, self._config.sde_sample_freq
-            noise = held_noise(shape, features, self.dim, hold, generator)
+            hold = self._config.sde_sample_freq
+            noise = held_noise(shape, self._features, self.dim, hold, generator)
         else:
             noise = torch.randn((*shape, 1, self.dim), generator=generator, device=generator.device)
         return torch.cat((noise, self._uniform(shape, generator)), -2)
@@ -422,12 +448,13 @@ class CategoricalActorCritic(_WithCritics):
         super().__init__(spec, config)
         if not isinstance(spec.action, Discrete):
             raise ConfigError(
-                f"sac_discrete sums over discrete actions, these are {_dim_of(spec)} numbers; take sac"
+                f"sac_discrete sums over Discrete actions, this environment's are {spec.action}; "
+                + ("take sac" if isinstance(spec.action, Continuous) else "take ppo, a2c or impala")
             )
         self.choices = spec.action.n
         self.log_alpha = nn.Parameter(torch.empty(1, device="meta"))
-        trunk = make_trunk(config, spec)
-        self.actor = nn.Sequential(trunk, Dense(trunk.features, self.choices, 0.01))
+        trunk, features = _trunk(config, spec)
+        self.actor = nn.Sequential(trunk, Dense(features, self.choices, 0.01))
         self.critics = Critics(spec, config, members=2, action_dim=0, outputs=self.choices)
         if seed is not None:
             initialise(self, torch.Generator().manual_seed(seed))
@@ -489,10 +516,6 @@ def _set_temperature(log_alpha: nn.Parameter, options: AlgorithmOptions) -> None
         nn.init.constant_(log_alpha, math.log(first))
 
 
-def _dim_of(spec: EnvSpec) -> int:
-    return spec.action.dim if isinstance(spec.action, Continuous) else 0
-
-
 def _bounds(spec: EnvSpec) -> tuple[ActionMap, int]:
     """Return the map from -1 … 1 to the bounds of the actions, and their dimension.
 
@@ -500,10 +523,10 @@ def _bounds(spec: EnvSpec) -> tuple[ActionMap, int]:
         ConfigError: they have none.
     """
     action = spec.action
-    if isinstance(action, Discrete):
+    if not isinstance(action, Continuous):
+        others = "sac_discrete, dqn or ppo" if isinstance(action, Discrete) else "ppo, a2c or impala"
         raise ConfigError(
-            f"sac, td3 and ddpg are for continuous actions, this environment's is one of {action.n}; "
-            "take sac_discrete, dqn or ppo"
+            f"sac, td3 and ddpg are for continuous actions, this environment's is {action}; take {others}"
         )
     for dim, (low, high) in enumerate(zip(action.low.tolist(), action.high.tolist(), strict=True)):
         if not (math.isfinite(low) and math.isfinite(high) and low < high):

@@ -8,8 +8,11 @@ needed.
 A continuous action is kept as the Gaussian's own sample u, whatever the environment gets for it
 (``ActionMap``): what tanh has squashed can't be brought back without loss.
 
+An action of several parts (MultiDiscrete, MultiBinary) is drawn from independent distributions, one for each
+part: log π(a) = Σ_k log π_k(a_k), and H[π] = Σ_k H[π_k] (Tavakoli 2018, arXiv 1711.08946, has such a policy).
+
 Shape suffixes: … leading dimensions (N rows, or B environments and T steps), N choices, A actions or their
-dimensions.
+dimensions, K parts of an action, M choices of the part that has most, L logits of all parts.
 """
 
 from __future__ import annotations
@@ -25,16 +28,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from p2pdrl.rl.envs import MultiBinary, MultiDiscrete
+
 __all__ = [
     "ActionMap",
+    "Bernoulli",
     "Categorical",
     "DiagonalGaussian",
     "Distribution",
+    "MultiCategorical",
     "PolicyOutputs",
     "TransformedGaussian",
     "distribution",
 ]
 
+NEVER = -1e9
+"""Logit of a choice that isn't one: its probability is 0 exactly, and no gradient comes of it.
+
+Minus infinity would be too, but for 0 · ∞ in the entropy, which isn't a number."""
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
@@ -74,6 +85,89 @@ class Categorical:
         del sample
         log_probs = torch.log_softmax(self.logits, -1)
         return -(log_probs.exp() * log_probs).sum(-1)
+
+
+class MultiCategorical:
+    """K independent choices, the k-th one of ``sizes[k]``.
+
+    Args:
+        logits: of all of them, one after the other: …L.
+        sizes: K.
+    """
+
+    __slots__ = ("_each", "sizes")
+
+    def __init__(self, logits: Tensor, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self._each = Categorical(_padded(logits, sizes))
+
+    @staticmethod
+    def noise(shape: tuple[int, ...], sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Return standard Gumbel noise of shape (*shape, K, M)."""
+        return Categorical.noise((*shape, len(sizes)), max(sizes), generator)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Return choices (int64, …K)."""
+        return self._each.sample(noise)
+
+    def mode(self) -> Tensor:
+        """Return the likeliest choices (int64, …K)."""
+        return self._each.mode()
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """Return log-probabilities of ``actions`` (int64, …K), summed over K."""
+        return self._each.log_prob(actions).sum(-1)
+
+    def entropy(self, sample: Tensor | None = None) -> Tensor:
+        """Return the entropies, in nats, …; no sample is needed."""
+        return self._each.entropy(sample).sum(-1)
+
+
+def _padded(logits: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Return logits …KM of logits …L: those of choices that a part doesn't have are `NEVER`."""
+    if len(set(sizes)) == 1:
+        return logits.view(*logits.shape[:-1], len(sizes), sizes[0])
+    counts_K1 = torch.tensor(sizes, device=logits.device).unsqueeze(-1)
+    there_KM = torch.arange(max(sizes), device=logits.device) < counts_K1
+    padded = logits.new_full((*logits.shape[:-1], *there_KM.shape), NEVER)
+    padded[..., there_KM] = logits
+    return padded
+
+
+class Bernoulli:
+    """A independent switches, on with probability ``sigmoid(logits)``.
+
+    Args:
+        logits: log-odds, …A.
+    """
+
+    __slots__ = ("logits",)
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    @staticmethod
+    def noise(shape: tuple[int, ...], switches: int, generator: torch.Generator) -> Tensor:
+        """Return uniform noise of shape (*shape, switches)."""
+        return torch.rand((*shape, switches), generator=generator, device=generator.device)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Return switches (int64 0 or 1, …A)."""
+        return (noise < torch.sigmoid(self.logits)).long()
+
+    def mode(self) -> Tensor:
+        """Return the likeliest switches (int64, …A)."""
+        return (self.logits > 0.0).long()
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """Return log-probabilities of ``actions`` (int64, …A), summed over A."""
+        return -softplus((1 - 2 * actions) * self.logits).sum(-1)
+
+    def entropy(self, sample: Tensor | None = None) -> Tensor:
+        """Return the entropies, in nats, …; no sample is needed."""
+        del sample
+        # −p log p − (1 − p) log (1 − p) = log (1 + e^l) − p l
+        return (softplus(self.logits) - torch.sigmoid(self.logits) * self.logits).sum(-1)
 
 
 class DiagonalGaussian:
@@ -190,14 +284,14 @@ class TransformedGaussian(DiagonalGaussian):
         return entropy + self.action_map.log_det(u)
 
 
-Distribution = Categorical | DiagonalGaussian
+Distribution = Categorical | MultiCategorical | Bernoulli | DiagonalGaussian
 
 
 class PolicyOutputs(NamedTuple):
     """The heads' outputs, each row of them for one observation."""
 
     policy: Tensor
-    """…A: logits of discrete actions, or means of continuous ones."""
+    """…A: logits of discrete actions (…L where they have several parts), or means of continuous ones."""
     values: Tensor
     """…: v(s)."""
     log_std: Tensor | None = None
@@ -205,14 +299,25 @@ class PolicyOutputs(NamedTuple):
     discrete."""
     action_map: ActionMap | None = None
     """Of continuous actions that are squashed or rescaled: the same for all rows and all nodes."""
+    parts: MultiDiscrete | MultiBinary | None = None
+    """Of actions that have several parts; likewise."""
 
     def distribution(self) -> Distribution:
         """Return π(·|s) of each row."""
-        return distribution(self.policy, self.log_std, self.action_map)
+        return distribution(self.policy, self.log_std, self.action_map, self.parts)
 
 
-def distribution(policy: Tensor, log_std: Tensor | None, action_map: ActionMap | None = None) -> Distribution:
+def distribution(
+    policy: Tensor,
+    log_std: Tensor | None,
+    action_map: ActionMap | None = None,
+    parts: MultiDiscrete | MultiBinary | None = None,
+) -> Distribution:
     """Return what a policy head's outputs stand for; see ``PolicyOutputs``."""
+    if parts is not None:
+        if isinstance(parts, MultiBinary):
+            return Bernoulli(policy)
+        return MultiCategorical(policy, parts.sizes)
     if log_std is None:
         return Categorical(policy)
     if action_map is None:

@@ -75,9 +75,11 @@ def _checkpointed(policy: ActorCritic, *, time: bool) -> Forward[PolicyOutputs]:
     assert isinstance(heads, HeadsBlock)  # noqa: S101 - the last block always is
 
     def run(x: Tensor, context: RecurrentContext) -> PolicyOutputs:
+        obs = x
         for block in inner:
             x = _checkpoint(block, x, context)
-        return heads.unpack(heads(x, context))
+        outputs = heads.unpack(heads(x, context))
+        return outputs._replace(policy=policy.allowed(outputs.policy, obs))
 
     return run
 

@@ -15,7 +15,7 @@ import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -24,12 +24,23 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from p2pdrl.config.task import EnvConfig
 from p2pdrl.errors import ConfigError
+from p2pdrl.rl.observations import (
+    SMALLEST_PICTURE,
+    ObservationLayout,
+    ObservationPacker,
+    check_observations,
+    is_picture,
+    layout_of,
+    pixels_of,
+)
 
 __all__ = [
     "Action",
     "Continuous",
     "Discrete",
     "EnvSpec",
+    "MultiBinary",
+    "MultiDiscrete",
     "VectorEnv",
     "describe",
     "make_scalar_env",
@@ -41,9 +52,6 @@ Array = npt.NDArray[Any]
 VETTED_VECTOR_ENVS = frozenset({"CartPole-v1"})
 """Ids whose ``vector_entry_point`` gives the same transitions and ends as the scalar one (see the tests)."""
 
-SMALLEST_PICTURE = 36
-"""Sides of a grey image in pixels, the least that ``nature_cnn`` takes; smaller grids of bytes are boards."""
-
 EXTRAS = {"Box2D": "box2d", "MuJoCo": "mujoco", "mujoco": "mujoco", "ale": "atari", "pygame": "video"}
 """Word in gymnasium's complaint about a missing package -> extra of this package that brings it."""
 
@@ -53,6 +61,58 @@ class Discrete:
     """One of ``n`` actions, numbered from zero."""
 
     n: int
+    dtype: ClassVar[str] = "int64"
+    shape: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a policy head gives for it: logits."""
+        return self.n
+
+    def __str__(self) -> str:
+        return f"one of {self.n}"
+
+
+@dataclass(frozen=True)
+class MultiDiscrete:
+    """Several choices at once, the i-th one of ``sizes[i]``, numbered from zero."""
+
+    sizes: tuple[int, ...]
+    dtype: ClassVar[str] = "int64"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one action."""
+        return (len(self.sizes),)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a policy head gives for it: the logits of all choices, one choice after the other."""
+        return sum(self.sizes)
+
+    def __str__(self) -> str:
+        return f"{len(self.sizes)} choices of {', '.join(map(str, self.sizes))}"
+
+
+@dataclass(frozen=True)
+class MultiBinary:
+    """``n`` switches, each 0 or 1."""
+
+    n: int
+    dtype: ClassVar[str] = "int64"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one action."""
+        return (self.n,)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a policy head gives for it: a logit of each."""
+        return self.n
+
+    def __str__(self) -> str:
+        return f"{self.n} switches"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +122,24 @@ class Continuous:
     dim: int
     low: Array
     high: Array
+    dtype: ClassVar[str] = "float32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one action."""
+        return (self.dim,)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a policy head gives for it: means."""
+        return self.dim
+
+    def __str__(self) -> str:
+        return f"{self.dim} numbers"
 
 
-Action = Discrete | Continuous
+Action = Discrete | MultiDiscrete | MultiBinary | Continuous
+"""Each has the ``shape`` and ``dtype`` of one action as it is stored, and says how wide a head it wants."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +147,23 @@ class EnvSpec:
     """Shapes and types of one environment's observations and actions.
 
     Attributes:
-        obs_dtype: ``float32``, or ``uint8`` for images; other bytes are scaled (`make_scalar_env`).
+        obs_dtype: ``float32``; ``uint8`` or ``bool`` for images of those; other bytes are scaled
+            (`make_scalar_env`).
+        obs_most: of images: the greatest value of a pixel, by which networks divide it; 1 leaves it alone.
+        layout: of observations of several entries, or with action masks: what lies where in their rows, which
+            are bytes then (uint8 X); else None.
     """
 
     obs_shape: tuple[int, ...]
     obs_dtype: str
     action: Action
+    obs_most: float = 255.0
+    layout: ObservationLayout | None = None
 
     @property
     def is_image(self) -> bool:
-        """Whether observations are pictures (three dimensions of bytes)."""
-        return len(self.obs_shape) == 3 and self.obs_dtype == "uint8"
+        """Whether observations are pictures: three dimensions, both sides of `SMALLEST_SIDE` or more."""
+        return is_picture(self.obs_shape)
 
 
 class VectorEnv:
@@ -91,6 +172,8 @@ class VectorEnv:
     Args:
         env: gymnasium's vector environment, with autoreset mode NEXT_STEP.
         seed: every random stream of the batch follows from it.
+        action_mask: key of masks; see ``EnvConfig.action_mask``.
+        info_mask: whether masks come with the environments' ``info``.
         step_delay_s: seconds slept at each step, to emulate a slow environment.
     """
 
@@ -99,11 +182,15 @@ class VectorEnv:
         env: gym.vector.VectorEnv[Any, Any, Any],
         seed: int,
         *,
+        action_mask: str = "action_mask",
+        info_mask: bool = False,
         step_delay_s: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.spec = describe(env)
+        self.spec = describe(env, action_mask=action_mask, info_mask=info_mask)
         self.num_envs: int = env.num_envs
+        layout = self.spec.layout
+        self._packer = None if layout is None else ObservationPacker(layout, self.num_envs, action_mask)
         self._env = env
         self._step_delay_s = step_delay_s
         self._sleep = sleep
@@ -113,20 +200,26 @@ class VectorEnv:
         if not isinstance(env, SyncVectorEnv):
             self._seeds = self._seeds[0]
         space = env.single_action_space
-        self._action_start = int(space.start) if isinstance(space, gym.spaces.Discrete) else 0
+        self._action_start: Any = None
+        if isinstance(space, gym.spaces.Discrete) and space.start:
+            self._action_start = int(space.start)
+        elif isinstance(space, gym.spaces.MultiDiscrete) and space.start.any():
+            self._action_start = space.start.reshape(-1).astype(np.int64)
+        self._reshape = not isinstance(space, gym.spaces.Discrete)
         self._action_shape = (self.num_envs, *(space.shape or ()))
         self._action_dtype = space.dtype
 
     def reset(self) -> Array:
         """Start every episode anew from the seed and return the first observations, BX."""
-        obs_BX, _ = self._env.reset(seed=self._seeds)
-        return np.asarray(obs_BX)
+        obs_BX, infos = self._env.reset(seed=self._seeds)
+        return np.asarray(obs_BX) if self._packer is None else self._packer.pack(obs_BX, infos)
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array]:
         """Take one step in every environment.
 
         Args:
-            actions: B integers from zero, or B x A floats, clipped to the bounds here and nowhere else.
+            actions: B integers from zero, or B x A of them, or B x A floats, which are clipped to the bounds
+                here and nowhere else.
 
         Returns:
             obs_BX, rewards_B, terminated_B, truncated_B; arrays may be overwritten by the next call.
@@ -134,9 +227,14 @@ class VectorEnv:
         if isinstance(self.spec.action, Continuous):
             actions = np.clip(actions, self.spec.action.low, self.spec.action.high)
             actions = actions.reshape(self._action_shape).astype(self._action_dtype, copy=False)
-        elif self._action_start:
-            actions = actions + self._action_start
-        obs_BX, rewards_B, terminated_B, truncated_B, _ = self._env.step(actions)
+        else:
+            if self._action_start is not None:
+                actions = actions + self._action_start
+            if self._reshape:
+                actions = actions.reshape(self._action_shape).astype(self._action_dtype, copy=False)
+        obs_BX, rewards_B, terminated_B, truncated_B, infos = self._env.step(actions)
+        if self._packer is not None:
+            obs_BX = self._packer.pack(obs_BX, infos)
         if self._step_delay_s > 0.0:
             self._sleep(self._step_delay_s)
         return obs_BX, rewards_B, terminated_B, truncated_B
@@ -169,13 +267,52 @@ def make_vector_env(
         ]
         # copy=False: observations are copied into the unroll at once
         env = SyncVectorEnv(copies, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
-    return VectorEnv(env, seed, step_delay_s=step_delay_s, sleep=sleep)
+    return VectorEnv(
+        env,
+        seed,
+        action_mask=config.action_mask,
+        info_mask=_has_info_mask(env, config),
+        step_delay_s=step_delay_s,
+        sleep=sleep,
+    )
+
+
+def _has_info_mask(env: gym.vector.VectorEnv[Any, Any, Any], config: EnvConfig) -> bool:
+    """Whether environments say with their observations which actions are allowed; one is asked, by a reset.
+
+    Raises:
+        ConfigError: a key was given that is in neither info nor observations, or masks have another size.
+    """
+    key, space = config.action_mask, env.single_observation_space
+    actions = env.single_action_space
+    can_mask = isinstance(actions, gym.spaces.Discrete | gym.spaces.MultiDiscrete)
+    in_entry = isinstance(space, gym.spaces.Dict) and key in space.spaces
+    if not key or in_entry:
+        return False
+    found = None
+    if can_mask and isinstance(env, SyncVectorEnv):
+        _, info = env.envs[0].reset(seed=0)
+        found = info.get(key)
+    if found is not None:
+        wanted = _action_of(actions).outputs
+        if np.size(found) != wanted:
+            raise ConfigError(
+                f"info[{key!r}] of {config.id} has {np.size(found)} numbers, a mask of its actions {wanted}; "
+                "if it isn't a mask, set task.env.action_mask to another name, or to nothing"
+            )
+        return True
+    if key != EnvConfig().action_mask:
+        raise ConfigError(
+            f"task.env.action_mask = {key!r} is neither in the info of {config.id} nor an entry of its "
+            "observations, or its actions are of a kind that has no masks; leave that key out"
+        )
+    return False
 
 
 def make_scalar_env(
     config: EnvConfig, *, allow_import: bool = False, render_mode: str | None = None
 ) -> gym.Env[Any, Any]:
-    """Build one environment whose observations are flat boxes of floats, or images (HWC or CHW) of uint8.
+    """Build one environment whose observations are boxes of floats, images (HWC or CHW), or Dict or Tuple.
 
     Raises:
         ConfigError: as in ``make_vector_env``.
@@ -197,7 +334,8 @@ def make_scalar_env(
             **({} if render_mode is None else {"render_mode": render_mode}),
         ),
     )
-    if not isinstance(env.observation_space, gym.spaces.Box):
+    check_observations(env.observation_space)
+    if not isinstance(env.observation_space, gym.spaces.Box | gym.spaces.Dict | gym.spaces.Tuple):
         env = gym.wrappers.FlattenObservation(env)
     return _with_usable_bytes(env)
 
@@ -210,7 +348,7 @@ def _with_usable_bytes(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     it can take.
     """
     space = env.observation_space
-    if not isinstance(space, gym.spaces.Box) or space.dtype != np.uint8 or len(space.shape) == 3:
+    if not isinstance(space, gym.spaces.Box) or space.dtype != np.uint8 or is_picture(space.shape):
         return env
     if len(space.shape) == 2 and min(space.shape) >= SMALLEST_PICTURE:
         grey = gym.spaces.Box(space.low[..., None], space.high[..., None], dtype=np.uint8)
@@ -222,24 +360,59 @@ def _with_usable_bytes(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     )
 
 
-def describe(env: gym.vector.VectorEnv[Any, Any, Any]) -> EnvSpec:
+def describe(
+    env: gym.vector.VectorEnv[Any, Any, Any], *, action_mask: str = "", info_mask: bool = False
+) -> EnvSpec:
     """Return the spaces of one of the batch's environments in this package's terms.
 
+    Args:
+        action_mask: key of the action mask among a Dict's entries, if it is there.
+        info_mask: whether masks come with ``info``.
+
     Raises:
-        ConfigError: actions are neither ``Discrete`` nor ``Box``, or observations aren't a ``Box``.
+        ConfigError: actions or observations are of a space that can't be learned.
     """
-    obs_space = env.single_observation_space
-    action_space = env.single_action_space
-    if not isinstance(obs_space, gym.spaces.Box):
-        raise ConfigError(f"observations of {env} are a {obs_space}; only Box spaces can be learned from")
-    obs_dtype = "uint8" if obs_space.dtype == np.uint8 else "float32"
-    if isinstance(action_space, gym.spaces.Discrete):
-        return EnvSpec(tuple(obs_space.shape), obs_dtype, Discrete(int(action_space.n)))
-    if isinstance(action_space, gym.spaces.Box):
-        low = np.asarray(action_space.low, dtype=np.float32).reshape(-1)
-        high = np.asarray(action_space.high, dtype=np.float32).reshape(-1)
-        return EnvSpec(tuple(obs_space.shape), obs_dtype, Continuous(low.size, low, high))
-    raise ConfigError(f"actions of {env} are a {action_space}; only Discrete and Box spaces can be learned")
+    space = env.single_observation_space
+    action = _action_of(env.single_action_space)
+    mask_size = action.outputs if isinstance(action, Discrete | MultiDiscrete) else 0
+    if not isinstance(space, gym.spaces.Box) or (info_mask and mask_size):
+        layout = layout_of(space, mask_key=action_mask, info_mask=info_mask, mask_size=mask_size)
+        return EnvSpec((layout.nbytes,), "uint8", action, layout=layout)
+    check_observations(space)
+    shape = tuple(space.shape)
+    if not is_picture(shape):
+        return EnvSpec(shape, "float32", action)
+    dtype, most = pixels_of(space)
+    return EnvSpec(shape, dtype, action, obs_most=most)
+
+
+def _action_of(space: gym.Space[Any]) -> Action:
+    """Return an action space in this package's terms.
+
+    Raises:
+        ConfigError: no policy here has actions like that.
+    """
+    match space:
+        case gym.spaces.Discrete():
+            return Discrete(int(space.n))
+        case gym.spaces.MultiDiscrete():
+            return MultiDiscrete(tuple(int(size) for size in space.nvec.reshape(-1)))
+        case gym.spaces.MultiBinary():
+            return MultiBinary(int(np.prod(space.shape)))
+        case gym.spaces.Box() if np.issubdtype(space.dtype, np.floating) and np.prod(space.shape):
+            low = np.asarray(space.low, dtype=np.float32).reshape(-1)
+            high = np.asarray(space.high, dtype=np.float32).reshape(-1)
+            return Continuous(low.size, low, high)
+        case gym.spaces.Box():
+            advice = "a Box of actions has numbers of a float type; make whole ones a MultiDiscrete"
+        case gym.spaces.Dict() | gym.spaces.Tuple():
+            advice = "several actions at once are one MultiDiscrete, MultiBinary or Box; wrap the environment"
+        case _:
+            advice = "wrap the environment"
+    raise ConfigError(
+        f"actions are a {space}, which no policy here can take; Discrete, MultiDiscrete, MultiBinary and Box "
+        f"of floats can be learned: {advice}"
+    )
 
 
 def _make_by_entry_point(config: EnvConfig) -> Any:

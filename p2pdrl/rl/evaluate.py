@@ -130,7 +130,13 @@ def record_video(
             return RecordVideo(scalar, f"{folder}/film", episode_trigger=lambda index: index == 0)
 
         try:
-            env = VectorEnv(gym.vector.SyncVectorEnv([filmed]), env_seed)
+            layout = policy.spec.layout
+            env = VectorEnv(
+                gym.vector.SyncVectorEnv([filmed]),
+                env_seed,
+                action_mask=env_config.action_mask,
+                info_mask=layout is not None and layout.info_mask,
+            )
             actor = _Actor(policy, action_seed, greedy, normalizer)
             try:
                 played = _play(env, actor, quota_B=np.array([1]))

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from p2pdrl.errors import ConfigError
+from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.tensors.moments import Moments
 
-__all__ = ["RewardScaler", "RunningNormalizer"]
+__all__ = ["EntryNormalizer", "RewardScaler", "RunningNormalizer", "observation_normalizer"]
 
 Array = npt.NDArray[Any]
 
@@ -41,6 +43,11 @@ class RunningNormalizer:
         self._others: Moments | None = None
         self._mean = np.zeros(shape)
         self._scale = np.ones(shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is counted."""
+        return self._shape
 
     @property
     def own(self) -> Moments:
@@ -72,8 +79,8 @@ class RunningNormalizer:
         """The mean that is subtracted, and 1 / deviation."""
         return self._mean, self._scale
 
-    def normalize(self, x: Array) -> npt.NDArray[np.float32]:
-        """Return (x − mean) / deviation, cut at ±10; ``x`` may have any leading dimensions."""
+    def normalize(self, x: Array) -> Array:
+        """Return (x − mean) / deviation (float32), cut at ±10; ``x`` may have any leading dimensions."""
         return np.clip((x - self._mean) * self._scale, -CLIP, CLIP).astype(np.float32)
 
     def scale(self, x: Array) -> npt.NDArray[np.float32]:
@@ -85,6 +92,48 @@ class RunningNormalizer:
         if merged.count >= 2:
             self._mean = merged.mean
             self._scale = 1.0 / np.sqrt(merged.var + EPSILON)
+
+
+class EntryNormalizer(RunningNormalizer):
+    """Shifts and scales the numbers of float32 that rows of bytes begin with; see `observations`.
+
+    Args:
+        floats: F, of them.
+    """
+
+    def __init__(self, floats: int) -> None:
+        super().__init__((floats,))
+        self._nbytes = 4 * floats
+
+    def _floats(self, rows: Array) -> Array:
+        return rows[..., : self._nbytes].view(np.float32)
+
+    def update(self, rows_NX: Array) -> None:
+        """Count a batch of rows."""
+        super().update(self._floats(rows_NX))
+
+    def normalize(self, x: Array) -> Array:
+        """Return rows (uint8) whose numbers are (x − mean) / deviation, cut at ±10; all else as it is."""
+        rows = x.copy()
+        floats = self._floats(rows)
+        floats[...] = super().normalize(floats)
+        return rows
+
+
+def observation_normalizer(spec: EnvSpec) -> RunningNormalizer:
+    """Return a normaliser of observations.
+
+    Raises:
+        ConfigError: there is nothing in them to be normalised.
+    """
+    key = "env.normalize_observations"
+    if spec.layout is not None:
+        if not spec.layout.floats:
+            raise ConfigError(f"{key} is for vectors of floats; there are none in this environment's entries")
+        return EntryNormalizer(spec.layout.floats)
+    if spec.is_image and (spec.obs_dtype != "float32" or spec.obs_most != 1.0):
+        raise ConfigError(f"{key} is for vectors; images are scaled to 0…1 anyway")
+    return RunningNormalizer(spec.obs_shape)
 
 
 class RewardScaler:

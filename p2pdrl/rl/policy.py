@@ -25,19 +25,26 @@ from p2pdrl.config.task import AlgorithmOptions, NetworkConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.distributions import (
     ActionMap,
+    Bernoulli,
     Categorical,
     DiagonalGaussian,
     Distribution,
+    MultiCategorical,
     PolicyOutputs,
     distribution,
 )
-from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.envs import Continuous, Discrete, EnvSpec, MultiBinary, MultiDiscrete
 from p2pdrl.rl.gsde import held_noise, perturbation, state_log_std
+from p2pdrl.rl.networks.entries import allowed_actions, masked
+from p2pdrl.rl.networks.gru import GRU
 from p2pdrl.rl.networks.layers import Dense, initialise, mlp
-from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
-from p2pdrl.rl.networks.registry import make_trunk, resolve_kind
+from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext, RecurrentCore
+from p2pdrl.rl.networks.registry import make_front, make_trunk, resolve_kind, seen_spec
 
 __all__ = ["ActorCritic", "Policy"]
+
+MOST_NOISE = 1e8
+"""Of Gumbel noise: less than what keeps an action from being taken, more than is ever drawn but infinity."""
 
 
 class Policy(nn.Module, ABC):
@@ -83,7 +90,8 @@ class Policy(nn.Module, ABC):
                 episode; overwritten by the state after this one. None stands for a first step.
 
         Returns:
-            int64 B, or float32 B x A as sampled: what `to_environment` makes of them the environment gets.
+            int64 B or B x A, or float32 B x A as sampled: what `to_environment` makes of them the
+                environment gets.
         """
 
     def to_environment(self, actions: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -120,6 +128,8 @@ class ActorCritic(Policy):
             parameters on the meta device, without memory: enough to know names and shapes.
 
     Attributes:
+        front: brings observations to the form that the trunk takes, without parameters; None where they have
+            it.
         trunk: shared by policy and value function; the identity where they share nothing.
         actor: the policy's own layers; the identity where all are shared.
         critic: the value function's own.
@@ -127,6 +137,7 @@ class ActorCritic(Policy):
         policy_head: the last layer: logits or means.
         log_std: A, where actions are continuous: logarithms of the deviations, the same in every state;
             F x A with ``sde``: of the noise's weights.
+        mask: where in observations it is said which actions are allowed; None where all are.
         action_map: from samples to environments' actions; None where they are the same.
 
     Raises:
@@ -137,13 +148,15 @@ class ActorCritic(Policy):
         super().__init__()
         self.spec = spec
         self._obs_dims = len(spec.obs_shape)
-        outputs = spec.action.n if isinstance(spec.action, Discrete) else spec.action.dim
+        outputs = spec.action.outputs
+        self.front = make_front(config, spec)
         self.trunk: nn.Module
         self.actor: nn.Module
         self.critic: nn.Module
         if resolve_kind(config, spec) == "mlp" and config.core == "none":
-            widths = (math.prod(spec.obs_shape), *config.hidden)
-            self.trunk = nn.Identity() if self._obs_dims == 1 else nn.Flatten()
+            widths = (math.prod(seen_spec(config, spec).obs_shape), *config.hidden)
+            flat = self._obs_dims == 1 or self.front is not None
+            self.trunk = nn.Identity() if flat else nn.Flatten()
             self.actor = mlp(widths, config.activation)
             self.critic = mlp(widths, config.activation)
             features = widths[-1]
@@ -151,16 +164,19 @@ class ActorCritic(Policy):
             trunk = make_trunk(config, spec)
             self.trunk, features = trunk, trunk.features
             self.actor, self.critic = nn.Identity(), nn.Identity()
-        self.core: LSTM | None = None
-        if config.core == "lstm":
-            self.core, features = LSTM(features, config.core_size), config.core_size
+        self.core: RecurrentCore | None = None
+        if config.core != "none":
+            core = LSTM if config.core == "lstm" else GRU
+            self.core, features = core(features, config.core_size), config.core_size
         # a small last layer makes the first policy near uniform (Andrychowicz 2021, arXiv 2006.05990)
         self.policy_head = Dense(features, outputs, 0.01)
         self.value_head = Dense(features, 1, 1.0)
         self.action_map = _action_map(spec, config)
         self.state_dependent = config.exploration_noise == "sde"
         self._config = config
-        if not isinstance(spec.action, Discrete):
+        self.mask = None if spec.layout is None else spec.layout.mask
+        self._parts = spec.action if isinstance(spec.action, MultiDiscrete | MultiBinary) else None
+        if isinstance(spec.action, Continuous):
             shape = (features, outputs) if self.state_dependent else (outputs,)
             self.log_std = nn.Parameter(torch.empty(shape, device="meta"))
         if seed is not None:
@@ -199,23 +215,31 @@ class ActorCritic(Policy):
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """See ``Policy.noise``."""
-        if isinstance(self.spec.action, Discrete):
-            return Categorical.noise(shape, self.spec.action.n, generator)
+        match self.spec.action:
+            case Discrete(n):
+                noise = Categorical.noise(shape, n, generator)
+                # the logarithm of an exponential draw may be infinite, and that would beat any mask
+                return noise if self.mask is None else noise.clamp_(max=MOST_NOISE)
+            case MultiDiscrete(sizes):
+                return MultiCategorical.noise(shape, sizes, generator).clamp_(max=MOST_NOISE)
+            case MultiBinary(n):
+                return Bernoulli.noise(shape, n, generator)
+        dim = self.spec.action.dim
         if self.state_dependent:
             hold = self._config.sde_sample_freq
-            return held_noise(shape, self.policy_head.in_features, self.spec.action.dim, hold, generator)
-        return DiagonalGaussian.noise(shape, self.spec.action.dim, generator)
+            return held_noise(shape, self.policy_head.in_features, dim, hold, generator)
+        return DiagonalGaussian.noise(shape, dim, generator)
 
     def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
         """See ``Policy.act``."""
-        features = self.trunk(obs_BX)
+        features = self._trunk_of(obs_BX)
         if self.core is not None:
             state = self.initial_state(len(features)) if state_BS is None else state_BS
             assert state is not None  # noqa: S101 - there is a core
             state.copy_(self.core.step(features, state))
             features = self.core.output(state)
         features = self.actor(features)
-        policy = self._distribution(features)
+        policy = self._distribution(features, obs_BX)
         if noise is None:
             return policy.mode()
         if self.state_dependent:
@@ -231,13 +255,19 @@ class ActorCritic(Policy):
         features = self._features(obs, context)
         for_policy = self.actor(features)
         policy = self.policy_head(for_policy)
+        if self.mask is not None:
+            policy = self.allowed(policy, obs.reshape(-1, obs.shape[-1]))
         values = self.value_head(self.critic(features))
         leading = obs.shape[: obs.dim() - self._obs_dims]
         log_std = self._log_std_of(for_policy)
         if self.state_dependent and log_std is not None:
             log_std = log_std.view(*leading, log_std.shape[-1])
         return PolicyOutputs(
-            policy.view(*leading, policy.shape[-1]), values.view(leading), log_std, self.action_map
+            policy.view(*leading, policy.shape[-1]),
+            values.view(leading),
+            log_std,
+            self.action_map,
+            self._parts,
         )
 
     def evaluate(
@@ -254,21 +284,35 @@ class ActorCritic(Policy):
 
     def _features(self, obs: Tensor, context: RecurrentContext) -> Tensor:
         """Return what actor and critic see, all leading dimensions made one."""
-        features: Tensor = self.trunk(obs.reshape(-1, *self.spec.obs_shape))
+        features = self._trunk_of(obs.reshape(-1, *self.spec.obs_shape))
         if self.core is None:
             return features
         batch, steps = obs.shape[: obs.dim() - self._obs_dims]
         remembered: Tensor = self.core(features.view(batch, steps, -1), context)
         return remembered.flatten(0, 1)
 
+    def _trunk_of(self, obs_NX: Tensor) -> Tensor:
+        features: Tensor = self.trunk(obs_NX if self.front is None else self.front(obs_NX))
+        return features
+
     def _log_std_of(self, features_NF: Tensor) -> Tensor | None:
-        """Return A, or N x A where it depends on the state; None where actions are discrete."""
-        if isinstance(self.spec.action, Discrete):
+        """Return A, or N x A where it depends on the state; None where actions aren't continuous."""
+        if not isinstance(self.spec.action, Continuous):
             return None
         return state_log_std(features_NF, self.log_std) if self.state_dependent else self.log_std
 
-    def _distribution(self, features_BF: Tensor) -> Distribution:
-        return distribution(self.policy_head(features_BF), self._log_std_of(features_BF), self.action_map)
+    def allowed(self, logits: Tensor, obs: Tensor) -> Tensor:
+        """Return logits …A in which actions that ``obs`` …X doesn't allow can't be taken."""
+        if self.mask is None:
+            return logits
+        sizes = self._parts.sizes if isinstance(self._parts, MultiDiscrete) else ()
+        return masked(logits, allowed_actions(obs, self.mask, sizes))
+
+    def _distribution(self, features_BF: Tensor, obs_BX: Tensor) -> Distribution:
+        policy = self.policy_head(features_BF)
+        if self.mask is not None:
+            policy = self.allowed(policy, obs_BX)
+        return distribution(policy, self._log_std_of(features_BF), self.action_map, self._parts)
 
 
 def _action_map(spec: EnvSpec, config: NetworkConfig) -> ActionMap | None:
@@ -286,9 +330,9 @@ def _action_map(spec: EnvSpec, config: NetworkConfig) -> ActionMap | None:
     if not options:
         return None
     action = spec.action
-    if isinstance(action, Discrete):
+    if not isinstance(action, Continuous):
         raise ConfigError(
-            f"{options[-1]} is for continuous actions, this environment's is one of {action.n}; "
+            f"{options[-1]} is for continuous actions, this environment's is {action}; "
             "leave that key at its default"
         )
     if not config.rescale_actions and config.squash == "none":

@@ -17,10 +17,11 @@ from torch import Tensor
 from p2pdrl.config.task import AlgorithmOptions, NetworkConfig, OnlineQOptions
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.networks.entries import allowed_actions, masked
 from p2pdrl.rl.networks.layers import Dense, initialise
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.networks.noisy import factorised_noise, make_noisy, noise_size, using_noise
-from p2pdrl.rl.networks.registry import make_trunk
+from p2pdrl.rl.networks.registry import make_front, make_trunk
 from p2pdrl.rl.policy import Policy
 
 __all__ = ["ExplorationSpread", "QNetwork"]
@@ -89,13 +90,16 @@ class QNetwork(Policy):
         super().__init__()
         if not isinstance(spec.action, Discrete):
             raise ConfigError(
-                f"action values want discrete actions, these are {spec.action.dim} numbers; take ppo or a2c"
+                "action values want Discrete actions, each one a number of its own; this environment's are "
+                f"{spec.action}; take ppo, a2c or impala, or number all combinations of them in a wrapper"
             )
         if config.core != "none":
             raise ConfigError("network.core: action values from replay have no memory; leave it at none")
         self.spec = spec
         self.actions = spec.action.n
         self._obs_dims = len(spec.obs_shape)
+        self.mask = None if spec.layout is None else spec.layout.mask
+        self.front = make_front(config, spec)
         self.trunk = make_trunk(config, spec)
         # small last layers make all actions worth about nothing at first
         self.advantage_head = Dense(self.trunk.features, self.actions, 0.01)
@@ -107,17 +111,22 @@ class QNetwork(Policy):
             initialise(self, torch.Generator().manual_seed(seed))
 
     def forward(self, obs: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Return Q(s, ·), …A, of ``obs`` …X.
+        """Return Q(s, ·), …A, of ``obs`` …X; that of an action that isn't allowed is `NEVER`.
+
+        So neither a greedy action nor the greatest value of a next observation is one of those.
 
         Args:
             noise: of noisy weights, P for all observations or BP for B of them; None takes the mean weights.
         """
-        with using_noise(self._noisy_layers, noise):
-            features = self.trunk(obs.reshape(-1, *self.spec.obs_shape))
-            q = self.advantage_head(features)
-            if self.value_head is not None:
-                q = self.value_head(features) + q - q.mean(-1, keepdim=True)
+        obs_NX = obs.reshape(-1, *self.spec.obs_shape)
+        if noise is None:
+            q = self._values(obs_NX)
+        else:
+            with using_noise(self._noisy_layers, noise):
+                q = self._values(obs_NX)
         leading = obs.shape[: obs.dim() - self._obs_dims]
+        if self.mask is not None:
+            q = masked(q, allowed_actions(obs_NX, self.mask))
         values: Tensor = q.view(*leading, self.actions)
         return values
 
@@ -125,6 +134,14 @@ class QNetwork(Policy):
         """Let environments explore each with an ε of their own, where the algorithm does so."""
         if isinstance(options, OnlineQOptions):
             self.spread = ExplorationSpread.of(options)
+
+    def _values(self, obs_BX: Tensor) -> Tensor:
+        """Return Q(s, ·), BA, with the weights as they are now."""
+        features = self.trunk(obs_BX if self.front is None else self.front(obs_BX))
+        q: Tensor = self.advantage_head(features)
+        if self.value_head is not None:
+            q = self.value_head(features) + q - q.mean(-1, keepdim=True)
+        return q
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return uniform numbers for each action: whether to explore, and where; or noise of the weights.
@@ -140,7 +157,7 @@ class QNetwork(Policy):
         return torch.cat((noise, ends_B.expand(shape).unsqueeze(-1)), -1)
 
     def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
-        """Return greedy actions (int64, B); with ``noise`` any action with probability ``exploration``.
+        """Return greedy actions (int64, B); with ``noise``, any that is allowed, with p = ``exploration``.
 
         Of noisy weights, those that are greedy under the noise.
         """
@@ -149,10 +166,19 @@ class QNetwork(Policy):
         greedy_B = self.forward(obs_BX).argmax(-1)
         if noise is None or self.exploration <= 0.0:
             return greedy_B
-        any_B = (noise[..., 1] * self.actions).long().clamp_(max=self.actions - 1)
         mean = self.exploration
         epsilon = mean if self.spread is None else self.spread.epsilon(mean, noise[..., 2])
-        return torch.where(noise[..., 0] < epsilon, any_B, greedy_B)
+        return torch.where(noise[..., 0] < epsilon, self._any(obs_BX, noise[..., 1]), greedy_B)
+
+    def _any(self, obs_BX: Tensor, uniform_B: Tensor) -> Tensor:
+        """Return any action that is allowed, for numbers between 0 and 1."""
+        if self.mask is None:
+            return (uniform_B * self.actions).long().clamp_(max=self.actions - 1)
+        allowed_BA = allowed_actions(obs_BX, self.mask)
+        count_B = allowed_BA.sum(-1)
+        number_B = torch.minimum((uniform_B * count_B).long(), count_B - 1)
+        # the first action with more than so many allowed ones up to itself
+        return (allowed_BA.cumsum(-1) > number_B.unsqueeze(-1)).int().argmax(-1)
 
     def outputs(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
         """Return Q(s, ·), …A, with the noise that was last drawn for learning."""

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from p2pdrl.config.task import OneStepSarsaConfig, RegressionConfig, ReplayOptions, TaskConfig
-from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.algorithm import Loss
 from p2pdrl.rl.algorithms.registry import AlgorithmContext, entry_of
 from p2pdrl.rl.algorithms.regression import (
@@ -31,7 +30,7 @@ from p2pdrl.rl.engines import (
 )
 from p2pdrl.rl.envs import EnvSpec, make_vector_env
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
+from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer, observation_normalizer
 from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import ModelParts, module_parts, policy_parts
 from p2pdrl.rl.policy import Policy
@@ -185,9 +184,7 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
     statistics: dict[str, RunningNormalizer] = {}
     normalizer = reward_scaler = None
     if task.env.normalize_observations:
-        if spec.is_image:
-            raise ConfigError("env.normalize_observations is for vectors; images are scaled to 0…1 anyway")
-        normalizer = statistics["observations"] = RunningNormalizer(spec.obs_shape)
+        normalizer = statistics["observations"] = observation_normalizer(spec)
     if task.env.normalize_returns:
         reward_scaler = RewardScaler(num_envs, config.discount)
         statistics["returns"] = reward_scaler.statistics
@@ -226,5 +223,12 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
         )
 
     return Trainer(
-        flat, algorithm, source, statistics=statistics, policy=policy, parts=parts, clock=options.clock
+        flat,
+        algorithm,
+        source,
+        statistics=statistics,
+        policy=policy,
+        parts=parts,
+        replay=reader if isinstance(reader, ReplayFeeder) else None,
+        clock=options.clock,
     )

@@ -7,7 +7,7 @@ computed for the whole unroll after it: for a recurrent policy from the state th
 just as training will compute them.
 
 Shape suffixes: T unroll, T1 unroll with the bootstrap step (T+1), B environments, X the observation's
-own dimensions, S state. Discrete actions are TB, continuous ones TBA.
+own dimensions, S state. Discrete actions are TB, those of several parts and continuous ones TBA.
 """
 
 # ruff: noqa: N802, N815 (fields carry shape suffixes)
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from p2pdrl.rl.distributions import distribution
-from p2pdrl.rl.envs import Discrete, VectorEnv
+from p2pdrl.rl.envs import VectorEnv
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.normalize import RunningNormalizer
 from p2pdrl.rl.policy import Policy
@@ -47,7 +47,7 @@ class Unroll(Batch):
 
     Attributes:
         obs_T1BX: observations; the last row is the bootstrap's.
-        actions: int64 TB or float32 TBA, as sampled: neither clipped, nor what
+        actions: int64 TB or TBA, or float32 TBA, as sampled: neither clipped, nor what
             ``Policy.to_environment`` makes of them.
         log_probs_TB: of the actions under the policy that took them (the behaviour policy).
         values_T1B: v of each observation, by the same policy.
@@ -140,10 +140,8 @@ class Collector:
         self._generator = generator
         self._normalizer = normalizer
         T, B, spec = unroll_steps, env.num_envs, env.spec
-        action_shape = () if isinstance(spec.action, Discrete) else (spec.action.dim,)
-        action_dtype = torch.int64 if isinstance(spec.action, Discrete) else torch.float32
         self._obs_T1BX = torch.zeros((T + 1, B, *spec.obs_shape), dtype=getattr(torch, spec.obs_dtype))
-        self._actions = torch.zeros((T, B, *action_shape), dtype=action_dtype)
+        self._actions = torch.zeros((T, B, *spec.action.shape), dtype=getattr(torch, spec.action.dtype))
         self._raw_obs_T1BX = np.zeros((T + 1, B, *spec.obs_shape), dtype=spec.obs_dtype)
         self._rewards_TB = np.zeros((T, B), dtype=np.float32)
         self._terminated_TB = np.zeros((T, B), dtype=np.bool_)
@@ -172,7 +170,8 @@ class Collector:
                 log_std = outputs.log_std
                 if log_std is not None and log_std.dim() > 1:
                     log_std = log_std.transpose(0, 1)[:-1]
-                policy = distribution(outputs.policy.transpose(0, 1)[:-1], log_std, outputs.action_map)
+                logits = outputs.policy.transpose(0, 1)[:-1]
+                policy = distribution(logits, log_std, outputs.action_map, outputs.parts)
                 log_probs_TB, values_T1B = policy.log_prob(actions), outputs.values.T
         return RawUnroll(
             obs_T1BX=self._raw_obs_T1BX,

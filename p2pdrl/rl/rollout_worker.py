@@ -18,7 +18,7 @@ from p2pdrl.config.task import TaskConfig
 from p2pdrl.rl.algorithms.registry import entry_of
 from p2pdrl.rl.envs import make_vector_env
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.normalize import RunningNormalizer
+from p2pdrl.rl.normalize import RunningNormalizer, observation_normalizer
 from p2pdrl.rl.rollout import Collector, RawUnroll
 
 __all__ = ["RolloutWorker"]
@@ -59,8 +59,8 @@ class RolloutWorker:
         self.parameters_D: npt.NDArray[np.float32] = flat.numpy()
         self._normalizer: RunningNormalizer | None = None
         if task.env.normalize_observations:
-            self._normalizer = RunningNormalizer(env.spec.obs_shape)
-        self.obs_shape = (0,) if self._normalizer is None else env.spec.obs_shape
+            self._normalizer = observation_normalizer(env.spec)
+        self.obs_shape = (0,) if self._normalizer is None else self._normalizer.shape
         generator = torch.Generator().manual_seed(action_seed)
         self._collector = Collector(
             env, self._policy, algorithm.unroll_steps, generator, normalizer=self._normalizer

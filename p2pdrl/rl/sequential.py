@@ -33,9 +33,10 @@ from p2pdrl.config.fields import Precision
 from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.rl.distributions import PolicyOutputs
+from p2pdrl.rl.envs import MultiBinary, MultiDiscrete
 from p2pdrl.rl.gsde import state_log_std
 from p2pdrl.rl.networks.layers import Trunk
-from p2pdrl.rl.networks.lstm import LSTM, NO_CONTEXT, RecurrentContext
+from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext, RecurrentCore
 from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.tensors.layout import Layout, TensorEntry
 
@@ -106,13 +107,22 @@ class Towers(Block):
         critic: of the value function: reads the second half.
         activation: behind both, element by element.
         first: both read the whole observation, flattened.
+        front: what it goes through before that, if anything.
         time: rows come as environments and steps.
     """
 
     def __init__(
-        self, actor: nn.Module, critic: nn.Module, activation: nn.Module, *, first: bool, time: bool
+        self,
+        actor: nn.Module,
+        critic: nn.Module,
+        activation: nn.Module,
+        *,
+        first: bool,
+        front: nn.Module | None = None,
+        time: bool,
     ) -> None:
         super().__init__()
+        self._front = None if front is None else RowBlock(front, time=time)
         self.actor = actor
         self.critic = critic
         self.activation = activation
@@ -122,7 +132,7 @@ class Towers(Block):
     def forward(self, x: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
         """See ``Block.forward``."""
         del context
-        x = x.flatten(self._leading)
+        x = (x if self._front is None else self._front(x)).flatten(self._leading)
         for_actor, for_critic = (x, x) if self._first else x.chunk(2, -1)
         output: Tensor = self.activation(torch.cat((self.actor(for_actor), self.critic(for_critic)), -1))
         return output
@@ -131,7 +141,7 @@ class Towers(Block):
 class Memory(Block):
     """The core of a recurrent policy."""
 
-    def __init__(self, core: LSTM) -> None:
+    def __init__(self, core: RecurrentCore) -> None:
         super().__init__()
         self.core = core
 
@@ -156,6 +166,8 @@ class HeadsBlock(Block):
         self.log_std: nn.Parameter | None = getattr(policy, "log_std", None)
         self._state_dependent = policy.state_dependent
         self._action_map = policy.action_map
+        action = policy.spec.action
+        self._parts = action if isinstance(action, MultiDiscrete | MultiBinary) else None
         self._towers = towers
         self._obs_dims = len(policy.spec.obs_shape)
 
@@ -175,7 +187,7 @@ class HeadsBlock(Block):
         log_std: Tensor | None = self.log_std
         if self._state_dependent:
             policy, log_std = policy.chunk(2, -1)
-        return PolicyOutputs(policy, values, log_std, self._action_map)
+        return PolicyOutputs(policy, values, log_std, self._action_map, self._parts)
 
 
 def blocks(policy: ActorCritic, *, time: bool = False) -> list[Block]:
@@ -194,13 +206,15 @@ def blocks(policy: ActorCritic, *, time: bool = False) -> list[Block]:
         not isinstance(trunk, Trunk) and isinstance(policy.actor, nn.Sequential) and len(policy.actor) > 0
     )
     if isinstance(trunk, Trunk):
-        made.extend(RowBlock(layer, time=time) for layer in trunk.layers())
+        first, *rest = trunk.layers()
+        made.append(RowBlock(_behind(policy.front, first), time=time))
+        made.extend(RowBlock(layer, time=time) for layer in rest)
     elif towers:
         assert isinstance(policy.actor, nn.Sequential)  # noqa: S101 - they are built alike
         assert isinstance(policy.critic, nn.Sequential)  # noqa: S101
-        made.extend(_towers(policy.actor, policy.critic, time=time))
+        made.extend(_towers(policy.actor, policy.critic, policy.front, time=time))
     else:
-        made.append(RowBlock(trunk, time=time))
+        made.append(RowBlock(_behind(policy.front, trunk), time=time))
     if policy.core is not None:
         made.append(Memory(policy.core))
     made.append(HeadsBlock(policy, towers=towers))
@@ -229,10 +243,23 @@ def map_blocks(model: nn.Module, row: Iterable[Block]) -> BlockMap:
     )
 
 
-def _towers(actor: nn.Sequential, critic: nn.Sequential, *, time: bool) -> Iterator[Towers]:
+def _behind(front: nn.Module | None, layer: nn.Module) -> nn.Module:
+    return layer if front is None else nn.Sequential(front, layer)
+
+
+def _towers(
+    actor: nn.Sequential, critic: nn.Sequential, front: nn.Module | None, *, time: bool
+) -> Iterator[Towers]:
     """Yield a block per layer of two networks in which each layer has a non-linearity behind it."""
     for at in range(0, len(actor), 2):
-        yield Towers(actor[at], critic[at], actor[at + 1], first=at == 0, time=time)
+        yield Towers(
+            actor[at],
+            critic[at],
+            actor[at + 1],
+            first=at == 0,
+            front=front if at == 0 else None,
+            time=time,
+        )
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from p2pdrl.rl.normalize import RunningNormalizer
 from p2pdrl.rl.pipeline.model_split import SplitEngine, split_engine
 from p2pdrl.rl.pipeline.parts import ModelParts
 from p2pdrl.rl.policy import Policy
+from p2pdrl.rl.sources.replay import ReplayFeeder
 from p2pdrl.rl.sources.source import Source
 from p2pdrl.tensors.layout import Layout
 from p2pdrl.tensors.moments import Moments
@@ -149,6 +150,7 @@ class Trainer:
         policy: Policy | None = None,
         parts: Callable[[Loss[Any]], ModelParts[Any]],
         evaluation: PeriodicEvaluation | None = None,
+        replay: ReplayFeeder | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._flat = flat
@@ -156,6 +158,7 @@ class Trainer:
         self._statistics = dict(statistics or {})
         self._parts = parts
         self._evaluation = evaluation
+        self._replay = replay
         self._clock = clock
         self._split: SplitEngine[Any] | None = None
         self.source = source
@@ -189,6 +192,21 @@ class Trainer:
     def ready(self) -> bool:
         """Whether ``step`` has a batch without waiting for actors."""
         return self.source.ready
+
+    @property
+    def replay_nbytes(self) -> int:
+        """Bytes of the memory that the replay's rows lie in; 0 without a replay."""
+        return 0 if self._replay is None else self._replay.memory.layout.nbytes
+
+    def keep_replay(self, buffer: memoryview) -> bool:
+        """Keep the replay in a buffer of ``replay_nbytes`` from now on; as ``ReplayFeeder.keep``.
+
+        Raises:
+            ConfigError: the algorithm has no replay.
+        """
+        if self._replay is None:
+            raise ConfigError("this algorithm learns without a replay memory")
+        return self._replay.keep(buffer)
 
     def publish(self) -> None:
         """Hand the current parameters to the actors."""

@@ -62,7 +62,7 @@ class ActorSource(Source[BatchT]):
         shares = shares_of(self._environments, actors)
         self.spec = UnrollSpec(unroll_items(acting.policy, steps), shares, 1 + ahead)
         self._size = acting.flat.layout.size
-        self._obs_shape = (0,) if acting.normalizer is None else acting.spec.obs_shape
+        self._obs_shape = (0,) if acting.normalizer is None else acting.normalizer.shape
         self.policy_nbytes = SharedPolicy.nbytes_of(self._size, self._obs_shape)
         self._regions: list[SharedRegion] = []
         self._lanes: tuple[UnrollLane, ...] = ()

@@ -52,6 +52,7 @@ from p2pdrl.workers.protocol import (
     LearnerPace,
     Others,
     Progress,
+    ReplayRows,
     Report,
     RequestAnswer,
     Start,
@@ -102,6 +103,7 @@ class Learner:
             ahead=mailbox.ahead,
         )
         self._told_publications = 0
+        self._replay_region: SharedRegion | None = None
         self._pause = PollPause()
         self._updates = 0
         self._env_steps = 0
@@ -227,8 +229,8 @@ class Learner:
                     self._paced = True
                     self._paused = paused
                     self._min_update_s = 1.0 / rate if rate > 0 else 0.0
-                case Collect():
-                    self._collect(message)
+                case Collect() | ReplayRows():
+                    self._map(message)
                 case Progress(fraction=fraction, env_steps=env_steps):
                     self._trainer.set_progress(fraction, env_steps)
                 case Others(moments=moments):
@@ -242,13 +244,18 @@ class Learner:
                     raise WorkerError("the daemon began the conversation anew")
         return self._going
 
-    def _collect(self, collect: Collect) -> None:
-        """Learn from the unrolls of actor processes from now on."""
+    def _map(self, message: Collect | ReplayRows) -> None:
+        """Learn from the unrolls of actor processes from now on, or keep the replay where the daemon says."""
+        if isinstance(message, ReplayRows):
+            self._replay_region = SharedRegion.attach(self._mailbox.take_fd(), message.nbytes)
+            if not self._trainer.keep_replay(self._replay_region.buf):
+                print("learner: the replay was of another layout; it begins empty", file=sys.stderr)
+            return
         from p2pdrl.workers.actor_source import ActorSource
 
         ring, policy = (
             SharedRegion.attach(self._mailbox.take_fd(), nbytes)
-            for nbytes in (collect.ring_nbytes, collect.policy_nbytes)
+            for nbytes in (message.ring_nbytes, message.policy_nbytes)
         )
         source = self._trainer.source
         if not isinstance(source, ActorSource):
@@ -352,7 +359,15 @@ def _live(mailbox: Mailbox) -> None:
     spec = BoardSpec(trainer.layout, trainer.sidecar_layout)
     packed = msgspec.msgpack.encode(spec.to_wire())
     unrolls, policy_nbytes = _collection(trainer.source) if start.actors else (b"", 0)
-    mailbox.send(Hello(device=device, spec=packed, unrolls=unrolls, policy_nbytes=policy_nbytes))
+    mailbox.send(
+        Hello(
+            device=device,
+            spec=packed,
+            unrolls=unrolls,
+            policy_nbytes=policy_nbytes,
+            replay_nbytes=trainer.replay_nbytes,
+        )
+    )
     memory, fd = mailbox.attach()
     region = SharedRegion.attach(fd, memory.nbytes)
     board = LearnerBoard(region, spec) if isinstance(memory, Attach) else None

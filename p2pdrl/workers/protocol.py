@@ -18,6 +18,8 @@ board, shared memory whose file descriptor is passed once.
       ├──────────────────────────────▶│  begins to train once it has heard the first LearnerPace
       │  Collect (+ 2 descriptors)    │
       ├──────────────────────────────▶│  learns from what actor processes make
+      │  ReplayRows (+ descriptor)    │
+      ├──────────────────────────────▶│  keeps its replay there, and goes on with what a predecessor left
       │  WorkMode (+ file descriptors)│
       ├──────────────────────────────▶│  works by another learner mode from its next update on
       │                PostedRequest  │
@@ -84,6 +86,7 @@ __all__ = [
     "Others",
     "PostedRequest",
     "Progress",
+    "ReplayRows",
     "Report",
     "RequestAnswer",
     "RequestKind",
@@ -160,6 +163,12 @@ class Collect(msgspec.Struct, frozen=True, tag="collect"):
     policy_nbytes: int
 
 
+class ReplayRows(msgspec.Struct, frozen=True, tag="replay_rows"):
+    """The memory that the replay's rows lie in; comes before the first pace."""
+
+    nbytes: int
+
+
 class WorkMode(msgspec.Struct, frozen=True, tag="work"):
     """How to work from the next update on. A request that waits for its answer is given up at once.
 
@@ -222,6 +231,7 @@ ToLearner = (
     | Attach
     | JoinHogwild
     | Collect
+    | ReplayRows
     | WorkMode
     | RequestAnswer
     | Others
@@ -245,6 +255,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """With actors: msgpack of `UnrollSpec.to_wire`, what their unrolls are made of."""
     policy_nbytes: int = 0
     """With actors: of the memory that they read the policy from."""
+    replay_nbytes: int = 0
+    """Of the memory that the replay's rows lie in; 0 without a replay."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):

@@ -19,7 +19,7 @@ class Zoo:
     algorithm: str
     """Name of the class in ``stable_baselines3``."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of its constructor; ``lin_X`` decays from X to 0."""
+    """Of its constructor; ``lin_X`` decays from X to 0, ``normal_X`` is Gaussian noise of actions."""
     n_envs: int = 1
     normalize: bool = False
     """Observations and rewards, by running moments."""
@@ -69,7 +69,36 @@ CARTPOLE = {
     "cartpole-impala": Case("impala", 300_000, 475),
 }  # fmt: skip
 
+DETERMINISTIC = {
+    "gamma": 0.98, "buffer_size": 200_000, "learning_starts": 10_000, "gradient_steps": 1, "train_freq": 1,
+    "learning_rate": 1e-3, "action_noise": "normal_0.1", "policy_kwargs": {"net_arch": [400, 300]},
+}  # fmt: skip
+PENDULUM = {
+    "pendulum-sac": Case(
+        "pendulum", 20_000, -170, zoo=Zoo("SAC", {"learning_rate": 1e-3}),
+    ),
+    "pendulum-td3": Case(
+        "td3", 20_000, -170,
+        sets=("task.env.id=Pendulum-v1",),
+        zoo=Zoo("TD3", DETERMINISTIC),
+    ),
+    "pendulum-ddpg": Case(
+        "ddpg", 20_000, -170,
+        sets=("task.env.id=Pendulum-v1",),
+        zoo=Zoo("DDPG", DETERMINISTIC),
+    ),
+}  # fmt: skip
+LUNAR_LANDER = {
+    "lunarlander-ppo": Case(
+        "lunarlander", 1_000_000, 240, worst=180, extra="Box2D",
+        zoo=Zoo("PPO", {
+            "n_steps": 1024, "batch_size": 64, "gae_lambda": 0.98, "gamma": 0.999, "n_epochs": 4,
+            "ent_coef": 0.01,
+        }, n_envs=16),
+    ),
+}  # fmt: skip
+
 TINY = {"cartpole-ppo": Case("cartpole", 2_048, 20)}
 """Shows in seconds that all works; no goal."""
 
-SUITES: dict[str, dict[str, Case]] = {"tiny": TINY, "small": {**CARTPOLE}}
+SUITES: dict[str, dict[str, Case]] = {"tiny": TINY, "small": CARTPOLE | PENDULUM | LUNAR_LANDER}

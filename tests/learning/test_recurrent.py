@@ -66,9 +66,11 @@ def train(core: str, seed: int, env_steps: int) -> tuple[Trainer, TaskConfig, li
     return trainer, task, curve
 
 
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("core", ["lstm", "gru"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_ppo_with_a_memory_balances_what_it_sees_half_of(seed):
-    trainer, task, curve = train("lstm", seed, 300_000)
+def test_ppo_with_a_memory_balances_what_it_sees_half_of(seed, core):
+    trainer, task, curve = train(core, seed, 300_000)
     assert curve[-1] >= 475
     result = evaluate(
         trainer.policy, task.env, 50, greedy=False, seed=seed, normalizer=trainer.observation_normalizer

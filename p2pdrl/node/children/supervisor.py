@@ -30,6 +30,7 @@ from p2pdrl.node.children.learner_link import REAP_S, LearnerLink
 from p2pdrl.node.children.restarts import Death, RestartPolicy, advice
 from p2pdrl.node.children.stage_port import StagePort
 from p2pdrl.node.events import EventLog
+from p2pdrl.node.state.replay_store import ReplayStore
 from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
@@ -40,6 +41,7 @@ from p2pdrl.workers.protocol import (
     Others,
     PostedRequest,
     Progress,
+    ReplayRows,
     Report,
     RequestAnswer,
     Start,
@@ -190,6 +192,7 @@ class LearnerSupervisor:
         window: episodes that the mean return is taken over.
         on_report: called after each report, with the number of new updates.
         actors: act for the learner; None where it does so itself.
+        replay: where a replay memory's rows lie; None gives them memory that ends with the daemon.
     """
 
     def __init__(
@@ -202,6 +205,7 @@ class LearnerSupervisor:
         events: EventLog,
         on_report: Callable[[Report, int], None],
         actors: ActorPool | None = None,
+        replay: ReplayStore | None = None,
     ) -> None:
         self._start = start
         self._config = config
@@ -209,6 +213,8 @@ class LearnerSupervisor:
         self._events = events
         self._on_report = on_report
         self._actors = actors
+        self._replay = replay if replay is not None else ReplayStore(None)
+        self._replay_nbytes = 0
         self._link: LearnerLink | None = None
         self._region: SharedRegion | None = None
         self.requests = LearnerRequestChannel()
@@ -283,6 +289,9 @@ class LearnerSupervisor:
         self.board = DaemonBoard(self._region, spec)
         if self._actors is not None:
             self._actors.open(hello, spec.layout.size)
+        if hello.replay_nbytes:
+            await asyncio.to_thread(self._replay.region, hello.replay_nbytes)
+            self._replay_nbytes = hello.replay_nbytes
         return self.board
 
     async def _first_hello(self) -> Hello | None:
@@ -429,6 +438,7 @@ class LearnerSupervisor:
         if self._region is not None:
             self._region.close()
             self._region = None
+        self._replay.close()
 
     def _flush(self) -> None:
         """Move pending deltas to the board, if it has room by now."""
@@ -453,6 +463,9 @@ class LearnerSupervisor:
         await self._link.attach(self._region, self.spec.nbytes, restore=restore)
         if self._actors is not None:
             self._link.tell(*self._actors.collected())
+        if self._replay_nbytes:
+            rows = self._replay.region(self._replay_nbytes)
+            self._link.tell(ReplayRows(rows.nbytes), [rows])
         order, regions = self.requests.renew(self.spec.layout.size)
         self._link.tell(order, regions)
         for message in self.told.values():

@@ -61,7 +61,7 @@ class ImpalaObjective(Summed):
 
     def __call__(self, outputs: PolicyOutputs, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return loss and terms: policy loss, value loss, entropy, KL, min(1, ρ); all summed."""
-        policy = distribution(outputs.policy[:, :-1], outputs.log_std)
+        policy = distribution(outputs.policy[:, :-1], outputs.log_std, parts=outputs.parts)
         log_probs_BT, values_BT = policy.log_prob(targets["actions"]), outputs.values[:, :-1]
 
         # at steps that don't count any finite weight will do

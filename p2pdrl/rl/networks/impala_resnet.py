@@ -45,11 +45,14 @@ class ImpalaResNet(Trunk):
     Args:
         channels: of each section; the paper has 16, 32, 32.
         hidden: widths of the dense layers; the paper has one of 256.
+        most: what the greatest value of a pixel is; see `Pixels`.
     """
 
-    def __init__(self, obs_shape: tuple[int, ...], channels: Sequence[int], hidden: Sequence[int]) -> None:
+    def __init__(
+        self, obs_shape: tuple[int, ...], channels: Sequence[int], hidden: Sequence[int], most: float = 255.0
+    ) -> None:
         super().__init__()
-        self.pixels = Pixels(obs_shape)
+        self.pixels = Pixels(obs_shape, most)
         inputs, height, width = self.pixels.shape
         # what the branches add together stays of the size of what they are added to
         gain = 1.0 / math.sqrt(RESIDUAL_BLOCKS * len(channels))
@@ -77,6 +80,6 @@ class ImpalaResNet(Trunk):
         ]
 
     def forward(self, obs_BX: Tensor) -> Tensor:
-        """Return features_BF of pictures (uint8 0…255)."""
+        """Return features_BF of pictures."""
         features: Tensor = self.dense(self.flatten(self.sections(self.pixels(obs_BX))))
         return features

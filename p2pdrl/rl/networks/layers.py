@@ -16,6 +16,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from p2pdrl.rl.observations import channels_last
+
 __all__ = [
     "RELU_GAIN",
     "Convolution",
@@ -80,25 +82,28 @@ class Norm(nn.LayerNorm):
 
 
 class Pixels(nn.Module):
-    """Brings pictures (bytes, channels first or last) to numbers 0…1 with the channels first.
+    """Brings pictures (bytes, truth values or numbers, channels first or last) to 0…1, the channels first.
 
     Args:
-        obs_shape: CHW (frames stacked), or HWC when the last dimension is the small one.
+        obs_shape: CHW (frames stacked), or HWC when no dimension is smaller than the last.
+        most: the greatest value of a pixel, which becomes 1.
 
     Attributes:
         shape: C, H, W of what comes out.
     """
 
-    def __init__(self, obs_shape: tuple[int, ...]) -> None:
+    def __init__(self, obs_shape: tuple[int, ...], most: float = 255.0) -> None:
         super().__init__()
-        self._channels_last = obs_shape[-1] < min(obs_shape[:2])
+        self._channels_last = channels_last(obs_shape)
+        self._most = most
         first, second, third = obs_shape
         self.shape = (third, first, second) if self._channels_last else (first, second, third)
 
     def forward(self, obs_BX: Tensor) -> Tensor:
         """Return pixels in torch's default type; those that are floating already keep theirs."""
         pixels = obs_BX.permute(0, 3, 1, 2) if self._channels_last else obs_BX
-        return (pixels if pixels.is_floating_point() else pixels.to(torch.float32)) / 255.0
+        pixels = pixels if pixels.is_floating_point() else pixels.to(torch.float32)
+        return pixels if self._most == 1.0 else pixels / self._most
 
 
 def mlp(widths: Sequence[int], activation: str) -> nn.Sequential:

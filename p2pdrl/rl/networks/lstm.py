@@ -1,26 +1,27 @@
 """Long short-term memory (Hochreiter 1997; with forget gates, Gers 2000): a policy that remembers.
 
-``policy`` puts it between a trunk and the heads. While acting it takes one step at a time from the state
-that the actor keeps; while training it runs over whole unrolls from the state at their beginning. The
-arithmetic is PyTorch's, whose fused kernels are many times as fast as a loop in Python; autocast doesn't
-reach it, for what is remembered for hundreds of steps wants all of float32.
+``policy`` puts it, or another `RecurrentCore` (``gru``), between a trunk and the heads. While acting it takes
+one step at a time from the state that the actor keeps; while training it runs over whole unrolls from the
+state at their beginning. The arithmetic is PyTorch's, whose fused kernels are many times as fast as a loop in
+Python; autocast doesn't reach it, for what is remembered for hundreds of steps wants all of float32.
 
-Shape suffixes: B environments, T steps, F features, H units, S = 2 H numbers of state (output | cell).
+Shape suffixes: B environments, T steps, F features, H units, S numbers of state: 2 H here (output | cell).
 """
 
 # ruff: noqa: N815 (fields carry shape suffixes)
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LSTM", "NO_CONTEXT", "RecurrentContext"]
+__all__ = ["LSTM", "NO_CONTEXT", "RecurrentContext", "RecurrentCore"]
 
 
 class RecurrentContext(NamedTuple):
@@ -33,6 +34,9 @@ class RecurrentContext(NamedTuple):
 
 
 NO_CONTEXT = RecurrentContext()
+
+CELL_WEIGHTS = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+"""PyTorch's names of what a layer of one direction has."""
 
 
 class Cells(nn.LSTM):
@@ -56,20 +60,32 @@ class Cells(nn.LSTM):
         forget_H.fill_(1.0)
 
 
-class LSTM(nn.Module):
-    """One layer of ``size`` (H) units, from ``features`` (F)."""
+class RecurrentCore(nn.Module, ABC):
+    """One layer of ``size`` (H) units that remembers, whose state begins with its output.
 
-    def __init__(self, features: int, size: int) -> None:
-        super().__init__()
-        self.size = size
-        self.state_size = 2 * size
-        self.cells = Cells(features, size)
+    Attributes:
+        cells: PyTorch's layer; ``parts`` tensors of H numbers are what it carries from step to step.
+        state_size: S.
+    """
 
+    cells: nn.RNNBase
+    size: int
+    parts: ClassVar[int]
+
+    @property
+    def state_size(self) -> int:
+        """S."""
+        return self.parts * self.size
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the inputs, of the output before, and both biases."""
+        first, second, third, fourth = (getattr(self.cells, name) for name in CELL_WEIGHTS)
+        return first, second, third, fourth
+
+    @abstractmethod
     def step(self, x_BF: Tensor, state_BS: Tensor) -> Tensor:
         """Return the state after one step."""
-        cells = self.cells
-        weights = (cells.weight_ih_l0, cells.weight_hh_l0, cells.bias_ih_l0, cells.bias_hh_l0)
-        return torch.cat(torch.lstm_cell(x_BF, state_BS.chunk(2, -1), *weights), -1)
 
     def output(self, state_BS: Tensor) -> Tensor:
         """Return the output_BH that is part of a state."""
@@ -80,7 +96,7 @@ class LSTM(nn.Module):
         state_BS, starts_BT = context.state_BS, context.starts_BT
         if state_BS is None:
             state_BS = x_BTF.new_zeros(len(x_BTF), self.state_size)
-        state = self._halves(state_BS)
+        state = self._pieces(state_BS)
         if starts_BT is None:
             return self._run(x_BTF, state)[0]
         pieces = []
@@ -88,22 +104,37 @@ class LSTM(nn.Module):
         cuts = starts_BT[:, 1:].any(0).nonzero().flatten().add(1).tolist()
         for begin, end in pairwise((0, *cuts, x_BTF.shape[1])):
             start_B1 = starts_BT[:, begin : begin + 1]
-            h_1BH, c_1BH = state
-            state = h_1BH.masked_fill(start_B1, 0.0), c_1BH.masked_fill(start_B1, 0.0)
+            state = tuple(piece_1BH.masked_fill(start_B1, 0.0) for piece_1BH in state)
             output_BTH, state = self._run(x_BTF[:, begin:end], state)
             pieces.append(output_BTH)
         return torch.cat(pieces, 1)
 
-    def _halves(self, state_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output and cell as the kernels want them: a layer's dimension first, in one piece."""
-        h_BH, c_BH = state_BS.to(self.cells.weight_ih_l0.dtype).chunk(2, -1)
-        return h_BH[None].contiguous(), c_BH[None].contiguous()
+    def _pieces(self, state_BS: Tensor) -> tuple[Tensor, ...]:
+        """Return a state's parts as the kernels want them: a layer's dimension first, in one piece."""
+        pieces = state_BS.to(self.weights[0].dtype).chunk(self.parts, -1)
+        return tuple(piece_BH[None].contiguous() for piece_BH in pieces)
 
-    def _run(self, x_BTF: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _run(self, x_BTF: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the outputs and the state after them."""
+        given = state[0] if self.parts == 1 else state
         with torch.autocast(x_BTF.device.type, enabled=False), _quiet(x_BTF.device):
-            output_BTH, after = self.cells(x_BTF.to(self.cells.weight_ih_l0.dtype), state)
-        return output_BTH, after
+            output_BTH, after = self.cells(x_BTF.to(self.weights[0].dtype), given)
+        return output_BTH, (after,) if self.parts == 1 else after
+
+
+class LSTM(RecurrentCore):
+    """One layer of ``size`` (H) units, from ``features`` (F)."""
+
+    parts = 2
+
+    def __init__(self, features: int, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.cells = Cells(features, size)
+
+    def step(self, x_BF: Tensor, state_BS: Tensor) -> Tensor:
+        """Return the state after one step."""
+        return torch.cat(torch.lstm_cell(x_BF, state_BS.chunk(2, -1), *self.weights), -1)
 
 
 @contextmanager

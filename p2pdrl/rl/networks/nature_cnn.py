@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.networks.layers import RELU_GAIN, Convolution, Pixels, Trunk, in_pairs, mlp
 
-__all__ = ["NatureCNN"]
+__all__ = ["SMALLEST", "NatureCNN"]
+
+SMALLEST = 36
+"""Side of a picture in pixels that leaves the third convolution one pixel to give."""
 
 
 class NatureCNN(Trunk):
@@ -21,17 +24,20 @@ class NatureCNN(Trunk):
 
     Args:
         hidden: widths of the dense layers behind the convolutions; the paper has one of 512.
+        most: what the greatest value of a pixel is; see `Pixels`.
 
     Raises:
         ConfigError: the pictures are too small.
     """
 
-    def __init__(self, obs_shape: tuple[int, ...], hidden: Sequence[int]) -> None:
+    def __init__(self, obs_shape: tuple[int, ...], hidden: Sequence[int], most: float = 255.0) -> None:
         super().__init__()
-        self.pixels = Pixels(obs_shape)
+        self.pixels = Pixels(obs_shape, most)
         channels, height, width = self.pixels.shape
-        if min(height, width) < 36:
-            raise ConfigError(f"the Nature CNN wants pictures of 36 x 36 or more, got {height} x {width}")
+        if min(height, width) < SMALLEST:
+            raise ConfigError(
+                f"the Nature CNN wants pictures of 36 x 36 or more, got {height} x {width}; take minatar_cnn"
+            )
         self.convolutions = nn.Sequential(
             Convolution(channels, 32, 8, RELU_GAIN, stride=4),
             nn.ReLU(),
@@ -56,6 +62,6 @@ class NatureCNN(Trunk):
         ]
 
     def forward(self, obs_BX: Tensor) -> Tensor:
-        """Return features_BF of pictures (uint8 0…255)."""
+        """Return features_BF of pictures."""
         features: Tensor = self.dense(self.convolutions(self.pixels(obs_BX)))
         return features

@@ -88,13 +88,12 @@ def factorised_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tens
 
 
 @contextmanager
-def using_noise(layers: Sequence[NoisyDense], noise: Tensor | None) -> Iterator[None]:
-    """Let layers compute with this noise, P or BP, from ``factorised_noise``; None is the mean weights."""
-    if noise is not None:
-        sizes = [size for layer in layers for size in (layer.in_features, layer.out_features)]
-        parts = iter(torch.split(noise, sizes, -1))
-        for layer in layers:
-            layer.noise = (next(parts), next(parts))
+def using_noise(layers: Sequence[NoisyDense], noise: Tensor) -> Iterator[None]:
+    """Let layers compute with this noise, P or BP, from ``factorised_noise``; afterwards without."""
+    sizes = [size for layer in layers for size in (layer.in_features, layer.out_features)]
+    parts = iter(torch.split(noise, sizes, -1))
+    for layer in layers:
+        layer.noise = (next(parts), next(parts))
     try:
         yield
     finally:

@@ -149,6 +149,7 @@ class Transformer(Trunk):
         obs_shape: of a vector (any shape) or a picture (CHW, or HWC when the last is the small one).
         is_image: which of the two.
         patch: features of one token, or the side of a patch in pixels; 0 chooses.
+        most: what the greatest value of a pixel is; see `Pixels`.
 
     Raises:
         ConfigError: heads don't divide the width, or patches the picture.
@@ -163,13 +164,14 @@ class Transformer(Trunk):
         heads: int,
         width: int,
         patch: int,
+        most: float = 255.0,
     ) -> None:
         super().__init__()
         if width % heads:
             raise ConfigError(f"a transformer's width ({width}) must be a multiple of its heads ({heads})")
         self.tokens: nn.Module
         if is_image:
-            pixels = Pixels(obs_shape)
+            pixels = Pixels(obs_shape, most)
             side = _side(pixels.shape, patch)
             self.tokens = nn.Sequential(pixels, Patches(pixels.shape, side, width))
         else:

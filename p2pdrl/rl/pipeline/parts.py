@@ -22,7 +22,7 @@ from p2pdrl.config.fields import Precision
 from p2pdrl.errors import ConfigError, LayoutMismatchError, WireError
 from p2pdrl.pipeline.layers import Layer
 from p2pdrl.rl.distributions import PolicyOutputs
-from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.envs import Discrete, EnvSpec, MultiBinary, MultiDiscrete
 from p2pdrl.rl.gradients import VALID, Minibatch, Objective, Outputs
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
 from p2pdrl.rl.optimizers import Optimizer
@@ -164,10 +164,16 @@ def policy_parts(
     have T+1 observations, the last of which is the bootstrap's and has no targets.
 
     Raises:
-        ConfigError: it isn't an ``ActorCritic``: nobody knows where else to cut.
+        ConfigError: it isn't an ``ActorCritic``: nobody knows where else to cut; or it has action masks.
     """
     if not isinstance(policy, ActorCritic):
         raise ConfigError(f"{type(policy).__name__} isn't a chain of blocks and can't be cut into stages")
+    if policy.mask is not None:
+        raise ConfigError(
+            "this environment says which actions are allowed (task.env.action_mask), and a model that is cut "
+            "into stages has its observations at the first, its actions at the last; take another strategy, "
+            'name no split_devices, or set task.env.action_mask = ""'
+        )
     dtype = policy.policy_head.weight.dtype
     time = whole_unrolls or policy.core is not None
     leading = (steps,) if time else ()
@@ -187,7 +193,8 @@ def policy_parts(
         block_map=block_map(policy),
         unpack=_unpack,
         inputs=RowSpec(
-            (*seen, *policy.spec.obs_shape), torch.uint8 if policy.spec.obs_dtype == "uint8" else dtype
+            (*seen, *policy.spec.obs_shape),
+            dtype if policy.spec.obs_dtype == "float32" else getattr(torch, policy.spec.obs_dtype),
         ),
         targets=targets,
         context=context,
@@ -238,7 +245,8 @@ def measure_parts(
     if inputs.dtype.is_floating_point:
         x = torch.randn(shape, generator=generator, dtype=inputs.dtype)
     else:
-        x = torch.randint(inputs.below or 256, shape, generator=generator, dtype=inputs.dtype)
+        most = 2 if inputs.dtype == torch.bool else inputs.below or 256
+        x = torch.randint(most, shape, generator=generator, dtype=inputs.dtype)
     context = {
         name: torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=parts.device)
         for name, spec in parts.context.items()
@@ -254,9 +262,15 @@ def measure_parts(
 
 
 def _actions(spec: EnvSpec, leading: tuple[int, ...], dtype: torch.dtype) -> RowSpec:
-    if isinstance(spec.action, Discrete):
-        return RowSpec(leading, torch.int64, spec.action.n)
-    return RowSpec((*leading, spec.action.dim), dtype)
+    shape = (*leading, *spec.action.shape)
+    match spec.action:
+        case Discrete(n):
+            return RowSpec(shape, torch.int64, n)
+        case MultiDiscrete(sizes):
+            return RowSpec(shape, torch.int64, max(sizes))
+        case MultiBinary():
+            return RowSpec(shape, torch.int64, 2)
+    return RowSpec(shape, dtype)
 
 
 def _unpack(block: Block, output: Tensor) -> PolicyOutputs:

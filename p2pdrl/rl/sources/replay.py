@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from p2pdrl.config.task import ReplayOptions
+from p2pdrl.errors import LayoutMismatchError
 from p2pdrl.replay.memory import ReplayLayout, ReplayMemory
-from p2pdrl.rl.envs import Discrete, EnvSpec
+from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.rollout import RawUnroll
 from p2pdrl.rl.sources.source import Batch
@@ -111,12 +112,11 @@ class ReplayBatch(Batch):
 
 def replay_memory(config: ReplayOptions, spec: EnvSpec, streams: int) -> ReplayMemory:
     """Return an empty memory for a learner with so many environments."""
-    discrete = isinstance(spec.action, Discrete)
     layout = ReplayLayout(
         obs_shape=spec.obs_shape,
         obs_dtype=spec.obs_dtype,
-        action_shape=() if isinstance(spec.action, Discrete) else (spec.action.dim,),
-        action_dtype="int64" if discrete else "float32",
+        action_shape=spec.action.shape,
+        action_dtype=spec.action.dtype,
         streams=streams,
         capacity=config.buffer_size,
         alpha=config.alpha if config.prioritized else None,
@@ -151,6 +151,26 @@ class ReplayFeeder:
         self._rng = np.random.default_rng(seed)
         self._normalizer = normalizer
         self._reward_scaler = reward_scaler
+
+    def keep(self, buffer: memoryview) -> bool:
+        """Keep rows in ``buffer`` from now on, and go on with those that lie there already.
+
+        Those of the memory so far are forgotten: to be called before the first unroll.
+
+        Args:
+            buffer: at least ``memory.layout.nbytes`` bytes, writable; zeros, or what another process left.
+
+        Returns:
+            Whether what lay there could be taken up; rows of another layout are wiped.
+        """
+        layout, n_step = self.memory.layout, self.memory.n_step
+        try:
+            self.memory = ReplayMemory(layout, n_step=n_step, buffer=buffer)
+        except LayoutMismatchError:
+            np.frombuffer(buffer, np.uint8)[:] = 0
+            self.memory = ReplayMemory(layout, n_step=n_step, buffer=buffer)
+            return False
+        return True
 
     def read(self, raw: RawUnroll) -> ReplayBatch:
         """Append an unroll, and count it."""

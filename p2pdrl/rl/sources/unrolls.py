@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from p2pdrl.rl.envs import Discrete
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.policy import Policy
 from p2pdrl.rl.rollout import Collector, RawUnroll, Unroll
@@ -171,12 +170,10 @@ class InlineSource(Source[BatchT]):
 def unroll_items(policy: Policy, steps: int) -> tuple[UnrollItem, ...]:
     """Return the arrays of a policy's unroll of T = ``steps``."""
     spec, B = policy.spec, ENVIRONMENTS
-    discrete = isinstance(spec.action, Discrete)
-    action_shape = () if isinstance(spec.action, Discrete) else (spec.action.dim,)
     most_ends = steps // 2 + 1  # a reset follows each
     items = [
         UnrollItem("obs", spec.obs_dtype, (steps + 1, B, *spec.obs_shape)),
-        UnrollItem("actions", "int64" if discrete else "float32", (steps, B, *action_shape)),
+        UnrollItem("actions", spec.action.dtype, (steps, B, *spec.action.shape)),
         UnrollItem("log_probs", "float32", (steps, B)),
         UnrollItem("values", "float32", (steps + 1, B)),
         UnrollItem("rewards", "float32", (steps, B)),

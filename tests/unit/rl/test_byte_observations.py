@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
 from p2pdrl.config.task import EnvConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.rl.envs import make_scalar_env, make_vector_env
 from p2pdrl.rl.evaluate import evaluate
+from p2pdrl.rl.networks.entries import VectorEntries
 from p2pdrl.rl.registry import build_trainer
 
 
@@ -37,7 +39,7 @@ class Bytes(gym.Env):
 
 
 class SeveralBytes(Bytes):
-    """Two of them, which are flattened to one vector."""
+    """Two of them, each an entry of its own."""
 
     def __init__(self) -> None:
         super().__init__((4,))
@@ -76,9 +78,11 @@ def test_flags_of_bytes_stay_nought_and_one():
     assert np.unique(env.reset()).tolist() == [0.0, 1.0]
 
 
-def test_flattened_bytes_are_scaled_each_by_its_own_bound():
+def test_several_entries_of_bytes_are_scaled_each_by_its_own_bound():
     env = make_vector_env(EnvConfig(id="SeveralBytes-v0", num_envs=1), seed=0)
-    assert env.reset().tolist() == [[1.0] * 6]
+    rows_BX = torch.from_numpy(env.reset())
+    assert rows_BX.dtype == torch.uint8
+    assert VectorEntries(env.spec.layout.inputs)(rows_BX).tolist() == [[1.0] * 6]
 
 
 def test_a_grey_image_has_one_channel_of_bytes():

@@ -64,7 +64,7 @@ def test_cnn_for_vectors_is_refused():
 
 def test_small_pictures_are_refused():
     with pytest.raises(ConfigError, match="36"):
-        ActorCritic(EnvSpec((3, 20, 20), "uint8", Discrete(2)), NetworkConfig(), seed=0)
+        ActorCritic(EnvSpec((3, 20, 20), "uint8", Discrete(2)), NetworkConfig(kind="nature_cnn"), seed=0)
 
 
 GOLDEN = {

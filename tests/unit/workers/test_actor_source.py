@@ -24,6 +24,7 @@ from p2pdrl.tensors.unroll_ring import UnrollRing
 from p2pdrl.workers.actor import make_unroll
 from p2pdrl.workers.actor_source import LATE_S, ActorSource
 from p2pdrl.workers.protocol import actor_seed
+from tests.unit.rl import toys
 
 SEED = 5
 A2C = A2CConfig(unroll_steps=7)
@@ -33,7 +34,17 @@ PENDULUM = EnvConfig(
     id="Pendulum-v1", num_envs=3, max_episode_steps=20, normalize_observations=True, normalize_returns=True
 )
 LSTM = NetworkConfig(hidden=(8,), core="lstm", core_size=4)
+GRU = NetworkConfig(hidden=(8,), core="gru", core_size=4)
 MLP = NetworkConfig(hidden=(8,))
+CARDS = EnvConfig(id="Cards-v0", num_envs=3, normalize_observations=True)
+"""Entries of several types, and a mask."""
+CHOICES = EnvConfig(id="GuessChoices-v0", num_envs=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ids():
+    with toys.registered():
+        yield
 
 
 class Pool:
@@ -120,8 +131,8 @@ def algorithms(metrics):
     return {name: value for name, value in metrics.items() if not name.startswith("actor")}
 
 
-@pytest.mark.parametrize("network", [MLP, LSTM])
-@pytest.mark.parametrize("env", [CARTPOLE, PENDULUM])
+@pytest.mark.parametrize("network", [MLP, LSTM, GRU])
+@pytest.mark.parametrize("env", [CARTPOLE, PENDULUM, CARDS, CHOICES], ids=lambda env: env.id)
 @pytest.mark.parametrize("algorithm", [A2C, PPO])
 def test_one_actor_in_lockstep_gives_what_the_learner_would_have_made_itself(pools, algorithm, env, network):
     task = TaskConfig(env=env, network=network, algorithm=algorithm)

@@ -43,13 +43,18 @@ def test_mlps_alternate():
     assert len(mlp((3,), "relu")) == 0
 
 
-@pytest.mark.parametrize(("obs_shape", "shape"), [((4, 84, 80), (4, 84, 80)), ((84, 80, 3), (3, 84, 80))])
+@pytest.mark.parametrize(
+    ("obs_shape", "shape"), [((4, 84, 80), (4, 84, 80)), ((84, 80, 3), (3, 84, 80)), ((9, 9, 9), (9, 9, 9))]
+)
 def test_pixels_are_scaled_channels_first(obs_shape, shape):
     pixels = Pixels(obs_shape)
     assert pixels.shape == shape
     obs = torch.randint(256, (2, *obs_shape), generator=generator(), dtype=torch.uint8)
     seen = pixels(obs)
     assert seen.shape == (2, *shape)
-    first = obs if obs_shape == shape else obs.permute(0, 3, 1, 2)
+    first = obs if obs_shape[0] < obs_shape[2] else obs.permute(0, 3, 1, 2)
     torch.testing.assert_close(seen, first.float() / 255)
     assert pixels(obs.double()).dtype == torch.float64
+    torch.testing.assert_close(Pixels(obs_shape, 51.0)(obs), first.float() / 51)
+    truth = first > 100
+    assert torch.equal(Pixels(obs_shape, 1.0)(obs > 100), truth.float())

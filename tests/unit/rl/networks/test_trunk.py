@@ -7,6 +7,7 @@ import torch
 
 from p2pdrl.rl.networks.impala_resnet import ImpalaResNet
 from p2pdrl.rl.networks.layers import DenseTrunk, initialise
+from p2pdrl.rl.networks.minatar_cnn import MinAtarCNN
 from p2pdrl.rl.networks.nature_cnn import NatureCNN
 from p2pdrl.rl.networks.transformer import Transformer
 
@@ -15,6 +16,8 @@ TRUNKS = {
     "dense without layers": (DenseTrunk((2, 3), (), "relu"), (2, 3), 1),
     "nature cnn": (NatureCNN((3, 36, 36), (5,)), (3, 36, 36), 4),
     "nature cnn without dense layers": (NatureCNN((3, 36, 36), ()), (3, 36, 36), 3),
+    "minatar cnn": (MinAtarCNN((7, 6, 5), (5, 4)), (7, 6, 5), 3),
+    "minatar cnn without dense layers": (MinAtarCNN((7, 6, 5), ()), (7, 6, 5), 1),
     "resnet": (ImpalaResNet((9, 9, 2), (3, 4), (5, 6)), (9, 9, 2), 8),
     "transformer": (
         Transformer((6,), is_image=False, layers=3, heads=1, width=4, patch=2),

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from p2pdrl.config.task import DQNConfig, EnvConfig, NetworkConfig, TaskConfig
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.q_network import QNetwork
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.sources.replay import ReplayBatch, Transitions
 
@@ -130,3 +132,60 @@ def test_several_draws_are_those_of_as_many_calls(prioritized):
             assert (getattr(drawn, name) == getattr(alone, name)).all(), name
         assert (drawn.indices_B == alone.indices_B).all()
         assert (drawn.serials_B == alone.serials_B).all()
+
+
+def test_a_memory_in_a_buffer_is_taken_up_by_the_next_trainer_and_another_layout_s_is_wiped():
+    first = build_trainer(task(), seed=1, device="cpu")
+    buffer = memoryview(bytearray(first.replay_nbytes))
+    assert first.keep_replay(buffer)
+    stored = [first.source.next().stored for _ in range(4)]
+    assert stored[-1] > stored[0] > 0
+    second = build_trainer(task(), seed=2, device="cpu")
+    assert second.keep_replay(buffer)
+    batch = second.source.next()
+    assert batch.stored >= stored[-1] + stored[0] - 4  # what it cut counts too
+    other = build_trainer(task(env={"id": "Acrobot-v1"}), seed=1, device="cpu")
+    assert not other.keep_replay(memoryview(bytearray(buffer) + bytearray(other.replay_nbytes)))
+    assert 0 < other.source.next().stored <= 4 * 32
+    for trainer in (first, second, other):
+        trainer.close()
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_rows_that_were_learned_from_have_their_errors_as_priorities(n_step):
+    """|δ| is that of the parameters before each step, computed here from what was drawn, row by row."""
+    trainer = build_trainer(
+        task(
+            prioritized=True, n_step=n_step, learning_starts=200, gradient_steps=2, double=False, discount=0.9
+        ),
+        seed=1,
+        device="cpu",
+    )
+    for _ in range(3):
+        trainer.step()
+    batch = trainer.source.next()
+    expected = {}
+    draws = batch.feeder.draws
+
+    def noting(*arguments):
+        for drawn in draws(*arguments):
+            with torch.no_grad():
+                values = trainer.policy(drawn.obs_BX).gather(1, drawn.actions_B[:, None])[:, 0]
+                next_values = frozen(drawn.next_obs_BX).max(1).values
+                errors = drawn.returns_B + drawn.discounts_B * next_values - values
+            expected.update(zip(drawn.indices_B.tolist(), errors.abs().tolist(), strict=True))
+            yield drawn
+
+    frozen = QNetwork(trainer.policy.spec, NetworkConfig(hidden=(8,)), seed=0)
+    FlatModule(frozen, torch.device("cpu")).set_(trainer.sidecar()["target.q"].copy())
+    batch.feeder.draws = noting
+    trainer.algorithm.update(batch)
+    memory = batch.feeder.memory
+    assert len(expected) > 60
+    again = memory.sample(2000, np.random.default_rng(0), discount=0.9, beta=0.0)
+    masses = dict(zip(again.indices_N.tolist(), again.masses_N.tolist(), strict=True))
+    both = expected.keys() & masses.keys()
+    assert len(both) > 30
+    for index in both:
+        assert masses[index] == pytest.approx((expected[index] + 1e-6) ** 0.6, rel=1e-4)
+    trainer.close()
