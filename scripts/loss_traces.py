@@ -127,6 +127,23 @@ ONLINE_Q = {
     "algorithm.exploration_steps": 200,
     "stop.env_steps": 5000,
 }
+OFF_POLICY = {
+    "env.num_envs": 4,
+    "env.normalize_returns": False,
+    "network.hidden": [16, 16],
+    "network.activation": "relu",
+    "algorithm.learning_starts": 32,
+    "algorithm.buffer_size": 1000,
+    "algorithm.batch_size": 16,
+    "algorithm.unroll_steps": 4,
+    "algorithm.gradient_steps": 3,
+    "algorithm.target_tau": 0.05,
+}
+CONTINUOUS = {**OFF_POLICY, "env.id": "Pendulum-v1", "env.max_episode_steps": 24}
+SAC = {**CONTINUOUS, "algorithm.name": "sac"}
+TD3 = {**CONTINUOUS, "algorithm.name": "td3"}
+DDPG = {**CONTINUOUS, "algorithm.name": "ddpg"}
+SAC_DISCRETE = {**OFF_POLICY, "algorithm.name": "sac_discrete"}
 REGRESSION = {
     "algorithm.name": "regression",
     "algorithm.features": 8,
@@ -253,6 +270,35 @@ CASES: dict[str, Case] = {
     "impala-lstm": Case({**IMPALA, **LSTM}),
     "impala-pipeline-1f1b": Case({**IMPALA, **MICROBATCHES}, "1f1b", (1, 2), 3),
     "impala-continuous": Case({**IMPALA, **PENDULUM, "algorithm.optimizer": "rmsprop"}),
+    "ddpg": Case(DDPG),
+    "ddpg-gaussian-normalized": Case(
+        {
+            **DDPG,
+            "env.normalize_observations": True,
+            "env.normalize_returns": True,
+            "algorithm.noise": "gaussian",
+        }
+    ),
+    "td3": Case(TD3),
+    "td3-accumulated": Case({**TD3, **MICROBATCHES}),
+    "td3-prioritized-n-step": Case(
+        {**TD3, "algorithm.prioritized": True, "algorithm.n_step": 3, "algorithm.policy_delay": 3}
+    ),
+    "sac": Case(SAC),
+    "sac-accumulated": Case({**SAC, **MICROBATCHES}),
+    "sac-fixed-temperature-prioritized-n-step": Case(
+        {**SAC, "algorithm.temperature": 0.2, "algorithm.prioritized": True, "algorithm.n_step": 3}
+    ),
+    "sac-sde": Case(
+        {
+            **SAC,
+            "network.exploration_noise": "sde",
+            "network.sde_sample_freq": 2,
+            "network.log_std_init": -2.0,
+        }
+    ),
+    "sac-discrete": Case(SAC_DISCRETE),
+    "sac-discrete-pictures": Case({**SAC_DISCRETE, **PICTURES}),
     **_ways("classifier", CLASSIFIER, "algorithm.hidden"),
     "regression": Case(REGRESSION),
     "regression-sparse": Case({**REGRESSION, "algorithm.density": 0.2}),

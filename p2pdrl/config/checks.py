@@ -22,9 +22,11 @@ from p2pdrl.config.task import (
     AlgorithmOptions,
     DQNConfig,
     NetworkConfig,
+    NoiseOptions,
     OnlineQOptions,
     RegressionConfig,
     ReplayOptions,
+    SACConfig,
     TaskConfig,
     batches_of,
     losses_of,
@@ -311,11 +313,9 @@ def _replay_problems(task: TaskConfig) -> Iterator[Problem]:
     if not isinstance(algorithm, ReplayOptions | OnlineQOptions):
         return
     usual = NetworkConfig()
-    for key in ("squash", "rescale_actions", "exploration_noise"):
+    for key, why in _idle_actions(algorithm).items():
         if getattr(network, key) != getattr(usual, key):
-            yield Problem(
-                f"task.network.{key}", "is for continuous actions, dqn's are discrete; leave it out"
-            )
+            yield Problem(f"task.network.{key}", f"{why}; leave it out")
     if network.core != "none":
         yield Problem("task.network.core", "action values are learned without a memory here; leave it none")
     if not isinstance(algorithm, ReplayOptions):
@@ -343,6 +343,18 @@ def _online_q_problems(algorithm: OnlineQOptions) -> Iterator[Problem]:
             f"{len(shares)} shares that add up to {sum(shares):g} for {len(ends)} exploration_ends: give "
             "each its share, all together 1",
         )
+
+
+def _idle_actions(algorithm: AlgorithmOptions) -> dict[str, str]:
+    """Keys of the network about actions that have no part in an algorithm, with the reason."""
+    if not isinstance(algorithm, SACConfig | NoiseOptions):
+        keys = ("squash", "rescale_actions", "exploration_noise")
+        return dict.fromkeys(keys, "is for continuous actions, this algorithm's are discrete")
+    idle = dict.fromkeys(("squash", "rescale_actions"), "is always so with this algorithm")
+    if isinstance(algorithm, NoiseOptions):
+        idle["exploration_noise"] = "is for policies that are stochastic; task.algorithm.noise is this one's"
+        idle["log_std_init"] = "is for policies that are stochastic; task.algorithm.noise_std is this one's"
+    return idle
 
 
 def _regression_problems(algorithm: RegressionConfig) -> Iterator[Problem]:

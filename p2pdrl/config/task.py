@@ -24,21 +24,28 @@ __all__ = [
     "A2CConfig",
     "AlgorithmConfig",
     "AlgorithmOptions",
+    "DDPGConfig",
     "DQNConfig",
+    "DiscreteSACConfig",
     "EnvConfig",
     "EvaluationConfig",
     "GradientsConfig",
     "ImpalaConfig",
     "NStepQConfig",
     "NetworkConfig",
+    "NoiseOptions",
+    "OffPolicyOptions",
     "OneStepQConfig",
     "OneStepSarsaConfig",
     "OnlineQOptions",
     "PPOConfig",
     "RegressionConfig",
     "ReplayOptions",
+    "SACConfig",
     "StopConfig",
+    "TD3Config",
     "TaskConfig",
+    "TemperatureOptions",
     "batches_of",
     "losses_of",
     "minibatch_rows",
@@ -378,6 +385,109 @@ class NStepQConfig(
     """N-step Q-learning without a replay (Mnih 2016, algorithm S2)."""
 
 
+class OffPolicyOptions(ReplayOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What actor-critics have that learn Q(s, a) from a replay memory.
+
+    ``learning_starts`` also tells until when actions are drawn uniformly: until the swarm has made so many
+    steps, or the memory holds so many.
+    """
+
+    losses: ClassVar[int] = 2
+
+    learning_rate: NonNegative = 3e-4
+    """Step of Adam, for the critics; for the rest too unless that has its own."""
+    actor_learning_rate: NonNegative | None = None
+    """Step of Adam for the actor; none takes ``learning_rate``."""
+    unroll_steps: Count = 1
+    """Steps per environment before each block of ``gradient_steps``. As many gradients as num_envs ×
+    unroll_steps are usual; larger blocks cost less to collect, and act with older parameters."""
+    batch_size: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
+    """Transitions of each gradient."""
+    target_tau: Annotated[float, Meta(gt=0, le=1)] = 0.005
+    """τ: share by which targets move towards the networks after each step. Less is steadier and slower."""
+    max_grad_norm: Positive = 1e9
+    """The gradient's norm of each loss is clipped to this; the default never clips."""
+
+
+class NoiseOptions(OffPolicyOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What deterministic actors say of the noise that they explore with; actions are scaled to -1 … 1."""
+
+    noise: Literal["gaussian", "ornstein_uhlenbeck"] = "gaussian"
+    """``gaussian`` is new at each step; ``ornstein_uhlenbeck`` follows its last value, so that actions push
+    in one direction for a while: for masses with inertia."""
+    noise_std: NonNegative = 0.1
+    """σ: deviation of what is added at each step. An Ornstein-Uhlenbeck process as a whole deviates more, by
+    1 / √(1 − (1 − θ)²)."""
+    noise_theta: Annotated[float, Meta(gt=0, le=1)] = 0.15
+    """θ of ``ornstein_uhlenbeck``: share by which it falls back to zero at each step."""
+
+
+class TemperatureOptions(OffPolicyOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What soft actor-critics say of their temperature α, the weight of the entropy against the reward."""
+
+    losses: ClassVar[int] = 3
+
+    temperature: Positive | Literal["auto"] = "auto"
+    """α: higher explores longer and pays less heed to rewards. ``auto`` learns it, so that the policy's
+    entropy comes to a target, whatever the scale of the rewards is."""
+    temperature_init: Positive = 1.0
+    """α that ``auto`` begins with."""
+    temperature_learning_rate: NonNegative | None = None
+    """Step of Adam for log α; none takes ``learning_rate``."""
+
+
+class SACConfig(
+    TemperatureOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="sac"
+):
+    """Soft actor-critic for continuous actions (Haarnoja 2018, arXiv 1812.05905)."""
+
+    target_entropy: float | None = None
+    """Entropy that ``temperature = auto`` aims at, in nats, of actions scaled to -1 … 1, whose uniform
+    distribution has 0.69 for each dimension; none takes -1 for each. Lower ends sharper."""
+
+
+class DiscreteSACConfig(
+    TemperatureOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="sac_discrete",
+):
+    """Soft actor-critic for discrete actions (Christodoulou 2019, arXiv 1910.07207)."""
+
+    target_entropy_fraction: Fraction = 0.98
+    """Entropy that ``temperature = auto`` aims at, as a share of log |A|, that of uniform actions. The
+    paper's 0.98 is close to uniform on average; less ends sharper."""
+
+
+class TD3Config(
+    NoiseOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="td3"
+):
+    """Twin delayed DDPG for continuous actions (Fujimoto 2018, arXiv 1802.09477)."""
+
+    policy_delay: Count = 2
+    """d: gradient steps of the critics for each of the actor and of the targets. More let values settle
+    before the policy follows them."""
+    target_noise_std: NonNegative = 0.2
+    """σ̃: deviation of the noise on the targets' actions: close actions then get close values."""
+    target_noise_clip: NonNegative = 0.5
+    """c: bound on that noise."""
+
+
+class DDPGConfig(
+    NoiseOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ddpg"
+):
+    """Deep deterministic policy gradient for continuous actions (Lillicrap 2016, arXiv 1509.02971)."""
+
+    noise: Literal["gaussian", "ornstein_uhlenbeck"] = "ornstein_uhlenbeck"
+    """The paper's ``ornstein_uhlenbeck`` follows its last value, so that actions push in one direction for a
+    while, for masses with inertia; ``gaussian`` is new at each step."""
+    noise_std: NonNegative = 0.2
+    """σ: deviation of what is added at each step. An Ornstein-Uhlenbeck process as a whole deviates more, by
+    1 / √(1 − (1 − θ)²)."""
+
+
 class RegressionConfig(
     Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="regression"
 ):
@@ -444,6 +554,10 @@ AlgorithmConfig = (
     | OneStepQConfig
     | OneStepSarsaConfig
     | NStepQConfig
+    | DDPGConfig
+    | TD3Config
+    | SACConfig
+    | DiscreteSACConfig
     | RegressionConfig
 )
 

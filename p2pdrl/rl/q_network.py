@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from p2pdrl.config.task import NetworkConfig
+from p2pdrl.config.task import AlgorithmOptions, NetworkConfig, OnlineQOptions
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.networks.layers import Dense, initialise
@@ -41,6 +41,11 @@ class ExplorationSpread:
     start: float
     ends: tuple[float, ...]
     shares: tuple[float, ...]
+
+    @classmethod
+    def of(cls, config: OnlineQOptions) -> ExplorationSpread:
+        """As a task's options ask for."""
+        return cls(config.exploration_start, config.exploration_ends, config.exploration_shares)
 
     @property
     def mean_end(self) -> float:
@@ -124,6 +129,11 @@ class QNetwork(Policy):
         if self.value_head is not None:
             q = self.value_head(features) + q - q.mean(-1, keepdim=True)
         return q
+
+    def configure(self, options: AlgorithmOptions) -> None:
+        """Let environments explore each with an ε of their own, where the algorithm does so."""
+        if isinstance(options, OnlineQOptions):
+            self.spread = ExplorationSpread.of(options)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return uniform numbers for each action: whether to explore, and where; or noise of the weights.

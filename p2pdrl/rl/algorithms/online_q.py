@@ -53,10 +53,10 @@ from p2pdrl.rl.algorithms.returns import n_step_returns
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine, Summed
 from p2pdrl.rl.policy import Policy
-from p2pdrl.rl.q_network import ExplorationSpread, QNetwork
+from p2pdrl.rl.q_network import ExplorationSpread
 from p2pdrl.rl.rollout import Unroll
 
-__all__ = ["OnlineQ", "SquaredQError", "spread_exploration"]
+__all__ = ["OnlineQ", "SquaredQError"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class OnlineQ(Algorithm[Unroll]):
         self.losses = (self._loss,)
         self._target = TargetNetwork("q", policy, flat, HardCopy(config.target_every))
         self.targets = (self._target,)
-        spread = _spread(config)
+        spread = ExplorationSpread.of(config)
         self._epsilon = LinearSchedule(spread.start, spread.mean_end, config.exploration_steps)
 
     @property
@@ -144,15 +144,6 @@ class OnlineQ(Algorithm[Unroll]):
 
         discounts_TB = self._config.discount * (~unroll.terminated_TB)
         return unroll, n_step_returns(unroll.rewards_TB, bootstraps_TB, discounts_TB, continues_TB)
-
-
-def spread_exploration(policy: QNetwork, config: OnlineQOptions) -> None:
-    """Let the policy's environments explore each with an ε of their own."""
-    policy.spread = _spread(config)
-
-
-def _spread(config: OnlineQOptions) -> ExplorationSpread:
-    return ExplorationSpread(config.exploration_start, config.exploration_ends, config.exploration_shares)
 
 
 def _without_last_step(unroll: Unroll) -> Unroll:

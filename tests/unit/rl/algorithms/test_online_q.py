@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from p2pdrl.config.task import NetworkConfig, NStepQConfig, OneStepQConfig, OneStepSarsaConfig
-from p2pdrl.rl.algorithms.online_q import OnlineQ, spread_exploration
+from p2pdrl.rl.algorithms.online_q import OnlineQ
 from p2pdrl.rl.algorithms.returns import n_step_returns
 from p2pdrl.rl.engines import EngineOptions, make_engine, policy_forward
 from p2pdrl.rl.envs import Discrete, EnvSpec
@@ -231,7 +231,7 @@ def test_environments_explore_each_with_an_epsilon_of_their_own():
 
 def test_an_environment_keeps_its_epsilon_for_an_unroll_and_actions_follow_it():
     policy = QNetwork(SPEC, NetworkConfig(hidden=(8,)), seed=1)
-    spread_exploration(policy, NStepQConfig(exploration_ends=(0.0, 0.8), exploration_shares=(0.75, 0.25)))
+    policy.configure(NStepQConfig(exploration_ends=(0.0, 0.8), exploration_shares=(0.75, 0.25)))
     policy.exploration = 0.2  # its mean at last
     generator = torch.Generator().manual_seed(0)
     noise = policy.noise((400, 200), generator)
