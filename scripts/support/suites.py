@@ -74,18 +74,18 @@ DETERMINISTIC = {
     "learning_rate": 1e-3, "action_noise": "normal_0.1", "policy_kwargs": {"net_arch": [400, 300]},
 }  # fmt: skip
 PENDULUM = {
-    "pendulum-sac": Case(
-        "pendulum", 20_000, -170, zoo=Zoo("SAC", {"learning_rate": 1e-3}),
-    ),
-    "pendulum-td3": Case(
-        "td3", 20_000, -170,
-        sets=("task.env.id=Pendulum-v1",),
-        zoo=Zoo("TD3", DETERMINISTIC),
-    ),
-    "pendulum-ddpg": Case(
-        "ddpg", 20_000, -170,
-        sets=("task.env.id=Pendulum-v1",),
-        zoo=Zoo("DDPG", DETERMINISTIC),
+    "pendulum-sac": Case("sac", 20_000, -170, zoo=Zoo("SAC", {"learning_rate": 1e-3})),
+    "pendulum-td3": Case("pendulum", 20_000, -170, zoo=Zoo("TD3", DETERMINISTIC)),
+    "pendulum-ddpg": Case("ddpg", 20_000, -170, zoo=Zoo("DDPG", DETERMINISTIC)),
+}
+MOUNTAIN_CAR = {
+    "mountaincar-sac": Case(
+        "mountaincar", 50_000, 90,
+        zoo=Zoo("SAC", {
+            "learning_rate": 3e-4, "buffer_size": 50_000, "batch_size": 512, "ent_coef": 0.1, "train_freq": 32,
+            "gradient_steps": 32, "gamma": 0.9999, "tau": 0.01, "learning_starts": 0, "use_sde": True,
+            "policy_kwargs": {"log_std_init": -3.67, "net_arch": [64, 64]},
+        }),
     ),
 }  # fmt: skip
 LUNAR_LANDER = {
@@ -101,4 +101,7 @@ LUNAR_LANDER = {
 TINY = {"cartpole-ppo": Case("cartpole", 2_048, 20)}
 """Shows in seconds that all works; no goal."""
 
-SUITES: dict[str, dict[str, Case]] = {"tiny": TINY, "small": CARTPOLE | PENDULUM | LUNAR_LANDER}
+SUITES: dict[str, dict[str, Case]] = {
+    "tiny": TINY,
+    "small": CARTPOLE | PENDULUM | MOUNTAIN_CAR | LUNAR_LANDER,
+}
