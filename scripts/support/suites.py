@@ -82,9 +82,9 @@ MOUNTAIN_CAR = {
     "mountaincar-sac": Case(
         "mountaincar", 50_000, 90,
         zoo=Zoo("SAC", {
-            "learning_rate": 3e-4, "buffer_size": 50_000, "batch_size": 512, "ent_coef": 0.1, "train_freq": 32,
-            "gradient_steps": 32, "gamma": 0.9999, "tau": 0.01, "learning_starts": 0, "use_sde": True,
-            "policy_kwargs": {"log_std_init": -3.67, "net_arch": [64, 64]},
+            "learning_rate": 3e-4, "buffer_size": 50_000, "batch_size": 512, "ent_coef": 0.1,
+            "train_freq": 32, "gradient_steps": 32, "gamma": 0.9999, "tau": 0.01, "learning_starts": 0,
+            "use_sde": True, "policy_kwargs": {"log_std_init": -3.67, "net_arch": [64, 64]},
         }),
     ),
 }  # fmt: skip
