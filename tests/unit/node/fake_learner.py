@@ -34,6 +34,7 @@ class Trainer:
     layout = Layout((TensorEntry("w", (4,)),))
     sidecar_layout = SidecarLayout((SidecarItem("step", (), "int64"),))
     source = None
+    replay_nbytes = 0
     ready = True
     policy_version = 0
 
