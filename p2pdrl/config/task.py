@@ -24,6 +24,7 @@ __all__ = [
     "A2CConfig",
     "AlgorithmConfig",
     "AlgorithmOptions",
+    "AtariConfig",
     "DQNConfig",
     "EnvConfig",
     "GradientsConfig",
@@ -40,6 +41,39 @@ __all__ = [
     "minibatches_of",
     "task_hash",
 ]
+
+
+class AtariConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How Atari games (``ALE/Pong-v5``, ``PongNoFrameskip-v4`` …) are seen and played.
+
+    The defaults are those of Mnih 2015 (Methods) and Machado 2018 (arXiv 1709.06009). Without effect on other
+    environments.
+    """
+
+    preprocess: bool = True
+    """Observations are stacked grey pictures, each the greatest of two successive frames. Without it they are
+    the emulator's own (``kwargs.obs_type``: rgb, grayscale or ram), and of what follows only
+    ``full_action_space`` and ``repeat_action_probability`` have an effect."""
+    screen_size: Annotated[int, Meta(ge=36, le=210)] = 84
+    """Height and width of a picture in pixels."""
+    frame_skip: Annotated[int, Meta(ge=1, le=64)] = 4
+    """Frames that an action is held for: an environment step is so many of the game's 60 a second."""
+    frame_stack: Annotated[int, Meta(ge=1, le=16)] = 4
+    """Pictures in an observation, the newest last; those before an episode's first are zero. A replay memory
+    stores each picture once."""
+    noop_max: Annotated[int, Meta(ge=0, le=1000)] = 30
+    """A game begins with a random number of frames without action, fewer than this (up to this where
+    ``kwargs`` are given)."""
+    repeat_action_probability: Fraction | None = None
+    """Sticky actions: how likely a frame repeats the last frame's action instead of the one that was chosen.
+    None takes what the id stands for: 0.25 for ``ALE/…-v5``, 0 for ``…NoFrameskip-v4``."""
+    episodic_life: bool = False
+    """For learning, a lost life ends the episode; the game goes on, and returns that are reported are whole
+    games'. The policy has no say in the step behind it, which does nothing, or presses FIRE."""
+    fire_reset: bool = False
+    """Press FIRE where an episode begins, in games that have the button: Breakout waits for it."""
+    full_action_space: bool = False
+    """All 18 actions of the joystick, not only those that have an effect in the game."""
 
 
 class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -61,6 +95,10 @@ class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Divide rewards by the running deviation of the discounted return; reported returns stay raw.
     Without it large returns (CartPole's reach 100) can saturate a tanh value function, which then
     predicts one constant and lets a good policy decay."""
+    clip_rewards: bool = False
+    """Learn from the rewards' signs only (Mnih 2015): one learning rate suits games of any score. Reported
+    returns stay raw."""
+    atari: AtariConfig = AtariConfig()
 
 
 class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -15,15 +15,18 @@ import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
+import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from p2pdrl.config.environments import family_of, install_hint, is_atari, successor_of
 from p2pdrl.config.task import EnvConfig
 from p2pdrl.errors import ConfigError
+from p2pdrl.rl.atari import AtariGames, make_atari_env, make_atari_vector, make_plain_atari, register_atari
 
 __all__ = [
     "Action",
@@ -73,11 +76,14 @@ class EnvSpec:
 
     Attributes:
         obs_dtype: ``float32``, or ``uint8`` for images; other bytes are scaled (`make_scalar_env`).
+        frame_stack: so many pictures of successive steps make an observation, along its first dimension, the
+            newest last; those before an episode's first are zero. 1: it is what the environment shows.
     """
 
     obs_shape: tuple[int, ...]
     obs_dtype: str
     action: Action
+    frame_stack: int = 1
 
     @property
     def is_image(self) -> bool:
@@ -92,6 +98,7 @@ class VectorEnv:
         env: gymnasium's vector environment, with autoreset mode NEXT_STEP.
         seed: every random stream of the batch follows from it.
         step_delay_s: seconds slept at each step, to emulate a slow environment.
+        seed_bits: that each environment's own seed has: gymnasium's take 32, not everybody's.
     """
 
     def __init__(
@@ -99,6 +106,7 @@ class VectorEnv:
         env: gym.vector.VectorEnv[Any, Any, Any],
         seed: int,
         *,
+        seed_bits: Literal[31, 32] = 32,
         step_delay_s: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -107,10 +115,10 @@ class VectorEnv:
         self._env = env
         self._step_delay_s = step_delay_s
         self._sleep = sleep
-        sequence = np.random.SeedSequence(seed)
+        words = np.random.SeedSequence(seed).generate_state(self.num_envs) >> (32 - seed_bits)
         # given one integer, a SyncVectorEnv takes seed, seed + 1, …: nodes seeded alike would share episodes
-        self._seeds: Any = [int(word) for word in sequence.generate_state(self.num_envs)]
-        if not isinstance(env, SyncVectorEnv):
+        self._seeds: Any = [int(word) for word in words]
+        if not isinstance(env, SyncVectorEnv | AtariGames):
             self._seeds = self._seeds[0]
         space = env.single_action_space
         self._action_start = int(space.start) if isinstance(space, gym.spaces.Discrete) else 0
@@ -141,6 +149,12 @@ class VectorEnv:
             self._sleep(self._step_delay_s)
         return obs_BX, rewards_B, terminated_B, truncated_B
 
+    def games_over(self, ends_B: Array) -> Array:
+        """Return which of the last step's ends returns are reported of: all but those of a life only."""
+        if isinstance(self._env, AtariGames):
+            return ends_B & ~self._env.lives_lost_B
+        return ends_B
+
     def close(self) -> None:
         """Close the environments."""
         self._env.close()
@@ -161,15 +175,20 @@ def make_vector_env(
     Raises:
         ConfigError: unknown id, bad constructor arguments, missing package, or spaces no policy here fits.
     """
-    if config.id in VETTED_VECTOR_ENVS:
-        env: Any = _guarded(config, lambda: _make_by_entry_point(config))
+    _prepare(config, allow_import=allow_import)
+    family = family_of(config.id)
+    foreign = ":" in config.id or (family is not None and family.extra in REGISTER)
+    if is_atari(config.id) and config.atari.preprocess:
+        env: Any = _guarded(config, lambda: make_atari_vector(config, torch.get_num_threads()))
+    elif config.id in VETTED_VECTOR_ENVS:
+        env = _guarded(config, lambda: _make_by_entry_point(config))
     else:
         copies: list[Callable[[], gym.Env[Any, Any]]] = [
             lambda: make_scalar_env(config, allow_import=allow_import) for _ in range(config.num_envs)
         ]
         # copy=False: observations are copied into the unroll at once
         env = SyncVectorEnv(copies, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
-    return VectorEnv(env, seed, step_delay_s=step_delay_s, sleep=sleep)
+    return VectorEnv(env, seed, seed_bits=31 if foreign else 32, step_delay_s=step_delay_s, sleep=sleep)
 
 
 def make_scalar_env(
@@ -180,13 +199,11 @@ def make_scalar_env(
     Raises:
         ConfigError: as in ``make_vector_env``.
     """
-    if ":" in config.id and not allow_import:
-        raise ConfigError(
-            f"env.id {config.id!r} imports a Python module, which runs its code; "
-            "start the node with --allow-import if you trust it"
-        )
-    if config.id.startswith("ALE/"):
-        _register_atari()
+    _prepare(config, allow_import=allow_import)
+    drawn = {} if render_mode is None else {"render_mode": render_mode}
+    if is_atari(config.id):
+        make = make_atari_env if config.atari.preprocess else make_plain_atari
+        return _with_usable_bytes(_guarded(config, lambda: make(config, render_mode)))
     env: gym.Env[Any, Any] = _guarded(
         config,
         lambda: gym.make(
@@ -194,7 +211,7 @@ def make_scalar_env(
             max_episode_steps=config.max_episode_steps,
             disable_env_checker=True,  # checks every step: costs more than CartPole's physics
             **config.kwargs,
-            **({} if render_mode is None else {"render_mode": render_mode}),
+            **drawn,
         ),
     )
     if not isinstance(env.observation_space, gym.spaces.Box):
@@ -230,11 +247,12 @@ def describe(env: gym.vector.VectorEnv[Any, Any, Any]) -> EnvSpec:
     """
     obs_space = env.single_observation_space
     action_space = env.single_action_space
+    frame_stack = env.frame_stack if isinstance(env, AtariGames) else 1
     if not isinstance(obs_space, gym.spaces.Box):
         raise ConfigError(f"observations of {env} are a {obs_space}; only Box spaces can be learned from")
     obs_dtype = "uint8" if obs_space.dtype == np.uint8 else "float32"
     if isinstance(action_space, gym.spaces.Discrete):
-        return EnvSpec(tuple(obs_space.shape), obs_dtype, Discrete(int(action_space.n)))
+        return EnvSpec(tuple(obs_space.shape), obs_dtype, Discrete(int(action_space.n)), frame_stack)
     if isinstance(action_space, gym.spaces.Box):
         low = np.asarray(action_space.low, dtype=np.float32).reshape(-1)
         high = np.asarray(action_space.high, dtype=np.float32).reshape(-1)
@@ -250,25 +268,62 @@ def _make_by_entry_point(config: EnvConfig) -> Any:
     return gym.make_vec(config.id, config.num_envs, vectorization_mode="vector_entry_point", **kwargs)
 
 
+def _prepare(config: EnvConfig, *, allow_import: bool) -> None:
+    """Make the id known to gymnasium, and refuse one that runs code which nobody here has allowed.
+
+    Raises:
+        ConfigError: it isn't allowed, or its package is missing.
+    """
+    if ":" in config.id and not allow_import:
+        raise ConfigError(
+            f"env.id {config.id!r} imports a Python module, which runs its code; "
+            "start the node with --allow-import if you trust it"
+        )
+    successor = successor_of(config.id)
+    if successor is not None:
+        raise ConfigError(f"env.id {config.id!r} is not in this release of gymnasium; take {successor!r}")
+    family = family_of(config.id)
+    register = None if family is None else REGISTER.get(family.extra)
+    if family is None or register is None:
+        return
+    try:
+        register()
+    except ImportError as error:
+        raise ConfigError(
+            f"env.id {config.id!r} needs a missing package ({error}); try: {install_hint(family.extra)}"
+        ) from error
+
+
+def _register_minatar() -> None:
+    if "MinAtar/Breakout-v1" not in gym.registry:
+        importlib.import_module("minatar.gym").register_envs()
+
+
+def _register_minigrid() -> None:
+    gym.register_envs(importlib.import_module("minigrid"))
+
+
+REGISTER: dict[str, Callable[[], None]] = {
+    "atari": register_atari,
+    "minatar": _register_minatar,
+    "minigrid": _register_minigrid,
+}
+"""Extras whose packages gymnasium doesn't know by itself."""
+
+
 def _guarded(config: EnvConfig, build: Callable[[], Any]) -> Any:
     """Run ``build``, mapping gymnasium's errors to ``ConfigError`` with a hint."""
     try:
         return build()
+    except ConfigError:
+        raise
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv) as error:
         near = difflib.get_close_matches(config.id, list(gym.registry), n=3, cutoff=0.4)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise ConfigError(f"env.id {config.id!r} is not an environment of gymnasium{hint}") from error
-    except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+    except (gym.error.DependencyNotInstalled, ImportError) as error:
         extra = next((name for word, name in EXTRAS.items() if word in str(error)), None)
-        hint = f"; try: pip install 'p2pdrl[{extra}]'" if extra else ""
+        hint = f"; try: {install_hint(extra)}" if extra else ""
         raise ConfigError(f"env.id {config.id!r} needs a missing package: {error}{hint}") from error
     except (TypeError, gym.error.Error) as error:
         raise ConfigError(f"env.kwargs of {config.id!r} were refused: {error}") from error
-
-
-def _register_atari() -> None:
-    """Make the ``ALE/`` ids known."""
-    try:
-        gym.register_envs(importlib.import_module("ale_py"))
-    except ImportError as error:
-        raise ConfigError("ALE/ environments need a package; try: pip install 'p2pdrl[atari]'") from error

@@ -39,7 +39,7 @@ from p2pdrl.rl.rollout import Collector
 from p2pdrl.rl.sources.replay import ReplayFeeder, replay_memory
 from p2pdrl.rl.sources.rows import RowSource, make_rows
 from p2pdrl.rl.sources.source import BatchT, Source
-from p2pdrl.rl.sources.unrolls import InlineSource, UnrollReader, UnrollScaler
+from p2pdrl.rl.sources.unrolls import InlineSource, RewardClipper, UnrollReader, UnrollScaler
 from p2pdrl.rl.trainer import Trainer
 
 __all__ = ["RolloutContext", "SourceMaker", "build_trainer"]
@@ -203,6 +203,8 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
         )
     else:
         reader = UnrollScaler(device, normalizer=normalizer, reward_scaler=reward_scaler)
+    if task.env.clip_rewards:
+        reader = RewardClipper(reader)
     source: Source[Any]
     if options.source is None:
         collector = Collector(env, policy, config.unroll_steps, generator, normalizer=normalizer)

@@ -9,8 +9,8 @@ Shape suffixes: as in ``rollout``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,16 @@ from p2pdrl.rl.rollout import Collector, RawUnroll, Unroll
 from p2pdrl.rl.sources.source import Batch, BatchT, Source
 from p2pdrl.tensors.unroll_ring import ENVIRONMENTS, UnrollItem
 
-__all__ = ["InlineSource", "UnrollPart", "UnrollReader", "UnrollScaler", "joined", "pack", "unroll_items"]
+__all__ = [
+    "InlineSource",
+    "RewardClipper",
+    "UnrollPart",
+    "UnrollReader",
+    "UnrollScaler",
+    "joined",
+    "pack",
+    "unroll_items",
+]
 
 Array = npt.NDArray[Any]
 BatchT_co = TypeVar("BatchT_co", bound=Batch, covariant=True)
@@ -84,6 +93,17 @@ class UnrollScaler:
             episodes=raw.episodes,
             state_BS=None if raw.state_BS is None else raw.state_BS.to(device),
         )
+
+
+class RewardClipper(Generic[BatchT]):
+    """Reads unrolls, each reward replaced by its sign (Mnih 2015, Methods); episodes' returns stay raw."""
+
+    def __init__(self, reader: UnrollReader[BatchT]) -> None:
+        self._reader = reader
+
+    def read(self, raw: RawUnroll) -> BatchT:
+        """See ``UnrollReader``."""
+        return self._reader.read(replace(raw, rewards_TB=np.sign(raw.rewards_TB)))
 
 
 class InlineSource(Source[BatchT]):
