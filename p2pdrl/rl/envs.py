@@ -21,12 +21,13 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import SyncVectorEnv
 
 from p2pdrl.config.environments import family_of, install_hint, is_atari, successor_of
 from p2pdrl.config.task import EnvConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.atari import AtariGames, make_atari_env, make_atari_vector, make_plain_atari, register_atari
+from p2pdrl.rl.serial_env import SerialVectorEnv
 
 __all__ = [
     "Action",
@@ -118,7 +119,7 @@ class VectorEnv:
         words = np.random.SeedSequence(seed).generate_state(self.num_envs) >> (32 - seed_bits)
         # given one integer, a SyncVectorEnv takes seed, seed + 1, …: nodes seeded alike would share episodes
         self._seeds: Any = [int(word) for word in words]
-        if not isinstance(env, SyncVectorEnv | AtariGames):
+        if not isinstance(env, SyncVectorEnv | SerialVectorEnv | AtariGames):
             self._seeds = self._seeds[0]
         space = env.single_action_space
         self._action_start = int(space.start) if isinstance(space, gym.spaces.Discrete) else 0
@@ -186,8 +187,7 @@ def make_vector_env(
         copies: list[Callable[[], gym.Env[Any, Any]]] = [
             lambda: make_scalar_env(config, allow_import=allow_import) for _ in range(config.num_envs)
         ]
-        # copy=False: observations are copied into the unroll at once
-        env = SyncVectorEnv(copies, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+        env = SerialVectorEnv(copies)
     return VectorEnv(env, seed, seed_bits=31 if foreign else 32, step_delay_s=step_delay_s, sleep=sleep)
 
 
