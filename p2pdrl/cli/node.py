@@ -72,6 +72,7 @@ def node(
 
     A newcomer needs no configuration: it takes the task from the swarm. Ctrl-C leaves the swarm properly.
     """
+    from p2pdrl.config.environments import require_environment
     from p2pdrl.config.loader import resolve
 
     if parent_pid is not None:
@@ -79,6 +80,7 @@ def node(
     flags = {_KEYS[option]: value for option, value in given.items()}
     flags["node.peers"] = split_addresses(peers) or None
     resolved = resolve(files=files, sets=sets, flags=flags, environ=os.environ)
+    require_environment(resolved.config.task)
     from p2pdrl.node.daemon import run
 
     raise SystemExit(run(resolved))

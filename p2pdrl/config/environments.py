@@ -13,8 +13,17 @@ from dataclasses import dataclass
 
 from p2pdrl.config.fields import Problem
 from p2pdrl.config.task import RegressionConfig, TaskConfig
+from p2pdrl.errors import ConfigError
 
-__all__ = ["EnvFamily", "environment_problems", "family_of", "install_hint", "is_atari", "successor_of"]
+__all__ = [
+    "EnvFamily",
+    "environment_problems",
+    "family_of",
+    "install_hint",
+    "is_atari",
+    "require_environment",
+    "successor_of",
+]
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,16 @@ def successor_of(env_id: str) -> str | None:
     name, version = match[1], int(match[2])
     newest = NEWEST[name]
     return None if version == newest or (name, version) in STILL_THERE else f"{name}-v{newest}"
+
+
+def require_environment(task: TaskConfig) -> None:
+    """Check that a task's environment can run on this machine.
+
+    Raises:
+        ConfigError: it can't; the message says what to install, or what to take instead.
+    """
+    for problem in environment_problems(task):
+        raise ConfigError(f"{problem.key}: {problem.message}")
 
 
 def environment_problems(task: TaskConfig) -> Iterator[Problem]:

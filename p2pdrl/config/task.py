@@ -88,6 +88,9 @@ class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     processor, but staler data: each update waits for num_envs × unroll_steps steps."""
     max_episode_steps: Annotated[int, Meta(ge=1)] | None = None
     """Overrides the environment's own time limit, in steps; none keeps it."""
+    observation_keys: tuple[str, ...] = ()
+    """Entries of dictionary observations that are used; none are all but texts (Minigrid's ``mission``). A
+    single one, as ``["image"]``, stands for itself."""
     normalize_observations: bool = False
     """Shift and scale observations by the swarm's running mean and deviation. Helps with raw
     physical units (MuJoCo), needless for images."""

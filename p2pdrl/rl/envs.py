@@ -27,6 +27,7 @@ from p2pdrl.config.environments import family_of, install_hint, is_atari, succes
 from p2pdrl.config.task import EnvConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.atari import AtariGames, make_atari_env, make_atari_vector, make_plain_atari, register_atari
+from p2pdrl.rl.entries import one_hot_cells, with_entries
 from p2pdrl.rl.serial_env import SerialVectorEnv
 
 __all__ = [
@@ -200,6 +201,7 @@ def make_scalar_env(
         ConfigError: as in ``make_vector_env``.
     """
     _prepare(config, allow_import=allow_import)
+    family = family_of(config.id)
     drawn = {} if render_mode is None else {"render_mode": render_mode}
     if is_atari(config.id):
         make = make_atari_env if config.atari.preprocess else make_plain_atari
@@ -214,6 +216,9 @@ def make_scalar_env(
             **drawn,
         ),
     )
+    if family is not None and family.extra == "minigrid":
+        env = one_hot_cells(env)
+    env = with_entries(env, config.observation_keys)
     if not isinstance(env.observation_space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
     return _with_usable_bytes(env)
