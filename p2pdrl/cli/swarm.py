@@ -70,7 +70,7 @@ def swarm() -> None:
     help="Nodes take the first free ports from here.",
 )
 @click.option(
-    "--allow-import", is_flag=True, help="Let the environment id import modules, which runs their code."
+    "--allow-import", is_flag=True, help="Import the module:name that the task names, which runs its code."
 )
 @json_option
 def up(

@@ -7,11 +7,13 @@ a package is there is asked by its top-level name.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from p2pdrl.config.fields import Problem
+from p2pdrl.config.root import Config
 from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError
 
@@ -19,9 +21,12 @@ __all__ = [
     "EnvFamily",
     "environment_problems",
     "family_of",
+    "import_problems",
+    "imports_of",
     "install_hint",
     "is_atari",
     "require_environment",
+    "require_runnable",
     "successor_of",
 ]
 
@@ -106,6 +111,43 @@ def successor_of(env_id: str) -> str | None:
     name, version = match[1], int(match[2])
     newest = NEWEST[name]
     return None if version == newest or (name, version) in STILL_THERE else f"{name}-v{newest}"
+
+
+def imports_of(task: TaskConfig) -> dict[str, str]:
+    """Return what a task imports as ``module:name``, by the key that says so."""
+    if isinstance(task.algorithm, RegressionConfig):
+        return {}
+    named = {"task.env.id": task.env.id, "task.network.own": task.network.own}
+    return {key: name for key, name in named.items() if ":" in name}
+
+
+def import_problems(task: TaskConfig, config: Config) -> Iterator[Problem]:
+    """What ``task`` imports and the owner of this node hasn't allowed.
+
+    Args:
+        task: this node's own, or one that a peer brings.
+        config: of this node.
+    """
+    allowed = set(config.node.imports)
+    if config.node.allow_import:
+        allowed.update(imports_of(config.task).values())
+    for key, name in imports_of(task).items():
+        if name not in allowed:
+            yield Problem(
+                key,
+                f"{name} imports a Python module, which runs its code; if you trust it start the node with "
+                f"--allow-import and this task, or with --set 'node.imports=[\"{name}\"]'",
+            )
+
+
+def require_runnable(task: TaskConfig, config: Config) -> None:
+    """Check that a task can run on this machine, and may.
+
+    Raises:
+        ConfigError: it can't, or imports what isn't allowed; the message says what to do.
+    """
+    for problem in itertools.chain(environment_problems(task), import_problems(task, config)):
+        raise ConfigError(f"{problem.key}: {problem.message}")
 
 
 def require_environment(task: TaskConfig) -> None:

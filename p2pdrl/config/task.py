@@ -80,7 +80,8 @@ class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Where experience comes from."""
 
     id: str = "CartPole-v1"
-    """Name in gymnasium's registry; ``module:Name-v0`` imports a module and wants ``--allow-import``."""
+    """Name in gymnasium's registry, or ``module:name`` of an environment's class or of an id that the module
+    registers: that is imported and wants ``--allow-import`` (docs/own_code.md)."""
     kwargs: dict[str, bool | int | float | str] = {}  # noqa: RUF012 - msgspec copies it
     """Arguments handed to the environment's constructor."""
     num_envs: Annotated[int, Meta(ge=1, le=4096)] = 8
@@ -107,10 +108,13 @@ class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The shape of policy and value function."""
 
-    kind: Literal["auto", "mlp", "nature_cnn", "impala_resnet", "transformer"] = "auto"
+    kind: Literal["auto", "mlp", "nature_cnn", "impala_resnet", "transformer", "own"] = "auto"
     """``mlp``: dense layers, separate ones for policy and values; ``nature_cnn`` (Mnih 2015) and the deeper
     ``impala_resnet`` (Espeholt 2018), both for images; ``transformer`` over parts of the observation.
-    ``auto`` takes the Nature CNN for images and an MLP for everything else."""
+    ``auto`` takes the Nature CNN for images and an MLP for everything else. ``own`` is yours, see ``own``."""
+    own: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
+    """A network of your own, ``module:name`` of a ``Trunk`` (docs/own_code.md), which policy and values
+    share. It is imported and wants ``--allow-import``; ``kind`` must be ``own``."""
     hidden: tuple[Count, ...] = (64, 64)
     """Widths of the hidden layers of the MLP; of the dense layers behind the convolutions, where the
     default stands for the papers' single layer (512, and 256 for the ResNet). No part of a transformer."""

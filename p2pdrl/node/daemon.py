@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from p2pdrl.clock import SystemClock
+from p2pdrl.config.environments import require_runnable
 from p2pdrl.config.loader import Resolved
 from p2pdrl.config.root import Config
 from p2pdrl.config.task import HASHED, TaskConfig
@@ -210,6 +211,7 @@ class Node:
             origin = await self._admission.find_swarm(
                 context.membership.joiner, context.address, remembers=opened.remembers, memory=memory
             )
+            require_runnable(origin.task, self._config)  # a resumed one is of an earlier run's configuration
             training = self._make_training(origin.task)
             stack.callback(training.close)
             stack.push_async_callback(training.stop)

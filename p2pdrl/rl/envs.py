@@ -28,6 +28,7 @@ from p2pdrl.config.task import EnvConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.atari import AtariGames, make_atari_env, make_atari_vector, make_plain_atari, register_atari
 from p2pdrl.rl.entries import one_hot_cells, with_entries
+from p2pdrl.rl.imports import load_named
 from p2pdrl.rl.serial_env import SerialVectorEnv
 
 __all__ = [
@@ -172,7 +173,7 @@ def make_vector_env(
 ) -> VectorEnv:
     """Build ``config.num_envs`` copies on the fastest path that gymnasium has; arguments as in ``VectorEnv``.
 
-    ``allow_import`` permits ids like ``module:Name-v0``, which run code from ``module``.
+    ``allow_import`` permits ids like ``module:name``, which run code from ``module``.
 
     Raises:
         ConfigError: unknown id, bad constructor arguments, missing package, or spaces no policy here fits.
@@ -201,11 +202,12 @@ def make_scalar_env(
         ConfigError: as in ``make_vector_env``.
     """
     _prepare(config, allow_import=allow_import)
-    family = family_of(config.id)
     drawn = {} if render_mode is None else {"render_mode": render_mode}
     if is_atari(config.id):
         make = make_atari_env if config.atari.preprocess else make_plain_atari
         return _with_usable_bytes(_guarded(config, lambda: make(config, render_mode)))
+    if _is_own_class(config):
+        return _finished(_make_own(config, drawn), config)
     env: gym.Env[Any, Any] = _guarded(
         config,
         lambda: gym.make(
@@ -216,6 +218,39 @@ def make_scalar_env(
             **drawn,
         ),
     )
+    return _finished(env, config)
+
+
+def _is_own_class(config: EnvConfig) -> bool:
+    """Whether the id names what is in a module, not what the module registers."""
+    if ":" not in config.id:
+        return False
+    module, _, name = config.id.partition(":")
+    try:
+        importlib.import_module(module)  # may register the name
+    except ImportError as error:
+        raise ConfigError(
+            f"env.id {config.id!r} can't be imported: {error}; is its folder on PYTHONPATH, on every node?"
+        ) from error
+    return name not in gym.registry
+
+
+def _make_own(config: EnvConfig, drawn: dict[str, str]) -> gym.Env[Any, Any]:
+    """Make a user's environment from its class, or whatever else makes one."""
+    try:
+        env = load_named(config.id)(**config.kwargs, **drawn)
+    except TypeError as error:
+        raise ConfigError(f"env.kwargs of {config.id!r} were refused: {error}") from error
+    if not isinstance(env, gym.Env):
+        raise ConfigError(f"env.id {config.id!r} makes a {type(env).__name__}, which is no gymnasium.Env")
+    if config.max_episode_steps is None:
+        return env
+    return gym.wrappers.TimeLimit(env, config.max_episode_steps)
+
+
+def _finished(env: gym.Env[Any, Any], config: EnvConfig) -> gym.Env[Any, Any]:
+    """Bring an environment's observations to what networks take."""
+    family = family_of(config.id)
     if family is not None and family.extra == "minigrid":
         env = one_hot_cells(env)
     env = with_entries(env, config.observation_keys)

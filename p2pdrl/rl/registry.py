@@ -31,6 +31,7 @@ from p2pdrl.rl.engines import (
 )
 from p2pdrl.rl.envs import EnvSpec, make_vector_env
 from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.imports import require_allowed
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import ModelParts, module_parts, policy_parts
@@ -97,7 +98,7 @@ def build_trainer(
         task: the swarm's task; its seed gives the initial weights, equal on every node.
         seed: of this learner: its environments, actions, shuffles and batches.
         device: ``cpu``, ``cuda``, ``cuda:1`` … or ``auto``, which takes a GPU where there is one.
-        allow_import: permit environment ids that import a module.
+        allow_import: permit that the task imports its own ``module:name``.
         step_delay_s: seconds slept at each step of the environments, or at each update of a regression.
         engine: how this node computes its gradients.
         source: makes the source of unrolls; None has the environments in this process. A regression has its
@@ -108,6 +109,7 @@ def build_trainer(
     Raises:
         ConfigError: the task can't be run here as configured.
     """
+    require_allowed(task, allow_import=allow_import)
     options = _Options(seed, resolve_device(device), allow_import, step_delay_s, engine, source, clock, sleep)
     if isinstance(task.algorithm, RegressionConfig):
         trainer = _regression_trainer(task, task.algorithm, options)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import importlib.util
 from importlib.metadata import metadata
 
+import msgspec
 import pytest
 
 from p2pdrl.config import environments
+from p2pdrl.config.checks import task_problems
 from p2pdrl.config.environments import (
     FAMILIES,
     environment_problems,
     family_of,
+    import_problems,
+    imports_of,
     is_atari,
     require_environment,
+    require_runnable,
     successor_of,
 )
-from p2pdrl.config.task import EnvConfig, RegressionConfig, TaskConfig
+from p2pdrl.config.node import NodeConfig
+from p2pdrl.config.root import Config
+from p2pdrl.config.task import EnvConfig, NetworkConfig, RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError
 
 EXTRAS = {
@@ -113,3 +120,48 @@ def test_gymnasium_has_what_is_taken_for_there() -> None:
         assert f"{name}-v{version}" in gym.registry
         others = [key for key in gym.registry if key.startswith(f"{name}-v")]
         assert max(int(key.rpartition("-v")[2]) for key in others) == version
+
+
+POLE = TaskConfig(env=EnvConfig(id="my_pole:Pole"))
+WIDE = TaskConfig(env=EnvConfig(), network=NetworkConfig(kind="own", own="my_network:Wide"))
+
+
+def node(**options: object) -> NodeConfig:
+    return msgspec.convert(options, NodeConfig)
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "allowed"),
+    [
+        (POLE, Config(), False),
+        (POLE, Config(task=POLE), False),
+        (POLE, Config(task=POLE, node=node(allow_import=True)), True),
+        (POLE, Config(node=node(allow_import=True)), False),  # a peer's task, and nothing of ours
+        (POLE, Config(task=WIDE, node=node(allow_import=True)), False),
+        (POLE, Config(node=node(imports=["my_pole:Pole"])), True),
+        (POLE, Config(node=node(imports=["my_pole"])), False),
+        (POLE, Config(node=node(imports=["my_pole:Other"])), False),
+        (WIDE, Config(node=node(imports=["my_pole:Pole"])), False),
+        (WIDE, Config(node=node(imports=["my_network:Wide"])), True),
+        (WIDE, Config(task=WIDE, node=node(allow_import=True)), True),
+        (TaskConfig(), Config(), True),
+    ],
+)
+def test_a_task_imports_what_the_nodes_owner_has_allowed_by_name(
+    task: TaskConfig, config: Config, allowed: bool
+) -> None:
+    problems = list(import_problems(task, config))
+    assert (not problems) == allowed
+    if not allowed:
+        [name] = imports_of(task).values()
+        assert name in problems[0].message
+        with pytest.raises(ConfigError, match=name):
+            require_runnable(task, config)
+
+
+def test_an_own_network_is_named_and_chosen() -> None:
+    for network in (NetworkConfig(kind="own"), NetworkConfig(own="a:b")):
+        keys = [problem.key for problem in task_problems(TaskConfig(network=network))]
+        assert keys == ["task.network.own"]
+    assert not list(task_problems(WIDE))
+    assert not list(import_problems(TaskConfig(network=WIDE.network, algorithm=RegressionConfig()), Config()))
