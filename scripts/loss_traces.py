@@ -119,6 +119,31 @@ DQN = {
     "algorithm.target_every": 4,
     "algorithm.exploration_steps": 200,
 }
+ONLINE_Q = {
+    "env.num_envs": 4,
+    "env.normalize_returns": False,
+    "network.hidden": [16, 16],
+    "algorithm.target_every": 64,
+    "algorithm.exploration_steps": 200,
+    "stop.env_steps": 5000,
+}
+OFF_POLICY = {
+    "env.num_envs": 4,
+    "env.normalize_returns": False,
+    "network.hidden": [16, 16],
+    "network.activation": "relu",
+    "algorithm.learning_starts": 32,
+    "algorithm.buffer_size": 1000,
+    "algorithm.batch_size": 16,
+    "algorithm.unroll_steps": 4,
+    "algorithm.gradient_steps": 3,
+    "algorithm.target_tau": 0.05,
+}
+CONTINUOUS = {**OFF_POLICY, "env.id": "Pendulum-v1", "env.max_episode_steps": 24}
+SAC = {**CONTINUOUS, "algorithm.name": "sac"}
+TD3 = {**CONTINUOUS, "algorithm.name": "td3"}
+DDPG = {**CONTINUOUS, "algorithm.name": "ddpg"}
+SAC_DISCRETE = {**OFF_POLICY, "algorithm.name": "sac_discrete"}
 REGRESSION = {
     "algorithm.name": "regression",
     "algorithm.features": 8,
@@ -224,12 +249,56 @@ CASES: dict[str, Case] = {
             "algorithm.target_tau": 0.1,
         }
     ),
+    "dqn-noisy-dueling": Case({**DQN, "network.noisy": True, "network.dueling": True}),
+    "dqn-noisy-accumulated": Case({**DQN, **MICROBATCHES, "network.noisy": True}),
     "dqn-pictures": Case({**DQN, **PICTURES}),
+    "one-step-q": Case({**ONLINE_Q, "algorithm.name": "one_step_q"}),
+    "one-step-sarsa": Case({**ONLINE_Q, "algorithm.name": "one_step_sarsa"}),
+    "n-step-q": Case({**ONLINE_Q, "algorithm.name": "n_step_q", "algorithm.rmsprop_eps_in_root": True}),
+    "n-step-q-dueling-accumulated": Case(
+        {
+            **ONLINE_Q,
+            **MICROBATCHES,
+            "algorithm.name": "n_step_q",
+            "network.dueling": True,
+            "algorithm.optimizer": "adam",
+        }
+    ),
+    "a2c-a3c": Case({**A2C, "algorithm.rmsprop_eps": 0.1 / 20**2, "algorithm.rmsprop_eps_in_root": True}),
     "impala": Case(IMPALA),
     "impala-accumulated": Case({**IMPALA, **MICROBATCHES}),
     "impala-lstm": Case({**IMPALA, **LSTM}),
     "impala-pipeline-1f1b": Case({**IMPALA, **MICROBATCHES}, "1f1b", (1, 2), 3),
     "impala-continuous": Case({**IMPALA, **PENDULUM, "algorithm.optimizer": "rmsprop"}),
+    "ddpg": Case(DDPG),
+    "ddpg-gaussian-normalized": Case(
+        {
+            **DDPG,
+            "env.normalize_observations": True,
+            "env.normalize_returns": True,
+            "algorithm.noise": "gaussian",
+        }
+    ),
+    "td3": Case(TD3),
+    "td3-accumulated": Case({**TD3, **MICROBATCHES}),
+    "td3-prioritized-n-step": Case(
+        {**TD3, "algorithm.prioritized": True, "algorithm.n_step": 3, "algorithm.policy_delay": 3}
+    ),
+    "sac": Case(SAC),
+    "sac-accumulated": Case({**SAC, **MICROBATCHES}),
+    "sac-fixed-temperature-prioritized-n-step": Case(
+        {**SAC, "algorithm.temperature": 0.2, "algorithm.prioritized": True, "algorithm.n_step": 3}
+    ),
+    "sac-sde": Case(
+        {
+            **SAC,
+            "network.exploration_noise": "sde",
+            "network.sde_sample_freq": 2,
+            "network.log_std_init": -2.0,
+        }
+    ),
+    "sac-discrete": Case(SAC_DISCRETE),
+    "sac-discrete-pictures": Case({**SAC_DISCRETE, **PICTURES}),
     **_ways("classifier", CLASSIFIER, "algorithm.hidden"),
     "regression": Case(REGRESSION),
     "regression-sparse": Case({**REGRESSION, "algorithm.density": 0.2}),
@@ -292,7 +361,7 @@ def trace(name: str, updates: int) -> dict[str, Any]:
     with learner(case) as trainer:
         for update in range(updates):
             if end is not None:
-                trainer.set_progress(sum(env_steps) / end)
+                trainer.set_progress(sum(env_steps) / end, sum(env_steps))
             stats = trainer.step()
             for metric in {**metrics, **stats.metrics}:
                 value = stats.metrics.get(metric)

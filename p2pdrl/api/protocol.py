@@ -91,6 +91,9 @@ class NodeView(Protocol):
     def mode(self) -> dict[str, object]:
         """The swarm's mode: what is in force here, since when, and who follows it."""
 
+    def evaluations(self) -> list[dict[str, object]]:
+        """The swarm's evaluations, oldest first."""
+
     def rounds(self) -> list[dict[str, object]]:
         """The last rounds of the strategy, oldest first."""
 

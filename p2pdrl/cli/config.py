@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from p2pdrl.cli.options import config_options, json_option
+from p2pdrl.cli.presets import presets
 from p2pdrl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,18 +85,7 @@ def init(file: Path | None) -> None:
     click.echo(f"wrote {file}: take away the # of what you want to change", err=True)
 
 
-@config.command()
-@json_option
-def presets(as_json: bool) -> None:
-    """List the presets, which --config takes by name."""
-    from p2pdrl.config.loader import preset_names, preset_summary
-
-    summaries = {name: preset_summary(name) for name in preset_names()}
-    if as_json:
-        click.echo(json.dumps(summaries, indent=2))
-        return
-    for name, summary in summaries.items():
-        click.echo(f"{name:<12}  {summary}")
+config.add_command(presets)
 
 
 def _document(resolved: Resolved, origin: bool) -> dict[str, Any]:

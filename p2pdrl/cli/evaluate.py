@@ -10,12 +10,13 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from p2pdrl.cli.formats import clean, fixed, grouped
+from p2pdrl.cli.formats import clean, duration, fixed, grouped
 from p2pdrl.cli.options import Target, as_arguments, json_option
 
 __all__ = ["evaluate"]
@@ -53,6 +54,9 @@ _DOWNLOAD_S = 60.0
     "--allow-import", is_flag=True, help="Import the module:name that its task names, which runs its code."
 )
 @click.option(
+    "--history", is_flag=True, help="With --peer: show the swarm's own evaluations so far; plays none."
+)
+@click.option(
     "--swarm-key-file",
     envvar="P2PDRL_SWARM_KEY_FILE",
     metavar="FILE",
@@ -72,10 +76,18 @@ def evaluate(
 ) -> None:
     """Measure a checkpoint, or a running node's policy.
 
-    CHECKPOINT is a .safetensors file, as `p2pdrl checkpoint` and nodes write them.
+    CHECKPOINT is a .safetensors file, as `p2pdrl checkpoint` and nodes write them. With --peer and --history:
+    how the swarm has judged its policy so far.
     """  # fmt: skip
     if (checkpoint is None) == (peer is None):
         raise click.UsageError("name either a CHECKPOINT file or --peer HOST:PORT")
+    if options.pop("history"):
+        if peer is None:
+            raise click.UsageError("--history wants --peer HOST:PORT")
+        found = Target(peer, swarm_key_file, data_dir).client().get("/v1/evaluations")
+        rows = found if isinstance(found, list) else []
+        click.echo(json.dumps(rows, indent=2) if as_json else _history(rows))
+        return
     if checkpoint is not None:
         document = _play(checkpoint, options)
     else:
@@ -102,6 +114,19 @@ def _play(checkpoint: Path, options: dict[str, Any]) -> dict[str, Any]:
         raise SystemExit(done.returncode if done.returncode > 0 else 1)
     document: dict[str, Any] = json.loads(done.stdout)
     return document
+
+
+def _history(rows: Sequence[Any]) -> str:
+    """One line an evaluation, the newest last."""
+    found = [row for row in rows if isinstance(row, Mapping)]
+    if not found:
+        return "no evaluation yet"
+    lines = [f"{'steps':>14} {'mean':>9} {'std':>9} {'episodes':>8} {'length':>8} {'took':>8}  node"]
+    for row in found:
+        cells = f"{fixed(row.get('mean')):>9} {fixed(row.get('std')):>9} {grouped(row.get('episodes')):>8}"
+        cells += f" {fixed(row.get('length')):>8} {duration(row.get('seconds')):>8}"
+        lines.append(f"{grouped(row.get('env_steps')):>14} {cells}  {clean(row.get('name'), 64)}")
+    return "\n".join(lines)
 
 
 def _report(document: dict[str, Any]) -> str:

@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("p2pdrl.cli.doctor:doctor", "Check this machine, and the way to the peers."),
     "pipeline": ("p2pdrl.cli.pipeline:pipeline", "Plan how one model is trained over several devices."),
     "keygen": ("p2pdrl.cli.node:keygen", "Make a swarm key."),
+    "presets": ("p2pdrl.cli.presets:presets", "List the presets, which --config takes by name."),
     "config": ("p2pdrl.cli.config:config", "Show, check or write a configuration."),
 }
 """Name of each command: where it is, and its line in ``--help``."""

@@ -210,6 +210,16 @@ def _return(s: _Shown) -> str:
     return f"{mean} over the last {s.number('episodes_in_window')} of {s.number('episodes')} episodes"
 
 
+def _evaluation(s: _Shown) -> str:
+    """``476.2 ± 31.0 over 30 episodes at 120,331 steps, by node-2; best 482.1 at 100,204``."""
+    if s.get("evaluation.mean") is None:
+        return "none yet"
+    mean = f"{formats.fixed(s.get('evaluation.mean'))} ± {formats.fixed(s.get('evaluation.std'))}"
+    steps, who = s.number("evaluation.env_steps"), formats.clean(s.get("evaluation.name"), 64)
+    best = f"{formats.fixed(s.get('evaluation.best.mean'))} at {s.number('evaluation.best.env_steps')}"
+    return f"{mean} over {s.number('evaluation.episodes')} episodes at {steps} steps, by {who}; best {best}"
+
+
 def _training(s: _Shown) -> str:
     if _serves(s):
         before = f"; {s.number('env_steps')} steps, {s.number('updates')} updates before"
@@ -301,6 +311,7 @@ _FACTS: dict[str, Callable[[_Shown], str]] = {
     "swarm": _swarm,
     "members": lambda s: s.counts("members") or formats.NONE,
     "return": _return,
+    "evaluation": _evaluation,
     "training": _training,
     "learner": _learner,
     "actors": _actors,

@@ -181,6 +181,9 @@ def _goals(status: Member) -> list[str]:
         goals.append(f"until {duration(stop['time_s'])}")
     if stop.get("mean_return") is not None:
         goals.append(f"goal: return {stop['mean_return']:g}")
+    evaluation = status.get("evaluation") or {}
+    if as_number(evaluation.get("mean")) is not None:
+        goals.append(f"evaluated: {fixed(evaluation['mean'])} at {count(evaluation.get('env_steps'))} steps")
     return goals
 
 

@@ -22,8 +22,11 @@ from p2pdrl.config.task import (
     AlgorithmOptions,
     DQNConfig,
     NetworkConfig,
+    NoiseOptions,
+    OnlineQOptions,
     RegressionConfig,
     ReplayOptions,
+    SACConfig,
     TaskConfig,
     batches_of,
     losses_of,
@@ -307,20 +310,24 @@ def _memory_problems(task: TaskConfig) -> Iterator[Problem]:
 def _replay_problems(task: TaskConfig) -> Iterator[Problem]:
     """What a replay memory asks of the rest, and what makes no sense without action values."""
     algorithm, network = task.algorithm, task.network
-    if network.dueling and not isinstance(algorithm, DQNConfig):
+    if network.dueling and not isinstance(algorithm, DQNConfig | OnlineQOptions):
         yield Problem("task.network.dueling", "dueling heads are for action values, as dqn's; turn it off")
-    if not isinstance(algorithm, ReplayOptions):
+    if network.noisy and not isinstance(algorithm, DQNConfig):
+        yield Problem("task.network.noisy", "noise in the weights is how dqn may explore; turn it off")
+    if network.noisy and network.kind == "transformer":
+        yield Problem("task.network.noisy", "a transformer's layers can't be noisy; turn it off")
+    if isinstance(algorithm, OnlineQOptions):
+        yield from _online_q_problems(algorithm)
+    if not isinstance(algorithm, ReplayOptions | OnlineQOptions):
         return
     usual = NetworkConfig()
-    for key in ("squash", "rescale_actions", "exploration_noise"):
+    for key, why in _idle_actions(algorithm).items():
         if getattr(network, key) != getattr(usual, key):
-            yield Problem(
-                f"task.network.{key}", "is for continuous actions, dqn's are discrete; leave it out"
-            )
+            yield Problem(f"task.network.{key}", f"{why}; leave it out")
     if network.core != "none":
-        yield Problem(
-            "task.network.core", "transitions drawn from a replay memory have no past; leave it none"
-        )
+        yield Problem("task.network.core", "action values are learned without a memory here; leave it none")
+    if not isinstance(algorithm, ReplayOptions):
+        return
     if algorithm.learning_starts > algorithm.buffer_size:
         yield Problem(
             "task.algorithm.learning_starts",
@@ -333,6 +340,29 @@ def _replay_problems(task: TaskConfig) -> Iterator[Problem]:
             "task.algorithm.buffer_size",
             f"num_envs × (unroll_steps + n_step + 1) = {least} steps are the least that can be learned from",
         )
+
+
+def _online_q_problems(algorithm: OnlineQOptions) -> Iterator[Problem]:
+    """Each ε at last has its share."""
+    ends, shares = algorithm.exploration_ends, algorithm.exploration_shares
+    if not ends or len(ends) != len(shares) or abs(sum(shares) - 1.0) > 1e-6:
+        yield Problem(
+            "task.algorithm.exploration_shares",
+            f"{len(shares)} shares that add up to {sum(shares):g} for {len(ends)} exploration_ends: give "
+            "each its share, all together 1",
+        )
+
+
+def _idle_actions(algorithm: AlgorithmOptions) -> dict[str, str]:
+    """Keys of the network about actions that have no part in an algorithm, with the reason."""
+    if not isinstance(algorithm, SACConfig | NoiseOptions):
+        keys = ("squash", "rescale_actions", "exploration_noise")
+        return dict.fromkeys(keys, "is for continuous actions, this algorithm's are discrete")
+    idle = dict.fromkeys(("squash", "rescale_actions"), "is always so with this algorithm")
+    if isinstance(algorithm, NoiseOptions):
+        idle["exploration_noise"] = "is for policies that are stochastic; task.algorithm.noise is this one's"
+        idle["log_std_init"] = "is for policies that are stochastic; task.algorithm.noise_std is this one's"
+    return idle
 
 
 def _regression_problems(algorithm: RegressionConfig) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ drops what weaker layers set in that section: it was meant for the other variant
 
 from __future__ import annotations
 
+import itertools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ __all__ = [
     "SourceValue",
     "ValueOrigin",
     "is_preset_name",
+    "preset_about",
     "preset_names",
     "preset_path",
     "preset_summary",
@@ -259,8 +261,18 @@ def preset_summary(name: str) -> str:
     Raises:
         ConfigError: if there is no such preset.
     """
-    first = preset_path(name).read_text("utf-8").partition("\n")[0]
-    return first.lstrip("# ").strip() if first.startswith("#") else ""
+    return preset_about(name).partition("\n")[0]
+
+
+def preset_about(name: str) -> str:
+    """The whole comment at the top of a preset's file: what it is, its paper, what it was seen to reach.
+
+    Raises:
+        ConfigError: if there is no such preset.
+    """
+    lines = preset_path(name).read_text("utf-8").splitlines()
+    top = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return "\n".join(line.removeprefix("#").strip() for line in top)
 
 
 Kind = Literal["flag", "set", "env", "file", "default"]

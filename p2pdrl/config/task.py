@@ -25,16 +25,28 @@ __all__ = [
     "AlgorithmConfig",
     "AlgorithmOptions",
     "AtariConfig",
+    "DDPGConfig",
     "DQNConfig",
+    "DiscreteSACConfig",
     "EnvConfig",
+    "EvaluationConfig",
     "GradientsConfig",
     "ImpalaConfig",
+    "NStepQConfig",
     "NetworkConfig",
+    "NoiseOptions",
+    "OffPolicyOptions",
+    "OneStepQConfig",
+    "OneStepSarsaConfig",
+    "OnlineQOptions",
     "PPOConfig",
     "RegressionConfig",
     "ReplayOptions",
+    "SACConfig",
     "StopConfig",
+    "TD3Config",
     "TaskConfig",
+    "TemperatureOptions",
     "batches_of",
     "losses_of",
     "minibatch_rows",
@@ -140,7 +152,14 @@ class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only
     """Units of the memory."""
     dueling: bool = False
     """Action values as the sum of a state's value and each action's advantage (Wang 2016): better where many
-    actions are worth the same. Only where action values are learned (``dqn``)."""
+    actions are worth the same. Only where action values are learned (``dqn``, ``n_step_q`` …)."""
+    noisy: bool = False
+    """Explore by noise in the weights of all dense layers, whose size is learned (Fortunato 2018, arXiv
+    1706.10295), instead of by ε: with it ``dqn`` has none. The evaluation takes the mean weights. Twice the
+    parameters of these layers; not for transformers."""
+    noisy_sigma: NonNegative = 0.5
+    """σ_0 of ``noisy``: the noise of a layer's weights at first, in parts of what its weights are drawn
+    from."""
     log_std_init: Annotated[float, Meta(ge=-20, le=5)] = 0.0
     """Logarithm of the deviation that continuous actions begin with; 0 is a deviation of 1, in the policy's
     own units (see ``rescale_actions``). Under ``sde`` that of each weight of the noise: the actions' is
@@ -257,6 +276,8 @@ class A2CConfig(
     """Decay of RMSProp's squared-gradient average."""
     rmsprop_eps: Positive = 1e-5
     """Added to RMSProp's (and Adam's) denominator."""
+    rmsprop_eps_in_root: bool = False
+    """Add it to RMSProp's squared average, under the root, as A3C does; 0.1 there is 0.3 beside the root."""
 
 
 class ImpalaConfig(
@@ -329,7 +350,7 @@ class ReplayOptions(AlgorithmOptions, frozen=True, forbid_unknown_fields=True, k
 class DQNConfig(
     ReplayOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="dqn"
 ):
-    """Deep Q-learning (Mnih 2015), double, and where asked for dueling, n-step and prioritized."""
+    """Deep Q-learning (Mnih 2015), double, and where asked for dueling, noisy, n-step and prioritized."""
 
     learning_rate: NonNegative = 1e-4
     """Step of Adam."""
@@ -338,8 +359,8 @@ class DQNConfig(
     double: bool = True
     """The online network picks the next action and the target network judges it (van Hasselt 2016), which
     takes out most of the overestimation."""
-    target_every: Count = 250
-    """Updates (blocks of ``gradient_steps``) between two copies of the network into its target."""
+    target_every: Count = 10_000
+    """Environment steps of the whole swarm between two copies of the network into its target."""
     target_tau: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Instead, move the target by this share after each gradient step; none copies."""
     exploration_start: Fraction = 1.0
@@ -350,6 +371,166 @@ class DQNConfig(
     """Environment steps of the whole swarm over which ε falls."""
     max_grad_norm: Positive = 10.0
     """Global gradient norm is clipped to this."""
+
+
+class OnlineQOptions(AlgorithmOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the value-based methods of Mnih 2016 (arXiv 1602.01783) have, which learn without a replay."""
+
+    stages: ClassVar[bool] = False
+
+    learning_rate: NonNegative = 7e-4
+    """Step of the optimizer."""
+    unroll_steps: Count = 5
+    """Steps per environment between updates (T), the paper's I_AsyncUpdate and t_max; of ``n_step_q`` also
+    the n of its returns."""
+    target_every: Count = 10_000
+    """Environment steps of the whole swarm between two copies of the network into its target (the paper's
+    I_target, there 40,000 frames of 4 to a step)."""
+    exploration_start: Fraction = 1.0
+    """ε of ε-greedy actions at first."""
+    exploration_ends: tuple[Fraction, ...] = (0.1, 0.01, 0.5)
+    """ε at last: each environment draws one of these anew for each unroll, so that some explore while others
+    show what the policy is worth."""
+    exploration_shares: tuple[Fraction, ...] = (0.4, 0.3, 0.3)
+    """How likely each of ``exploration_ends`` is drawn; they add up to 1."""
+    exploration_steps: Annotated[int, Meta(ge=1)] = 50_000
+    """Environment steps of the whole swarm over which ε falls."""
+    max_grad_norm: Positive = 10.0
+    """Global gradient norm is clipped to this."""
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"
+    """The paper's RMSProp, or Adam, which wants less tuning."""
+    rmsprop_alpha: Fraction = 0.99
+    """Decay of RMSProp's squared-gradient average."""
+    rmsprop_eps: Positive = 1e-5
+    """Added to RMSProp's (and Adam's) denominator."""
+    rmsprop_eps_in_root: bool = False
+    """Add it to RMSProp's squared average, under the root, as the paper does."""
+
+
+class OneStepQConfig(
+    OnlineQOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="one_step_q"
+):
+    """One-step Q-learning without a replay (Mnih 2016, algorithm 1)."""
+
+
+class OneStepSarsaConfig(
+    OnlineQOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="one_step_sarsa",
+):
+    """One-step Sarsa without a replay (Mnih 2016, section 4): learns what the exploring policy is worth."""
+
+
+class NStepQConfig(
+    OnlineQOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="n_step_q"
+):
+    """N-step Q-learning without a replay (Mnih 2016, algorithm S2)."""
+
+
+class OffPolicyOptions(ReplayOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What actor-critics have that learn Q(s, a) from a replay memory.
+
+    ``learning_starts`` also tells until when actions are drawn uniformly: until the swarm has made so many
+    steps, or the memory holds so many.
+    """
+
+    losses: ClassVar[int] = 2
+
+    learning_rate: NonNegative = 3e-4
+    """Step of Adam, for the critics; for the rest too unless that has its own."""
+    actor_learning_rate: NonNegative | None = None
+    """Step of Adam for the actor; none takes ``learning_rate``."""
+    unroll_steps: Count = 1
+    """Steps per environment before each block of ``gradient_steps``. As many gradients as num_envs ×
+    unroll_steps are usual; larger blocks cost less to collect, and act with older parameters."""
+    batch_size: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
+    """Transitions of each gradient."""
+    target_tau: Annotated[float, Meta(gt=0, le=1)] = 0.005
+    """τ: share by which targets move towards the networks after each step. Less is steadier and slower."""
+    max_grad_norm: Positive = 1e9
+    """The gradient's norm of each loss is clipped to this; the default never clips."""
+
+
+class NoiseOptions(OffPolicyOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What deterministic actors say of the noise that they explore with; actions are scaled to -1 … 1."""
+
+    noise: Literal["gaussian", "ornstein_uhlenbeck"] = "gaussian"
+    """``gaussian`` is new at each step; ``ornstein_uhlenbeck`` follows its last value, so that actions push
+    in one direction for a while: for masses with inertia."""
+    noise_std: NonNegative = 0.1
+    """σ: deviation of what is added at each step. An Ornstein-Uhlenbeck process as a whole deviates more, by
+    1 / √(1 − (1 − θ)²)."""
+    noise_theta: Annotated[float, Meta(gt=0, le=1)] = 0.15
+    """θ of ``ornstein_uhlenbeck``: share by which it falls back to zero at each step."""
+
+
+class TemperatureOptions(OffPolicyOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What soft actor-critics say of their temperature α, the weight of the entropy against the reward."""
+
+    losses: ClassVar[int] = 3
+
+    temperature: Positive | Literal["auto"] = "auto"
+    """α: higher explores longer and pays less heed to rewards. ``auto`` learns it, so that the policy's
+    entropy comes to a target, whatever the scale of the rewards is."""
+    temperature_init: Positive = 1.0
+    """α that ``auto`` begins with."""
+    temperature_learning_rate: NonNegative | None = None
+    """Step of Adam for log α; none takes ``learning_rate``."""
+
+
+class SACConfig(
+    TemperatureOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="sac"
+):
+    """Soft actor-critic for continuous actions (Haarnoja 2018, arXiv 1812.05905)."""
+
+    target_entropy: float | None = None
+    """Entropy that ``temperature = auto`` aims at, in nats, of actions scaled to -1 … 1, whose uniform
+    distribution has 0.69 for each dimension; none takes -1 for each. Lower ends sharper."""
+
+
+class DiscreteSACConfig(
+    TemperatureOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="sac_discrete",
+):
+    """Soft actor-critic for discrete actions (Christodoulou 2019, arXiv 1910.07207)."""
+
+    target_entropy_fraction: Fraction = 0.98
+    """Entropy that ``temperature = auto`` aims at, as a share of log |A|, that of uniform actions. The
+    paper's 0.98 is close to uniform on average; less ends sharper."""
+
+
+class TD3Config(
+    NoiseOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="td3"
+):
+    """Twin delayed DDPG for continuous actions (Fujimoto 2018, arXiv 1802.09477)."""
+
+    policy_delay: Count = 2
+    """d: gradient steps of the critics for each of the actor and of the targets. More let values settle
+    before the policy follows them."""
+    target_noise_std: NonNegative = 0.2
+    """σ̃: deviation of the noise on the targets' actions: close actions then get close values."""
+    target_noise_clip: NonNegative = 0.5
+    """c: bound on that noise."""
+
+
+class DDPGConfig(
+    NoiseOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ddpg"
+):
+    """Deep deterministic policy gradient for continuous actions (Lillicrap 2016, arXiv 1509.02971)."""
+
+    noise: Literal["gaussian", "ornstein_uhlenbeck"] = "ornstein_uhlenbeck"
+    """The paper's ``ornstein_uhlenbeck`` follows its last value, so that actions push in one direction for a
+    while, for masses with inertia; ``gaussian`` is new at each step."""
+    noise_std: NonNegative = 0.2
+    """σ: deviation of what is added at each step. An Ornstein-Uhlenbeck process as a whole deviates more, by
+    1 / √(1 − (1 − θ)²)."""
 
 
 class RegressionConfig(
@@ -410,7 +591,20 @@ class RegressionConfig(
     """Updates of a learner between two evaluations, the "episodes" of ``stop.mean_return``."""
 
 
-AlgorithmConfig = PPOConfig | A2CConfig | ImpalaConfig | DQNConfig | RegressionConfig
+AlgorithmConfig = (
+    PPOConfig
+    | A2CConfig
+    | ImpalaConfig
+    | DQNConfig
+    | OneStepQConfig
+    | OneStepSarsaConfig
+    | NStepQConfig
+    | DDPGConfig
+    | TD3Config
+    | SACConfig
+    | DiscreteSACConfig
+    | RegressionConfig
+)
 
 
 # What changes results is the task's. How a batch is cut and what is kept in memory (microbatches and
@@ -433,10 +627,28 @@ class StopConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     time_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """Seconds since the swarm was founded; 0 switches it off."""
     mean_return: float | None = None
-    """Each living node's mean return over its last ``window`` sampled training episodes has reached this.
-    Returns may be negative, so 0 is a goal here, unlike above; ``"none"`` switches it off."""
+    """Two evaluations in a row have reached this, see ``task.evaluation``. Without evaluations (``every``
+    is 0) each living node's mean return over its last ``window`` sampled training episodes has. Returns may
+    be negative, so 0 is a goal here, unlike above; ``"none"`` switches it off."""
     window: Annotated[int, Meta(ge=1, le=1_000_000)] = 100
-    """Episodes that a mean return is taken over."""
+    """Training episodes that a node's mean return is taken over."""
+
+
+class EvaluationConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the swarm's policy is judged while it trains.
+
+    The nodes take turns: one plays episodes with the parameters that it holds then, in a process of its own
+    beside the learner's.
+    """
+
+    every: Annotated[int, Meta(ge=0, le=10**12)] = 50_000
+    """Environment steps of the whole swarm between two evaluations; 0 makes none. A node rests four times as
+    long as its last one took, so a swarm that is faster than that leaves some out."""
+    episodes: Annotated[int, Meta(ge=1, le=10_000)] = 30
+    """Episodes of each."""
+    mode: Literal["sampled", "greedy"] = "sampled"
+    """``sampled`` draws actions as training does, ``greedy`` takes the likeliest one (the mean, of continuous
+    actions)."""
 
 
 class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -450,6 +662,12 @@ class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     gradients: GradientsConfig = GradientsConfig()
     strategy: StrategyConfig = AdpsgdConfig()
     stop: StopConfig = StopConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether there are evaluations: a regression plays no episodes."""
+        return self.evaluation.every > 0 and not isinstance(self.algorithm, RegressionConfig)
 
     @property
     def subject(self) -> str:

@@ -9,6 +9,7 @@ from p2pdrl.config.node import roles_in
 from p2pdrl.config.root import Config
 from p2pdrl.membership.events import MemberView
 from p2pdrl.membership.service import MembershipService
+from p2pdrl.node.accounting.evaluations import Evaluation, EvaluationLog
 from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.children.supervisor import LearnerSupervisor
@@ -51,6 +52,10 @@ class NodeContext:
     alone_since_s: float | None = None
     halted: str | None = None
     """Why the swarm is done, once it is."""
+    evaluations: EvaluationLog = field(default_factory=EvaluationLog)
+    """Of the swarm's policy, by all nodes."""
+    own_evaluations: tuple[Evaluation, ...] = ()
+    """The last that this node made, which its report tells."""
     mode_error: str | None = None
     """Why this node can't run the swarm's mode and trains alone; None while it can."""
 

@@ -33,7 +33,9 @@ from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.admission import JoinAdmission
 from p2pdrl.node.bootstrap.first_state import first_state, founded_at, load_checkpoint
 from p2pdrl.node.bootstrap.startup import Opened, direct, open_node
+from p2pdrl.node.children.evaluator import EvaluatorProcess
 from p2pdrl.node.context import NodeContext
+from p2pdrl.node.evaluation import Evaluations
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.looplag import LoopLagMonitor
 from p2pdrl.node.record_follower import RecordFollower
@@ -235,6 +237,7 @@ class Node:
             await training.begin(state, lineage)
             opened.data.keep = True
             context.checkpointer = self._make_checkpointer(store, training, checkpoint)
+            self._evaluations = self._make_evaluations(training)
             context.state = "paused" if training.paused else "training"
             self._follower.saved_mode = SavedMode(context.data_dir, training.task_hash, context.swarm_id)
             await recall_mode(context, self._follower.saved_mode, origin, checkpoint)
@@ -257,6 +260,7 @@ class Node:
                 group.create_task(training.mode.watch(), name="strategy"),
                 group.create_task(context.checkpointer.run(), name="checkpoints"),
                 group.create_task(self._fold_later(), name="fold"),
+                group.create_task(self._evaluations.run(), name="evaluations"),
             ]
             await self._follower.halted.wait()
             if self._config.node.keep_running:
@@ -346,7 +350,13 @@ class Node:
             clock=self._clock,
             events=self._events,
             best=None if checkpoint is None else checkpoint.meta.get("best_mean_return"),
+            judged=training.task.evaluated,
         )
+
+    def _make_evaluations(self, training: Training) -> Evaluations:
+        config = self._config.node
+        process = EvaluatorProcess(threads=config.learner.threads, allow_import=config.may_import)
+        return Evaluations(self._context, self._reporter, training, process, self._meters.evaluated)
 
     async def _fold_later(self) -> None:
         await asyncio.sleep(FOLD_AFTER_S)
@@ -370,6 +380,7 @@ class Node:
             return
         if context.checkpointer is not None:
             context.checkpointer.mean_return = self._reporter.mean_return
+            self._evaluations.hear()
         self._follower.on_gossip_round(training)
         self._meters.write_scalars()
 

@@ -160,7 +160,8 @@ class RecordFollower:
         training.progress(min(1.0, steps / last) if last else 0.0, steps)
         reports = self._reporter.living_reports()
         age_s = max(0.0, context.clock.wall() - condition.founded_at)
-        reached = stop.judge(condition.stop, steps, age_s, reports or [])
+        evaluations = context.evaluations if training.task.evaluated else None
+        reached = stop.judge(condition.stop, steps, age_s, reports or [], evaluations)
         if reached is not None:
             halt = HaltSetting(reached.kind, reached.reason, *version)
             context.membership.propose(settings.HALT, halt)

@@ -1,4 +1,4 @@
-"""When the swarm is done: judged by each node from the reports of all, at every gossip round. Pure."""
+"""When the swarm is done: judged by each node from what all report, at every gossip round. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from p2pdrl.config.task import StopConfig
+from p2pdrl.node.accounting.evaluations import EvaluationLog
 from p2pdrl.node.accounting.report_table import PeerReport
 
 __all__ = ["StopReached", "judge", "returns_ready"]
@@ -21,20 +22,27 @@ class StopReached:
 
 
 def judge(
-    stop: StopConfig, swarm_env_steps: int, swarm_age_s: float, reports: Sequence[PeerReport]
+    stop: StopConfig,
+    swarm_env_steps: int,
+    swarm_age_s: float,
+    reports: Sequence[PeerReport],
+    evaluations: EvaluationLog | None = None,
 ) -> StopReached | None:
     """Return the first condition that is met; None while none is.
 
     Args:
         swarm_env_steps: of all nodes and boots.
-        reports: the newest report of every living node, this one's included. A node that is still
-            coming up holds back the mean return's condition until it trains; one that only computes for
-            another (a lower stage of a pipeline) has no returns to judge.
+        reports: the newest report of every living node, this one's included. Without evaluations the mean
+            return is judged by them: a node that is still coming up holds that back until it trains; one that
+            only computes for another (a lower stage of a pipeline) has no returns to judge.
+        evaluations: of the swarm's policy; None where none are made.
     """
     if stop.env_steps and swarm_env_steps >= stop.env_steps:
         return StopReached("env_steps", f"{swarm_env_steps} of {stop.env_steps} environment steps are done")
     if stop.time_s and swarm_age_s >= stop.time_s:
         return StopReached("time_s", f"{swarm_age_s:.0f} of {stop.time_s:g} seconds are over")
+    if evaluations is not None:
+        return _evaluated(stop, evaluations)
     coming = any(report.state in ("joining", "starting", "fetching") for report in reports)
     training = [report for report in reports if report.state == "training" and report.trains]
     if (
@@ -50,6 +58,18 @@ def judge(
             f"(lowest {lowest:.4g})",
         )
     return None
+
+
+def _evaluated(stop: StopConfig, evaluations: EvaluationLog) -> StopReached | None:
+    reached = None if stop.mean_return is None else evaluations.reached(stop.mean_return)
+    if reached is None:
+        return None
+    means = " and ".join(f"{entry.evaluation.mean:.4g}" for entry in reached)
+    return StopReached(
+        "mean_return",
+        f"mean return {stop.mean_return:g} is reached: {means} in the last two evaluations, of "
+        f"{reached[1].evaluation.episodes} episodes each",
+    )
 
 
 def returns_ready(stop: StopConfig, episodes_in_window: int, mean_return: float | None) -> bool:

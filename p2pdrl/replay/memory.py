@@ -111,9 +111,13 @@ class ReplayLayout:
     @property
     def sampled_shape(self) -> tuple[int, ...]:
         """Shape of a sampled observation."""
-        if self.frame_stack == 1:
+        return self.stacked(self.frame_stack)
+
+    def stacked(self, count: int) -> tuple[int, ...]:
+        """Shape of so many frames."""
+        if count == 1:
             return self.obs_shape
-        frames = (self.frame_stack,)
+        frames = (count,)
         return frames + self.obs_shape if self.stack_axis == 0 else self.obs_shape + frames
 
     @property
@@ -165,7 +169,8 @@ class ReplaySample:
 
     Attributes:
         obs_NX: observations; with stacked frames `ReplayLayout.sampled_shape`, zero before the episode's
-            first.
+            first. One step before ``next_obs_NX`` both are views of one array, as all frames but one are in
+            both: don't write to them.
         actions: N or NA.
         returns_N: float32, r_t + γ r_{t+1} + …: n rewards, or those up to the episode's end.
         discounts_N: float32, what the value of ``next_obs_NX`` counts: γ^m after m rewards; 0 where the
@@ -176,6 +181,7 @@ class ReplaySample:
         serials_N: int64 numbers of the rows within their streams; with the indices they name rows for good.
         masses_N: float64 p^α of each row, 1 without priorities: what `importance_weights` needs where samples
             of several memories are put together.
+        both_NX: the array that both observations are views of; None where they have one each.
     """
 
     obs_NX: Array
@@ -187,6 +193,7 @@ class ReplaySample:
     indices_N: Int64Array
     serials_N: Int64Array
     masses_N: Float64Array
+    both_NX: Array | None = None
 
 
 class ReplayMemory:
@@ -224,6 +231,7 @@ class ReplayMemory:
         self._frames: Array = self._obs.reshape(layout.streams * places, -1)
         self._claim()
         self._eligible: BoolArray = np.zeros(layout.streams * places, np.bool_)
+        self._eligible_slots: Int64Array | None = None
         self._count = 0
         self._tree = None if layout.alpha is None else SumTree(layout.streams * places)
         self._settle(np.arange(layout.streams), places)
@@ -414,6 +422,7 @@ class ReplayMemory:
         """Let rows count or not; each is named once."""
         self._count += int(eligible_N.sum()) - int(self._eligible[slots_N].sum())
         self._eligible[slots_N] = eligible_N
+        self._eligible_slots = None
         if self._tree is not None:
             self._tree.set(slots_N, self._masses_of(self._priorities[slots_N]) * eligible_N)
 
@@ -426,6 +435,7 @@ class ReplayMemory:
         *,
         discount: float,
         beta: float = 1.0,
+        times: int = 1,
         out: ReplaySample | None = None,
     ) -> ReplaySample:
         """Draw rows that count, with replacement.
@@ -439,19 +449,24 @@ class ReplayMemory:
             batch: N, at least 1.
             discount: γ.
             beta: β of the importance weights; see `importance_weights`.
-            out: an earlier sample of this memory and of N rows, whose observations are overwritten: new
+            times: draw so often, one sample behind the other: rows are those that as many calls would give,
+                for less than their price. Not with priorities, which change in between.
+            out: an earlier sample of this memory and of as many rows, whose observations are overwritten: new
                 memory for pictures costs more than copying them.
 
         Raises:
-            TensorError: no row may be sampled yet.
+            TensorError: no row may be sampled yet, or priorities can't be drawn by several times.
         """
+        if self._tree is not None and times != 1:
+            raise TensorError("priorities change between two samples: draw one at a time")
         if self._count == 0:
             raise TensorError("the replay memory holds no row that could be sampled yet: wait for `count`")
         mass = self.mass
         if self._tree is None:
-            indices_N = self._draw_uniformly(batch, rng)
-            masses_N = np.ones(batch)
-            weights_N = np.ones(batch, np.float32)
+            drawn = [self._draw_uniformly(batch, rng) for _ in range(times)]
+            indices_N = drawn[0] if times == 1 else np.concatenate(drawn)
+            masses_N = np.ones(batch * times)
+            weights_N = np.ones(batch * times, np.float32)
         else:
             indices_N = self._tree.find((np.arange(batch) + rng.random(batch)) * (mass / batch))
             masses_N = self._tree.masses(indices_N)
@@ -460,24 +475,26 @@ class ReplayMemory:
         newest_N = self._counts_S.take(indices_N // self._places) - 1
         serials_N = newest_N - (newest_N - indices_N) % self._places
         returns_N, discounts_N, lengths_N = self._returns(bases_N, serials_N, discount)
+        obs_NX, next_obs_NX, both_NX = self._pairs(bases_N, serials_N, lengths_N, out)
         return ReplaySample(
-            obs_NX=self._observations(bases_N, serials_N, None if out is None else out.obs_NX),
+            obs_NX=obs_NX,
             actions=self._actions.take(indices_N, axis=0),
             returns_N=returns_N,
             discounts_N=discounts_N,
-            next_obs_NX=self._observations(
-                bases_N, serials_N + lengths_N, None if out is None else out.next_obs_NX
-            ),
+            next_obs_NX=next_obs_NX,
             weights_N=weights_N,
             indices_N=indices_N,
             serials_N=serials_N,
             masses_N=masses_N,
+            both_NX=both_NX,
         )
 
     def _draw_uniformly(self, batch: int, rng: np.random.Generator) -> Int64Array:
         places = len(self._eligible)
         if self._count < places // 4:
-            slots = np.flatnonzero(self._eligible)
+            if self._eligible_slots is None:
+                self._eligible_slots = np.flatnonzero(self._eligible)
+            slots = self._eligible_slots
             return slots[rng.integers(len(slots), size=batch)]
         found: list[Int64Array] = []
         missing = batch
@@ -503,14 +520,41 @@ class ReplayMemory:
         discounts_N = powers.take(lengths_N) * ~terminated_N
         return returns_N.astype(np.float32), discounts_N.astype(np.float32), lengths_N
 
-    def _observations(self, bases_N: Int64Array, serials_N: Int64Array, out_NX: Array | None) -> Array:
-        """Return the rows' observations, in ``out_NX`` if that isn't None."""
+    def _pairs(
+        self, bases_N: Int64Array, serials_N: Int64Array, lengths_N: Int64Array, out: ReplaySample | None
+    ) -> tuple[Array, Array, Array | None]:
+        """Return the rows' observations, those ``lengths_N`` steps later, and what both are views of.
+
+        They lie in an earlier sample's memory if ``out`` isn't None.
+        """
+        if self.n_step != 1 or not 1 < self.layout.frame_stack < MAX_FRAMES:
+            out_NX, next_out_NX = (None, None) if out is None else (out.obs_NX, out.next_obs_NX)
+            return (
+                self._observations(bases_N, serials_N, out_NX),
+                self._observations(bases_N, serials_N + lengths_N, next_out_NX),
+                None,
+            )
+        # One step later a stack has one frame more and one less: K + 1 frames are both. That which follows an
+        # episode's end is its final observation, so they all are of one episode.
+        both_NX = self._observations(bases_N, serials_N + 1, None if out is None else out.both_NX, more=1)
+        last = both_NX.ndim - 1 if self.layout.stack_axis == -1 else 1
+        earlier, later = ((slice(None),) * last + (part,) for part in (slice(None, -1), slice(1, None)))
+        return both_NX[earlier], both_NX[later], both_NX
+
+    def _observations(
+        self, bases_N: Int64Array, serials_N: Int64Array, out_NX: Array | None, *, more: int = 0
+    ) -> Array:
+        """Return the rows' observations, in ``out_NX`` if that isn't None.
+
+        Args:
+            more: so many frames more than K, from before the stack.
+        """
         layout, N = self.layout, len(serials_N)
-        K = layout.frame_stack
+        K = layout.frame_stack + more
         moves = K > 1 and layout.stack_axis == -1
         if out_NX is None:
             frames = np.empty((N * K, self._frames.shape[1]), self._frames.dtype)
-        elif out_NX.shape != (N, *layout.sampled_shape) or out_NX.dtype != self._frames.dtype:
+        elif out_NX.shape != (N, *layout.stacked(K)) or out_NX.dtype != self._frames.dtype:
             raise LayoutMismatchError(f"{out_NX.dtype} {out_NX.shape} can't take {N} rows of {layout}")
         else:
             frames = np.moveaxis(out_NX, -1, 1) if moves else out_NX

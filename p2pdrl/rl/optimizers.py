@@ -111,14 +111,19 @@ class _TorchOps:
         eps: float,
         m_bias: float = 1.0,
         root_bias: float = 1.0,
+        root_eps: float = 0.0,
     ) -> None:
-        denominator = self._root(v)
+        denominator = self._root(v, root_eps)
         if root_bias != 1.0:
             denominator.div_(root_bias)
-        x.addcdiv_(m, denominator.add_(eps), value=-(rate / m_bias))
+        if eps != 0.0:
+            denominator.add_(eps)
+        x.addcdiv_(m, denominator, value=-(rate / m_bias))
 
-    def _root(self, v: Tensor) -> Tensor:
-        """Return √v, to be changed at will; valid until the next call."""
+    def _root(self, v: Tensor, eps: float) -> Tensor:
+        """Return √(v + ε), to be changed at will; valid until the next call."""
+        if eps:
+            v = v + eps
         if v.device.type != "cpu":
             return v.sqrt()
         if self._scratch.dtype != v.dtype or self._scratch.numel() < v.numel():

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from p2pdrl.config.task import NetworkConfig
+from p2pdrl.config.task import AlgorithmOptions, NetworkConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.distributions import (
     ActionMap,
@@ -55,6 +55,9 @@ class Policy(nn.Module, ABC):
 
     spec: EnvSpec
     exploration: float = 0.0
+
+    def configure(self, options: AlgorithmOptions) -> None:
+        """Take over what acting depends on in the algorithm's options; called once, before anything else."""
 
     def initial_state(self, batch: int) -> Tensor | None:
         """Return the state before an episode's first step, B x S zeros; None for policies without memory."""

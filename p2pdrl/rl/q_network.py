@@ -1,41 +1,89 @@
-"""Action values: one network Q(s, ·), acting greedily or ε-greedily.
+"""Action values: one network Q(s, ·), acting greedily, ε-greedily, or greedily with noise in its weights.
 
 ``registry`` builds it for algorithms that learn action values, ``rollout`` and ``evaluate`` let it act,
 ``gradients`` differentiates through ``outputs``.
 
-Shape suffixes: … leading dimensions, B batch, X the observation's own dimensions, A actions, F features.
+Shape suffixes: … leading dimensions, B batch, X the observation's own dimensions, A actions, F features, P
+noise of the weights.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from p2pdrl.config.task import NetworkConfig
+from p2pdrl.config.task import AlgorithmOptions, NetworkConfig, OnlineQOptions
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.networks.layers import Dense, initialise
 from p2pdrl.rl.networks.lstm import NO_CONTEXT, RecurrentContext
+from p2pdrl.rl.networks.noisy import factorised_noise, make_noisy, noise_size, using_noise
 from p2pdrl.rl.networks.registry import make_trunk
 from p2pdrl.rl.policy import Policy
 
-__all__ = ["QNetwork"]
+__all__ = ["ExplorationSpread", "QNetwork"]
+
+
+@dataclass(frozen=True)
+class ExplorationSpread:
+    """Different ε for different environments (Mnih 2016, arXiv 1602.01783, section 5.1).
+
+    Each falls from ``start`` to an end of its own, all on the same line of time: the share of the way that is
+    behind them is told by the mean ε.
+
+    Attributes:
+        ends: ε at last.
+        shares: the probability of each end.
+    """
+
+    start: float
+    ends: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    @classmethod
+    def of(cls, config: OnlineQOptions) -> ExplorationSpread:
+        """As a task's options ask for."""
+        return cls(config.exploration_start, config.exploration_ends, config.exploration_shares)
+
+    @property
+    def mean_end(self) -> float:
+        """Mean of ε at last."""
+        return sum(end * share for end, share in zip(self.ends, self.shares, strict=True))
+
+    def draw(self, uniform_B: Tensor) -> Tensor:
+        """Return the ends of B environments, for numbers between 0 and 1."""
+        bounds = torch.tensor(self.shares, device=uniform_B.device).cumsum(0)[:-1]
+        return torch.tensor(self.ends, device=uniform_B.device)[torch.bucketize(uniform_B, bounds)]
+
+    def epsilon(self, mean: float, ends_B: Tensor) -> Tensor:
+        """Return ε of B environments, whose ends were drawn, when its mean is ``mean``."""
+        way = self.start - self.mean_end
+        left = (mean - self.mean_end) / way if way else 0.0
+        return ends_B + (self.start - ends_B) * left
 
 
 class QNetwork(Policy):
     """Q(s, a) of every action at once, on any trunk (Mnih 2015, Nature 518).
 
     With ``task.network.dueling`` (Wang 2016, arXiv 1511.06581, equation 9): Q = V + A − mean over actions
-    of A.
+    of A. With ``task.network.noisy`` all dense layers are noisy ones (``networks.noisy``).
 
     Args:
         spec: observations and actions of the environment.
         config: shape of the network.
         seed: of the initial weights; None leaves all parameters on the meta device.
 
+    Attributes:
+        spread: of ε over environments, whose mean is ``exploration`` then; None where all have the same.
+        noisy: whether it explores by noise in its weights; ε has no effect then.
+
     Raises:
         ConfigError: actions aren't discrete, or the network doesn't fit the observations.
     """
+
+    spread: ExplorationSpread | None = None
 
     def __init__(self, spec: EnvSpec, config: NetworkConfig, seed: int | None) -> None:
         super().__init__()
@@ -52,35 +100,69 @@ class QNetwork(Policy):
         # small last layers make all actions worth about nothing at first
         self.advantage_head = Dense(self.trunk.features, self.actions, 0.01)
         self.value_head = Dense(self.trunk.features, 1, 0.01) if config.dueling else None
+        self.noisy = config.noisy
+        self._noisy_layers = make_noisy(self, config.noisy_sigma) if config.noisy else []
+        self._weight_noise: Tensor | None = None
         if seed is not None:
             initialise(self, torch.Generator().manual_seed(seed))
 
-    def forward(self, obs: Tensor) -> Tensor:
-        """Return Q(s, ·), …A, of ``obs`` …X."""
-        features = self.trunk(obs.reshape(-1, *self.spec.obs_shape))
-        q = self.advantage_head(features)
-        if self.value_head is not None:
-            q = self.value_head(features) + q - q.mean(-1, keepdim=True)
+    def forward(self, obs: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Return Q(s, ·), …A, of ``obs`` …X.
+
+        Args:
+            noise: of noisy weights, P for all observations or BP for B of them; None takes the mean weights.
+        """
+        with using_noise(self._noisy_layers, noise):
+            features = self.trunk(obs.reshape(-1, *self.spec.obs_shape))
+            q = self.advantage_head(features)
+            if self.value_head is not None:
+                q = self.value_head(features) + q - q.mean(-1, keepdim=True)
         leading = obs.shape[: obs.dim() - self._obs_dims]
         values: Tensor = q.view(*leading, self.actions)
         return values
 
+    def configure(self, options: AlgorithmOptions) -> None:
+        """Let environments explore each with an ε of their own, where the algorithm does so."""
+        if isinstance(options, OnlineQOptions):
+            self.spread = ExplorationSpread.of(options)
+
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return two uniform numbers for each action: whether to explore, and where."""
-        return torch.rand((*shape, 2), generator=generator, device=generator.device)
+        """Return uniform numbers for each action: whether to explore, and where; or noise of the weights.
+
+        With a ``spread`` there is a third, to what ε falls in that environment during this unroll.
+        """
+        if self.noisy:
+            return factorised_noise((*shape, noise_size(self._noisy_layers)), generator)
+        noise = torch.rand((*shape, 2), generator=generator, device=generator.device)
+        if self.spread is None:
+            return noise
+        ends_B = self.spread.draw(torch.rand(shape[-1:], generator=generator, device=generator.device))
+        return torch.cat((noise, ends_B.expand(shape).unsqueeze(-1)), -1)
 
     def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
-        """Return greedy actions; with ``noise``, any action with probability ``exploration`` (int64, B)."""
+        """Return greedy actions (int64, B); with ``noise`` any action with probability ``exploration``.
+
+        Of noisy weights, those that are greedy under the noise.
+        """
+        if self.noisy:
+            return self.forward(obs_BX, noise).argmax(-1)
         greedy_B = self.forward(obs_BX).argmax(-1)
         if noise is None or self.exploration <= 0.0:
             return greedy_B
         any_B = (noise[..., 1] * self.actions).long().clamp_(max=self.actions - 1)
-        return torch.where(noise[..., 0] < self.exploration, any_B, greedy_B)
+        mean = self.exploration
+        epsilon = mean if self.spread is None else self.spread.epsilon(mean, noise[..., 2])
+        return torch.where(noise[..., 0] < epsilon, any_B, greedy_B)
 
     def outputs(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> Tensor:
-        """Return Q(s, ·), …A."""
+        """Return Q(s, ·), …A, with the noise that was last drawn for learning."""
         del context
-        return self.forward(obs)
+        return self.forward(obs, self._weight_noise)
+
+    def draw_weight_noise(self, generator: torch.Generator) -> None:
+        """Draw the noise of the weights for what is learned next; no effect where there is none."""
+        if self.noisy:
+            self._weight_noise = factorised_noise((noise_size(self._noisy_layers),), generator)
 
     def evaluate(
         self, obs: Tensor, actions: Tensor, context: RecurrentContext = NO_CONTEXT

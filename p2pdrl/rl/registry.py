@@ -10,7 +10,7 @@ from typing import Any, Generic
 import numpy as np
 import torch
 
-from p2pdrl.config.task import RegressionConfig, ReplayOptions, TaskConfig
+from p2pdrl.config.task import OneStepSarsaConfig, RegressionConfig, ReplayOptions, TaskConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.algorithm import Loss
 from p2pdrl.rl.algorithms.registry import AlgorithmContext, entry_of
@@ -40,7 +40,13 @@ from p2pdrl.rl.rollout import Collector
 from p2pdrl.rl.sources.replay import ReplayFeeder, replay_memory
 from p2pdrl.rl.sources.rows import RowSource, make_rows
 from p2pdrl.rl.sources.source import BatchT, Source
-from p2pdrl.rl.sources.unrolls import InlineSource, RewardClipper, UnrollReader, UnrollScaler
+from p2pdrl.rl.sources.unrolls import (
+    InlineSource,
+    OverlappingUnrolls,
+    RewardClipper,
+    UnrollReader,
+    UnrollScaler,
+)
 from p2pdrl.rl.trainer import Trainer
 
 __all__ = ["RolloutContext", "SourceMaker", "build_trainer"]
@@ -164,7 +170,7 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
         sleep=options.sleep,
     )
     spec, num_envs = env.spec, task.env.num_envs
-    policy = entry.network(spec, task.network, task.seed)
+    policy = entry.policy(spec, task)
     flat = FlatModule(policy, device)
     precision = task.gradients.precision
     forward = policy_forward(
@@ -203,6 +209,8 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
             normalizer=normalizer,
             reward_scaler=reward_scaler,
         )
+    elif isinstance(config, OneStepSarsaConfig):
+        reader = OverlappingUnrolls(device, num_envs, normalizer=normalizer, reward_scaler=reward_scaler)
     else:
         reader = UnrollScaler(device, normalizer=normalizer, reward_scaler=reward_scaler)
     if task.env.clip_rewards:

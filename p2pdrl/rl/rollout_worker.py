@@ -55,7 +55,7 @@ class RolloutWorker:
         env_seed, action_seed = (int(word) for word in np.random.SeedSequence(seed).generate_state(2))
         config = msgspec.structs.replace(task.env, num_envs=environments)
         env = make_vector_env(config, env_seed, allow_import=allow_import, step_delay_s=step_delay_s)
-        self._policy = entry_of(algorithm).network(env.spec, task.network, task.seed)
+        self._policy = entry_of(algorithm).policy(env.spec, task)
         flat = FlatModule(self._policy, torch.device("cpu"))
         flat.drop_gradients()
         self.parameters_D: npt.NDArray[np.float32] = flat.numpy()

@@ -30,7 +30,7 @@ from p2pdrl.tensors.layout import Layout
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 
-__all__ = ["Evaluation", "Pipelineable", "StepStats", "Trainer"]
+__all__ = ["PeriodicEvaluation", "Pipelineable", "StepStats", "Trainer"]
 
 Vector = npt.NDArray[np.float32]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -53,7 +53,7 @@ class StepStats:
     seconds: float
 
 
-class Evaluation(Protocol):
+class PeriodicEvaluation(Protocol):
     """Evaluates the model on data that it is not trained on."""
 
     figures: dict[str, float]
@@ -148,7 +148,7 @@ class Trainer:
         statistics: Mapping[str, RunningNormalizer] | None = None,
         policy: Policy | None = None,
         parts: Callable[[Loss[Any]], ModelParts[Any]],
-        evaluation: Evaluation | None = None,
+        evaluation: PeriodicEvaluation | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._flat = flat

@@ -97,6 +97,9 @@ class Registry:
         self.updates_total = total("updates_total", "Updates of this node's learner.")
         self.steps_per_second = gauge("steps_per_second", "Environment steps a second of this node.")
         self.mean_return = gauge("mean_return", "Mean return of this node's latest episodes; NaN before any.")
+        self.evaluation_mean_return = gauge(
+            "evaluation_mean_return", "Mean return of the swarm's newest evaluation; NaN before any."
+        )
         self.policy_version = gauge("policy_version", "Policy version (Lamport count of updates).")
         self.consensus_distance = gauge(
             "consensus_distance", "Root mean square distance from the swarm's mean, estimated from exchanges."
@@ -164,6 +167,7 @@ class Registry:
         build.labels(version, str(PROTOCOL_VERSION), platform.python_version()).set(1)
         self.show_members(dict.fromkeys(("alive", "suspect", "dead", "left"), 0))
         self.mean_return.set(float("nan"))
+        self.evaluation_mean_return.set(float("nan"))
         self.set_pipeline({})
 
     def show_members(self, counts: Mapping[str, int]) -> None:

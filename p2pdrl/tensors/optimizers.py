@@ -80,8 +80,9 @@ class VectorOps(Protocol[V_contra]):
         eps: float,
         m_bias: float = 1.0,
         root_bias: float = 1.0,
+        root_eps: float = 0.0,
     ) -> None:
-        """X ← x − rate · (m / m_bias) / (√v / root_bias + ε)."""
+        """X ← x − rate · (m / m_bias) / (√(v + root_eps) / root_bias + ε)."""
 
 
 class UpdateRule(ABC):
@@ -145,18 +146,23 @@ class RMSProp(UpdateRule):
 
     Attributes:
         decay: α, of the mean of squared gradients.
-        eps: ε, outside the root.
+        eps: ε.
+        eps_in_root: x ← x − lr · g / √(v + ε) instead, as A3C's equation S2 (and TensorFlow) has it.
     """
 
     slots = ("v",)
     decay: float = 0.99
     eps: float = 1e-5
+    eps_in_root: bool = False
 
     def step(self, by: VectorOps[V], x: V, g: V, slots: tuple[V, ...], *, rate: float, count: int) -> None:
         """V ← α v + (1 − α) g²; x ← x − lr · g / (√v + ε)."""
         (v,) = slots
         by.average_squares(v, g, self.decay)
-        by.descend_scaled(x, g, v, rate=rate, eps=self.eps)
+        if self.eps_in_root:
+            by.descend_scaled(x, g, v, rate=rate, eps=0.0, root_eps=self.eps)
+        else:
+            by.descend_scaled(x, g, v, rate=rate, eps=self.eps)
 
 
 @dataclass(frozen=True)
@@ -269,9 +275,12 @@ class _NumpyOps:
         eps: float,
         m_bias: float = 1.0,
         root_bias: float = 1.0,
+        root_eps: float = 0.0,
     ) -> None:
         # The corrections are drawn out of the vectors, which saves two passes.
         a = self._scratch[: x.size]
+        if root_eps:
+            v = np.add(v, root_eps, out=a)
         np.sqrt(v, out=a)
         np.add(a, eps * root_bias, out=a)
         np.divide(m, a, out=a)

@@ -94,6 +94,7 @@ class FakeNode:
         self.mode_state: dict[str, object] = _mode(name)
         self.timeline: dict[str, object] | None = {"traceEvents": [{"name": "forward 1", "ph": "X"}]}
         self.last_rounds: list[dict[str, object]] = [_round(1, "ok"), _round(2, "timeout")]
+        self.last_evaluations: list[dict[str, object]] = [_evaluation(name, 1), _evaluation(name, 2)]
         self.state: dict[str, object] = _status(name, data_dir)
         self.members: list[dict[str, object]] = [_peer(name, 1, True), _peer("node-2", 2, False)]
 
@@ -138,6 +139,10 @@ class FakeNode:
     def rounds(self) -> list[dict[str, object]]:
         """Two rounds, or what the test has set."""
         return self.last_rounds
+
+    def evaluations(self) -> list[dict[str, object]]:
+        """Two evaluations, or what the test has set."""
+        return self.last_evaluations
 
     async def trace(self, seconds: float) -> dict[str, object]:
         """One box, or what the test has set; None is no pipeline."""
@@ -257,6 +262,7 @@ def _status(name: str, data_dir: str) -> dict[str, object]:
         "bytes_out": 2_000_000,
         "exchanges": {"ok": 50, "busy": 1, "timeout": 0, "refused": 0, "failed": 0, "adopted": 1},
         "learner": {"pid": 4712, "state": "running", "restarts": 0, "device": "cpu"},
+        "evaluation": {**_evaluation(name, 2), "best": _evaluation(name, 2), "count": 2},
         "stop": {"reached": False, "reason": None, "env_steps": 0, "mean_return": 475.0, "window": 100},
         "uptime_s": 75.0,
         "data_dir": data_dir,
@@ -303,6 +309,20 @@ def _round(number: int, outcome: str) -> dict[str, object]:
         "changed": 0.25,
         "distance": 0.5,
         "error": "" if outcome == "ok" else "no answer within 2 s",
+    }
+
+
+def _evaluation(name: str, number: int) -> dict[str, object]:
+    return {
+        "env_steps": 50_000 * number,
+        "policy_version": 40 * number,
+        "episodes": 30,
+        "mean": 200.0 * number,
+        "std": 31.5,
+        "length": 200.0 * number,
+        "seconds": 0.75,
+        "node": "01" * 16,
+        "name": name,
     }
 
 

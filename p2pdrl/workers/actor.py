@@ -24,8 +24,8 @@ from p2pdrl.tensors.shared_policy import SharedPolicy
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
 from p2pdrl.workers.child import PollPause, crash_of, die_with_parent, print_without_blocking
 from p2pdrl.workers.protocol import (
-    ActorFailed,
     ActorReady,
+    ChildFailed,
     FrameBuffer,
     StartActor,
     decode_start_actor,
@@ -115,7 +115,7 @@ def main() -> int:
             print(f"actor ended: {error}", file=sys.stderr)
             return 1
         except P2PDRLError as error:
-            sock.sendall(frame(ActorFailed(message=str(error), usage=isinstance(error, UsageError))))
+            sock.sendall(frame(ChildFailed(message=str(error), usage=isinstance(error, UsageError))))
             return error.exit_code
         except Exception as error:  # noqa: BLE001 - an environment's, say: the daemon tells of it and decides
             sock.sendall(frame(crash_of(error)))

@@ -1,26 +1,34 @@
 """Plays episodes with a checkpoint's policy, in a process of its own.
 
 ``p2pdrl eval`` starts it as ``python -m p2pdrl.workers.evaluator CHECKPOINT --episodes N`` and reads
-one JSON document from its standard output; progress goes to standard error.
+one JSON document from its standard output; progress goes to standard error. A node's daemon
+(`node.children.evaluator`) starts it as ``… --fd N --parent PID --memory FD --nbytes N``, and asks for one
+evaluation after the other: it stays, so that torch is imported once.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import signal
+import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from p2pdrl.config.task import RegressionConfig, TaskConfig
-from p2pdrl.errors import CheckpointError, P2PDRLError
+from p2pdrl.errors import CheckpointError, P2PDRLError, UsageError
 from p2pdrl.rl.evaluate import EvalResult, evaluate, record_video
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.trainer import Trainer
 from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes
 from p2pdrl.tensors.moments import Moments
+from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.workers.child import crash_of, die_with_parent, print_without_blocking
+from p2pdrl.workers.protocol import ChildFailed, FrameBuffer, Play, Played, decode_play, frame
 
 __all__ = ["main"]
 
@@ -32,7 +40,47 @@ def _read(path: str) -> Checkpoint:
         raise CheckpointError(f"can't read the checkpoint {path}: {error.strerror}") from error
 
 
-def _trainer(checkpoint: Checkpoint, arguments: argparse.Namespace) -> tuple[Trainer, TaskConfig]:
+class Players:
+    """Builds the trainer that a checkpoint's task asks for, once for each task, and gives it the state.
+
+    Args:
+        seed: of the trainer; evaluations have their own.
+        device: of the policy.
+        allow_import: permit environment ids that import a module.
+    """
+
+    def __init__(self, seed: int, device: str, *, allow_import: bool) -> None:
+        self._seed = seed
+        self._device = device
+        self._allow_import = allow_import
+        self._built: tuple[TaskConfig, Trainer] | None = None
+
+    def of(self, checkpoint: Checkpoint) -> tuple[Trainer, TaskConfig]:
+        """Return the trainer with the checkpoint's state, and the task.
+
+        Raises:
+            CheckpointError: there is nothing to play, or it doesn't fit its own task.
+            ConfigError: the task can't be built here.
+        """
+        task = _task(checkpoint)
+        if self._built is None or self._built[0] != task:
+            built = build_trainer(task, self._seed, self._device, allow_import=self._allow_import)
+            self._built = (task, built)
+        trainer = self._built[1]
+        if trainer.layout != checkpoint.layout:
+            raise CheckpointError("the checkpoint's layout isn't that of its task's network")
+        fits = bool(checkpoint.sidecar) and checkpoint.sidecar_layout == trainer.sidecar_layout
+        trainer.set_state(checkpoint.params, checkpoint.sidecar if fits else None, own=True)
+        others = checkpoint.meta.get("others_moments")
+        if isinstance(others, str):
+            packed: dict[str, bytes] = msgspec.msgpack.decode(base64.b64decode(others))
+            trainer.set_other_moments(
+                {name: Moments.from_wire(msgspec.msgpack.decode(data)) for name, data in packed.items()}
+            )
+        return trainer, task
+
+
+def _task(checkpoint: Checkpoint) -> TaskConfig:
     try:
         task = msgspec.convert(checkpoint.meta.get("task"), TaskConfig)
     except msgspec.ValidationError as error:
@@ -42,18 +90,7 @@ def _trainer(checkpoint: Checkpoint, arguments: argparse.Namespace) -> tuple[Tra
             "the checkpoint holds a regression, which plays no episodes; its evaluation_loss is among the "
             "node's metrics"
         )
-    trainer = build_trainer(task, arguments.seed, arguments.device, allow_import=arguments.allow_import)
-    if trainer.layout != checkpoint.layout:
-        raise CheckpointError("the checkpoint's layout isn't that of its task's network")
-    fits = bool(checkpoint.sidecar) and checkpoint.sidecar_layout == trainer.sidecar_layout
-    trainer.set_state(checkpoint.params, checkpoint.sidecar if fits else None, own=True)
-    others = checkpoint.meta.get("others_moments")
-    if isinstance(others, str):
-        packed: dict[str, bytes] = msgspec.msgpack.decode(base64.b64decode(others))
-        trainer.set_other_moments(
-            {name: Moments.from_wire(msgspec.msgpack.decode(data)) for name, data in packed.items()}
-        )
-    return trainer, task
+    return task
 
 
 def _summary(result: EvalResult) -> dict[str, Any]:
@@ -73,7 +110,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     checkpoint = _read(arguments.checkpoint)
-    trainer, task = _trainer(checkpoint, arguments)
+    players = Players(arguments.seed, arguments.device, allow_import=arguments.allow_import)
+    trainer, task = players.of(checkpoint)
     document: dict[str, Any] = {
         "env": task.env.id,
         "policy_version": checkpoint.meta.get("policy_version"),
@@ -100,16 +138,74 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     return document
 
 
+class Service:
+    """Answers the daemon's requests, one after the other.
+
+    Args:
+        memory: where the daemon puts the checkpoint that is to be played.
+    """
+
+    def __init__(self, memory: SharedRegion) -> None:
+        self._memory = memory
+        self._players: Players | None = None
+
+    def play(self, request: Play) -> Played:
+        """Play the episodes that the daemon asks for, on the processor."""
+        import torch
+
+        torch.set_num_threads(request.threads)
+        began_s = time.perf_counter()
+        if self._players is None:
+            self._players = Players(0, "cpu", allow_import=request.allow_import)
+        trainer, task = self._players.of(from_bytes(bytes(self._memory.buf[: request.nbytes])))
+        result = evaluate(
+            trainer.policy,
+            task.env,
+            request.episodes,
+            greedy=request.greedy,
+            seed=request.seed,
+            normalizer=trainer.observation_normalizer,
+            allow_import=request.allow_import,
+        )
+        length = sum(result.lengths) / len(result.lengths)
+        return Played(result.mean, result.std, length, time.perf_counter() - began_s)
+
+
+def _serve(sock: socket.socket, memory: SharedRegion) -> int:
+    """Answer requests until the daemon closes its socket; return the exit code."""
+    service, frames = Service(memory), FrameBuffer()
+    while data := sock.recv(1 << 16):
+        for body in frames.feed(data):
+            try:
+                sock.sendall(frame(service.play(decode_play(body))))
+            except P2PDRLError as error:
+                sock.sendall(frame(ChildFailed(message=str(error), usage=isinstance(error, UsageError))))
+                return error.exit_code
+            except Exception as error:  # noqa: BLE001 - an environment's, say: the daemon tells of it
+                sock.sendall(frame(crash_of(error)))
+                return 1
+    return 0
+
+
 def main() -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="p2pdrl.workers.evaluator")
-    parser.add_argument("checkpoint")
+    parser.add_argument("checkpoint", nargs="?")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--video")
     parser.add_argument("--allow-import", action="store_true")
+    for name in ("--fd", "--parent", "--memory", "--nbytes"):
+        parser.add_argument(name, type=int)
     arguments = parser.parse_args()
+    if arguments.fd is not None:
+        die_with_parent(arguments.parent)
+        print_without_blocking()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        memory = SharedRegion.attach(arguments.memory, arguments.nbytes, writable=False)
+        with socket.socket(fileno=arguments.fd) as sock:
+            return _serve(sock, memory)
     try:
         document = _run(arguments)
     except P2PDRLError as error:

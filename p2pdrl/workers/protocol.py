@@ -1,4 +1,4 @@
-"""Messages between the daemon and its learner and actor processes, and their framing.
+"""Messages between the daemon and its learner, actor and evaluator processes, and their framing.
 
 Daemon and child hold the ends of a Unix socket pair: nothing else can connect to it. Each frame is a
 length (4 bytes, little endian) and one msgpack message. Vectors don't travel here but on the
@@ -31,11 +31,19 @@ An actor inherits two pieces of shared memory as well: the ring that its unrolls
     daemon                          actor
       │  StartActor                   │
       ├──────────────────────────────▶│  builds environments and network
-      │  ActorReady, or ActorFailed   │
+      │  ActorReady, or ChildFailed   │
       │◀──────────────────────────────┤
       │                               │  makes unrolls until it is killed, or the daemon is gone
       │                      Crashed  │
       │◀──────────────────────────────┤  an error ends it, of an environment, say
+
+The evaluator inherits one piece of shared memory, which holds a checkpoint while it plays.
+
+    daemon                          evaluator
+      │  Play                         │
+      ├──────────────────────────────▶│  plays episodes with the checkpoint's policy
+      │  Played, or ChildFailed       │
+      │◀──────────────────────────────┤
 
 Each second from its start the learner says that it is `Alive`; where an error ends it, it says which
 (`Crashed`). A report's counts are cumulative over the learner's life, so a lost or doubled report does no
@@ -59,11 +67,11 @@ from p2pdrl.transport.codec import decode
 from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, News, StartStage, Trace, Traced
 
 __all__ = [
-    "ActorFailed",
     "ActorReady",
     "Alive",
     "AnswerKind",
     "Attach",
+    "ChildFailed",
     "Collect",
     "Crashed",
     "FrameBuffer",
@@ -396,15 +404,15 @@ class ActorReady(msgspec.Struct, frozen=True, tag="acts"):
     """Environments and network are built."""
 
 
-class ActorFailed(msgspec.Struct, frozen=True, tag="actor_failed"):
-    """The actor can't act as configured, and starting it again wouldn't help."""
+class ChildFailed(msgspec.Struct, frozen=True, tag="child_failed"):
+    """An actor or evaluator can't work as configured, and starting it again wouldn't help."""
 
     message: str
     usage: bool
     """True when the person can mend it (exit code 2)."""
 
 
-FromActor = ActorReady | ActorFailed | Crashed
+FromActor = ActorReady | ChildFailed | Crashed
 
 
 def decode_start_actor(body: bytes) -> StartActor:
@@ -424,6 +432,54 @@ def decode_from_actor(body: bytes) -> FromActor:
         WireError: it isn't a message of an actor.
     """
     message: FromActor = decode(body, FromActor, "message of the actor")
+    return message
+
+
+class Play(msgspec.Struct, frozen=True, tag="play"):
+    """Evaluate the checkpoint that the shared memory holds."""
+
+    nbytes: int
+    """Of the checkpoint."""
+    episodes: int
+    greedy: bool
+    seed: int
+    """Of environments and actions."""
+    threads: int
+    allow_import: bool
+
+
+class Played(msgspec.Struct, frozen=True, tag="played"):
+    """What an evaluation came to."""
+
+    mean: float
+    """Of the returns (raw rewards, undiscounted); ``std`` over the population."""
+    std: float
+    length: float
+    """Mean steps of an episode."""
+    seconds: float
+    """It took, without the start of the process."""
+
+
+FromEvaluator = Played | ChildFailed | Crashed
+
+
+def decode_play(body: bytes) -> Play:
+    """Decode the frame's body that an evaluator reads.
+
+    Raises:
+        WireError: it is another message.
+    """
+    message: Play = decode(body, Play, "message of the daemon")
+    return message
+
+
+def decode_from_evaluator(body: bytes) -> FromEvaluator:
+    """Decode a frame's body as the daemon reads it.
+
+    Raises:
+        WireError: it isn't a message of an evaluator.
+    """
+    message: FromEvaluator = decode(body, FromEvaluator, "message of the evaluator")
     return message
 
 

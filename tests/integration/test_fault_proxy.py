@@ -11,7 +11,14 @@ import pytest
 from p2pdrl.testing.fault_proxy import FaultProxy
 from p2pdrl.transport.protocol import Address
 
-TASK = ["--config", "cartpole", "--set", "node.learner.max_updates_per_s=2"]
+TASK = [
+    "--config",
+    "cartpole",
+    "--set",
+    "node.learner.max_updates_per_s=2",
+    "--set",
+    "task.evaluation.every=0",
+]
 LOST_S = 15.0
 BACK_S = 30.0
 

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pdrl.errors import WireError
+from p2pdrl.node.accounting.evaluations import Evaluation
 
 __all__ = [
     "FAN_OUT",
@@ -98,6 +99,8 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Part of its time that such a learner waited for its neighbours."""
     age_s: NonNegative = 0.0
     """How old the report was when this copy of it was sent; zero at its origin."""
+    evaluations: Annotated[tuple[Evaluation, ...], Meta(max_length=2)] = ()
+    """The last ones that the node made, the newest last."""
 
     @property
     def at_work(self) -> bool:
@@ -132,7 +135,7 @@ class ReportTable:
 
         Numbers that aren't finite (an environment may give such rewards) become unknown, or zero.
         """
-        unknown = dict.fromkeys(_bad_numbers(report))
+        unknown = dict.fromkeys(name for name in _bad_numbers(report) if name in _NUMBERS)
         zero = {name: 0.0 for name in unknown if name not in _MAY_BE_UNKNOWN}
         self._keep(msgspec.structs.replace(report, **{**unknown, **zero}), now)
 
@@ -217,4 +220,5 @@ _NUMBERS = ("mean_return", "steps_per_s", "consensus_distance", "bubble", "loop_
 
 def _bad_numbers(report: PeerReport) -> list[str]:
     values = ((name, getattr(report, name)) for name in _NUMBERS)
-    return [name for name, value in values if value is not None and not math.isfinite(value)]
+    bad = [name for name, value in values if value is not None and not math.isfinite(value)]
+    return bad if all(one.finite for one in report.evaluations) else [*bad, "evaluation"]

@@ -26,7 +26,7 @@ from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
 from p2pdrl.workers.protocol import (
-    ActorFailed,
+    ChildFailed,
     Collect,
     Crashed,
     Hello,
@@ -155,7 +155,7 @@ class ActorLink(ProcessLink):
                 message = decode_from_actor(body)
                 if isinstance(message, Crashed):
                     self._crash = message
-                elif isinstance(message, ActorFailed):
+                elif isinstance(message, ChildFailed):
                     if message.usage:
                         raise ConfigError(message.message)
                     self._failed = message.message

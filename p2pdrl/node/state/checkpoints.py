@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import os
 import shutil
 import threading
@@ -135,6 +136,17 @@ class CheckpointStore:
                 raise storage_error("write the checkpoint", self.last, error) from error
         return self.last
 
+    def save_best(self, checkpoint: Checkpoint) -> Path:
+        """Write a checkpoint as the best, and nothing else; return its path; raises as `save`."""
+        content = chunks(checkpoint)
+        with self._lock:
+            try:
+                write_beside(self.best, content).replace(self.best)
+                fsync_folder(self._folder)
+            except OSError as error:
+                raise storage_error("write the best checkpoint", self.best, error) from error
+        return self.best
+
     def load_latest(self, accept: Callable[[Checkpoint], None] | None = None) -> Loaded:
         """Find the newest whole checkpoint: ``last``, then the history from its end, then ``best``.
 
@@ -193,6 +205,7 @@ class Checkpointer:
 
     Args:
         best: the mean return that a better one must beat, as an earlier boot left it.
+        judged: evaluations decide on the best one (`keep_best`), not the training episodes.
     """
 
     def __init__(
@@ -205,6 +218,7 @@ class Checkpointer:
         clock: Clock,
         events: EventLog,
         best: float | None = None,
+        judged: bool = False,
     ) -> None:
         self._store = store
         self._config = config
@@ -213,6 +227,7 @@ class Checkpointer:
         self._clock = clock
         self._events = events
         self._best = best
+        self._judged = judged
         self._saved_s: float | None = None
         self._lock = asyncio.Lock()
         self.stop_setting: StopSetting | None = None
@@ -265,12 +280,25 @@ class Checkpointer:
         async with self._lock:
             mean = self.mean_return
             checkpoint = await self.snapshot()
-            best = mean is not None and (self._best is None or mean > self._best)
+            best = not self._judged and mean is not None and (self._best is None or mean > self._best)
             await asyncio.to_thread(self._store.save, checkpoint, best=best)
             if best:
                 self._best = mean
             self._saved_s = self._clock.monotonic()
             return str(self._store.last)
+
+    async def keep_best(self, checkpoint: Checkpoint, mean_return: float) -> bool:
+        """Write an evaluated checkpoint as the best if none was better; tell whether it is.
+
+        Raises:
+            StorageError: the disk doesn't take it.
+        """
+        if self._config.every_s <= 0 or (self._best is not None and mean_return <= self._best):
+            return False
+        meta = {**checkpoint.meta, "mean_return": mean_return, "best_mean_return": mean_return}
+        await asyncio.to_thread(self._store.save_best, dataclasses.replace(checkpoint, meta=meta))
+        self._best = mean_return
+        return True
 
     async def export(self) -> bytes:
         """Return the present state as the bytes of a checkpoint file."""
@@ -300,7 +328,8 @@ class Checkpointer:
     def _meta(self) -> dict[str, Any]:
         training = self._training
         total = self._progress_tracker.total()
-        means = [mean for mean in (self._best, self.mean_return) if mean is not None]
+        candidates = (self._best, None if self._judged else self.mean_return)
+        means = [mean for mean in candidates if mean is not None]
         return {
             "layout": training.spec.layout.to_wire(),
             "task": msgspec.to_builtins(training.task),

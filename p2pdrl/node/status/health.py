@@ -58,6 +58,8 @@ class HealthInputs:
     """Names of peers in quarantine for poisoned vectors."""
     adopting_s: float = 0.0
     """For how long this node has been trying to adopt a peer's state."""
+    return_fall: str = ""
+    """How the swarm's learning curve has fallen for long; empty when it hasn't."""
     mode_error: str | None = None
     """Why this node can't run the swarm's mode and trains alone; None while it can."""
 
@@ -107,6 +109,8 @@ def _of_swarm(inputs: HealthInputs) -> list[str]:
         reasons.append(f"{peers} this node: their probes get no answer in time")
     if inputs.adopting_s > ADOPTING_S:
         reasons.append(f"has been trying to take over a peer's state for {inputs.adopting_s:.0f} s")
+    if inputs.return_fall:
+        reasons.append(inputs.return_fall)
     if inputs.quarantined:
         reasons.append(f"in quarantine for bad parameters: {', '.join(inputs.quarantined)}")
     return reasons

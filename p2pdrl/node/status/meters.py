@@ -12,6 +12,7 @@ import msgspec
 
 import p2pdrl
 from p2pdrl.atomic import storage_error, write_atomic
+from p2pdrl.node.accounting.evaluations import Entry
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.status.pipeline import pipeline_document
 from p2pdrl.node.status.reporter import StatusReporter
@@ -83,6 +84,15 @@ class Meters:
             staleness=report.staleness(self._context.node_id),
         )
 
+    def evaluated(self, entry: Entry) -> None:
+        """Write an evaluation of the swarm's policy over the steps at which it began."""
+        one = entry.evaluation
+        if self._writer is not None:
+            values = {"mean_return": one.mean, "std": one.std, "episode_length": one.length}
+            self._writer.scalars(
+                one.env_steps, {f"evaluation/{name}": value for name, value in values.items()}
+            )
+
     def write_scalars(self) -> None:
         """Write the newest figures over the swarm's environment steps, at most every five seconds."""
         now_s = self._context.clock.monotonic()
@@ -112,6 +122,9 @@ class Meters:
         registry.updates_total.advance_to(report.updates)
         registry.steps_per_second.set(report.steps_per_s)
         registry.mean_return.set(float("nan") if report.mean_return is None else report.mean_return)
+        newest = context.evaluations.newest
+        if newest is not None:
+            registry.evaluation_mean_return.set(newest.evaluation.mean)
         registry.policy_version.set(report.policy_version)
         distance = report.consensus_distance
         registry.consensus_distance.set(float("nan") if distance is None else distance)

@@ -20,6 +20,7 @@ from p2pdrl.config.strategy import StrategyConfig
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberView
 from p2pdrl.node import settings
+from p2pdrl.node.accounting.evaluations import Entry
 from p2pdrl.node.accounting.report_table import PeerReport
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.settings import ModeSetting
@@ -172,6 +173,7 @@ class StatusReporter:
                 "mode_error": context.mode_error,
             }
         me = context.membership.members()[0]
+        fall = context.evaluations.fall()
         return health.judge(
             health.HealthInputs(
                 loop_lag_s=context.lag.p99_s,
@@ -179,6 +181,7 @@ class StatusReporter:
                 seeds_given=bool(context.config.node.peers),
                 alone_s=0.0 if context.alone_since_s is None else now_s - context.alone_since_s,
                 suspected_by=len(me.suspected_by),
+                return_fall="" if fall is None else str(fall),
                 **inputs,
             )
         )
@@ -230,6 +233,7 @@ class StatusReporter:
             mean_return=mean,
             loop_lag_s=context.lag.p99_s,
             rss_bytes=self.rss_bytes,
+            evaluations=context.own_evaluations,
             bytes_in=context.transport.counters.bytes_in,
             bytes_out=context.transport.counters.bytes_out,
             healthy=healthy,
@@ -269,6 +273,7 @@ class StatusReporter:
             "pipeline": None if training is None else pipeline.pipeline_document(training),
             "learner": self._learner(),
             "actors": [] if training is None or training.actors is None else training.actors.figures(),
+            "evaluation": self._evaluation(),
             "stop": {"reached": context.halted is not None, "reason": context.halted}
             | ({} if training is None else msgspec.structs.asdict(training.stop_config)),
             "healthy": report.healthy,
@@ -290,6 +295,21 @@ class StatusReporter:
         training.accounting.saw_distance(training.mode.strategy.consensus_distance)
         return training.accounting.document(self.namer())
 
+    def evaluations(self) -> list[dict[str, object]]:
+        """The document of ``/v1/evaluations``: the swarm's learning curve, oldest first."""
+        named = self.namer()
+        return [_evaluation_row(entry, named) for entry in self._context.evaluations.entries]
+
+    def _evaluation(self) -> dict[str, object] | None:
+        """The newest evaluation, the best, and how many there were; None before the first."""
+        log, named = self._context.evaluations, self.namer()
+        if log.newest is None or log.best is None:
+            return None
+        return _evaluation_row(log.newest, named) | {
+            "best": _evaluation_row(log.best, named),
+            "count": len(log),
+        }
+
     def rounds(self) -> list[dict[str, object]]:
         """The document of ``/v1/rounds``: the last rounds, oldest first."""
         training = self._context.training
@@ -306,6 +326,10 @@ class StatusReporter:
         """Ids of the living members, those that train and are well and ahead first."""
         alive = self._context.alive()
         return sorted(alive, key=self._donor_rank)
+
+    def reports(self) -> list[PeerReport]:
+        """The newest reports of the living members that were heard of, without our own."""
+        return self._reports(self._context.alive())
 
     def living_reports(self) -> list[PeerReport] | None:
         """Our own newest report and those of all living members; None while one is unheard of."""
@@ -436,6 +460,10 @@ class StatusReporter:
         """From a node id to the name that people gave it, or to its first digits."""
         names = {member.id: member.name for member in self._context.membership.members()}
         return lambda node: names.get(node) or short(node)
+
+
+def _evaluation_row(entry: Entry, named: Callable[[str], str]) -> dict[str, object]:
+    return msgspec.structs.asdict(entry.evaluation) | {"node": entry.node, "name": named(entry.node)}
 
 
 def _process(pid: int) -> psutil.Process | None:

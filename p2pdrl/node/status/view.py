@@ -99,6 +99,10 @@ class ApiView:
         """The document of ``/v1/rounds``."""
         return _need(self._reporter).rounds()
 
+    def evaluations(self) -> list[dict[str, object]]:
+        """The document of ``/v1/evaluations``."""
+        return _need(self._reporter).evaluations()
+
     async def trace(self, seconds: float) -> dict[str, object]:
         """The timeline of this node's pipeline."""
         return await _need(_need(self._context).training).traces.collect(seconds)

@@ -2,6 +2,11 @@
 
 ``trainer`` calls ``update`` once per unroll; each unroll is one batch and one step.
 
+A3C is this update made by several learners that don't wait for each other: see ``config/a3c.toml``. Its
+equations sum over an unroll what is a mean here; RMSProp divides that factor out, and A3C's ε for sums over n
+steps is ``rmsprop_eps`` = ε / n² under the root (``rmsprop_eps_in_root``). One difference is left: unrolls of
+A3C end with the episode, while here they go on into the next one.
+
 Shape suffixes: T unroll, B environments.
 """
 
@@ -56,7 +61,9 @@ class A2C(Algorithm[Unroll]):
     def __init__(self, config: A2CConfig, flat: FlatModule, engine: GradientEngine[PolicyOutputs]) -> None:
         self._config = config
         objective = A2CObjective(config.value_coef, config.entropy_coef)
-        rule = rmsprop_or_adam(config.optimizer, config.rmsprop_alpha, config.rmsprop_eps)
+        rule = rmsprop_or_adam(
+            config.optimizer, config.rmsprop_alpha, config.rmsprop_eps, eps_in_root=config.rmsprop_eps_in_root
+        )
         self._loss = Loss(objective, rule, flat, engine, max_grad_norm=config.max_grad_norm)
         self.losses = (self._loss,)
 

@@ -152,9 +152,15 @@ class Algorithm(ABC, Generic[BatchT]):
         return 0.0
 
 
-def rmsprop_or_adam(name: Literal["rmsprop", "adam"], alpha: float, eps: float) -> UpdateRule:
-    """Return RMSProp with decay ``alpha``, or Adam, which has decays of its own; ``eps`` is either's."""
-    return RMSProp(alpha, eps) if name == "rmsprop" else Adam(eps=eps)
+def rmsprop_or_adam(
+    name: Literal["rmsprop", "adam"], alpha: float, eps: float, *, eps_in_root: bool = False
+) -> UpdateRule:
+    """Return RMSProp with decay ``alpha``, or Adam, which has decays of its own; ``eps`` is either's.
+
+    Args:
+        eps_in_root: where RMSProp adds it; see there.
+    """
+    return RMSProp(alpha, eps, eps_in_root) if name == "rmsprop" else Adam(eps=eps)
 
 
 def annealed(start: float, how: Literal["none", "linear"], progress: float) -> float:
@@ -183,7 +189,7 @@ class LinearSchedule:
 
 @dataclass(frozen=True)
 class HardCopy:
-    """θ⁻ ← θ whenever ⌊policy version / every⌋ changes (Mnih 2015): Lamport versions skip multiples."""
+    """θ⁻ ← θ whenever ⌊count / every⌋ changes (Mnih 2015): counts of a swarm skip multiples."""
 
     every: int
 
@@ -223,11 +229,15 @@ class TargetNetwork:
         self._pairs = list(zip(torch.split(self._flat.parameters_D, sizes), online, strict=True))
         self._copy()
 
-    def follow(self, version: int) -> None:
-        """Before an update: copy the parameters, if the rule counts versions and it is time."""
+    def follow(self, count: int) -> None:
+        """Before an update: copy the parameters, if that is the rule and it is time.
+
+        Args:
+            count: of what the rule counts: the swarm's environment steps, or policy versions.
+        """
         if not isinstance(self._rule, HardCopy):
             return
-        period = version // self._rule.every
+        period = count // self._rule.every
         if self._period not in (None, period):
             self._copy()
         self._period = period

@@ -5,11 +5,13 @@
 | double (van Hasselt 2016, arXiv 1509.06461) | ``double`` | a* = argmax Q(s′, ·; θ) instead of θ⁻ |
 | dueling (Wang 2016, arXiv 1511.06581) | ``task.network.dueling`` | Q = V + A − mean A |
 | n-step returns (Sutton 1988) | ``n_step`` | R = Σ γ^i r_{t+i}, bootstrap γⁿ |
+| noisy networks (Fortunato 2018, arXiv 1706.10295) | ``task.network.noisy`` | explores without ε |
 | prioritized replay (Schaul 2016, arXiv 1511.05952) | ``prioritized`` | P ∝ (|δ| + ε)^α, weights (N P)^−β |
 
 With δ = R + γ^k (1 − terminated) Q(s′, a*; θ⁻) − Q(s, a; θ), each gradient is that of the mean over a
 minibatch of w · huber(δ). ``trainer`` calls ``update`` once for each unroll that the source has appended to
-the memory; it makes ``gradient_steps`` steps.
+the memory; it makes ``gradient_steps`` steps. With noisy networks each of them draws noise for Q(s, a; θ),
+for the choice of a*, and for Q(s′, a*; θ⁻), independent of each other (section 3.1 there).
 
 Shape suffixes: B transitions, A actions.
 """
@@ -19,12 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from p2pdrl.config.task import DQNConfig
+from p2pdrl.errors import ConfigError
 from p2pdrl.rl.algorithms.algorithm import (
     Algorithm,
     HardCopy,
@@ -37,6 +41,7 @@ from p2pdrl.rl.algorithms.algorithm import (
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import GradientEngine, Minibatch, Summed
 from p2pdrl.rl.policy import Policy
+from p2pdrl.rl.q_network import QNetwork
 from p2pdrl.rl.sources.replay import ReplayBatch, Transitions
 from p2pdrl.tensors.optimizers import Adam
 
@@ -57,27 +62,41 @@ class QObjective(Summed):
     def __call__(self, outputs: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return loss and terms: loss, mean Q(s, a), mean |δ|; all summed."""
         values_B = outputs.gather(-1, targets["actions"].unsqueeze(-1)).squeeze(-1)
-        errors_B = (targets["targets"] - values_B).abs()
-        huber_B = torch.where(errors_B <= 1.0, 0.5 * errors_B.square(), errors_B - 0.5)
+        huber_B = functional.huber_loss(values_B, targets["targets"], reduction="none")
         loss = self.total(targets["weights"] * huber_B, targets)
         with torch.no_grad():
-            targets["errors"].copy_(errors_B)
+            errors_B = torch.sub(targets["targets"], values_B, out=targets["errors"]).abs_()
             terms = (loss, self.total(values_B, targets), self.total(errors_B, targets))
             return loss, torch.stack(terms)
 
 
 class DQN(Algorithm[ReplayBatch]):
-    """Learns Q from replay; one loss, by Adam; one target network."""
+    """Learns Q from replay; one loss, by Adam; one target network.
+
+    Args:
+        generator: of noisy networks' noise; others need none.
+    """
 
     def __init__(
-        self, config: DQNConfig, policy: Policy, flat: FlatModule, engine: GradientEngine[Tensor]
+        self,
+        config: DQNConfig,
+        policy: Policy,
+        flat: FlatModule,
+        engine: GradientEngine[Tensor],
+        generator: torch.Generator | None = None,
     ) -> None:
+        if not isinstance(policy, QNetwork):
+            raise ConfigError("deep Q-learning wants a network of action values")
+        if policy.noisy and generator is None:
+            raise ConfigError("noisy networks want a generator of their noise")
         self._config = config
         self._policy = policy
+        self._generator = generator
         self._loss: Loss[Any] = Loss(QObjective(), Adam(), flat, engine, max_grad_norm=config.max_grad_norm)
         self.losses = (self._loss,)
         rule = HardCopy(config.target_every) if config.target_tau is None else SoftCopy(config.target_tau)
         self._target = TargetNetwork("q", policy, flat, rule)
+        self._target_network = cast("QNetwork", self._target.module)
         self.targets = (self._target,)
         self._epsilon = LinearSchedule(
             config.exploration_start, config.exploration_end, config.exploration_steps
@@ -85,23 +104,23 @@ class DQN(Algorithm[ReplayBatch]):
 
     @property
     def exploration(self) -> float:
-        """ε, by the swarm's environment steps."""
-        return self._epsilon.at(self.env_steps)
+        """ε, by the swarm's environment steps; 0 with noisy networks."""
+        return 0.0 if self._policy.noisy else self._epsilon.at(self.env_steps)
 
     def update(self, batch: ReplayBatch) -> dict[str, float]:
         """Make ``gradient_steps`` steps on transitions drawn from the memory; return what is plotted."""
         config = self._config
         learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
         beta = config.beta + (1.0 - config.beta) * self.progress
-        self._target.follow(self.policy_version)
+        self._target.follow(self.env_steps)
         totals = torch.zeros(QObjective.terms)
         norms = 0.0
         steps = skipped = 0
-        for count in range(1, config.gradient_steps + 1):
-            if batch.stored < max(config.learning_starts, 1):
-                break
-            drawn = batch.draw(config.batch_size, beta=beta)
+        ready = batch.stored >= max(config.learning_starts, 1)
+        draws = batch.draws(config.batch_size, config.gradient_steps if ready else 0, beta=beta)
+        for count, drawn in enumerate(draws, start=1):
             part = self._minibatch(drawn)
+            self._draw_noise(self._policy)
             terms = self._loss.gradients(part)
             left = config.gradient_steps - count
             norm = self._loss.apply(learning_rate, samples=part.rows, left=left)
@@ -128,11 +147,17 @@ class DQN(Algorithm[ReplayBatch]):
             "skipped_steps": float(skipped),
         }
 
+    def _draw_noise(self, network: QNetwork) -> None:
+        if self._generator is not None:
+            network.draw_weight_noise(self._generator)
+
     def _minibatch(self, drawn: Transitions) -> Minibatch:
         """Return y = R + γ^k Q(s′, a*; θ⁻) with what it is compared to."""
         with torch.no_grad():
-            next_BA = self._target.module(drawn.next_obs_BX)
+            self._draw_noise(self._target_network)
+            next_BA = self._target_network.outputs(drawn.next_obs_BX)
             if self._config.double:
+                self._draw_noise(self._policy)
                 best_B = self._policy.outputs(drawn.next_obs_BX).argmax(-1)
                 next_B = next_BA.gather(-1, best_B.unsqueeze(-1)).squeeze(-1)
             else:

@@ -8,17 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 
-from p2pdrl.config.task import A2CConfig, DQNConfig, ImpalaConfig, NetworkConfig, PPOConfig
+from p2pdrl.config.task import (
+    A2CConfig,
+    AlgorithmOptions,
+    DDPGConfig,
+    DiscreteSACConfig,
+    DQNConfig,
+    ImpalaConfig,
+    NetworkConfig,
+    NStepQConfig,
+    OneStepQConfig,
+    OneStepSarsaConfig,
+    PPOConfig,
+    SACConfig,
+    TaskConfig,
+    TD3Config,
+)
 from p2pdrl.errors import ConfigError
+from p2pdrl.rl.actor_critic_q import (
+    CategoricalActorCritic,
+    DeterministicActorCritic,
+    SquashedGaussianActorCritic,
+)
 from p2pdrl.rl.algorithms.a2c import A2C
 from p2pdrl.rl.algorithms.algorithm import Algorithm
+from p2pdrl.rl.algorithms.ddpg import DDPG
 from p2pdrl.rl.algorithms.dqn import DQN
 from p2pdrl.rl.algorithms.impala import Impala
+from p2pdrl.rl.algorithms.online_q import OnlineQ
 from p2pdrl.rl.algorithms.ppo import PPO
+from p2pdrl.rl.algorithms.sac import SAC
+from p2pdrl.rl.algorithms.sac_discrete import DiscreteSAC
+from p2pdrl.rl.algorithms.td3 import TD3
 from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Forward, GradientEngine
@@ -62,12 +88,51 @@ class AlgorithmEntry:
     build: Callable[[AlgorithmContext], Algorithm[Any]]
     network: Callable[[EnvSpec, NetworkConfig, int | None], Policy] = ActorCritic
 
+    def policy(self, spec: EnvSpec, task: TaskConfig) -> Policy:
+        """Return a task's policy as it is drawn."""
+        policy = self.network(spec, task.network, task.seed)
+        if isinstance(task.algorithm, AlgorithmOptions):
+            policy.configure(task.algorithm)
+        return policy
+
+
+_ONLINE_Q = AlgorithmEntry(lambda made: OnlineQ(made.config, made.policy, made.flat, made.engine), QNetwork)
+
+
+def _ddpg(made: AlgorithmContext) -> DDPG:
+    policy = cast("DeterministicActorCritic", made.policy)
+    return DDPG(made.config, policy, made.flat, made.engine_for)
+
+
+def _td3(made: AlgorithmContext) -> TD3:
+    policy = cast("DeterministicActorCritic", made.policy)
+    return TD3(made.config, policy, made.flat, made.engine_for, made.generator)
+
+
+def _sac(made: AlgorithmContext) -> SAC:
+    policy = cast("SquashedGaussianActorCritic", made.policy)
+    return SAC(made.config, policy, made.flat, made.engine_for, made.generator)
+
+
+def _sac_discrete(made: AlgorithmContext) -> DiscreteSAC:
+    policy = cast("CategoricalActorCritic", made.policy)
+    return DiscreteSAC(made.config, policy, made.flat, made.engine_for)
+
 
 ALGORITHMS: dict[type, AlgorithmEntry] = {
     PPOConfig: AlgorithmEntry(lambda made: PPO(made.config, made.flat, made.engine, made.generator)),
     A2CConfig: AlgorithmEntry(lambda made: A2C(made.config, made.flat, made.engine)),
-    DQNConfig: AlgorithmEntry(lambda made: DQN(made.config, made.policy, made.flat, made.engine), QNetwork),
+    DQNConfig: AlgorithmEntry(
+        lambda made: DQN(made.config, made.policy, made.flat, made.engine, made.generator), QNetwork
+    ),
     ImpalaConfig: AlgorithmEntry(lambda made: Impala(made.config, made.flat, made.engine)),
+    NStepQConfig: _ONLINE_Q,
+    OneStepQConfig: _ONLINE_Q,
+    OneStepSarsaConfig: _ONLINE_Q,
+    DDPGConfig: AlgorithmEntry(_ddpg, partial(DeterministicActorCritic, critics=1)),
+    TD3Config: AlgorithmEntry(_td3, partial(DeterministicActorCritic, critics=2)),
+    SACConfig: AlgorithmEntry(_sac, SquashedGaussianActorCritic),
+    DiscreteSACConfig: AlgorithmEntry(_sac_discrete, CategoricalActorCritic),
 }
 """By the type of ``task.algorithm``, which has ``unroll_steps`` and ``discount``."""
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["VTrace", "gae", "vtrace"]
+__all__ = ["VTrace", "gae", "n_step_returns", "vtrace"]
 
 
 def gae(
@@ -46,6 +46,25 @@ def gae(
     if continues_TB is not None:
         decays_TB = decays_TB * continues_TB
     return _decaying_sums(deltas_TB, decays_TB)
+
+
+def n_step_returns(
+    rewards_TB: Tensor, bootstraps_TB: Tensor, discounts_TB: Tensor, continues_TB: Tensor
+) -> Tensor:
+    """Return forward-view returns (Mnih 2016, arXiv 1602.01783, algorithm S2): R ← r_t + γ_t R, backwards.
+
+    Each step gets the longest return that there is: R_t = r_t + γ_t R_{t+1} where the next step goes on with
+    it, else R_t = r_t + γ_t V_{t+1}. With no step that goes on they are one-step targets.
+
+    Args:
+        rewards_TB: r.
+        bootstraps_TB: V_{t+1}, of the state after each step; where the return goes on it isn't looked at.
+        discounts_TB: γ, zero where the episode terminated.
+        continues_TB: zero where the return ends with a bootstrap; the last row counts as zero.
+    """
+    continues_TB = torch.cat((continues_TB[:-1], torch.zeros_like(continues_TB[-1:])))
+    ends_TB = discounts_TB * (1.0 - continues_TB)
+    return _decaying_sums(rewards_TB + ends_TB * bootstraps_TB, discounts_TB * continues_TB)
 
 
 class VTrace(NamedTuple):

@@ -10,6 +10,8 @@ Shape suffixes: B transitions, X the observation's own dimensions.
 # ruff: noqa: N815 (fields carry shape suffixes)
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,9 @@ from p2pdrl.rl.sources.source import Batch
 __all__ = ["ReplayBatch", "ReplayFeeder", "Transitions", "replay_memory"]
 
 Array = npt.NDArray[Any]
+
+_BYTES_AT_ONCE = 1 << 20
+"""Of observations that are drawn at once for several gradients: they stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,19 @@ class Transitions:
     indices_B: Array
     serials_B: Array
 
+    def rows(self, part: slice) -> Transitions:
+        """Return some of them: views."""
+        return Transitions(
+            obs_BX=self.obs_BX[part],
+            actions_B=self.actions_B[part],
+            returns_B=self.returns_B[part],
+            discounts_B=self.discounts_B[part],
+            next_obs_BX=self.next_obs_BX[part],
+            weights_B=self.weights_B[part],
+            indices_B=self.indices_B[part],
+            serials_B=self.serials_B[part],
+        )
+
 
 @dataclass(frozen=True)
 class ReplayBatch(Batch):
@@ -76,6 +94,15 @@ class ReplayBatch(Batch):
             TensorError: nothing is `stored` yet.
         """
         return self.feeder.draw(rows, beta)
+
+    def draws(self, rows: int, times: int, *, beta: float = 0.0) -> Iterator[Transitions]:
+        """Draw ``rows`` transitions several times: all at once where priorities don't change in between.
+
+        Args:
+            times: how often, 0 or more.
+            beta: as in ``draw``, like what it raises.
+        """
+        return self.feeder.draws(rows, times, beta)
 
     def update_priorities(self, drawn: Transitions, errors_B: Tensor) -> None:
         """Set the priorities of drawn rows by their |TD errors|; no effect where all are drawn alike."""
@@ -148,9 +175,9 @@ class ReplayFeeder:
             )
         return ReplayBatch(int(raw.valid_TB.sum()), raw.episodes, self)
 
-    def draw(self, rows: int, beta: float) -> Transitions:
-        """See ``ReplayBatch.draw``."""
-        found = self.memory.sample(rows, self._rng, discount=self._discount, beta=beta)
+    def draw(self, rows: int, beta: float, *, times: int = 1) -> Transitions:
+        """See ``ReplayBatch.draw``; ``times`` draws one behind the other, where all rows are drawn alike."""
+        found = self.memory.sample(rows, self._rng, discount=self._discount, beta=beta, times=times)
         returns_B = found.returns_N
         if self._reward_scaler is not None:
             returns_B = returns_B * np.float32(self._reward_scaler.statistics.in_use[1])
@@ -164,6 +191,20 @@ class ReplayFeeder:
             indices_B=found.indices_N,
             serials_B=found.serials_N,
         )
+
+    def draws(self, rows: int, times: int, beta: float) -> Iterator[Transitions]:
+        """See ``ReplayBatch.draws``."""
+        if self.memory.layout.alpha is not None:
+            for _ in range(times):
+                yield self.draw(rows, beta)
+            return
+        layout = self.memory.layout
+        row_bytes = 2 * math.prod(layout.sampled_shape) * np.dtype(layout.obs_dtype).itemsize
+        at_once = max(1, _BYTES_AT_ONCE // (rows * row_bytes))
+        for begin in range(0, times, at_once):
+            parts = min(at_once, times - begin)
+            whole = self.draw(rows, beta, times=parts)
+            yield from (whole.rows(slice(rows * part, rows * (part + 1))) for part in range(parts))
 
     def update_priorities(self, drawn: Transitions, errors_B: Tensor) -> None:
         """See ``ReplayBatch.update_priorities``."""

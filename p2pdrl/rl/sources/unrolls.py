@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from p2pdrl.rl.envs import Discrete
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
@@ -25,6 +26,7 @@ from p2pdrl.tensors.unroll_ring import ENVIRONMENTS, UnrollItem
 
 __all__ = [
     "InlineSource",
+    "OverlappingUnrolls",
     "RewardClipper",
     "UnrollPart",
     "UnrollReader",
@@ -92,6 +94,62 @@ class UnrollScaler:
             env_steps=int(raw.valid_TB.sum()),
             episodes=raw.episodes,
             state_BS=None if raw.state_BS is None else raw.state_BS.to(device),
+        )
+
+
+class OverlappingUnrolls(UnrollScaler):
+    """Scales unrolls, and lets each begin with the last step of the one before: T+1 steps.
+
+    What was done after that step is known by then. Its row isn't valid where there is no such step: in an
+    environment's first unroll, and where unrolls between were lost. For policies without memory.
+
+    Args:
+        device: as in ``UnrollScaler``.
+        environments: of all actors together.
+        normalizer: as there, like ``reward_scaler``.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        environments: int,
+        *,
+        normalizer: RunningNormalizer | None = None,
+        reward_scaler: RewardScaler | None = None,
+    ) -> None:
+        super().__init__(device, normalizer=normalizer, reward_scaler=reward_scaler)
+        self._environments = environments
+        self._last: dict[str, Tensor] = {}
+
+    def read(self, raw: RawUnroll) -> Unroll:
+        """Return the unroll with a step more, scaled; count it."""
+        unroll = super().read(raw)
+        device = unroll.valid_TB.device
+        columns = np.arange(self._environments) if raw.columns_B is None else raw.columns_B
+        columns_B = torch.from_numpy(columns).to(device)
+        if raw.restarts_B is not None and "valid_TB" in self._last:
+            self._last["valid_TB"][columns_B[torch.from_numpy(raw.restarts_B).to(device)]] = False
+
+        def longer(name: str, *, behind: int = 0) -> Tensor:
+            """Return an array with the last step before it, and keep its own; rows behind are no steps."""
+            rows: Tensor = getattr(unroll, name)
+            last = self._last.get(name)
+            if last is None:
+                last = self._last[name] = rows.new_zeros((self._environments, *rows.shape[2:]))
+            whole = torch.cat((last[columns_B].unsqueeze(0), rows))
+            last[columns_B] = rows[-1 - behind]
+            return whole
+
+        return replace(
+            unroll,
+            obs_T1BX=longer("obs_T1BX", behind=1),
+            actions=longer("actions"),
+            log_probs_TB=longer("log_probs_TB"),
+            values_T1B=longer("values_T1B", behind=1),
+            rewards_TB=longer("rewards_TB"),
+            terminated_TB=longer("terminated_TB"),
+            truncated_TB=longer("truncated_TB"),
+            valid_TB=longer("valid_TB"),
         )
 
 

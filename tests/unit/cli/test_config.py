@@ -50,7 +50,26 @@ def test_init_writes_a_valid_file_once(p2pdrl, tmp_path):
     assert tomllib.loads(p2pdrl("config", "init").stdout) is not None
 
 
+def test_a_preset_is_shown_with_its_story_and_all_of_its_task(p2pdrl):
+    shown = p2pdrl("presets", "show", "cartpole").stdout
+    assert "until the swarm's policy balances it" in shown
+    assert "* task.stop.mean_return = 475.0" in shown
+    assert "  task.algorithm.clip = 0.2" in shown
+    assert "task.algorithm.discount" in shown
+    assert "node." not in shown.partition("file:")[2].partition("use:")[2].partition("\n")[2]
+    found = json.loads(p2pdrl("presets", "show", "accumulate", "--json").stdout)
+    assert "node.learner.microbatches" in found["given"]
+    assert found["config"]["node"]["learner"]["microbatches"] == "auto"
+    assert found["about"].startswith("PPO with large minibatches")
+
+
+def test_an_unknown_preset_names_the_nearest(p2pdrl):
+    wrong = p2pdrl("presets", "show", "cartpol")
+    assert (wrong.exit_code, "did you mean cartpole?" in wrong.stderr) == (2, True)
+
+
 def test_presets_are_listed(p2pdrl):
+    assert p2pdrl("presets").stdout == p2pdrl("config", "presets").stdout
     assert "cartpole" in p2pdrl("config", "presets").stdout
     assert "CartPole" in json.loads(p2pdrl("config", "presets", "--json").stdout)["cartpole"]
 

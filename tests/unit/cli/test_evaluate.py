@@ -75,3 +75,14 @@ def test_bad_command_lines(p2pdrl, child, args):
 
 def test_a_peer_that_isnt_there(p2pdrl, child, free_address):
     assert p2pdrl("eval", "--peer", free_address).exit_code == 3
+
+
+def test_history_shows_the_swarm_s_own_evaluations(p2pdrl, served):
+    shown = p2pdrl("eval", "--peer", served.address, "--history").stdout.splitlines()
+    assert shown[0].split() == ["steps", "mean", "std", "episodes", "length", "took", "node"]
+    assert shown[2].split()[:5] == ["100,000", "400.0", "31.5", "30", "400.0"]
+    found = json.loads(p2pdrl("eval", "--peer", served.address, "--history", "--json").stdout)
+    assert [row["env_steps"] for row in found] == [50_000, 100_000]
+    served.node.last_evaluations = []
+    assert p2pdrl("eval", "--peer", served.address, "--history").stdout == "no evaluation yet\n"
+    assert p2pdrl("eval", "--history").exit_code == 2

@@ -253,7 +253,15 @@ def test_status_without_a_pipeline_has_no_such_line():
     ],
 )  # fmt: skip
 def test_progress_tells_the_goal(stop, shown):
-    assert progress_line({**FakeNode().status(), "stop": stop}).endswith(shown)
+    assert progress_line({**FakeNode().status(), "evaluation": None, "stop": stop}).endswith(shown)
+
+
+def test_progress_tells_the_newest_evaluation():
+    assert progress_line(FakeNode().status()).endswith("evaluated: 400.0 at 100k steps")
+    assert "400.0 ± 31.5 over 30 episodes at 100,000 steps, by node-1; best 400.0 at 100,000" in rendered(
+        status_view(FakeNode().status())
+    )
+    assert "none yet" in rendered(status_view({**FakeNode().status(), "evaluation": None}))
 
 
 def test_why_it_stopped_has_a_line_of_its_own():

@@ -17,6 +17,8 @@ def test_the_default_breaks_no_rule() -> None:
 
 PIPELINE = ["task.strategy.name=pipeline"]
 DQN = ["task.algorithm.name=dqn"]
+SAC = ["task.algorithm.name=sac"]
+TD3 = ["task.algorithm.name=td3"]
 CLASSIFIER = [
     "task.algorithm.name=regression",
     "task.algorithm.kind=classifier",
@@ -68,7 +70,29 @@ CLASSIFIER = [
             [*DQN, "task.algorithm.buffer_size=40", "task.algorithm.learning_starts=1"],
             "task.algorithm.buffer_size (in --set)",
         ),
+        ([*SAC, *PIPELINE], "task.strategy.name"),
+        ([*TD3, "task.strategy.name=server_sync"], "task.strategy.name (in --set)"),
+        ([*SAC, 'node.learner.split_devices=["cpu", "cpu"]'], "node.learner.split_devices (in --set)"),
+        ([*SAC, "task.network.core=lstm"], "task.network.core (in --set)"),
+        ([*SAC, "task.network.squash=tanh"], "task.network.squash (in --set)"),
+        ([*TD3, "task.network.rescale_actions=true"], "task.network.rescale_actions (in --set)"),
+        ([*TD3, "task.network.exploration_noise=sde"], "task.network.exploration_noise (in --set)"),
+        ([*TD3, "task.network.log_std_init=-1"], "task.network.log_std_init (in --set)"),
+        ([*SAC, "task.network.dueling=true"], "task.network.dueling (in --set)"),
+        ([*SAC, "task.algorithm.buffer_size=999"], "task.algorithm.learning_starts (by default)"),
+        (
+            ["task.algorithm.name=sac_discrete", "task.network.exploration_noise=sde"],
+            "task.network.exploration_noise (in --set)",
+        ),
         (["task.network.dueling=true"], "task.network.dueling (in --set)"),
+        (["task.network.noisy=true"], "task.network.noisy (in --set)"),
+        ([*DQN, "task.network.noisy=true", "task.network.kind=transformer"], "task.network.noisy (in --set)"),
+        (
+            ["task.algorithm.name=n_step_q", "task.algorithm.exploration_ends=[0.1, 0.2]"],
+            "task.algorithm.exploration_shares (by default)",
+        ),
+        (["task.algorithm.name=one_step_sarsa", *PIPELINE], "task.strategy.name"),
+        (["task.algorithm.name=one_step_q", "task.network.core=lstm"], "task.network.core (in --set)"),
         (
             ['node.learner.split_devices=["cpu", "cpu"]', "node.learner.device=cuda"],
             "node.learner.device (in --set)",

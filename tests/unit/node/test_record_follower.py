@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.config.strategy import AdpsgdConfig, LocalConfig
-from p2pdrl.config.task import StopConfig
+from p2pdrl.config.task import EvaluationConfig, StopConfig
 from p2pdrl.node import settings
 from p2pdrl.node.accounting.counters import Counts
+from p2pdrl.node.accounting.evaluations import Evaluation
 from p2pdrl.node.settings import HaltSetting, ModeSetting, StopSetting
 
 from .follower_fakes import at, stop_setting
@@ -129,6 +131,7 @@ async def test_who_sees_the_stop_condition_met_halts_the_swarm(follower, members
 
 
 async def test_returns_are_judged_once_everybody_is_heard(follower, membership, training, figures):
+    training.task = msgspec.structs.replace(training.task, evaluation=EvaluationConfig(every=0))
     report = SimpleNamespace(state="training", trains=True, episodes_in_window=3, mean_return=500.0)
     membership.propose(settings.STOP, stop_setting(mean_return=475.0, window=3))
     await follower.follow(training)
@@ -143,6 +146,23 @@ async def test_returns_are_judged_once_everybody_is_heard(follower, membership, 
     figures.reports = [report, report]
     follower.on_gossip_round(training)
     assert membership.records.get(settings.HALT) is not None
+
+
+async def test_two_evaluations_in_a_row_end_training(follower, membership, training, context, figures):
+    figures.reports = [
+        SimpleNamespace(state="training", trains=True, episodes_in_window=3, mean_return=500.0)
+    ]
+    membership.propose(settings.STOP, stop_setting(mean_return=475.0, window=3))
+    await follower.follow(training)
+    for steps, mean, halted in [
+        (10, 480.0, False),
+        (20, 470.0, False),
+        (30, 475.0, False),
+        (40, 475.0, True),
+    ]:
+        context.evaluations.add("b" * 32, Evaluation(steps, 1, 30, mean, 5.0, 9.0, 1.0))
+        follower.on_gossip_round(training)
+        assert (membership.records.get(settings.HALT) is not None) == halted
 
 
 async def test_time_is_counted_from_the_founding(follower, membership, training, clock):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from p2pdrl.config.task import StopConfig
+from p2pdrl.node.accounting.evaluations import Evaluation, EvaluationLog
 from p2pdrl.node.accounting.report_table import PeerReport
 from p2pdrl.node.stop import judge, returns_ready
 
@@ -85,3 +86,16 @@ def test_returns_ready_is_one_nodes_part():
     assert not returns_ready(stop, 9, 0.0)
     assert not returns_ready(stop, 10, None)
     assert not returns_ready(StopConfig(), 10, 5.0)
+
+
+def test_where_there_are_evaluations_they_count_and_nothing_else():
+    stop = StopConfig(mean_return=475.0)
+    log = EvaluationLog()
+    assert judge(stop, 0, 0.0, [report(1, 500.0)], log) is None
+    for steps, mean in [(10, 500.0), (20, 476.5)]:
+        assert judge(stop, 0, 0.0, [report(1, 500.0)], log) is None
+        log.add("a" * 32, Evaluation(steps, 1, 30, mean, 5.0, 9.0, 1.0))
+    reached = judge(stop, 0, 0.0, [report(1, 20.0)], log)
+    assert reached.kind == "mean_return"
+    assert "475 is reached: 500 and 476.5 in the last two evaluations, of 30 episodes each" in reached.reason
+    assert judge(StopConfig(), 0, 0.0, [], log) is None

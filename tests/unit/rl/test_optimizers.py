@@ -72,6 +72,18 @@ def copied(state):
     return {key: np.array(value) for key, value in state.items()}
 
 
+@both
+def test_rmsprops_epsilon_may_lie_under_the_root(executor):
+    x = np.random.default_rng(1).standard_normal(SIZE).astype(np.float64)
+    expected, v = x.copy(), np.zeros(SIZE)
+    mine = executor(RMSProp(0.9, 0.01, eps_in_root=True), x)
+    for gradient in gradients(5, np.float64):
+        v = 0.9 * v + 0.1 * gradient**2
+        expected -= 0.05 * gradient / np.sqrt(v + 0.01)
+        mine.step(gradient, 0.05)
+    np.testing.assert_allclose(x, expected, rtol=1e-12)
+
+
 def gradients(count, dtype=np.float32, size=SIZE):
     """Of magnitudes from 1e-6 to 1, a tenth of them zero."""
     rng = np.random.default_rng(0)

@@ -204,6 +204,29 @@ async def test_after_a_restart_the_best_must_still_be_beaten(
     assert load(store.best).meta["mean_return"] == 101.0
 
 
+async def test_where_evaluations_judge_they_alone_decide_on_the_best(
+    store, training, progress_tracker, clock, events
+):
+    config = CheckpointConfig(every_s=1.0)
+    given = {"training": training, "progress_tracker": progress_tracker, "clock": clock, "events": events}
+    judged = Checkpointer(store=store, config=config, **given, judged=True)
+    judged.mean_return = 1e6
+    await judged.save()
+    assert not store.best.exists()
+    evaluated = await judged.snapshot()
+    training.board.post_delta(np.ones(5, np.float32), 50)
+    assert await judged.keep_best(evaluated, 40.0)
+    assert not await judged.keep_best(await judged.snapshot(), 40.0)
+    assert load(store.best).params.tolist() == evaluated.params.tolist()
+    meta = load(store.best).meta
+    assert (meta["mean_return"], meta["best_mean_return"]) == (40.0, 40.0)
+    assert load(store.last).params.tolist() == evaluated.params.tolist()
+    await judged.save()
+    assert load(store.last).meta["best_mean_return"] == 40.0
+    off = Checkpointer(store=store, config=CheckpointConfig(every_s=0.0), **given, judged=True)
+    assert not await off.keep_best(evaluated, 99.0)
+
+
 async def test_the_export_is_a_checkpoint_file(checkpointer):
     exported = from_bytes(await checkpointer.export())
     assert exported.params.tolist() == [1.5] * 5

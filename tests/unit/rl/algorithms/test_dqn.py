@@ -33,6 +33,10 @@ class FixedDraws:
         self.asked.append((rows, beta))
         return self._drawn[(len(self.asked) - 1) % len(self._drawn)]
 
+    def draws(self, rows, times, beta):
+        for _ in range(times):
+            yield self.draw(rows, beta)
+
     def update_priorities(self, drawn, errors_B):
         self.priorities.append(errors_B.numpy().copy())
 
@@ -164,14 +168,15 @@ def test_nothing_is_learned_before_there_is_enough():
     assert (flat.numpy() != before).any()
 
 
-def test_the_target_is_copied_every_so_many_versions():
-    algorithm, _, flat = make(DQNConfig(learning_starts=1, learning_rate=0.1, target_every=3))
+def test_the_target_is_copied_every_so_many_environment_steps_of_the_swarm():
+    algorithm, _, flat = make(DQNConfig(learning_starts=1, learning_rate=0.1, target_every=30))
     (target,) = algorithm.targets
     copies = []
-    for version in range(8):
-        algorithm.policy_version = version
+    for update in range(8):
+        algorithm.policy_version = 3 * update
+        algorithm.env_steps = 10 * update
         before = flat.numpy().copy()
-        algorithm.update(batch_of(FixedDraws(transitions(version))))
+        algorithm.update(batch_of(FixedDraws(transitions(update))))
         copies.append(bool((target.state()["target.q"] == before).all()))
     assert copies == [True, False, False, True, False, False, True, False]
 

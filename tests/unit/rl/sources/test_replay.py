@@ -116,3 +116,17 @@ def test_a_seed_gives_the_same_curve(options):
         trainer.close()
     assert curves[0] == curves[1]
     assert curves[0][-1] > 0
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_several_draws_are_those_of_as_many_calls(prioritized):
+    one, other = (collect(task(prioritized=prioritized)) for _ in range(2))
+    at_once = list(one.draws(50, 7, beta=0.5))
+    assert len(at_once) == 7
+    assert list(one.draws(50, 0)) == []
+    for drawn in at_once:
+        alone = other.draw(50, beta=0.5)
+        for name in ("obs_BX", "actions_B", "returns_B", "discounts_B", "next_obs_BX", "weights_B"):
+            assert (getattr(drawn, name) == getattr(alone, name)).all(), name
+        assert (drawn.indices_B == alone.indices_B).all()
+        assert (drawn.serials_B == alone.serials_B).all()

@@ -1,0 +1,105 @@
+"""Deep deterministic policy gradient (Lillicrap 2016, arXiv 1509.02971, algorithm 1).
+
+One gradient step, on transitions (s, a, r, s′) from the memory:
+
+    y   = R + γ^k (1 − terminated) Q⁻(s′, μ⁻(s′))
+    J_Q = E (Q(s, a) − y)²
+    J_μ = −E Q(s, μ(s)),  whose gradient is that of equation 6: ∇_a Q(s, a) ∇_θ μ(s) at a = μ(s)
+    Q⁻ ← τ Q + (1 − τ) Q⁻,  μ⁻ ← τ μ + (1 − τ) μ⁻
+
+It explores by noise added to its actions, which are -1 … 1: an Ornstein-Uhlenbeck process in the paper. R is
+the reward, or the sum of k of them with ``n_step``. The paper's weight decay of the critic and its batch
+normalisation are left out, as they usually are. ``td3`` is the same with three tricks.
+
+Shape suffixes: B transitions, A dimensions of an action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from p2pdrl.config.task import DDPGConfig
+from p2pdrl.rl.actor_critic_q import DeterministicActorCritic, beside
+from p2pdrl.rl.algorithms.algorithm import Loss, SoftCopy, TargetNetwork
+from p2pdrl.rl.algorithms.off_policy import CriticObjective, GradientStep, OffPolicy, Rates, critic_minibatch
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.gradients import Forward, GradientEngine, Minibatch, Summed
+from p2pdrl.rl.sources.replay import Transitions
+from p2pdrl.tensors.optimizers import Adam
+
+__all__ = ["DDPG", "DeterministicPolicyObjective"]
+
+
+@dataclass(frozen=True)
+class DeterministicPolicyObjective(Summed):
+    """−Q(s, μ(s)), of which the model returns Q."""
+
+    target_names: ClassVar[tuple[str, ...]] = ()
+    terms: ClassVar[int] = 1
+
+    def __call__(self, outputs: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return loss and the same as the only term, summed."""
+        loss = -self.total(outputs, targets)
+        return loss, loss.detach()[None]
+
+
+class DDPG(OffPolicy):
+    """Losses of critic and actor, by Adam; targets of both."""
+
+    def __init__(
+        self,
+        config: DDPGConfig,
+        policy: DeterministicActorCritic,
+        flat: FlatModule,
+        engine_for: Callable[[Forward[Any]], GradientEngine[Any]],
+    ) -> None:
+        super().__init__(config)
+        critic, actor = flat.span("critics"), flat.span("actor")
+        self._critic: Loss[Tensor] = Loss(
+            CriticObjective(),
+            Adam(eps=1e-8),
+            critic,
+            engine_for(lambda inputs, _: policy.q_values(inputs)),
+            max_grad_norm=config.max_grad_norm,
+            name="critic",
+        )
+        self._actor: Loss[Tensor] = Loss(
+            DeterministicPolicyObjective(),
+            Adam(eps=1e-8),
+            actor,
+            engine_for(lambda obs, _: policy.q_of_own_actions(obs)),
+            max_grad_norm=config.max_grad_norm,
+            name="actor",
+        )
+        self.losses = (self._critic, self._actor)
+        follow = SoftCopy(config.target_tau)
+        self._target_critic = TargetNetwork("critics", policy.critics, critic, follow)
+        self._target_actor = TargetNetwork("actor", policy.actor, actor, follow)
+        self.targets = (self._target_critic, self._target_actor)
+
+    def gradient_step(self, drawn: Transitions, rates: Rates) -> GradientStep:
+        """Step critic and actor; see ``OffPolicy.gradient_step``."""
+        with torch.no_grad():
+            next_actions_BA = self._target_actor.module(drawn.next_obs_BX)
+            next_q_B = self._target_critic.module(beside(drawn.next_obs_BX, next_actions_BA)).view(-1)
+            targets_B = drawn.returns_B + drawn.discounts_B * next_q_B
+
+        part = critic_minibatch(beside(drawn.obs_BX, drawn.actions_B), drawn, targets_B)
+        critic = self._critic.step(part, rates.critic)
+        actor = self._actor.step(Minibatch(drawn.obs_BX, {}, len(targets_B)), rates.actor)
+        self._target_critic.track()
+        self._target_actor.track()
+
+        critic_loss, q, error = critic.terms.tolist()
+        metrics = {
+            "critic_loss": critic_loss,
+            "actor_loss": float(actor.terms),
+            "q_value": q,
+            "td_error": error,
+        }
+        return GradientStep(metrics, critic.norm, part.targets["errors"])
