@@ -51,7 +51,7 @@ _DOWNLOAD_S = 60.0
     help="Film one episode; wants the `video` extra.",
 )
 @click.option(
-    "--allow-import", is_flag=True, help="Let the environment id import modules, which runs their code."
+    "--allow-import", is_flag=True, help="Import the module:name that its task names, which runs its code."
 )
 @click.option(
     "--history", is_flag=True, help="With --peer: show the swarm's own evaluations so far; plays none."

@@ -58,7 +58,7 @@ _WATCH_S = 0.5
     "--allow-import",
     is_flag=True,
     default=None,
-    help="Let the task's environment id import modules, which runs their code.",
+    help="Import the module:name that this node's own options name, which runs its code.",
 )
 @click.option("--parent-pid", type=int, hidden=True, help="End when this parent process ends.")
 def node(
@@ -72,6 +72,7 @@ def node(
 
     A newcomer needs no configuration: it takes the task from the swarm. Ctrl-C leaves the swarm properly.
     """
+    from p2pdrl.config.environments import require_runnable
     from p2pdrl.config.loader import resolve
 
     if parent_pid is not None:
@@ -79,6 +80,7 @@ def node(
     flags = {_KEYS[option]: value for option, value in given.items()}
     flags["node.peers"] = split_addresses(peers) or None
     resolved = resolve(files=files, sets=sets, flags=flags, environ=os.environ)
+    require_runnable(resolved.config.task, resolved.config)
     from p2pdrl.node.daemon import run
 
     raise SystemExit(run(resolved))

@@ -106,7 +106,7 @@ def _measure(config: Config, parts: int) -> Blocks:
     learner = config.node.learner
     command = [sys.executable, "-m", "p2pdrl.workers.pipeline.measure", "--parts", str(parts)]
     command += ["--device", learner.device, "--threads", str(learner.threads)]
-    if config.node.allow_import:
+    if config.node.may_import:
         command.append("--allow-import")
     task = msgspec.json.encode(config.task)
     try:

@@ -70,7 +70,7 @@ def swarm() -> None:
     help="Nodes take the first free ports from here.",
 )
 @click.option(
-    "--allow-import", is_flag=True, help="Let the environment id import modules, which runs their code."
+    "--allow-import", is_flag=True, help="Import the module:name that the task names, which runs its code."
 )
 @json_option
 def up(
@@ -90,9 +90,11 @@ def up(
     node's was.
     """  # fmt: skip
     from p2pdrl.cli.fleet import Fleet, reserved_ports
+    from p2pdrl.config.environments import require_environment
     from p2pdrl.config.loader import resolve
 
-    resolve(files=files, sets=sets, environ=os.environ)  # a bad one fails before anything starts
+    # a bad one fails before anything starts
+    require_environment(resolve(files=files, sets=sets, environ=os.environ).config.task)
     arguments = _node_arguments(files, sets, ends, options)
     # In this order: ports are let go after the nodes ended, and the folder last.
     with _folder(data_root) as folder, reserved_ports(count, base_port) as ports:

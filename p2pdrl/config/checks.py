@@ -53,6 +53,8 @@ IMPALA_RESIDUALS = 2
 NATURE_CONVOLUTIONS = 3
 CONVOLUTIONS = {"trunk.convolutions.": "nature_cnn", "trunk.convolution.": "minatar_cnn"}
 """Parameters that a network of pictures has, and no network of vectors."""
+MOST_BLOCKS = 1 << 16
+"""Of a network that nobody here has seen; the child that builds it counts them."""
 LIST_BLOCKS = "`p2pdrl pipeline plan --config …` lists them"
 """Where to find the numbers of a model's blocks."""
 MAX_DATA_NUMBERS = 1 << 28
@@ -68,6 +70,8 @@ def block_count(task: TaskConfig) -> tuple[int, int]:
     if isinstance(algorithm, RegressionConfig):
         count = len(algorithm.hidden) + 1 if algorithm.kind == "classifier" else 1
         return count, count
+    if network.kind == "own":
+        return 2, MOST_BLOCKS
     kinds = ("mlp", "nature_cnn", "minatar_cnn") if network.kind == "auto" else (network.kind,)
     counts = [_trunk(kind, network) + (network.core != "none") + 1 for kind in kinds]
     return min(counts), max(counts)
@@ -284,6 +288,10 @@ def _network_problems(network: NetworkConfig) -> Iterator[Problem]:
             "task.network.heads",
             f"{network.heads} heads can't share a width of {network.width} equally; "
             "width must be a multiple of heads",
+        )
+    if (network.kind == "own") != bool(network.own):
+        yield Problem(
+            "task.network.own", "kind = own and own = module:name belong together; set both or none"
         )
     if network.kind == "impala_resnet" and not network.channels:
         yield Problem(

@@ -186,7 +186,10 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     insecure: bool = False
     """Listen beyond loopback without a swarm key: anyone who reaches the port can take part."""
     allow_import: bool = False
-    """Let environment ids import modules (``module:Name-v0``), which runs their code."""
+    """Import what this node's own configuration names as ``module:name`` (``task.env.id``,
+    ``task.network.own``), which runs its code. A task that a peer brings imports nothing by this."""
+    imports: tuple[str, ...] = ()
+    """Each ``module:name`` that a task may import here whoever brings it, as ``["my_envs:Pole"]``."""
     trusted_network: bool = False
     """Let strategies use torch.distributed (``backend = "torch"``, or a pipeline's ``auto``). Its store and
     connections listen on further ports without authentication or encryption: anyone who reaches them can read
@@ -206,6 +209,11 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
     debug: DebugConfig = DebugConfig()
+
+    @property
+    def may_import(self) -> bool:
+        """Whether anything may be imported; a task's names are checked where the task comes in."""
+        return self.allow_import or bool(self.imports)
 
 
 _ROLES_TAG = "roles"

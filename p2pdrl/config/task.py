@@ -24,6 +24,7 @@ __all__ = [
     "A2CConfig",
     "AlgorithmConfig",
     "AlgorithmOptions",
+    "AtariConfig",
     "DDPGConfig",
     "DQNConfig",
     "DiscreteSACConfig",
@@ -54,11 +55,45 @@ __all__ = [
 ]
 
 
+class AtariConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How Atari games (``ALE/Pong-v5``, ``PongNoFrameskip-v4`` …) are seen and played.
+
+    The defaults are those of Mnih 2015 (Methods) and Machado 2018 (arXiv 1709.06009). Without effect on other
+    environments.
+    """
+
+    preprocess: bool = True
+    """Observations are stacked grey pictures, each the greatest of two successive frames. Without it they are
+    the emulator's own (``kwargs.obs_type``: rgb, grayscale or ram), and of what follows only
+    ``full_action_space`` and ``repeat_action_probability`` have an effect."""
+    screen_size: Annotated[int, Meta(ge=36, le=210)] = 84
+    """Height and width of a picture in pixels."""
+    frame_skip: Annotated[int, Meta(ge=1, le=64)] = 4
+    """Frames that an action is held for: an environment step is so many of the game's 60 a second."""
+    frame_stack: Annotated[int, Meta(ge=1, le=16)] = 4
+    """Pictures in an observation, the newest last; those before an episode's first are zero. A replay memory
+    stores each picture once."""
+    noop_max: Annotated[int, Meta(ge=0, le=1000)] = 30
+    """A game begins with a random number of frames without action, fewer than this (up to this where
+    ``kwargs`` are given)."""
+    repeat_action_probability: Fraction | None = None
+    """Sticky actions: how likely a frame repeats the last frame's action instead of the one that was chosen.
+    None takes what the id stands for: 0.25 for ``ALE/…-v5``, 0 for ``…NoFrameskip-v4``."""
+    episodic_life: bool = False
+    """For learning, a lost life ends the episode; the game goes on, and returns that are reported are whole
+    games'. The policy has no say in the step behind it, which does nothing, or presses FIRE."""
+    fire_reset: bool = False
+    """Press FIRE where an episode begins, in games that have the button: Breakout waits for it."""
+    full_action_space: bool = False
+    """All 18 actions of the joystick, not only those that have an effect in the game."""
+
+
 class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where experience comes from."""
 
     id: str = "CartPole-v1"
-    """Name in gymnasium's registry; ``module:Name-v0`` imports a module and wants ``--allow-import``."""
+    """Name in gymnasium's registry, or ``module:name`` of an environment's class or of an id that the module
+    registers: that is imported and wants ``--allow-import`` (docs/own_code.md)."""
     kwargs: dict[str, bool | int | float | str] = {}  # noqa: RUF012 - msgspec copies it
     """Arguments handed to the environment's constructor."""
     num_envs: Annotated[int, Meta(ge=1, le=4096)] = 8
@@ -70,6 +105,9 @@ class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Name of the action mask: of an entry of Dict observations, or of the ``info`` that comes with them, 1
     or true where an action is allowed. Where environments have it, policies never take another. The default
     name is looked for and may be missing; empty looks for none. Discrete and MultiDiscrete actions only."""
+    observation_keys: tuple[str, ...] = ()
+    """Entries of dictionary observations that are used; none are all but texts (Minigrid's ``mission``). A
+    single one, as ``["image"]``, stands for itself."""
     normalize_observations: bool = False
     """Shift and scale observations by the swarm's running mean and deviation. Helps with raw
     physical units (MuJoCo), needless for images. Of several entries (Dict, Tuple) vectors of floats are."""
@@ -77,18 +115,25 @@ class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Divide rewards by the running deviation of the discounted return; reported returns stay raw.
     Without it large returns (CartPole's reach 100) can saturate a tanh value function, which then
     predicts one constant and lets a good policy decay."""
+    clip_rewards: bool = False
+    """Learn from the rewards' signs only (Mnih 2015): one learning rate suits games of any score. Reported
+    returns stay raw."""
+    atari: AtariConfig = AtariConfig()
 
 
 class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The shape of policy and value function."""
 
-    kind: Literal["auto", "mlp", "nature_cnn", "impala_resnet", "minatar_cnn", "transformer"] = "auto"
+    kind: Literal["auto", "mlp", "nature_cnn", "impala_resnet", "minatar_cnn", "transformer", "own"] = "auto"
     """``mlp``: dense layers, separate ones for policy and values; ``nature_cnn`` (Mnih 2015), the deeper
     ``impala_resnet`` (Espeholt 2018) and the one convolution of ``minatar_cnn`` (Young 2019), all for images;
     ``transformer`` over parts of the observation. ``auto`` takes the Nature CNN for images of 36 × 36 pixels
     or more, MinAtar's for smaller ones down to 3 × 3, and an MLP for everything else. Where observations have
     several entries, each image among them goes through its own convolutions, and all together through dense
-    layers (``hidden``)."""
+    layers (``hidden``). ``own`` is yours, see ``own``."""
+    own: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
+    """A network of your own, ``module:name`` of a ``Trunk`` (docs/own_code.md), which policy and values
+    share. It is imported and wants ``--allow-import``; ``kind`` must be ``own``."""
     hidden: tuple[Count, ...] = (64, 64)
     """Widths of the hidden layers of the MLP; of the dense layers behind the convolutions, where the
     default stands for the papers' single layer (512, 256 for the ResNet, 128 for MinAtar's). No part of a

@@ -6,12 +6,14 @@ Membership asks through `JoinHooks`; the daemon waits in `find_swarm`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 
 import msgspec
 
 from p2pdrl.clock import Clock
 from p2pdrl.config.checks import task_problems
+from p2pdrl.config.environments import environment_problems, import_problems
 from p2pdrl.config.root import Config
 from p2pdrl.config.task import TaskConfig, task_hash
 from p2pdrl.errors import JoinRefusedError, WireError
@@ -242,7 +244,13 @@ class JoinAdmission:
         refusal = refuse_task(self._hash(), info.task, info.task_hash)
         if refusal is not None:
             return refusal
-        problem = next(iter(task_problems(info.task)), None)
+        task = info.task
+        found = (
+            task_problems(task),
+            environment_problems(task),
+            import_problems(task, self._config),
+        )
+        problem = next(itertools.chain(*found), None)
         if problem is not None:
             return f"its task can't be run: {problem.key}: {problem.message}"
         self._decided_hash = info.task_hash

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from p2pdrl.clock import SystemClock
+from p2pdrl.config.environments import require_runnable
 from p2pdrl.config.loader import Resolved
 from p2pdrl.config.root import Config
 from p2pdrl.config.task import HASHED, TaskConfig
@@ -212,6 +213,7 @@ class Node:
             origin = await self._admission.find_swarm(
                 context.membership.joiner, context.address, remembers=opened.remembers, memory=memory
             )
+            require_runnable(origin.task, self._config)  # a resumed one is of an earlier run's configuration
             training = self._make_training(origin.task)
             stack.callback(training.close)
             stack.push_async_callback(training.stop)
@@ -354,7 +356,7 @@ class Node:
 
     def _make_evaluations(self, training: Training) -> Evaluations:
         config = self._config.node
-        process = EvaluatorProcess(threads=config.learner.threads, allow_import=config.allow_import)
+        process = EvaluatorProcess(threads=config.learner.threads, allow_import=config.may_import)
         return Evaluations(self._context, self._reporter, training, process, self._meters.evaluated)
 
     async def _fold_later(self) -> None:

@@ -210,7 +210,7 @@ class Training:
             seed=seed,
             device=config.learner.device,
             threads=config.learner.threads,
-            allow_import=config.allow_import,
+            allow_import=config.may_import,
             step_delay_s=config.learner.step_delay_s,
             microbatches=config.learner.microbatches,
             checkpoint_activations=config.learner.checkpoint_activations,

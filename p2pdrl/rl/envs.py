@@ -15,15 +15,20 @@ import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
+import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from p2pdrl.config.environments import family_of, install_hint, is_atari, successor_of
 from p2pdrl.config.task import EnvConfig
 from p2pdrl.errors import ConfigError
+from p2pdrl.rl.atari import AtariGames, make_atari_env, make_atari_vector, make_plain_atari, register_atari
+from p2pdrl.rl.entries import one_hot_cells, with_entries
+from p2pdrl.rl.imports import load_named
 from p2pdrl.rl.observations import (
     SMALLEST_PICTURE,
     ObservationLayout,
@@ -33,6 +38,7 @@ from p2pdrl.rl.observations import (
     layout_of,
     pixels_of,
 )
+from p2pdrl.rl.serial_env import SerialVectorEnv
 
 __all__ = [
     "Action",
@@ -51,6 +57,9 @@ Array = npt.NDArray[Any]
 
 VETTED_VECTOR_ENVS = frozenset({"CartPole-v1"})
 """Ids whose ``vector_entry_point`` gives the same transitions and ends as the scalar one (see the tests)."""
+
+MASKABLE = gym.spaces.Discrete | gym.spaces.MultiDiscrete
+"""Action spaces that masks can be of."""
 
 EXTRAS = {"Box2D": "box2d", "MuJoCo": "mujoco", "mujoco": "mujoco", "ale": "atari", "pygame": "video"}
 """Word in gymnasium's complaint about a missing package -> extra of this package that brings it."""
@@ -152,6 +161,8 @@ class EnvSpec:
         obs_most: of images: the greatest value of a pixel, by which networks divide it; 1 leaves it alone.
         layout: of observations of several entries, or with action masks: what lies where in their rows, which
             are bytes then (uint8 X); else None.
+        frame_stack: so many pictures of successive steps make an observation, along its first dimension, the
+            newest last; those before an episode's first are zero. 1: it is what the environment shows.
     """
 
     obs_shape: tuple[int, ...]
@@ -159,6 +170,7 @@ class EnvSpec:
     action: Action
     obs_most: float = 255.0
     layout: ObservationLayout | None = None
+    frame_stack: int = 1
 
     @property
     def is_image(self) -> bool:
@@ -175,6 +187,7 @@ class VectorEnv:
         action_mask: key of masks; see ``EnvConfig.action_mask``.
         info_mask: whether masks come with the environments' ``info``.
         step_delay_s: seconds slept at each step, to emulate a slow environment.
+        seed_bits: that each environment's own seed has: gymnasium's take 32, not everybody's.
     """
 
     def __init__(
@@ -184,6 +197,7 @@ class VectorEnv:
         *,
         action_mask: str = "action_mask",
         info_mask: bool = False,
+        seed_bits: Literal[31, 32] = 32,
         step_delay_s: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -194,10 +208,10 @@ class VectorEnv:
         self._env = env
         self._step_delay_s = step_delay_s
         self._sleep = sleep
-        sequence = np.random.SeedSequence(seed)
+        words = np.random.SeedSequence(seed).generate_state(self.num_envs) >> (32 - seed_bits)
         # given one integer, a SyncVectorEnv takes seed, seed + 1, …: nodes seeded alike would share episodes
-        self._seeds: Any = [int(word) for word in sequence.generate_state(self.num_envs)]
-        if not isinstance(env, SyncVectorEnv):
+        self._seeds: Any = [int(word) for word in words]
+        if not isinstance(env, SyncVectorEnv | SerialVectorEnv | AtariGames):
             self._seeds = self._seeds[0]
         space = env.single_action_space
         self._action_start: Any = None
@@ -239,6 +253,12 @@ class VectorEnv:
             self._sleep(self._step_delay_s)
         return obs_BX, rewards_B, terminated_B, truncated_B
 
+    def games_over(self, ends_B: Array) -> Array:
+        """Return which of the last step's ends returns are reported of: all but those of a life only."""
+        if isinstance(self._env, AtariGames):
+            return ends_B & ~self._env.lives_lost_B
+        return ends_B
+
     def close(self) -> None:
         """Close the environments."""
         self._env.close()
@@ -254,27 +274,48 @@ def make_vector_env(
 ) -> VectorEnv:
     """Build ``config.num_envs`` copies on the fastest path that gymnasium has; arguments as in ``VectorEnv``.
 
-    ``allow_import`` permits ids like ``module:Name-v0``, which run code from ``module``.
+    ``allow_import`` permits ids like ``module:name``, which run code from ``module``.
 
     Raises:
         ConfigError: unknown id, bad constructor arguments, missing package, or spaces no policy here fits.
     """
-    if config.id in VETTED_VECTOR_ENVS:
-        env: Any = _guarded(config, lambda: _make_by_entry_point(config))
+    _prepare(config, allow_import=allow_import)
+    family = family_of(config.id)
+    foreign = ":" in config.id or (family is not None and family.extra in REGISTER)
+    if is_atari(config.id) and config.atari.preprocess:
+        env: Any = _guarded(config, lambda: make_atari_vector(config, torch.get_num_threads()))
+    elif config.id in VETTED_VECTOR_ENVS:
+        env = _guarded(config, lambda: _make_by_entry_point(config))
     else:
         copies: list[Callable[[], gym.Env[Any, Any]]] = [
             lambda: make_scalar_env(config, allow_import=allow_import) for _ in range(config.num_envs)
         ]
-        # copy=False: observations are copied into the unroll at once
-        env = SyncVectorEnv(copies, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+        env = _one_after_another(config, copies)
     return VectorEnv(
         env,
         seed,
         action_mask=config.action_mask,
         info_mask=_has_info_mask(env, config),
+        seed_bits=31 if foreign else 32,
         step_delay_s=step_delay_s,
         sleep=sleep,
     )
+
+
+def _one_after_another(
+    config: EnvConfig, copies: list[Callable[[], gym.Env[Any, Any]]]
+) -> gym.vector.VectorEnv[Any, Any, Any]:
+    """Step copies in turn: by gymnasium where infos are read or observations have entries."""
+    first = copies[0]()
+    made = [lambda: first, *copies[1:]]
+    _action_of(first.action_space)
+    plain = isinstance(first.observation_space, gym.spaces.Box)
+    if plain and config.action_mask and isinstance(first.action_space, MASKABLE):
+        plain = config.action_mask not in first.reset(seed=0)[1]
+    if plain:
+        return SerialVectorEnv(made)
+    # copy=False: observations are copied into the unroll at once
+    return SyncVectorEnv(made, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
 
 
 def _has_info_mask(env: gym.vector.VectorEnv[Any, Any, Any], config: EnvConfig) -> bool:
@@ -285,7 +326,7 @@ def _has_info_mask(env: gym.vector.VectorEnv[Any, Any, Any], config: EnvConfig) 
     """
     key, space = config.action_mask, env.single_observation_space
     actions = env.single_action_space
-    can_mask = isinstance(actions, gym.spaces.Discrete | gym.spaces.MultiDiscrete)
+    can_mask = isinstance(actions, MASKABLE)
     in_entry = isinstance(space, gym.spaces.Dict) and key in space.spaces
     if not key or in_entry:
         return False
@@ -317,13 +358,13 @@ def make_scalar_env(
     Raises:
         ConfigError: as in ``make_vector_env``.
     """
-    if ":" in config.id and not allow_import:
-        raise ConfigError(
-            f"env.id {config.id!r} imports a Python module, which runs its code; "
-            "start the node with --allow-import if you trust it"
-        )
-    if config.id.startswith("ALE/"):
-        _register_atari()
+    _prepare(config, allow_import=allow_import)
+    drawn = {} if render_mode is None else {"render_mode": render_mode}
+    if is_atari(config.id):
+        make = make_atari_env if config.atari.preprocess else make_plain_atari
+        return _with_usable_bytes(_guarded(config, lambda: make(config, render_mode)))
+    if _is_own_class(config):
+        return _finished(_make_own(config, drawn), config)
     env: gym.Env[Any, Any] = _guarded(
         config,
         lambda: gym.make(
@@ -331,9 +372,45 @@ def make_scalar_env(
             max_episode_steps=config.max_episode_steps,
             disable_env_checker=True,  # checks every step: costs more than CartPole's physics
             **config.kwargs,
-            **({} if render_mode is None else {"render_mode": render_mode}),
+            **drawn,
         ),
     )
+    return _finished(env, config)
+
+
+def _is_own_class(config: EnvConfig) -> bool:
+    """Whether the id names what is in a module, not what the module registers."""
+    if ":" not in config.id:
+        return False
+    module, _, name = config.id.partition(":")
+    try:
+        importlib.import_module(module)  # may register the name
+    except ImportError as error:
+        raise ConfigError(
+            f"env.id {config.id!r} can't be imported: {error}; is its folder on PYTHONPATH, on every node?"
+        ) from error
+    return name not in gym.registry
+
+
+def _make_own(config: EnvConfig, drawn: dict[str, str]) -> gym.Env[Any, Any]:
+    """Make a user's environment from its class, or whatever else makes one."""
+    try:
+        env = load_named(config.id)(**config.kwargs, **drawn)
+    except TypeError as error:
+        raise ConfigError(f"env.kwargs of {config.id!r} were refused: {error}") from error
+    if not isinstance(env, gym.Env):
+        raise ConfigError(f"env.id {config.id!r} makes a {type(env).__name__}, which is no gymnasium.Env")
+    if config.max_episode_steps is None:
+        return env
+    return gym.wrappers.TimeLimit(env, config.max_episode_steps)
+
+
+def _finished(env: gym.Env[Any, Any], config: EnvConfig) -> gym.Env[Any, Any]:
+    """Bring an environment's observations to what networks take."""
+    family = family_of(config.id)
+    if family is not None and family.extra == "minigrid":
+        env = one_hot_cells(env)
+    env = with_entries(env, config.observation_keys)
     check_observations(env.observation_space)
     if not isinstance(env.observation_space, gym.spaces.Box | gym.spaces.Dict | gym.spaces.Tuple):
         env = gym.wrappers.FlattenObservation(env)
@@ -383,7 +460,8 @@ def describe(
     if not is_picture(shape):
         return EnvSpec(shape, "float32", action)
     dtype, most = pixels_of(space)
-    return EnvSpec(shape, dtype, action, obs_most=most)
+    frame_stack = env.frame_stack if isinstance(env, AtariGames) else 1
+    return EnvSpec(shape, dtype, action, obs_most=most, frame_stack=frame_stack)
 
 
 def _action_of(space: gym.Space[Any]) -> Action:
@@ -423,25 +501,62 @@ def _make_by_entry_point(config: EnvConfig) -> Any:
     return gym.make_vec(config.id, config.num_envs, vectorization_mode="vector_entry_point", **kwargs)
 
 
+def _prepare(config: EnvConfig, *, allow_import: bool) -> None:
+    """Make the id known to gymnasium, and refuse one that runs code which nobody here has allowed.
+
+    Raises:
+        ConfigError: it isn't allowed, or its package is missing.
+    """
+    if ":" in config.id and not allow_import:
+        raise ConfigError(
+            f"env.id {config.id!r} imports a Python module, which runs its code; "
+            "start the node with --allow-import if you trust it"
+        )
+    successor = successor_of(config.id)
+    if successor is not None:
+        raise ConfigError(f"env.id {config.id!r} is not in this release of gymnasium; take {successor!r}")
+    family = family_of(config.id)
+    register = None if family is None else REGISTER.get(family.extra)
+    if family is None or register is None:
+        return
+    try:
+        register()
+    except ImportError as error:
+        raise ConfigError(
+            f"env.id {config.id!r} needs a missing package ({error}); try: {install_hint(family.extra)}"
+        ) from error
+
+
+def _register_minatar() -> None:
+    if "MinAtar/Breakout-v1" not in gym.registry:
+        importlib.import_module("minatar.gym").register_envs()
+
+
+def _register_minigrid() -> None:
+    gym.register_envs(importlib.import_module("minigrid"))
+
+
+REGISTER: dict[str, Callable[[], None]] = {
+    "atari": register_atari,
+    "minatar": _register_minatar,
+    "minigrid": _register_minigrid,
+}
+"""Extras whose packages gymnasium doesn't know by itself."""
+
+
 def _guarded(config: EnvConfig, build: Callable[[], Any]) -> Any:
     """Run ``build``, mapping gymnasium's errors to ``ConfigError`` with a hint."""
     try:
         return build()
+    except ConfigError:
+        raise
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv) as error:
         near = difflib.get_close_matches(config.id, list(gym.registry), n=3, cutoff=0.4)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise ConfigError(f"env.id {config.id!r} is not an environment of gymnasium{hint}") from error
-    except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+    except (gym.error.DependencyNotInstalled, ImportError) as error:
         extra = next((name for word, name in EXTRAS.items() if word in str(error)), None)
-        hint = f"; try: pip install 'p2pdrl[{extra}]'" if extra else ""
+        hint = f"; try: {install_hint(extra)}" if extra else ""
         raise ConfigError(f"env.id {config.id!r} needs a missing package: {error}{hint}") from error
     except (TypeError, gym.error.Error) as error:
         raise ConfigError(f"env.kwargs of {config.id!r} were refused: {error}") from error
-
-
-def _register_atari() -> None:
-    """Make the ``ALE/`` ids known."""
-    try:
-        gym.register_envs(importlib.import_module("ale_py"))
-    except ImportError as error:
-        raise ConfigError("ALE/ environments need a package; try: pip install 'p2pdrl[atari]'") from error

@@ -191,11 +191,12 @@ def _play(env: VectorEnv, actor: _Actor, quota_B: Array) -> list[tuple[float, in
         returns_B += rewards_B
         lengths_B += running_B  # the step after an end only resets
         ends_B = terminated_B | truncated_B
-        counted_B = ends_B & (left_B > 0)
+        over_B = env.games_over(ends_B)
+        counted_B = over_B & (left_B > 0)
         played.extend(zip(returns_B[counted_B].tolist(), lengths_B[counted_B].tolist(), strict=True))
         left_B -= counted_B
-        returns_B[ends_B] = 0.0
-        lengths_B[ends_B] = 0
+        returns_B[over_B] = 0.0
+        lengths_B[over_B] = 0
         starts_B = ~running_B  # that step was a reset
         running_B = ~ends_B
     return played

@@ -296,8 +296,14 @@ def is_picture(shape: tuple[int, ...]) -> bool:
 
 
 def channels_last(shape: tuple[int, ...]) -> bool:
-    """Whether an image's channels are its last dimension: none is smaller. Else they are the first."""
-    return shape[2] <= min(shape[:2])
+    """Whether an image's channels are its last dimension; else they are its first.
+
+    Of two equal dimensions and another, the other; else the last if none is smaller.
+    """
+    first, middle, last = shape
+    if (first == middle) != (middle == last):
+        return first == middle
+    return last <= min(first, middle)
 
 
 def pixels_of(space: gym.spaces.Box) -> tuple[str, float]:

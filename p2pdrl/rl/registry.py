@@ -30,6 +30,7 @@ from p2pdrl.rl.engines import (
 )
 from p2pdrl.rl.envs import EnvSpec, make_vector_env
 from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.imports import require_allowed
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer, observation_normalizer
 from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import ModelParts, module_parts, policy_parts
@@ -38,7 +39,13 @@ from p2pdrl.rl.rollout import Collector
 from p2pdrl.rl.sources.replay import ReplayFeeder, replay_memory
 from p2pdrl.rl.sources.rows import RowSource, make_rows
 from p2pdrl.rl.sources.source import BatchT, Source
-from p2pdrl.rl.sources.unrolls import InlineSource, OverlappingUnrolls, UnrollReader, UnrollScaler
+from p2pdrl.rl.sources.unrolls import (
+    InlineSource,
+    OverlappingUnrolls,
+    RewardClipper,
+    UnrollReader,
+    UnrollScaler,
+)
 from p2pdrl.rl.trainer import Trainer
 
 __all__ = ["RolloutContext", "SourceMaker", "build_trainer"]
@@ -96,7 +103,7 @@ def build_trainer(
         task: the swarm's task; its seed gives the initial weights, equal on every node.
         seed: of this learner: its environments, actions, shuffles and batches.
         device: ``cpu``, ``cuda``, ``cuda:1`` … or ``auto``, which takes a GPU where there is one.
-        allow_import: permit environment ids that import a module.
+        allow_import: permit that the task imports its own ``module:name``.
         step_delay_s: seconds slept at each step of the environments, or at each update of a regression.
         engine: how this node computes its gradients.
         source: makes the source of unrolls; None has the environments in this process. A regression has its
@@ -107,6 +114,7 @@ def build_trainer(
     Raises:
         ConfigError: the task can't be run here as configured.
     """
+    require_allowed(task, allow_import=allow_import)
     options = _Options(seed, resolve_device(device), allow_import, step_delay_s, engine, source, clock, sleep)
     if isinstance(task.algorithm, RegressionConfig):
         trainer = _regression_trainer(task, task.algorithm, options)
@@ -202,6 +210,8 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
         reader = OverlappingUnrolls(device, num_envs, normalizer=normalizer, reward_scaler=reward_scaler)
     else:
         reader = UnrollScaler(device, normalizer=normalizer, reward_scaler=reward_scaler)
+    if task.env.clip_rewards:
+        reader = RewardClipper(reader)
     source: Source[Any]
     if options.source is None:
         collector = Collector(env, policy, config.unroll_steps, generator, normalizer=normalizer)

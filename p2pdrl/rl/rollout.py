@@ -142,7 +142,9 @@ class Collector:
         T, B, spec = unroll_steps, env.num_envs, env.spec
         self._obs_T1BX = torch.zeros((T + 1, B, *spec.obs_shape), dtype=getattr(torch, spec.obs_dtype))
         self._actions = torch.zeros((T, B, *spec.action.shape), dtype=getattr(torch, spec.action.dtype))
-        self._raw_obs_T1BX = np.zeros((T + 1, B, *spec.obs_shape), dtype=spec.obs_dtype)
+        self._raw_obs_T1BX: Array = self._obs_T1BX.numpy()
+        if normalizer is not None:
+            self._raw_obs_T1BX = np.zeros((T + 1, B, *spec.obs_shape), dtype=spec.obs_dtype)
         self._rewards_TB = np.zeros((T, B), dtype=np.float32)
         self._terminated_TB = np.zeros((T, B), dtype=np.bool_)
         self._truncated_TB = np.zeros((T, B), dtype=np.bool_)
@@ -199,7 +201,8 @@ class Collector:
         raw, normalizer = self._raw_obs_T1BX, self._normalizer
         obs_T1BX = self._obs_T1BX.numpy()
         raw[0] = raw[-1]
-        obs_T1BX[0] = raw[0] if normalizer is None else normalizer.normalize(raw[0])
+        if normalizer is not None:
+            obs_T1BX[0] = normalizer.normalize(raw[0])
         obs_views, action_views = self._obs_T1BX.unbind(), self._actions.unbind()
         noise_views = self._policy.noise((T, B), self._generator).unbind()
         episodes: list[tuple[float, int]] = []
@@ -208,8 +211,10 @@ class Collector:
             action_views[t].copy_(actions)
             done = self._policy.to_environment(actions.numpy())
             raw[t + 1], rewards_B, terminated_B, truncated_B = self._env.step(done)
-            obs_T1BX[t + 1] = raw[t + 1] if normalizer is None else normalizer.normalize(raw[t + 1])
-            self._rewards_TB[t] = rewards_B
+            if normalizer is not None:
+                obs_T1BX[t + 1] = normalizer.normalize(raw[t + 1])
+            # a step that only resets pays nobody, also where a lost life's game goes on and pays
+            np.multiply(rewards_B, self._running_B, out=self._rewards_TB[t], casting="same_kind")
             self._terminated_TB[t] = terminated_B
             self._truncated_TB[t] = truncated_B
             self._valid_TB[t] = self._running_B
@@ -219,10 +224,11 @@ class Collector:
                 self._state_BS[torch.from_numpy(~self._running_B).to(device)] = 0.0
             ends_B = terminated_B | truncated_B
             if ends_B.any():
-                ended = zip(self._returns_B[ends_B].tolist(), self._lengths_B[ends_B].tolist(), strict=True)
+                over_B = self._env.games_over(ends_B)
+                ended = zip(self._returns_B[over_B].tolist(), self._lengths_B[over_B].tolist(), strict=True)
                 episodes.extend(ended)
-                self._returns_B[ends_B] = 0.0
-                self._lengths_B[ends_B] = 0
+                self._returns_B[over_B] = 0.0
+                self._lengths_B[over_B] = 0
             self._running_B = ~ends_B
         return episodes
 

@@ -18,6 +18,7 @@ from p2pdrl.config.task import TaskConfig
 from p2pdrl.rl.algorithms.registry import entry_of
 from p2pdrl.rl.envs import make_vector_env
 from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.imports import require_allowed
 from p2pdrl.rl.normalize import RunningNormalizer, observation_normalizer
 from p2pdrl.rl.rollout import Collector, RawUnroll
 
@@ -49,6 +50,7 @@ class RolloutWorker:
         allow_import: bool = False,
         step_delay_s: float = 0.0,
     ) -> None:
+        require_allowed(task, allow_import=allow_import)
         algorithm: Any = task.algorithm
         env_seed, action_seed = (int(word) for word in np.random.SeedSequence(seed).generate_state(2))
         config = msgspec.structs.replace(task.env, num_envs=environments)

@@ -8,6 +8,7 @@ from torch import nn
 from p2pdrl.config.task import NetworkConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.envs import EnvSpec
+from p2pdrl.rl.imports import load_named
 from p2pdrl.rl.networks.entries import EntryBranches, ImageEntry, VectorEntries
 from p2pdrl.rl.networks.impala_resnet import ImpalaResNet
 from p2pdrl.rl.networks.layers import DenseTrunk, Pixels, Trunk
@@ -90,6 +91,8 @@ def make_trunk(config: NetworkConfig, spec: EnvSpec) -> Trunk:
     # the default widths are meant for vectors; the papers' dense layers stand in for them
     given = config.hidden if config.hidden != NetworkConfig().hidden else None
     match resolve_kind(config, spec):
+        case "own":
+            return _own(config, spec)
         case "nature_cnn":
             return NatureCNN(spec.obs_shape, (512,) if given is None else given, spec.obs_most)
         case "impala_resnet":
@@ -122,3 +125,17 @@ def _branches(config: NetworkConfig, spec: EnvSpec) -> EntryBranches:
     alone = replace(config, hidden=NetworkConfig().hidden)
     images = [make_trunk(alone, _image_spec(entry, spec)) for entry in layout.images]
     return EntryBranches(layout, images, config.hidden, config.activation)
+
+
+def _own(config: NetworkConfig, spec: EnvSpec) -> Trunk:
+    """Import and make a user's trunk; ``build_trainer`` has checked that this is allowed."""
+    trunk = load_named(config.own)(spec.obs_shape, config)
+    if not isinstance(trunk, Trunk) or not isinstance(getattr(trunk, "features", None), int):
+        raise ConfigError(f"network.own = {config.own!r} isn't a Trunk with features; see docs/own_code.md")
+    for name, layer in trunk.named_modules():
+        if next(layer.parameters(recurse=False), None) is not None and not hasattr(layer, "draw"):
+            raise ConfigError(
+                f"network.own = {config.own!r}: its layer {name!r} ({type(layer).__name__}) can't draw its "
+                "own weights, so nodes would begin with different ones; see docs/own_code.md"
+            )
+    return trunk

@@ -111,14 +111,15 @@ class ReplayBatch(Batch):
 
 
 def replay_memory(config: ReplayOptions, spec: EnvSpec, streams: int) -> ReplayMemory:
-    """Return an empty memory for a learner with so many environments."""
+    """Return an empty memory for a learner with so many environments; it stores single frames."""
     layout = ReplayLayout(
-        obs_shape=spec.obs_shape,
+        obs_shape=spec.obs_shape if spec.frame_stack == 1 else spec.obs_shape[1:],
         obs_dtype=spec.obs_dtype,
         action_shape=spec.action.shape,
         action_dtype=spec.action.dtype,
         streams=streams,
         capacity=config.buffer_size,
+        frame_stack=spec.frame_stack,
         alpha=config.alpha if config.prioritized else None,
     )
     return ReplayMemory(layout, n_step=config.n_step)
@@ -174,8 +175,9 @@ class ReplayFeeder:
 
     def read(self, raw: RawUnroll) -> ReplayBatch:
         """Append an unroll, and count it."""
+        stacked = self.memory.layout.frame_stack > 1
         self.memory.append(
-            raw.obs_T1BX,
+            raw.obs_T1BX[:, :, -1] if stacked else raw.obs_T1BX,
             raw.actions.numpy(force=True),
             raw.rewards_TB,
             terminated_TB=raw.terminated_TB,

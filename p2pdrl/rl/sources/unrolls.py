@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from p2pdrl.tensors.unroll_ring import ENVIRONMENTS, UnrollItem
 __all__ = [
     "InlineSource",
     "OverlappingUnrolls",
+    "RewardClipper",
     "UnrollPart",
     "UnrollReader",
     "UnrollScaler",
@@ -149,6 +150,17 @@ class OverlappingUnrolls(UnrollScaler):
             truncated_TB=longer("truncated_TB"),
             valid_TB=longer("valid_TB"),
         )
+
+
+class RewardClipper(Generic[BatchT]):
+    """Reads unrolls, each reward replaced by its sign (Mnih 2015, Methods); episodes' returns stay raw."""
+
+    def __init__(self, reader: UnrollReader[BatchT]) -> None:
+        self._reader = reader
+
+    def read(self, raw: RawUnroll) -> BatchT:
+        """See ``UnrollReader``."""
+        return self._reader.read(replace(raw, rewards_TB=np.sign(raw.rewards_TB)))
 
 
 class InlineSource(Source[BatchT]):

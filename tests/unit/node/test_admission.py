@@ -168,6 +168,26 @@ async def test_a_welcome_is_judged(events, clock):
     assert takes_any.hooks.check_welcome(welcome()) is None
 
 
+async def test_a_peers_task_imports_only_what_the_owner_has_named(events, clock):
+    pole = TaskConfig(env=EnvConfig(id="my_pole:Pole"))
+
+    def answer(**node) -> str | None:
+        one = JoinAdmission(
+            Config(node=NodeConfig(peers=(SEED,), **node)), task_given=False, events=events, clock=clock
+        )
+        return one.hooks.check_welcome(welcome(pole))
+
+    assert "my_pole:Pole imports a Python module" in answer()
+    assert "node.imports" in answer(allow_import=True)  # its own configuration names no such thing
+    assert answer(imports=("my_pole:Pole",)) is None
+
+
+async def test_a_task_whose_environment_cant_run_here_is_refused(events, clock):
+    one = admission(events, clock, SEED)
+    old = TaskConfig(env=EnvConfig(id="LunarLander-v2"))
+    assert "take LunarLander-v3" in one.hooks.check_welcome(welcome(old))
+
+
 async def test_the_first_welcome_counts(events, clock):
     one, joins = admission(events, clock, SEED), FakeJoins(silent(SEED))
     one.hooks.check_welcome(welcome())

@@ -44,6 +44,7 @@ def test_long_episodes_count_as_much_as_short_ones():
         """One environment ends every step, the other every fifth; the step after an end only resets."""
 
         num_envs = 2
+        games_over = staticmethod(lambda ends_B: ends_B)
 
         def reset(self):
             self.t = np.zeros(2, dtype=int)
@@ -64,6 +65,7 @@ def test_a_memory_is_emptied_between_episodes_and_kept_within():
         """Two environments that show 1 in the first step of an episode and 0 after; episodes of 2 and 3."""
 
         num_envs = 2
+        games_over = staticmethod(lambda ends_B: ends_B)
 
         def __init__(self):
             self.t = np.zeros(2, dtype=int)
