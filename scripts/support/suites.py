@@ -92,7 +92,8 @@ ACROBOT = {
     "acrobot-ppo": Case(
         "acrobot", 200_000, -90,
         zoo=Zoo("PPO", {
-            "n_steps": 256, "batch_size": 64, "gae_lambda": 0.94, "gamma": 0.99, "n_epochs": 4, "ent_coef": 0.0,
+            "n_steps": 256, "batch_size": 64, "gae_lambda": 0.94, "gamma": 0.99, "n_epochs": 4,
+            "ent_coef": 0.0,
         }, n_envs=16, normalize=True),
     ),
 }  # fmt: skip
