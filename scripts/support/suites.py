@@ -107,10 +107,15 @@ LUNAR_LANDER = {
     ),
 }  # fmt: skip
 
+MINATAR = {
+    "minatar-breakout-ppo": Case("minatar-breakout", 1_000_000, 10, extra="minatar"),
+    "minatar-spaceinvaders-ppo": Case("minatar-spaceinvaders", 1_000_000, 30, extra="minatar"),
+}
+
 TINY = {"cartpole-ppo": Case("cartpole", 2_048, 20)}
 """Shows in seconds that all works; no goal."""
 
 SUITES: dict[str, dict[str, Case]] = {
     "tiny": TINY,
-    "small": CARTPOLE | ACROBOT | PENDULUM | MOUNTAIN_CAR | LUNAR_LANDER,
+    "small": CARTPOLE | ACROBOT | PENDULUM | MOUNTAIN_CAR | LUNAR_LANDER | MINATAR,
 }
