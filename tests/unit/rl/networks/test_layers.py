@@ -68,3 +68,11 @@ def test_pixels_are_the_same_in_any_order_in_memory(obs_shape, order):
         ordered = Pixels(obs_shape, most, memory_format=order)(given)
         assert torch.equal(ordered, Pixels(obs_shape, most)(given))
         assert given.is_floating_point() or ordered.is_contiguous(memory_format=order)
+
+
+def test_pixels_may_be_reordered_for_gradients_only():
+    pixels = Pixels((4, 9, 8), memory_format=torch.channels_last, for_gradients=True)
+    obs = torch.randint(256, (2, 4, 9, 8), generator=generator(), dtype=torch.uint8)
+    assert pixels(obs).is_contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        assert pixels(obs).is_contiguous()
