@@ -106,7 +106,8 @@ class AtariGames(gym.vector.VectorWrapper):
         obs_BKHW, rewards_B, terminated_B, truncated_B, info = self.env.step(actions)
         lives_B = info["lives"]
         resets_B, self._over_B = self._over_B, terminated_B | truncated_B
-        lost_B = (lives_B < self._lives_B) & (lives_B > 0) & ~self._over_B
+        # a new game has fewer lives than one that was cut with lives it had won: none is lost there
+        lost_B = (lives_B < self._lives_B) & (lives_B > 0) & ~(self._over_B | resets_B)
         self._ages_B = np.where(begins_B, 0, self._ages_B + 1)
         self._ages_B[resets_B] = self.frame_stack  # the emulator's own stack has been emptied
         for number in np.flatnonzero(self._ages_B < self.frame_stack - 1).tolist():

@@ -65,6 +65,7 @@ class SerialVectorEnv(gym.vector.VectorEnv[Array, Array, Array]):
         for number, (env, own_seed) in enumerate(zip(self.envs, seeds, strict=True)):
             self._obs_BX[number], self.infos[number] = env.reset(seed=own_seed, options=options)
             self._over[number] = False
+        self._terminated_B[:] = self._truncated_B[:] = False
         return self._obs_BX, {}
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:

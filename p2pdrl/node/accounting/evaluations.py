@@ -166,7 +166,8 @@ def _order(entry: Entry) -> tuple[int, str]:
 
 def _error(window: Sequence[Evaluation]) -> float:
     """Standard error of the mean of some evaluations' means."""
-    return math.sqrt(sum(one.std**2 / one.episodes for one in window)) / len(window)
+    # not by squares: those of a peer's numbers may be more than a float holds, which raises
+    return math.hypot(*(one.std / math.sqrt(one.episodes) for one in window)) / len(window)
 
 
 class Turns:

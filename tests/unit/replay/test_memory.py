@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import resource
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -430,3 +432,15 @@ def test_what_can_not_be_is_refused():
     with pytest.raises(LayoutMismatchError, match="bool"):
         memory.append(*arrays, **{**ends, "valid_TB": np.ones((3, 2))})
     assert memory.stored == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what Linux tells of a process")
+def test_rows_take_memory_when_they_come_and_not_before():
+    def resident_mib():
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+        return pages * resource.getpagesize() / 2**20
+
+    before = resident_mib()
+    memory = ReplayMemory(ReplayLayout((84, 84), "uint8", (), "int64", streams=1, capacity=40_000))
+    assert memory.layout.nbytes > 250 * 2**20
+    assert resident_mib() - before < 50

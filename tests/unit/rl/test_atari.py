@@ -107,6 +107,20 @@ def test_without_episodic_life_a_lost_life_is_a_step_like_any_other():
     assert ends == [False] * 6 + [True, False]
 
 
+def test_a_game_that_was_cut_with_lives_it_had_won_loses_none_by_the_next():
+    class Won(TwoLives):
+        def step(self, action):
+            self.t += 1
+            return self._shown(), 5.0, False, self.t == 2, {"lives": 4}
+
+    games = gym.vector.SyncVectorEnv([Won] * 2, copy=False)
+    env = VectorEnv(AtariGames(games, AtariConfig(frame_stack=3, episodic_life=True), 0), seed=0)
+    env.reset()
+    steps = [env.step(np.zeros(2, np.int64)) for _ in range(3)]
+    assert [bool(truncated[0]) for *_, truncated in steps] == [False, True, False]
+    assert [bool(terminated[0]) for _, _, terminated, _ in steps] == [False, False, False]
+
+
 def unrolls(env: VectorEnv, steps: int):
     policy = ActorCritic(env.spec, NetworkConfig(kind="impala_resnet", channels=(2,), hidden=(4,)), seed=0)
     return Collector(env, policy, steps, torch.Generator().manual_seed(0))

@@ -43,6 +43,16 @@ def test_a_second_reset_begins_anew():
     assert not lean.step(np.zeros(3, np.int64))[2].any()
 
 
+def test_a_reset_behind_an_end_forgets_it():
+    lean = SerialVectorEnv(makers("CartPole-v1", 2))
+    lean.reset(seed=[0, 1, 2])
+    for _ in range(2):
+        ends = lean.step(np.zeros(3, np.int64))[3]
+    assert ends.all()
+    lean.reset(seed=[0, 1, 2])
+    assert not lean.step(np.zeros(3, np.int64))[3].any()
+
+
 def test_infos_are_those_of_the_last_step():
     class Told(gym.Env):
         observation_space = gym.spaces.Box(0, 1, (1,))

@@ -134,6 +134,13 @@ def test_a_curve_that_falls_for_long_is_told():
     assert log_of(*[5.0] * 40).fall() is None
 
 
+@pytest.mark.parametrize(("mean", "std"), [(60.0, 1e200), (-1e308, 1e308), (1e308, 0.0)])
+def test_numbers_as_great_as_a_peer_may_send_are_survived(mean, std):
+    log = log_of(*[20.0 * at for at in range(10)], *[mean] * 15, std=std)
+    assert str(log.fall())
+    assert log.best.evaluation.mean == max(mean, 180.0)
+
+
 def test_chance_alone_is_seldom_taken_for_a_fall():
     told = 0
     for seed in range(200):
