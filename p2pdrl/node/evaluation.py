@@ -78,10 +78,12 @@ class Evaluations:
             self._lineage = self._training.lineage
             context.evaluations = EvaluationLog()
             context.own_evaluations = ()
+        known = context.progress_tracker.total().env_steps
         for report in self._reporter.reports():
             if report.lineage == self._lineage:
                 for evaluation in report.evaluations:
-                    self._heard(report.id, evaluation)
+                    if evaluation.env_steps <= known:  # one from the future would stay the newest for ever
+                        self._heard(report.id, evaluation)
         fall = context.evaluations.fall()
         if fall is not None and not self._told_fall:
             context.events.emit("return-falls", f"{fall}; the best checkpoint is kept", level="warning")

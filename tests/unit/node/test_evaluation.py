@@ -154,6 +154,7 @@ async def test_returns_that_are_not_finite_are_told_and_left_out(node, kinds):
 
 async def test_others_are_heard_by_their_reports_and_take_turns(node):
     one = node(10.0, 11.0)
+    one.context.progress_tracker.credit(Counts(500))
     theirs = Evaluation(500, 9, 30, 50.0, 1.0, 9.0, 1.0)
     report = {"id": B, "state": "training", "trains": True, "evaluations": (theirs,)}
     one.reports.append(SimpleNamespace(**report, lineage=one.context.training.lineage))
@@ -170,8 +171,21 @@ async def test_others_are_heard_by_their_reports_and_take_turns(node):
     await ended(one)
 
 
+async def test_an_evaluation_at_steps_that_nobody_has_made_waits_until_they_are(node):
+    one = node()
+    theirs = Evaluation(400, 9, 30, 50.0, 1.0, 9.0, 1.0)
+    one.reports.append(SimpleNamespace(id=B, lineage=one.context.training.lineage, evaluations=(theirs,)))
+    one.made.hear()
+    assert one.means() == []
+    one.context.progress_tracker.credit(Counts(400))
+    one.made.hear()
+    assert one.means() == [50.0]
+    await ended(one)
+
+
 async def test_a_curve_that_fell_is_told_once(node, kinds):
     one = node()
+    one.context.progress_tracker.credit(Counts(100))
     one.reports.append(SimpleNamespace(id=B, lineage=one.context.training.lineage, evaluations=()))
     means = [*range(0, 200, 20), *[60.0] * 15]
     for number, mean in enumerate(means):
