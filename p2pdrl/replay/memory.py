@@ -226,7 +226,7 @@ class ReplayMemory:
         places = layout.rows + 1
         self._places = places
         # numpy's zeros take no memory before they are touched; a bytearray's do
-        arrays = layout.carve(memoryview(np.zeros(layout.nbytes, np.uint8)) if buffer is None else buffer)
+        arrays = layout.carve(np.zeros(layout.nbytes, np.uint8).data if buffer is None else buffer)
         self._fingerprint, self._greatest, self._oldest_S, self._counts_S, *columns = arrays
         self._flags, self._ages, self._rewards, self._priorities, self._actions, self._obs = columns
         self._frames: Array = self._obs.reshape(layout.streams * places, -1)

@@ -137,6 +137,8 @@ class ActorCritic(Policy):
         policy_head: the last layer: logits or means.
         log_std: A, where actions are continuous: logarithms of the deviations, the same in every state;
             F x A with ``sde``: of the noise's weights.
+        shares_features: whether trunk or core have parameters, so that acting already does what evaluating
+            needs.
         mask: where in observations it is said which actions are allowed; None where all are.
         action_map: from samples to environments' actions; None where they are the same.
 
@@ -179,6 +181,7 @@ class ActorCritic(Policy):
         if isinstance(spec.action, Continuous):
             shape = (features, outputs) if self.state_dependent else (outputs,)
             self.log_std = nn.Parameter(torch.empty(shape, device="meta"))
+        self.shares_features = bool(self.trunk_parts)
         if seed is not None:
             initialise(self, torch.Generator().manual_seed(seed))
 
@@ -232,13 +235,24 @@ class ActorCritic(Policy):
 
     def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
         """See ``Policy.act``."""
+        return self.act_on(self.features(obs_BX, state_BS), obs_BX, noise)
+
+    def features(self, obs_BX: Tensor, state_BS: Tensor | None = None) -> Tensor:
+        """Return what actor and critic see of one step, BF; arguments as in ``Policy.act``.
+
+        With a core it is a view of ``state_BS``.
+        """
         features = self._trunk_of(obs_BX)
         if self.core is not None:
             state = self.initial_state(len(features)) if state_BS is None else state_BS
             assert state is not None  # noqa: S101 - there is a core
             state.copy_(self.core.step(features, state))
             features = self.core.output(state)
-        features = self.actor(features)
+        return features
+
+    def act_on(self, features_BF: Tensor, obs_BX: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Return actions as ``act`` does, from what ``features`` returned for ``obs_BX``."""
+        features = self.actor(features_BF)
         policy = self._distribution(features, obs_BX)
         if noise is None:
             return policy.mode()
@@ -252,7 +266,10 @@ class ActorCritic(Policy):
 
     def outputs(self, obs: Tensor, context: RecurrentContext = NO_CONTEXT) -> PolicyOutputs:
         """Return what the heads say about ``obs``; see ``Policy.outputs``."""
-        features = self._features(obs, context)
+        return self.outputs_on(self._features(obs, context), obs)
+
+    def outputs_on(self, features: Tensor, obs: Tensor) -> PolicyOutputs:
+        """Return what ``outputs`` does, from the features of ``obs``: NF, all leading dimensions made one."""
         for_policy = self.actor(features)
         policy = self.policy_head(for_policy)
         if self.mask is not None:

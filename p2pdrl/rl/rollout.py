@@ -3,11 +3,12 @@
 Sources call ``collect``: in the learner's process (``sources.unrolls``) once per update, in actor processes
 (`workers.actor`) over and over. On the hot path there is one forward pass of the actor and
 one environment step; noise is drawn for the whole unroll before it, log-probabilities and values are
-computed for the whole unroll after it: for a recurrent policy from the state that it had at the beginning,
-just as training will compute them.
+computed for the whole unroll after it: from the features that acting has computed already, where policy and
+value function share layers, else from observations; for a recurrent policy from the state that it had at the
+beginning, just as training will compute them.
 
 Shape suffixes: T unroll, T1 unroll with the bootstrap step (T+1), B environments, X the observation's
-own dimensions, S state. Discrete actions are TB, those of several parts and continuous ones TBA.
+own dimensions, S state, F features. Discrete actions are TB, those of several parts and continuous ones TBA.
 """
 
 # ruff: noqa: N802, N815 (fields carry shape suffixes)
@@ -21,11 +22,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from p2pdrl.rl.distributions import distribution
+from p2pdrl.rl.distributions import PolicyOutputs, distribution
 from p2pdrl.rl.envs import VectorEnv
 from p2pdrl.rl.networks.lstm import RecurrentContext
 from p2pdrl.rl.normalize import RunningNormalizer
-from p2pdrl.rl.policy import Policy
+from p2pdrl.rl.policy import ActorCritic, Policy
 from p2pdrl.rl.sources.source import Batch
 
 __all__ = ["Collector", "RawUnroll", "Unroll"]
@@ -158,11 +159,14 @@ class Collector:
     def collect(self) -> RawUnroll:
         """Run T steps in every environment with the policy as it is now."""
         state_BS = None if self._state_BS is None else self._state_BS.clone()
-        episodes = self._act_and_step()
+        episodes, features = self._act_and_step()
         device = self._generator.device
         obs_T1BX, actions = self._obs_T1BX.to(device), self._actions.to(device)
         with torch.no_grad():
-            if state_BS is None:
+            if isinstance(self._policy, ActorCritic) and features:
+                outputs = self._policy.outputs_on(torch.cat(features), obs_T1BX)
+                log_probs_TB, values_T1B = _log_probs(outputs, actions), outputs.values
+            elif state_BS is None:
                 log_probs_TB, values_TB = self._policy.evaluate(obs_T1BX[:-1], actions)
                 values_T1B = torch.cat((values_TB, self._policy.values(obs_T1BX[-1:])))
             else:
@@ -171,10 +175,9 @@ class Collector:
                 outputs = self._policy.outputs(obs_T1BX.transpose(0, 1), context)
                 log_std = outputs.log_std
                 if log_std is not None and log_std.dim() > 1:
-                    log_std = log_std.transpose(0, 1)[:-1]
-                logits = outputs.policy.transpose(0, 1)[:-1]
-                policy = distribution(logits, log_std, outputs.action_map, outputs.parts)
-                log_probs_TB, values_T1B = policy.log_prob(actions), outputs.values.T
+                    outputs = outputs._replace(log_std=log_std.transpose(0, 1))
+                outputs = outputs._replace(policy=outputs.policy.transpose(0, 1))
+                log_probs_TB, values_T1B = _log_probs(outputs, actions), outputs.values.T
         return RawUnroll(
             obs_T1BX=self._raw_obs_T1BX,
             seen_T1BX=obs_T1BX,
@@ -194,8 +197,11 @@ class Collector:
         self._env.close()
 
     @torch.inference_mode()
-    def _act_and_step(self) -> list[tuple[float, int]]:
-        """Fill the buffers with T steps and return the episodes that ended."""
+    def _act_and_step(self) -> tuple[list[tuple[float, int]], list[Tensor]]:
+        """Fill the buffers with T steps; return the episodes that ended, and features, T+1 times BF.
+
+        There are none where policy and value function share no layers.
+        """
         device = self._generator.device
         T, B = self._rewards_TB.shape
         raw, normalizer = self._raw_obs_T1BX, self._normalizer
@@ -205,9 +211,17 @@ class Collector:
             obs_T1BX[0] = normalizer.normalize(raw[0])
         obs_views, action_views = self._obs_T1BX.unbind(), self._actions.unbind()
         noise_views = self._policy.noise((T, B), self._generator).unbind()
+        policy = self._policy
+        shared = policy if isinstance(policy, ActorCritic) and policy.shares_features else None
+        kept: list[Tensor] = []
         episodes: list[tuple[float, int]] = []
         for t in range(T):
-            actions = self._policy.act(obs_views[t].to(device), noise_views[t], self._state_BS).cpu()
+            obs_BX = obs_views[t].to(device)
+            if shared is None:
+                actions = policy.act(obs_BX, noise_views[t], self._state_BS).cpu()
+            else:
+                kept.append(shared.features(obs_BX, self._state_BS).clone())
+                actions = shared.act_on(kept[t], obs_BX, noise_views[t]).cpu()
             action_views[t].copy_(actions)
             done = self._policy.to_environment(actions.numpy())
             raw[t + 1], rewards_B, terminated_B, truncated_B = self._env.step(done)
@@ -230,7 +244,19 @@ class Collector:
                 self._returns_B[over_B] = 0.0
                 self._lengths_B[over_B] = 0
             self._running_B = ~ends_B
-        return episodes
+        if shared is not None:
+            state_BS = None if self._state_BS is None else self._state_BS.clone()
+            kept.append(shared.features(obs_views[T].to(device), state_BS).clone())
+        return episodes, kept
+
+
+def _log_probs(outputs: PolicyOutputs, actions: Tensor) -> Tensor:
+    """Return log-probabilities of T steps' actions from outputs of T+1 steps, time first."""
+    log_std = outputs.log_std
+    if log_std is not None and log_std.dim() > 1:
+        log_std = log_std[:-1]
+    policy = distribution(outputs.policy[:-1], log_std, outputs.action_map, outputs.parts)
+    return policy.log_prob(actions)
 
 
 def _starts_T1B(valid_TB: Tensor) -> Tensor:

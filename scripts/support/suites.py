@@ -88,6 +88,15 @@ MOUNTAIN_CAR = {
         }),
     ),
 }  # fmt: skip
+ACROBOT = {
+    "acrobot-ppo": Case(
+        "acrobot", 200_000, -90,
+        zoo=Zoo("PPO", {
+            "n_steps": 256, "batch_size": 64, "gae_lambda": 0.94, "gamma": 0.99, "n_epochs": 4,
+            "ent_coef": 0.0,
+        }, n_envs=16, normalize=True),
+    ),
+}  # fmt: skip
 LUNAR_LANDER = {
     "lunarlander-ppo": Case(
         "lunarlander", 1_000_000, 240, worst=180, extra="Box2D",
@@ -98,10 +107,15 @@ LUNAR_LANDER = {
     ),
 }  # fmt: skip
 
+MINATAR = {
+    "minatar-breakout-ppo": Case("minatar-breakout", 1_000_000, 10, extra="minatar"),
+    "minatar-spaceinvaders-ppo": Case("minatar-spaceinvaders", 1_000_000, 30, extra="minatar"),
+}
+
 TINY = {"cartpole-ppo": Case("cartpole", 2_048, 20)}
 """Shows in seconds that all works; no goal."""
 
 SUITES: dict[str, dict[str, Case]] = {
     "tiny": TINY,
-    "small": CARTPOLE | PENDULUM | MOUNTAIN_CAR | LUNAR_LANDER,
+    "small": CARTPOLE | ACROBOT | PENDULUM | MOUNTAIN_CAR | LUNAR_LANDER | MINATAR,
 }

@@ -52,7 +52,8 @@ class ImpalaResNet(Trunk):
         self, obs_shape: tuple[int, ...], channels: Sequence[int], hidden: Sequence[int], most: float = 255.0
     ) -> None:
         super().__init__()
-        self.pixels = Pixels(obs_shape, most)
+        # two thirds of the time of contiguous images for a gradient on a CPU
+        self.pixels = Pixels(obs_shape, most, memory_format=torch.channels_last)
         inputs, height, width = self.pixels.shape
         # what the branches add together stays of the size of what they are added to
         gain = 1.0 / math.sqrt(RESIDUAL_BLOCKS * len(channels))

@@ -87,13 +87,25 @@ class Pixels(nn.Module):
     Args:
         obs_shape: CHW (frames stacked), or HWC when no dimension is smaller than the last.
         most: the greatest value of a pixel, which becomes 1.
+        memory_format: order in memory of what comes out of bytes and truth values on a CPU, which decides how
+            convolutions compute there; None leaves the order as it is.
+        for_gradients: have that order only where gradients are computed.
 
     Attributes:
         shape: C, H, W of what comes out.
     """
 
-    def __init__(self, obs_shape: tuple[int, ...], most: float = 255.0) -> None:
+    def __init__(
+        self,
+        obs_shape: tuple[int, ...],
+        most: float = 255.0,
+        *,
+        memory_format: torch.memory_format | None = None,
+        for_gradients: bool = False,
+    ) -> None:
         super().__init__()
+        self._memory_format = memory_format
+        self._for_gradients = for_gradients
         self._channels_last = channels_last(obs_shape)
         self._most = most
         first, second, third = obs_shape
@@ -102,6 +114,11 @@ class Pixels(nn.Module):
     def forward(self, obs_BX: Tensor) -> Tensor:
         """Return pixels in torch's default type; those that are floating already keep theirs."""
         pixels = obs_BX.permute(0, 3, 1, 2) if self._channels_last else obs_BX
+        order = None if self._for_gradients and not torch.is_grad_enabled() else self._memory_format
+        if order is not None and pixels.device.type == "cpu" and not pixels.is_floating_point():
+            # one pass brings them into order and type, one in place scales them
+            ordered = torch.empty(pixels.shape, dtype=torch.float32, memory_format=order).copy_(pixels)
+            return ordered if self._most == 1.0 else ordered.div_(self._most)
         pixels = pixels if pixels.is_floating_point() else pixels.to(torch.float32)
         return pixels if self._most == 1.0 else pixels / self._most
 

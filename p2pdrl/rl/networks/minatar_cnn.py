@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from p2pdrl.errors import ConfigError
@@ -34,7 +35,8 @@ class MinAtarCNN(Trunk):
 
     def __init__(self, obs_shape: tuple[int, ...], hidden: Sequence[int], most: float = 255.0) -> None:
         super().__init__()
-        self.pixels = Pixels(obs_shape, most)
+        # a single convolution is quicker without the way back from channels last
+        self.pixels = Pixels(obs_shape, most, memory_format=torch.contiguous_format)
         channels, height, width = self.pixels.shape
         if min(height, width) < KERNEL:
             raise ConfigError(f"MinAtar's CNN wants pictures of 3 x 3 or more, got {height} x {width}")

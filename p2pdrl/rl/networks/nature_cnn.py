@@ -32,7 +32,8 @@ class NatureCNN(Trunk):
 
     def __init__(self, obs_shape: tuple[int, ...], hidden: Sequence[int], most: float = 255.0) -> None:
         super().__init__()
-        self.pixels = Pixels(obs_shape, most)
+        # on a CPU a gradient takes two thirds of the time of contiguous images, but acting a tenth more
+        self.pixels = Pixels(obs_shape, most, memory_format=torch.channels_last, for_gradients=True)
         channels, height, width = self.pixels.shape
         if min(height, width) < SMALLEST:
             raise ConfigError(

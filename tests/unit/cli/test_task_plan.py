@@ -129,7 +129,7 @@ def test_other_strategies_have_blocks_and_no_plan(p2pdrl, child):
     assert result.exit_code == 0
     assert "with a whole minibatch" in result.stdout
     assert "add --set task.strategy.name=pipeline" in result.stdout
-    assert calls[0][0][calls[0][0].index("--parts") + 1] == "4"
+    assert calls[0][0][calls[0][0].index("--parts") + 1] == "32"
 
 
 def test_a_configuration_that_is_wrong_elsewhere_is_refused_at_once(p2pdrl, child):

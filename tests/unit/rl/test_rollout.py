@@ -14,6 +14,8 @@ from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.rollout import Collector
 from p2pdrl.rl.sources.unrolls import InlineSource, UnrollScaler
 
+from .policies import POLICIES, make_policy
+
 
 class Counter(gym.Env):
     """The observation is (episode, step); pays step²; ends after ``length`` steps in the way asked for."""
@@ -207,3 +209,50 @@ def test_the_state_kept_while_acting_is_the_one_that_training_computes():
 def test_without_a_memory_there_is_no_state():
     _, collect = collector(counters(), 3)
     assert collect.next().state_BS is None
+
+
+class Noise:
+    """Environments of any kind: observations and ends are drawn, whatever is done."""
+
+    num_envs = 3
+
+    def __init__(self, spec):
+        self.spec = spec
+        self._rng = np.random.default_rng(0)
+
+    def reset(self):
+        obs = self._rng.random((self.num_envs, *self.spec.obs_shape)) * (255 if self.spec.is_image else 1)
+        return (obs > 0.5) if self.spec.obs_dtype == "bool" else obs.astype(self.spec.obs_dtype)
+
+    def step(self, actions):
+        ends = self._rng.random((2, self.num_envs)) < 0.2
+        return self.reset(), np.zeros(self.num_envs), ends[0], ends[1] & ~ends[0]
+
+    def games_over(self, ends_B):
+        return ends_B
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_is_kept_from_acting_is_what_evaluating_gives(name):
+    policy = make_policy(name)
+    runs = []
+    policy.trunk.register_forward_hook(lambda _, inputs, __: runs.append(len(inputs[0])))
+    collect = Collector(Noise(policy.spec), policy, 6, torch.Generator().manual_seed(0))
+    for _ in range(2):
+        runs.clear()
+        unroll = UnrollScaler(torch.device("cpu")).read(collect.collect())
+        if policy.shares_features:
+            assert runs == [Noise.num_envs] * 7  # one step at a time, and never again
+        obs, actions = unroll.obs_T1BX, unroll.actions
+        with torch.no_grad():
+            if unroll.state_BS is None:
+                log_probs, _ = policy.evaluate(obs[:-1], actions)
+                values = policy.values(obs)
+            else:
+                whole = type(unroll.context)(unroll.starts_T1B.T, unroll.state_BS)
+                values = policy.values(obs.transpose(0, 1), whole).T
+                log_probs = policy.evaluate(
+                    obs[:-1].transpose(0, 1), actions.transpose(0, 1), unroll.context
+                )[0].T
+        torch.testing.assert_close(unroll.log_probs_TB, log_probs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(unroll.values_T1B, values, rtol=1e-5, atol=1e-5)

@@ -58,3 +58,21 @@ def test_pixels_are_scaled_channels_first(obs_shape, shape):
     torch.testing.assert_close(Pixels(obs_shape, 51.0)(obs), first.float() / 51)
     truth = first > 100
     assert torch.equal(Pixels(obs_shape, 1.0)(obs > 100), truth.float())
+
+
+@pytest.mark.parametrize("order", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("obs_shape", [(4, 9, 8), (9, 8, 3)])
+def test_pixels_are_the_same_in_any_order_in_memory(obs_shape, order):
+    obs = torch.randint(256, (2, *obs_shape), generator=generator(), dtype=torch.uint8)
+    for most, given in ((255.0, obs), (51.0, obs), (1.0, obs > 100), (255.0, obs.double())):
+        ordered = Pixels(obs_shape, most, memory_format=order)(given)
+        assert torch.equal(ordered, Pixels(obs_shape, most)(given))
+        assert given.is_floating_point() or ordered.is_contiguous(memory_format=order)
+
+
+def test_pixels_may_be_reordered_for_gradients_only():
+    pixels = Pixels((4, 9, 8), memory_format=torch.channels_last, for_gradients=True)
+    obs = torch.randint(256, (2, 4, 9, 8), generator=generator(), dtype=torch.uint8)
+    assert pixels(obs).is_contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        assert pixels(obs).is_contiguous()

@@ -1,0 +1,166 @@
+"""How fast a learner is: environment steps and gradient steps per second of CPU time, preset by preset.
+
+One process per preset and checkout trains it, on one thread, with its environments inside. Processes of the
+same preset take turns of some updates each, so that a machine with other work slows all of them alike;
+medians over the turns are printed, and with ``--against`` the ratio to another checkout's: above 1, this one
+is faster. Updates before the first gradient, while a replay memory fills up, don't count.
+
+    python scripts/bench_learner.py --presets cartpole dqn
+    python scripts/bench_learner.py --presets pong --against ../main --turns 9 --set task.env.num_envs=4
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parents[1]
+PRESETS = ("cartpole", "dqn")
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+MOST_WARMING = 10_000
+"""Updates after which a preset that never makes a gradient step is given up."""
+
+
+class Turn(NamedTuple):
+    """What one turn amounted to, per second of CPU time."""
+
+    env_steps: float
+    gradient_steps: float
+
+
+class Learner:
+    """A process that trains a preset with a checkout's package, a turn at a time.
+
+    Args:
+        checkout: root of it.
+        preset: name or path.
+        sets: ``key=value`` over the preset.
+    """
+
+    def __init__(self, checkout: Path, preset: str, sets: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "--learn", preset, "--set", *sets],
+            env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(checkout)},
+            cwd=checkout,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        found = Path(self._answer()["package"]).resolve()
+        if not found.is_relative_to(checkout):
+            self.close()
+            raise SystemExit(f"bench_learner.py: Python imports p2pdrl from {found}, not from {checkout}")
+
+    def turn(self, updates: int) -> Turn:
+        """Make some updates."""
+        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
+        print(updates, file=self._process.stdin, flush=True)
+        return Turn(**self._answer())
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None  # noqa: S101 - it is a pipe
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("bench_learner.py: a learner ended; what it said is above")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def learn(preset: str, sets: Sequence[str]) -> None:
+    """Be a learner's process: for each number on stdin make so many updates, and say how fast they were."""
+    import torch
+
+    import p2pdrl
+    from p2pdrl.config.loader import resolve
+    from p2pdrl.rl.registry import build_trainer
+
+    torch.set_num_threads(1)
+    trainer = build_trainer(resolve(files=[preset], sets=sets).config.task, 1, "cpu")
+    with contextlib.closing(trainer):
+        for _ in range(MOST_WARMING):
+            if trainer.step().metrics["gradient_steps"] > 0:
+                break
+        trainer.step()
+        print(json.dumps({"package": str(Path(p2pdrl.__path__[0]))}), flush=True)
+        for line in sys.stdin:
+            env_steps, gradient_steps, begin = 0, 0.0, time.process_time()
+            for _ in range(int(line)):
+                stats = trainer.step()
+                env_steps += stats.env_steps
+                gradient_steps += stats.metrics["gradient_steps"]
+            cpu_s = time.process_time() - begin
+            turn = Turn(env_steps / cpu_s, gradient_steps / cpu_s)
+            print(json.dumps(turn._asdict()), flush=True)
+
+
+def measure(
+    preset: str, checkouts: Sequence[Path], sets: Sequence[str], *, updates: int, turns: int
+) -> list[dict[str, Any]]:
+    """Return a row of the table for each checkout."""
+    with contextlib.ExitStack() as stack:
+        learners = [
+            stack.enter_context(contextlib.closing(Learner(path, preset, sets))) for path in checkouts
+        ]
+        taken = [[learner.turn(updates) for learner in learners] for _ in range(turns)]
+    rows = []
+    for number, path in enumerate(checkouts):
+        ratios = [turn[number].env_steps / turn[-1].env_steps for turn in taken]
+        rows.append(
+            {
+                "preset": preset,
+                "checkout": str(path),
+                "env_steps_per_cpu_s": statistics.median(turn[number].env_steps for turn in taken),
+                "gradient_steps_per_cpu_s": statistics.median(turn[number].gradient_steps for turn in taken),
+                "ratio": statistics.median(ratios),
+            }
+        )
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--presets", nargs="+", default=PRESETS, metavar="NAME", help="or paths of TOML files"
+    )
+    parser.add_argument("--against", type=Path, metavar="PATH", help="another checkout")
+    parser.add_argument("--updates", type=int, default=5, help="of a turn (default: 5)")
+    parser.add_argument("--turns", type=int, default=7, help="of each process (default: 7)")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="over every preset")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    parser.add_argument("--learn", metavar="NAME", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.learn is not None:
+        learn(options.learn, options.set)
+        return
+    checkouts = [HERE] if options.against is None else [HERE, options.against.resolve()]
+    rows: list[dict[str, Any]] = []
+    for preset in options.presets:
+        rows += measure(preset, checkouts, options.set, updates=options.updates, turns=options.turns)
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return
+    print(f"{'preset':14} {'env steps/s':>12} {'gradients/s':>12} {'ratio':>6}  checkout")
+    for row in rows:
+        print(
+            f"{row['preset']:14} {row['env_steps_per_cpu_s']:12.0f} {row['gradient_steps_per_cpu_s']:12.1f} "
+            f"{row['ratio']:6.3f}  {row['checkout']}"
+        )
+
+
+if __name__ == "__main__":
+    main()
