@@ -264,6 +264,11 @@ class ReplayMemory:
         """Rows in memory, also those that may not be sampled."""
         return int((self._counts_S - self._oldest_S).sum())
 
+    @property
+    def full(self) -> bool:
+        """Whether each new row takes the place of an old one."""
+        return self.stored == self.layout.streams * self.layout.rows
+
     # rows come
 
     def append(

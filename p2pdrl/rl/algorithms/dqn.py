@@ -116,7 +116,7 @@ class DQN(Algorithm[ReplayBatch]):
         totals = torch.zeros(QObjective.terms)
         norms = 0.0
         steps = skipped = 0
-        ready = batch.stored >= max(config.learning_starts, 1)
+        ready = batch.enough(config.learning_starts)
         draws = batch.draws(config.batch_size, config.gradient_steps if ready else 0, beta=beta)
         for count, drawn in enumerate(draws, start=1):
             part = self._minibatch(drawn)

@@ -121,7 +121,7 @@ class OffPolicy(Algorithm[ReplayBatch]):
         found: defaultdict[str, list[float]] = defaultdict(list)
         norms: list[float] = []
         skipped = 0
-        if batch.stored >= max(config.learning_starts, 1):
+        if batch.enough(config.learning_starts):
             for _ in range(config.gradient_steps):
                 drawn = batch.draw(config.batch_size, beta=beta)
                 step = self.gradient_step(drawn, rates)

@@ -84,6 +84,11 @@ class ReplayBatch(Batch):
         """Transitions in the memory that can be drawn."""
         return self.feeder.memory.count
 
+    def enough(self, least: int) -> bool:
+        """Whether at least so many are `stored`, or as many as there will ever be."""
+        # resets and newest steps take places too, so a full memory has fewer that can be drawn
+        return self.stored >= max(least, 1) or (self.stored > 0 and self.feeder.memory.full)
+
     def draw(self, rows: int, *, beta: float = 0.0) -> Transitions:
         """Draw ``rows`` transitions, with replacement.
 

@@ -27,7 +27,7 @@ class FixedDraws:
         self._drawn = list(drawn)
         self.asked: list[tuple[int, float]] = []
         self.priorities: list[np.ndarray] = []
-        self.memory = SimpleNamespace(count=count)
+        self.memory = SimpleNamespace(count=count, full=False)
 
     def draw(self, rows, beta):
         self.asked.append((rows, beta))

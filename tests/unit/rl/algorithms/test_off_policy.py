@@ -37,7 +37,7 @@ class FixedDraws:
         self._drawn = list(drawn)
         self.asked = 0
         self.priorities: list[np.ndarray] = []
-        self.memory = SimpleNamespace(count=count)
+        self.memory = SimpleNamespace(count=count, full=False)
 
     def draw(self, rows, beta):
         self.asked += 1

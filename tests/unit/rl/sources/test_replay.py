@@ -70,6 +70,13 @@ def test_transitions_obey_the_environment():
     assert drawn.weights_B.unique().tolist() == [1.0]
 
 
+def test_a_full_memory_is_enough_though_resets_take_places_in_it():
+    trainer = build_trainer(task(buffer_size=256, learning_starts=256), seed=1, device="cpu")
+    learned = [trainer.step().metrics["gradient_steps"] for _ in range(4)]
+    trainer.close()
+    assert learned == [0.0, 1.0, 1.0, 1.0]  # 64 rows a stream: two unrolls
+
+
 def test_n_steps_end_with_the_episode():
     drawn = collect(task(n_step=3)).draw(300)
     returns_B, discounts_B = drawn.returns_B.numpy(), drawn.discounts_B.numpy()
