@@ -19,7 +19,7 @@ def rows(node) -> float:
     return (learner.get("metrics") or {}).get("replay_rows", 0.0)
 
 
-@pytest.mark.parametrize("actors", [0, 1])
+@pytest.mark.parametrize("actors", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_learner_loses_no_transition(swarm, wait_until, no_orphans, actors):
     node = swarm.start("solo", *DQN, "--actors", str(actors))
     wait_until(lambda: rows(node) > 1500, 60, "the memory fills")
