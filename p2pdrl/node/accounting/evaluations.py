@@ -24,7 +24,7 @@ __all__ = ["Entry", "Evaluation", "EvaluationLog", "Fall", "Turns"]
 Natural = Annotated[int, Meta(ge=0, lt=2**53)]
 NonNegative = Annotated[float, Meta(ge=0)]
 
-MOST_ENTRIES = 2000
+MOST_ENTRIES = 1000
 """Evaluations kept; beyond that every second one of the older half goes."""
 REST = 4.0
 """A node rests this many times as long as its last evaluation took: at most a fifth of its time."""
@@ -88,6 +88,7 @@ class EvaluationLog:
     def __init__(self) -> None:
         self._entries: list[Entry] = []
         self._known: set[tuple[str, int]] = set()
+        self._fall: Fall | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -117,6 +118,8 @@ class EvaluationLog:
         if len(self._entries) > MOST_ENTRIES:
             half = len(self._entries) // 2
             self._entries[:half] = self._entries[:half:2]
+            self._known = {(entry.node, entry.evaluation.env_steps) for entry in self._entries}
+        self._fall = self._judge()  # here and not where it is asked: that is every second
         return True
 
     def reached(self, goal: float) -> tuple[Entry, Entry] | None:
@@ -134,7 +137,11 @@ class EvaluationLog:
         return newest if self.reached(goal) is None else None
 
     def fall(self) -> Fall | None:
-        """Tell whether the curve has fallen for long: the last `SMOOTH` evaluations, at the least.
+        """Tell whether the curve has fallen for long: see `Fall`."""
+        return self._fall
+
+    def _judge(self) -> Fall | None:
+        """Judge the curve as it is now.
 
         Compared are the mean of the last `SMOOTH` evaluations and the greatest such mean. It has fallen when
         `FALLEN` of what was gained since the lowest is lost again, more than three standard errors of the
@@ -142,22 +149,21 @@ class EvaluationLog:
         """
         if len(self._entries) < 3 * SMOOTH:
             return None
-        windows = [
-            [entry.evaluation for entry in self._entries[at : at + SMOOTH]]
-            for at in range(len(self._entries) - SMOOTH + 1)
-        ]
-        means = [sum(one.mean for one in window) / SMOOTH for window in windows]
+        curve = [entry.evaluation for entry in self._entries]
+        returns = [one.mean for one in curve]
+        means = [sum(returns[at : at + SMOOTH]) / SMOOTH for at in range(len(returns) - SMOOTH + 1)]
         top = max(range(len(means)), key=means.__getitem__)
         if top > len(means) - 1 - 2 * SMOOTH:
             return None
         best, last, lowest = means[top], means[-1], min(means[: top + 1])
         lost = best - last
-        error = math.hypot(_error(windows[top]), _error(windows[-1]))
+        height = curve[top : top + SMOOTH]
+        error = math.hypot(_error(height), _error(curve[-SMOOTH:]))
         # A curve that only ever fell has gained nothing: what it lost counts then.
         gained = best - lowest if best > lowest else lost
         if lost <= 0 or lost < FALLEN * gained or lost < 3.0 * error:
             return None
-        return Fall(best, windows[top][-1].env_steps, last)
+        return Fall(best, height[-1].env_steps, last)
 
 
 def _order(entry: Entry) -> tuple[int, str]:
