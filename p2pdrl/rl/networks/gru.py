@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from p2pdrl.rl.networks.lstm import RecurrentCore
+from p2pdrl.rl.networks.lstm import RecurrentCore, draw_cells
 
 __all__ = ["GRU"]
 
@@ -21,20 +21,12 @@ __all__ = ["GRU"]
 class GatedCells(nn.GRU):
     """PyTorch's layer, with orthogonal weights and biases of zero."""
 
-    weight_ih_l0: nn.Parameter
-    weight_hh_l0: nn.Parameter
-    bias_ih_l0: nn.Parameter
-    bias_hh_l0: nn.Parameter
-
     def __init__(self, features: int, size: int) -> None:
         super().__init__(features, size, batch_first=True, device="meta")
 
     def draw(self, generator: torch.Generator) -> None:
         """Set weights and biases."""
-        nn.init.orthogonal_(self.weight_ih_l0, generator=generator)
-        nn.init.orthogonal_(self.weight_hh_l0, generator=generator)
-        nn.init.zeros_(self.bias_ih_l0)
-        nn.init.zeros_(self.bias_hh_l0)
+        draw_cells(self, generator)
 
 
 class GRU(RecurrentCore):

@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LSTM", "NO_CONTEXT", "RecurrentContext", "RecurrentCore"]
+__all__ = ["LSTM", "NO_CONTEXT", "RecurrentContext", "RecurrentCore", "draw_cells"]
 
 
 class RecurrentContext(NamedTuple):
@@ -39,23 +39,26 @@ CELL_WEIGHTS = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
 """PyTorch's names of what a layer of one direction has."""
 
 
+def draw_cells(cells: nn.RNNBase, generator: torch.Generator) -> None:
+    """Set a layer's weights to orthogonal ones and its biases to zero."""
+    inputs, recurrent, *biases = (getattr(cells, name) for name in CELL_WEIGHTS)
+    nn.init.orthogonal_(inputs, generator=generator)
+    nn.init.orthogonal_(recurrent, generator=generator)
+    for bias in biases:
+        nn.init.zeros_(bias)
+
+
 class Cells(nn.LSTM):
     """PyTorch's layer, with orthogonal weights, and a bias of 1 on the forget gate (Jozefowicz 2015)."""
 
-    weight_ih_l0: nn.Parameter
-    weight_hh_l0: nn.Parameter
     bias_ih_l0: nn.Parameter
-    bias_hh_l0: nn.Parameter
 
     def __init__(self, features: int, size: int) -> None:
         super().__init__(features, size, batch_first=True, device="meta")
 
     def draw(self, generator: torch.Generator) -> None:
         """Set weights and biases."""
-        nn.init.orthogonal_(self.weight_ih_l0, generator=generator)
-        nn.init.orthogonal_(self.weight_hh_l0, generator=generator)
-        nn.init.zeros_(self.bias_ih_l0)
-        nn.init.zeros_(self.bias_hh_l0)
+        draw_cells(self, generator)
         _, forget_H, _, _ = self.bias_ih_l0.detach().chunk(4)
         forget_H.fill_(1.0)
 
