@@ -230,6 +230,12 @@ def _strategy_problems(task: TaskConfig) -> Iterator[Problem]:
             "this algorithm's model can't be cut into stages, only an actor-critic's; take another strategy",
         )
         return
+    if mode.stages and task.gradients.precision == "fp16":
+        yield Problem(
+            "task.gradients.precision",
+            "stages of a pipeline don't scale the loss, without which float16 loses small gradients; take "
+            "bf16 or float32",
+        )
     yield from pipeline_problems(task)
 
 
@@ -422,6 +428,12 @@ def _split_problems(task: TaskConfig, learner: LearnerConfig) -> Iterator[Proble
         yield Problem(
             "node.learner.split_devices",
             "this algorithm's model can't be cut into stages, only an actor-critic's; name no devices",
+        )
+    if task.gradients.precision == "fp16":
+        yield Problem(
+            "node.learner.split_devices",
+            "parts of a network don't scale the loss, which task.gradients.precision = fp16 needs; name no "
+            "devices, or take bf16",
         )
     if len(devices) < 2:
         yield Problem(

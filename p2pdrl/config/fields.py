@@ -32,7 +32,7 @@ Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
-Precision = Literal["float32", "bf16"]
+Precision = Literal["float32", "bf16", "fp16"]
 Microbatches = Annotated[int, Meta(ge=1, le=65_536)] | Literal["auto"]
 
 

@@ -64,6 +64,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     split_cuts: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     """Number of the first block of each of them but the first; empty has the parts balanced by measured
     times."""
+    compile: bool = False
+    """Have torch.compile translate the network for gradients into machine code: the first update takes a
+    minute longer, and each kind of batch a while; it needs a C++ compiler, or Triton on a GPU."""
     replay_on_disk: bool = False
     """Keep a replay memory in a file of the data folder, as large as ``task.algorithm.buffer_size`` steps
     are: a node that is started again goes on with it, and it may be larger than the machine's memory.

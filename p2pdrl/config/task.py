@@ -625,7 +625,8 @@ class GradientsConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_on
     """``bf16`` runs the model's matrix products in bfloat16 (8 bits of mantissa) while it learns; parameters,
     loss and gradients stay float32, and so do acting and evaluation. Faster and leaner where the hardware
     knows bfloat16 (GPUs since 2020), slower on most processors. Outputs are off by some 0.4 %, so the ratios
-    that ``ppo`` clips begin that far from 1."""
+    that ``ppo`` clips begin that far from 1. ``fp16`` is for GPUs that know float16 alone (11 bits of
+    mantissa; its range is made up for by scaling losses, see the metric ``loss_scale``); not in pipelines."""
 
 
 class StopConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -217,6 +217,7 @@ class Training:
             activation_limit_bytes=config.learner.activation_limit_bytes,
             split_devices=config.learner.split_devices,
             split_cuts=config.learner.split_cuts,
+            compiled=config.learner.compile,
             actors=actors,
             actors_ahead=config.actors.ahead,
         )

@@ -1,18 +1,22 @@
 """How a node computes its gradients: device, precision, activation checkpointing, microbatches.
 
 The precision is decided once, here, for all of a batch and all of a model: autocast (Micikevicius 2018,
-arXiv 1710.03740) runs matrix products in bfloat16, whose range is that of float32, so no loss is scaled. What
-comes out is float32 again before an objective sees it. Activation checkpointing (Chen 2016, arXiv 1604.06174)
-keeps what passes between blocks and computes what is inside them anew; not the last one's, whose backward
-pass comes first. Acting and evaluation run the model as it is, in float32.
+arXiv 1710.03740) runs matrix products in bfloat16, whose range is that of float32, or in float16, whose
+smallest numbers are larger than many gradients: there the loss is scaled up and the gradient down again
+(``LossScaled``). What comes out is float32 again before an objective sees it. Activation checkpointing (Chen
+2016, arXiv 1604.06174) keeps what passes between blocks and computes what is inside them anew; not the last
+one's, whose backward pass comes first. Acting and evaluation run the model as it is, in float32.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +26,17 @@ from p2pdrl.config.fields import Microbatches, Precision
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.distributions import PolicyOutputs
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.gradients import Accumulated, Forward, GradientEngine, Outputs, WholeBatch
+from p2pdrl.rl.gradients import (
+    Accumulated,
+    Forward,
+    GradientEngine,
+    Minibatch,
+    Objective,
+    Outputs,
+    WholeBatch,
+)
 from p2pdrl.rl.networks.lstm import RecurrentContext
+from p2pdrl.rl.optimizers import gradient_norm
 from p2pdrl.rl.policy import ActorCritic, Policy
 from p2pdrl.rl.sequential import HeadsBlock, blocks
 from p2pdrl.rl.tuned_gradients import Tuned
@@ -31,6 +44,7 @@ from p2pdrl.rl.tuned_gradients import Tuned
 __all__ = [
     "DEFAULT",
     "EngineOptions",
+    "LossScaled",
     "in_precision",
     "make_engine",
     "module_forward",
@@ -94,14 +108,15 @@ def in_precision(run: Forward[Outputs], precision: Precision) -> Forward[Outputs
     """Return what runs a model in a precision, with outputs of float32 in any."""
     if precision == "float32":
         return run
+    narrow = torch.bfloat16 if precision == "bf16" else torch.float16
 
-    def in_bf16(inputs: Tensor, context: RecurrentContext) -> Outputs:
-        with torch.autocast(inputs.device.type, torch.bfloat16):
+    def in_narrow(inputs: Tensor, context: RecurrentContext) -> Outputs:
+        with torch.autocast(inputs.device.type, narrow):
             outputs = run(inputs, context)
         floats: Outputs = _float32(outputs)
         return floats
 
-    return in_bf16
+    return in_narrow
 
 
 def _float32(outputs: Any) -> Any:
@@ -124,6 +139,7 @@ class EngineOptions:
         activation_limit_bytes: with ``auto``; 0 is none.
         split_devices: over which the model is cut (``pipeline.model_split``); empty for one device.
         split_cuts: number of the first block of each of them but the first; empty has it balanced.
+        compiled: by torch.compile.
         clock: seconds, monotonic; what ``auto`` measures with.
         say: told what ``auto`` picked.
     """
@@ -133,6 +149,7 @@ class EngineOptions:
     activation_limit_bytes: int = 0
     split_devices: tuple[str, ...] = ()
     split_cuts: tuple[int, ...] = ()
+    compiled: bool = False
     clock: Callable[[], float] = time.perf_counter
     say: Callable[[str], None] = lambda _: None
 
@@ -141,20 +158,110 @@ DEFAULT = EngineOptions()
 
 
 def make_engine(
-    options: EngineOptions, flat: FlatModule, forward: Forward[Outputs]
+    options: EngineOptions, flat: FlatModule, forward: Forward[Outputs], precision: Precision = "float32"
 ) -> GradientEngine[Outputs]:
-    """Return the engine that ``options`` ask for, on ``flat``; for several devices trainers make another."""
+    """Return the engine that ``options`` ask for, on ``flat``; for several devices trainers make another.
+
+    Args:
+        precision: that ``forward`` runs in.
+
+    Raises:
+        ConfigError: it is to be compiled, and there is no compiler.
+    """
+    if options.compiled:
+        _check_compiler(flat.device)
+        forward = torch.compile(forward)
+    engine: GradientEngine[Outputs]
     if options.microbatches == "auto":
-        return Tuned(
+        engine = Tuned(
             flat,
             forward,
             limit_bytes=options.activation_limit_bytes,
             clock=options.clock,
             say=options.say,
         )
-    if options.microbatches == 1:
-        return WholeBatch(flat, forward)
-    return Accumulated(flat, forward, options.microbatches)
+    elif options.microbatches == 1:
+        engine = WholeBatch(flat, forward)
+    else:
+        engine = Accumulated(flat, forward, options.microbatches)
+    return LossScaled(flat, engine) if precision == "fp16" else engine
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Raise unless torch.compile will find what it needs: on a processor a C++ compiler."""
+    compilers = (os.environ.get("CXX"), "g++", "clang++")
+    if device.type == "cpu" and not any(name and shutil.which(name) for name in compilers):
+        raise ConfigError(
+            "node.learner.compile: torch.compile needs a C++ compiler, and neither g++ nor clang++ is here; "
+            "install one (apt install g++), or set it to false"
+        )
+
+
+@dataclass(frozen=True)
+class _Scaled(Generic[Outputs]):
+    """An objective whose loss is multiplied by ``scale``; its terms aren't."""
+
+    objective: Objective[Outputs]
+    scale: float
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        return self.objective.target_names
+
+    @property
+    def terms(self) -> int:
+        return self.objective.terms
+
+    def over(self, rows: int) -> Self:
+        return type(self)(self.objective.over(rows), self.scale)
+
+    def __call__(self, outputs: Outputs, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        loss, terms = self.objective(outputs, targets)
+        return loss * self.scale, terms
+
+
+class LossScaled(Generic[Outputs]):
+    """Computes gradients of the loss times a scale, and divides them by it before anybody sees them.
+
+    The scale doubles after 2,000 gradients in a row without an infinity, and halves with each that has one
+    (Micikevicius 2018, section 3.2; its numbers are those of torch's ``GradScaler``). A gradient with an
+    infinity is left as it is: the stepper skips it, or leaves it out of the mean with peers'.
+
+    Args:
+        engine: computes them.
+
+    Attributes:
+        scale: of the next loss.
+    """
+
+    FIRST = 65_536.0
+    LARGEST = 2.0**24
+    CLEAN = 2000
+    """Gradients without infinity before the scale doubles."""
+
+    def __init__(self, flat: FlatModule, engine: GradientEngine[Outputs]) -> None:
+        self._flat = flat
+        self._engine = engine
+        self._clean = 0
+        self.scale = self.FIRST
+
+    def gradients(self, batch: Minibatch, objective: Objective[Outputs]) -> Tensor:
+        """See ``GradientEngine.gradients``."""
+        terms = self._engine.gradients(batch, _Scaled(objective, self.scale))
+        self._flat.gradients_D.mul_(1.0 / self.scale)
+        if not math.isfinite(gradient_norm(self._flat.gradients_D)):
+            self.scale = max(0.5 * self.scale, 1.0)
+            self._clean = 0
+        else:
+            self._clean += 1
+            if self._clean == self.CLEAN:
+                self.scale = min(2.0 * self.scale, self.LARGEST)
+                self._clean = 0
+        return terms
+
+    def metrics(self) -> dict[str, float]:
+        """Return the scale beside the engine's own."""
+        return {**self._engine.metrics(), "loss_scale": self.scale}
 
 
 def resolve_device(name: str) -> torch.device:

@@ -147,7 +147,7 @@ def _regression_trainer(task: TaskConfig, config: RegressionConfig, options: _Op
             precision=precision,
         )
 
-    engine = make_engine(options.engine, flat, forward)
+    engine = make_engine(options.engine, flat, forward, precision)
     algorithm = Regression(
         config, flat, engine, delay_s=options.step_delay_s, clock=options.clock, sleep=options.sleep
     )
@@ -183,8 +183,8 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
             config=config,
             policy=policy,
             flat=flat,
-            engine=make_engine(options.engine, flat, forward),
-            engine_for=lambda run: make_engine(options.engine, flat, in_precision(run, precision)),
+            engine=make_engine(options.engine, flat, forward, precision),
+            engine_for=lambda run: make_engine(options.engine, flat, in_precision(run, precision), precision),
             generator=generator,
         )
     )

@@ -324,6 +324,7 @@ def _build(start: Start) -> tuple[Trainer, str]:
         activation_limit_bytes=start.activation_limit_bytes,
         split_devices=start.split_devices,
         split_cuts=start.split_cuts,
+        compiled=start.compiled,
         say=lambda text: print(f"learner: {text}", file=sys.stderr),
     )
     source = None

@@ -128,7 +128,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     activation_limit_bytes: int = 0
     split_devices: tuple[str, ...] = ()
     split_cuts: tuple[int, ...] = ()
-    """How gradients are computed here; `config.node.LearnerConfig` explains all five."""
+    compiled: bool = False
+    """How gradients are computed here; `config.node.LearnerConfig` explains all six."""
     actors: int = 0
     """Processes that act for this learner; 0 has the environments in its own."""
     actors_ahead: int = 0

@@ -106,7 +106,8 @@ CLASSIFIER = [
             "node.learner.split_devices (in --set)",
         ),
         (["node.learner.microbatches=many"], "node.learner.microbatches"),
-        (["task.gradients.precision=fp16"], "task.gradients.precision"),
+        (["task.gradients.precision=fp8"], "task.gradients.precision"),
+        (["task.gradients.precision=fp16", "task.strategy.name=pipeline"], "task.gradients.precision"),
         (
             ["task.algorithm.name=regression", "node.learner.microbatches=33"],
             "node.learner.microbatches (in --set)",
@@ -174,6 +175,7 @@ def test_rules(sets: list[str], key: str) -> None:
         ["task.algorithm.name=impala", "node.learner.microbatches=8"],
         ["node.learner.microbatches=4096"],  # for whatever task its swarm will have
         ["task.gradients.precision=bf16"],
+        ["task.gradients.precision=fp16"],
         [*PIPELINE, *CLASSIFIER, "task.strategy.stages=3"],
     ],
 )
