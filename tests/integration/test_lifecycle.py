@@ -91,7 +91,7 @@ def all_end_solved(nodes):
     """Wait until all have ended by themselves; look at what they said last."""
     began_s, finals = time.monotonic(), {}
     while any(node.process.poll() is None for node in nodes):
-        assert time.monotonic() - began_s < 200, "not solved in time"
+        assert time.monotonic() - began_s < 300, "not solved in time"
         finals |= {node.name: status for node in nodes if (status := node.status())}
         time.sleep(0.2)
     for node in nodes:
@@ -99,10 +99,11 @@ def all_end_solved(nodes):
         assert finals[node.name]["evaluation"]["mean"] >= 475
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("ends", ["told to", pytest.param("solved", marks=pytest.mark.slow)])
 def test_a_swarm_lives_through_joins_and_losses(swarm, make_watch, wait_until, no_orphans, ends):
-    task = [*TASK, "--set", f"task.evaluation.every={0 if ends == 'told to' else 50_000}"]
+    # five nodes make 5,000 steps a second: they are judged when everything below has happened
+    task = [*TASK, "--set", f"task.evaluation.every={0 if ends == 'told to' else 400_000}"]
     a = swarm.start("a", *task)
     b, c, d, e = (swarm.start(name, *task, peers=a) for name in "bcde")
     swarm.training(timeout_s=90)
