@@ -21,6 +21,7 @@ from p2pdrl.config.strategy import HogwildConfig, PipelineConfig, StrategyConfig
 from p2pdrl.config.task import (
     AlgorithmOptions,
     DQNConfig,
+    EnvConfig,
     NetworkConfig,
     NoiseOptions,
     OnlineQOptions,
@@ -250,6 +251,7 @@ def _fixed_problems(task: TaskConfig) -> Iterator[Problem]:
         yield from _regression_problems(task.algorithm)
     else:
         yield from _batch_problems(task.algorithm, task.env.num_envs)
+        yield from _env_problems(task.env)
         yield from _network_problems(task.network)
         yield from _memory_problems(task)
         yield from _replay_problems(task)
@@ -285,6 +287,14 @@ def _batch_problems(algorithm: AlgorithmOptions, num_envs: int) -> Iterator[Prob
             "task.algorithm.normalize_over",
             f"{batches_of(algorithm)} minibatches of {steps} have one step each, which has no deviation to "
             "divide by; lower minibatches, or take batch",
+        )
+
+
+def _env_problems(env: EnvConfig) -> Iterator[Problem]:
+    if env.minigrid.mask_idle and not env.action_mask:
+        yield Problem(
+            "task.env.action_mask",
+            "task.env.minigrid.mask_idle needs a name for its mask; leave this action_mask",
         )
 
 

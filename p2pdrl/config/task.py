@@ -32,6 +32,7 @@ __all__ = [
     "EvaluationConfig",
     "GradientsConfig",
     "ImpalaConfig",
+    "MinigridConfig",
     "NStepQConfig",
     "NetworkConfig",
     "NoiseOptions",
@@ -88,6 +89,15 @@ class AtariConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=T
     """All 18 actions of the joystick, not only those that have an effect in the game."""
 
 
+class MinigridConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How Minigrid's worlds are played. Without effect on other environments."""
+
+    mask_idle: bool = False
+    """Mask actions that can't do anything: to pick up where nothing lies ahead or the hands are full, to drop
+    with empty hands or onto something, to toggle what is no box and no door that would open, and ``done``
+    where no mission asks for it (GoTo… and BabyAI do). Turns and steps are always allowed."""
+
+
 class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where experience comes from."""
 
@@ -119,6 +129,7 @@ class EnvConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Learn from the rewards' signs only (Mnih 2015): one learning rate suits games of any score. Reported
     returns stay raw."""
     atari: AtariConfig = AtariConfig()
+    minigrid: MinigridConfig = MinigridConfig()
 
 
 class NetworkConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Which entries of a dictionary observation are used, and Minigrid's cells as one-hot planes.
+"""Which entries of a dictionary observation are used; Minigrid's cells as planes, and its idle actions.
 
 ``envs`` calls them when it builds an environment.
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from p2pdrl.errors import ConfigError
 
-__all__ = ["one_hot_cells", "with_entries"]
+__all__ = ["IdleActionMask", "one_hot_cells", "with_entries"]
 
 Array = npt.NDArray[Any]
 
@@ -88,3 +88,47 @@ def _planes(cells_HW3: Array) -> npt.NDArray[np.bool_]:
             for number, values in enumerate(CELL_VALUES)
         ]
     )
+
+
+class IdleActionMask(gym.Wrapper[Any, Any, Any, Any]):
+    """Tells with each observation of a Minigrid which actions can do something: ``info[key]``, int8, 7.
+
+    Args:
+        env: a Minigrid, wrapped or not.
+        key: name of the mask.
+        done: whether the mission may ask for ``done``.
+    """
+
+    def __init__(self, env: gym.Env[Any, Any], key: str, *, done: bool) -> None:
+        super().__init__(env)
+        self._world: Any = env.unwrapped
+        self._key = key
+        self._done = done
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        """See ``gymnasium.Env``."""
+        obs, info = self.env.reset(**options)
+        return obs, {**info, self._key: self._mask()}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """See ``gymnasium.Env``."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return obs, reward, terminated, truncated, {**info, self._key: self._mask()}
+
+    def _mask(self) -> npt.NDArray[np.int8]:
+        ahead = self._world.grid.get(*self._world.front_pos)
+        carried, actions = self._world.carrying, self._world.actions
+        mask = np.ones(len(actions), np.int8)
+        mask[actions.pickup] = carried is None and ahead is not None and ahead.can_pickup()
+        mask[actions.drop] = carried is not None and ahead is None
+        mask[actions.toggle] = ahead is not None and self._opens(ahead, carried)
+        mask[actions.done] = self._done
+        return mask
+
+    @staticmethod
+    def _opens(thing: Any, carried: Any) -> bool:
+        """Whether to toggle a thing changes it: a box, or a door that isn't locked or whose key is held."""
+        if thing.type != "door":
+            return bool(thing.type == "box")
+        has_key = carried is not None and (carried.type, carried.color) == ("key", thing.color)
+        return has_key or not thing.is_locked

@@ -27,7 +27,7 @@ from p2pdrl.config.environments import family_of, install_hint, is_atari, succes
 from p2pdrl.config.task import EnvConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.atari import AtariGames, make_atari_env, make_atari_vector, make_plain_atari, register_atari
-from p2pdrl.rl.entries import one_hot_cells, with_entries
+from p2pdrl.rl.entries import IdleActionMask, one_hot_cells, with_entries
 from p2pdrl.rl.imports import load_named
 from p2pdrl.rl.observations import (
     SMALLEST_PICTURE,
@@ -409,6 +409,9 @@ def _finished(env: gym.Env[Any, Any], config: EnvConfig) -> gym.Env[Any, Any]:
     """Bring an environment's observations to what networks take."""
     family = family_of(config.id)
     if family is not None and family.extra == "minigrid":
+        if config.minigrid.mask_idle:
+            done = any(word in config.id for word in ("GoTo", "BabyAI"))
+            env = IdleActionMask(env, config.action_mask, done=done)
         env = one_hot_cells(env)
     env = with_entries(env, config.observation_keys)
     check_observations(env.observation_space)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 
 import gymnasium as gym
 import numpy as np
 import pytest
 
-from p2pdrl.config.task import EnvConfig, NetworkConfig, PPOConfig, TaskConfig
+from p2pdrl.config.task import EnvConfig, MinigridConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.entries import with_entries
 from p2pdrl.rl.envs import make_scalar_env, make_vector_env
@@ -98,3 +99,49 @@ def test_minigrid_is_played_without_its_text():
     task = TaskConfig(env=config, network=NetworkConfig(hidden=(16,)), algorithm=PPOConfig(unroll_steps=16))
     trainer = build_trainer(task, 0, "cpu")
     assert trainer.step().env_steps > 0
+
+
+def _state(world):
+    carried = world.carrying
+    return world.grid.encode().tolist(), tuple(world.agent_pos), world.agent_dir, carried and carried.encode()
+
+
+@minigrid
+@pytest.mark.parametrize("world", ["DoorKey-6x6", "UnlockPickup", "LavaGapS5"])
+def test_what_minigrid_masks_would_have_done_nothing(world):
+    config = EnvConfig(id=f"MiniGrid-{world}-v0", minigrid=MinigridConfig(mask_idle=True))
+    env = make_scalar_env(config)
+    rng = np.random.default_rng(0)
+    idle, useful = 0, set()
+    for episode in range(3):
+        _, info = env.reset(seed=episode)
+        for _ in range(100):
+            mask, before = info["action_mask"], _state(env.unwrapped)
+            for action in range(2, 6):
+                tried = copy.deepcopy(env)
+                tried.step(action)
+                changed = _state(tried.unwrapped) != before
+                assert mask[action] or not changed
+                idle += not mask[action]
+                if mask[action] and action > 2:
+                    assert changed
+                    useful.add(action)
+            assert not mask[6]
+            assert mask[:3].all()
+            *_, ended, _, info = env.step(rng.choice(np.flatnonzero(mask)))
+            if ended:
+                break
+    assert idle > 100
+    assert useful == (set() if world == "LavaGapS5" else {3, 4, 5})
+
+
+@minigrid
+def test_done_is_left_where_a_mission_asks_for_it():
+    config = EnvConfig(id="MiniGrid-GoToDoor-5x5-v0", minigrid=MinigridConfig(mask_idle=True))
+    assert make_scalar_env(config).reset(seed=0)[1]["action_mask"][6]
+
+
+@minigrid
+def test_minigrids_masks_reach_the_policy():
+    env = EnvConfig(id="MiniGrid-DoorKey-5x5-v0", num_envs=2, minigrid=MinigridConfig(mask_idle=True))
+    assert make_vector_env(env, 0).spec.layout.mask is not None
