@@ -663,7 +663,7 @@ class EvaluationConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_o
     """
 
     every: Annotated[int, Meta(ge=0, le=10**12)] = 50_000
-    """Environment steps of the whole swarm between two evaluations; 0 makes none. A node rests four times as
+    """Environment steps of the whole swarm between two evaluations; 0 makes none. A node rests nine times as
     long as its last one took, so a swarm that is faster than that leaves some out."""
     episodes: Annotated[int, Meta(ge=1, le=10_000)] = 30
     """Episodes of each."""

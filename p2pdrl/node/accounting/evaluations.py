@@ -26,8 +26,8 @@ NonNegative = Annotated[float, Meta(ge=0)]
 
 MOST_ENTRIES = 1000
 """Evaluations kept; beyond that every second one of the older half goes."""
-REST = 4.0
-"""A node rests this many times as long as its last evaluation took: at most a fifth of its time."""
+REST = 9.0
+"""A node rests this many times as long as its last evaluation took: at most a tenth of its time."""
 SMOOTH = 5
 """Evaluations that a fall is judged over."""
 FALLEN = 1 / 3

@@ -121,17 +121,16 @@ class OffPolicy(Algorithm[ReplayBatch]):
         found: defaultdict[str, list[float]] = defaultdict(list)
         norms: list[float] = []
         skipped = 0
-        if batch.enough(config.learning_starts):
-            for _ in range(config.gradient_steps):
-                drawn = batch.draw(config.batch_size, beta=beta)
-                step = self.gradient_step(drawn, rates)
-                batch.update_priorities(drawn, step.errors)
-                for name, value in step.metrics.items():
-                    found[name].append(value)
-                if math.isfinite(step.norm):
-                    norms.append(step.norm)
-                else:
-                    skipped += 1
+        times = config.gradient_steps if batch.enough(config.learning_starts) else 0
+        for drawn in batch.draws(config.batch_size, times, beta=beta):
+            step = self.gradient_step(drawn, rates)
+            batch.update_priorities(drawn, step.errors)
+            for name, value in step.metrics.items():
+                found[name].append(value)
+            if math.isfinite(step.norm):
+                norms.append(step.norm)
+            else:
+                skipped += 1
         return {name: sum(values) / len(values) for name, values in found.items()} | {
             "exploration": self.exploration,
             "replay_rows": float(batch.stored),

@@ -97,12 +97,12 @@ def test_a_node_that_doesn_t_train_has_no_turn():
     assert turns.mine(200, [A], EvaluationLog(), None, 0.0)
 
 
-def test_a_node_rests_four_times_as_long_as_it_played():
+def test_a_node_rests_nine_times_as_long_as_it_played():
     turns = Turns(A, 100, 0)
     assert turns.mine(100, [A], EvaluationLog(), None, 0.0)
     turns.took(2.0, 3.0)
-    assert not turns.mine(200, [A], EvaluationLog(), None, 10.9)
-    assert turns.mine(300, [A], EvaluationLog(), None, 11.1)
+    assert not turns.mine(200, [A], EvaluationLog(), None, 20.9)
+    assert turns.mine(300, [A], EvaluationLog(), None, 21.1)
 
 
 def test_the_next_node_confirms_a_goal_at_once_and_without_rest():

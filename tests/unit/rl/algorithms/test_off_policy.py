@@ -39,9 +39,10 @@ class FixedDraws:
         self.priorities: list[np.ndarray] = []
         self.memory = SimpleNamespace(count=count, full=False)
 
-    def draw(self, rows, beta):
-        self.asked += 1
-        return self._drawn[(self.asked - 1) % len(self._drawn)]
+    def draws(self, rows, times, beta):
+        for _ in range(times):
+            self.asked += 1
+            yield self._drawn[(self.asked - 1) % len(self._drawn)]
 
     def update_priorities(self, drawn, errors_B):
         self.priorities.append(errors_B.numpy().copy())
