@@ -66,7 +66,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     times."""
     compile: bool = False
     """Have torch.compile translate the network for gradients into machine code: the first update takes a
-    minute longer, and each kind of batch a while; it needs a C++ compiler, or Triton on a GPU."""
+    minute longer, and each kind of batch a while; it needs a C++ compiler, or Triton on a GPU. Meant for
+    large networks: with MLPs of 64 or 256 units a processor makes 0.96 (PPO), 0.83 (DQN) and 0.79 (SAC) of
+    the steps that it makes without."""
     replay_on_disk: bool = False
     """Keep a replay memory in a file of the data folder, as large as ``task.algorithm.buffer_size`` steps
     are: a node that is started again goes on with it, and it may be larger than the machine's memory.
