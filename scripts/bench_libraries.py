@@ -109,6 +109,7 @@ CASES = {
         "dqn",
         (
             "task.network.hidden=[64, 64]", "task.algorithm.double=false", "task.algorithm.batch_size=32",
+            "task.algorithm.n_step=1",
             "task.algorithm.unroll_steps=8", "task.algorithm.gradient_steps=16",
             "task.algorithm.target_tau=none", "task.algorithm.target_every=10000",
             "task.algorithm.learning_starts=1000", "task.algorithm.max_grad_norm=10",
@@ -124,6 +125,7 @@ CASES = {
         "dqn",
         (
             "task.network.hidden=[256, 256]", "task.algorithm.double=false", "task.algorithm.batch_size=64",
+            "task.algorithm.n_step=1",
             "task.algorithm.unroll_steps=16", "task.algorithm.gradient_steps=64",
             "task.algorithm.target_tau=none", "task.algorithm.target_every=10",
             "task.algorithm.learning_starts=1000", "task.algorithm.max_grad_norm=10",

@@ -77,7 +77,20 @@ PENDULUM = {
     "pendulum-sac": Case("sac", 20_000, -170, zoo=Zoo("SAC", {"learning_rate": 1e-3})),
     "pendulum-td3": Case("pendulum", 20_000, -170, zoo=Zoo("TD3", DETERMINISTIC)),
     "pendulum-ddpg": Case("ddpg", 20_000, -170, zoo=Zoo("DDPG", DETERMINISTIC)),
-}
+    "pendulum-ppo": Case(
+        "ppo", 100_000, -250,
+        sets=(
+            "task.env.id=Pendulum-v1", "task.env.num_envs=4", "task.algorithm.unroll_steps=1024",
+            "task.algorithm.minibatches=64", "task.algorithm.learning_rate=1e-3",
+            "task.algorithm.discount=0.9", "task.network.exploration_noise=sde",
+            "task.network.sde_sample_freq=4", "task.evaluation.mode=greedy",
+        ),
+        zoo=Zoo("PPO", {
+            "n_steps": 1024, "gae_lambda": 0.95, "gamma": 0.9, "n_epochs": 10, "ent_coef": 0.0,
+            "learning_rate": 1e-3, "clip_range": 0.2, "use_sde": True, "sde_sample_freq": 4,
+        }, n_envs=4),
+    ),
+}  # fmt: skip
 MOUNTAIN_CAR = {
     "mountaincar-sac": Case(
         "mountaincar", 50_000, 90,
@@ -105,17 +118,27 @@ LUNAR_LANDER = {
             "ent_coef": 0.01,
         }, n_envs=16),
     ),
+    "lunarlander-dqn": Case(
+        "lunarlander-dqn", 300_000, 220, worst=180, extra="Box2D",
+        zoo=Zoo("DQN", {
+            "learning_rate": 6.3e-4, "batch_size": 128, "buffer_size": 50_000, "learning_starts": 0,
+            "gamma": 0.99, "target_update_interval": 250, "train_freq": 4, "gradient_steps": -1,
+            "exploration_fraction": 0.12, "exploration_final_eps": 0.1,
+            "policy_kwargs": {"net_arch": [256, 256]},
+        }),
+    ),
 }  # fmt: skip
 
 MINATAR = {
     "minatar-breakout-ppo": Case("minatar-breakout", 1_000_000, 10, extra="minatar"),
     "minatar-spaceinvaders-ppo": Case("minatar-spaceinvaders", 1_000_000, 30, extra="minatar"),
 }
+MINIGRID = {"minigrid-doorkey-ppo": Case("minigrid-doorkey", 150_000, 0.9, extra="minigrid")}
 
 TINY = {"cartpole-ppo": Case("cartpole", 2_048, 20)}
 """Shows in seconds that all works; no goal."""
 
 SUITES: dict[str, dict[str, Case]] = {
     "tiny": TINY,
-    "small": CARTPOLE | ACROBOT | PENDULUM | MOUNTAIN_CAR | LUNAR_LANDER | MINATAR,
+    "small": CARTPOLE | ACROBOT | PENDULUM | MOUNTAIN_CAR | LUNAR_LANDER | MINATAR | MINIGRID,
 }
