@@ -131,8 +131,15 @@ LUNAR_LANDER = {
 
 MINATAR = {
     "minatar-breakout-ppo": Case("minatar-breakout", 1_000_000, 10, extra="minatar"),
+    "minatar-breakout-impala": Case(
+        "impala", 2_000_000, 10, extra="minatar",
+        sets=(
+            "task.env.id=MinAtar/Breakout-v1", "task.env.num_envs=16", "task.network.hidden=[128]",
+            "task.algorithm.learning_rate=3e-3", "task.algorithm.entropy_coef=0.01",
+        ),
+    ),
     "minatar-spaceinvaders-ppo": Case("minatar-spaceinvaders", 1_000_000, 30, extra="minatar"),
-}
+}  # fmt: skip
 MINIGRID = {"minigrid-doorkey-ppo": Case("minigrid-doorkey", 150_000, 0.9, extra="minigrid")}
 
 TINY = {"cartpole-ppo": Case("cartpole", 2_048, 20)}
