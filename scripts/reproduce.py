@@ -260,6 +260,7 @@ def draw(suite: dict[str, Case], rows: list[dict[str, str]], path: Path) -> None
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     names = [name for name in suite if any(row["case"] == name for row in rows)]
     columns = min(4, len(names))
@@ -288,6 +289,8 @@ def draw(suite: dict[str, Case], rows: list[dict[str, str]], path: Path) -> None
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("environment steps", fontsize=8)
         axis.tick_params(labelsize=8)
+        axis.xaxis.set_major_locator(MaxNLocator(5))
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.flat[0].legend(fontsize=8)
     axes.flat[0].set_ylabel("return of evaluation", fontsize=8)
     figure.savefig(path, dpi=110)
