@@ -179,6 +179,7 @@ def test_without_a_compiler_it_says_what_to_do(flat, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler: apt install g++")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of its own jit
 @pytest.mark.parametrize("name", ["ppo", "ppo-transformer"])
 def test_compiled_gradients_are_the_same(name):
     case = CASES[name](dtype=torch.float32)
