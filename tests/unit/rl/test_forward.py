@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 
 import pytest
@@ -181,7 +182,9 @@ def test_without_a_compiler_it_says_what_to_do(flat, monkeypatch):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler: apt install g++")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of its own jit
 @pytest.mark.parametrize("name", ["ppo", "ppo-transformer"])
-def test_compiled_gradients_are_the_same(name):
+def test_compiled_gradients_are_the_same(name, monkeypatch):
+    # else it keeps threads for the next compilation
+    monkeypatch.setattr(importlib.import_module("torch._inductor.config"), "compile_threads", 1)
     case = CASES[name](dtype=torch.float32)
     WholeBatch(case.flat, case.forward).gradients(case.batch, case.objective)
     expected = case.flat.gradients_D.clone()
