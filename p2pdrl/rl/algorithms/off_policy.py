@@ -11,17 +11,19 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from p2pdrl.config.task import OffPolicyOptions
-from p2pdrl.rl.algorithms.algorithm import Algorithm, annealed
-from p2pdrl.rl.gradients import Minibatch, Summed
+from p2pdrl.rl.algorithms.algorithm import Algorithm, Loss, SoftCopy, TargetNetwork, annealed
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.gradients import Forward, GradientEngine, Minibatch, Objective, Outputs, Summed
 from p2pdrl.rl.sources.replay import ReplayBatch, Transitions
+from p2pdrl.tensors.optimizers import Adam
 
 __all__ = ["CriticObjective", "GradientStep", "OffPolicy", "Rates", "critic_minibatch"]
 
@@ -87,11 +89,47 @@ class GradientStep(NamedTuple):
 
 
 class OffPolicy(Algorithm[ReplayBatch]):
-    """Makes ``gradient_steps`` steps on transitions drawn from the memory, once there are enough."""
+    """Makes ``gradient_steps`` steps on transitions drawn from the memory, once there are enough.
 
-    def __init__(self, config: OffPolicyOptions) -> None:
+    Args:
+        flat: parameters of the policy.
+        engine_for: makes each loss's engine.
+    """
+
+    def __init__(
+        self,
+        config: OffPolicyOptions,
+        flat: FlatModule,
+        engine_for: Callable[[Forward[Any]], GradientEngine[Any]],
+    ) -> None:
         self._config = config
+        self._flat = flat
+        self._engine_for = engine_for
         self._stored = 0
+
+    def _loss(
+        self,
+        name: str,
+        objective: Objective[Outputs],
+        parts: tuple[str, ...],
+        forward: Callable[[Tensor], Outputs],
+        *,
+        every: int = 1,
+    ) -> Loss[Outputs]:
+        """Return a loss of its own for some parts of the policy, by Adam; it remembers nothing."""
+        return Loss(
+            objective,
+            Adam(eps=1e-8),
+            self._flat.span(*parts),
+            self._engine_for(lambda inputs, _: forward(inputs)),
+            max_grad_norm=self._config.max_grad_norm,
+            name=name,
+            every=every,
+        )
+
+    def _target_of(self, loss: Loss[Any], name: str, module: nn.Module) -> TargetNetwork:
+        """Return a copy of what a loss steps, which follows softly by ``target_tau``."""
+        return TargetNetwork(name, module, loss.optimizer.span, SoftCopy(self._config.target_tau))
 
     @property
     def exploration(self) -> float:

@@ -24,16 +24,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from p2pdrl.config.task import SACConfig
+from p2pdrl.config.task import SACConfig, TemperatureOptions
 from p2pdrl.rl.actor_critic_q import SquashedGaussianActorCritic, beside
-from p2pdrl.rl.algorithms.algorithm import Loss, SoftCopy, TargetNetwork
+from p2pdrl.rl.algorithms.algorithm import Stepped
 from p2pdrl.rl.algorithms.off_policy import CriticObjective, GradientStep, OffPolicy, Rates, critic_minibatch
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Forward, GradientEngine, Minibatch, Summed
 from p2pdrl.rl.sources.replay import Transitions
-from p2pdrl.tensors.optimizers import Adam
 
-__all__ = ["SAC", "SoftPolicyObjective", "TemperatureObjective"]
+__all__ = ["SAC", "MaximumEntropy", "SoftPolicyObjective", "TemperatureObjective"]
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,60 @@ class TemperatureObjective(Summed):
         return loss, loss.detach()[None]
 
 
-class SAC(OffPolicy):
-    """Losses of critics, actor and, unless it is fixed, temperature, by Adam; targets of the critics."""
+class MaximumEntropy(OffPolicy):
+    """What both forms of SAC share: the temperature α, fixed or learned, and what is plotted.
+
+    Args:
+        log_alpha: the parameter log α, of one element.
+        target_entropy: H̄, in nats.
+    """
+
+    def __init__(
+        self,
+        config: TemperatureOptions,
+        flat: FlatModule,
+        engine_for: Callable[[Forward[Any]], GradientEngine[Any]],
+        log_alpha: Tensor,
+        target_entropy: float,
+    ) -> None:
+        super().__init__(config, flat, engine_for)
+        self._log_alpha = log_alpha
+        self._target_entropy = target_entropy
+        self._temperature = self._loss(
+            "temperature", TemperatureObjective(), ("log_alpha",), lambda rows: log_alpha.expand(len(rows))
+        )
+        self._learned = (self._temperature,) if config.temperature == "auto" else ()
+
+    @property
+    def _alpha(self) -> Tensor:
+        """α, of one element, without gradient."""
+        return self._log_alpha.detach().exp()
+
+    def _learn_temperature(self, log_probs_B: Tensor, learning_rate: float) -> dict[str, float]:
+        """Step α, unless it is fixed, by each row's E log π(a|s); return what is plotted of it."""
+        if not self._learned:
+            return {}
+        excess_B = log_probs_B + self._target_entropy
+        part = Minibatch(excess_B, {"excess": excess_B}, len(excess_B))
+        return {"temperature_loss": float(self._temperature.step(part, learning_rate).terms)}
+
+    @staticmethod
+    def _metrics(critic: Stepped, actor: Stepped, alpha: Tensor) -> dict[str, float]:
+        """Return what is plotted of critics and actor."""
+        critic_loss, q, error = critic.terms.tolist()
+        actor_loss, entropy = actor.terms.tolist()
+        return {
+            "critic_loss": critic_loss,
+            "actor_loss": actor_loss,
+            "entropy": entropy,
+            "temperature": float(alpha),
+            "q_value": q,
+            "td_error": error,
+        }
+
+
+class SAC(MaximumEntropy):
+    """Losses of critics, actor and, unless it is fixed, temperature; targets of the critics."""
 
     def __init__(
         self,
@@ -84,48 +135,23 @@ class SAC(OffPolicy):
         engine_for: Callable[[Forward[Any]], GradientEngine[Any]],
         generator: torch.Generator,
     ) -> None:
-        super().__init__(config)
+        given = config.target_entropy
+        super().__init__(
+            config, flat, engine_for, policy.log_alpha, -float(policy.dim) if given is None else given
+        )
         self._policy = policy
         self._generator = generator
-        critics = flat.span("critics")
-        self._critic: Loss[Tensor] = Loss(
-            CriticObjective(scale=0.5),
-            Adam(eps=1e-8),
-            critics,
-            engine_for(lambda inputs, _: policy.q_values(inputs)),
-            max_grad_norm=config.max_grad_norm,
-            name="critic",
-        )
-        self._actor: Loss[tuple[Tensor, Tensor]] = Loss(
-            SoftPolicyObjective(),
-            Adam(eps=1e-8),
-            flat.span(*policy.actor_parts),
-            engine_for(lambda inputs, _: policy.q_of_own_actions(inputs)),
-            max_grad_norm=config.max_grad_norm,
-            name="actor",
-        )
-        self._temperature: Loss[Tensor] = Loss(
-            TemperatureObjective(),
-            Adam(eps=1e-8),
-            flat.span("log_alpha"),
-            engine_for(lambda rows, _: policy.log_alpha.expand(len(rows))),
-            max_grad_norm=config.max_grad_norm,
-            name="temperature",
-        )
-        self._target = TargetNetwork("critics", policy.critics, critics, SoftCopy(config.target_tau))
+        self._critic = self._loss("critic", CriticObjective(scale=0.5), ("critics",), policy.q_values)
+        self._actor = self._loss("actor", SoftPolicyObjective(), policy.actor_parts, policy.q_of_own_actions)
+        self.losses = (self._critic, self._actor, *self._learned)
+        self._target = self._target_of(self._critic, "critics", policy.critics)
         self.targets = (self._target,)
-        self._learns_temperature = config.temperature == "auto"
-        temperature = (self._temperature,) if self._learns_temperature else ()
-        self.losses = (self._critic, self._actor, *temperature)
-        given = config.target_entropy
-        self._target_entropy = -float(policy.dim) if given is None else given
 
     def gradient_step(self, drawn: Transitions, rates: Rates) -> GradientStep:
         """Step critics, actor and temperature; see ``OffPolicy.gradient_step``."""
-        policy, rows = self._policy, len(drawn.returns_B)
+        policy, rows, alpha = self._policy, len(drawn.returns_B), self._alpha
         normal_BA, next_normal_BA = policy.normal(2 * rows, self._generator).chunk(2)
         with torch.no_grad():
-            alpha = policy.log_alpha.exp()
             next_actions_BA, next_log_probs_B = policy.sample(drawn.next_obs_BX, next_normal_BA)
             next_q_B = self._target.module(beside(drawn.next_obs_BX, next_actions_BA)).amin(0).squeeze(-1)
             targets_B = drawn.returns_B + drawn.discounts_B * (next_q_B - alpha * next_log_probs_B)
@@ -137,23 +163,8 @@ class SAC(OffPolicy):
         of_actor = {"alpha": alpha.expand(rows), "log_probs": log_probs_B}
         actor = self._actor.step(Minibatch(beside(drawn.obs_BX, normal_BA), of_actor, rows), rates.actor)
 
-        metrics: dict[str, float] = {}
-        if self._learns_temperature:
-            excess_B = log_probs_B + self._target_entropy
-            temperature = self._temperature.step(
-                Minibatch(excess_B, {"excess": excess_B}, rows), rates.temperature
-            )
-            metrics["temperature_loss"] = float(temperature.terms)
+        metrics = self._learn_temperature(log_probs_B, rates.temperature) | self._metrics(
+            critic, actor, alpha
+        )
         self._target.track()
-
-        critic_loss, q, error = critic.terms.tolist()
-        actor_loss, entropy = actor.terms.tolist()
-        metrics |= {
-            "critic_loss": critic_loss,
-            "actor_loss": actor_loss,
-            "entropy": entropy,
-            "temperature": float(alpha),
-            "q_value": q,
-            "td_error": error,
-        }
         return GradientStep(metrics, critic.norm, part.targets["errors"])

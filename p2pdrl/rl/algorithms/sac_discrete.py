@@ -27,13 +27,11 @@ from torch import Tensor
 
 from p2pdrl.config.task import DiscreteSACConfig
 from p2pdrl.rl.actor_critic_q import CategoricalActorCritic
-from p2pdrl.rl.algorithms.algorithm import Loss, SoftCopy, TargetNetwork
-from p2pdrl.rl.algorithms.off_policy import CriticObjective, GradientStep, OffPolicy, Rates, critic_minibatch
-from p2pdrl.rl.algorithms.sac import TemperatureObjective
+from p2pdrl.rl.algorithms.off_policy import CriticObjective, GradientStep, Rates, critic_minibatch
+from p2pdrl.rl.algorithms.sac import MaximumEntropy
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Forward, GradientEngine, Minibatch, Summed
 from p2pdrl.rl.sources.replay import Transitions
-from p2pdrl.tensors.optimizers import Adam
 
 __all__ = ["DiscreteSAC", "ExpectedPolicyObjective", "TakenCriticObjective"]
 
@@ -74,8 +72,8 @@ class ExpectedPolicyObjective(Summed):
             return loss, torch.stack((loss, self.total(entropies_B, targets)))
 
 
-class DiscreteSAC(OffPolicy):
-    """Losses of critics, actor and, unless it is fixed, temperature, by Adam; targets of the critics."""
+class DiscreteSAC(MaximumEntropy):
+    """Losses of critics, actor and, unless it is fixed, temperature; targets of the critics."""
 
     def __init__(
         self,
@@ -84,45 +82,19 @@ class DiscreteSAC(OffPolicy):
         flat: FlatModule,
         engine_for: Callable[[Forward[Any]], GradientEngine[Any]],
     ) -> None:
-        super().__init__(config)
+        target_entropy = config.target_entropy_fraction * math.log(policy.choices)
+        super().__init__(config, flat, engine_for, policy.log_alpha, target_entropy)
         self._policy = policy
-        critics = flat.span("critics")
-        self._critic: Loss[Tensor] = Loss(
-            TakenCriticObjective(scale=0.5),
-            Adam(eps=1e-8),
-            critics,
-            engine_for(lambda obs, _: policy.q_values(obs)),
-            max_grad_norm=config.max_grad_norm,
-            name="critic",
-        )
-        self._actor: Loss[Tensor] = Loss(
-            ExpectedPolicyObjective(),
-            Adam(eps=1e-8),
-            flat.span("actor"),
-            engine_for(lambda obs, _: policy.log_probs(obs)),
-            max_grad_norm=config.max_grad_norm,
-            name="actor",
-        )
-        self._temperature: Loss[Tensor] = Loss(
-            TemperatureObjective(),
-            Adam(eps=1e-8),
-            flat.span("log_alpha"),
-            engine_for(lambda rows, _: policy.log_alpha.expand(len(rows))),
-            max_grad_norm=config.max_grad_norm,
-            name="temperature",
-        )
-        self._target = TargetNetwork("critics", policy.critics, critics, SoftCopy(config.target_tau))
+        self._critic = self._loss("critic", TakenCriticObjective(scale=0.5), ("critics",), policy.q_values)
+        self._actor = self._loss("actor", ExpectedPolicyObjective(), ("actor",), policy.log_probs)
+        self.losses = (self._critic, self._actor, *self._learned)
+        self._target = self._target_of(self._critic, "critics", policy.critics)
         self.targets = (self._target,)
-        self._learns_temperature = config.temperature == "auto"
-        temperature = (self._temperature,) if self._learns_temperature else ()
-        self.losses = (self._critic, self._actor, *temperature)
-        self._target_entropy = config.target_entropy_fraction * math.log(policy.choices)
 
     def gradient_step(self, drawn: Transitions, rates: Rates) -> GradientStep:
         """Step critics, actor and temperature; see ``OffPolicy.gradient_step``."""
-        policy, rows = self._policy, len(drawn.returns_B)
+        policy, rows, alpha = self._policy, len(drawn.returns_B), self._alpha
         with torch.no_grad():
-            alpha = policy.log_alpha.exp()
             next_log_probs_BA = policy.log_probs(drawn.next_obs_BX)
             next_q_BA = self._target.module(drawn.next_obs_BX.flatten(1).float()).amin(0)
             next_values_B = (next_log_probs_BA.exp() * (next_q_BA - alpha * next_log_probs_BA)).sum(-1)
@@ -137,23 +109,8 @@ class DiscreteSAC(OffPolicy):
         of_actor = {"alpha": alpha.expand(rows), "q": q_BA, "entropies": entropies_B}
         actor = self._actor.step(Minibatch(drawn.obs_BX, of_actor, rows), rates.actor)
 
-        metrics: dict[str, float] = {}
-        if self._learns_temperature:
-            excess_B = self._target_entropy - entropies_B
-            temperature = self._temperature.step(
-                Minibatch(excess_B, {"excess": excess_B}, rows), rates.temperature
-            )
-            metrics["temperature_loss"] = float(temperature.terms)
+        metrics = self._learn_temperature(-entropies_B, rates.temperature) | self._metrics(
+            critic, actor, alpha
+        )
         self._target.track()
-
-        critic_loss, q, error = critic.terms.tolist()
-        actor_loss, entropy = actor.terms.tolist()
-        metrics |= {
-            "critic_loss": critic_loss,
-            "actor_loss": actor_loss,
-            "entropy": entropy,
-            "temperature": float(alpha),
-            "q_value": q,
-            "td_error": error,
-        }
         return GradientStep(metrics, critic.norm, part.targets["errors"])

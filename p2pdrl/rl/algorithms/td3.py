@@ -20,17 +20,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from p2pdrl.config.task import TD3Config
 from p2pdrl.rl.actor_critic_q import DeterministicActorCritic, beside
-from p2pdrl.rl.algorithms.algorithm import Loss, SoftCopy, TargetNetwork
 from p2pdrl.rl.algorithms.ddpg import DeterministicPolicyObjective
 from p2pdrl.rl.algorithms.off_policy import CriticObjective, GradientStep, OffPolicy, Rates, critic_minibatch
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.gradients import Forward, GradientEngine, Minibatch
 from p2pdrl.rl.sources.replay import Transitions
-from p2pdrl.tensors.optimizers import Adam
 
 __all__ = ["TD3"]
 
@@ -46,31 +43,20 @@ class TD3(OffPolicy):
         engine_for: Callable[[Forward[Any]], GradientEngine[Any]],
         generator: torch.Generator,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, flat, engine_for)
         self._smoothing = config.target_noise_std, config.target_noise_clip
         self._generator = generator
-        critics, actor = flat.span("critics"), flat.span("actor")
-        self._critic: Loss[Tensor] = Loss(
-            CriticObjective(),
-            Adam(eps=1e-8),
-            critics,
-            engine_for(lambda inputs, _: policy.q_values(inputs)),
-            max_grad_norm=config.max_grad_norm,
-            name="critic",
-        )
-        self._actor: Loss[Tensor] = Loss(
+        self._critic = self._loss("critic", CriticObjective(), ("critics",), policy.q_values)
+        self._actor = self._loss(
+            "actor",
             DeterministicPolicyObjective(),
-            Adam(eps=1e-8),
-            actor,
-            engine_for(lambda obs, _: policy.q_of_own_actions(obs)),
-            max_grad_norm=config.max_grad_norm,
-            name="actor",
+            ("actor",),
+            policy.q_of_own_actions,
             every=config.policy_delay,
         )
         self.losses = (self._critic, self._actor)
-        follow = SoftCopy(config.target_tau)
-        self._target_critics = TargetNetwork("critics", policy.critics, critics, follow)
-        self._target_actor = TargetNetwork("actor", policy.actor, actor, follow)
+        self._target_critics = self._target_of(self._critic, "critics", policy.critics)
+        self._target_actor = self._target_of(self._actor, "actor", policy.actor)
         self.targets = (self._target_critics, self._target_actor)
 
     def gradient_step(self, drawn: Transitions, rates: Rates) -> GradientStep:
