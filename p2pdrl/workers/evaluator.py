@@ -154,10 +154,10 @@ class Service:
         import torch
 
         torch.set_num_threads(request.threads)
-        began_s = time.perf_counter()
         if self._players is None:
             self._players = Players(0, "cpu", allow_import=request.allow_import)
         trainer, task = self._players.of(from_bytes(bytes(self._memory.buf[: request.nbytes])))
+        began_s = time.perf_counter()
         result = evaluate(
             trainer.policy,
             task.env,

@@ -470,7 +470,7 @@ class Played(msgspec.Struct, frozen=True, tag="played"):
     length: float
     """Mean steps of an episode."""
     seconds: float
-    """It took, without the start of the process."""
+    """The episodes took, without the start of the process."""
 
 
 FromEvaluator = Played | ChildFailed | Crashed

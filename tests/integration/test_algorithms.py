@@ -18,7 +18,7 @@ SMALL = ("task.network.hidden=[64, 64]", "task.algorithm.learning_rate=1e-3")
 
 CASES = {
     "ppo": ("ppo", (), CARTPOLE, 300_000),
-    "a2c": ("a2c", (), CARTPOLE, 600_000),
+    "a2c": ("a2c", (), CARTPOLE, 1_000_000),
     "impala": ("impala", (), CARTPOLE, 400_000),
     "dqn": ("dqn", ("task.network.hidden=[64, 64]",), GREEDY, 100_000),
     "one_step_q": ("n_step_q", ("task.algorithm.name=one_step_q",), GREEDY, 500_000),

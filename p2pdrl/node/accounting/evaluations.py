@@ -48,7 +48,7 @@ class Evaluation(msgspec.Struct, frozen=True, array_like=True):
     length: NonNegative
     """Mean steps of an episode."""
     seconds: NonNegative
-    """It took, without the start of its process."""
+    """The episodes took, without the start of a process that plays them."""
 
     @property
     def finite(self) -> bool:
