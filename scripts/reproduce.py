@@ -4,10 +4,13 @@ Each run is one learner in one process with one thread, for the case's budget of
 twentieth of it the policy plays `--curve-episodes` episodes; at the end the last policy plays `--episodes`.
 Returns are raw and undiscounted; actions are sampled or greedy as the preset's ``task.evaluation.mode`` says.
 Beside it runs Stable-Baselines3 with RL Baselines3 Zoo's values, same budget and same evaluation (its zoo
-evaluates deterministic actions; so do we for it), where it is installed: pip install 'p2pdrl[bench]'.
+evaluates deterministic actions, sampled ones on Atari; so do we for it), where it is installed:
+pip install 'p2pdrl[bench]'.
 
 Printed per case and library: the interquartile mean over seeds (arXiv 2108.13264: the mean of the middle half
-of the runs) with a 95 % interval by bootstrap, the worst seed, environment steps and CPU seconds.
+of the runs) with a 95 % interval by bootstrap, the worst seed, and what it took: CPU seconds of the whole
+run, and ("at goal") environment steps and CPU seconds up to the third point in a row of the curve that is at
+the goal, medians over the seeds, which count as never where there are no such three.
 
 Rows are added to OUT/runs.csv as they come, with commit and command; what is there already isn't run again,
 so a suite may take several days. `--table-only` reads them.
@@ -121,29 +124,39 @@ def train_ours(case: Case, run: Run) -> tuple[Judge, int, np.ndarray, float, flo
 
 def train_theirs(case: Case, run: Run) -> tuple[Judge, int, np.ndarray, float, float]:
     """Train Stable-Baselines3 with the zoo's values; return the same."""
+    import gymnasium
     import stable_baselines3
     from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
-    from stable_baselines3.common.vec_env import VecNormalize, sync_envs_normalization
+    from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize, sync_envs_normalization
 
     zoo = _zoo(case)
     env_id = _task(case).env.id
-    env = make_vec_env(env_id, zoo.n_envs, seed=run.seed)
-    held_out = make_vec_env(env_id, 1, seed=run.seed + 1_000_000)
+    if zoo.atari:
+        gymnasium.register_envs(importlib.import_module("ale_py"))
+        env = VecFrameStack(make_atari_env(env_id, zoo.n_envs, seed=run.seed), 4)
+        whole_games = {"clip_reward": False, "terminal_on_life_loss": False}
+        judged = make_atari_env(env_id, 1, seed=run.seed + 1_000_000, wrapper_kwargs=whole_games)
+        held_out = VecFrameStack(judged, 4)
+    else:
+        env = make_vec_env(env_id, zoo.n_envs, seed=run.seed)
+        held_out = make_vec_env(env_id, 1, seed=run.seed + 1_000_000)
     options = {name: _made(value, env.action_space.shape) for name, value in zoo.options.items()}
     if zoo.normalize:
         gamma = zoo.options.get("gamma", 0.99)
         env = VecNormalize(env, gamma=gamma)
         held_out = VecNormalize(held_out, training=False, norm_reward=False)
     model = getattr(stable_baselines3, zoo.algorithm)(
-        "MlpPolicy", env, seed=run.seed, device="cpu", **options
+        "CnnPolicy" if zoo.atari else "MlpPolicy", env, seed=run.seed, device="cpu", **options
     )
 
     def play(episodes: int) -> np.ndarray:
         if zoo.normalize:
             sync_envs_normalization(env, held_out)
-        returns, _ = evaluate_policy(model, held_out, episodes, return_episode_rewards=True, warn=False)
+        returns, _ = evaluate_policy(
+            model, held_out, episodes, deterministic=not zoo.atari, return_episode_rewards=True, warn=False
+        )
         return np.array(returns)
 
     judge = Judge(case.steps, play, run.curve_episodes)
@@ -235,8 +248,8 @@ def read(path: Path) -> list[dict[str, str]]:
 def table(suite: dict[str, Case], rows: list[dict[str, str]]) -> list[str]:
     """Markdown: one line per case and library."""
     lines = [
-        "| case | library | seeds | env steps | IQM of return (95 % interval) | worst seed | goal | CPU s |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | library | seeds | steps | IQM of return (95 %) | worst | goal | CPU s | at goal (CPU s) |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, case in suite.items():
         for library in ("ours", "sb3"):
@@ -247,11 +260,27 @@ def table(suite: dict[str, Case], rows: list[dict[str, str]]) -> list[str]:
             low, high = interval(scores)
             goal = f"{case.goal:g}" + ("" if case.worst is None else f", worst {case.worst:g}")
             cpu_s = np.median([float(row["cpu_s"]) for row in found])
+            reached = np.median([steps_to_goal(row, case.goal) for row in found])
+            cpu_s_to_goal = np.median([_cpu_s_until(row, steps_to_goal(row, case.goal)) for row in found])
+            after = f"{reached:,.0f} ({cpu_s_to_goal:.1f})" if math.isfinite(reached) else "never"
             lines.append(
                 f"| {name} | {library} | {len(found)} | {case.steps:,} | {interquartile_mean(scores):.1f} "
-                f"({low:.1f} to {high:.1f}) | {scores.min():.1f} | {goal} | {cpu_s:.0f} |"
+                f"({low:.1f} to {high:.1f}) | {scores.min():.1f} | {goal} | {cpu_s:.0f} | {after} |"
             )
     return lines
+
+
+def steps_to_goal(row: dict[str, str], goal: float) -> float:
+    """Return environment steps until three points of the curve in a row are at the goal; infinity if none."""
+    curve = json.loads(row["curve"])
+    for three in zip(curve, curve[1:], curve[2:], strict=False):
+        if all(mean >= goal for _, mean in three):
+            return float(three[-1][0])
+    return math.inf
+
+
+def _cpu_s_until(row: dict[str, str], steps: float) -> float:
+    return float(row["cpu_s"]) * steps / float(row["steps"])
 
 
 def draw(suite: dict[str, Case], rows: list[dict[str, str]], path: Path) -> None:

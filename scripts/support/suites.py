@@ -23,6 +23,8 @@ class Zoo:
     n_envs: int = 1
     normalize: bool = False
     """Observations and rewards, by running moments."""
+    atari: bool = False
+    """Its own preprocessing with four frames stacked, its CNN; judged by sampled actions."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,21 @@ MOUNTAIN_CAR = {
             "use_sde": True, "policy_kwargs": {"log_std_init": -3.67, "net_arch": [64, 64]},
         }),
     ),
+    "mountaincar-ppo": Case(
+        "ppo", 100_000, 90,
+        sets=(
+            "task.env.id=MountainCarContinuous-v0", "task.env.num_envs=4",
+            "task.env.normalize_observations=true", "task.algorithm.unroll_steps=256",
+            "task.algorithm.discount=0.9999", "task.network.exploration_noise=sde",
+            "task.evaluation.mode=greedy",
+        ),
+        zoo=Zoo("PPO", {
+            "n_steps": 8, "batch_size": 256, "gae_lambda": 0.9, "gamma": 0.9999, "n_epochs": 10,
+            "ent_coef": 0.00429, "learning_rate": 7.77e-5, "clip_range": 0.1, "max_grad_norm": 5,
+            "vf_coef": 0.19, "use_sde": True,
+            "policy_kwargs": {"log_std_init": -3.29, "ortho_init": False},
+        }, normalize=True),
+    ),
 }  # fmt: skip
 ACROBOT = {
     "acrobot-ppo": Case(
@@ -138,14 +155,51 @@ MINATAR = {
             "task.algorithm.learning_rate=3e-3", "task.algorithm.entropy_coef=0.01",
         ),
     ),
+    "minatar-breakout-dqn": Case(
+        "dqn", 1_000_000, 10, extra="minatar",
+        sets=(
+            "task.env.id=MinAtar/Breakout-v1", "task.network.kind=minatar_cnn", "task.network.hidden=[128]",
+            "task.algorithm.learning_rate=2.5e-4", "task.algorithm.batch_size=64",
+            "task.algorithm.unroll_steps=8", "task.algorithm.gradient_steps=16",
+            "task.algorithm.exploration_steps=100000", "task.algorithm.exploration_end=0.02",
+            "task.algorithm.target_tau=0.005",
+        ),
+    ),
     "minatar-spaceinvaders-ppo": Case("minatar-spaceinvaders", 1_000_000, 30, extra="minatar"),
 }  # fmt: skip
 MINIGRID = {"minigrid-doorkey-ppo": Case("minigrid-doorkey", 150_000, 0.9, extra="minigrid")}
+
+HALF_CHEETAH = {
+    "halfcheetah-td3": Case(
+        "halfcheetah", 300_000, 3_000, extra="mujoco",
+        zoo=Zoo("TD3", {
+            "learning_rate": 1e-3, "batch_size": 256, "learning_starts": 10_000, "gradient_steps": 1,
+            "train_freq": 1, "action_noise": "normal_0.1", "policy_kwargs": {"net_arch": [400, 300]},
+        }),
+    ),
+}  # fmt: skip
+_ATARI_PPO = Zoo(
+    "PPO",
+    {
+        "n_steps": 128, "batch_size": 256, "n_epochs": 4, "learning_rate": "lin_2.5e-4",
+        "clip_range": "lin_0.1", "vf_coef": 0.5, "ent_coef": 0.01,
+    },
+    n_envs=8,
+    atari=True,
+)  # fmt: skip
+ATARI = {
+    "pong-ppo": Case("pong", 2_500_000, 18, extra="ale_py", zoo=_ATARI_PPO),
+    "breakout-ppo": Case("breakout", 10_000_000, 300, extra="ale_py", zoo=_ATARI_PPO),
+}
 
 TINY = {"cartpole-ppo": Case("cartpole", 2_048, 20)}
 """Shows in seconds that all works; no goal."""
 
 SUITES: dict[str, dict[str, Case]] = {
     "tiny": TINY,
-    "small": CARTPOLE | ACROBOT | PENDULUM | MOUNTAIN_CAR | LUNAR_LANDER | MINATAR | MINIGRID,
+    "small": (
+        CARTPOLE | ACROBOT | PENDULUM | MOUNTAIN_CAR | LUNAR_LANDER | HALF_CHEETAH | MINATAR | MINIGRID
+    ),
+    "atari": ATARI,
+    "mujoco": HALF_CHEETAH,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -34,6 +35,15 @@ def test_the_interquartile_mean_leaves_a_quarter_out_at_either_end(reproduce):
     assert (low, high) == (10.0, 10.0)
     low, high = reproduce.interval(np.arange(20.0))
     assert 4.0 < low < 9.5 < high < 15.0
+
+
+@pytest.mark.parametrize(
+    ("means", "steps"),
+    [([1, 9, 9, 9, 1], 40), ([9, 9, 1, 9, 9, 9], 60), ([9, 9, 1, 9, 9], np.inf), ([9, 9], np.inf)],
+)
+def test_a_goal_counts_as_reached_by_three_evaluations_in_a_row(reproduce, means, steps):
+    curve = [(10 * number, mean) for number, mean in enumerate(means, 1)]
+    assert reproduce.steps_to_goal({"curve": json.dumps(curve)}, 9.0) == steps
 
 
 def test_every_case_is_of_a_preset_whose_values_hold_together(reproduce):
