@@ -19,7 +19,7 @@ Shape suffixes: B transitions, A actions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -95,6 +95,7 @@ class DQN(Algorithm[ReplayBatch]):
         self._loss: Loss[Any] = Loss(QObjective(), Adam(), flat, engine, max_grad_norm=config.max_grad_norm)
         self.losses = (self._loss,)
         rule = HardCopy(config.target_every) if config.target_tau is None else SoftCopy(config.target_tau)
+        self._fixed_target = isinstance(rule, HardCopy) and not policy.noisy
         self._target = TargetNetwork("q", policy, flat, rule)
         self._target_network = cast("QNetwork", self._target.module)
         self.targets = (self._target,)
@@ -117,17 +118,15 @@ class DQN(Algorithm[ReplayBatch]):
         norms = 0.0
         steps = skipped = 0
         ready = batch.enough(config.learning_starts)
-        draws = batch.draws(config.batch_size, config.gradient_steps if ready else 0, beta=beta)
-        for count, drawn in enumerate(draws, start=1):
-            part = self._minibatch(drawn)
+        for part, drawn in self._minibatches(batch, config.gradient_steps if ready else 0, beta):
             self._draw_noise(self._policy)
             terms = self._loss.gradients(part)
-            left = config.gradient_steps - count
+            steps += 1
+            left = config.gradient_steps - steps
             norm = self._loss.apply(learning_rate, samples=part.rows, left=left)
             batch.update_priorities(drawn, part.targets["errors"])
             self._target.track()
             totals += terms.cpu()
-            steps += 1
             if math.isfinite(norm):
                 norms += norm
             else:
@@ -151,11 +150,31 @@ class DQN(Algorithm[ReplayBatch]):
         if self._generator is not None:
             network.draw_weight_noise(self._generator)
 
-    def _minibatch(self, drawn: Transitions) -> Minibatch:
-        """Return y = R + γ^k Q(s′, a*; θ⁻) with what it is compared to."""
+    def _minibatches(
+        self, batch: ReplayBatch, times: int, beta: float
+    ) -> Iterator[tuple[Minibatch, Transitions]]:
+        """Yield y = R + γ^k Q(s′, a*; θ⁻) with what it is compared to, and the rows that it is of.
+
+        A target network that stays as it is for the whole update sees several minibatches at once.
+        """
+        rows = self._config.batch_size
+        for block in batch.blocks(rows, times, beta=beta):
+            if self._fixed_target:
+                next_BA = self._next_values(block)
+                for drawn, part_BA in zip(block.parts(rows), torch.split(next_BA, rows), strict=True):
+                    yield self._minibatch(drawn, part_BA), drawn
+            else:
+                for drawn in block.parts(rows):
+                    yield self._minibatch(drawn, self._next_values(drawn)), drawn
+
+    @torch.no_grad()
+    def _next_values(self, drawn: Transitions) -> Tensor:
+        """Return Q(s′, ·; θ⁻)."""
+        self._draw_noise(self._target_network)
+        return self._target_network.outputs(drawn.next_obs_BX)
+
+    def _minibatch(self, drawn: Transitions, next_BA: Tensor) -> Minibatch:
         with torch.no_grad():
-            self._draw_noise(self._target_network)
-            next_BA = self._target_network.outputs(drawn.next_obs_BX)
             if self._config.double:
                 self._draw_noise(self._policy)
                 best_B = self._policy.outputs(drawn.next_obs_BX).argmax(-1)

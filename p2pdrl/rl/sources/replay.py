@@ -59,8 +59,12 @@ class Transitions:
     indices_B: Array
     serials_B: Array
 
-    def rows(self, part: slice) -> Transitions:
-        """Return some of them: views."""
+    def parts(self, rows: int) -> Iterator[Transitions]:
+        """Yield them in minibatches of so many rows: views."""
+        for begin in range(0, len(self.indices_B), rows):
+            yield self._rows(slice(begin, begin + rows))
+
+    def _rows(self, part: slice) -> Transitions:
         return Transitions(
             obs_BX=self.obs_BX[part],
             actions_B=self.actions_B[part],
@@ -102,13 +106,20 @@ class ReplayBatch(Batch):
         return self.feeder.draw(rows, beta)
 
     def draws(self, rows: int, times: int, *, beta: float = 0.0) -> Iterator[Transitions]:
-        """Draw ``rows`` transitions several times: all at once where priorities don't change in between.
+        """Draw ``rows`` transitions several times; arguments and errors as in ``blocks``."""
+        for block in self.blocks(rows, times, beta=beta):
+            yield from block.parts(rows)
+
+    def blocks(self, rows: int, times: int, *, beta: float = 0.0) -> Iterator[Transitions]:
+        """Draw ``rows`` transitions several times, and yield some such minibatches one behind the other.
+
+        As many at once as stay in the cache; one, where priorities change in between.
 
         Args:
             times: how often, 0 or more.
             beta: as in ``draw``, like what it raises.
         """
-        return self.feeder.draws(rows, times, beta)
+        return self.feeder.blocks(rows, times, beta)
 
     def update_priorities(self, drawn: Transitions, errors_B: Tensor) -> None:
         """Set the priorities of drawn rows by their |TD errors|; no effect where all are drawn alike."""
@@ -217,19 +228,13 @@ class ReplayFeeder:
             serials_B=found.serials_N,
         )
 
-    def draws(self, rows: int, times: int, beta: float) -> Iterator[Transitions]:
-        """See ``ReplayBatch.draws``."""
-        if self.memory.layout.alpha is not None:
-            for _ in range(times):
-                yield self.draw(rows, beta)
-            return
+    def blocks(self, rows: int, times: int, beta: float) -> Iterator[Transitions]:
+        """See ``ReplayBatch.blocks``."""
         layout = self.memory.layout
         row_bytes = 2 * math.prod(layout.sampled_shape) * np.dtype(layout.obs_dtype).itemsize
-        at_once = max(1, _BYTES_AT_ONCE // (rows * row_bytes))
+        at_once = 1 if layout.alpha is not None else max(1, _BYTES_AT_ONCE // (rows * row_bytes))
         for begin in range(0, times, at_once):
-            parts = min(at_once, times - begin)
-            whole = self.draw(rows, beta, times=parts)
-            yield from (whole.rows(slice(rows * part, rows * (part + 1))) for part in range(parts))
+            yield self.draw(rows, beta, times=min(at_once, times - begin))
 
     def update_priorities(self, drawn: Transitions, errors_B: Tensor) -> None:
         """See ``ReplayBatch.update_priorities``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,8 +24,9 @@ CPU = torch.device("cpu")
 class FixedDraws:
     """A feeder whose memory holds nothing but what the test says."""
 
-    def __init__(self, *drawn: Transitions, count: int = 1000) -> None:
+    def __init__(self, *drawn: Transitions, count: int = 1000, blocks: int | None = None) -> None:
         self._drawn = list(drawn)
+        self._blocks = blocks
         self.asked: list[tuple[int, float]] = []
         self.priorities: list[np.ndarray] = []
         self.memory = SimpleNamespace(count=count, full=False)
@@ -33,8 +35,8 @@ class FixedDraws:
         self.asked.append((rows, beta))
         return self._drawn[(len(self.asked) - 1) % len(self._drawn)]
 
-    def draws(self, rows, times, beta):
-        for _ in range(times):
+    def blocks(self, rows, times, beta):
+        for _ in range(self._blocks or times):
             yield self.draw(rows, beta)
 
     def update_priorities(self, drawn, errors_B):
@@ -87,6 +89,14 @@ def q_by_hand(weights: dict[str, np.ndarray], obs: np.ndarray) -> np.ndarray:
     return q
 
 
+def joined(*parts: Transitions) -> Transitions:
+    """Minibatches one behind the other, as they are drawn at once."""
+    columns = ([getattr(part, field.name) for part in parts] for field in fields(Transitions))
+    return Transitions(
+        *(np.concatenate(c) if isinstance(c[0], np.ndarray) else torch.cat(c) for c in columns)
+    )
+
+
 def weights_of(policy: QNetwork) -> dict[str, np.ndarray]:
     return {name: value.detach().numpy().astype(np.float64) for name, value in policy.named_parameters()}
 
@@ -131,6 +141,22 @@ def test_one_step_follows_the_gradient_of_the_loss_by_hand(double, dueling, micr
                 weights[name][place] += side * 1e-6
             slope = (loss_by_hand(near[1], drawn, y) - loss_by_hand(near[-1], drawn, y)) / 2e-6
             assert found[name][place] == pytest.approx(slope, abs=2e-5), (name, place)
+
+
+@pytest.mark.parametrize("tau", [None, 0.1], ids=["copied", "soft"])
+@pytest.mark.parametrize("double", [False, True])
+def test_minibatches_that_are_drawn_at_once_are_learned_from_one_by_one(double, tau):
+    config = DQNConfig(
+        double=double, target_tau=tau, batch_size=6, learning_starts=1, gradient_steps=4, learning_rate=0.05
+    )
+    drawn = [transitions(seed) for seed in range(4)]
+    found = []
+    for feeder in (FixedDraws(*drawn), FixedDraws(joined(*drawn[:3]), drawn[3], blocks=2)):
+        algorithm, _, flat = make(config)
+        algorithm.update(batch_of(feeder))
+        found.append(flat.numpy().copy())
+    assert np.abs(found[0] - make(config)[2].numpy()).max() > 0.05
+    np.testing.assert_allclose(found[1], found[0], atol=1e-6)
 
 
 def test_priorities_are_the_errors_at_the_parameters_that_were_stepped():

@@ -39,7 +39,7 @@ class FixedDraws:
         self.priorities: list[np.ndarray] = []
         self.memory = SimpleNamespace(count=count, full=False)
 
-    def draws(self, rows, times, beta):
+    def blocks(self, rows, times, beta):
         for _ in range(times):
             self.asked += 1
             yield self._drawn[(self.asked - 1) % len(self._drawn)]

@@ -172,10 +172,10 @@ def test_rows_that_were_learned_from_have_their_errors_as_priorities(n_step):
         trainer.step()
     batch = trainer.source.next()
     expected = {}
-    draws = batch.feeder.draws
+    blocks = batch.feeder.blocks
 
     def noting(*arguments):
-        for drawn in draws(*arguments):
+        for drawn in blocks(*arguments):
             with torch.no_grad():
                 values = trainer.policy(drawn.obs_BX).gather(1, drawn.actions_B[:, None])[:, 0]
                 next_values = frozen(drawn.next_obs_BX).max(1).values
@@ -185,7 +185,7 @@ def test_rows_that_were_learned_from_have_their_errors_as_priorities(n_step):
 
     frozen = QNetwork(trainer.policy.spec, NetworkConfig(hidden=(8,)), seed=0)
     FlatModule(frozen, torch.device("cpu")).set_(trainer.sidecar()["target.q"].copy())
-    batch.feeder.draws = noting
+    batch.feeder.blocks = noting
     trainer.algorithm.update(batch)
     memory = batch.feeder.memory
     assert len(expected) > 60
