@@ -345,10 +345,13 @@ def wanted(arguments: argparse.Namespace, rows: list[dict[str, str]]) -> Iterato
 
 
 def _commit() -> str:
+    """Return the commit of what is run; ``-dirty`` where that differs, not where results do."""
     done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    return done.stdout.strip() or "unknown"
+    sources = ["git", "diff", "--quiet", "HEAD", "--", "p2pdrl", "config", "scripts"]
+    changed = subprocess.run(sources, check=False).returncode != 0
+    return done.stdout.strip() + "-dirty" * changed or "unknown"
 
 
 def main() -> int:
