@@ -227,38 +227,53 @@ def test_several_choices_are_masked_each(algorithm, core):
     trainer.close()
 
 
-def test_the_bootstrap_takes_the_greatest_of_what_is_allowed_next():
+@pytest.mark.parametrize("double", [False, True])
+def test_the_bootstrap_takes_the_greatest_of_what_is_allowed_next(double):
     """Against a tabular one: targets of drawn transitions, from the parameters as they are."""
     env = EnvConfig(id="Cards-v0", num_envs=4, kwargs={"picture": 0}, normalize_returns=False)
-    for double in (False, True):
-        algorithm = DQNConfig(
-            learning_starts=1 << 20, buffer_size=1 << 20, double=double, unroll_steps=20, target_every=1000
+    algorithm = DQNConfig(
+        learning_starts=1,
+        gradient_steps=1,
+        batch_size=64,
+        double=double,
+        unroll_steps=20,
+        target_every=1000,
+    )
+    task = TaskConfig(env=env, network=NetworkConfig(hidden=(16,)), algorithm=algorithm)
+    trainer = build_trainer(task, 1, "cpu")
+    batch = trainer.source.next()
+    drawn = batch.draw(64)
+    policy = trainer.policy
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.5)  # so that online and target differ
+    online, target = policy, trainer.algorithm.targets[0].module
+    mask = entry_of(drawn.next_obs_BX, policy.spec.layout.mask)
+    rows = torch.arange(64)
+    with torch.no_grad():
+        judge, picker = (net.outputs(drawn.next_obs_BX) for net in (target, online if double else target))
+        best = torch.tensor(
+            [
+                max((float(q[a]), a) for a in range(4) if m[a] or not m.any())[1]
+                for q, m in zip(picker, mask, strict=True)
+            ]
         )
-        task = TaskConfig(env=env, network=NetworkConfig(hidden=(16,)), algorithm=algorithm)
-        trainer = build_trainer(task, 1, "cpu")
-        batch = trainer.source.next()
-        drawn = batch.draw(64)
-        policy = trainer.policy
-        with torch.no_grad():
-            for parameter in policy.parameters():
-                parameter.mul_(1.5)  # so that online and target differ
-        online, target = policy, trainer.algorithm.targets[0].module
-        part = trainer.algorithm._minibatch(drawn)
-        mask = entry_of(drawn.next_obs_BX, policy.spec.layout.mask)
-        rows = torch.arange(64)
-        with torch.no_grad():
-            judge, picker = (net.outputs(drawn.next_obs_BX) for net in (target, online if double else target))
-            best = torch.tensor(
-                [
-                    max((float(q[a]), a) for a in range(4) if m[a] or not m.any())[1]
-                    for q, m in zip(picker, mask, strict=True)
-                ]
-            )
-        expected = drawn.returns_B + drawn.discounts_B * judge[rows, best]
-        torch.testing.assert_close(part.targets["targets"], expected)
-        assert (expected.abs() < 100).all()
-        assert (~mask).any(-1).all()
-        trainer.close()
+    expected = drawn.returns_B + drawn.discounts_B * judge[rows, best]
+    seen = []
+    engine = trainer.engine
+
+    class Noting:
+        def gradients(self, part, objective):
+            seen.append(part.targets["targets"])
+            return engine.gradients(part, objective)
+
+    trainer.engine = Noting()
+    batch.feeder.blocks = lambda *_: iter([drawn])
+    trainer.algorithm.update(batch)
+    torch.testing.assert_close(*seen, expected)
+    assert (expected.abs() < 100).all()
+    assert (~mask).any(-1).all()
+    trainer.close()
 
 
 def test_masks_under_another_name_or_none():
