@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from p2pdrl.cli.client import NodeClient
+from p2pdrl.errors import P2PDRLError
 from p2pdrl.node.accounting.exchanges import GOOD
 from p2pdrl.tensors.checkpoint import Checkpoint, from_bytes
 from p2pdrl.transport.protocol import Address
@@ -109,6 +110,18 @@ class RealNode:
     def post(self, path: str) -> Json:
         """Do what a command would; raises `P2PDRLError` where the node doesn't."""
         return NodeClient(Address("127.0.0.1", self.port), data_dir=self.data).post(path)
+
+    def hold(self) -> None:
+        """Pause the swarm as soon as this node, which just starts, takes commands."""
+
+        def held() -> bool:
+            try:
+                self.post("/v1/pause?scope=swarm")
+            except P2PDRLError:  # it is still starting
+                return False
+            return True
+
+        wait_until(held, 60, f"{self.name} can be held:\n{self.text()[-3000:]}", every_s=0.02)
 
     def summary(self) -> Json:
         """The account of its run that a node left as it ended."""

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from p2pdrl.errors import P2PDRLError
-
 Json = Any
 STREAM = ("backend=stream",)
 """These models are so small that ``auto`` would rightly train them without a pipeline."""
@@ -139,7 +137,7 @@ def held_until_whole(nodes, stages: int, wait_until: Callable[..., Any]) -> None
     The pause is a record of the swarm, which learners know before their first update.
     """
     first = nodes[0]
-    wait_until(lambda: _holds(first), 60, f"{first.name} can be held", every_s=0.02)
+    first.hold()
     wait_until(
         lambda: whole(nodes, stages) and all(node.status().get("state") == "paused" for node in nodes),
         90,
@@ -147,11 +145,3 @@ def held_until_whole(nodes, stages: int, wait_until: Callable[..., Any]) -> None
     )
     assert not any(updates(nodes).values()), f"updates before there was a pipeline: {updates(nodes)}"
     first.post("/v1/resume?scope=swarm")
-
-
-def _holds(node) -> bool:
-    try:
-        node.post("/v1/pause?scope=swarm")
-    except P2PDRLError:  # it is still starting
-        return False
-    return True

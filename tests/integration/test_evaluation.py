@@ -14,8 +14,12 @@ QUICK = [
 
 
 def test_two_evaluations_that_reach_the_goal_end_a_swarm_of_two(swarm, wait_until, no_orphans):
-    a = swarm.found("a", *QUICK, "--set", "task.stop.mean_return=5")  # whatever it does lasts longer
+    a = swarm.start("a", *QUICK, "--set", "task.stop.mean_return=5")  # whatever it does lasts longer
+    a.hold()  # until both train: else it would evaluate twice by itself
     b = swarm.start("b", *QUICK[4:], peers=a)
+    for node in (a, b):
+        wait_until(lambda node=node: node.status().get("state") == "paused", 60, f"{node.name} is held")
+    a.post("/v1/resume?scope=swarm")
     assert [node.wait(90) for node in (a, b)] == [0, 0], a.text()[-3000:]
     told = [
         (event["env_steps"], event["mean"], node.name)
