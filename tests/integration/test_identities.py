@@ -141,13 +141,14 @@ def check(film, config):
     return min(worst.values())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "strategy",
     [
         {"name": "server_sync", "optimizer": "sgd", "servers": 2},
-        pytest.param({"name": "grad_average"}, marks=pytest.mark.slow),
-        pytest.param({"name": "param_average", "every_updates": 1}, marks=pytest.mark.slow),
+        {"name": "grad_average"},
+        {"name": "param_average", "every_updates": 1},
     ],
     ids=["server_sync", "grad_average", "param_average"],
 )

@@ -159,6 +159,7 @@ def test_newcomers_whose_only_donor_dies_go_on_together(swarm, wait_until):
     )
 
 
+@pytest.mark.slow
 def test_a_member_that_restarts_while_the_others_are_frozen_waits_for_them(swarm, wait_until):
     """Else it would found another swarm, whose settings might win over those of the old one."""
     endless = ["--set", "task.stop.env_steps=0"]

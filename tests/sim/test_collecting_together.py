@@ -35,7 +35,7 @@ STRATEGIES = {
 named = pytest.mark.parametrize(
     "config",
     [
-        pytest.param(config, id=name, marks=[pytest.mark.slow] if name == "server_sync" else [])
+        pytest.param(config, id=name, marks=[] if name == "grad_average" else [pytest.mark.slow])
         for name, config in STRATEGIES.items()
     ],
 )

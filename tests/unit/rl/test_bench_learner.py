@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 TINY = ("task.algorithm.unroll_steps=8", "task.algorithm.epochs=1", "task.algorithm.minibatches=2")
 
 
+@pytest.mark.slow
 def test_a_preset_against_a_checkout():
     words = ["--presets", "cartpole", "--turns", "2", "--updates", "1", "--against", str(ROOT), "--json"]
     done = subprocess.run(

@@ -76,7 +76,13 @@ def test_pixels_keep_their_type_and_are_scaled_by_their_bounds(kwargs, expected)
     env.close()
 
 
-@pytest.mark.parametrize("kwargs", [kwargs for kwargs, _ in KINDS])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        pytest.param(kwargs, marks=[pytest.mark.slow] * (number % 3 != 0))
+        for number, (kwargs, _) in enumerate(KINDS)
+    ],
+)
 @pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
 def test_small_images_are_learned_from_with_minatars_network(kwargs, algorithm):
     env = EnvConfig(id="Corner-v0", num_envs=8, kwargs=kwargs, normalize_returns=False)

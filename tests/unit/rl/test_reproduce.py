@@ -54,6 +54,7 @@ def test_every_case_is_of_a_preset_whose_values_hold_together(reproduce):
             assert task.stop.env_steps == case.steps
 
 
+@pytest.mark.slow
 def test_a_suite_is_run_once_and_then_read(tmp_path):
     command = [sys.executable, SCRIPTS / "reproduce.py", "--suite", "tiny", "--out", tmp_path]
     command += ["--library", "ours", "--seeds", "2", "--episodes", "3", "--curve-episodes", "1"]

@@ -131,7 +131,7 @@ def algorithms(metrics):
     return {name: value for name, value in metrics.items() if not name.startswith("actor")}
 
 
-@pytest.mark.parametrize("network", [MLP, LSTM, GRU])
+@pytest.mark.parametrize("network", [MLP, LSTM, pytest.param(GRU, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("env", [CARTPOLE, PENDULUM, CARDS, CHOICES], ids=lambda env: env.id)
 @pytest.mark.parametrize("algorithm", [A2C, PPO])
 def test_one_actor_in_lockstep_gives_what_the_learner_would_have_made_itself(pools, algorithm, env, network):

@@ -95,6 +95,7 @@ def test_merge_is_idempotent(wire):
     assert again.to_wire() == once.to_wire()
 
 
+@settings(max_examples=30)
 @given(wires, wires)
 def test_merge_is_commutative(first, second):
     ours, theirs = table(first), table(second)
@@ -104,6 +105,7 @@ def test_merge_is_commutative(first, second):
     assert ours.to_wire() == theirs.to_wire()
 
 
+@settings(max_examples=30)
 @given(st.lists(wires, max_size=5))
 def test_no_figure_ever_goes_down(stream):
     made = CounterTable()
@@ -117,6 +119,7 @@ def test_no_figure_ever_goes_down(stream):
         assert len(made) == sum(1 + len(entry.boots) for entry in made.to_wire().nodes)
 
 
+@settings(max_examples=30)
 @given(st.lists(wires, min_size=2, max_size=4), st.randoms(use_true_random=False))
 def test_replicas_that_gossip_agree_whatever_the_order(starts, rng):
     replicas = [table(wire) for wire in starts]

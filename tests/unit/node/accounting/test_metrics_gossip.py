@@ -261,7 +261,14 @@ def crowd(nodes: int, boots: int = 1, lineages: int = 1) -> dict[str, CountsWire
 
 
 @pytest.mark.parametrize(
-    "lie", [{"nodes": 8000}, {"nodes": 1, "boots": 8100}, {"nodes": 500, "lineages": 20}]
+    "lie",
+    [
+        {"nodes": 1, "boots": 8100},
+        *(
+            pytest.param(slow, marks=pytest.mark.slow)
+            for slow in ({"nodes": 8000}, {"nodes": 500, "lineages": 20})
+        ),
+    ],
 )
 async def test_nobodys_tables_grow_a_message_beyond_its_bounds(talkers, lie):
     one, two = talkers[:2]

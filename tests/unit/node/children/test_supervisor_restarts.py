@@ -285,7 +285,9 @@ async def test_the_error_that_ends_one_is_told_in_one_record(plan, supervise, un
     assert it.one.restart_policy.last_death.document == error
 
 
-@pytest.mark.parametrize("words", [("raise:5",), ("exit:5",), ("die:5", "raise")])
+@pytest.mark.parametrize(
+    "words", [("raise:5",), pytest.param(("exit:5",), marks=pytest.mark.slow), ("die:5", "raise")]
+)
 async def test_learners_that_end_the_same_way_end_the_watch(plan, supervise, words):
     plan(*words)
     it = supervise(LearnerConfig(restart_min_s=0.01, restart_max_s=0.05, give_up_after=3))

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pdrl.strategies.allreduce.federated import ORDERS, PrivacyAccountant, epsilon_of, renyi_divergence
@@ -146,6 +146,7 @@ def test_one_gaussian_round_is_bounded_from_above_and_not_by_far(noise: float) -
     assert high <= epsilon_of(noise, 1.0, 1, 1e-5) <= 1.25 * high
 
 
+@settings(max_examples=30)
 @given(noises, rates, st.integers(1, 2000), st.floats(1e-9, 0.1))
 def test_more_noise_fewer_rounds_and_rarer_sampling_give_away_less(
     noise: float, rate: float, rounds: int, delta: float

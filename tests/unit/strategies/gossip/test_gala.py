@@ -48,7 +48,9 @@ def apart(nodes: list[SimNode]) -> float:
     return float(np.linalg.norm(targets - targets.mean(axis=0), axis=1).max())
 
 
-@pytest.mark.parametrize("partners", ["ring", "random", pytest.param("exponential", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "partners", ["random", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("ring", "exponential"))]
+)
 async def test_learners_that_train_stay_within_a_bounded_distance(make, partners):
     swarm = make(8, config(partners=partners))
     await start(swarm)
@@ -284,7 +286,10 @@ async def test_our_own_poison_is_kept_to_ourselves_and_healed(make):
     assert (b.swarm.strikes, b.strategy.outcomes) == ([], {})
 
 
-@pytest.mark.parametrize("compression", ["none", "int8", "topk", "threshold"])
+@pytest.mark.parametrize(
+    "compression",
+    ["none", "topk", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("int8", "threshold"))],
+)
 async def test_gradients_are_averaged_and_the_learner_never_waits(make, compression):
     options = config(
         partners="exponential", exchanges="gradients", compression=compression, keep=0.5, threshold=0.2

@@ -25,7 +25,9 @@ def make(make_swarm):
     )
 
 
-@pytest.mark.parametrize("partners", ["ring", "exponential", "random"])
+@pytest.mark.parametrize(
+    "partners", ["exponential", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("ring", "random"))]
+)
 async def test_eight_nodes_come_to_their_mean(make, partners):
     swarm = make(8, sgp(partners=partners))
     mean, first = vectors(swarm.nodes).mean(axis=0), spread(swarm.nodes)

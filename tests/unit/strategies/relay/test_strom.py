@@ -56,7 +56,7 @@ def apart(crowd: Crowd) -> float:
     return float(np.abs(base_ND - base_ND[0]).max())
 
 
-@pytest.mark.parametrize(("nodes", "direct"), [(2, 16), (5, 16), (8, 3)])
+@pytest.mark.parametrize(("nodes", "direct"), [(2, 16), (5, 16), pytest.param(8, 3, marks=pytest.mark.slow)])
 async def test_replicas_differ_by_their_residuals_once_quiet(nodes, direct):
     async with crowd_of(nodes, period_s=0.05) as crowd:
         for node in crowd.nodes:

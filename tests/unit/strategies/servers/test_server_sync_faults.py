@@ -42,8 +42,14 @@ def outcomes(nodes) -> dict[str, int]:
     return total
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("shard", [0, 1])
+@pytest.mark.parametrize(
+    ("optimizer", "shard"),
+    [
+        ("sgd", 0),
+        ("adam", 1),
+        *(pytest.param(*slow, marks=pytest.mark.slow) for slow in (("adam", 0), ("sgd", 1))),
+    ],
+)
 async def test_a_killed_servers_shard_is_taken_over(sim, optimizer, shard):
     nodes = await grow(sim, 5, config(optimizer=optimizer))
     await asyncio.sleep(4.0)
