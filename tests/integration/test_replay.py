@@ -32,6 +32,7 @@ def test_a_killed_learner_loses_no_transition(swarm, wait_until, no_orphans, act
     assert node.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_on_disk_it_outlives_the_node(swarm, wait_until, no_orphans):
     on_disk = [*DQN, "--set", "node.learner.replay_on_disk=true"]
     node = swarm.start("solo", *on_disk)

@@ -348,8 +348,8 @@ async def test_closing_twice_leaves_no_task_behind(start: Start) -> None:
 
 
 async def test_a_setting_is_told_to_everybody_at_once(start: Start) -> None:
-    nodes = [await start(number, [] if number == 1 else ["10.0.0.1:7600"]) for number in range(1, 41)]
-    await asyncio.sleep(30)
+    nodes = [await start(number, [] if number == 1 else ["10.0.0.1:7600"]) for number in range(1, 25)]
+    await asyncio.sleep(20)
     nodes[7].service.propose("mode", {"name": "dsgd"})
     await asyncio.sleep(0.05)  # a gossip round is ten times as long
     assert [node.service.records.value("mode") for node in nodes] == [{"name": "dsgd"}] * len(nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import ClassVar
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_most_networks_keep_much_more_than_their_outputs(name, times):
 
 
 class Doubling(torch.autograd.Function):
-    wanted: list[bool]
+    wanted: ClassVar[list[bool]] = []
 
     @staticmethod
     def forward(ctx, x, weight):

@@ -149,6 +149,7 @@ def test_32_nodes_are_all_fresh_within_3_log_n_periods(seed):
     assert max(simulate(32, 2 * bound, seed)) <= bound
 
 
+@pytest.mark.slow
 def test_more_nodes_than_a_message_holds_stay_fresh_too():
     bound = 3 * math.ceil(math.log2(80))
     assert max(simulate(80, 2 * bound, seed=1)) <= bound

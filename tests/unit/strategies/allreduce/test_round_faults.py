@@ -79,6 +79,7 @@ def lose_answers(node) -> None:
     node.transport.call = losing
 
 
+@pytest.mark.slow
 async def test_a_paused_learner_holds_the_others_up_once():
     async with Bowls(period_s=CALM_S) as bowls:
         await bowls.start()

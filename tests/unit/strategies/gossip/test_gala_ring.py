@@ -83,6 +83,7 @@ async def test_one_that_is_frozen_is_passed_over(ring):
     assert set(await ring.sources(ring.nodes[1])) == {0}
 
 
+@pytest.mark.slow
 async def test_one_that_refuses_is_passed_over(ring):
     """It has no state to mix: it takes nothing, and pushes nothing."""
     await ring.begin()
@@ -94,6 +95,7 @@ async def test_one_that_refuses_is_passed_over(ring):
     assert set(await ring.sources(ring.nodes[2])) == {1}
 
 
+@pytest.mark.slow
 async def test_behind_one_whose_pushes_are_refused_the_one_before_pushes(ring):
     """Its pushes are poisoned, say: the node behind holds it in quarantine, and nobody else knows."""
     await ring.begin()

@@ -42,6 +42,7 @@ async def test_eight_nodes_come_to_their_mean(make, partners):
     assert np.allclose(stands, 8 * mean, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 async def test_learners_that_publish_in_between_disturb_nothing(make):
     """Learners of rate 0 absorb and publish at their own pace: the mean stays, deltas count once."""
     swarm = make(8, sgp(partners="exponential"))

@@ -65,6 +65,7 @@ async def test_mixed_gradients_keep_their_sum():
         assert np.allclose(crowd.mean(), mean - RATE * (mean - targets.mean(axis=0)), atol=1e-6)
 
 
+@pytest.mark.slow
 async def test_a_death_among_gradients():
     crowd, targets = bowls(GRADIENTS)
     async with crowd:

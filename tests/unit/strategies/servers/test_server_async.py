@@ -292,6 +292,7 @@ async def test_a_slow_workers_gradients_are_scaled_and_it_is_told(sim):
     assert not any("count for less" in message for node in quick for _, message in node.swarm.told)
 
 
+@pytest.mark.slow
 async def test_a_slow_workers_refused_gradients_are_counted_and_told(sim):
     _, slow = await add_a_slow_one(sim, max_staleness=20, stale="drop")
     staleness, account = staleness_in(slow)

@@ -24,6 +24,7 @@ WALK = (
 )
 
 
+@pytest.mark.slow
 async def test_the_mean_is_kept_at_every_switch():
     sim = SimSwarm(MemoryNetwork(random.Random(2), delay_s=(0.001, 0.003)))
     rng = np.random.default_rng(4)
