@@ -149,10 +149,10 @@ LUNAR_LANDER = {
 MINATAR = {
     "minatar-breakout-ppo": Case("minatar-breakout", 1_000_000, 10, extra="minatar"),
     "minatar-breakout-impala": Case(
-        "impala", 2_000_000, 10, extra="minatar",
+        "impala", 6_000_000, 10, extra="minatar",
         sets=(
             "task.env.id=MinAtar/Breakout-v1", "task.env.num_envs=16", "task.network.hidden=[128]",
-            "task.algorithm.learning_rate=3e-3", "task.algorithm.entropy_coef=0.01",
+            "task.algorithm.learning_rate=1e-3", "task.algorithm.entropy_coef=0.02",
         ),
     ),
     "minatar-breakout-dqn": Case(

@@ -126,8 +126,9 @@ class Unwilling(AdpsgdStrategy):
 
 
 @pytest.mark.parametrize("when", ["built", "started"])
-async def test_a_strategy_that_cant_run_here_leaves_the_node_alone(mode, when):
+async def test_a_strategy_that_cant_run_here_leaves_the_node_alone(mode, when, monkeypatch):
     """One can't be built, the other finds out as it starts."""
+    monkeypatch.setattr(Unwilling, "stopped", 0)
     wanted: StrategyConfig = GradAverageConfig(backend="torch") if when == "built" else BAD
     one = mode(lambda config, context: (Unwilling if config == BAD else build)(config, context))
     await one.use(GOSSIP, 1)
