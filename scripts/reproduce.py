@@ -1,10 +1,11 @@
 """Trains presets over several seeds and writes what they reach: rows, a table and learning curves.
 
-Each run is one learner in one process with one thread, for the case's budget of environment steps. Every
-twentieth of it the policy plays `--curve-episodes` episodes; at the end the last policy plays `--episodes`.
-Returns are raw and undiscounted; actions are sampled or greedy as the preset's ``task.evaluation.mode`` says.
-Beside it runs Stable-Baselines3 with RL Baselines3 Zoo's values, same budget and same evaluation (its zoo
-evaluates deterministic actions, sampled ones on Atari; so do we for it), where it is installed:
+Each run is one learner in one process with one thread, for the case's budget of environment steps. At every
+twentieth of it (`--points`) the policy plays `--curve-episodes` episodes; at the end the last one plays
+`--episodes`. Returns are raw and undiscounted; actions are sampled or greedy as the preset's
+``task.evaluation.mode`` says, or all sampled, of either library, with `--sampled`. Beside it runs
+Stable-Baselines3 with RL Baselines3 Zoo's values, same budget and same evaluation (its zoo evaluates
+deterministic actions, sampled ones on Atari; so do we for it), where it is installed:
 pip install 'p2pdrl[bench]'.
 
 Printed per case and library: the interquartile mean over seeds (arXiv 2108.13264: the mean of the middle half
@@ -16,7 +17,7 @@ Rows are added to OUT/runs.csv as they come, with commit and command; what is th
 so a suite may take several days. `--table-only` reads them.
 
     python scripts/reproduce.py --suite small --seeds 5 --out results/small
-    python scripts/reproduce.py --suite small --only cartpole-ppo --library ours --seeds 2
+    python scripts/reproduce.py --suite small --only cartpole-ppo --sampled --points 40 --out results/sampled
 """
 
 from __future__ import annotations
@@ -43,8 +44,6 @@ from support.suites import SUITES, Case, Zoo
 if TYPE_CHECKING:
     from p2pdrl.config.task import TaskConfig
 
-POINTS = 20
-"""Of a learning curve."""
 BOOTSTRAPS = 10_000
 FIELDS = (
     *("case", "library", "seed", "steps", "mean", "std", "worst_episode", "best", "cpu_s", "wall_s"),
@@ -61,15 +60,17 @@ class Run:
     seed: int
     episodes: int
     curve_episodes: int
+    points: int
+    sampled: bool
 
 
 class Judge:
     """Collects a run's learning curve: (environment steps, mean return)."""
 
-    def __init__(self, steps: int, play: Callable[[int], np.ndarray], episodes: int) -> None:
-        self._every = max(1, steps // POINTS)
+    def __init__(self, steps: int, play: Callable[[int], np.ndarray], run: Run) -> None:
+        self._every = max(1, steps // run.points)
         self._play = play
-        self._episodes = episodes
+        self._episodes = run.curve_episodes
         self._next = self._every
         self.curve: list[tuple[int, float]] = []
         self.cpu_s = 0.0
@@ -96,7 +97,7 @@ def train_ours(case: Case, run: Run) -> tuple[Judge, int, np.ndarray, float, flo
 
     task = msgspec.structs.replace(_task(case), seed=run.seed)
     trainer = build_trainer(task, run.seed, "cpu")
-    greedy = task.evaluation.mode == "greedy"
+    greedy = task.evaluation.mode == "greedy" and not run.sampled
 
     def play(episodes: int) -> np.ndarray:
         found = evaluate(
@@ -109,7 +110,7 @@ def train_ours(case: Case, run: Run) -> tuple[Judge, int, np.ndarray, float, flo
         )
         return np.array(found.returns)
 
-    judge = Judge(case.steps, play, run.curve_episodes)
+    judge = Judge(case.steps, play, run)
     cpu_s, wall_s, steps = time.process_time(), time.perf_counter(), 0
     while steps < case.steps:
         trainer.set_progress(steps / case.steps, steps)
@@ -151,15 +152,17 @@ def train_theirs(case: Case, run: Run) -> tuple[Judge, int, np.ndarray, float, f
         "CnnPolicy" if zoo.atari else "MlpPolicy", env, seed=run.seed, device="cpu", **options
     )
 
+    greedy = not (zoo.atari or run.sampled)
+
     def play(episodes: int) -> np.ndarray:
         if zoo.normalize:
             sync_envs_normalization(env, held_out)
         returns, _ = evaluate_policy(
-            model, held_out, episodes, deterministic=not zoo.atari, return_episode_rewards=True, warn=False
+            model, held_out, episodes, deterministic=greedy, return_episode_rewards=True, warn=False
         )
         return np.array(returns)
 
-    judge = Judge(case.steps, play, run.curve_episodes)
+    judge = Judge(case.steps, play, run)
 
     class Look(BaseCallback):
         def _on_step(self) -> bool:
@@ -341,7 +344,15 @@ def wanted(arguments: argparse.Namespace, rows: list[dict[str, str]]) -> Iterato
                 continue
             for library in libraries:
                 if (name, library, seed) not in done and (library == "ours" or case.zoo is not None):
-                    yield Run(name, library, seed, arguments.episodes, arguments.curve_episodes)
+                    yield Run(
+                        name,
+                        library,
+                        seed,
+                        arguments.episodes,
+                        arguments.curve_episodes,
+                        arguments.points,
+                        arguments.sampled,
+                    )
 
 
 def _commit() -> str:
@@ -364,6 +375,8 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=1001)
     parser.add_argument("--episodes", type=int, default=50, help="of the evaluation at the end")
     parser.add_argument("--curve-episodes", type=int, default=10, help="of each point of the curve")
+    parser.add_argument("--points", type=int, default=20, help="of the curve")
+    parser.add_argument("--sampled", action="store_true", help="actions are sampled in all evaluations")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--table-only", action="store_true")

@@ -633,11 +633,13 @@ class GradientsConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_on
     """How gradients are computed, on every node alike."""
 
     precision: Precision = "float32"
-    """``bf16`` runs the model's matrix products in bfloat16 (8 bits of mantissa) while it learns; parameters,
-    loss and gradients stay float32, and so do acting and evaluation. Faster and leaner where the hardware
-    knows bfloat16 (GPUs since 2020), slower on most processors. Outputs are off by some 0.4 %, so the ratios
-    that ``ppo`` clips begin that far from 1. ``fp16`` is for GPUs that know float16 alone (11 bits of
-    mantissa; its range is made up for by scaling losses, see the metric ``loss_scale``); not in pipelines."""
+    """``bf16`` runs the model's matrix products in bfloat16 (8 bits of mantissa) while it learns, and while
+    it acts in training those of layers that policy and value function share (of images, say); parameters,
+    loss and gradients stay float32, and so does evaluation. Faster and leaner where the hardware knows
+    bfloat16 (GPUs since 2020, server processors since 2022), slower elsewhere. Outputs are off by some 0.4 %,
+    so the ratios that ``ppo`` clips begin that far from 1. ``fp16`` is for GPUs that know float16 alone (11
+    bits of mantissa; its range is made up for by scaling losses, see the metric ``loss_scale``); not in
+    pipelines."""
 
 
 class StopConfig(Travelling, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -214,7 +214,9 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
         reader = RewardClipper(reader)
     source: Source[Any]
     if options.source is None:
-        collector = Collector(env, policy, config.unroll_steps, generator, normalizer=normalizer)
+        collector = Collector(
+            env, policy, config.unroll_steps, generator, normalizer=normalizer, precision=precision
+        )
         source = InlineSource(collector, reader)
     else:
         env.close()

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from p2pdrl.config.fields import Precision
 from p2pdrl.rl.distributions import PolicyOutputs, distribution
 from p2pdrl.rl.envs import VectorEnv
 from p2pdrl.rl.networks.lstm import RecurrentContext
@@ -125,6 +126,9 @@ class Collector:
         generator: source of the action noise, on the policy's device.
         normalizer: applied to observations before the policy sees them. The learner updates it
             afterwards, so that all inputs of an unroll are scaled alike.
+        precision: with ``bf16`` the layers that policy and value function share run in it; heads, and
+            policies that share nothing, stay float32, like everything with ``fp16``, which processors are
+            slow at.
     """
 
     def __init__(
@@ -135,11 +139,13 @@ class Collector:
         generator: torch.Generator,
         *,
         normalizer: RunningNormalizer | None = None,
+        precision: Precision = "float32",
     ) -> None:
         self._env = env
         self._policy = policy
         self._generator = generator
         self._normalizer = normalizer
+        self._narrow = precision == "bf16"
         T, B, spec = unroll_steps, env.num_envs, env.spec
         self._obs_T1BX = torch.zeros((T + 1, B, *spec.obs_shape), dtype=getattr(torch, spec.obs_dtype))
         self._actions = torch.zeros((T, B, *spec.action.shape), dtype=getattr(torch, spec.action.dtype))
@@ -220,7 +226,7 @@ class Collector:
             if shared is None:
                 actions = policy.act(obs_BX, noise_views[t], self._state_BS).cpu()
             else:
-                kept.append(shared.features(obs_BX, self._state_BS).clone())
+                kept.append(self._features(shared, obs_BX, self._state_BS))
                 actions = shared.act_on(kept[t], obs_BX, noise_views[t]).cpu()
             action_views[t].copy_(actions)
             done = self._policy.to_environment(actions.numpy())
@@ -246,8 +252,14 @@ class Collector:
             self._running_B = ~ends_B
         if shared is not None:
             state_BS = None if self._state_BS is None else self._state_BS.clone()
-            kept.append(shared.features(obs_views[T].to(device), state_BS).clone())
+            kept.append(self._features(shared, obs_views[T].to(device), state_BS))
         return episodes, kept
+
+    def _features(self, policy: ActorCritic, obs_BX: Tensor, state_BS: Tensor | None) -> Tensor:
+        """Return features that stay as they are, float32."""
+        with torch.autocast(obs_BX.device.type, torch.bfloat16, enabled=self._narrow):
+            features = policy.features(obs_BX, state_BS)
+        return features.to(torch.float32, copy=True)
 
 
 def _log_probs(outputs: PolicyOutputs, actions: Tensor) -> Tensor:

@@ -65,7 +65,12 @@ class RolloutWorker:
         self.obs_shape = (0,) if self._normalizer is None else self._normalizer.shape
         generator = torch.Generator().manual_seed(action_seed)
         self._collector = Collector(
-            env, self._policy, algorithm.unroll_steps, generator, normalizer=self._normalizer
+            env,
+            self._policy,
+            algorithm.unroll_steps,
+            generator,
+            normalizer=self._normalizer,
+            precision=task.gradients.precision,
         )
 
     def collect(self, exploration: float, mean_X: npt.NDArray[Any], scale_X: npt.NDArray[Any]) -> RawUnroll:

@@ -51,7 +51,12 @@ class Case:
 CARTPOLE = {
     "cartpole-ppo": Case(
         "cartpole", 100_000, 475,
-        sets=("task.algorithm.anneal=linear",),
+        sets=(
+            "task.env.normalize_returns=false", "task.algorithm.anneal=linear",
+            "task.algorithm.clip_anneal=linear", "task.algorithm.learning_rate=2e-3",
+            "task.algorithm.unroll_steps=32", "task.algorithm.epochs=10", "task.algorithm.minibatches=2",
+            "task.algorithm.discount=0.98", "task.algorithm.gae_lambda=0.8", "task.algorithm.value_coef=1",
+        ),
         zoo=Zoo("PPO", {
             "n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98, "n_epochs": 20,
             "ent_coef": 0.0, "learning_rate": "lin_0.001", "clip_range": "lin_0.2",

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
-from p2pdrl.config.task import DQNConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
+from p2pdrl.config.task import DQNConfig, EnvConfig, GradientsConfig, NetworkConfig, PPOConfig, TaskConfig
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.envs import make_vector_env
 from p2pdrl.rl.evaluate import evaluate
@@ -98,6 +99,30 @@ def test_small_images_are_learned_from_with_minatars_network(kwargs, algorithm):
         trainer.step()
     assert evaluate(trainer.policy, env, 8, greedy=True, seed=2).mean == 8.0
     trainer.close()
+
+
+@pytest.mark.parametrize("env_id", ["Corner-v0", "CartPole-v1"])
+def test_shared_layers_act_in_the_precision_that_is_asked_for(env_id):
+    values, wanted = {}, {}
+    for precision in ("float32", "bf16"):
+        task = TaskConfig(
+            env=EnvConfig(id=env_id, num_envs=8),
+            algorithm=PPOConfig(unroll_steps=4),
+            gradients=GradientsConfig(precision=precision),
+        )
+        trainer = build_trainer(task, 1, "cpu")
+        unroll = trainer.source.next()
+        assert unroll.values_T1B.dtype == unroll.log_probs_TB.dtype == torch.float32
+        with torch.no_grad():
+            values[precision] = unroll.values_T1B
+            wanted[precision] = trainer.policy.values(unroll.obs_T1BX)  # float32
+        trainer.close()
+    torch.testing.assert_close(values["float32"], wanted["float32"])
+    off = (values["bf16"] - wanted["bf16"]).abs().max()
+    if env_id == "CartPole-v1":  # nothing is shared
+        torch.testing.assert_close(values["bf16"], wanted["bf16"])
+    else:
+        assert 0.0 < off < 0.02 * wanted["bf16"].abs().max()
 
 
 def test_scaled_images_are_not_normalised_as_well():
