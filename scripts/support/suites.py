@@ -151,6 +151,17 @@ LUNAR_LANDER = {
     ),
 }  # fmt: skip
 
+BIPEDAL_WALKER = {
+    "bipedalwalker-sac": Case(
+        "bipedalwalker", 500_000, 250, extra="Box2D",
+        zoo=Zoo("SAC", {
+            "learning_rate": 7.3e-4, "buffer_size": 300_000, "batch_size": 256, "gamma": 0.98, "tau": 0.02,
+            "train_freq": 64, "gradient_steps": 64, "learning_starts": 10_000, "use_sde": True,
+            "policy_kwargs": {"log_std_init": -3.0, "net_arch": [400, 300]},
+        }),
+    ),
+}  # fmt: skip
+
 MINATAR = {
     "minatar-breakout-ppo": Case("minatar-breakout", 1_000_000, 10, extra="minatar"),
     "minatar-breakout-impala": Case(
@@ -203,7 +214,15 @@ TINY = {"cartpole-ppo": Case("cartpole", 2_048, 20)}
 SUITES: dict[str, dict[str, Case]] = {
     "tiny": TINY,
     "small": (
-        CARTPOLE | ACROBOT | PENDULUM | MOUNTAIN_CAR | LUNAR_LANDER | HALF_CHEETAH | MINATAR | MINIGRID
+        CARTPOLE
+        | ACROBOT
+        | PENDULUM
+        | MOUNTAIN_CAR
+        | LUNAR_LANDER
+        | BIPEDAL_WALKER
+        | HALF_CHEETAH
+        | MINATAR
+        | MINIGRID
     ),
     "atari": ATARI,
     "mujoco": HALF_CHEETAH,
