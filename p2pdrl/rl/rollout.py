@@ -169,8 +169,11 @@ class Collector:
         device = self._generator.device
         obs_T1BX, actions = self._obs_T1BX.to(device), self._actions.to(device)
         with torch.no_grad():
-            if isinstance(self._policy, ActorCritic) and features:
-                outputs = self._policy.outputs_on(torch.cat(features), obs_T1BX)
+            if isinstance(self._policy, ActorCritic) and (features or state_BS is None):
+                if features:
+                    outputs = self._policy.outputs_on(torch.cat(features), obs_T1BX)
+                else:
+                    outputs = self._policy.outputs(obs_T1BX)
                 log_probs_TB, values_T1B = _log_probs(outputs, actions), outputs.values
             elif state_BS is None:
                 log_probs_TB, values_TB = self._policy.evaluate(obs_T1BX[:-1], actions)

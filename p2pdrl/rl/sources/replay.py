@@ -26,7 +26,7 @@ from p2pdrl.replay.memory import ReplayLayout, ReplayMemory
 from p2pdrl.rl.envs import EnvSpec
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.rollout import RawUnroll
-from p2pdrl.rl.sources.source import Batch
+from p2pdrl.rl.sources.source import Batch, on_device
 
 __all__ = ["ReplayBatch", "ReplayFeeder", "Transitions", "replay_memory"]
 
@@ -245,4 +245,4 @@ class ReplayFeeder:
         return self._tensor(obs_BX if self._normalizer is None else self._normalizer.normalize(obs_BX))
 
     def _tensor(self, array: Array) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return on_device(torch.from_numpy(array), self._device)

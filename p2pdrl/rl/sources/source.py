@@ -13,10 +13,23 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from p2pdrl.tensors.sidecar import SidecarItem
 
-__all__ = ["Batch", "BatchT", "Source"]
+__all__ = ["Batch", "BatchT", "Source", "on_device"]
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device: itself if it is there, else a copy.
+
+    To a GPU it goes through page-locked memory, and nobody waits for it: the processor can draw the next
+    batch meanwhile. The tensor may be overwritten at once all the same; what was locked is freed afterwards.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from p2pdrl.rl.normalize import RewardScaler, RunningNormalizer
 from p2pdrl.rl.policy import Policy
 from p2pdrl.rl.rollout import Collector, RawUnroll, Unroll
-from p2pdrl.rl.sources.source import Batch, BatchT, Source
+from p2pdrl.rl.sources.source import Batch, BatchT, Source, on_device
 from p2pdrl.tensors.unroll_ring import ENVIRONMENTS, UnrollItem
 
 __all__ = [
@@ -82,17 +82,17 @@ class UnrollScaler:
         if normalizer is not None:
             normalizer.update(raw.obs_T1BX[:-1][raw.valid_TB])
         return Unroll(
-            obs_T1BX=seen_T1BX.to(device),
-            actions=raw.actions.to(device),
-            log_probs_TB=raw.log_probs_TB.to(device),
-            values_T1B=raw.values_T1B.to(device),
-            rewards_TB=torch.from_numpy(rewards_TB).to(device),
-            terminated_TB=torch.from_numpy(raw.terminated_TB).to(device),
-            truncated_TB=torch.from_numpy(raw.truncated_TB).to(device),
-            valid_TB=torch.from_numpy(raw.valid_TB).to(device),
+            obs_T1BX=on_device(seen_T1BX, device),
+            actions=on_device(raw.actions, device),
+            log_probs_TB=on_device(raw.log_probs_TB, device),
+            values_T1B=on_device(raw.values_T1B, device),
+            rewards_TB=on_device(torch.from_numpy(rewards_TB), device),
+            terminated_TB=on_device(torch.from_numpy(raw.terminated_TB), device),
+            truncated_TB=on_device(torch.from_numpy(raw.truncated_TB), device),
+            valid_TB=on_device(torch.from_numpy(raw.valid_TB), device),
             env_steps=int(raw.valid_TB.sum()),
             episodes=raw.episodes,
-            state_BS=None if raw.state_BS is None else raw.state_BS.to(device),
+            state_BS=None if raw.state_BS is None else on_device(raw.state_BS, device),
         )
 
 

@@ -11,7 +11,7 @@ from p2pdrl.config.task import DQNConfig, EnvConfig, NetworkConfig, TaskConfig
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.q_network import QNetwork
 from p2pdrl.rl.registry import build_trainer
-from p2pdrl.rl.sources.replay import ReplayBatch, Transitions
+from p2pdrl.rl.sources.replay import ReplayBatch, ReplayFeeder, Transitions
 
 
 def task(**changes) -> TaskConfig:
@@ -196,3 +196,24 @@ def test_rows_that_were_learned_from_have_their_errors_as_priorities(n_step):
     for index in both:
         assert masses[index] == pytest.approx((expected[index] + 1e-6) ** 0.6, rel=1e-4)
     trainer.close()
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+        ),
+    ],
+)
+def test_transitions_reach_any_device_as_they_were_drawn(device):
+    memory = collect(task()).feeder.memory
+    here, there = (
+        ReplayFeeder(memory, torch.device(name), discount=0.99, seed=1) for name in ("cpu", device)
+    )
+    for _ in range(8):  # the next is drawn while a copy may still be under way
+        wanted, found = here.draw(300, 0.0), there.draw(300, 0.0)
+        assert found.obs_BX.device.type == device
+        for name in ("obs_BX", "actions_B", "returns_B", "discounts_B", "next_obs_BX"):
+            assert torch.equal(getattr(found, name).cpu(), getattr(wanted, name)), name
