@@ -78,6 +78,11 @@ class Discrete:
         """Numbers that a policy head gives for it: logits."""
         return self.n
 
+    @property
+    def choices(self) -> int:
+        """How many values each number of an action has, at most; 0 where it isn't a whole number."""
+        return self.n
+
     def __str__(self) -> str:
         return f"one of {self.n}"
 
@@ -99,6 +104,11 @@ class MultiDiscrete:
         """Numbers that a policy head gives for it: the logits of all choices, one choice after the other."""
         return sum(self.sizes)
 
+    @property
+    def choices(self) -> int:
+        """As of `Discrete`."""
+        return max(self.sizes)
+
     def __str__(self) -> str:
         return f"{len(self.sizes)} choices of {', '.join(map(str, self.sizes))}"
 
@@ -119,6 +129,11 @@ class MultiBinary:
     def outputs(self) -> int:
         """Numbers that a policy head gives for it: a logit of each."""
         return self.n
+
+    @property
+    def choices(self) -> int:
+        """As of `Discrete`."""
+        return 2
 
     def __str__(self) -> str:
         return f"{self.n} switches"
@@ -142,6 +157,11 @@ class Continuous:
     def outputs(self) -> int:
         """Numbers that a policy head gives for it: means."""
         return self.dim
+
+    @property
+    def choices(self) -> int:
+        """As of `Discrete`."""
+        return 0
 
     def __str__(self) -> str:
         return f"{self.dim} numbers"

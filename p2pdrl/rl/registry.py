@@ -81,6 +81,7 @@ class _Options:
     step_delay_s: float
     engine: EngineOptions
     source: SourceMaker | None
+    streams: int | None
     clock: Callable[[], float]
     sleep: Callable[[float], None]
 
@@ -94,6 +95,7 @@ def build_trainer(
     step_delay_s: float = 0.0,
     engine: EngineOptions = DEFAULT,
     source: SourceMaker | None = None,
+    streams: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Trainer:
@@ -108,6 +110,8 @@ def build_trainer(
         engine: how this node computes its gradients.
         source: makes the source of unrolls; None has the environments in this process. A regression has its
             own.
+        streams: environments that unrolls may come from, which may be more than the task's; None stands for
+            those.
         clock: seconds, monotonic.
         sleep: waits for so many seconds.
 
@@ -115,7 +119,9 @@ def build_trainer(
         ConfigError: the task can't be run here as configured.
     """
     require_allowed(task, allow_import=allow_import)
-    options = _Options(seed, resolve_device(device), allow_import, step_delay_s, engine, source, clock, sleep)
+    options = _Options(
+        seed, resolve_device(device), allow_import, step_delay_s, engine, source, streams, clock, sleep
+    )
     if isinstance(task.algorithm, RegressionConfig):
         trainer = _regression_trainer(task, task.algorithm, options)
     else:
@@ -169,6 +175,7 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
         sleep=options.sleep,
     )
     spec, num_envs = env.spec, task.env.num_envs
+    streams = num_envs if options.streams is None else options.streams
     policy = entry.policy(spec, task)
     flat = FlatModule(policy, device)
     precision = task.gradients.precision
@@ -194,12 +201,12 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
     if task.env.normalize_observations:
         normalizer = statistics["observations"] = observation_normalizer(spec)
     if task.env.normalize_returns:
-        reward_scaler = RewardScaler(num_envs, config.discount)
+        reward_scaler = RewardScaler(streams, config.discount)
         statistics["returns"] = reward_scaler.statistics
     reader: UnrollReader[Any]
     if isinstance(config, ReplayOptions):
         reader = ReplayFeeder(
-            replay_memory(config, spec, num_envs),
+            replay_memory(config, spec, streams),
             device,
             discount=config.discount,
             seed=replay_seed,
@@ -207,7 +214,7 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
             reward_scaler=reward_scaler,
         )
     elif isinstance(config, OneStepSarsaConfig):
-        reader = OverlappingUnrolls(device, num_envs, normalizer=normalizer, reward_scaler=reward_scaler)
+        reader = OverlappingUnrolls(device, streams, normalizer=normalizer, reward_scaler=reward_scaler)
     else:
         reader = UnrollScaler(device, normalizer=normalizer, reward_scaler=reward_scaler)
     if task.env.clip_rewards:

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.shared_memory import SeqLock, SharedRegion
 
-__all__ = ["ActingPolicy", "SharedPolicy"]
+__all__ = ["ActingPolicy", "PolicyCopies", "SharedPolicy"]
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -108,3 +108,62 @@ class SharedPolicy:
             return ActingPolicy(int(copy.version[0]), exploration, copy.mean.copy(), copy.scale.copy())
 
         return self._lock.read(take)
+
+
+class PolicyCopies:
+    """The same memory to who carries policies from node to node without knowing what they are made of.
+
+    Args:
+        region: of a `SharedPolicy`.
+        features: numbers that observations have, where they are normalised; else 0.
+
+    Attributes:
+        nbytes: of one policy with all that one acts with.
+
+    Raises:
+        LayoutMismatchError: the region has another size.
+    """
+
+    def __init__(self, region: SharedRegion, size: int, features: int) -> None:
+        needed = SharedPolicy.nbytes_of(size, (features,))
+        if region.nbytes != needed:
+            raise LayoutMismatchError(f"two copies of a policy take {needed} bytes, not {region.nbytes}")
+        self.nbytes = (needed - _HEADER_BYTES) // 2
+        self._size, self._features = size, features
+        self._lock = SeqLock(np.frombuffer(region.buf, np.uint64, 2))
+        self._copies = [
+            np.frombuffer(region.buf, np.uint8, self.nbytes, _HEADER_BYTES + number * self.nbytes)
+            for number in range(2)
+        ]
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the newest; None while there is none."""
+        return self._lock.read(lambda number: _version_of(self._copies[number]))
+
+    def read(self) -> npt.NDArray[np.uint8] | None:
+        """Return a copy of the newest one's bytes; None while there is none."""
+        return self._lock.read(lambda number: self._copies[number].copy())
+
+    def write(self, content: npt.NDArray[np.uint8]) -> int:
+        """Let readers have what `read` returned elsewhere; return its policy version.
+
+        Raises:
+            LayoutMismatchError: it has another length.
+            PoisonedVectorError: a number in it isn't finite.
+        """
+        if content.shape != (self.nbytes,):
+            raise LayoutMismatchError(f"a policy has {self.nbytes} bytes here, not {content.nbytes}")
+        numbers = 2 * self._features
+        facts: Float64Array = np.frombuffer(content, np.float64, 1, 8)
+        moments: Float64Array = np.frombuffer(content, np.float64, numbers, _FACTS_BYTES)
+        vector: Float32Array = np.frombuffer(content, np.float32, self._size, _FACTS_BYTES + 8 * numbers)
+        if not (np.isfinite(facts).all() and np.isfinite(moments).all() and np.isfinite(vector).all()):
+            raise PoisonedVectorError("a policy holds what isn't finite")
+        with self._lock.write() as number:
+            np.copyto(self._copies[number], content)
+        return _version_of(content)
+
+
+def _version_of(content: npt.NDArray[np.uint8]) -> int:
+    return int(np.frombuffer(content, np.uint64, 1)[0])

@@ -11,14 +11,16 @@ actor may begin: that is the back-pressure, and the lockstep. What it has read s
 a learner that is killed during an update leaves the unrolls to its successor.
 
 The learner declares what an unroll is made of (`UnrollSpec`); the daemon makes the memory and moves unrolls
-without knowing more.
+without knowing more. A lane may be another node's actor's: then the daemon writes what came from there
+(`UnrollLane.fill`), after it has looked at every number that the learner would trust.
 
-Shapes: those of the items; one dimension of each is B, the environments of the actor.
+Shapes: those of the items; one dimension of each is B, the environments of the actor, at most the lane's.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from p2pdrl.errors import LayoutMismatchError, WireError
+from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError, WireError
 from p2pdrl.tensors.layout import check_rows, check_text
 from p2pdrl.tensors.shared_memory import SharedRegion, fence
 
@@ -47,7 +49,7 @@ _BEGUN, _COMMITTED, _STEPS, _EPISODES, _TORN = 8, 9, 10, 11, 12
 """Words that the actor writes."""
 _LIVES, _RUNNING = 14, 15
 """Words that the daemon writes."""
-_SERIAL, _LIFE, _VERSION, _ENDED, _VALID = range(5)
+_SERIAL, _LIFE, _VERSION, _ENDED, _VALID, _COLUMNS = range(6)
 """Words of a slot."""
 
 
@@ -57,11 +59,13 @@ class UnrollItem:
 
     Args:
         shape: with one dimension of -1, which stands for B.
+        choices: of whole numbers: they are 0 … this - 1; 0 has them be any that aren't negative.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    choices: int = 0
 
     def shape_of(self, environments: int) -> tuple[int, ...]:
         """Its shape for so many environments."""
@@ -79,8 +83,9 @@ class UnrollSpec:
 
     Args:
         items: in the order in which they lie in a slot.
-        shares: environments of each actor.
+        shares: environments of each lane; the most that they may be where its actor is on another node.
         slots: of each lane: unrolls that an actor may have finished ahead of the learner, and one.
+        remote: how many lanes, the last ones, are for actors of other nodes.
 
     Raises:
         LayoutMismatchError: an item can't be, or there are no actors, environments or slots.
@@ -89,6 +94,7 @@ class UnrollSpec:
     items: tuple[UnrollItem, ...]
     shares: tuple[int, ...]
     slots: int
+    remote: int = 0
 
     def __post_init__(self) -> None:
         names = {item.name for item in self.items}
@@ -97,15 +103,54 @@ class UnrollSpec:
         for item in self.items:
             others = [n for n in item.shape if n != ENVIRONMENTS]
             fits = len(others) == len(item.shape) - 1 and all(0 < n <= MAX_DIMENSION for n in others)
-            if item.dtype not in DTYPES or not fits:
+            if item.dtype not in DTYPES or not fits or item.choices < 0:
                 raise LayoutMismatchError(f"unrolls can't hold {item.name!r}: {item.dtype} {item.shape}")
         if not self.shares or min(self.shares) < 1 or self.slots < 1:
             raise LayoutMismatchError(f"{self.slots} slots for shares of {self.shares} environments")
+        if not 0 <= self.remote <= len(self.shares):
+            raise LayoutMismatchError(f"{self.remote} of {len(self.shares)} lanes can't be for other nodes")
+
+    @property
+    def local(self) -> int:
+        """How many lanes, the first ones, are for actors of this node."""
+        return len(self.shares) - self.remote
+
+    def content_nbytes(self, environments: int) -> int:
+        """Bytes of one unroll of so many environments, without the words before it."""
+        return sum(item.nbytes_of(environments) for item in self.items)
+
+    def views(self, content: memoryview, environments: int) -> dict[str, Array]:
+        """Return the arrays of an unroll of so many environments that lies in ``content``, by name."""
+        arrays, at = {}, 0
+        for item in self.items:
+            shape = item.shape_of(environments)
+            arrays[item.name] = np.frombuffer(content, item.dtype, math.prod(shape), at).reshape(shape)
+            at += item.nbytes_of(environments)
+        return arrays
+
+    def check(self, arrays: Mapping[str, Array]) -> None:
+        """Look at all numbers of an unroll that came from another node.
+
+        Raises:
+            PoisonedVectorError: one isn't finite, isn't among its item's choices, or is no truth value.
+        """
+        for item in self.items:
+            array = arrays[item.name]
+            if item.dtype == "bool":
+                good = int(array.view(np.uint8).max()) <= 1
+            elif item.dtype.startswith("float"):
+                good = bool(np.isfinite(array).all())
+            elif item.dtype == "int64":
+                good = int(array.min()) >= 0 and (not item.choices or int(array.max()) < item.choices)
+            else:
+                good = True
+            if not good:
+                raise PoisonedVectorError(f"{item.name} of an unroll holds what can't be")
 
     @cached_property
     def slot_nbytes(self) -> int:
         """Bytes of one slot: that of the largest share."""
-        return _LINE_BYTES + sum(item.nbytes_of(max(self.shares)) for item in self.items)
+        return _LINE_BYTES + self.content_nbytes(max(self.shares))
 
     @property
     def lane_nbytes(self) -> int:
@@ -119,8 +164,9 @@ class UnrollSpec:
 
     def to_wire(self) -> dict[str, object]:
         """Return plain JSON types."""
-        items = [[item.name, item.dtype, list(item.shape)] for item in self.items]
-        return {"items": items, "shares": list(self.shares), "slots": self.slots}
+        items = [[item.name, item.dtype, list(item.shape), item.choices] for item in self.items]
+        numbers = {"slots": self.slots, "remote": self.remote}
+        return {"items": items, "shares": list(self.shares), **numbers}
 
     @classmethod
     def from_wire(cls, obj: object) -> UnrollSpec:
@@ -130,13 +176,15 @@ class UnrollSpec:
             WireError: it isn't of that form.
             LayoutMismatchError: it is, and can't be.
         """
-        if not isinstance(obj, dict) or obj.keys() != {"items", "shares", "slots"}:
-            raise WireError("an unroll's spec holds items, shares and slots")
-        rows = check_rows(obj["items"], MAX_ITEMS, width=3, what="unroll spec")
+        if not isinstance(obj, dict) or obj.keys() != {"items", "shares", "slots", "remote"}:
+            raise WireError("an unroll's spec holds items, shares, slots and remote lanes")
+        rows = check_rows(obj["items"], MAX_ITEMS, width=4, what="unroll spec")
         items = tuple(
-            UnrollItem(check_text(name), check_text(dtype), _whole(shape)) for name, dtype, shape in rows
+            UnrollItem(check_text(name), check_text(dtype), _whole(shape), _whole([choices])[0])
+            for name, dtype, shape, choices in rows
         )
-        return cls(items, _whole(obj["shares"]), _whole([obj["slots"]])[0])
+        slots, remote = _whole([obj["slots"], obj["remote"]])
+        return cls(items, _whole(obj["shares"]), slots, remote)
 
 
 class Committed(NamedTuple):
@@ -148,7 +196,9 @@ class Committed(NamedTuple):
         policy_version: of the parameters that acted.
         episodes: how many ended in it.
         env_steps: valid steps in it.
+        environments: B.
         arrays: by name, views that stay as they are until it is consumed.
+        content: the bytes that they are views of.
     """
 
     serial: int
@@ -156,7 +206,9 @@ class Committed(NamedTuple):
     policy_version: int
     episodes: int
     env_steps: int
+    environments: int
     arrays: dict[str, Array]
+    content: memoryview
 
 
 class UnrollLane:
@@ -164,19 +216,22 @@ class UnrollLane:
 
     def __init__(self, buffer: memoryview, spec: UnrollSpec, environments: int) -> None:
         self._words: npt.NDArray[np.uint64] = np.frombuffer(buffer, np.uint64, _HEADER_BYTES // 8)
-        self._slots: list[tuple[npt.NDArray[np.uint64], dict[str, Array]]] = []
+        self._spec = spec
         self.environments = environments
+        self._heads: list[npt.NDArray[np.uint64]] = []
+        self._contents: list[memoryview] = []
         for number in range(spec.slots):
             at = _HEADER_BYTES + number * spec.slot_nbytes
-            head: npt.NDArray[np.uint64] = np.frombuffer(buffer, np.uint64, _LINE_BYTES // 8, at)
-            at += _LINE_BYTES
-            arrays = {}
-            for item in spec.items:
-                shape = item.shape_of(environments)
-                array = np.frombuffer(buffer, item.dtype, math.prod(shape), at)
-                arrays[item.name] = array.reshape(shape)
-                at += item.nbytes_of(environments)
-            self._slots.append((head, arrays))
+            self._heads.append(np.frombuffer(buffer, np.uint64, _LINE_BYTES // 8, at))
+            self._contents.append(buffer[at + _LINE_BYTES : at + spec.slot_nbytes])
+        self._views: dict[tuple[int, int], dict[str, Array]] = {}
+
+    def _arrays(self, serial: int, environments: int) -> dict[str, Array]:
+        key = (serial - 1) % self._spec.slots, environments
+        arrays = self._views.get(key)
+        if arrays is None:
+            arrays = self._views[key] = self._spec.views(self._contents[key[0]], environments)
+        return arrays
 
     def _word(self, number: int) -> int:
         return int(self._words[number])
@@ -200,17 +255,32 @@ class UnrollLane:
 
     def begin(self) -> dict[str, Array]:
         """Begin the next unroll; return the arrays to be filled."""
+        return self._arrays(self._begin(), self.environments)
+
+    def fill(self, environments: int) -> memoryview:
+        """Begin the next unroll, of so many environments; return where its content goes (another node's)."""
+        serial = self._begin()
+        return self._contents[(serial - 1) % self._spec.slots][: self._spec.content_nbytes(environments)]
+
+    def _begin(self) -> int:
         serial = self._word(_COMMITTED) + 1
         self._words[_BEGUN] = serial
         fence()
-        return self._slots[(serial - 1) % len(self._slots)][1]
+        return serial
 
-    def commit(self, *, policy_version: int, episodes: int, env_steps: int) -> None:
-        """Let the learner have the unroll that was begun last; its arrays are the learner's from now on."""
+    def commit(
+        self, *, policy_version: int, episodes: int, env_steps: int, environments: int | None = None
+    ) -> None:
+        """Let the learner have the unroll that was begun last; its arrays are the learner's from now on.
+
+        Args:
+            environments: of an unroll that was `fill`ed; None stands for all of the lane.
+        """
         serial = self._word(_BEGUN)
-        head = self._slots[(serial - 1) % len(self._slots)][0]
+        head = self._heads[(serial - 1) % self._spec.slots]
         head[_SERIAL], head[_LIFE], head[_VERSION] = serial, self._word(_LIVES), policy_version
         head[_ENDED], head[_VALID] = episodes, env_steps
+        head[_COLUMNS] = self.environments if environments is None else environments
         self._words[_STEPS] += np.uint64(env_steps)
         self._words[_EPISODES] += np.uint64(episodes)
         fence()
@@ -223,18 +293,29 @@ class UnrollLane:
         """How many unrolls are there to be read."""
         return self._word(_COMMITTED) - self._word(_CONSUMED)
 
+    @property
+    def waits_for(self) -> int:
+        """Environments of the oldest unroll that is there to be read; 0 when there is none."""
+        found = self.peek()
+        return 0 if found is None else found.environments
+
     def peek(self) -> Committed | None:
         """Return the oldest unroll that isn't consumed; the same one until it is."""
         serial = self._word(_CONSUMED) + 1
         if serial > self._word(_COMMITTED):
             return None
         fence()
-        head, arrays = self._slots[(serial - 1) % len(self._slots)]
+        slot = (serial - 1) % self._spec.slots
+        head = self._heads[slot]
         found = int(head[_SERIAL])
         if found != serial:
             raise LayoutMismatchError(f"the slot of unroll {serial} holds unroll {found}")
-        life, version, episodes, steps = (int(head[n]) for n in (_LIFE, _VERSION, _ENDED, _VALID))
-        return Committed(serial, life, version, episodes, steps, arrays)
+        life, version, episodes, steps, columns = (
+            int(head[n]) for n in (_LIFE, _VERSION, _ENDED, _VALID, _COLUMNS)
+        )
+        content = self._contents[slot][: self._spec.content_nbytes(columns)]
+        arrays = self._arrays(serial, columns)
+        return Committed(serial, life, version, episodes, steps, columns, arrays, content)
 
     def consume(self) -> None:
         """Give up the unroll that `peek` returned; its slot is written again once that is granted."""
@@ -244,7 +325,7 @@ class UnrollLane:
     def grant(self, ahead: int) -> None:
         """Let the actor begin the unroll after those consumed, and ``ahead`` more, as far as slots go."""
         fence()
-        self._words[_GRANTED] = self._word(_CONSUMED) + min(1 + ahead, len(self._slots))
+        self._words[_GRANTED] = self._word(_CONSUMED) + min(1 + ahead, self._spec.slots)
 
     # the daemon
 

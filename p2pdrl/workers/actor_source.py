@@ -1,10 +1,11 @@
-"""The source of a learner whose environments are in actor processes.
+"""The source of a learner whose environments are in actor processes, of its own node or of others.
 
-Each batch is one unroll of every actor, side by side: as many environments as the learner would have had
-itself. The learner publishes its parameters after each update and lets each actor begin one more unroll, so
-with ``ahead = 0`` actors and learner are synchronous: the results don't depend on who was faster. An actor
-that is being replaced isn't waited for, and one that is late (frozen, say) not much longer than all ever
-took; the batch has fewer environments then.
+Each batch has unrolls of as many environments as the task says, side by side. Actors of the learner's own
+node have just so many together. The learner publishes its parameters after each update and lets each actor
+begin one more unroll, so with ``ahead = 0`` actors and learner are synchronous: the results don't depend on
+who was faster. Actors of other nodes come and go, and may be more or fewer: a batch takes the oldest unrolls
+(those of the oldest policy) that fit. An actor that is being replaced isn't waited for, and one that is late
+(frozen, say) not much longer than all ever took; the batch has fewer environments then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from p2pdrl.rl.sources.source import BatchT, Source
 from p2pdrl.rl.sources.unrolls import UnrollPart, joined, unroll_items
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import ActingPolicy, SharedPolicy
-from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec, shares_of
+from p2pdrl.tensors.unroll_ring import Committed, UnrollLane, UnrollRing, UnrollSpec, shares_of
 
 __all__ = ["ActorSource"]
 
@@ -37,7 +38,10 @@ class ActorSource(Source[BatchT]):
     """Reads the unrolls of actor processes.
 
     Args:
+        actors: of this node.
         ahead: unrolls that each actor may make ahead of the learner.
+        remote: lanes for actors of other nodes, each of which may have all of the task's environments; they
+            may always be one unroll ahead, for the way is long.
         clock: seconds, monotonic.
 
     Attributes:
@@ -51,6 +55,7 @@ class ActorSource(Source[BatchT]):
         acting: RolloutContext[BatchT],
         actors: int,
         ahead: int,
+        remote: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._acting = acting
@@ -58,22 +63,25 @@ class ActorSource(Source[BatchT]):
         self._clock = clock
         algorithm: Any = acting.task.algorithm
         steps = algorithm.unroll_steps
-        self._environments = acting.task.env.num_envs
-        shares = shares_of(self._environments, actors)
-        self.spec = UnrollSpec(unroll_items(acting.policy, steps), shares, 1 + ahead)
+        self._wanted = acting.task.env.num_envs
+        local = shares_of(self._wanted, actors) if actors else ()
+        shares = (*local, *(self._wanted for _ in range(remote)))
+        slots = 1 + max(ahead, 1 if remote else 0)
+        self.spec = UnrollSpec(unroll_items(acting.policy, steps), shares, slots, remote)
+        self._environments = sum(shares)
         self._size = acting.flat.layout.size
         self._obs_shape = (0,) if acting.normalizer is None else acting.normalizer.shape
         self.policy_nbytes = SharedPolicy.nbytes_of(self._size, self._obs_shape)
         self._regions: list[SharedRegion] = []
         self._lanes: tuple[UnrollLane, ...] = ()
         self._policy: SharedPolicy | None = None
-        self._lives = [0] * actors
-        self._late = [False] * actors
+        self._lives = [0] * len(shares)
+        self._late = [False] * len(shares)
         self._read: list[UnrollLane] = []
         self._granted_s = 0.0
         self._waiting_since_s: float | None = None
         self._longest_s = 0.0
-        self._columns = [range(sum(shares[:number]), sum(shares[: number + 1])) for number in range(actors)]
+        self._columns = [sum(shares[:number]) for number in range(len(shares))]
         self._version = 0
         self._staleness = 0.0
         self.left_out = 0
@@ -90,12 +98,13 @@ class ActorSource(Source[BatchT]):
 
     @property
     def ready(self) -> bool:
-        """Whether every actor that is waited for has made an unroll, and at least one has."""
-        if not any(lane.waiting for lane in self._lanes):
+        """Whether there are unrolls of enough environments, or one of every actor that is waited for."""
+        waiting = sum(lane.waits_for for lane in self._lanes)
+        if not waiting:
             return False
         missing = [number for number, lane in enumerate(self._lanes) if self._awaited(number, lane)]
         now_s = self._clock()
-        if not missing:
+        if not missing or waiting >= self._wanted:
             return True
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
@@ -112,29 +121,42 @@ class ActorSource(Source[BatchT]):
         if lane.waiting:
             self._late[number] = False
             return False
-        begins = lane.committed == 0 and lane.lives <= 1  # its first process may just be starting
+        # its first process may just be starting; another node's actor runs once it has come
+        begins = number < self.spec.local and lane.committed == 0 and lane.lives <= 1
         return (lane.running or begins) and not self._late[number]
 
     def next(self) -> BatchT:
-        """Return the oldest unroll of each actor, as one."""
+        """Return the oldest unrolls, at most one of each actor, as one."""
         parts, staleness = [], []
         self._read = []
-        for number, lane in enumerate(self._lanes):
-            found = lane.peek()
-            if found is None:
-                continue
+        for number, found in self._chosen():
             restarted = self._lives[number] not in (0, found.life)
             self._lives[number] = found.life
-            parts.append(UnrollPart(found.arrays, found.episodes, self._columns[number], restarted))
+            first = self._columns[number]
+            columns = range(first, first + found.environments)
+            parts.append(UnrollPart(found.arrays, found.episodes, columns, restarted))
             staleness.append(max(self._version - found.policy_version, 0))
-            self._read.append(lane)
+            self._read.append(self._lanes[number])
         self._staleness = sum(staleness) / max(len(staleness), 1)
         if len(parts) == len(self._lanes):
             self._longest_s = max(self._longest_s, self._clock() - self._granted_s)
-        else:
+        elif not self.spec.remote:
             self.left_out += len(self._lanes) - len(parts)
         self._waiting_since_s = None
         return self._acting.reader.read(joined(parts, self._environments))
+
+    def _chosen(self) -> list[tuple[int, Committed]]:
+        """Return lanes' numbers and unrolls for the next batch, in order of the lanes."""
+        found = [(number, one) for number, lane in enumerate(self._lanes) if (one := lane.peek()) is not None]
+        if sum(one.environments for _, one in found) <= self._wanted:
+            return found
+        chosen: list[tuple[int, Committed]] = []
+        room = self._wanted
+        for number, one in sorted(found, key=lambda entry: (entry[1].policy_version, entry[0])):
+            if one.environments <= room or not chosen:
+                chosen.append((number, one))
+                room -= one.environments
+        return sorted(chosen, key=lambda entry: entry[0])
 
     def commit(self) -> None:
         """Free the slots that the last batch came from."""
@@ -157,8 +179,8 @@ class ActorSource(Source[BatchT]):
         policy = ActingPolicy(version, acting.policy.exploration, mean_X, scale_X)
         self._policy.write(acting.flat.numpy(), policy)
         self._granted_s = self._clock()
-        for lane in self._lanes:
-            lane.grant(self._ahead)
+        for number, lane in enumerate(self._lanes):
+            lane.grant(self._ahead if number < self.spec.local else max(self._ahead, 1))
 
     def close(self) -> None:
         """Unmap the shared memory."""

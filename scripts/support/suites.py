@@ -172,7 +172,7 @@ MINATAR = {
         ),
     ),
     "minatar-breakout-dqn": Case(
-        "dqn", 1_000_000, 10, extra="minatar",
+        "dqn", 500_000, 10, extra="minatar",
         sets=(
             "task.env.id=MinAtar/Breakout-v1", "task.network.kind=minatar_cnn", "task.network.hidden=[128]",
             "task.algorithm.learning_rate=2.5e-4", "task.algorithm.batch_size=64",

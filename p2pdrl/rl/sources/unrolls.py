@@ -185,7 +185,7 @@ def unroll_items(policy: Policy, steps: int) -> tuple[UnrollItem, ...]:
     most_ends = steps // 2 + 1  # a reset follows each
     items = [
         UnrollItem("obs", spec.obs_dtype, (steps + 1, B, *spec.obs_shape)),
-        UnrollItem("actions", spec.action.dtype, (steps, B, *spec.action.shape)),
+        UnrollItem("actions", spec.action.dtype, (steps, B, *spec.action.shape), spec.action.choices),
         UnrollItem("log_probs", "float32", (steps, B)),
         UnrollItem("values", "float32", (steps + 1, B)),
         UnrollItem("rewards", "float32", (steps, B)),

@@ -8,9 +8,9 @@ import threading
 import numpy as np
 import pytest
 
-from p2pdrl.errors import LayoutMismatchError
+from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
 from p2pdrl.tensors.shared_memory import SharedRegion
-from p2pdrl.tensors.shared_policy import ActingPolicy, SharedPolicy
+from p2pdrl.tensors.shared_policy import ActingPolicy, PolicyCopies, SharedPolicy
 
 
 @pytest.fixture
@@ -81,3 +81,48 @@ def test_a_policy_without_normalised_observations():
     with pytest.raises(LayoutMismatchError):
         SharedPolicy(region, 100, (0,))
     region.close()
+
+
+@pytest.fixture
+def elsewhere():
+    made = SharedRegion.create(SharedPolicy.nbytes_of(500, (3,)), "policy")
+    yield made
+    made.close()
+
+
+def test_a_policy_is_carried_to_another_node_as_it_is(region, elsewhere):
+    here, there = PolicyCopies(region, 500, 3), PolicyCopies(elsewhere, 500, 3)
+    assert here.version is None
+    assert here.read() is None
+    reader, out = SharedPolicy(elsewhere, 500, (3,)), np.zeros(500, np.float32)
+    for number in (1, 2, 3):
+        SharedPolicy(region, 500, (3,)).write(np.full(500, number, np.float32), policy_of(number))
+        assert here.version == number
+        assert there.write(here.read()) == number
+        found = reader.read(out)
+        assert (found.version, found.exploration) == (number, number / 10)
+        assert (out == number).all()
+        assert (found.scale_X == 2 * number).all()
+
+
+@pytest.mark.parametrize("where", ["vector", "mean", "exploration"])
+def test_a_policy_that_isnt_finite_is_refused(region, elsewhere, where):
+    vector, policy = np.ones(500, np.float32), policy_of(1)
+    if where == "vector":
+        vector[-1] = np.nan
+    if where == "mean":
+        policy.mean_X[0] = np.inf
+    if where == "exploration":
+        policy = policy._replace(exploration=np.nan)
+    SharedPolicy(region, 500, (3,)).write(vector, policy)
+    there = PolicyCopies(elsewhere, 500, 3)
+    with pytest.raises(PoisonedVectorError):
+        there.write(PolicyCopies(region, 500, 3).read())
+    assert there.version is None
+
+
+def test_a_policy_of_another_length_is_refused(region):
+    with pytest.raises(LayoutMismatchError):
+        PolicyCopies(region, 500, 3).write(np.zeros(7, np.uint8))
+    with pytest.raises(LayoutMismatchError):
+        PolicyCopies(region, 600, 3)

@@ -9,11 +9,12 @@ import sys
 import threading
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pdrl.errors import LayoutMismatchError, WireError
+from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError, WireError
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.unroll_ring import UnrollItem, UnrollRing, UnrollSpec, shares_of
 
@@ -222,7 +223,8 @@ def test_writers_that_are_killed_leave_only_whole_unrolls():
 
 
 def test_the_spec_travels():
-    spec = spec_of()
+    spec = UnrollSpec((*ITEMS, UnrollItem("actions", "int64", (4, -1), choices=3)), (2, 1, 1), 2, remote=2)
+    assert spec.local == 1
     again = UnrollSpec.from_wire(msgspec.json.decode(msgspec.json.encode(spec.to_wire())))
     assert again == spec
     assert again.nbytes == spec.nbytes
@@ -232,11 +234,13 @@ def test_the_spec_travels():
     "wire",
     [
         None,
-        {"items": [], "shares": [1]},
-        {"items": 3, "shares": [1], "slots": 1},
-        {"items": [["obs", "float32", [2.5, -1]]], "shares": [1], "slots": 1},
-        {"items": [["obs", "float32", [2, -1]]], "shares": ["x"], "slots": 1},
-        {"items": [["obs", "float32", [-2, -1]]], "shares": [1], "slots": 1},
+        {"items": [], "shares": [1], "slots": 1},
+        {"items": 3, "shares": [1], "slots": 1, "remote": 0},
+        {"items": [["obs", "float32", [2.5, -1], 0]], "shares": [1], "slots": 1, "remote": 0},
+        {"items": [["obs", "float32", [2, -1], 0]], "shares": ["x"], "slots": 1, "remote": 0},
+        {"items": [["obs", "float32", [-2, -1], 0]], "shares": [1], "slots": 1, "remote": 0},
+        {"items": [["obs", "int64", [2, -1], "x"]], "shares": [1], "slots": 1, "remote": 0},
+        {"items": [["obs", "int64", [2, -1], 0]], "shares": [1], "slots": 1, "remote": None},
     ],
 )
 def test_what_is_no_spec_is_refused(wire):
@@ -257,7 +261,7 @@ def test_what_is_no_spec_is_refused(wire):
         (ITEMS, (1,), 0),
     ],
 )
-def test_what_cant_be_is_refused(items, shares, slots):
+def test_what_cant_be_a_spec_is_refused(items, shares, slots):
     with pytest.raises(LayoutMismatchError):
         UnrollSpec(items, shares, slots)
 
@@ -274,3 +278,62 @@ def test_a_region_that_is_too_small_is_refused():
 )
 def test_environments_are_shared_out_as_equally_as_can_be(environments, actors, shares):
     assert shares_of(environments, actors) == shares
+
+
+@pytest.mark.parametrize("remote", [-1, 2])
+def test_no_more_lanes_are_for_other_nodes_than_there_are(remote):
+    with pytest.raises(LayoutMismatchError):
+        UnrollSpec(ITEMS, (1,), 1, remote=remote)
+
+
+def test_an_unroll_of_another_node_arrives_with_the_environments_that_it_has(made):
+    spec = spec_of(shares=(3,), slots=2)
+    _, learner = made(spec)
+    _, elsewhere = made(spec_of(shares=(2,), slots=2))
+    their_lane, lane = elsewhere.lanes[0], learner.lanes[0]
+    their_lane.grant(0)
+    lane.grant(0)
+    write(their_lane, 7)
+    sent = their_lane.peek()
+    lane.fill(2)[:] = sent.content
+    assert lane.waits_for == 0
+    lane.commit(policy_version=70, episodes=1, env_steps=4, environments=2)
+    found = lane.peek()
+    assert lane.waits_for == found.environments == 2
+    for name, array in found.arrays.items():
+        assert array.shape[1] == 2
+        assert (array == sent.arrays[name]).all()
+
+
+def test_what_was_half_filled_is_filled_again(made):
+    _, learner = made(spec_of(shares=(3,), slots=2))
+    lane = learner.lanes[0]
+    lane.grant(0)
+    lane.fill(3)[:] = b"x" * spec_of().content_nbytes(3)
+    lane.fill(1)[:] = bytes(spec_of().content_nbytes(1))
+    lane.commit(policy_version=1, episodes=0, env_steps=0, environments=1)
+    assert (lane.peek().arrays["obs"] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("r", np.nan), ("r", np.inf), ("a", -1), ("a", 3), ("n", -1), ("v", 2)]
+)
+def test_numbers_that_cant_be_are_found(name, value):
+    spec = UnrollSpec(
+        (
+            UnrollItem("r", "float32", (2, -1)),
+            UnrollItem("a", "int64", (2, -1), choices=3),
+            UnrollItem("n", "int64", (2, -1)),
+            UnrollItem("v", "bool", (2, -1)),
+            UnrollItem("o", "uint8", (2, -1)),
+        ),
+        (2,),
+        1,
+    )
+    arrays = spec.views(memoryview(bytearray(spec.content_nbytes(2))), 2)
+    arrays["a"][:], arrays["n"][:], arrays["o"][:] = 2, 10**12, 255
+    spec.check(arrays)
+    raw = arrays[name].view(np.uint8) if name == "v" else arrays[name]
+    raw[1, 1] = value
+    with pytest.raises(PoisonedVectorError, match=f"^{name} of an unroll"):
+        spec.check(arrays)

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from p2pdrl.config.task import A2CConfig, EnvConfig, ImpalaConfig, NetworkConfig, PPOConfig, TaskConfig
+from p2pdrl.config.task import (
+    A2CConfig,
+    DQNConfig,
+    EnvConfig,
+    ImpalaConfig,
+    NetworkConfig,
+    PPOConfig,
+    TaskConfig,
+)
 from p2pdrl.rl.envs import make_vector_env
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.rollout import Collector
@@ -20,7 +28,7 @@ from p2pdrl.rl.rollout_worker import RolloutWorker
 from p2pdrl.rl.sources.unrolls import InlineSource
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.tensors.shared_policy import SharedPolicy
-from p2pdrl.tensors.unroll_ring import UnrollRing
+from p2pdrl.tensors.unroll_ring import UnrollRing, UnrollSpec
 from p2pdrl.workers.actor import make_unroll
 from p2pdrl.workers.actor_source import LATE_S, ActorSource
 from p2pdrl.workers.protocol import actor_seed
@@ -50,10 +58,11 @@ def ids():
 class Pool:
     """What daemon and actor processes are to a learner."""
 
-    def __init__(self, task, actors=1, ahead=0):
+    def __init__(self, task, actors=1, ahead=0, remote=0):
         self.now_s = 0.0
-        maker = partial(ActorSource, actors=actors, ahead=ahead, clock=lambda: self.now_s)
-        self.trainer = build_trainer(task, SEED, "cpu", source=maker)
+        maker = partial(ActorSource, actors=actors, ahead=ahead, remote=remote, clock=lambda: self.now_s)
+        own = task.env.num_envs
+        self.trainer = build_trainer(task, SEED, "cpu", source=maker, streams=own * (bool(actors) + remote))
         self.source = self.trainer.source
         spec = self.source.spec
         self.ring = SharedRegion.create(spec.nbytes, "unrolls")
@@ -309,3 +318,115 @@ def test_a_successor_of_the_learner_goes_on_with_what_lies_there(pools):
     same(heir.step(), alone.step())
     heir.close()
     alone.close()
+
+
+class Elsewhere:
+    """An actor of another node, with some environments of its own, and what moves its unrolls."""
+
+    def __init__(self, pool, lane, environments, seed):
+        self.worker = RolloutWorker(pool.task, seed, environments)
+        spec = UnrollSpec(pool.source.spec.items, (environments,), 1)
+        self.region = SharedRegion.create(spec.nbytes, "elsewhere")
+        self.own = UnrollRing(self.region, spec).lanes[0]
+        self.own.started()
+        self.memory = SharedPolicy(pool.policy, pool.trainer.layout.size, self.worker.obs_shape)
+        self.lane = pool.lanes[lane]
+        self.lane.started()
+        self.lane.running = True
+
+    def act(self):
+        """Make an unroll and send it, if the learner lets it; return whether it does."""
+        self.own.grant(0)
+        if not self.lane.may_begin:
+            return False
+        assert make_unroll(self.worker, self.own, self.memory)
+        found = self.own.peek()
+        self.lane.fill(found.environments)[:] = found.content
+        facts = found._asdict()
+        self.lane.commit(
+            **{name: facts[name] for name in ("policy_version", "episodes", "env_steps", "environments")}
+        )
+        self.own.consume()
+        return True
+
+    def close(self):
+        self.worker.close()
+        self.region.close()
+
+
+@pytest.fixture
+def others():
+    made = []
+
+    def make(*args):
+        made.append(Elsewhere(*args))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("env", [CARTPOLE, PENDULUM], ids=lambda env: env.id)
+def test_an_actor_of_another_node_gives_what_an_own_one_would(pools, others, env):
+    task = TaskConfig(env=env, network=MLP, algorithm=PPO)
+    pool, alone = pools(task, actors=0, remote=2), inline(task)
+    far = others(pool, 1, 3, actor_seed(SEED, 0, 0))
+    pool.trainer.publish()
+    for _ in range(4):
+        assert not pool.trainer.ready
+        assert far.act()
+        same(pool.step(), alone.step())
+        np.testing.assert_array_equal(pool.trainer.flat, alone.flat)
+    alone.close()
+
+
+def test_a_batch_has_the_oldest_unrolls_that_fit(pools, others):
+    task = TaskConfig(env=CARTPOLE, network=MLP, algorithm=ImpalaConfig(unroll_steps=8))
+    pool = pools(task, actors=0, remote=3)
+    small, smaller, whole = (others(pool, n, size, n) for n, size in enumerate((2, 1, 3)))
+    pool.trainer.publish()
+    assert whole.act()
+    assert pool.trainer.ready  # all that a batch may have, though others have nothing yet
+    assert 8 * 3 - 6 <= pool.step().env_steps <= 8 * 3
+    assert whole.act()
+    assert small.act()
+    assert smaller.act()
+    pool.step()  # all of one age but for the first: 2 + 1 of the policy before
+    assert [lane.waiting for lane in pool.lanes] == [0, 0, 1]
+    assert pool.trainer.ready
+    pool.step()
+    assert [lane.waiting for lane in pool.lanes] == [0, 0, 0]
+    assert small.act()
+    assert not pool.trainer.ready  # the others are waited for, for a while
+    for far in (smaller, whole):
+        far.lane.running = False
+    assert pool.trainer.ready
+    assert pool.step().env_steps <= 8 * 2
+
+
+def test_lanes_that_nobody_has_come_to_are_not_waited_for(pools, others):
+    pool = pools(TaskConfig(env=CARTPOLE, network=MLP, algorithm=A2C), actors=1, remote=2)
+    pool.trainer.publish()
+    assert not pool.trainer.ready
+    pool.act(0)
+    assert pool.trainer.ready
+    pool.step()
+    assert pool.source.left_out == 0
+
+
+def test_a_stream_that_was_interrupted_begins_anew_in_the_replay(pools, others):
+    algorithm = DQNConfig(unroll_steps=8, learning_starts=10_000)
+    pool = pools(TaskConfig(env=CARTPOLE, network=MLP, algorithm=algorithm), actors=0, remote=1)
+    far = others(pool, 0, 3, 1)
+    pool.trainer.publish()
+    for _ in range(3):
+        assert far.act()
+        pool.step()
+    far.lane.started()  # an unroll between was lost
+    assert far.act()
+    batch = pool.source.next()
+    pool.source.commit()
+    drawn = batch.draw(2000)
+    moved = (drawn.next_obs_BX[:, 0] - drawn.obs_BX[:, 0] - 0.02 * drawn.obs_BX[:, 1]).abs()
+    assert moved.max() < 1e-5  # x' = x + 0.02 v holds within a stream only
