@@ -40,6 +40,11 @@ _WATCH_S = 0.5
 @click.option("--swarm", metavar="NAME", help="Name of a swarm without a key, on this machine only.")
 @click.option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1 …")
 @click.option("--actors", metavar="N", help="Processes that act for the learner: 0 (itself), a number, auto.")
+@click.option(
+    "--roles",
+    metavar="LIST",
+    help="What it does: actor, learner, or both (actor,learner). Default: all that the task needs.",
+)
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
 @click.option(
     "--mode-from-config",
@@ -66,6 +71,7 @@ def node(
     files: tuple[str, ...],
     sets: tuple[str, ...],
     parent_pid: int | None,
+    roles: str | None,
     **given: Any,
 ) -> None:
     """Run a node in the foreground: join the swarm and train.
@@ -79,6 +85,7 @@ def node(
         end_with_parent(parent_pid)
     flags = {_KEYS[option]: value for option, value in given.items()}
     flags["node.peers"] = split_addresses(peers) or None
+    flags["node.roles"] = None if roles is None else [word.strip() for word in roles.split(",")]
     resolved = resolve(files=files, sets=sets, flags=flags, environ=os.environ)
     require_runnable(resolved.config.task, resolved.config)
     from p2pdrl.node.daemon import run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -144,7 +145,11 @@ def status_view(status: Mapping[str, Any]) -> RenderableType:
     return facts_table([*rows, *(("unwell", Text(formats.clean(one), style="yellow")) for one in reasons)])
 
 
-_NOTHING: dict[str, tuple[object, ...]] = {"pipeline": (None,), "actors": (None, [])}
+_NOTHING: dict[str, tuple[object, ...]] = {
+    "pipeline": (None,),
+    "actors": (None, []),
+    "experience": (None, {}),
+}
 """What of a status isn't worth a line."""
 
 
@@ -198,6 +203,8 @@ def _serves(s: _Shown) -> str:
     """What a learner does that makes no experience of its own; empty for all others."""
     if s.get("collects") is not False or s.get("mean_return") is not None:
         return ""
+    if s.get("experience.sent"):
+        return f"acts for {s.text('experience.sent.learner_name')}"
     if s.get("role") == "standby":
         return "stands by"
     return "computes for the first rank of its pipeline" if s.get("stage") else ""
@@ -251,6 +258,23 @@ def _actors(s: _Shown) -> str:
         if total:
             parts.append(f"{total} {word}{'' if total == 1 else 's'}{' dropped' if key == 'dropped' else ''}")
     return ", ".join(parts)
+
+
+def _experience(s: _Shown) -> str:
+    """``sent 812 unrolls with 97,440 steps; works for n0``, or ``actors: 2 of a1; 1,204 unrolls came``."""
+    parts = []
+    if s.get("experience.sent"):
+        unrolls, steps = s.number("experience.sent.sent"), s.number("experience.sent.env_steps")
+        learner = s.text("experience.sent.learner_name")
+        parts.append(f"sent {unrolls} unrolls with {steps} steps; works for {learner}")
+    if s.get("experience.received"):
+        rows = [row for row in s.get("experience.received.actors") or [] if isinstance(row, Mapping)]
+        nodes = Counter(formats.clean(row.get("name"), 64) for row in rows)
+        who = ", ".join(f"{count} of {name}" for name, count in nodes.items()) or "nobody yet"
+        lost = sum(row.get("lost") or 0 for row in rows)
+        unrolls = formats.grouped(sum(row.get("unrolls") or 0 for row in rows))
+        parts.append(f"actors: {who}; {unrolls} unrolls came" + (f", {lost} were lost" if lost else ""))
+    return "; ".join(parts) or formats.NONE
 
 
 def _pipeline(s: _Shown) -> str:
@@ -315,6 +339,7 @@ _FACTS: dict[str, Callable[[_Shown], str]] = {
     "training": _training,
     "learner": _learner,
     "actors": _actors,
+    "experience": _experience,
     "exchanges": lambda s: s.counts("exchanges") or "none yet",
     "consensus": _consensus,
     "traffic": _traffic,

@@ -74,8 +74,10 @@ def members_table(members: Sequence[Member], columns: Sequence[str]) -> Table:
     """Show one line per member, with columns such as `TRAINING`.
 
     Where one of the members is a stage of a pipeline, that is shown in place of the version lag: ranks below
-    the first learn versions only now and then.
+    the first learn versions only now and then. Where one only acts or only learns, roles are shown.
     """
+    if _roles_differ(members):
+        columns = (*columns[:2], "roles", *columns[2:])
     if any(_stage_of(member) for member in members):
         columns = (*(key for key in columns if key != "lag"), *STAGES)
     newest = max((v for m in members if (v := as_number(m.get("policy_version"))) is not None), default=None)
@@ -213,10 +215,20 @@ def _of_trainer(key: str) -> Cell:
     return cell
 
 
+def _roles_differ(members: Sequence[Member]) -> bool:
+    """Whether somebody only acts, or only learns."""
+    roles = (member.get("roles") for member in members)
+    return any(isinstance(one, list) and not {"actor", "learner"} <= set(one) for one in roles)
+
+
 def _stage_of(member: Member) -> str:
     """``2/3``, or ``standby`` for who has a pipeline's mode but no stage; empty for everybody else."""
     stage = member.get("stage") or ("standby" if member.get("role") == "standby" else "")
     return clean(stage, 12)
+
+
+def _listed(words: object) -> str:
+    return clean(", ".join(map(str, words)), 40) if isinstance(words, list) else NONE
 
 
 def _shown(key: str, form: Callable[[object], str]) -> Cell:
@@ -236,6 +248,7 @@ _COLUMNS: dict[str, tuple[str, bool, Cell]] = {
     "episodes": ("episodes\nin window", False, _shown("episodes_in_window", grouped)),
     "rtt": ("round\ntrip", False, _shown("rtt_s", millis)),
     "seen": ("last\nseen", False, _shown("last_seen_s", age)),
+    "roles": ("roles", True, _shown("roles", _listed)),
     "stage": ("stage", True, lambda member, _newest: Text(_stage_of(member) or NONE)),
     "bubble": ("bubble", False, _shown("bubble", percent)),
     "exit": ("exit\ncode", False, _shown("exit_code", grouped)),

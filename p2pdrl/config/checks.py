@@ -492,10 +492,15 @@ def _role_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
         yield Problem(key, f"{', '.join(roles)}: one of them is named twice")
     if "replay" in roles:
         yield Problem(key, "no algorithm here has a replay that could be held for others; leave it out")
-    if "learner" not in roles:
-        yield Problem(key, "experience doesn't travel between nodes yet, so every node learns; add learner")
-    elif "actor" not in roles and not isinstance(task.algorithm, RegressionConfig):
-        yield Problem(key, "a learner needs experience, and only its own node's reaches it; add actor")
+    if not (node.learns or node.acts):
+        yield Problem(key, "a node that neither learns nor acts has nothing to do yet; add learner or actor")
+    elif not node.learns and not node.peers:
+        yield Problem(key, "who only acts needs a learner: name a node of the swarm with node.peers")
+    elif not (node.acts or isinstance(task.algorithm, RegressionConfig) or task.algorithm.remote_actors):
+        name = task.algorithm.__struct_config__.tag
+        yield Problem(
+            key, f"{name} learns from unrolls of its newest policy only, so not from afar; add actor"
+        )
 
 
 def _node_problems(node: NodeConfig) -> Iterator[Problem]:

@@ -69,6 +69,10 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     minute longer, and each kind of batch a while; it needs a C++ compiler, or Triton on a GPU. Meant for
     large networks: with MLPs of 64 or 256 units a processor makes 0.96 (PPO), 0.83 (DQN) and 0.79 (SAC) of
     the steps that it makes without."""
+    remote_actors: Annotated[int, Meta(ge=0, le=1024)] | Literal["auto"] = "auto"
+    """Actor processes of other nodes that this learner takes unrolls from, at most; each may have all of the
+    task's environments. ``auto`` is 0 on a node that acts itself (``node.roles``); on others 16, or 4 where
+    there is a replay memory, which is divided among as many environments as there may be."""
     replay_on_disk: bool = False
     """Keep a replay memory in a file of the data folder, as large as ``task.algorithm.buffer_size`` steps
     are: a node that is started again goes on with it, and it may be larger than the machine's memory.
@@ -103,6 +107,9 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Unrolls that each actor may make while the learner is still learning from older ones. With 0 all keep
     step: each unroll is made by the newest policy, and results are repeatable. 1 lets actors act while the
     learner learns, by a policy that is one update old."""
+    state_every_s: PositiveSeconds = 30.0
+    """A node that acts and doesn't learn fetches the whole state, the optimizer's too, so often: the most
+    that is lost when all that learn are gone."""
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -214,6 +221,16 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
     debug: DebugConfig = DebugConfig()
+
+    @property
+    def learns(self) -> bool:
+        """Whether it updates parameters."""
+        return not self.roles or "learner" in self.roles
+
+    @property
+    def acts(self) -> bool:
+        """Whether it makes experience."""
+        return not self.roles or "actor" in self.roles
 
     @property
     def may_import(self) -> bool:

@@ -225,12 +225,16 @@ class AlgorithmOptions(Travelling, frozen=True, forbid_unknown_fields=True, kw_o
     whole_unrolls: ClassVar[bool] = False
     """Whether its batches are environments with their whole unroll, bootstrap observation included, also
     where the policy has no memory; they are cut between environments then, never in time."""
+    remote_actors: ClassVar[bool] = False
+    """Whether it learns from unrolls of a policy that is some updates old, as other nodes' actors have it."""
 
 
 class PPOConfig(
     AlgorithmOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ppo"
 ):
     """Proximal policy optimization (Schulman 2017, arXiv 1707.06347)."""
+
+    remote_actors: ClassVar[bool] = True
 
     learning_rate: NonNegative = 1e-3
     """Step of Adam. Zero leaves parameters alone (for experiments on consensus)."""
@@ -311,6 +315,7 @@ class ImpalaConfig(
     """
 
     whole_unrolls: ClassVar[bool] = True
+    remote_actors: ClassVar[bool] = True
 
     learning_rate: NonNegative = 6e-4
     """Step of the optimizer."""
@@ -346,6 +351,7 @@ class ReplayOptions(AlgorithmOptions, frozen=True, forbid_unknown_fields=True, k
     """What algorithms have that learn from a replay memory."""
 
     stages: ClassVar[bool] = False
+    remote_actors: ClassVar[bool] = True
 
     buffer_size: Annotated[int, Meta(ge=1, le=100_000_000)] = 100_000
     """Environment steps that a learner's memory holds; the oldest make room. They lie in this machine's

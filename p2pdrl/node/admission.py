@@ -128,7 +128,14 @@ class JoinAdmission:
         while not joiner.joined.is_set():
             among = str(own) in seeds or joiner.own_address_among_seeds
             waited_s = loop.time() - began_s
-            me = Candidate(joiner.node_id, self._env_steps, among, waited_s, self._claimed_s)
+            me = Candidate(
+                joiner.node_id,
+                self._env_steps,
+                among,
+                waited_s,
+                self._claimed_s,
+                may_found=self._config.node.learns,
+            )
             self._decision = decide(me, joiner.sightings())
             if self._decision.what == "found":
                 return

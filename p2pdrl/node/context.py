@@ -68,6 +68,11 @@ class NodeContext:
         learners = (member for member in self.others_alive() if "learner" in roles_in(member.tags))
         return {member.id: Address.parse(member.address) for member in learners}
 
+    def actors(self) -> list[str]:
+        """Ids of those that act and update no parameters: learners share them among themselves."""
+        roles = ((member.id, roles_in(member.tags)) for member in self.others_alive())
+        return [node for node, has in roles if "actor" in has and "learner" not in has]
+
     def others_alive(self) -> list[MemberView]:
         """What membership knows of them."""
         return [

@@ -37,6 +37,7 @@ from p2pdrl.node.children.evaluator import EvaluatorProcess
 from p2pdrl.node.context import NodeContext
 from p2pdrl.node.evaluation import Evaluations
 from p2pdrl.node.events import EventLog
+from p2pdrl.node.experience import messages as experience
 from p2pdrl.node.looplag import LoopLagMonitor
 from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.node.state import state_transfer
@@ -233,6 +234,12 @@ class Node:
             context.transport.serve_pipes(PIPE_ROUTE, self._sharing_settings(training.mode.accept))
             context.transport.serve(traces.ROUTE, training.traces.answer)
             context.transport.serve(state_transfer.ROUTE, training.state_server.answer)
+            if training.receiver is not None:
+                context.transport.serve(
+                    experience.ROUTE,
+                    training.receiver.answer,
+                    max_vector_bytes=self._config.node.limits.max_vector_bytes,
+                )
             state, lineage = await first_state(context, training, origin, checkpoint)
             await training.begin(state, lineage)
             opened.data.keep = True
@@ -241,7 +248,8 @@ class Node:
             context.state = "paused" if training.paused else "training"
             self._follower.saved_mode = SavedMode(context.data_dir, training.task_hash, context.swarm_id)
             await recall_mode(context, self._follower.saved_mode, origin, checkpoint)
-            self._events.emit("training", f"trains {origin.task.subject} on {training.supervisor.device}")
+            doing = f"trains {origin.task.subject} on {training.supervisor.device}"
+            self._events.emit("training", doing if training.learns else f"acts in {origin.task.subject}")
             if origin.how == "resumed" and memory is not None:
                 self._memory.had_others = True
                 recall_stop(context, memory)
@@ -256,6 +264,7 @@ class Node:
                 group.create_task(self._watch(training.supervisor.watch()), name="learner"),
                 group.create_task(self._watch(training.learners.watch()), name="workers"),
                 group.create_task(self._watch(training.watch_actors()), name="actors"),
+                group.create_task(self._watch(training.send()), name="experience"),
                 group.create_task(training.adoptions.watch(), name="adoptions"),
                 group.create_task(training.mode.watch(), name="strategy"),
                 group.create_task(context.checkpointer.run(), name="checkpoints"),
@@ -320,6 +329,8 @@ class Node:
             pipes=context.transport,
             entered=self._on_lineage,
             folder=Path(context.data_dir),
+            boot=context.boot,
+            actors=context.actors,
         )
         context.state = "starting"
         return training
@@ -382,6 +393,8 @@ class Node:
         if context.checkpointer is not None:
             context.checkpointer.mean_return = self._reporter.mean_return
             self._evaluations.hear()
+        if training.receiver is not None:
+            training.receiver.sweep(context.alive())
         self._follower.on_gossip_round(training)
         self._meters.write_scalars()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -25,11 +25,14 @@ from p2pdrl.ids import short
 from p2pdrl.node import settings
 from p2pdrl.node.accounting.exchanges import Accounting
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
-from p2pdrl.node.children.actors import ActorPool, actor_count
+from p2pdrl.node.children.actors import ActorPool, actor_count, remote_actor_count
 from p2pdrl.node.children.group_process import GroupProcesses
 from p2pdrl.node.children.learner_pool import LearnerPool
 from p2pdrl.node.children.supervisor import LearnerPort, LearnerSupervisor
 from p2pdrl.node.events import EventLog
+from p2pdrl.node.experience.messages import learner_of
+from p2pdrl.node.experience.receiver import ExperienceReceiver
+from p2pdrl.node.experience.sender import ExperienceSender
 from p2pdrl.node.state.replay_store import ReplayStore
 from p2pdrl.node.state.state_transfer import (
     Adoptions,
@@ -55,6 +58,23 @@ __all__ = ["ActiveMode", "Training"]
 
 LONGEST_END_S = 15.0
 """A strategy may have to wait for an update, or for a whole state, but no longer than this."""
+
+
+async def _nobody_changes(learner_mode: LearnerMode, epoch: int) -> None:
+    """Do what a change of the learner mode is where nobody learns."""
+    del learner_mode, epoch
+
+
+def _nobody_agrees(config: StrategyConfig, context: StrategyContext) -> Strategy:
+    """Return the strategy of a node without a learner, whatever those who learn do."""
+    del config, context
+    return LocalStrategy()
+
+
+def _learner_of(me: str, actors: Iterable[str], learners: dict[str, Address]) -> tuple[str, Address] | None:
+    """Return whom our actors work for, and where that is; see `learner_of`."""
+    learner = learner_of(me, actors, learners)
+    return None if learner is None else (learner, learners[learner])
 
 
 class ActiveMode:
@@ -149,6 +169,8 @@ class Training:
         pipes: opens pipes to peers; None where the transport has none.
         entered: told the lineage of each state that is trained here.
         folder: where a replay memory is kept if it is to be on disk; None keeps none there.
+        boot: of this node.
+        actors: tells the other living nodes that act and don't learn.
     """
 
     def __init__(
@@ -172,6 +194,8 @@ class Training:
         pipes: Pipes | None = None,
         entered: Callable[[str], None] = lambda lineage: None,
         folder: Path | None = None,
+        boot: int = 0,
+        actors: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self._me = me
         self._direct = direct
@@ -204,7 +228,7 @@ class Training:
             take=self._take,
         )
         self.state_server = StateServer(self._own_state, events)
-        actors = actor_count(config.actors, task)
+        count, remote = actor_count(config, task), remote_actor_count(config, task)
         start = Start(
             task=msgspec.json.encode(task),
             seed=seed,
@@ -218,11 +242,14 @@ class Training:
             split_devices=config.learner.split_devices,
             split_cuts=config.learner.split_cuts,
             compiled=config.learner.compile,
-            actors=actors,
+            actors=count,
             actors_ahead=config.actors.ahead,
+            remote_actors=remote,
         )
-        self.actors = ActorPool(start, config.learner, clock, events) if actors else None
-        """Processes that act for the learner; None where it does so itself."""
+        self.learns = config.learns
+        """Whether parameters are updated here; else this node's actors work for another's learner."""
+        self.actors = ActorPool(start, config.learner, clock, events) if count or remote else None
+        """Processes that act for the learner, here or elsewhere; None where it does so itself."""
         self.supervisor = LearnerSupervisor(
             start=start,
             config=config.learner,
@@ -245,7 +272,10 @@ class Training:
             events=events,
             on_report=self._report,
         )
-        self.mode = ActiveMode(self.context, self.learners.change, self.accounting)
+        if self.learns:
+            self.mode = ActiveMode(self.context, self.learners.change, self.accounting)
+        else:
+            self.mode = ActiveMode(self.context, _nobody_changes, self.accounting, _nobody_agrees)
         self.swarm = NodeSwarmView(
             me=me,
             limits=config.limits,
@@ -259,6 +289,33 @@ class Training:
             observed=observed,
             rounds=(self.accounting.round, rounds),
         )
+        self.receiver: ExperienceReceiver | None = None
+        """Takes in unrolls of other nodes; None where no learner wants any."""
+        if self.actors is not None and remote:
+            self.receiver = ExperienceReceiver(
+                task_hash=self.task_hash,
+                pool=self.actors,
+                spec=lambda: self.spec,
+                strikes=self.swarm,
+                named=named,
+                events=events,
+            )
+        self.sender: ExperienceSender | None = None
+        """Sends unrolls to the learner of another node; None where there is a learner here."""
+        if not self.learns:
+            self.sender = ExperienceSender(
+                task=task,
+                task_hash=self.task_hash,
+                boot=boot,
+                transport=transport,
+                learner=lambda: _learner_of(me, actors(), alive()),
+                actors=count,
+                ahead=config.actors.ahead,
+                named=named,
+                clock=clock,
+                events=events,
+                max_bytes=config.limits.max_vector_bytes,
+            )
         self.traces = TraceCollector(
             me=me,
             stages=self.supervisor.stages,
@@ -272,8 +329,13 @@ class Training:
     # --- life -------------------------------------------------------------------------------
 
     async def build(self) -> None:
-        """Start the learner process and wait for its layout."""
-        await self.supervisor.build()
+        """Start the learner process and wait for its layout, or for that of the learner we act for."""
+        if self.sender is None or self.actors is None:
+            await self.supervisor.build()
+        else:
+            board, unrolls = await self.sender.layout()
+            self.supervisor.open(board)
+            self.actors.open(unrolls, board)
         self._progress_tracker.open_streams(self.spec.sidecar)
 
     async def begin(self, state: TransferredState | None, lineage: str) -> None:
@@ -289,7 +351,8 @@ class Training:
             self.board.post_delta(noise.astype(np.float32), 0)
         self.share_moments()
         self.learners.tell(self._pace())
-        await self.supervisor.begin(restore=state is not None)
+        if self.learns:
+            await self.supervisor.begin(restore=state is not None)
         if self.actors is not None:
             self.actors.begin()
 
@@ -307,6 +370,24 @@ class Training:
         if self.actors is not None:
             await self.actors.watch()
         await asyncio.Event().wait()
+
+    async def send(self) -> None:
+        """Where nobody learns: send what actors make to their learner, and keep its whole state, for ever."""
+        if self.sender is None or self.actors is None:
+            return
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.sender.run(self.actors), name="experience")
+            group.create_task(self._keep_state(), name="whole state")
+
+    async def _keep_state(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.actors.state_every_s)
+            found = await self.adoptions.newest(self.lineage)
+            if found is not None:
+                clean = without_moments(found, self.spec)
+                await asyncio.to_thread(
+                    self.board.post_set, clean.vector, clean.sidecar, clean.head.policy_version
+                )
 
     def pause(self, *, paused: bool) -> None:
         """Hold the learner, or let it go on; averaging continues meanwhile."""
@@ -441,7 +522,6 @@ class Training:
             group_process=GroupProcesses(config.learner) if config.trusted_network else None,
             stages=self.supervisor.stages,
             pipes=self._pipes,
-            experience=self.actors,
             minibatches=minibatches_of(self.task.algorithm),
             batches=batches_of(self.task.algorithm),
             rows=minibatch_rows(self.task)[0],

@@ -18,7 +18,6 @@ from p2pdrl.strategies.allreduce.group_process import GroupProcess
 from p2pdrl.strategies.pipeline.port import Pipes, Stages
 from p2pdrl.tensors.board import DaemonBoard
 from p2pdrl.tensors.layout import Float32Array
-from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollSpec
 from p2pdrl.transport.pipe.ticket import PipeReply
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 
@@ -26,7 +25,6 @@ __all__ = [
     "EXCHANGE_END_S",
     "ROUTES",
     "AnswerKind",
-    "Experience",
     "LearnerHandle",
     "LearnerRequest",
     "Merged",
@@ -36,7 +34,7 @@ __all__ = [
     "SwarmView",
 ]
 
-ROUTES = ("exchange", "group", "reduce", "push", "neighbour", "relay", "shard", "stage", "experience")
+ROUTES = ("exchange", "group", "reduce", "push", "neighbour", "relay", "shard", "stage")
 """Routes that belong to the strategy in force. The node serves all of them once, for its whole life, and
 passes what comes to the present strategy; each strategy refuses those that it has no use for."""
 
@@ -101,22 +99,6 @@ class LearnerHandle(Protocol):
             learning_rate: at which to step with what replaces the gradient; None for the algorithm's own.
             end_update: leave out what is left of the update; see `group.round_collector`.
         """
-
-
-class Experience(Protocol):
-    """Unrolls on their way to the learner: the third lane beside parameters (its board) and gradients.
-
-    Local actors fill it. Unrolls from other nodes belong into lanes of the same kind: who moves them needs to
-    know no more of them than their layout.
-    """
-
-    @property
-    def spec(self) -> UnrollSpec:
-        """What unrolls are made of, as the learner declared it."""
-
-    @property
-    def lanes(self) -> Sequence[UnrollLane]:
-        """One for each that makes them, in the order of their environments."""
 
 
 class SwarmView(Protocol):
@@ -236,7 +218,6 @@ class StrategyContext:
         group_process: in which torch.distributed runs; None where the node has none to offer.
         stages: the learner as a rank of a pipeline; None where the node has none to offer.
         pipes: opens pipes between stages; None likewise.
-        experience: unrolls on their way to the learner; None where it makes its own.
         minibatches: of one update of the algorithm, which a pipeline's predictions take into account.
         batches: how many of them the longest batch is cut into; the others are further passes over it.
         rows: of one minibatch, which can't be cut into more; environments where the policy remembers. 0 where
@@ -258,7 +239,6 @@ class StrategyContext:
     group_process: GroupProcess | None = None
     stages: Stages | None = None
     pipes: Pipes | None = None
-    experience: Experience | None = None
     minibatches: int = 1
     batches: int = 1
     rows: int = 0

@@ -327,9 +327,12 @@ def _build(start: Start) -> tuple[Trainer, str]:
         compiled=start.compiled,
         say=lambda text: print(f"learner: {text}", file=sys.stderr),
     )
-    source = None
-    if start.actors:
-        source = partial(ActorSource, actors=start.actors, ahead=start.actors_ahead)
+    source, streams = None, None
+    if start.actors or start.remote_actors:
+        source = partial(
+            ActorSource, actors=start.actors, ahead=start.actors_ahead, remote=start.remote_actors
+        )
+        streams = task.env.num_envs * (bool(start.actors) + start.remote_actors)
     trainer = build_trainer(
         task,
         start.seed,
@@ -338,17 +341,16 @@ def _build(start: Start) -> tuple[Trainer, str]:
         step_delay_s=start.step_delay_s,
         engine=engine,
         source=source,
+        streams=streams,
     )
     return trainer, device
 
 
-def _collection(source: Source[Any]) -> tuple[bytes, int]:
-    """Return what actors' unrolls are made of, and the bytes of the memory that they read the policy from."""
+def _unrolls(source: Source[Any]) -> bytes:
+    """Return what actors' unrolls are made of; empty where there are none."""
     from p2pdrl.workers.actor_source import ActorSource  # slow to import, and few learners have actors
 
-    if not isinstance(source, ActorSource):
-        return b"", 0
-    return msgspec.msgpack.encode(source.spec.to_wire()), source.policy_nbytes
+    return msgspec.msgpack.encode(source.spec.to_wire()) if isinstance(source, ActorSource) else b""
 
 
 def _live(mailbox: Mailbox) -> None:
@@ -359,13 +361,11 @@ def _live(mailbox: Mailbox) -> None:
     trainer, device = _build(start)
     spec = BoardSpec(trainer.layout, trainer.sidecar_layout)
     packed = msgspec.msgpack.encode(spec.to_wire())
-    unrolls, policy_nbytes = _collection(trainer.source) if start.actors else (b"", 0)
     mailbox.send(
         Hello(
             device=device,
             spec=packed,
-            unrolls=unrolls,
-            policy_nbytes=policy_nbytes,
+            unrolls=_unrolls(trainer.source),
             replay_nbytes=trainer.replay_nbytes,
         )
     )

@@ -134,6 +134,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     """Processes that act for this learner; 0 has the environments in its own."""
     actors_ahead: int = 0
     """Unrolls that each may make ahead of the learner."""
+    remote_actors: int = 0
+    """Actors of other nodes that it may learn from, at most."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -254,8 +256,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """msgpack of `BoardSpec.to_wire`: the layout of parameters and sidecar."""
     unrolls: bytes = b""
     """With actors: msgpack of `UnrollSpec.to_wire`, what their unrolls are made of."""
-    policy_nbytes: int = 0
-    """With actors: of the memory that they read the policy from."""
     replay_nbytes: int = 0
     """Of the memory that the replay's rows lie in; 0 without a replay."""
 

@@ -135,7 +135,7 @@ class _Orphaned:
         if self._since_s is None:
             self._since_s = now_s
         waited = now_s - self._since_s >= ORPHANED_S
-        return waited and context.node_id < min(alive, default="g")
+        return context.config.node.learns and waited and context.node_id < min(alive, default="g")
 
     def _may_give(self, node: str, now_s: float) -> bool:
         gossip = self._context.gossip

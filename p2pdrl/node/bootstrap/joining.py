@@ -109,6 +109,8 @@ class Candidate:
     waited_s: float
     claimed_s: float | None = None
     """Monotonic time of its claim; None while it has none."""
+    may_found: bool = True
+    """Whether it could train what it founds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,8 @@ class FoundingDecision:
 def decide(me: Candidate, sightings: Sequence[Sighting]) -> FoundingDecision:
     """Tell what ``me`` does, from what came of its last tries of every address that it knows."""
     others = [sighting for sighting in sightings if sighting.kind != "own"]
+    if not me.may_found:
+        return FoundingDecision("wait", "following", "a node that only acts waits for one that learns")
     given = [sighting for sighting in others if sighting.given]
     if not others and not me.own_among_seeds and me.env_steps < 0:
         return FoundingDecision("found", "decided")

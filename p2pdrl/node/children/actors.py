@@ -10,26 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 
 import msgspec
 
 from p2pdrl.clock import Clock
-from p2pdrl.config.node import ActorsConfig, LearnerConfig
-from p2pdrl.config.task import RegressionConfig, TaskConfig
+from p2pdrl.config.node import LearnerConfig, NodeConfig
+from p2pdrl.config.task import RegressionConfig, ReplayOptions, TaskConfig
 from p2pdrl.errors import ConfigError, WorkerError
 from p2pdrl.node.children.child_process import ChildOutput, ProcessLink
 from p2pdrl.node.children.restarts import Death, RestartPolicy, death_of
 from p2pdrl.node.events import EventLog
 from p2pdrl.telemetry.rate import RateMeter
+from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.shared_memory import SharedRegion
+from p2pdrl.tensors.shared_policy import PolicyCopies, SharedPolicy
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
 from p2pdrl.workers.protocol import (
     ChildFailed,
     Collect,
     Crashed,
-    Hello,
     Start,
     StartActor,
     actor_seed,
@@ -37,7 +39,7 @@ from p2pdrl.workers.protocol import (
     frame,
 )
 
-__all__ = ["ActorPool", "StallWatch", "actor_count"]
+__all__ = ["ActorPool", "StallWatch", "actor_count", "remote_actor_count"]
 
 BUILD_S = 600.0
 """The longest that environments may take to build, before they are tried anew."""
@@ -45,23 +47,37 @@ REAP_S = 1.0
 LOOK_EVERY_S = 1.0
 STALLED_S = 60.0
 STALLED_TIMES = 10.0
+REMOTE_ACTORS = 16
+REPLAY_ACTORS = 4
+"""Of other nodes, where nothing else is said: more would leave each environment little of a replay memory."""
 
 
-def actor_count(config: ActorsConfig, task: TaskConfig, cores: int | None = None) -> int:
-    """Return how many actors a node is to have for a task.
+def actor_count(node: NodeConfig, task: TaskConfig, cores: int | None = None) -> int:
+    """Return how many actors a node is to have for a task: none, or one at least where it doesn't learn.
 
     Args:
         task: the swarm's, which may have fewer environments than the node has actors.
         cores: that this process may use; None looks.
     """
-    if isinstance(task.algorithm, RegressionConfig):
+    if isinstance(task.algorithm, RegressionConfig) or not node.acts:
         return 0
-    count = config.count
-    if count == "auto":
+    count = node.actors.count
+    if count == "auto" or (count == 0 and not node.learns):
         have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         count = have if cores is None else cores
-        count = 0 if count < 2 else count
+        count = 0 if count < 2 and node.learns else count
     return min(count, task.env.num_envs)
+
+
+def remote_actor_count(node: NodeConfig, task: TaskConfig) -> int:
+    """Return how many actors of other nodes a node's learner takes unrolls from, at most."""
+    algorithm = task.algorithm
+    if isinstance(algorithm, RegressionConfig) or not node.learns or not algorithm.remote_actors:
+        return 0
+    count = node.learner.remote_actors
+    if count == "auto":
+        return 0 if node.acts else REPLAY_ACTORS if isinstance(algorithm, ReplayOptions) else REMOTE_ACTORS
+    return count
 
 
 class StallWatch:
@@ -164,7 +180,10 @@ class ActorLink(ProcessLink):
 
 
 class ActorPool:
-    """All actors of this node, through all their restarts. Implements `strategies.protocol.Experience`."""
+    """All actors of this node, through all their restarts, and the memory that their unrolls lie in.
+
+    Lanes behind theirs are for actors of other nodes, whose unrolls `experience.receiver` brings.
+    """
 
     def __init__(self, start: Start, config: LearnerConfig, clock: Clock, events: EventLog) -> None:
         self._start = start
@@ -176,6 +195,7 @@ class ActorPool:
         self._size = 0
         self._ring: SharedRegion | None = None
         self._policy: SharedRegion | None = None
+        self._copies: PolicyCopies | None = None
         self._lanes: tuple[UnrollLane, ...] = ()
         self._tasks: list[asyncio.Task[None]] = []
         self._pids: list[int | None] = [None] * start.actors
@@ -197,23 +217,30 @@ class ActorPool:
 
     @property
     def lanes(self) -> tuple[UnrollLane, ...]:
-        """One for each actor, in the order of their environments."""
+        """One for each actor, in the order of their environments; those of other nodes' actors are last."""
         return self._lanes
 
-    def open(self, hello: Hello, size: int) -> None:
-        """Make the memory that the learner asked for.
+    @property
+    def policy(self) -> PolicyCopies:
+        """What actors act with."""
+        if self._copies is None:
+            raise WorkerError("the learner isn't built yet")
+        return self._copies
 
-        Args:
-            hello: of the learner.
+    def open(self, unrolls: UnrollSpec, board: BoardSpec) -> None:
+        """Make the memory for what a learner declared.
 
         Raises:
             TensorError: the system gives no such memory.
         """
-        spec = UnrollSpec.from_wire(msgspec.msgpack.decode(hello.unrolls))
-        self._unrolls, self._spec, self._size = spec, hello.unrolls, size
-        self._ring = SharedRegion.create(spec.nbytes, "unrolls")
-        self._policy = SharedRegion.create(hello.policy_nbytes, "policy")
-        self._lanes = UnrollRing(self._ring, spec).lanes
+        self._unrolls, self._size = unrolls, board.layout.size
+        self._spec = msgspec.msgpack.encode(unrolls.to_wire())
+        shapes = {item.name: item.shape for item in board.sidecar.items}
+        features = math.prod(shapes.get("observations.mean", (0,)))
+        self._ring = SharedRegion.create(unrolls.nbytes, "unrolls")
+        self._policy = SharedRegion.create(SharedPolicy.nbytes_of(self._size, (features,)), "policy")
+        self._copies = PolicyCopies(self._policy, self._size, features)
+        self._lanes = UnrollRing(self._ring, unrolls).lanes
 
     def collected(self) -> tuple[Collect, list[SharedRegion]]:
         """Return what a learner is told, and whose descriptors go along."""
@@ -225,7 +252,7 @@ class ActorPool:
         """Start all actors."""
         self._tasks = [
             asyncio.create_task(self._keep(number), name=f"actor {number}")
-            for number in range(len(self._lanes))
+            for number in range(self.spec.local)
         ]
 
     async def watch(self) -> None:
@@ -235,6 +262,8 @@ class ActorPool:
             ConfigError: they can't act as configured.
             WorkerError: one dies again and again in the same way.
         """
+        if not self._tasks:
+            return
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             if not task.cancelled():
@@ -249,7 +278,7 @@ class ActorPool:
 
     def close(self) -> None:
         """Free the memory. Nobody may use it afterwards."""
-        self._lanes = ()
+        self._lanes, self._copies = (), None
         for region in (self._ring, self._policy):
             if region is not None:
                 region.close()
@@ -271,7 +300,7 @@ class ActorPool:
                 "dropped": lane.torn,
                 "restarts": self._restarts[number],
             }
-            for number, lane in enumerate(self._lanes)
+            for number, lane in enumerate(self._lanes[: self._start.actors])
         ]
 
     async def _keep(self, number: int) -> None:

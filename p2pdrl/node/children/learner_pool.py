@@ -284,7 +284,10 @@ class LearnerPool:
             return
         worker = HogwildWorker(
             start=msgspec.structs.replace(
-                self._start, seed=(self._start.seed + number * _SEED_STEP) % 2**31, actors=0
+                self._start,
+                seed=(self._start.seed + number * _SEED_STEP) % 2**31,
+                actors=0,
+                remote_actors=0,
             ),
             region=region,
             spec=spec,

@@ -35,6 +35,7 @@ from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion, SharedVector
+from p2pdrl.tensors.unroll_ring import UnrollSpec
 from p2pdrl.workers.protocol import (
     Hello,
     LearnerPace,
@@ -284,14 +285,23 @@ class LearnerSupervisor:
             await asyncio.sleep(self.restart_policy.backoff_s)
         spec = _spec(hello)
         self.device = hello.device
-        self.spec = spec
-        self._region = SharedRegion.create(spec.nbytes, "board")
-        self.board = DaemonBoard(self._region, spec)
+        board = self.open(spec)
         if self._actors is not None:
-            self._actors.open(hello, spec.layout.size)
+            self._actors.open(UnrollSpec.from_wire(msgspec.msgpack.decode(hello.unrolls)), spec)
         if hello.replay_nbytes:
             await asyncio.to_thread(self._replay.region, hello.replay_nbytes)
             self._replay_nbytes = hello.replay_nbytes
+        return board
+
+    def open(self, spec: BoardSpec) -> DaemonBoard:
+        """Make the board; where no learner is to run here, that is all that is needed.
+
+        Raises:
+            TensorError: the system gives no such memory.
+        """
+        self.spec = spec
+        self._region = SharedRegion.create(spec.nbytes, "board")
+        self.board = DaemonBoard(self._region, spec)
         return self.board
 
     async def _first_hello(self) -> Hello | None:

@@ -290,6 +290,11 @@ class Adoptions:
                 return found
             await asyncio.sleep(RETRY_EVERY_S)
 
+    async def newest(self, lineage: str) -> TransferredState | None:
+        """Return the best donor's state of a lineage, taken by nobody yet; None when nobody gives one."""
+        found = await self._download(self._donors(), lineage)
+        return None if found is None else found[1]
+
     def begin(self, donor: str, lineage: str | None, why: str) -> None:
         """Adopt a state in the background, and tell ``why`` when it is done.
 

@@ -20,7 +20,7 @@ LEARNER_DOWN_S = 15.0
 """A restart may take this long: importing torch takes seconds on a busy machine."""
 LEARNER_STARTING_S = 60.0
 PROGRESS_S = 60.0
-"""Longest time between two updates."""
+"""Longest time between two updates, or two unrolls that a learner takes."""
 LOOP_LAG_S = 1.0
 """Peers begin to suspect a node whose loop lags that much."""
 ALONE_S = 15.0
@@ -60,6 +60,8 @@ class HealthInputs:
     """For how long this node has been trying to adopt a peer's state."""
     return_fall: str = ""
     """How the swarm's learning curve has fallen for long; empty when it hasn't."""
+    idle_s: float = 0.0
+    """For how long a node that only acts has had no learner that takes what it makes."""
     mode_error: str | None = None
     """Why this node can't run the swarm's mode and trains alone; None while it can."""
 
@@ -102,6 +104,8 @@ def _of_swarm(inputs: HealthInputs) -> list[str]:
     reasons = []
     if inputs.seeds_given and inputs.alone_s > ALONE_S:
         reasons.append(f"none of the peers it was told of has answered for {inputs.alone_s:.0f} s")
+    if inputs.idle_s > PROGRESS_S:
+        reasons.append(f"no learner has taken what its actors make for {inputs.idle_s:.0f} s")
     if inputs.mode_error is not None:
         reasons.append(f"trains alone: {inputs.mode_error}")
     if inputs.suspected_by > 0:

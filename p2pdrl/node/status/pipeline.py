@@ -27,6 +27,8 @@ def trains(training: Training) -> bool:
     Not so under a pipeline, unless it is the first rank of one: then it computes for another, or stands by.
     """
     learner = training.supervisor
+    if not training.learns:
+        return False
     if not learner.requests.learner_mode.stages:
         return True
     return learner.stages.order is not None and learner.stages.order.rank == 0

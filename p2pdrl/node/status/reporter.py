@@ -171,6 +171,7 @@ class StatusReporter:
                 "quarantined": tuple(self.namer()(peer) for peer in training.swarm.quarantine.held(now_s)),
                 "adopting_s": training.adoptions.seconds,
                 "mode_error": context.mode_error,
+                "idle_s": 0.0 if training.sender is None or not wanted else training.sender.idle_s,
             }
         me = context.membership.members()[0]
         fall = context.evaluations.fall()
@@ -211,7 +212,9 @@ class StatusReporter:
                 "policy_version": training.policy_version,
                 "consensus_distance": training.mode.strategy.consensus_distance,
                 "device": training.supervisor.device,
-                "steps_per_s": training.supervisor.speed.rate(context.clock.monotonic()),
+                "steps_per_s": training.supervisor.speed.rate(context.clock.monotonic())
+                if training.sender is None
+                else training.sender.steps_per_s,
                 "learner_restarts": training.supervisor.restarts,
                 "mode_epoch": training.mode.epoch,
                 "strategy": protocol_of(training.mode.config),
@@ -262,7 +265,7 @@ class StatusReporter:
             "state": context.state,
             "members": context.member_counts(),
             "swarm_env_steps": context.progress_tracker.total().env_steps,
-            "swarm_steps_per_s": sum(one.steps_per_s for one in alive),
+            "swarm_steps_per_s": sum(one.steps_per_s for one in alive if one.trains),
             "episodes": report.episodes,
             "updates": report.updates,
             **{name: getattr(report, name) for name in FIGURES},
@@ -273,6 +276,7 @@ class StatusReporter:
             "pipeline": None if training is None else pipeline.pipeline_document(training),
             "learner": self._learner(),
             "actors": [] if training is None or training.actors is None else training.actors.figures(),
+            "experience": self._experience(),
             "evaluation": self._evaluation(),
             "stop": {"reached": context.halted is not None, "reason": context.halted}
             | ({} if training is None else msgspec.structs.asdict(training.stop_config)),
@@ -286,6 +290,18 @@ class StatusReporter:
                 "error": None if checkpointer is None else checkpointer.error,
             },
         }
+
+    def _experience(self) -> dict[str, object]:
+        """Unrolls of other nodes' actors that came, or that our own sent; empty where none travel."""
+        training = self._context.training
+        if training is None:
+            return {}
+        found: dict[str, object] = {}
+        if training.receiver is not None:
+            found["received"] = training.receiver.figures()
+        if training.sender is not None:
+            found["sent"] = training.sender.figures()
+        return found
 
     def accounting(self) -> dict[str, object]:
         """What each strategy cost and brought, by its name."""
@@ -433,7 +449,7 @@ class StatusReporter:
     def _learner(self) -> dict[str, object] | None:
         training = self._context.training
         learner = self._context.learner if training is None else training.supervisor
-        if learner is None:
+        if learner is None or (training is not None and not training.learns):
             return None
         state = "running" if learner.pid else "down"
         if training is not None and training.paused:

@@ -31,8 +31,9 @@ def test_a_member_of_another_release_is_understood():
 @pytest.mark.parametrize(
     ("sets", "why"),
     [
-        (['node.roles=["actor"]'], "every node learns; add learner"),
-        (['node.roles=["learner"]'], "add actor"),
+        (['node.roles=["actor"]'], "needs a learner: name a node of the swarm with node.peers"),
+        (['node.roles=["server"]'], "add learner or actor"),
+        (['node.roles=["learner"]', "task.algorithm.name=a2c"], "a2c learns from unrolls of its newest"),
         (['node.roles=["learner", "actor", "replay"]'], "leave it out"),
         (['node.roles=["learner", "actor", "learner"]'], "twice"),
         (['node.roles=["teacher"]'], "node.roles"),
@@ -47,6 +48,11 @@ def test_roles_that_can_be():
     assert resolve(sets=['node.roles=["learner", "actor"]']).config.node.roles == ("learner", "actor")
     regression = ['task.algorithm.name="regression"', 'node.roles=["learner"]']
     assert resolve(sets=regression).config.node.roles == ("learner",)
+    assert resolve(sets=["task.algorithm.name=dqn", 'node.roles=["learner"]']).config.node.learns
+    actor = resolve(sets=['node.roles=["actor"]', 'node.peers=["10.0.0.1:7700"]']).config.node
+    assert (actor.acts, actor.learns) == (True, False)
+    assert resolve(sets=[]).config.node.acts
+    assert resolve(sets=[]).config.node.learns
 
 
 @pytest.mark.parametrize(

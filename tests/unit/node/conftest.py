@@ -119,6 +119,8 @@ class FakeTraining:
         self.task_hash = task_hash(self.task)
         self.stop_config = self.task.stop
         self.actors = None
+        self.learns = True
+        self.receiver = self.sender = None
         self.lineage = "ab" * 8
         self.paused = False
         self.used: list[tuple[Any, int]] = []

@@ -46,6 +46,7 @@ class Node:
         memory: RememberedSwarm | None = None,
         builds_s: float = 2.0,
         hesitates_s: float = 0.0,
+        roles: tuple[str, ...] = (),
     ) -> None:
         self.network, self.number, self.builds_s = network, number, builds_s
         self.hesitates_s = hesitates_s
@@ -55,7 +56,10 @@ class Node:
         self.events = EventLog(200, clock)
         peers = tuple(map(at, seeds))
         self.admission = JoinAdmission(
-            Config(node=NodeConfig(peers=peers)), task_given=False, events=self.events, clock=clock
+            Config(node=NodeConfig(peers=peers, roles=roles)),
+            task_given=False,
+            events=self.events,
+            clock=clock,
         )
         self.own = Address.parse(at(number))
         self.transport = network.join(self.identity.node_id, self.own)
@@ -159,6 +163,23 @@ class Stranger:
         if self._answers is None:
             await asyncio.Event().wait()
         raise self._answers
+
+
+async def test_who_only_acts_never_founds_and_nobody_waits_for_it(make):
+    actors = [make(number, (1, 2, 3), roles=("actor",)).start() for number in (1, 2)]
+    await asyncio.sleep(120)
+    assert [node.how for node in actors] == [None, None]
+    learner = make(3, (1, 2, 3)).start()
+    await asyncio.sleep(30)
+    assert learner.how == "founded"
+    assert [node.how for node in actors] == ["joined", "joined"]
+
+
+async def test_who_only_acts_never_resumes_a_swarm(make):
+    memory = RememberedSwarm("swarm", ACROBOT, "ab" * 8, 10**6, others=True)
+    actor = make(1, (2,), knows=(2,), memory=memory, roles=("actor",)).start()
+    await asyncio.sleep(120)
+    assert actor.how is None
 
 
 @pytest.mark.parametrize("own_among", [False, True])

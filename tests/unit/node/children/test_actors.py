@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdrl.config.node import ActorsConfig
-from p2pdrl.config.task import EnvConfig, RegressionConfig, TaskConfig
-from p2pdrl.node.children.actors import STALLED_S, StallWatch, actor_count
+from p2pdrl.config.node import ActorsConfig, LearnerConfig, NodeConfig
+from p2pdrl.config.task import A2CConfig, DQNConfig, EnvConfig, ImpalaConfig, RegressionConfig, TaskConfig
+from p2pdrl.node.children.actors import STALLED_S, StallWatch, actor_count, remote_actor_count
 
 FOUR = TaskConfig(env=EnvConfig(num_envs=4))
 
@@ -16,11 +16,41 @@ FOUR = TaskConfig(env=EnvConfig(num_envs=4))
     [(0, 8, 0), (3, 1, 3), (9, 8, 4), ("auto", 1, 0), ("auto", 2, 2), ("auto", 16, 4)],
 )
 def test_actors_by_cores_and_environments(count, cores, expected):
-    assert actor_count(ActorsConfig(count=count), FOUR, cores) == expected
+    assert actor_count(NodeConfig(actors=ActorsConfig(count=count)), FOUR, cores) == expected
+
+
+@pytest.mark.parametrize(("count", "cores", "expected"), [(0, 8, 4), (0, 1, 1), ("auto", 1, 1), (2, 8, 2)])
+def test_a_node_that_only_acts_has_an_actor_at_least(count, cores, expected):
+    node = NodeConfig(roles=("actor",), actors=ActorsConfig(count=count))
+    assert actor_count(node, FOUR, cores) == expected
+
+
+def test_a_node_that_only_learns_has_none():
+    node = NodeConfig(roles=("learner",), actors=ActorsConfig(count=4))
+    assert actor_count(node, FOUR, 8) == 0
 
 
 def test_a_regression_has_none():
-    assert actor_count(ActorsConfig(count="auto"), TaskConfig(algorithm=RegressionConfig()), 8) == 0
+    node = NodeConfig(actors=ActorsConfig(count="auto"))
+    assert actor_count(node, TaskConfig(algorithm=RegressionConfig()), 8) == 0
+
+
+@pytest.mark.parametrize(
+    ("roles", "wanted", "algorithm", "expected"),
+    [
+        (("learner",), "auto", ImpalaConfig(), 16),
+        (("learner",), "auto", DQNConfig(), 4),
+        (("learner",), 3, DQNConfig(), 3),
+        (("learner",), "auto", RegressionConfig(), 0),
+        ((), "auto", ImpalaConfig(), 0),
+        ((), 2, ImpalaConfig(), 2),
+        ((), 2, A2CConfig(), 0),
+        (("actor",), "auto", ImpalaConfig(), 0),
+    ],
+)
+def test_actors_of_other_nodes_by_roles_and_algorithm(roles, wanted, algorithm, expected):
+    node = NodeConfig(roles=roles, learner=LearnerConfig(remote_actors=wanted))
+    assert remote_actor_count(node, TaskConfig(algorithm=algorithm)) == expected
 
 
 def looks(watch, seconds, committed=5, *, may_begin=True):

@@ -1,0 +1,85 @@
+"""What nodes that act and nodes that learn tell each other, and who works for whom.
+
+    actor's node ── Enlist: environments of each actor ──► learner's node
+                 ◄── Enlisted: a lane for each, layouts; the policy as the vector ──
+                 ── SentUnroll, the unroll's content as the vector ──►
+                 ◄── UnrollReceipt; the policy as the vector where the actor's is older ──
+
+An unroll is known by (node, boot, lane, serial), so one whose answer was lost is sent again and counts once.
+Where there is no room, or no lane of that sender, the call is refused at once (423, 409), and nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from p2pdrl.group.compatibility import Natural, Short
+
+__all__ = ["ROUTE", "Enlist", "Enlisted", "SentUnroll", "UnrollReceipt", "learner_of"]
+
+ROUTE = "experience"
+MOST_ACTORS = 1024
+
+Whole = Annotated[int, Meta(ge=1, le=1 << 20)]
+
+
+class Enlist(msgspec.Struct, frozen=True, tag="enlist"):
+    """Asks for a lane for each actor process of the sender; it keeps those that it has, in the same boot."""
+
+    task_hash: Short
+    boot: Natural
+    environments: Annotated[tuple[Whole, ...], Meta(min_length=1, max_length=MOST_ACTORS)]
+    """Of each actor."""
+
+
+class Enlisted(msgspec.Struct, frozen=True):
+    """The lanes, and what the learner's memory is made of."""
+
+    lanes: Annotated[tuple[Natural, ...], Meta(max_length=MOST_ACTORS)]
+    """One for each actor, in order."""
+    board: bytes
+    """msgpack of `BoardSpec.to_wire`."""
+    unrolls: bytes
+    """msgpack of `UnrollSpec.to_wire`; shares and slots are the learner's."""
+
+
+class SentUnroll(msgspec.Struct, frozen=True, tag="unroll"):
+    """Goes before an unroll's content, which is laid out as in a slot of the ring."""
+
+    boot: Natural
+    lane: Natural
+    serial: Annotated[int, Meta(ge=1, lt=2**53)]
+    """Of the unroll among its actor's, from 1."""
+    life: Natural
+    """Which of the actor's processes made it."""
+    policy_version: Natural
+    """Of the parameters that acted."""
+    episodes: Natural
+    environments: Whole
+    held: Annotated[int, Meta(ge=-1, lt=2**53)]
+    """Version of the newest policy that the sender has; -1 for none."""
+
+
+class UnrollReceipt(msgspec.Struct, frozen=True):
+    """The unroll is there, now or since before."""
+
+    policy_version: Natural
+    """Of the learner's newest parameters; 0 while there are none."""
+
+
+def learner_of(me: str, actors: Iterable[str], learners: Iterable[str]) -> str | None:
+    """Return which learner a node's actors work for: as many nodes for each as can be; None without one.
+
+    Every node comes to the same answer for all, from the ids of those that live.
+
+    Args:
+        actors: the other nodes that act and don't learn.
+        learners: nodes that learn.
+    """
+    ranked = sorted(learners)
+    mates = sorted({me, *actors})
+    return ranked[mates.index(me) % len(ranked)] if ranked else None

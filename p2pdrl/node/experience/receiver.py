@@ -1,0 +1,261 @@
+"""Takes in unrolls of other nodes' actors, into lanes of the learner's ring of shared memory.
+
+Nothing that came is believed: its length, its layout and all its numbers are looked at before the learner
+sees it. Parameters go back with the answer, read from the learner's memory once a version, however many
+actors there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from p2pdrl.errors import PoisonedVectorError, WireError
+from p2pdrl.node.children.actors import ActorPool
+from p2pdrl.node.events import EventLog
+from p2pdrl.node.experience.messages import Enlist, Enlisted, SentUnroll, UnrollReceipt
+from p2pdrl.tensors.board import BoardSpec
+from p2pdrl.transport import codec
+from p2pdrl.transport.protocol import Incoming, Refusal, Reply
+
+__all__ = ["ExperienceReceiver", "RemoteActor"]
+
+INLINE_BYTES = 1 << 20
+"""Longer unrolls are looked at in a thread."""
+
+
+class Strikes(Protocol):
+    """Who notes what peers do wrong: `node.swarm_view.NodeSwarmView`."""
+
+    def strike(self, peer: str, why: str) -> None:
+        """Note that ``peer`` sent something poisoned."""
+
+    def quarantined(self, peer: str) -> bool:
+        """Tell whether ``peer`` is to be refused."""
+
+
+@dataclass
+class RemoteActor:
+    """A lane that somebody's actor fills, as far as it has come."""
+
+    node: str
+    boot: int
+    environments: int
+    serial: int = 0
+    life: int = 0
+    unrolls: int = 0
+    env_steps: int = 0
+    repeated: int = 0
+    lost: int = 0
+    filling: bool = False
+
+
+class ExperienceReceiver:
+    """Serves `messages.ROUTE` on a node that learns.
+
+    Args:
+        spec: tells the layout of parameters and sidecar.
+        named: the name that people gave a node.
+    """
+
+    def __init__(
+        self,
+        *,
+        task_hash: str,
+        pool: ActorPool,
+        spec: Callable[[], BoardSpec],
+        strikes: Strikes,
+        named: Callable[[str], str],
+        events: EventLog,
+    ) -> None:
+        self._task_hash = task_hash
+        self._pool = pool
+        self._spec = spec
+        self._strikes = strikes
+        self._named = named
+        self._events = events
+        self._claims: dict[int, RemoteActor] = {}
+        self._newest: tuple[int, npt.NDArray[np.uint8]] | None = None
+        self.refused: Counter[int] = Counter()
+        """Calls that were refused, by status."""
+
+    @property
+    def claims(self) -> dict[int, RemoteActor]:
+        """Who fills which lane."""
+        return self._claims
+
+    async def answer(self, incoming: Incoming) -> Reply:
+        """Serve a call.
+
+        Raises:
+            Refusal: malformed (400), quarantined (403), another task or a lane not the sender's (409),
+                numbers or a length that can't be (422), no room for another unroll yet (423), no lanes left
+                or no policy yet (503).
+        """
+        try:
+            return await self._answer(incoming)
+        except Refusal as refusal:
+            self.refused[refusal.status] += 1
+            raise
+
+    async def _answer(self, incoming: Incoming) -> Reply:
+        if self._strikes.quarantined(incoming.sender):
+            raise Refusal(403, "in quarantine for unrolls or parameters that can't be")
+        try:
+            message: Enlist | SentUnroll = codec.decode(incoming.meta, Enlist | SentUnroll, "unroll's head")
+        except WireError as error:
+            raise Refusal(400, str(error)) from error
+        if isinstance(message, Enlist):
+            return self._enlist(incoming.sender, message)
+        return await self._take(incoming, message)
+
+    def _enlist(self, sender: str, wanted: Enlist) -> Reply:
+        if wanted.task_hash != self._task_hash:
+            raise Refusal(409, "our task is another one")
+        spec = self._pool.spec
+        free = [number for number in range(spec.local, len(spec.shares)) if number not in self._claims]
+        own = sorted(number for number, claim in self._claims.items() if claim.node == sender)
+        if [(wanted.boot, one) for one in wanted.environments] == [
+            (self._claims[number].boot, self._claims[number].environments) for number in own
+        ]:
+            return self._enlisted(own)  # it goes on: what it sends again is still known
+        lanes = sorted(own + free)[: len(wanted.environments)]
+        if len(lanes) < len(wanted.environments):
+            raise Refusal(
+                503,
+                f"takes unrolls of {spec.remote} actors at most (node.learner.remote_actors), and "
+                f"{len(self._claims)} are here",
+            )
+        if max(wanted.environments) > max(spec.shares):
+            raise Refusal(422, f"an actor here has {max(spec.shares)} environments at most")
+        enlisted = self._enlisted(lanes)
+        for number in own:
+            self._release(number)
+        for number, environments in zip(lanes, wanted.environments, strict=True):
+            self._claims[number] = RemoteActor(sender, wanted.boot, environments)
+            self._pool.lanes[number].started()
+        self._events.emit(
+            "actors-enlisted",
+            f"{len(lanes)} actor{'s' * (len(lanes) > 1)} of {self._named(sender)} work for this learner",
+            peer=sender,
+            lanes=lanes,
+        )
+        return enlisted
+
+    def _enlisted(self, lanes: Sequence[int]) -> Reply:
+        policy = self._policy()
+        if policy is None:
+            raise Refusal(503, "no parameters yet")
+        enlisted = Enlisted(
+            lanes=tuple(lanes),
+            board=msgspec.msgpack.encode(self._spec().to_wire()),
+            unrolls=msgspec.msgpack.encode(self._pool.spec.to_wire()),
+        )
+        return Reply(msgspec.msgpack.encode(enlisted), vector=policy[1].data)
+
+    async def _take(self, incoming: Incoming, sent: SentUnroll) -> Reply:
+        claim = self._claims.get(sent.lane)
+        if claim is None or (claim.node, claim.boot) != (incoming.sender, sent.boot):
+            raise Refusal(409, "that lane isn't yours: enlist again")
+        if sent.serial <= claim.serial:
+            claim.repeated += 1
+            return self._taken(sent.held)
+        spec, lane = self._pool.spec, self._pool.lanes[sent.lane]
+        nbytes = spec.content_nbytes(claim.environments)
+        if (sent.environments, incoming.vector_nbytes) != (claim.environments, nbytes):
+            why = f"an unroll of {incoming.vector_nbytes} bytes, not {nbytes}"
+            self._strikes.strike(incoming.sender, why)
+            raise Refusal(422, why)
+        if claim.filling or not lane.may_begin:
+            raise Refusal(423, "no room for another unroll yet")
+        claim.filling = True
+        try:
+            content = lane.fill(claim.environments)
+            await incoming.read_vector_into(content)
+            arrays = spec.views(content, claim.environments)
+            if nbytes <= INLINE_BYTES:
+                spec.check(arrays)
+            else:
+                await asyncio.to_thread(spec.check, arrays)
+        except PoisonedVectorError as error:
+            self._strikes.strike(incoming.sender, str(error))
+            raise Refusal(422, str(error)) from error
+        finally:
+            claim.filling = False
+        if self._claims.get(sent.lane) is not claim:
+            raise Refusal(409, "that lane isn't yours any more: enlist again")
+        if claim.serial and (sent.serial, sent.life) != (claim.serial + 1, claim.life):
+            claim.lost += sent.serial - claim.serial - 1
+            lane.started()  # its streams begin anew
+        claim.serial, claim.life = sent.serial, sent.life
+        env_steps = int(arrays["valid"].sum())
+        claim.unrolls += 1
+        claim.env_steps += env_steps
+        version = self._pool.policy.version or 0
+        lane.commit(
+            policy_version=min(sent.policy_version, version),
+            episodes=min(sent.episodes, arrays["episode_returns"].size),
+            env_steps=env_steps,
+            environments=claim.environments,
+        )
+        lane.running = True  # from now on batches may wait for the next
+        return self._taken(sent.held)
+
+    def _taken(self, held: int) -> Reply:
+        policy = self._policy()
+        if policy is None:
+            return Reply(msgspec.msgpack.encode(UnrollReceipt(0)))
+        version, content = policy
+        return Reply(
+            msgspec.msgpack.encode(UnrollReceipt(version)), vector=content.data if version > held else None
+        )
+
+    def _policy(self) -> tuple[int, npt.NDArray[np.uint8]] | None:
+        """Return the newest policy and its version; it is read once, and the same for all who ask for it."""
+        version = self._pool.policy.version
+        if version is None:
+            return None
+        if self._newest is None or self._newest[0] != version:
+            content = self._pool.policy.read()
+            if content is None:
+                return self._newest
+            self._newest = int(content[:8].view(np.uint64)[0]), content
+        return self._newest
+
+    def sweep(self, alive: Collection[str]) -> None:
+        """Free the lanes of nodes that are gone: nobody waits for their unrolls any more."""
+        gone = {claim.node for claim in self._claims.values()}.difference(alive)
+        for number, claim in list(self._claims.items()):
+            if claim.node in gone:
+                self._release(number)
+        for node in gone:
+            self._events.emit("actors-left", f"the actors of {self._named(node)} are gone", peer=node)
+
+    def _release(self, number: int) -> None:
+        del self._claims[number]
+        if self._pool.lanes:
+            self._pool.lanes[number].running = False
+
+    def figures(self) -> dict[str, object]:
+        """What came, by node and lane; JSON types."""
+        rows = [
+            {
+                "lane": number,
+                "node": claim.node,
+                "name": self._named(claim.node),
+                "environments": claim.environments,
+                "unrolls": claim.unrolls,
+                "env_steps": claim.env_steps,
+                "repeated": claim.repeated,
+                "lost": claim.lost,
+            }
+            for number, claim in sorted(self._claims.items())
+        ]
+        return {"actors": rows, "refused": {str(status): count for status, count in self.refused.items()}}

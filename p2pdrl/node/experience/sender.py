@@ -1,0 +1,285 @@
+"""Sends what this node's actors make to the learner that they work for, and brings its parameters back.
+
+To the actors it is their learner: it reads their lanes of the ring, grants them the next unroll once one was
+taken, and writes the policy that they act with. Which learner it is follows from who lives; when that one
+dies, the same unroll goes to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from p2pdrl.clock import Clock
+from p2pdrl.config.task import TaskConfig
+from p2pdrl.errors import LayoutMismatchError, PeerRefusedError, TensorError, TransportError, WireError
+from p2pdrl.node.children.actors import ActorPool
+from p2pdrl.node.events import EventLog
+from p2pdrl.node.experience.messages import ROUTE, Enlist, Enlisted, SentUnroll, UnrollReceipt
+from p2pdrl.telemetry.rate import RateMeter
+from p2pdrl.tensors.board import BoardSpec
+from p2pdrl.tensors.unroll_ring import Committed, UnrollLane, UnrollSpec, shares_of
+from p2pdrl.transport import codec
+from p2pdrl.transport.protocol import Address, Transport
+
+__all__ = ["ExperienceSender"]
+
+DEADLINE_S = 10.0
+SLOWEST_BYTES_S = 1e6
+RETRY_S = 0.5
+"""Before a learner that couldn't be reached, or has no room for more actors, is asked again."""
+FULL_S = (0.002, 0.05)
+"""Before an unroll is offered again that there was no room for: at first, and at most."""
+POLL_S = (0.001, 0.02)
+"""Between two looks for an unroll: at first, and at most."""
+TOLD_EVERY_S = 30.0
+
+
+class Post(NamedTuple):
+    """Where the actors work.
+
+    Args:
+        lanes: of the learner's ring, one for each actor.
+    """
+
+    learner: str
+    address: Address
+    lanes: tuple[int, ...]
+
+
+class ExperienceSender:
+    """The learner of this node's actors, as they see it.
+
+    Args:
+        learner: tells who they work for, by id, and where that is; None while nobody learns.
+        actors: how many processes share the task's environments.
+        ahead: unrolls that each may make while one is under way.
+        named: the name that people gave a node.
+        max_bytes: no policy larger than that is taken.
+    """
+
+    def __init__(
+        self,
+        *,
+        task: TaskConfig,
+        task_hash: str,
+        boot: int,
+        transport: Transport,
+        learner: Callable[[], tuple[str, Address] | None],
+        actors: int,
+        ahead: int,
+        named: Callable[[str], str],
+        clock: Clock,
+        events: EventLog,
+        max_bytes: int,
+    ) -> None:
+        self._task_hash = task_hash
+        self._boot = boot
+        self._transport = transport
+        self._learner = learner
+        self._shares = shares_of(task.env.num_envs, actors)
+        self._ahead = ahead
+        self._named = named
+        self._clock = clock
+        self._events = events
+        self._max_bytes = max_bytes
+        self._pool: ActorPool | None = None
+        self._post: Post | None = None
+        self._enlisting = asyncio.Lock()
+        self._held = -1
+        self._told: tuple[str, float] = ("", float("-inf"))
+        self._rate = RateMeter(10.0)
+        self._taken_s = clock.monotonic()
+        self.sent = 0
+        """Unrolls that were taken."""
+        self.refused = 0
+        """Times that there was no room for one."""
+        self.env_steps = 0
+
+    async def layout(self) -> tuple[BoardSpec, UnrollSpec]:
+        """Enlist with a learner, however long that takes; return its layouts, the second for our actors."""
+        while True:
+            found = await self._enlist()
+            if found is not None:
+                enlisted, _ = found
+                board = BoardSpec.from_wire(codec.decode(enlisted.board, dict, "layout of parameters"))
+                theirs = UnrollSpec.from_wire(codec.decode(enlisted.unrolls, dict, "layout of unrolls"))
+                return board, UnrollSpec(theirs.items, self._shares, 1 + self._ahead)
+            await asyncio.sleep(RETRY_S)
+
+    async def run(self, pool: ActorPool) -> None:
+        """Move unrolls and policies for ever, with memory as `layout` said."""
+        self._pool = pool
+        self._post = None  # who enlists is given the policy to begin with
+        async with asyncio.TaskGroup() as group:
+            for number, lane in enumerate(pool.lanes):
+                group.create_task(self._serve(number, lane), name=f"unrolls of actor {number}")
+
+    @property
+    def works_for(self) -> str:
+        """Id of the learner; empty while there is none."""
+        return "" if self._post is None else self._post.learner
+
+    def figures(self) -> dict[str, object]:
+        """What was sent; JSON types."""
+        name = self._named(self.works_for) if self.works_for else None
+        return {
+            "learner": self.works_for or None,
+            "learner_name": name,
+            "sent": self.sent,
+            "refused": self.refused,
+            "env_steps": self.env_steps,
+            "policy_version": max(self._held, 0),
+        }
+
+    @property
+    def steps_per_s(self) -> float:
+        """Environment steps a second, in unrolls that were taken."""
+        return self._rate.rate(self._clock.monotonic())
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since an unroll was taken, or since this began."""
+        return self._clock.monotonic() - self._taken_s
+
+    async def _serve(self, number: int, lane: UnrollLane) -> None:
+        await self._posted()
+        while True:
+            lane.grant(self._ahead)
+            found = await self._next(lane)
+            await self._send(number, found)
+            self.sent += 1
+            self._taken_s = self._clock.monotonic()
+            self.env_steps += found.env_steps
+            self._rate.add(found.env_steps, self._taken_s)
+            lane.consume()
+
+    async def _next(self, lane: UnrollLane) -> Committed:
+        pause_s, most_s = POLL_S
+        while (found := lane.peek()) is None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, most_s)
+        return found
+
+    async def _send(self, number: int, found: Committed) -> None:
+        """Bring an unroll to the learner, or to the one after it, however often that has to be tried."""
+        pause_s, most_s = FULL_S
+        while True:
+            post = await self._posted()
+            head = SentUnroll(
+                boot=self._boot,
+                lane=post.lanes[number],
+                serial=found.serial,
+                life=found.life,
+                policy_version=found.policy_version,
+                episodes=found.episodes,
+                environments=found.environments,
+                held=self._held,
+            )
+            try:
+                answer, policy = await self._call(post.learner, post.address, head, found.content)
+                codec.decode(answer, UnrollReceipt, "learner's answer")
+                self._keep(policy)
+            except PeerRefusedError as error:
+                if error.status == 423:
+                    self.refused += 1
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2.0 * pause_s, most_s)
+                    continue
+                await self._lost(post, str(error))
+            except (TransportError, TensorError) as error:
+                await self._lost(post, str(error))
+            else:
+                return
+
+    async def _lost(self, post: Post, why: str) -> None:
+        if self._post is post:
+            self._post = None
+            self._tell(f"{self._named(post.learner)} takes no unrolls: {why}")
+        await asyncio.sleep(RETRY_S)
+
+    async def _posted(self) -> Post:
+        """Return where our actors work, once somebody has taken them."""
+        while True:
+            async with self._enlisting:
+                post, wanted = self._post, self._learner()
+                if post is not None and wanted is not None and wanted[0] == post.learner:
+                    return post
+                if (found := await self._enlist()) is not None:
+                    try:
+                        self._keep(found[1])
+                    except TensorError as error:
+                        self._tell(f"the learner's policy can't be used: {error}")
+                    else:
+                        continue
+            await asyncio.sleep(RETRY_S)
+
+    async def _enlist(self) -> tuple[Enlisted, npt.NDArray[np.uint8] | None] | None:
+        """Ask the learner that is ours for lanes; None when that fails, which is told now and then."""
+        wanted = self._learner()
+        if wanted is None:
+            self._tell("nobody learns: waits for a learner")
+            return None
+        learner, address = wanted
+        message = Enlist(self._task_hash, self._boot, self._shares)
+        try:
+            answer, policy = await self._call(learner, address, message, None)
+            enlisted: Enlisted = codec.decode(answer, Enlisted, "learner's layout")
+            if len(enlisted.lanes) != len(self._shares):
+                raise WireError(f"{len(enlisted.lanes)} lanes for {len(self._shares)} actors")
+        except TransportError as error:
+            self._tell(f"{self._named(learner)} doesn't take this node's actors yet: {error}")
+            return None
+        self._post = Post(learner, address, enlisted.lanes)
+        self._events.emit("works-for", f"its actors work for {self._named(learner)}", peer=learner)
+        return enlisted, policy
+
+    async def _call(
+        self, learner: str, address: Address, message: Enlist | SentUnroll, content: memoryview | None
+    ) -> tuple[bytes, npt.NDArray[np.uint8] | None]:
+        got: list[npt.NDArray[np.uint8]] = []
+
+        def into(_: bytes, nbytes: int) -> memoryview | None:
+            if nbytes > self._max_bytes:
+                return None
+            got.append(np.empty(nbytes, np.uint8))
+            return got[0].data
+
+        length = 0 if content is None else content.nbytes
+        answer = await self._transport.call(
+            address,
+            learner,
+            ROUTE,
+            msgspec.msgpack.encode(message),
+            vector=content,
+            into=into,
+            deadline_s=DEADLINE_S + length / SLOWEST_BYTES_S,
+            lane="bulk",
+        )
+        return answer.meta, got[0] if got and answer.vector_nbytes else None
+
+    def _keep(self, policy: npt.NDArray[np.uint8] | None) -> None:
+        """Let the actors have a policy, unless theirs is as new.
+
+        Raises:
+            LayoutMismatchError: it is of another network.
+            PoisonedVectorError: a number in it isn't finite.
+        """
+        if policy is None or self._pool is None:
+            return
+        if policy.nbytes != self._pool.policy.nbytes:
+            raise LayoutMismatchError(f"a policy of {policy.nbytes} bytes")
+        self._held = self._pool.policy.write(policy)
+
+    def _tell(self, text: str) -> None:
+        """Tell people, but not the same again and again."""
+        said, at_s = self._told
+        now_s = self._clock.monotonic()
+        if text != said or now_s - at_s > TOLD_EVERY_S:
+            self._told = text, now_s
+            self._events.emit("experience", text, level="warning")

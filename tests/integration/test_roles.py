@@ -1,0 +1,95 @@
+"""Nodes that only act, and nodes that only learn: unrolls travel, and whoever dies is done without."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+START_S = 90.0
+DETECT_S = 30.0
+IMPALA = (
+    *("--config", "impala"),
+    *("--set", "task.env.num_envs=4"),
+    *("--set", "node.learner.restart_min_s=0.05"),
+)
+
+
+def received(learner):
+    """What came, by the name of the node: (lanes, unrolls, environment steps)."""
+    found = {}
+    for row in learner.status().get("experience", {}).get("received", {}).get("actors", []):
+        lanes, unrolls, steps = found.get(row["name"], (0, 0, 0))
+        found[row["name"]] = lanes + 1, unrolls + row["unrolls"], steps + row["env_steps"]
+    return found
+
+
+def come(learner, *names, more_than=5):
+    rows = received(learner)
+    return rows if all(rows.get(name, (0, 0, 0))[1] > more_than for name in names) else None
+
+
+def start(swarm, *options):
+    learner = swarm.found("learner", *IMPALA, *options, "--roles", "learner")
+    return learner, [
+        swarm.start(name, "--roles", "actor", "--actors", "2", peers=learner) for name in ("a", "b")
+    ]
+
+
+@pytest.mark.timeout(240)
+def test_a_learner_goes_on_whoever_dies_that_acts_for_it(swarm, wait_until, no_orphans):
+    learner, (first, second) = start(swarm, "--set", "task.stop.env_steps=100000000")
+    rows = wait_until(lambda: come(learner, "a", "b"), START_S, "unrolls of both nodes come")
+    assert [lanes for lanes, *_ in rows.values()] == [2, 2]
+    assert {row["name"]: row["roles"] for row in learner.peers()} == {
+        "learner": ["learner"],
+        "a": ["actor"],
+        "b": ["actor"],
+    }
+    status = second.status()
+    assert status["experience"]["sent"]["learner_name"] == "learner"
+    assert status["learner"] is None
+    assert (status["updates"], status["env_steps"], status["healthy"]) == (0, 0, True)
+    assert [row["running"] for row in status["actors"]] == [True, True]
+    assert not [child for child in second.children() if "workers.learner" in " ".join(child.cmdline())]
+    version = status["policy_version"]
+
+    first.kill9()
+    wait_until(lambda: learner.events("actors-left"), DETECT_S, "the dead node's lanes are free")
+    assert set(received(learner)) == {"b"}
+    updates = learner.status()["updates"]
+    wait_until(lambda: learner.status()["updates"] > updates + 20, DETECT_S, "updates go on")
+
+    os.kill(learner.learner_pid(), signal.SIGKILL)
+    wait_until(lambda: learner.status()["learner"]["restarts"] == 1, START_S, "another learner process")
+    updates = learner.status()["updates"]
+    wait_until(lambda: learner.status()["updates"] > updates + 20, DETECT_S, "it learns from the same actors")
+    sent = second.status()["experience"]["sent"]
+    assert sent["policy_version"] > version
+    ours = learner.status()
+    came = sum(row["env_steps"] for row in ours["experience"]["received"]["actors"])
+    assert 0 < ours["env_steps"] <= came + 10**5  # those of the node that died came before
+
+    again = swarm.start("c", "--roles", "actor", "--actors", "1", peers=second)
+    wait_until(lambda: come(learner, "c"), START_S, "a newcomer acts, told of another actor only")
+    for node in (again, second, learner):
+        node.signal(signal.SIGTERM)
+        assert node.wait(30) == 0
+        assert "Traceback" not in node.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_learner_and_two_nodes_that_act_solve_the_task(swarm, no_orphans):
+    options = ("--set", "task.stop.env_steps=1000000", "--set", "task.stop.mean_return=475")
+    learner, actors = start(swarm, *options, "--set", "task.env.num_envs=8")
+    nodes = [learner, *actors]
+    assert [node.wait(500) for node in nodes] == [0, 0, 0], learner.text()[-3000:]
+    for node in nodes:
+        assert "475 is reached" in node.summary()["reason"]
+        assert "Traceback" not in node.text()
+    status = learner.summary()["status"]
+    sent = sum(node.summary()["status"]["experience"]["sent"]["env_steps"] for node in actors)
+    waiting = 2 * 2 * 3 * 8 * 20
+    assert status["env_steps"] <= sent <= status["env_steps"] + waiting, "each step is counted once"
