@@ -24,6 +24,7 @@ __all__ = [
     "MembershipProfile",
     "NodeConfig",
     "Role",
+    "is_heir",
     "roles_in",
     "tags_of",
 ]
@@ -71,8 +72,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     the steps that it makes without."""
     remote_actors: Annotated[int, Meta(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Actor processes of other nodes that this learner takes unrolls from, at most; each may have all of the
-    task's environments. ``auto`` is 0 on a node that acts itself (``node.roles``); on others 16, or 4 where
-    there is a replay memory, which is divided among as many environments as there may be."""
+    task's environments. This node's own are in processes then, too. ``auto`` is 0 where ``node.roles`` says
+    nothing; else 16, or 4 where there is a replay memory, which is divided among as many environments as
+    there may be."""
     replay_on_disk: bool = False
     """Keep a replay memory in a file of the data folder, as large as ``task.algorithm.buffer_size`` steps
     are: a node that is started again goes on with it, and it may be larger than the machine's memory.
@@ -215,6 +217,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     parameters), ``server`` (holds parameters for others), ``replay`` (holds transitions for others). Empty is
     all that the task needs. All members are told, in this node's signed record; learners exchange with
     learners only."""
+    promote: bool = True
+    """A node that only acts begins to learn, from the newest whole state that it has, when nobody is left who
+    does; of several the first by id."""
     learner: LearnerConfig = LearnerConfig()
     actors: ActorsConfig = ActorsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -239,13 +244,24 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 _ROLES_TAG = "roles"
+_HEIR_TAG = "heir"
 _ALL_NEEDED: tuple[Role, ...] = ("actor", "learner", "server")
 """What every task there is needs; replay waits for an algorithm that has one."""
 
 
-def tags_of(roles: Sequence[Role]) -> dict[str, str]:
-    """The tags of a member record that tell ``roles``; none given are all that a task needs."""
-    return {_ROLES_TAG: ",".join(sorted(set(roles or _ALL_NEEDED)))}
+def tags_of(roles: Sequence[Role], *, promote: bool = False) -> dict[str, str]:
+    """The tags of a member record that tell ``roles``; none given are all that a task needs.
+
+    Args:
+        promote: whether it may learn, too, when nobody is left who does.
+    """
+    heir = {_HEIR_TAG: "yes"} if promote and roles and "learner" not in roles else {}
+    return {_ROLES_TAG: ",".join(sorted(set(roles or _ALL_NEEDED)))} | heir
+
+
+def is_heir(tags: Mapping[str, str]) -> bool:
+    """Whether a member that doesn't learn would, if nobody else did."""
+    return _HEIR_TAG in tags and "learner" not in roles_in(tags)
 
 
 def roles_in(tags: Mapping[str, str]) -> tuple[Role, ...]:

@@ -309,6 +309,10 @@ class MembershipService:
         self._carry_out(effects)
         return record
 
+    def retag(self, tags: dict[str, str]) -> None:
+        """Change the facts that our record tells, and spread it."""
+        self._carry_out(self._core.update_self(self._clock.monotonic(), tags=tags))
+
     def follow(self, lineage: str) -> None:
         """Hold the settings of ``lineage`` from now on: our state is of that lineage."""
         self._carry_out(self._core.follow(lineage, self._clock.monotonic()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from p2pdrl.clock import Clock
-from p2pdrl.config.node import roles_in
+from p2pdrl.config.node import is_heir, roles_in
 from p2pdrl.config.root import Config
 from p2pdrl.membership.events import MemberView
 from p2pdrl.membership.service import MembershipService
@@ -72,6 +72,18 @@ class NodeContext:
         """Ids of those that act and update no parameters: learners share them among themselves."""
         roles = ((member.id, roles_in(member.tags)) for member in self.others_alive())
         return [node for node, has in roles if "actor" in has and "learner" not in has]
+
+    def heirs(self) -> list[str]:
+        """Ids of those of them that would learn if nobody else did."""
+        return [member.id for member in self.others_alive() if is_heir(member.tags)]
+
+    def learner_left(self) -> bool:
+        """Whether there is a node that learns, a suspect one included, ourselves aside."""
+        return any(
+            member.state in ("alive", "suspect") and "learner" in roles_in(member.tags)
+            for member in self.membership.members()
+            if not member.is_self
+        )
 
     def others_alive(self) -> list[MemberView]:
         """What membership knows of them."""

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from p2pdrl.clock import SystemClock
 from p2pdrl.config.environments import require_runnable
 from p2pdrl.config.loader import Resolved
+from p2pdrl.config.node import tags_of
 from p2pdrl.config.root import Config
 from p2pdrl.config.task import HASHED, TaskConfig
 from p2pdrl.errors import P2PDRLError, UsageError
@@ -234,12 +235,11 @@ class Node:
             context.transport.serve_pipes(PIPE_ROUTE, self._sharing_settings(training.mode.accept))
             context.transport.serve(traces.ROUTE, training.traces.answer)
             context.transport.serve(state_transfer.ROUTE, training.state_server.answer)
-            if training.receiver is not None:
-                context.transport.serve(
-                    experience.ROUTE,
-                    training.receiver.answer,
-                    max_vector_bytes=self._config.node.limits.max_vector_bytes,
-                )
+            context.transport.serve(
+                experience.ROUTE,
+                training.take_unroll,
+                max_vector_bytes=self._config.node.limits.max_vector_bytes,
+            )
             state, lineage = await first_state(context, training, origin, checkpoint)
             await training.begin(state, lineage)
             opened.data.keep = True
@@ -331,6 +331,9 @@ class Node:
             folder=Path(context.data_dir),
             boot=context.boot,
             actors=context.actors,
+            heirs=context.heirs,
+            learner_left=context.learner_left,
+            learning=lambda: context.membership.retag(tags_of((*config.roles, "learner"))),
         )
         context.state = "starting"
         return training

@@ -51,24 +51,16 @@ from p2pdrl.strategies.protocol import EXCHANGE_END_S, RoundReport, Strategy, St
 from p2pdrl.strategies.registry import build
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.transport.pipe.ticket import PipeReply
-from p2pdrl.transport.protocol import Address, Incoming, Reply, Transport
+from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 from p2pdrl.workers.protocol import LearnerPace, Progress, Report, Start
 
 __all__ = ["ActiveMode", "Training"]
 
+LOOK_EVERY_S = 0.5
+ALONE_S = 2.0
+"""After nobody has learned for so long, somebody who only acted begins."""
 LONGEST_END_S = 15.0
 """A strategy may have to wait for an update, or for a whole state, but no longer than this."""
-
-
-async def _nobody_changes(learner_mode: LearnerMode, epoch: int) -> None:
-    """Do what a change of the learner mode is where nobody learns."""
-    del learner_mode, epoch
-
-
-def _nobody_agrees(config: StrategyConfig, context: StrategyContext) -> Strategy:
-    """Return the strategy of a node without a learner, whatever those who learn do."""
-    del config, context
-    return LocalStrategy()
 
 
 def _learner_of(me: str, actors: Iterable[str], learners: dict[str, Address]) -> tuple[str, Address] | None:
@@ -98,6 +90,7 @@ class ActiveMode:
         self._accounting = accounting
         self._past: Counter[str] = Counter()
         self._used = asyncio.Event()
+        self._using = asyncio.Lock()
         self.strategy: Strategy = LocalStrategy()
         self.config: StrategyConfig = LocalConfig()
         self.epoch = 0
@@ -114,6 +107,10 @@ class ActiveMode:
         Raises:
             ConfigError: this node can't run it; until the next call it trains alone.
         """
+        async with self._using:
+            await self._use(config, epoch)
+
+    async def _use(self, config: StrategyConfig, epoch: int) -> None:
         await self.strategy.stop(min(self.strategy.ends_within_s, LONGEST_END_S))
         self._past.update(self.strategy.outcomes)
         self._accounting.saw_distance(self.strategy.consensus_distance)
@@ -171,6 +168,9 @@ class Training:
         folder: where a replay memory is kept if it is to be on disk; None keeps none there.
         boot: of this node.
         actors: tells the other living nodes that act and don't learn.
+        heirs: tells those of them that would learn if nobody else did.
+        learner_left: tells whether another node learns.
+        learning: told when this node begins to learn, which only acted before.
     """
 
     def __init__(
@@ -196,11 +196,17 @@ class Training:
         folder: Path | None = None,
         boot: int = 0,
         actors: Callable[[], Iterable[str]] = tuple,
+        heirs: Callable[[], Iterable[str]] = tuple,
+        learner_left: Callable[[], bool] = lambda: True,
+        learning: Callable[[], None] = lambda: None,
     ) -> None:
         self._me = me
         self._direct = direct
         self._pipes = pipes
         self._entered = entered
+        self._heirs = heirs
+        self._learner_left = learner_left
+        self._learning = learning
         self._config = config
         self._transport = transport
         self._clock = clock
@@ -246,6 +252,8 @@ class Training:
             actors_ahead=config.actors.ahead,
             remote_actors=remote,
         )
+        if not config.learns and not count:
+            raise ConfigError("a regression has no environments to act in; leave node.roles out")
         self.learns = config.learns
         """Whether parameters are updated here; else this node's actors work for another's learner."""
         self.actors = ActorPool(start, config.learner, clock, events) if count or remote else None
@@ -272,10 +280,7 @@ class Training:
             events=events,
             on_report=self._report,
         )
-        if self.learns:
-            self.mode = ActiveMode(self.context, self.learners.change, self.accounting)
-        else:
-            self.mode = ActiveMode(self.context, _nobody_changes, self.accounting, _nobody_agrees)
+        self.mode = ActiveMode(self.context, self._change, self.accounting, self._strategy)
         self.swarm = NodeSwarmView(
             me=me,
             limits=config.limits,
@@ -310,6 +315,7 @@ class Training:
                 transport=transport,
                 learner=lambda: _learner_of(me, actors(), alive()),
                 actors=count,
+                remote=remote,
                 ahead=config.actors.ahead,
                 named=named,
                 clock=clock,
@@ -375,9 +381,72 @@ class Training:
         """Where nobody learns: send what actors make to their learner, and keep its whole state, for ever."""
         if self.sender is None or self.actors is None:
             return
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.sender.run(self.actors), name="experience")
-            group.create_task(self._keep_state(), name="whole state")
+        jobs = [
+            asyncio.create_task(self._until_alone(), name="heir"),
+            asyncio.create_task(self.sender.run(self.actors), name="unrolls"),
+            asyncio.create_task(self._keep_state(), name="whole state"),
+        ]
+        try:
+            await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for job in jobs:
+                job.cancel()
+            await asyncio.wait(jobs)
+        for job in jobs:
+            if not job.cancelled():
+                job.result()
+        await self._learn()
+
+    async def take_unroll(self, incoming: Incoming) -> Reply:
+        """Serve a call of a node that acts.
+
+        Raises:
+            Refusal: nobody learns here, or from own unrolls only (503); and as `ExperienceReceiver.answer`.
+        """
+        if self.receiver is None or not self.learns:
+            raise Refusal(
+                503,
+                "nobody learns here"
+                if not self.learns
+                else "this learner takes no unrolls of others: start its node with --roles learner,actor, or "
+                "set node.learner.remote_actors",
+            )
+        return await self.receiver.answer(incoming)
+
+    async def _until_alone(self) -> None:
+        """Wait until nobody learns, and it is this node's turn to begin."""
+        since_s = None
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self._learner_left() or self._paused or not self._config.promote:
+                since_s = None
+                continue
+            now_s = self._clock.monotonic()
+            since_s = now_s if since_s is None else since_s
+            if now_s - since_s >= ALONE_S and self._me < min(self._heirs(), default="g"):
+                return
+
+    async def _learn(self) -> None:
+        """Begin to learn from the state on the board; what our actors make is for that from now on."""
+        self.learns, self.sender = True, None
+        self._learning()
+        self._events.emit(
+            "promoted",
+            f"nobody is left who learns: this node does, from its copy of version {self.policy_version}",
+            level="warning",
+            policy_version=self.policy_version,
+        )
+        self.share_moments()
+        self.supervisor.wake()
+        await self.mode.use(self.mode.config, self.mode.epoch)
+
+    async def _change(self, learner_mode: LearnerMode, epoch: int) -> None:
+        if self.learns:
+            await self.learners.change(learner_mode, epoch)
+
+    def _strategy(self, config: StrategyConfig, context: StrategyContext) -> Strategy:
+        """Return the strategy in force, in which who only acts has no part."""
+        return build(config, context) if self.learns else LocalStrategy()
 
     async def _keep_state(self) -> None:
         while True:

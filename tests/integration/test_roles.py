@@ -32,9 +32,13 @@ def come(learner, *names, more_than=5):
 
 def start(swarm, *options):
     learner = swarm.found("learner", *IMPALA, *options, "--roles", "learner")
-    return learner, [
-        swarm.start(name, "--roles", "actor", "--actors", "2", peers=learner) for name in ("a", "b")
-    ]
+    actor = ("--roles", "actor", "--actors", "2", "--set", "node.actors.state_every_s=1")
+    return learner, [swarm.start(name, *actor, peers=learner) for name in ("a", "b")]
+
+
+def kept(node):
+    """Policy version of the whole state that a node which only acts has."""
+    return node.status()["policy_version"]
 
 
 @pytest.mark.timeout(240)
@@ -51,7 +55,8 @@ def test_a_learner_goes_on_whoever_dies_that_acts_for_it(swarm, wait_until, no_o
     assert status["experience"]["sent"]["learner_name"] == "learner"
     assert status["learner"] is None
     assert (status["updates"], status["env_steps"], status["healthy"]) == (0, 0, True)
-    assert [row["running"] for row in status["actors"]] == [True, True]
+    both = [True, True]
+    wait_until(lambda: [row["running"] for row in second.status()["actors"]] == both, START_S, "both act")
     assert not [child for child in second.children() if "workers.learner" in " ".join(child.cmdline())]
     version = status["policy_version"]
 
@@ -74,6 +79,43 @@ def test_a_learner_goes_on_whoever_dies_that_acts_for_it(swarm, wait_until, no_o
     again = swarm.start("c", "--roles", "actor", "--actors", "1", peers=second)
     wait_until(lambda: come(learner, "c"), START_S, "a newcomer acts, told of another actor only")
     for node in (again, second, learner):
+        node.signal(signal.SIGTERM)
+        assert node.wait(30) == 0
+        assert "Traceback" not in node.text()
+
+
+@pytest.mark.timeout(240)
+def test_when_all_that_learn_are_gone_a_node_that_acts_goes_on(swarm, wait_until, no_orphans):
+    options = ("--set", "task.stop.env_steps=100000000", "--set", "task.evaluation.every=10000")
+    learner, actors = start(swarm, *options)
+    wait_until(lambda: come(learner, "a", "b"), START_S, "unrolls of both nodes come")
+    wait_until(lambda: learner.status()["updates"] > 200, START_S, "it has learned something")
+    wait_until(
+        lambda: all(node.status()["experience"]["sent"]["sent"] > 20 for node in actors), START_S, "they act"
+    )
+    wait_until(lambda: all(kept(node) > 50 for node in actors), START_S, "they have a newer whole state")
+    learner.kill9()
+    heir = wait_until(
+        lambda: next((node for node in actors if node.events("promoted")), None), DETECT_S, "one begins"
+    )
+    (other,) = [node for node in actors if node is not heir]
+    (event,) = heir.events("promoted")
+    assert event["policy_version"] > 50
+    wait_until(lambda: heir.status()["updates"] > 20, START_S, "it learns")
+    wait_until(
+        lambda: other.status()["experience"]["sent"]["learner_name"] == heir.name,
+        DETECT_S,
+        "the other acts for it",
+    )
+    wait_until(lambda: come(heir, other.name), DETECT_S, "unrolls of the other come")
+    roles = {row["name"]: row["roles"] for row in other.peers() if row["state"] == "alive"}
+    assert roles == {heir.name: ["actor", "learner"], other.name: ["actor"]}
+    assert heir.status()["policy_version"] > event["policy_version"]
+    assert not other.events("promoted")
+    back = swarm.start("learner", *IMPALA, "--roles", "learner", peers=heir, data=learner.data)
+    swarm.training(back)
+    wait_until(lambda: back.status()["state"] == "training", START_S, "it is back")
+    for node in (back, other, heir):
         node.signal(signal.SIGTERM)
         assert node.wait(30) == 0
         assert "Traceback" not in node.text()

@@ -219,7 +219,7 @@ async def open_node(
         clock=clock,
         rng=random.Random(identity.node_id),
         known=known,
-        tags=tags_of(node.roles),
+        tags=tags_of(node.roles, promote=node.promote),
     )
     boot = core.me.incarnation.boot_ms
     membership = MembershipService(

@@ -62,6 +62,8 @@ def actor_count(node: NodeConfig, task: TaskConfig, cores: int | None = None) ->
     if isinstance(task.algorithm, RegressionConfig) or not node.acts:
         return 0
     count = node.actors.count
+    if count == 0 and node.learns and remote_actor_count(node, task):
+        return 1  # one process learns from unrolls of many, or makes its own
     if count == "auto" or (count == 0 and not node.learns):
         have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         count = have if cores is None else cores
@@ -70,13 +72,15 @@ def actor_count(node: NodeConfig, task: TaskConfig, cores: int | None = None) ->
 
 
 def remote_actor_count(node: NodeConfig, task: TaskConfig) -> int:
-    """Return how many actors of other nodes a node's learner takes unrolls from, at most."""
+    """Return how many actors of other nodes a node's learner takes, or would take, unrolls from at most."""
     algorithm = task.algorithm
-    if isinstance(algorithm, RegressionConfig) or not node.learns or not algorithm.remote_actors:
+    if isinstance(algorithm, RegressionConfig) or not algorithm.remote_actors:
         return 0
     count = node.learner.remote_actors
     if count == "auto":
-        return 0 if node.acts else REPLAY_ACTORS if isinstance(algorithm, ReplayOptions) else REMOTE_ACTORS
+        return (
+            0 if not node.roles else REPLAY_ACTORS if isinstance(algorithm, ReplayOptions) else REMOTE_ACTORS
+        )
     return count
 
 

@@ -229,6 +229,7 @@ class LearnerSupervisor:
         self._task: asyncio.Task[None] | None = None
         self._flushing: asyncio.Task[bool] | None = None
         self._stopping = asyncio.Event()
+        self._begun = asyncio.Event()
         self.restart_policy = RestartPolicy(config)
         self._starting_since_s: float | None = None
         self._down_since_s: float | None = None
@@ -287,11 +288,14 @@ class LearnerSupervisor:
         self.device = hello.device
         board = self.open(spec)
         if self._actors is not None:
-            self._actors.open(UnrollSpec.from_wire(msgspec.msgpack.decode(hello.unrolls)), spec)
-        if hello.replay_nbytes:
+            self._actors.open(_unrolls(hello), spec)
+        await self._open_replay(hello)
+        return board
+
+    async def _open_replay(self, hello: Hello) -> None:
+        if hello.replay_nbytes and not self._replay_nbytes:
             await asyncio.to_thread(self._replay.region, hello.replay_nbytes)
             self._replay_nbytes = hello.replay_nbytes
-        return board
 
     def open(self, spec: BoardSpec) -> DaemonBoard:
         """Make the board; where no learner is to run here, that is all that is needed.
@@ -355,15 +359,25 @@ class LearnerSupervisor:
             raise WorkerError("the learner isn't built yet")
         with contextlib.suppress(WorkerError):
             await self._attach(restore=restore)
+        self._supervised()
+
+    def wake(self) -> None:
+        """Run a learner from now on where there was none: it goes on from what is on the board."""
+        if self._task is None:
+            self._supervised()
+
+    def _supervised(self) -> None:
         self._task = asyncio.create_task(self._supervise(), name="learner-supervisor")
+        self._begun.set()
 
     async def watch(self) -> None:
-        """Wait until the learner is stopped for good.
+        """Wait until the learner, once there is one, is stopped for good.
 
         Raises:
             ConfigError: a running one says that it can't go on as configured.
             WorkerError: it says that it failed for good.
         """
+        await self._begun.wait()
         if self._task is not None:
             await asyncio.shield(self._task)
 
@@ -571,6 +585,9 @@ class LearnerSupervisor:
             self._link = None
             await link.kill()
             raise
+        if self._down_since_s is None:
+            self._events.emit("learner-started", "a learner runs", pid=link.pid)
+            return
         self._down_since_s = None
         self.restarts += 1
         self._events.emit("learner-restarted", "learner runs again", pid=link.pid, restarts=self.restarts)
@@ -578,6 +595,10 @@ class LearnerSupervisor:
     async def _resume(self, hello: Hello) -> None:
         if self.spec is None or self.board is None or _spec(hello) != self.spec:
             raise LayoutMismatchError("a restarted learner has another layout than its predecessor")
+        if self._actors is not None and _unrolls(hello) != self._actors.spec:
+            raise LayoutMismatchError("a restarted learner wants other unrolls than its predecessor")
+        self.device = hello.device
+        await self._open_replay(hello)
         await self._attach(restore=self.board.published_once)
 
     def reported(self, report: Report) -> None:
@@ -597,6 +618,10 @@ class LearnerSupervisor:
 
 def _spec(hello: Hello) -> BoardSpec:
     return BoardSpec.from_wire(msgspec.msgpack.decode(hello.spec))
+
+
+def _unrolls(hello: Hello) -> UnrollSpec:
+    return UnrollSpec.from_wire(msgspec.msgpack.decode(hello.unrolls))
 
 
 class LearnerPort:

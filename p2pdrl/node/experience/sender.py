@@ -58,6 +58,7 @@ class ExperienceSender:
     Args:
         learner: tells who they work for, by id, and where that is; None while nobody learns.
         actors: how many processes share the task's environments.
+        remote: lanes for actors of other nodes that there are to be, should this node learn one day.
         ahead: unrolls that each may make while one is under way.
         named: the name that people gave a node.
         max_bytes: no policy larger than that is taken.
@@ -72,6 +73,7 @@ class ExperienceSender:
         transport: Transport,
         learner: Callable[[], tuple[str, Address] | None],
         actors: int,
+        remote: int,
         ahead: int,
         named: Callable[[str], str],
         clock: Clock,
@@ -83,6 +85,8 @@ class ExperienceSender:
         self._transport = transport
         self._learner = learner
         self._shares = shares_of(task.env.num_envs, actors)
+        self._all_shares = (*self._shares, *(task.env.num_envs for _ in range(remote)))
+        self._remote = remote
         self._ahead = ahead
         self._named = named
         self._clock = clock
@@ -109,7 +113,8 @@ class ExperienceSender:
                 enlisted, _ = found
                 board = BoardSpec.from_wire(codec.decode(enlisted.board, dict, "layout of parameters"))
                 theirs = UnrollSpec.from_wire(codec.decode(enlisted.unrolls, dict, "layout of unrolls"))
-                return board, UnrollSpec(theirs.items, self._shares, 1 + self._ahead)
+                slots = 1 + max(self._ahead, 1 if self._remote else 0)
+                return board, UnrollSpec(theirs.items, self._all_shares, slots, self._remote)
             await asyncio.sleep(RETRY_S)
 
     async def run(self, pool: ActorPool) -> None:
@@ -117,7 +122,7 @@ class ExperienceSender:
         self._pool = pool
         self._post = None  # who enlists is given the policy to begin with
         async with asyncio.TaskGroup() as group:
-            for number, lane in enumerate(pool.lanes):
+            for number, lane in enumerate(pool.lanes[: len(self._shares)]):
                 group.create_task(self._serve(number, lane), name=f"unrolls of actor {number}")
 
     @property

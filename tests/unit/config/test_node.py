@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2pdrl.config.loader import resolve
-from p2pdrl.config.node import roles_in, tags_of
+from p2pdrl.config.node import is_heir, roles_in, tags_of
 from p2pdrl.errors import UsageError
 
 
@@ -20,6 +20,16 @@ from p2pdrl.errors import UsageError
 )
 def test_roles_travel_as_a_tag(roles, told):
     assert roles_in(tags_of(roles)) == told
+
+
+@pytest.mark.parametrize(
+    ("roles", "promote", "heir"),
+    [(("actor",), True, True), (("actor",), False, False), ((), True, False), (("learner",), True, False)],
+)
+def test_who_would_learn_if_nobody_else_did_says_so(roles, promote, heir):
+    tags = tags_of(roles, promote=promote)
+    assert is_heir(tags) is heir
+    assert roles_in(tags) == roles_in(tags_of(roles))
 
 
 def test_a_member_of_another_release_is_understood():

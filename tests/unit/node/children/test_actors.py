@@ -25,6 +25,12 @@ def test_a_node_that_only_acts_has_an_actor_at_least(count, cores, expected):
     assert actor_count(node, FOUR, cores) == expected
 
 
+def test_a_learner_that_takes_unrolls_of_others_has_its_own_from_a_process():
+    node = NodeConfig(learner=LearnerConfig(remote_actors=4))
+    assert actor_count(node, FOUR, 1) == 1
+    assert actor_count(node, TaskConfig(algorithm=A2CConfig()), 1) == 0
+
+
 def test_a_node_that_only_learns_has_none():
     node = NodeConfig(roles=("learner",), actors=ActorsConfig(count=4))
     assert actor_count(node, FOUR, 8) == 0
@@ -45,7 +51,8 @@ def test_a_regression_has_none():
         ((), "auto", ImpalaConfig(), 0),
         ((), 2, ImpalaConfig(), 2),
         ((), 2, A2CConfig(), 0),
-        (("actor",), "auto", ImpalaConfig(), 0),
+        (("learner", "actor"), "auto", ImpalaConfig(), 16),
+        (("actor",), "auto", ImpalaConfig(), 16),
     ],
 )
 def test_actors_of_other_nodes_by_roles_and_algorithm(roles, wanted, algorithm, expected):

@@ -181,4 +181,3 @@ async def test_a_child_that_ends_at_once(supervise, monkeypatch):
 async def test_out_of_order_calls_are_told(supervise):
     with pytest.raises(WorkerError, match="isn't built yet"):
         await supervise().one.begin(restore=False)
-    await supervise().one.watch()

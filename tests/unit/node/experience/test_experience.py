@@ -117,6 +117,7 @@ class ActorNode:
             transport=self.transport,
             learner=lambda: None if self.works_for is None else (self.works_for.id, self.works_for.address),
             actors=actors,
+            remote=1,
             ahead=0,
             named=lambda node: node[-2:],
             clock=world.clock,
@@ -132,7 +133,7 @@ class ActorNode:
         self.pool.open(unrolls, board)
         async with asyncio.TaskGroup() as group:
             group.create_task(self.sender.run(self.pool))
-            for lane in self.pool.lanes:
+            for lane in self.pool.lanes[:-1]:
                 group.create_task(self._act(lane))
 
     async def _act(self, lane):
