@@ -134,13 +134,17 @@ class Fleet:
         folder: gets a data folder and a log per node.
         ports: one per node.
         arguments: further arguments of each ``p2pdrl node``.
+        roles: of each node; none are all that the task needs.
     """
 
-    def __init__(self, folder: Path, ports: Sequence[int], arguments: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, ports: Sequence[int], arguments: Sequence[str], roles: Sequence[str] = ()
+    ) -> None:
         self.members: list[FleetNode] = []
         self._folder = folder
         self._ports = ports
         self._arguments = list(arguments)
+        self._roles = roles
         self._askers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="ask")
 
     def __enter__(self) -> Self:
@@ -186,6 +190,8 @@ class Fleet:
         address = Address("127.0.0.1", port)
         command = [*PROGRAM, "node", "--name", name, "--listen", str(address)]
         command += ["--data-dir", str(folder), "--parent-pid", str(os.getpid()), *self._arguments]
+        if self._roles:
+            command += ["--roles", self._roles[len(self.members)]]
         if self.members:
             command += ["--peers", str(self.members[0].address)]
         with log.open("ab") as out:

@@ -72,6 +72,12 @@ def swarm() -> None:
 @click.option(
     "--allow-import", is_flag=True, help="Import the module:name that the task names, which runs its code."
 )
+@click.option(
+    "--learners",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="The first N nodes only learn, all others only act for them. Default: each does both.",
+)
 @json_option
 def up(
     *,
@@ -81,6 +87,7 @@ def up(
     ends: bool,
     data_root: Path | None,
     base_port: int,
+    learners: int | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -95,10 +102,13 @@ def up(
 
     # a bad one fails before anything starts
     require_environment(resolve(files=files, sets=sets, environ=os.environ).config.task)
+    if learners is not None and learners >= count:
+        raise click.UsageError(f"--learners {learners} of {count} nodes leave none that acts for them")
+    roles = [] if learners is None else ["learner"] * learners + ["actor"] * (count - learners)
     arguments = _node_arguments(files, sets, ends, options)
     # In this order: ports are let go after the nodes ended, and the folder last.
     with _folder(data_root) as folder, reserved_ports(count, base_port) as ports:
-        with Fleet(folder, ports, arguments) as fleet:
+        with Fleet(folder, ports, arguments, roles) as fleet:
             run = _Run(fleet)
             run.until_all_ended()
         run.print_result(as_json)

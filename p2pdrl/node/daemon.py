@@ -333,6 +333,7 @@ class Node:
             actors=context.actors,
             heirs=context.heirs,
             learner_left=context.learner_left,
+            stale=self._meters.registry.unroll_staleness.observe,
             learning=lambda: context.membership.retag(tags_of((*config.roles, "learner"))),
         )
         context.state = "starting"

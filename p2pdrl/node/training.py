@@ -171,6 +171,7 @@ class Training:
         heirs: tells those of them that would learn if nobody else did.
         learner_left: tells whether another node learns.
         learning: told when this node begins to learn, which only acted before.
+        stale: told how many versions old the policy of each unroll from another node was.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class Training:
         heirs: Callable[[], Iterable[str]] = tuple,
         learner_left: Callable[[], bool] = lambda: True,
         learning: Callable[[], None] = lambda: None,
+        stale: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._me = me
         self._direct = direct
@@ -304,6 +306,7 @@ class Training:
                 strikes=self.swarm,
                 named=named,
                 events=events,
+                stale=stale,
             )
         self.sender: ExperienceSender | None = None
         """Sends unrolls to the learner of another node; None where there is a learner here."""

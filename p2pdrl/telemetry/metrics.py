@@ -147,6 +147,17 @@ class Registry:
         self.actor_unrolls_dropped_total = total(
             "actor_unrolls_dropped_total", "Half unrolls of actors that died."
         )
+        self.unrolls_total = LabelledTotal(
+            self._counter(
+                "unrolls_total", "Unrolls that travelled between nodes, by direction.", "direction"
+            ),
+            ("in", "out"),
+        )
+        self.unroll_staleness = self._histogram(
+            "unroll_staleness_versions",
+            "How many versions the policy of unrolls from other nodes was behind.",
+            _STALENESS_BUCKETS,
+        )
         self.checkpoint_failures_total = total(
             "checkpoint_failures_total", "Checkpoints that couldn't be written."
         )

@@ -38,7 +38,7 @@ def start(swarm, *options):
 
 def kept(node):
     """Policy version of the whole state that a node which only acts has."""
-    return node.status()["policy_version"]
+    return node.status()["experience"]["sent"]["state_version"]
 
 
 @pytest.mark.timeout(240)

@@ -104,8 +104,9 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def at_work(self) -> bool:
-        """Whether its learner makes updates, or computes for one that does, as a stage of a pipeline."""
-        return self.state == "training" and (bool(self.stage) or (self.trains and self.updates > 0))
+        """Whether its learner makes updates, or it computes or acts for one that does."""
+        works = self.updates > 0 if self.trains else bool(self.stage) or self.steps_per_s > 0
+        return self.state == "training" and (works or bool(self.stage))
 
 
 @dataclass(slots=True)

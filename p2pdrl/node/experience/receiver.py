@@ -63,6 +63,7 @@ class ExperienceReceiver:
     Args:
         spec: tells the layout of parameters and sidecar.
         named: the name that people gave a node.
+        stale: told of each unroll how many versions the policy that acted was older than the newest.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ExperienceReceiver:
         strikes: Strikes,
         named: Callable[[str], str],
         events: EventLog,
+        stale: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._task_hash = task_hash
         self._pool = pool
@@ -82,9 +84,12 @@ class ExperienceReceiver:
         self._named = named
         self._events = events
         self._claims: dict[int, RemoteActor] = {}
+        self._stale = stale
         self._newest: tuple[int, npt.NDArray[np.uint8]] | None = None
         self.refused: Counter[int] = Counter()
         """Calls that were refused, by status."""
+        self.unrolls = 0
+        """That came, of all nodes so far."""
 
     @property
     def claims(self) -> dict[int, RemoteActor]:
@@ -199,8 +204,11 @@ class ExperienceReceiver:
         claim.unrolls += 1
         claim.env_steps += env_steps
         version = self._pool.policy.version or 0
+        acted = min(sent.policy_version, version)
+        self.unrolls += 1
+        self._stale(version - acted)
         lane.commit(
-            policy_version=min(sent.policy_version, version),
+            policy_version=acted,
             episodes=min(sent.episodes, arrays["episode_returns"].size),
             env_steps=env_steps,
             environments=claim.environments,

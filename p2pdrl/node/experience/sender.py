@@ -139,8 +139,13 @@ class ExperienceSender:
             "sent": self.sent,
             "refused": self.refused,
             "env_steps": self.env_steps,
-            "policy_version": max(self._held, 0),
+            "policy_version": self.policy_version,
         }
+
+    @property
+    def policy_version(self) -> int:
+        """Of the newest policy that the actors have; 0 while there is none."""
+        return max(self._held, 0)
 
     @property
     def steps_per_s(self) -> float:

@@ -141,6 +141,10 @@ class Meters:
             registry.strikes_total.advance_to(training.swarm.quarantine.total)
             if training.actors is not None:
                 registry.set_actors(training.actors.figures())
+            if training.receiver is not None:
+                registry.unrolls_total.of("in").advance_to(training.receiver.unrolls)
+            if training.sender is not None:
+                registry.unrolls_total.of("out").advance_to(training.sender.sent)
             registry.set_pipeline(pipeline_document(training) or {})
         if checkpointer is not None:
             registry.checkpoint_failures_total.advance_to(checkpointer.failures)

@@ -209,7 +209,9 @@ class StatusReporter:
             window = 0 if pipeline.serves(training) else len(training.supervisor.returns)
             fields = {
                 "lineage": training.lineage,
-                "policy_version": training.policy_version,
+                "policy_version": training.policy_version
+                if training.sender is None
+                else training.sender.policy_version,
                 "consensus_distance": training.mode.strategy.consensus_distance,
                 "device": training.supervisor.device,
                 "steps_per_s": training.supervisor.speed.rate(context.clock.monotonic())
@@ -300,7 +302,7 @@ class StatusReporter:
         if training.receiver is not None:
             found["received"] = training.receiver.figures()
         if training.sender is not None:
-            found["sent"] = training.sender.figures()
+            found["sent"] = training.sender.figures() | {"state_version": training.policy_version}
         return found
 
     def accounting(self) -> dict[str, object]:

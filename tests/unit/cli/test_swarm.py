@@ -22,6 +22,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("command")
 for name in ["name", "listen", "data-dir", "parent-pid", "swarm", "peers", "swarm-key-file", "log-level"]:
     parser.add_argument("--" + name)
+parser.add_argument("--roles")
 parser.add_argument("--keep-running", action="store_true")
 parser.add_argument("--set", action="append", default=[])
 parser.add_argument("--config", action="append", default=[])
@@ -109,6 +110,18 @@ def test_what_the_nodes_are_told(p2pdrl, fake_nodes, tmp_path):
         assert argv[argv.index("--swarm") + 1].startswith("up-")
     assert [node["exit_code"] for node in document["nodes"]] == [0, 0]
     assert (tmp_path / "data" / "node-1.log").exists()
+
+
+def test_the_first_nodes_learn_and_the_others_act_for_them(p2pdrl, fake_nodes):
+    fake_nodes()
+    up = ("swarm", "up", "3", "--json", "--base-port", "21740")
+    result = p2pdrl(*up, "--learners", "2")
+    assert result.exit_code == 0, result.stderr
+    roles = [node["argv"][node["argv"].index("--roles") + 1] for node in json.loads(result.stdout)["nodes"]]
+    assert roles == ["learner", "learner", "actor"]
+    refused = p2pdrl(*up, "--learners", "3")
+    assert refused.exit_code == 2
+    assert "--learners 3 of 3 nodes leave none that acts" in refused.stderr
 
 
 def test_a_node_that_fails_later_fails_the_run_but_not_the_others(p2pdrl, fake_nodes):

@@ -233,6 +233,34 @@ def test_status_shows_what_actors_do(actors, shown):
     assert f"actors {shown}" in text
 
 
+RECEIVED = [{"name": "a", "unrolls": 1200, "lost": 0}, {"name": "b", "unrolls": 4, "lost": 3}] * 2
+SENT = {"learner_name": "n0", "sent": 812, "env_steps": 97_440}
+
+
+@pytest.mark.parametrize(
+    ("experience", "shown"),
+    [
+        ({"received": {"actors": RECEIVED}}, "actors: 2 of a, 2 of b; 2,408 unrolls came, 6 were lost"),
+        ({"received": {"actors": []}}, "actors: nobody yet; 0 unrolls came"),
+        ({"sent": SENT}, "sent 812 unrolls with 97,440 steps; works for n0"),
+        ({"sent": {"learner_name": None, "sent": 0}}, "works for –"),
+    ],
+)
+def test_status_shows_unrolls_that_travel(experience, shown):
+    text = " ".join(rendered(status_view({**FakeNode().status(), "experience": experience})).split())
+    assert shown in text
+
+
+def test_roles_have_a_column_where_they_differ():
+    members = FakeNode().peers()
+    same = [member | {"roles": ["actor", "learner", "server"]} for member in members]
+    assert "roles" not in rendered(members_table(same, TRAINING))
+    told = [same[0] | {"roles": ["learner"]}, *(member | {"roles": ["actor"]} for member in same[1:])]
+    lines = rendered(members_table(told, TRAINING)).splitlines()
+    assert any(line.split()[:3] == ["node", "state", "roles"] for line in lines)
+    assert [line.split()[2] for line in lines[-len(told) :]] == ["learner", *["actor"] * (len(told) - 1)]
+
+
 @pytest.mark.parametrize("actors", [None, []])
 def test_status_without_actors_has_no_such_line(actors):
     assert "actors" not in rendered(status_view({**FakeNode().status(), "actors": actors}))

@@ -164,6 +164,21 @@ def plain(**changes) -> list[object]:
     return [list({**fields, **changes}.values())]
 
 
+@pytest.mark.parametrize(
+    ("told", "at_work"),
+    [
+        ({"updates": 3}, True),
+        ({"updates": 0, "steps_per_s": 9.0}, False),
+        ({"trains": False, "updates": 3}, False),
+        ({"trains": False, "stage": "2/3"}, True),
+        ({"trains": False, "steps_per_s": 9.0}, True),
+        ({"trains": False, "steps_per_s": 9.0, "state": "paused"}, False),
+    ],
+)
+def test_who_is_at_work(told, at_work):
+    assert report(1, **{"state": "training"} | told).at_work is at_work
+
+
 def test_wire_round_trip():
     reports = [report(1, name="n", mean_return=-3.5, consensus_distance=0.25, reasons=("a", "b"))]
     assert decoded(reports) == reports

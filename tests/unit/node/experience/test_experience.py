@@ -75,6 +75,7 @@ class LearnerNode:
             strikes=self.striking,
             named=lambda node: node[-2:],
             events=world.events,
+            stale=world.stale.append,
         )
         self.transport.serve(ROUTE, self.receiver.answer, max_vector_bytes=1 << 20)
         self.version = 0
@@ -163,6 +164,7 @@ class World:
         self.events = EventLog(500, self.clock)
         self.tasks = []
         self.nodes = []
+        self.stale = []
 
     async def add(self, kind, number, **options):
         node = kind(self, number, **options)
@@ -399,6 +401,16 @@ async def test_a_gap_between_unrolls_begins_the_streams_anew(world):
     assert [life for *_, life in learner.read] == [1, 1, 2, 3]
     (row,) = learner.receiver.figures()["actors"]
     assert (row["unrolls"], row["lost"], row["repeated"]) == (4, 1, 1)
+
+
+async def test_how_old_unrolls_are_is_told(world):
+    learner = await world.add(LearnerNode, 1)
+    learner.version = 7
+    learner.publish()
+    stranger, (lane,) = await enlisted(world, learner)
+    await call(stranger, learner, head(lane, policy_version=4), unroll_of())
+    assert world.stale == [3]
+    assert learner.receiver.unrolls == 1
 
 
 async def test_nobody_claims_a_policy_of_the_future(world):
