@@ -102,7 +102,7 @@ class Learner:
             paused=lambda: self._paused,
             ahead=mailbox.ahead,
         )
-        self._told_publications = 0
+        self._told_actors = (0, 0)
         self._replay_region: SharedRegion | None = None
         self._pause = PollPause()
         self._updates = 0
@@ -163,9 +163,10 @@ class Learner:
         self._report_if_due()
 
     def _tell_actors(self) -> None:
-        """Hand the parameters that were published since the last time to the actors."""
-        if not self._paused and self._told_publications != self._replica.publications:
-            self._told_publications = self._replica.publications
+        """Hand parameters to the actors that wait for them: newer ones, or the same once a batch was used."""
+        news = (self._replica.publications, self._updates)
+        if not self._paused and self._told_actors != news:
+            self._told_actors = news
             self._trainer.publish()
 
     def _read_first_messages(self) -> None:
@@ -261,7 +262,7 @@ class Learner:
         if not isinstance(source, ActorSource):
             raise WorkerError("the daemon sent experience to a learner that makes its own")
         source.attach(ring, policy)
-        self._told_publications = -1
+        self._told_actors = (-1, 0)
 
     def _update(self) -> None:
         self._began_s = time.monotonic()

@@ -135,3 +135,49 @@ def test_a_learner_and_two_nodes_that_act_solve_the_task(swarm, no_orphans):
     sent = sum(node.summary()["status"]["experience"]["sent"]["env_steps"] for node in actors)
     waiting = 2 * 2 * 3 * 8 * 20
     assert status["env_steps"] <= sent <= status["env_steps"] + waiting, "each step is counted once"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_learners_change_how_they_agree_while_others_act_for_them(swarm, wait_until, no_orphans):
+    """Two nodes that learn and two that act: gossip, all-reduce, an asynchronous server, gossip again."""
+    options = ("--set", "task.stop.env_steps=100000000", "--set", "task.evaluation.every=100000000")
+    first = swarm.found("first", *IMPALA, *options, "--roles", "learner")
+    second = swarm.start("second", *IMPALA, "--roles", "learner", *options, peers=first)
+    swarm.training(first, second)
+    actors = [
+        swarm.start(name, "--roles", "actor", "--actors", "1", peers=first) for name in ("third", "fourth")
+    ]
+    learners = (first, second)
+    for learner in learners:
+        wait_until(lambda one=learner: len(come_from(one)) == 1, START_S, "each learner has a node's actors")
+    assert {name for learner in learners for name in come_from(learner)} == {"third", "fourth"}
+    for mode, protocol in (
+        ("allreduce", "grad_average"),
+        ("server-async", "server_async"),
+        ("gossip", "adpsgd"),
+    ):
+        first.set_mode(mode, *(() if mode == "server-async" else (f"protocol={protocol}",)))
+        before = {node.name: node.status()["updates"] for node in learners}
+        steps = first.status()["swarm_env_steps"]
+        wait_until(
+            lambda name=protocol: all(node.rounds_in(name) >= 3 for node in learners),
+            START_S,
+            f"{protocol} works",
+        )
+        for node in learners:
+            wait_until(
+                lambda one=node: one.status()["updates"] > before[one.name] + 10, START_S, "updates go on"
+            )
+        assert first.status()["swarm_env_steps"] > steps
+        for node in actors:
+            assert node.status()["mode"] == mode
+            assert node.status()["healthy"], node.status()["reasons"]
+    for node in (*actors, second, first):
+        node.signal(signal.SIGTERM)
+        assert node.wait(30) == 0
+        assert "Traceback" not in node.text()
+
+
+def come_from(learner):
+    return [name for name, (_, unrolls, _) in received(learner).items() if unrolls > 3]
