@@ -166,9 +166,8 @@ def test_learners_change_how_they_agree_while_others_act_for_them(swarm, wait_un
             f"{protocol} works",
         )
         for node in learners:
-            wait_until(
-                lambda one=node: one.status()["updates"] > before[one.name] + 10, START_S, "updates go on"
-            )
+            more = before[node.name] + 10
+            wait_until(lambda one=node, n=more: one.status()["updates"] > n, START_S, "updates go on")
         assert first.status()["swarm_env_steps"] > steps
         for node in actors:
             assert node.status()["mode"] == mode

@@ -183,8 +183,11 @@ def unroll_items(policy: Policy, steps: int) -> tuple[UnrollItem, ...]:
     """Return the arrays of a policy's unroll of T = ``steps``."""
     spec, B = policy.spec, ENVIRONMENTS
     most_ends = steps // 2 + 1  # a reset follows each
+    obs = UnrollItem("obs", spec.obs_dtype, (steps + 1, B, *spec.obs_shape))
+    if spec.frame_stack > 1:  # each frame once, not in every observation that shows it
+        obs = UnrollItem("frames", spec.obs_dtype, (steps + spec.frame_stack, B, *spec.obs_shape[1:]))
     items = [
-        UnrollItem("obs", spec.obs_dtype, (steps + 1, B, *spec.obs_shape)),
+        obs,
         UnrollItem("actions", spec.action.dtype, (steps, B, *spec.action.shape), spec.action.choices),
         UnrollItem("log_probs", "float32", (steps, B)),
         UnrollItem("values", "float32", (steps + 1, B)),
@@ -203,7 +206,12 @@ def unroll_items(policy: Policy, steps: int) -> tuple[UnrollItem, ...]:
 
 def pack(raw: RawUnroll, arrays: Mapping[str, Array]) -> None:
     """Copy an unroll into a slot's arrays."""
-    np.copyto(arrays["obs"], raw.obs_T1BX)
+    if "obs" in arrays:
+        np.copyto(arrays["obs"], raw.obs_T1BX)
+    else:
+        lead = len(arrays["frames"]) - len(raw.obs_T1BX)
+        np.copyto(arrays["frames"][:lead], np.moveaxis(raw.obs_T1BX[0, :, :lead], 1, 0))
+        np.copyto(arrays["frames"][lead:], raw.obs_T1BX[:, :, -1])
     np.copyto(arrays["actions"], raw.actions.numpy())
     np.copyto(arrays["log_probs"], raw.log_probs_TB.numpy())
     np.copyto(arrays["values"], raw.values_T1B.numpy())
@@ -256,7 +264,7 @@ def joined(parts: Sequence[UnrollPart], environments: int) -> RawUnroll:
         episodes += zip(returns.tolist(), lengths.tolist(), strict=True)
     state_BS = torch.from_numpy(whole("state", 0)) if "state" in parts[0].arrays else None
     return RawUnroll(
-        obs_T1BX=whole("obs"),
+        obs_T1BX=whole("obs") if "obs" in parts[0].arrays else _stacked(whole("frames"), whole("valid")),
         seen_T1BX=None,
         actions=torch.from_numpy(whole("actions")),
         log_probs_TB=torch.from_numpy(whole("log_probs")),
@@ -270,3 +278,22 @@ def joined(parts: Sequence[UnrollPart], environments: int) -> RawUnroll:
         columns_B=None if len(columns_B) == environments else columns_B,
         restarts_B=restarts_B if restarts_B.any() else None,
     )
+
+
+def _stacked(frames: Array, valid_TB: Array) -> Array:
+    """Return T1 x B x K x H x W of frames (T+K) x B x H x W: stacks of K, newest last.
+
+    Behind a reset the frames of the episode before are zero, as environments show it.
+    """
+    T, B = valid_TB.shape
+    K = len(frames) - T
+    obs = np.empty((T + 1, B, K, *frames.shape[2:]), frames.dtype)
+    for number in range(K):
+        obs[:, :, number] = frames[number : number + T + 1]
+    begins_T1B = np.zeros((T + 1, B), np.int64)
+    np.multiply(~valid_TB, np.arange(1, T + 1)[:, None], out=begins_T1B[1:])
+    np.maximum.accumulate(begins_T1B, axis=0, out=begins_T1B)
+    ages_T1B = np.arange(T + 1)[:, None] - begins_T1B
+    for row, column in np.argwhere((begins_T1B > 0) & (ages_T1B < K - 1)).tolist():
+        obs[row, column, : K - 1 - ages_T1B[row, column]] = 0
+    return obs

@@ -22,7 +22,8 @@ from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.rollout import Collector
 from p2pdrl.rl.rollout_worker import RolloutWorker
 from p2pdrl.rl.sources.replay import ReplayFeeder, replay_memory
-from p2pdrl.rl.sources.unrolls import RewardClipper, UnrollScaler
+from p2pdrl.rl.sources.unrolls import RewardClipper, UnrollPart, UnrollScaler, joined, pack, unroll_items
+from p2pdrl.tensors.unroll_ring import UnrollSpec
 
 emulated = pytest.mark.skipif(
     importlib.util.find_spec("ale_py") is None, reason="wants the emulator: pip install 'p2pdrl[atari]'"
@@ -345,3 +346,25 @@ def test_deep_q_learning_stores_single_frames():
     trainer = build_trainer(task, 0, "cpu")
     metrics = [trainer.step().metrics for _ in range(3)][-1]
     assert np.isfinite(metrics["q_loss"])
+
+
+@emulated
+@pytest.mark.parametrize("episodic_life", [False, True])
+def test_what_actors_send_has_each_frame_once_and_arrives_as_it_was_seen(episodic_life):
+    atari = AtariConfig(episodic_life=episodic_life, fire_reset=True, screen_size=SIDE)
+    config = EnvConfig(id="BreakoutNoFrameskip-v4", num_envs=4, atari=atari, max_episode_steps=50)
+    env = make_vector_env(config, 3)
+    policy = ActorCritic(env.spec, NetworkConfig(kind="nature_cnn", hidden=(8,)), 1)
+    collector = Collector(env, policy, 20, torch.Generator().manual_seed(1))
+    spec = UnrollSpec(unroll_items(policy, 20), (4,), 1)
+    arrays = spec.views(memoryview(bytearray(spec.content_nbytes(4))), 4)
+    assert arrays["frames"].shape == (24, 4, SIDE, SIDE)
+    resets = 0
+    for _ in range(8):
+        raw = collector.collect()
+        resets += int((~raw.valid_TB).sum())
+        pack(raw, arrays)
+        found = joined([UnrollPart(arrays, 0, range(4), restarted=False)], 4)
+        np.testing.assert_array_equal(found.obs_T1BX, raw.obs_T1BX)
+    collector.close()
+    assert resets > 5
