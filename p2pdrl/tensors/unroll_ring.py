@@ -119,6 +119,10 @@ class UnrollSpec:
         """Bytes of one unroll of so many environments, without the words before it."""
         return sum(item.nbytes_of(environments) for item in self.items)
 
+    def checked_nbytes(self, environments: int) -> int:
+        """Bytes that `check` looks at: all but pictures, whose bytes can't be wrong."""
+        return sum(item.nbytes_of(environments) for item in self.items if item.dtype != "uint8")
+
     def views(self, content: memoryview, environments: int) -> dict[str, Array]:
         """Return the arrays of an unroll of so many environments that lies in ``content``, by name."""
         arrays, at = {}, 0

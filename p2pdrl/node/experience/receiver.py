@@ -28,7 +28,7 @@ from p2pdrl.transport.protocol import Incoming, Refusal, Reply
 __all__ = ["ExperienceReceiver", "RemoteActor"]
 
 INLINE_BYTES = 1 << 20
-"""Longer unrolls are looked at in a thread."""
+"""More numbers of an unroll than these are looked at in a thread."""
 
 
 class Strikes(Protocol):
@@ -90,6 +90,8 @@ class ExperienceReceiver:
         """Calls that were refused, by status."""
         self.unrolls = 0
         """That came, of all nodes so far."""
+        self.reads = 0
+        """How often the learner's memory was read for its parameters."""
 
     @property
     def claims(self) -> dict[int, RemoteActor]:
@@ -185,7 +187,7 @@ class ExperienceReceiver:
             content = lane.fill(claim.environments)
             await incoming.read_vector_into(content)
             arrays = spec.views(content, claim.environments)
-            if nbytes <= INLINE_BYTES:
+            if spec.checked_nbytes(claim.environments) <= INLINE_BYTES:
                 spec.check(arrays)
             else:
                 await asyncio.to_thread(spec.check, arrays)
@@ -234,6 +236,7 @@ class ExperienceReceiver:
             content = self._pool.policy.read()
             if content is None:
                 return self._newest
+            self.reads += 1
             self._newest = int(content[:8].view(np.uint64)[0]), content
         return self._newest
 
