@@ -84,6 +84,7 @@ def test_a_learner_goes_on_whoever_dies_that_acts_for_it(swarm, wait_until, no_o
         assert "Traceback" not in node.text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_when_all_that_learn_are_gone_a_node_that_acts_goes_on(swarm, wait_until, no_orphans):
     options = ("--set", "task.stop.env_steps=100000000", "--set", "task.evaluation.every=10000")
