@@ -196,7 +196,7 @@ class ExperienceSender:
                 codec.decode(answer, UnrollReceipt, "learner's answer")
                 self._keep(policy)
             except PeerRefusedError as error:
-                if error.status == 423:
+                if error.status in (423, 429):  # no room yet, or more calls a second than a peer may make
                     self.refused += 1
                     await asyncio.sleep(pause_s)
                     pause_s = min(2.0 * pause_s, most_s)
