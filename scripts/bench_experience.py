@@ -202,6 +202,7 @@ async def measure(  # noqa: PLR0915 - one run from its begin to its end
         await asyncio.sleep(0.1)
     for job in jobs:
         job.cancel()
+    await asyncio.gather(*jobs, return_exceptions=True)
     child.stdin.write(b"\n")
     child.stdin.flush()
     figures = json.loads(child.stdout.readline())
