@@ -18,7 +18,14 @@ from p2pdrl.clock import Clock
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.config.node import NodeConfig
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig
-from p2pdrl.config.task import TaskConfig, batches_of, minibatch_rows, minibatches_of, task_hash
+from p2pdrl.config.task import (
+    RegressionConfig,
+    TaskConfig,
+    batches_of,
+    minibatch_rows,
+    minibatches_of,
+    task_hash,
+)
 from p2pdrl.errors import ConfigError, WireError, WorkerError
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.ids import short
@@ -256,6 +263,11 @@ class Training:
         )
         if not config.learns and not count:
             raise ConfigError("a regression has no environments to act in; leave node.roles out")
+        if not (config.acts or remote or isinstance(task.algorithm, RegressionConfig)):
+            raise ConfigError(
+                f"node.roles: {task.algorithm.__struct_config__.tag} learns from this node's unrolls only; "
+                "add actor"
+            )
         self.learns = config.learns
         """Whether parameters are updated here; else this node's actors work for another's learner."""
         self.actors = ActorPool(start, config.learner, clock, events) if count or remote else None

@@ -298,7 +298,7 @@ class UnrollLane:
         return self._word(_COMMITTED) - self._word(_CONSUMED)
 
     @property
-    def waits_for(self) -> int:
+    def waiting_environments(self) -> int:
         """Environments of the oldest unroll that is there to be read; 0 when there is none."""
         found = self.peek()
         return 0 if found is None else found.environments

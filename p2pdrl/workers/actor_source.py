@@ -99,7 +99,7 @@ class ActorSource(Source[BatchT]):
     @property
     def ready(self) -> bool:
         """Whether there are unrolls of enough environments, or one of every actor that is waited for."""
-        waiting = sum(lane.waits_for for lane in self._lanes)
+        waiting = sum(lane.waiting_environments for lane in self._lanes)
         if not waiting:
             return False
         missing = [number for number, lane in enumerate(self._lanes) if self._awaited(number, lane)]

@@ -11,7 +11,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -21,6 +20,7 @@ from p2pdrl.errors import PoisonedVectorError, WireError
 from p2pdrl.node.children.actors import ActorPool
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.experience.messages import Enlist, Enlisted, SentUnroll, UnrollReceipt
+from p2pdrl.strategies.protocol import SwarmView
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.transport import codec
 from p2pdrl.transport.protocol import Incoming, Refusal, Reply
@@ -29,16 +29,6 @@ __all__ = ["ExperienceReceiver", "RemoteActor"]
 
 INLINE_BYTES = 1 << 20
 """More numbers of an unroll than these are looked at in a thread."""
-
-
-class Strikes(Protocol):
-    """Who notes what peers do wrong: `node.swarm_view.NodeSwarmView`."""
-
-    def strike(self, peer: str, why: str) -> None:
-        """Note that ``peer`` sent something poisoned."""
-
-    def quarantined(self, peer: str) -> bool:
-        """Tell whether ``peer`` is to be refused."""
 
 
 @dataclass
@@ -62,6 +52,7 @@ class ExperienceReceiver:
 
     Args:
         spec: tells the layout of parameters and sidecar.
+        strikes: notes who sent what can't be, and knows who is in quarantine.
         named: the name that people gave a node.
         stale: told of each unroll how many versions the policy that acted was older than the newest.
     """
@@ -72,7 +63,7 @@ class ExperienceReceiver:
         task_hash: str,
         pool: ActorPool,
         spec: Callable[[], BoardSpec],
-        strikes: Strikes,
+        strikes: SwarmView,
         named: Callable[[str], str],
         events: EventLog,
         stale: Callable[[int], None] = lambda _: None,

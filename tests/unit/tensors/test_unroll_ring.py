@@ -296,10 +296,10 @@ def test_an_unroll_of_another_node_arrives_with_the_environments_that_it_has(mad
     write(their_lane, 7)
     sent = their_lane.peek()
     lane.fill(2)[:] = sent.content
-    assert lane.waits_for == 0
+    assert lane.waiting_environments == 0
     lane.commit(policy_version=70, episodes=1, env_steps=4, environments=2)
     found = lane.peek()
-    assert lane.waits_for == found.environments == 2
+    assert lane.waiting_environments == found.environments == 2
     for name, array in found.arrays.items():
         assert array.shape[1] == 2
         assert (array == sent.arrays[name]).all()
