@@ -24,7 +24,7 @@ and ``P2PDRL-Action-Shape``; ``rows`` float32 values follow where they were aske
 with masks, are taken as JSON only.
 
 Nothing that a caller sends reaches the policy unchecked: wrong lengths and types, NaN and infinity are
-refused with 400. With a swarm key a signature covers path and query of a request, as everywhere, not its body.
+refused with 400. With a swarm key signatures cover path and query of a request, as everywhere, not its body.
 """
 
 # ruff: noqa: N803, N806, N815 (names carry shape suffixes)

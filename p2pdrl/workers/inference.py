@@ -92,7 +92,7 @@ class InferenceWorker:
 
     def _refresh(self) -> None:
         writes = self._shared.writes
-        if writes == self._writes:
+        if writes and writes == self._writes:
             return
         acting = self._shared.read(self._vector_D)
         if acting is None:  # it was rewritten all the time: the next batch tries again
