@@ -3,8 +3,8 @@
 Callers are processes of their own, each with one connection that is kept. Three ways, one after another, in
 rounds: binary batches as fast as they go, single observations as JSON as fast as they go, and single binary
 observations at a given pace, whose latency counts from the moment at which each was due (so a node that falls
-behind shows it). Printed are medians over the rounds; beside wall seconds the processor seconds of the node
-and of the callers, as both share the machine. The node is paused unless ``--train``: its learner takes a core.
+behind shows it). Printed are medians over the rounds, and how many processors the node and the callers kept
+busy, as they share the machine. The node is paused unless ``--train``: its learner takes one, too.
 
     python scripts/bench_act.py --rounds 5 --callers 4 --batch 64 --pace 1000
 """
