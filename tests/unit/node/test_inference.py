@@ -22,7 +22,7 @@ from p2pdrl.tensors.inference_slots import InferenceSlots, InferenceSpec
 from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shared_memory import SharedRegion
-from p2pdrl.tensors.shared_policy import SharedPolicy
+from p2pdrl.tensors.shared_policy import ActingPolicy, PolicyCopies, SharedPolicy
 from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.workers.protocol import (
     FrameBuffer,
@@ -374,3 +374,18 @@ async def test_without_a_policy_nothing_is_started(events):
     with pytest.raises(ApiRefusal, match="regression") as caught:
         await regression.inference.act(rows(1), greedy=True)
     assert caught.value.status == 409
+
+
+async def test_a_node_that_only_acts_answers_with_what_its_actors_act_with(training):
+    region = SharedRegion.create(SharedPolicy.nbytes_of(3, (2,)), "actors")
+    training.learns, training.actors = False, SimpleNamespace(policy=PolicyCopies(region, 3, 2))
+    policy = make_policy(training, ManualClock())
+    with pytest.raises(WorkerError, match="no policy yet"):
+        await policy.refresh()
+    given = ActingPolicy(12, 0.5, np.array([1.0, 2.0]), np.array([3.0, 4.0]))
+    SharedPolicy(region, 3, (2,)).write(np.full(3, 2.5, np.float32), given)
+    await policy.refresh()
+    acting, vector = read(policy)
+    assert (acting.version, vector) == (12, [2.5] * 3)
+    assert (acting.mean_X.tolist(), acting.scale_X.tolist()) == ([1, 2], [3, 4])
+    await policy.close()
