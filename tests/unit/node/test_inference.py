@@ -389,3 +389,24 @@ async def test_a_node_that_only_acts_answers_with_what_its_actors_act_with(train
     assert (acting.version, vector) == (12, [2.5] * 3)
     assert (acting.mean_X.tolist(), acting.scale_X.tolist()) == ([1, 2], [3, 4])
     await policy.close()
+
+
+async def test_one_that_is_stuck_is_killed(make, events, until):
+    team = make(deadline_s=0.3)
+    team.answers = False
+    with pytest.raises(ApiRefusal, match="deadline_s"):
+        await team.inference.act(rows(1), greedy=True)
+    team.clock.advance(1.0)
+    await until(lambda: events.since(0))
+    assert "killed because it took over 0.3 s for a batch" in events.since(0)[0]["text"]
+    assert team.links[0].killed
+
+
+async def test_it_ends_when_nobody_asks_and_begins_again(make, until):
+    team = make(idle_s=0.05)
+    await team.inference.act(rows(1), greedy=True)
+    team.clock.advance(1.0)
+    await until(lambda: team.links[0].killed)
+    assert (await team.inference.act(rows(2), greedy=True)).actions_NA.tolist() == [2]
+    assert len(team.links) == 2
+    assert team.registry.value("inference_failures_total") == 0
