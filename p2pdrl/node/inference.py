@@ -37,7 +37,7 @@ from p2pdrl.telemetry.metrics import Registry
 from p2pdrl.tensors.inference_slots import InferenceSlots, InferenceSpec, PolicyAnswer
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shared_memory import SharedRegion
-from p2pdrl.tensors.shared_policy import ActingPolicy, PolicyCopies, SharedPolicy
+from p2pdrl.tensors.shared_policy import ActingPolicy, PolicyCopies, SharedPolicy, features_of
 from p2pdrl.transport.codec import decode
 from p2pdrl.workers.protocol import (
     ChildFailed,
@@ -153,8 +153,7 @@ class NewestPolicy:
         self._progress_tracker = progress_tracker
         self._clock = clock
         spec = training.spec
-        shapes = {item.name: item.shape for item in spec.sidecar.items}
-        self._features = int(np.prod(shapes.get("observations.mean", (0,))))
+        self._features = features_of(spec)
         self.size = spec.layout.size
         nbytes = SharedPolicy.nbytes_of(self.size, (self._features,))
         self.region = SharedRegion.create(nbytes, "newest policy")
@@ -441,8 +440,8 @@ class Inference:
             raise ApiRefusal(409, self._hopeless)
         training = self._training
         there = training.ready
-        if not training.learns and training.actors is not None:
-            there = training.actors.policy.version is not None
+        if not training.learns:
+            there = training.actors is not None and training.actors.policy.version is not None
         if not there:
             raise _later("this node has no policy yet; wait until it trains")
         left_s = self._not_before_s - self._clock.monotonic()
