@@ -145,5 +145,15 @@ class NodeView(Protocol):
             ConfigError: there is no such mode or option, or they can't work together.
         """
 
+    async def set_roles(self, roles: Sequence[str]) -> None:
+        """Have this node do something else for the swarm; returns before it does.
+
+        Args:
+            roles: as `p2pdrl.config.node.Role`.
+
+        Raises:
+            ConfigError: it can't have them.
+        """
+
     def config(self) -> dict[str, object]:
         """The resolved configuration without secrets."""

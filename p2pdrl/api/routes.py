@@ -16,6 +16,7 @@
 | ``POST /v1/checkpoint`` | change | ``{"path"}`` |
 | ``POST /v1/pause`` ``/v1/resume`` | change | ``?scope=node`` or ``swarm`` |
 | ``POST /v1/mode`` | change | ``?mode=MODE&set=KEY=VALUE&…``; ``{"epoch", "proposer"}``, or 400 and why not |
+| ``POST /v1/roles`` | change | ``?role=actor&role=…``; this node's from now on, or 400 and why not |
 | ``POST /v1/leave`` | change | 202; the node leaves and ends |
 
 Called once by the daemon. Host and Origin are checked before, by the transport's middleware.
@@ -75,6 +76,7 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
         ("POST", "/v1/pause", Access.CHANGE, functools.partial(routes.pause, True)),
         ("POST", "/v1/resume", Access.CHANGE, functools.partial(routes.pause, False)),
         ("POST", "/v1/mode", Access.CHANGE, routes.mode),
+        ("POST", "/v1/roles", Access.CHANGE, routes.roles),
         ("POST", "/v1/leave", Access.CHANGE, routes.leave),
     ]
     for method, path, access, handler in table:
@@ -154,6 +156,16 @@ class _Routes:
         if len(modes) != 1 or len(sets) > _MAX_SETS:
             raise ApiRefusal(400, f"this route takes one mode, and at most {_MAX_SETS} times set=KEY=VALUE")
         return json_answer({"ok": True, **await self._node.set_mode(modes[0], sets)})
+
+    async def roles(self, request: web.Request) -> web.Response:
+        """In the query, as a signature covers it."""
+        if unknown := set(request.query) - {"role"}:
+            raise ApiRefusal(400, f"this route takes role, not {min(unknown)[:40]!r}")
+        roles = request.query.getall("role", [])
+        if len(roles) > _MAX_SETS:
+            raise ApiRefusal(400, f"this route takes at most {_MAX_SETS} roles")
+        await self._node.set_roles(roles)
+        return json_answer({"ok": True, "roles": roles}, status=202)
 
     async def pause(self, paused: bool, request: web.Request) -> web.Response:
         scope = request.query.get("scope", "node")

@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "peers": ("p2pdrl.cli.status:peers", "List every member that the node knows."),
     "top": ("p2pdrl.cli.status:top", "Watch the members live."),
     "mode": ("p2pdrl.cli.mode:mode", "Show how the swarm agrees, or change it while it trains."),
+    "roles": ("p2pdrl.cli.roles:roles", "Show what each node does for the swarm, or change that."),
     "rounds": ("p2pdrl.cli.mode:rounds", "Show the last rounds of the node's strategy."),
     "events": ("p2pdrl.cli.events:events", "Show what happened on the node."),
     "wait": ("p2pdrl.cli.wait:wait", "Wait until enough members are healthy, or train."),

@@ -44,6 +44,7 @@ __all__ = [
     "mode_problems",
     "pipeline_problems",
     "problems",
+    "role_problems",
     "strategy_problems",
     "task_problems",
     "too_few_blocks",
@@ -195,7 +196,7 @@ def problems(config: Config) -> list[Problem]:
         *mode_problems(task, config.node),
         *_node_problems(config.node),
         *_actor_problems(task, config.node),
-        *_role_problems(task, config.node),
+        *role_problems(task, config.node),
         *(problem for problem in gradients if problem.key not in said),
         *idle,
     ]
@@ -500,7 +501,7 @@ def _actor_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
         )
 
 
-def _role_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
+def role_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
     """Roles that can't be played; none named are all that the task needs."""
     key, roles = "node.roles", node.roles
     if not roles:

@@ -14,18 +14,21 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args
+
+import msgspec
 
 from p2pdrl.clock import SystemClock
+from p2pdrl.config.checks import role_problems
 from p2pdrl.config.environments import require_runnable
 from p2pdrl.config.loader import Resolved
-from p2pdrl.config.node import tags_of
+from p2pdrl.config.node import Role, tags_of
 from p2pdrl.config.root import Config
 from p2pdrl.config.task import HASHED, TaskConfig
-from p2pdrl.errors import P2PDRLError, UsageError
+from p2pdrl.errors import ConfigError, P2PDRLError, UsageError
 from p2pdrl.ids import short
 from p2pdrl.membership.events import MemberEvent
 from p2pdrl.membership.records import SwarmRecord
@@ -43,12 +46,12 @@ from p2pdrl.node.inference import Inference
 from p2pdrl.node.looplag import LoopLagMonitor
 from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.node.state import state_transfer
-from p2pdrl.node.state.checkpoints import Checkpoint, Checkpointer, CheckpointStore
+from p2pdrl.node.state.checkpoints import Checkpoint, Checkpointer, CheckpointStore, as_state
 from p2pdrl.node.state.swarm_memory import SavedMode, SwarmMemory, recall_mode, recall_stop
 from p2pdrl.node.status import traces
 from p2pdrl.node.status.meters import Meters, write_summary
 from p2pdrl.node.status.reporter import StatusReporter
-from p2pdrl.node.training import Training
+from p2pdrl.node.training import NOTHING, Done, Training
 from p2pdrl.strategies.pipeline.port import PIPE_ROUTE
 from p2pdrl.strategies.protocol import ROUTES
 from p2pdrl.telemetry import logging as telemetry_logging
@@ -58,6 +61,7 @@ from p2pdrl.transport.protocol import Address, Incoming, Refusal
 __all__ = ["SHUTDOWN_S", "Node", "run", "shutdown"]
 
 R = TypeVar("R")
+Answerer = Callable[[Incoming], Awaitable[R]]
 
 HALT_LINGER_S = 1.5
 """After a halt the node stays this long, so that everybody hears of it and sees the last report."""
@@ -117,6 +121,9 @@ class Node:
         self._leave_reason = ""
         self._fatal: P2PDRLError | None = None
         self._failed: P2PDRLError | None = None
+        self._latest: Training | None = None
+        self._wanted_roles: tuple[Role, ...] = ()
+        self._roles_wanted = asyncio.Event()
         self.exit_timer = threading.Timer(SHUTDOWN_S, os._exit, (0,))
         """Ends the process when leaving hangs (a disk that doesn't answer, say)."""
         self.exit_timer.daemon = True
@@ -148,7 +155,7 @@ class Node:
             self._meters = Meters(context, self._reporter, self._open_writer(stack))
             context.lag = LoopLagMonitor(on_sample=self._meters.registry.observe_loop_lag)
             self._admission.founded_at = lambda: self._follower.founded_at
-            opened.view.attach(context, self._reporter, self._meters, self._follower)
+            opened.view.attach(context, self._reporter, self._meters, self._follower, self.set_roles)
             context.membership.subscribe(self._on_member)
             await context.membership.start()
             stack.push_async_callback(context.membership.close)
@@ -218,8 +225,8 @@ class Node:
             )
             require_runnable(origin.task, self._config)  # a resumed one is of an earlier run's configuration
             training = self._make_training(origin.task)
-            stack.callback(training.close)
-            stack.push_async_callback(training.stop)
+            stack.push_async_callback(self._end_training)
+            self._latest = training
             context.learner = training.supervisor
             await training.build()
             self._admission.tell_founded(origin)  # not before: the learner may refuse the task
@@ -227,22 +234,16 @@ class Node:
             store = CheckpointStore(folder, self._config.node.checkpoint.keep)
             checkpoint = await load_checkpoint(store, context.progress_tracker, self._events)
             context.training = self._admission.training = training
-            self._serve(training)
+            self._serve()
             state, lineage = await first_state(context, training, origin, checkpoint)
             await training.begin(state, lineage)
             opened.data.keep = True
             context.checkpointer = self._make_checkpointer(store, training, checkpoint)
-            self._evaluations = self._make_evaluations(training)
-            context.inference = self._make_inference(training)
+            self._make_others(training)
             context.state = "paused" if training.paused else "training"
             self._follower.saved_mode = SavedMode(context.data_dir, training.task_hash, context.swarm_id)
             await recall_mode(context, self._follower.saved_mode, origin, checkpoint)
-            doing = f"trains {origin.task.subject} on {training.supervisor.device}"
-            if training.holds_replay:
-                doing = f"holds a shard of the replay memory of {origin.task.subject}"
-            elif not training.learns:
-                doing = f"acts in {origin.task.subject}"
-            self._events.emit("training", doing)
+            self._tell_training(training)
             if origin.how == "resumed" and memory is not None:
                 self._memory.had_others = True
                 recall_stop(context, memory)
@@ -251,7 +252,20 @@ class Node:
                 origin.how != "joined" or orphaned
             ):  # nobody had the state: a lineage of our own, with its records
                 self._follower.found(training, founded_at(checkpoint, self._clock.wall()))
-            jobs += [
+            jobs.append(group.create_task(self._fold_later(), name="fold"))
+            while await self._train(training):
+                training = await self._change_roles(store, training)
+            for job in jobs:
+                job.cancel()
+        self.leave("the swarm is done")
+
+    async def _train(self, training: Training) -> bool:
+        """Train until the swarm is done (False), or this node is to have other roles (True)."""
+        context = self._context
+        if context.checkpointer is None or context.inference is None:
+            raise AssertionError("the node has no state to train")
+        async with asyncio.TaskGroup() as group:
+            jobs = [
                 group.create_task(self._memory.run(training), name="memory"),
                 group.create_task(self._follower.run(training), name="records"),
                 group.create_task(self._watch(training.supervisor.watch()), name="learner"),
@@ -261,29 +275,124 @@ class Node:
                 group.create_task(training.adoptions.watch(), name="adoptions"),
                 group.create_task(training.mode.watch(), name="strategy"),
                 group.create_task(context.checkpointer.run(), name="checkpoints"),
-                group.create_task(self._fold_later(), name="fold"),
                 group.create_task(self._evaluations.run(), name="evaluations"),
                 group.create_task(context.inference.run(), name="inference"),
             ]
-            await self._follower.halted.wait()
-            if self._config.node.keep_running:
-                context.state = "stopped"
-                await asyncio.Event().wait()
-            await asyncio.sleep(HALT_LINGER_S)
-            for job in jobs:
+            halted = group.create_task(self._follower.halted.wait(), name="halt")
+            wanted = group.create_task(self._roles_wanted.wait(), name="roles")
+            await asyncio.wait([halted, wanted], return_when=asyncio.FIRST_COMPLETED)
+            done = halted.done()
+            if done:
+                await self._linger()
+            for job in (*jobs, halted, wanted):
                 job.cancel()
-        self.leave("the swarm is done")
+        return not done
 
-    def _serve(self, training: Training) -> None:
-        """Answer what peers ask of the training from now on."""
+    async def _linger(self) -> None:
+        """After the halt: who stays up goes on answering; others wait until everybody has heard."""
+        if self._config.node.keep_running:
+            self._context.state = "stopped"
+            await asyncio.Event().wait()
+        await asyncio.sleep(HALT_LINGER_S)
+
+    def set_roles(self, roles: Sequence[str]) -> None:
+        """Have other roles soon: what is trained stays, and the others go on meanwhile.
+
+        Raises:
+            ConfigError: this node can't have them.
+        """
+        context = self._context
+        training = context.training
+        if training is None or context.state not in ("training", "paused"):
+            raise ConfigError(f"this node is {context.state}; it can change its roles once it trains")
+        if (unknown := sorted(set(roles).difference(get_args(Role)))) or not roles:
+            what = f"{', '.join(unknown)}: no such role" if unknown else "no role is named"
+            raise ConfigError(f"{what}; there are {', '.join(get_args(Role))}")
+        asked = cast("tuple[Role, ...]", tuple(roles))
+        # whom to join by is no question any more
+        node = msgspec.structs.replace(self._config.node, roles=asked, peers=("127.0.0.1:1",))
+        problem = next(role_problems(training.task, node), None)
+        if problem is not None:
+            raise ConfigError(problem.message)
+        if "learner" not in roles and not context.learners() and training.learns:
+            raise ConfigError("nobody else learns: have another node learn first")
+        self._wanted_roles = asked
+        self._roles_wanted.set()
+
+    async def _change_roles(self, store: CheckpointStore, old: Training) -> Training:
+        """End a training, and go on from its state in other roles."""
+        context = self._context
+        self._roles_wanted.clear()
+        roles = self._wanted_roles
+        context.state = "starting"
+        self._events.emit("roles", f"its roles are {', '.join(roles)} from now on", roles=list(roles))
+        await old.stop()
+        checkpointer = context.checkpointer
+        checkpoint = await checkpointer.snapshot() if checkpointer is not None and old.ready else None
+        node = msgspec.structs.replace(self._config.node, roles=roles)
+        self._config = context.config = msgspec.structs.replace(self._config, node=node)
+        context.membership.retag(tags_of(roles, promote=node.promote))
+        training = self._latest = self._make_training(old.task, old.done())
+        try:
+            await training.build()
+            state = None if checkpoint is None else as_state(checkpoint, training.spec)
+            if training.learns and not old.learns:
+                state = await training.adoptions.newest(old.lineage) or state
+            context.training = self._admission.training = training
+            context.learner = training.supervisor
+            await training.begin(state, old.lineage)
+        finally:
+            old.close()
+        context.checkpointer = self._make_checkpointer(store, training, checkpoint)
+        self._make_others(training)
+        self._follower.renew()
+        training.pause(paused=old.paused)
+        context.state = "paused" if old.paused else "training"
+        self._tell_training(training)
+        return training
+
+    async def _end_training(self) -> None:
+        if self._latest is not None:
+            await self._latest.stop()
+            self._latest.close()
+
+    def _make_others(self, training: Training) -> None:
+        """Make what judges and serves a training's policy."""
+        self._evaluations = self._make_evaluations(training)
+        self._context.inference = self._make_inference(training)
+
+    def _tell_training(self, training: Training) -> None:
+        subject = training.task.subject
+        if training.holds_replay:
+            doing = f"holds a shard of the replay memory of {subject}"
+        elif training.learns:
+            doing = f"trains {subject} on {training.supervisor.device}"
+        else:
+            doing = f"acts in {subject}"
+        self._events.emit("training", doing)
+
+    def _serve(self) -> None:
+        """Answer what peers ask of the training, whichever it is, from now on."""
         transport, most = self._context.transport, self._config.node.limits.max_vector_bytes
+
+        def asked(answer: Callable[[Training], Callable[[Incoming], Awaitable[R]]]) -> Answerer[R]:
+            async def answered(incoming: Incoming) -> R:
+                if self._context.training is None:
+                    raise Refusal(503, "this node doesn't train yet")
+                return await answer(self._context.training)(incoming)
+
+            return answered
+
         for route in ROUTES:
-            transport.serve(route, self._sharing_settings(training.mode.answer), max_vector_bytes=most)
-        transport.serve_pipes(PIPE_ROUTE, self._sharing_settings(training.mode.accept))
-        transport.serve(traces.ROUTE, training.traces.answer)
-        transport.serve(state_transfer.ROUTE, training.state_server.answer)
-        transport.serve(experience.ROUTE, training.take_unroll, max_vector_bytes=most)
-        transport.serve(experience.REPLAY_ROUTE, training.give_rows, max_vector_bytes=most)
+            answer = self._sharing_settings(asked(lambda training: training.mode.answer))
+            transport.serve(route, answer, max_vector_bytes=most)
+        accept = self._sharing_settings(asked(lambda training: training.mode.accept))
+        transport.serve_pipes(PIPE_ROUTE, accept)
+        transport.serve(traces.ROUTE, asked(lambda training: training.traces.answer))
+        transport.serve(state_transfer.ROUTE, asked(lambda training: training.state_server.answer))
+        transport.serve(experience.ROUTE, asked(lambda training: training.take_unroll), max_vector_bytes=most)
+        give = asked(lambda training: training.give_rows)
+        transport.serve(experience.REPLAY_ROUTE, give, max_vector_bytes=most)
 
     async def _watch(self, processes: Coroutine[Any, Any, None]) -> None:
         """Leave in good order, and end with the error, when a learner can't go on: its state is kept."""
@@ -309,7 +418,7 @@ class Node:
 
         return answered
 
-    def _make_training(self, task: TaskConfig) -> Training:
+    def _make_training(self, task: TaskConfig, before: Done = NOTHING) -> Training:
         config, context = self._config.node, self._context
         seed = config.seed
         if seed is None:
@@ -341,6 +450,7 @@ class Node:
             shards=context.shards,
             stale=self._meters.registry.unroll_staleness.observe,
             learning=lambda: context.membership.retag(tags_of((*config.roles, "learner"))),
+            before=before,
         )
         context.state = "starting"
         return training

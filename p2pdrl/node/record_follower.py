@@ -70,6 +70,10 @@ class RecordFollower:
         membership.follow(lineage)
         self.record_changed()
 
+    def renew(self) -> None:
+        """Follow all records anew: another training of this node hasn't heard of them."""
+        self._mode_at = (0, "")
+
     def found(self, training: Training, founded_at: float) -> None:
         """Write the first records; those that others wrote already stay."""
         membership = self._context.membership

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,11 +32,12 @@ from p2pdrl.errors import ConfigError, WireError, WorkerError
 from p2pdrl.group.compatibility import Summary
 from p2pdrl.ids import short
 from p2pdrl.node import settings
+from p2pdrl.node.accounting.counters import ZERO, Counts
 from p2pdrl.node.accounting.exchanges import Accounting
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.children.actors import ActorPool, actor_count, remote_actor_count
 from p2pdrl.node.children.group_process import GroupProcesses
-from p2pdrl.node.children.learner_pool import LearnerPool
+from p2pdrl.node.children.learner_pool import LearnerPool, pooled
 from p2pdrl.node.children.supervisor import LearnerPort, LearnerSupervisor
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.experience.messages import learner_of
@@ -67,13 +68,28 @@ from p2pdrl.transport.pipe.ticket import PipeReply
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 from p2pdrl.workers.protocol import LearnerPace, Progress, Report, Start
 
-__all__ = ["ActiveMode", "Training"]
+__all__ = ["NOTHING", "ActiveMode", "Done", "Training"]
 
 LOOK_EVERY_S = 0.5
 ALONE_S = 2.0
 """After nobody has learned for so long, somebody who only acted begins."""
 LONGEST_END_S = 15.0
 """A strategy may have to wait for an update, or for a whole state, but no longer than this."""
+
+
+class Done(NamedTuple):
+    """What a node did, to be counted on from.
+
+    Args:
+        counts: steps, episodes and updates.
+        moments: of its normalisers, msgpack by stream.
+    """
+
+    counts: Counts
+    moments: dict[str, bytes]
+
+
+NOTHING = Done(ZERO, {})
 
 
 def _learner_of(me: str, actors: Iterable[str], learners: dict[str, Address]) -> tuple[str, Address] | None:
@@ -230,6 +246,7 @@ class Training:
         shards: tells the other living nodes that hold a shard of the replay memory.
         learning: told when this node begins to learn, which only acted before.
         stale: told how many versions old the policy of each unroll from another node was.
+        before: what this node did in this boot in other roles.
     """
 
     def __init__(
@@ -260,7 +277,9 @@ class Training:
         shards: Callable[[], dict[str, Address]] = dict,
         learning: Callable[[], None] = lambda: None,
         stale: Callable[[int], None] = lambda _: None,
+        before: Done = NOTHING,
     ) -> None:
+        self._before = before
         self._me = me
         self._direct = direct
         self._pipes = pipes
@@ -603,7 +622,12 @@ class Training:
 
     def share_moments(self) -> None:
         """Give the learner what everybody else's normalisers counted."""
-        self.learners.share(self._progress_tracker.others_moments())
+        self.learners.share(pooled([self._progress_tracker.others_moments(), self._before.moments]))
+
+    def done(self) -> Done:
+        """Return what this node did so far in this boot."""
+        counts = self._before.counts + self.learners.totals
+        return Done(counts, pooled([self._before.moments, self.learners.moments]))
 
     # --- figures ----------------------------------------------------------------------------
 
@@ -729,10 +753,10 @@ class Training:
         return LearnerPace(paused=self._paused, max_updates_per_s=self._config.learner.max_updates_per_s)
 
     def _report(self, report: Report, new_updates: int) -> None:
-        self._progress_tracker.credit(self.learners.totals)
+        self._progress_tracker.credit(self._before.counts + self.learners.totals)
         if report.moments:
             try:
-                self._progress_tracker.put_moments(self.learners.moments)
+                self._progress_tracker.put_moments(pooled([self._before.moments, self.learners.moments]))
             except WireError as error:
                 self._events.emit("moments-failed", str(error), level="warning")
         if new_updates > 0:

@@ -135,6 +135,12 @@ class FakeNode:
         """The log."""
         return self.log
 
+    async def set_roles(self, roles: Sequence[str]) -> None:
+        """See `NodeView`."""
+        if not roles or set(roles) - {"actor", "learner", "replay", "server"}:
+            raise ConfigError("no such role")
+        self.done.append(f"roles {','.join(roles)}")
+
     async def leave(self) -> None:
         """Noted in ``done``."""
         self.done.append("leave")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -181,3 +183,49 @@ def test_learners_change_how_they_agree_while_others_act_for_them(swarm, wait_un
 
 def come_from(learner):
     return [name for name, (_, unrolls, _) in received(learner).items() if unrolls > 3]
+
+
+def set_roles(node, *roles):
+    """What `p2pdrl roles set` says; it waits until the node works in them."""
+    command = [sys.executable, "-m", "p2pdrl", "roles", "set", ",".join(roles), "--api", node.api]
+    return subprocess.run(
+        [*command, "--data-dir", str(node.data)], capture_output=True, text=True, timeout=90, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_roles_change_while_the_others_go_on(swarm, wait_until, no_orphans):
+    learner, (first, second) = start(
+        swarm, "--set", "task.stop.env_steps=100000000", "--set", "task.env.normalize_observations=true"
+    )
+    wait_until(lambda: come(learner, "a", "b"), START_S, "unrolls of both nodes come")
+    wait_until(lambda: learner.status()["updates"] > 50, START_S, "it learns")
+    version, steps = learner.status()["policy_version"], learner.status()["swarm_env_steps"]
+    pids = [node.status()["pid"] for node in (learner, first, second)]
+
+    told = set_roles(first, "learner")
+    assert (told.returncode, told.stdout) == (0, "the node is learner\n"), told.stderr
+    wait_until(lambda: first.status()["updates"] > 5, START_S, "it learns, too")
+    assert first.status()["policy_version"] >= version, "from the newest state"
+    assert set_roles(learner, "actor").returncode == 0
+    wait_until(lambda: learner.status()["experience"]["sent"]["sent"] > 5, START_S, "it acts for the other")
+    assert {row["name"]: row["roles"] for row in second.peers()} == {
+        "learner": ["actor"],
+        "a": ["learner"],
+        "b": ["actor"],
+    }
+    wait_until(lambda: set(received(first)) == {"learner", "b"}, START_S, "both work for it")
+    updates = first.status()["updates"]
+    wait_until(lambda: first.status()["updates"] > updates + 20, START_S, "updates go on")
+    assert first.status()["swarm_env_steps"] >= steps, "nothing that was counted is lost"
+    refused = set_roles(first, "actor")
+    assert refused.returncode == 2
+    assert "nobody else learns" in refused.stderr
+    assert set_roles(first, "learner", "actor").returncode == 0
+    wait_until(lambda: len(first.status()["actors"]) == 2, START_S, "it acts beside learning")
+    assert [node.status()["pid"] for node in (learner, first, second)] == pids
+    for node in (second, learner, first):
+        node.signal(signal.SIGTERM)
+        assert node.wait(30) == 0
+        assert "Traceback" not in node.text()

@@ -51,11 +51,18 @@ class ApiView:
         self._reporter: StatusReporter | None = None
         self._meters: Meters | None = None
         self._follower: RecordFollower | None = None
+        self._set_roles: Callable[[Sequence[str]], None] | None = None
 
     def attach(
-        self, context: NodeContext, reporter: StatusReporter, meters: Meters, follower: RecordFollower
+        self,
+        context: NodeContext,
+        reporter: StatusReporter,
+        meters: Meters,
+        follower: RecordFollower,
+        set_roles: Callable[[Sequence[str]], None],
     ) -> None:
-        """Give the view what it shows, once it is there."""
+        """Give the view what it shows, and who changes roles, once it is there."""
+        self._set_roles = set_roles
         self._context, self._reporter, self._meters, self._follower = context, reporter, meters, follower
 
     def status(self) -> dict[str, object]:
@@ -114,6 +121,11 @@ class ApiView:
         _need(_need(self._context).training)
         record = self._settings().propose_mode(strategy_from(mode, sets))
         return {"epoch": record.epoch, "proposer": record.proposer}
+
+    async def set_roles(self, roles: Sequence[str]) -> None:
+        """Have this node do something else for the swarm."""
+        _need(_need(self._context).training)
+        _need(self._set_roles)(roles)
 
     @property
     def max_act_rows(self) -> int:
