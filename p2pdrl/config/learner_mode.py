@@ -29,6 +29,8 @@ class LearnerMode(msgspec.Struct, frozen=True):
     """Whether a gradient's norm is clipped before it is sent, or after the answer was merged."""
     learners: int = 1
     """Processes that share one vector."""
+    shared_statistics: bool = False
+    """Whether they share their optimizers' state, too."""
     stages: bool = False
     """Whether the learner trains as a stage of a pipeline only: it stands still until it is told which."""
 

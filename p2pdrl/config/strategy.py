@@ -763,6 +763,10 @@ class HogwildConfig(
     """Learner processes of each node."""
     between_nodes: bool = True
     """Whether nodes average pairwise as in ``adpsgd``; the other options are about that."""
+    shared_statistics: bool = False
+    """Whether the learners of a node share their optimizer's state as well as the vector, without locks, as
+    the shared RMSProp of A3C (Mnih 2016, arXiv 1602.01783) does: its averages then see all gradients, and a
+    learner that is started again needs no new ones. Otherwise each has its own."""
 
     modes: ClassVar[tuple[Mode, ...]] = ("gossip", "local")
     told: ClassVar[tuple[str, ...]] = ("learners",)
@@ -775,7 +779,8 @@ class HogwildConfig(
     @property
     def learner_mode(self) -> LearnerMode:
         """Several run freely."""
-        return LearnerMode(learners=self.learners)
+        shared = self.shared_statistics and self.learners > 1
+        return LearnerMode(learners=self.learners, shared_statistics=shared)
 
     def rules(self) -> Iterator[Problem]:
         """Refuse gradients; there is nothing to check where nodes don't average."""

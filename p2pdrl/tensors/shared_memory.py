@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError, TensorError
 from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.tensors.sidecar import AnyArray, SidecarLayout
 
 __all__ = ["GradientRing", "SeqLock", "SharedRegion", "SharedVector", "fence"]
 
@@ -209,12 +210,21 @@ class SeqLock:
 
 
 _HEADER_BYTES = 64
+_NO_STATISTICS = SidecarLayout()
 
 
 class SharedVector:
     """One vector of D float32 for several learners, and a word that says whether it is filled (Hogwild).
 
     Nobody locks: where two processes move the same entry at once, one of the moves may be lost.
+
+    Args:
+        region: of `nbytes_of` bytes.
+        size: D.
+        statistics: what else they share behind the vector: the state of their optimizers, or nothing.
+
+    Attributes:
+        statistics: views of that, by name.
 
     Example:
         >>> region = SharedRegion.create(SharedVector.nbytes_of(2), "vector")
@@ -225,16 +235,20 @@ class SharedVector:
         (True, [1.0, 2.0])
     """
 
-    def __init__(self, region: SharedRegion, size: int) -> None:
-        if size < 1 or region.nbytes < self.nbytes_of(size):
+    def __init__(self, region: SharedRegion, size: int, statistics: SidecarLayout = _NO_STATISTICS) -> None:
+        nbytes = self.nbytes_of(size, statistics)
+        if size < 1 or region.nbytes < nbytes:
             raise LayoutMismatchError(f"{size} shared floats don't fit into {region.nbytes} bytes")
         self._words = np.frombuffer(region.buf, np.uint64, 1)
         self.vector: Float32Array = np.frombuffer(region.buf, np.float32, size, _HEADER_BYTES)
+        self.statistics: dict[str, AnyArray] = statistics.views(
+            region.buf[nbytes - statistics.nbytes : nbytes]
+        )
 
     @staticmethod
-    def nbytes_of(size: int) -> int:
-        """Bytes of shared memory that a vector of ``size`` float32 takes."""
-        return _HEADER_BYTES + 4 * size
+    def nbytes_of(size: int, statistics: SidecarLayout = _NO_STATISTICS) -> int:
+        """Bytes of shared memory that a vector of ``size`` float32 and the statistics take."""
+        return _HEADER_BYTES + (_section(4 * size) + statistics.nbytes if statistics.items else 4 * size)
 
     @property
     def filled(self) -> bool:

@@ -35,6 +35,7 @@ from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion, SharedVector
+from p2pdrl.tensors.sidecar import SidecarLayout
 from p2pdrl.tensors.unroll_ring import UnrollSpec
 from p2pdrl.workers.protocol import (
     Hello,
@@ -51,6 +52,8 @@ from p2pdrl.workers.protocol import (
 )
 
 __all__ = ["LearnerPort", "LearnerRequestChannel", "LearnerSupervisor"]
+
+NO_SIDECAR = SidecarLayout()
 
 
 class LearnerRequestChannel:
@@ -80,9 +83,12 @@ class LearnerRequestChannel:
         return self._shared_region
 
     def arrange(
-        self, learner_mode: LearnerMode, epoch: int, size: int
+        self, learner_mode: LearnerMode, epoch: int, size: int, sidecar: SidecarLayout = NO_SIDECAR
     ) -> tuple[WorkMode, Sequence[SharedRegion]]:
         """Put another learner mode into force; requests made before are void.
+
+        Args:
+            sidecar: of the learner, whose optimizers' state learners may share.
 
         Returns:
             The message to the learner, and the regions whose descriptors go along.
@@ -93,7 +99,8 @@ class LearnerRequestChannel:
         self.learner_mode, self.epoch = learner_mode, epoch
         self._close_shared()
         if learner_mode.learners > 1:
-            self._shared_region = SharedRegion.create(SharedVector.nbytes_of(size), "hogwild")
+            statistics = sidecar.under("optimizer") if learner_mode.shared_statistics else NO_SIDECAR
+            self._shared_region = SharedRegion.create(SharedVector.nbytes_of(size, statistics), "hogwild")
         return self.renew(size)
 
     def renew(self, size: int) -> tuple[WorkMode, Sequence[SharedRegion]]:
@@ -398,7 +405,8 @@ class LearnerSupervisor:
         if self.spec is None:
             raise WorkerError("the learner isn't built yet")
         self.stages.close()
-        order, regions = self.requests.arrange(learner_mode, epoch, self.spec.layout.size)
+        spec = self.spec
+        order, regions = self.requests.arrange(learner_mode, epoch, spec.layout.size, spec.sidecar)
         if self._link is not None:
             self._link.tell(order, regions)
 
