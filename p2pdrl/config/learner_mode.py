@@ -31,6 +31,8 @@ class LearnerMode(msgspec.Struct, frozen=True):
     """Processes that share one vector."""
     shared_statistics: bool = False
     """Whether they share their optimizers' state, too."""
+    preempted: bool = False
+    """Whether what it collects may be cut short because others wait for its next gradient."""
     stages: bool = False
     """Whether the learner trains as a stage of a pipeline only: it stands still until it is told which."""
 

@@ -675,6 +675,11 @@ class GradAverageConfig(
     backend: Literal["own", "torch"] = "own"
     """``own`` runs over the swarm's own connections; ``torch`` over torch.distributed, which needs
     ``node.trusted_network``, for it listens without authentication."""
+    preemption_threshold: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of the members whose gradients must have come for the others' unrolls to end early, after the
+    environment step under way (DD-PPO, Wijmans 2020, arXiv 1911.00357, which takes 0.6): nobody waits long
+    for slow environments, which then count for less, as they bring fewer samples. 1 waits for everybody.
+    Without effect on unrolls that actor processes make."""
 
     modes: ClassVar[tuple[Mode, ...]] = ("allreduce",)
     compressions: ClassVar[tuple[Compression, ...]] = get_args(Compression)
@@ -683,11 +688,17 @@ class GradAverageConfig(
     @property
     def learner_mode(self) -> LearnerMode:
         """It steps with each mean."""
-        return LearnerMode("gradients")
+        return LearnerMode("gradients", preempted=self.preemption_threshold < 1)
 
     def rules(self) -> Iterator[Problem]:
         """Refuse what torch.distributed can't do."""
         yield from _over_torch(self)
+        if self.backend == "torch" and self.preemption_threshold < 1:
+            yield _problem(
+                "preemption_threshold",
+                "within torch.distributed nobody sees whose gradients have come; set it to 1, or backend = "
+                "own",
+            )
         yield from super().rules()
 
 

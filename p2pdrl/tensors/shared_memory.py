@@ -267,8 +267,9 @@ _SECTION_BYTES = 64
 class GradientRing:
     """Vectors of D float32 through which a learner and its daemon hand gradients to each other.
 
-    The memory has no state of its own: who owns a slot is said by the messages of `workers.protocol`. A slot
-    belongs to the daemon from the request that names it until the answer to it, and to the learner otherwise.
+    Who owns a slot is said by the messages of `workers.protocol`. A slot belongs to the daemon from the
+    request that names it until the answer to it, and to the learner otherwise. Behind the slots is a word
+    that the daemon writes and the learner reads between two steps of its environments.
 
     Args:
         region: shared memory, of at least `nbytes_of` bytes.
@@ -288,6 +289,7 @@ class GradientRing:
                 f"{slots} gradients of {size} floats take {needed} bytes, the region has {region.nbytes}"
             )
         stride = _section(4 * size)
+        self._word = np.frombuffer(region.buf, np.uint64, 1, slots * stride)
         self._slots = tuple(np.frombuffer(region.buf, np.float32, size, n * stride) for n in range(slots))
 
     @staticmethod
@@ -295,10 +297,19 @@ class GradientRing:
         """Bytes of shared memory that ``slots`` vectors of ``size`` float32 take."""
         if slots < 1 or size < 1:
             raise TensorError(f"a ring of {slots} vectors of {size} floats can't be made")
-        return slots * _section(4 * size)
+        return slots * _section(4 * size) + _SECTION_BYTES
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def preempted(self) -> int:
+        """Number of the request that others wait for: what is collected for it is to end early. 0 is none."""
+        return int(self._word[0])
+
+    @preempted.setter
+    def preempted(self, number: int) -> None:
+        self._word[0] = number
 
     def slot(self, number: int) -> Float32Array:
         """A slot's vector: D float32, writable."""

@@ -288,10 +288,15 @@ class ModeSwitcher:
 
     def _use_stepper(self, work: WorkMode, regions: list[SharedRegion]) -> None:
         learner_mode = work.learner_mode
+        if self.learner_mode.preempted:
+            self._trainer.source.preempted = None
         if learner_mode.sends == "gradients":
             if self._own_stepper is None:
                 self._own_stepper = self._trainer.stepper
             ring = GradientRing(regions[0], learner_mode.slots, self._trainer.layout.size)
+            if learner_mode.preempted:
+                requests = self._requests
+                self._trainer.source.preempted = lambda: ring.preempted == requests.next_number
             from p2pdrl.workers.request_stepper import RequestStepper  # imports torch, which takes seconds
 
             self._trainer.stepper = RequestStepper(learner_mode, self._requests, self._replica, ring)

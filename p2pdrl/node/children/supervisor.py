@@ -73,6 +73,8 @@ class LearnerRequestChannel:
         self._ring_region: SharedRegion | None = None
         self._shared_region: SharedRegion | None = None
         self._number = 0
+        self._posted = 0
+        """Number, as the learner counts, of its last request in this learner mode; 0 for none."""
         self._requests: asyncio.Queue[LearnerRequest] = asyncio.Queue()
         self._open: dict[int, tuple[LearnerRequest, int]] = {}
         """By our numbers: the requests, and the numbers that the learner gave."""
@@ -106,7 +108,7 @@ class LearnerRequestChannel:
     def renew(self, size: int) -> tuple[WorkMode, Sequence[SharedRegion]]:
         """The same for the learner mode in force: the learner gets a new ring of its own."""
         self._open.clear()
-        self._number = 0
+        self._number = self._posted = 0
         while not self._requests.empty():
             self._requests.get_nowait()
         self._close_ring()
@@ -129,6 +131,7 @@ class LearnerRequestChannel:
         # An epoch has two modes where its strategy couldn't be started: then its learner trains alone.
         if posted.epoch != self.epoch or posted.kind != self.learner_mode.sends:
             return
+        self._posted = posted.number
         vector = None
         if posted.kind == "gradients":
             if self._ring is None:
@@ -140,6 +143,14 @@ class LearnerRequestChannel:
         )
         self._open[request.number] = request, posted.number
         self._requests.put_nowait(request)
+
+    def preempt(self) -> None:
+        """Have the learner end the unroll that it collects for its next request.
+
+        It has to have posted one in this learner mode, since only then its next one's number is known here.
+        """
+        if self._ring is not None and not self._open and self._posted:
+            self._ring.preempted = self._posted + 1
 
     async def next_request(self) -> LearnerRequest:
         """Wait for the next request; cancelling loses none."""
@@ -681,3 +692,7 @@ class LearnerPort:
         if learning_rate is not None:
             learning_rate = max(0.0, min(self._algorithm.learning_rate, learning_rate))
         self._supervisor.answer(request, kind, learning_rate, end_update=end_update)
+
+    def preempt(self) -> None:
+        """Have the learner end the unroll that it collects for its next request."""
+        self._supervisor.requests.preempt()

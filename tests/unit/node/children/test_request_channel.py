@@ -176,3 +176,18 @@ async def test_a_learner_that_went_on_alone_counts_as_another_one(place):
         RequestAnswer(3, 1, "none"),
         RequestAnswer(4, 1, "none"),
     ]
+
+
+def test_only_a_learner_that_collects_for_its_next_request_is_preempted(place):
+    work, (region,) = place.arrange(LearnerMode("gradients", preempted=True), 1, SIZE)
+    ring = GradientRing(region, 1, SIZE)
+    place.preempt()
+    assert ring.preempted == 0  # nobody knows yet how it counts
+    place.posted(PostedRequest(7, 1, "gradients", 0, 0, 4))
+    place.preempt()
+    assert ring.preempted == 0  # it waits itself
+    request = asyncio.run(place.next_request())
+    place.answered(request, "replace", 0)
+    place.preempt()
+    assert ring.preempted == 8
+    assert work.learner_mode.preempted
