@@ -351,6 +351,8 @@ class Trainer:
         """
         self._flat.set_(vector_D)
         if sidecar is None:
+            for target in self.algorithm.targets:
+                target.fetched()
             return
         for part in self._stateful:
             part.load(sidecar)
