@@ -15,13 +15,13 @@ from p2pdrl.rl.engines import EngineOptions, make_engine, policy_forward
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.q_network import QNetwork
-from p2pdrl.rl.sources.replay import ReplayBatch, Transitions
+from p2pdrl.rl.sources.replay import Replay, ReplayBatch, Transitions
 
 SPEC = EnvSpec((3,), "float32", Discrete(4))
 CPU = torch.device("cpu")
 
 
-class FixedDraws:
+class FixedDraws(Replay):
     """A feeder whose memory holds nothing but what the test says."""
 
     def __init__(self, *drawn: Transitions, count: int = 1000, blocks: int | None = None) -> None:
@@ -30,6 +30,14 @@ class FixedDraws:
         self.asked: list[tuple[int, float]] = []
         self.priorities: list[np.ndarray] = []
         self.memory = SimpleNamespace(count=count, full=False)
+
+    @property
+    def stored(self):
+        return self.memory.count
+
+    @property
+    def full(self):
+        return self.memory.full
 
     def draw(self, rows, beta):
         self.asked.append((rows, beta))
