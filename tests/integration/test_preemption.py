@@ -1,8 +1,8 @@
 """DD-PPO's preemption between real nodes: one whose environments are ten times slower holds nobody up long.
 
 That the others keep nine tenths of their updates is shown where nobody shares a processor
-(``tests/sim/test_collecting_together.py``); on two busy cores they kept 0.69. Waiting for the slow one would leave
-them 0.18 of 1.07 updates a second: its unroll alone takes 5.1 s.
+(``tests/sim/test_collecting_together.py``); on two busy cores they kept 0.69, 0.73 of 1.07 updates a second.
+Waiting for the slow one would leave them less than 0.2 a second: its unroll alone takes 5.1 s.
 """
 
 from __future__ import annotations

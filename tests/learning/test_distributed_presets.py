@@ -1,8 +1,8 @@
 """Presets of asynchronous and distributed systems really learn CartPole: one learner's part of each, alone.
 
-What servers and averages do with the gradients of several is tested with the strategies; here it is the values
-that the presets give an algorithm. What is judged is the policy as the preset's evaluations do it, over 20
-episodes at each 5,000 steps: that it was solved once within the budget is asserted, not that it stays so.
+What servers and averages do with the gradients of several is tested with the strategies; here it is the
+values that the presets give an algorithm. What is judged is the policy as the preset's evaluations do it, over
+20 episodes at each 5,000 steps: that it was solved once within the budget is asserted, not that it stays so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from p2pdrl.rl.registry import build_trainer
 
 pytestmark = pytest.mark.slow
 
-CASES = {"rapid": 600_000, "ddppo": 400_000, "gossip_gradients": 600_000}
+CASES = {"rapid": 600_000, "ddppo": 400_000, "gossip_gradients": 600_000, "rlx_compose": 200_000}
 """By preset: environment steps until when it must be solved."""
 
 
