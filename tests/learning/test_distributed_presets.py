@@ -1,7 +1,7 @@
 """Presets of asynchronous and distributed systems really learn CartPole: one learner's part of each, alone.
 
 What servers and averages do with the gradients of several is tested with the strategies; here it is the
-values that the presets give an algorithm. What is judged is the policy as the preset's evaluations do it, over
+values that presets give an algorithm. What is judged is the policy as the preset's evaluations do it, over
 20 episodes at each 5,000 steps: that it was solved once within the budget is asserted, not that it stays so.
 """
 
