@@ -69,22 +69,22 @@ class AccessGuard:
         proofs = [prove_target(key, self._target, nonce) for key in self._keys()]
         return json_answer({"target": self._target, "proofs": proofs})
 
-    def guard(self, access: Access, handler: Handler) -> Handler:
+    def guard(self, access: Access, handler: Handler, *, takes_body: bool = False) -> Handler:
         """Return ``handler`` behind the check, with errors as JSON."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
-            self.check(request, access)
+            self.check(request, access, takes_body=takes_body)
             return await handler(request)
 
         return answers_errors(guarded)
 
-    def check(self, request: web.Request, access: Access) -> None:
-        """Let the request pass, or refuse it.
+    def check(self, request: web.Request, access: Access, *, takes_body: bool = False) -> None:
+        """Let the request pass, or refuse it; who takes a body bounds it.
 
         Raises:
             ApiRefusal: 401 without good credentials; 409 for a replay; 400 or 415 for a body.
         """
-        _refuse_body(request)
+        _refuse_body(request, takes_body=takes_body)
         if access is Access.CHANGE or not self._readable(access):
             self._authenticate(request)
 
@@ -145,9 +145,9 @@ def from_this_machine(request: web.Request) -> bool:
     return not proxied and is_loopback(request.remote or "")
 
 
-def _refuse_body(request: web.Request) -> None:
-    """No route of the API takes a body, so one is never read."""
+def _refuse_body(request: web.Request, *, takes_body: bool) -> None:
+    """All routes but one take no body, so it is never read."""
     if "Content-Encoding" in request.headers:
         raise ApiRefusal(415, "an encoded body isn't taken")
-    if request.body_exists and request.content_length != 0:
+    if not takes_body and request.body_exists and request.content_length != 0:
         raise ApiRefusal(400, "this route takes no body")

@@ -4,12 +4,17 @@
 constants. Every value a method returns consists of JSON types, so that routes stay thin.
 """
 
+# ruff: noqa: N803 (names carry shape suffixes)
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from p2pdrl.tensors.inference_slots import InferenceSpec, PolicyAnswer
 
 __all__ = ["Event", "EventSource", "NodeView"]
 
@@ -83,6 +88,28 @@ class NodeView(Protocol):
 
         Raises:
             StorageError: it couldn't be written.
+        """
+
+    @property
+    def max_act_rows(self) -> int:
+        """Most observations of one call of `act`."""
+
+    async def act_spec(self) -> InferenceSpec:
+        """What the node's policy takes and gives; the first call may take as long as a process starts.
+
+        Raises:
+            ApiRefusal: 409 where there is no policy that could be asked; 503 while there is none.
+        """
+
+    async def act(self, obs_NX: npt.NDArray[Any], *, greedy: bool) -> PolicyAnswer:
+        """Actions of the node's newest policy.
+
+        Args:
+            obs_NX: up to `max_act_rows` observations, as `act_spec` says.
+            greedy: the likeliest actions; otherwise they are sampled.
+
+        Raises:
+            ApiRefusal: as `act_spec`; 503 also where too many wait, or the process that answers failed.
         """
 
     async def export(self) -> bytes:

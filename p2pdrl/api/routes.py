@@ -11,6 +11,8 @@
 | ``GET /v1/pipeline/trace`` | read | Chrome's trace format; ``?seconds=2``, up to 60 |
 | ``GET /v1/events`` | read | event stream; ``?follow=0`` a JSON list; ``?since=N`` |
 | ``GET /v1/checkpoint`` | read | safetensors file |
+| ``GET /v1/act`` | read | what the policy takes and gives, see `act` |
+| ``POST /v1/act`` | read | observations, as JSON or binary; actions of the newest policy, see `act` |
 | ``POST /v1/checkpoint`` | change | ``{"path"}`` |
 | ``POST /v1/pause`` ``/v1/resume`` | change | ``?scope=node`` or ``swarm`` |
 | ``POST /v1/mode`` | change | ``?mode=MODE&set=KEY=VALUE&…``; ``{"epoch", "proposer"}``, or 400 and why not |
@@ -26,6 +28,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from p2pdrl.api.act import ActHandlers
 from p2pdrl.api.answers import ApiRefusal, Handler, answers_errors, json_answer
 from p2pdrl.api.auth import Access, AccessGuard, from_this_machine
 from p2pdrl.api.page import load_page
@@ -50,7 +53,7 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
     """Add every route of ``node``'s API to ``app``, which isn't started yet."""
     access_guard = AccessGuard(node, clock or SystemClock())
     streams = EventStreams(node.events())
-    routes = _Routes(node)
+    routes, acting = _Routes(node), ActHandlers(node)
     table: list[Route] = [
         ("GET", "/", Access.OPEN, load_page().handle),
         ("GET", "/healthz", Access.OPEN, routes.healthz),
@@ -66,6 +69,8 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
         ("GET", "/v1/pipeline/trace", Access.READ, routes.trace),
         ("GET", "/v1/events", Access.READ, streams.handle),
         ("GET", "/v1/checkpoint", Access.READ, routes.export),
+        ("GET", "/v1/act", Access.READ, acting.describe),
+        ("POST", "/v1/act", Access.READ, acting.act),
         ("POST", "/v1/checkpoint", Access.CHANGE, routes.checkpoint),
         ("POST", "/v1/pause", Access.CHANGE, functools.partial(routes.pause, True)),
         ("POST", "/v1/resume", Access.CHANGE, functools.partial(routes.pause, False)),
@@ -74,7 +79,8 @@ def mount(app: web.Application, node: NodeView, clock: Clock | None = None) -> N
     ]
     for method, path, access, handler in table:
         add = app.router.add_get if method == "GET" else app.router.add_post
-        add(path, access_guard.guard(access, handler))
+        takes_body = (method, path) == ("POST", "/v1/act")
+        add(path, access_guard.guard(access, handler, takes_body=takes_body))
     app.router.add_route("*", "/v1/{rest:.*}", answers_errors(_unknown(table)))
     app.on_shutdown.append(streams.close)
 

@@ -27,6 +27,7 @@ from p2pdrl.errors import StorageError, WorkerError
 
 if TYPE_CHECKING:
     from p2pdrl.cli.fleet import Fleet
+    from p2pdrl.config.task import TaskConfig
 
 __all__ = ["swarm"]
 
@@ -78,6 +79,13 @@ def swarm() -> None:
     metavar="N",
     help="The first N nodes only learn, all others only act for them. Default: each does both.",
 )
+@click.option(
+    "--replays",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --learners: so many further nodes hold a shard each of the replay memory; else learners have "
+    "their own.",
+)
 @json_option
 def up(
     *,
@@ -88,6 +96,7 @@ def up(
     data_root: Path | None,
     base_port: int,
     learners: int | None,
+    replays: int | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -101,10 +110,9 @@ def up(
     from p2pdrl.config.loader import resolve
 
     # a bad one fails before anything starts
-    require_environment(resolve(files=files, sets=sets, environ=os.environ).config.task)
-    if learners is not None and learners >= count:
-        raise click.UsageError(f"--learners {learners} of {count} nodes leave none that acts for them")
-    roles = [] if learners is None else ["learner"] * learners + ["actor"] * (count - learners)
+    task = resolve(files=files, sets=sets, environ=os.environ).config.task
+    require_environment(task)
+    roles = _roles(count, learners, replays, task)
     arguments = _node_arguments(files, sets, ends, options)
     # In this order: ports are let go after the nodes ended, and the folder last.
     with _folder(data_root) as folder, reserved_ports(count, base_port) as ports:
@@ -113,6 +121,30 @@ def up(
             run.until_all_ended()
         run.print_result(as_json)
         run.raise_for_failures()
+
+
+def _roles(count: int, learners: int | None, replays: int | None, task: TaskConfig) -> list[str]:
+    """Return the roles of each node; none for all that the task needs.
+
+    Raises:
+        click.UsageError: nobody would act, or the task has no replay memory.
+    """
+    from p2pdrl.config.task import ReplayOptions
+
+    if learners is None:
+        if replays is not None:
+            raise click.UsageError("--replays goes with --learners: say how many draw from the shards")
+        return []
+    has_replay = isinstance(task.algorithm, ReplayOptions)
+    if replays is not None and not has_replay:
+        name = task.algorithm.__struct_config__.tag
+        raise click.UsageError(f"--replays: {name} has no replay memory; leave it out")
+    others = learners + (replays or 0)
+    if others >= count:
+        said = f"--learners {learners}" + (f" and --replays {replays}" if replays else "")
+        raise click.UsageError(f"{said} of {count} nodes leave none that acts for them")
+    first = "learner,replay" if has_replay and replays is None else "learner"
+    return [first] * learners + ["replay"] * (replays or 0) + ["actor"] * (count - others)
 
 
 def _node_arguments(

@@ -18,6 +18,7 @@ __all__ = [
     "ActorsConfig",
     "CheckpointConfig",
     "DebugConfig",
+    "InferenceConfig",
     "LearnerConfig",
     "LimitsConfig",
     "LogConfig",
@@ -112,6 +113,27 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     state_every_s: PositiveSeconds = 30.0
     """A node that acts and doesn't learn fetches the whole state, the optimizer's too, so often: the most
     that is lost when all that learn are gone."""
+
+
+class InferenceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The process of this node that answers ``POST /v1/act`` with actions of the newest policy."""
+
+    device: str = "auto"
+    """``auto`` takes the first GPU if there is one; or ``cpu``, ``cuda``, ``cuda:1``."""
+    max_batch: Annotated[int, Meta(ge=1, le=65_536)] = 256
+    """Most observations that are computed together, and that one request may bring."""
+    batch_wait_s: Annotated[float, Meta(ge=0, le=1)] = 0.002
+    """How long the first request of a batch waits for others, unless the batch is full before. 0 takes what
+    is there: quicker for one caller at a time, dearer for many."""
+    max_waiting: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
+    """Observations that may wait for their batch; requests beyond them are refused (503) and may come again
+    after a second."""
+    deadline_s: PositiveSeconds = 30.0
+    """The longest that a request waits for its answer, the start of the process included; then it is refused
+    (503). A process that needs so long for one batch is killed; the next request starts another."""
+    idle_s: PositiveSeconds = 60.0
+    """The process ends when nobody has asked for so long, and frees its memory; the next request starts it
+    again, which takes seconds."""
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -224,6 +246,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     does; of several the first by id."""
     learner: LearnerConfig = LearnerConfig()
     actors: ActorsConfig = ActorsConfig()
+    inference: InferenceConfig = InferenceConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()

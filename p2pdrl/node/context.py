@@ -14,6 +14,7 @@ from p2pdrl.node.accounting.metrics_gossip import MetricsGossip
 from p2pdrl.node.accounting.progress_tracker import ProgressTracker
 from p2pdrl.node.children.supervisor import LearnerSupervisor
 from p2pdrl.node.events import EventLog
+from p2pdrl.node.inference import Inference
 from p2pdrl.node.looplag import LoopLagMonitor
 from p2pdrl.node.state.checkpoints import Checkpointer
 from p2pdrl.node.training import Training
@@ -47,6 +48,8 @@ class NodeContext:
     """The training's, from the moment on when it is being built."""
     training: Training | None = None
     checkpointer: Checkpointer | None = None
+    inference: Inference | None = None
+    """Answers who asks for actions."""
     state: str = "joining"
     """``joining starting fetching training paused stopping stopped``; what people see."""
     alone_since_s: float | None = None

@@ -39,6 +39,7 @@ from p2pdrl.node.context import NodeContext
 from p2pdrl.node.evaluation import Evaluations
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.experience import messages as experience
+from p2pdrl.node.inference import Inference
 from p2pdrl.node.looplag import LoopLagMonitor
 from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.node.state import state_transfer
@@ -232,6 +233,7 @@ class Node:
             opened.data.keep = True
             context.checkpointer = self._make_checkpointer(store, training, checkpoint)
             self._evaluations = self._make_evaluations(training)
+            context.inference = self._make_inference(training)
             context.state = "paused" if training.paused else "training"
             self._follower.saved_mode = SavedMode(context.data_dir, training.task_hash, context.swarm_id)
             await recall_mode(context, self._follower.saved_mode, origin, checkpoint)
@@ -261,6 +263,7 @@ class Node:
                 group.create_task(context.checkpointer.run(), name="checkpoints"),
                 group.create_task(self._fold_later(), name="fold"),
                 group.create_task(self._evaluations.run(), name="evaluations"),
+                group.create_task(context.inference.run(), name="inference"),
             ]
             await self._follower.halted.wait()
             if self._config.node.keep_running:
@@ -376,6 +379,17 @@ class Node:
         config = self._config.node
         process = EvaluatorProcess(threads=config.learner.threads, allow_import=config.may_import)
         return Evaluations(self._context, self._reporter, training, process, self._meters.evaluated)
+
+    def _make_inference(self, training: Training) -> Inference:
+        return Inference(
+            self._config.node,
+            training,
+            self._context.progress_tracker,
+            seed=self._context.boot % 2**31,
+            clock=self._clock,
+            events=self._events,
+            registry=self._meters.registry,
+        )
 
     async def _fold_later(self) -> None:
         await asyncio.sleep(FOLD_AFTER_S)

@@ -208,6 +208,10 @@ class VectorEnv:
         info_mask: whether masks come with the environments' ``info``.
         step_delay_s: seconds slept at each step, to emulate a slow environment.
         seed_bits: that each environment's own seed has: gymnasium's take 32, not everybody's.
+
+    Attributes:
+        action_shape: of one action, as the environments' own space has it.
+        action_dtype: likewise.
     """
 
     def __init__(
@@ -240,8 +244,8 @@ class VectorEnv:
         elif isinstance(space, gym.spaces.MultiDiscrete) and space.start.any():
             self._action_start = space.start.reshape(-1).astype(np.int64)
         self._reshape = not isinstance(space, gym.spaces.Discrete)
-        self._action_shape = (self.num_envs, *(space.shape or ()))
-        self._action_dtype = space.dtype
+        self.action_shape: tuple[int, ...] = tuple(space.shape or ())
+        self.action_dtype: np.dtype[Any] = np.dtype(space.dtype)
 
     def reset(self) -> Array:
         """Start every episode anew from the seed and return the first observations, BX."""
@@ -258,20 +262,25 @@ class VectorEnv:
         Returns:
             obs_BX, rewards_B, terminated_B, truncated_B; arrays may be overwritten by the next call.
         """
-        if isinstance(self.spec.action, Continuous):
-            actions = np.clip(actions, self.spec.action.low, self.spec.action.high)
-            actions = actions.reshape(self._action_shape).astype(self._action_dtype, copy=False)
-        else:
-            if self._action_start is not None:
-                actions = actions + self._action_start
-            if self._reshape:
-                actions = actions.reshape(self._action_shape).astype(self._action_dtype, copy=False)
+        actions = self.to_space(actions)
         obs_BX, rewards_B, terminated_B, truncated_B, infos = self._env.step(actions)
         if self._packer is not None:
             obs_BX = self._packer.pack(obs_BX, infos)
         if self._step_delay_s > 0.0:
             self._sleep(self._step_delay_s)
         return obs_BX, rewards_B, terminated_B, truncated_B
+
+    def to_space(self, actions: Array) -> Array:
+        """Return any number of actions, as `step` takes them, as elements of the environment's space."""
+        if isinstance(self.spec.action, Continuous):
+            actions = np.clip(actions, self.spec.action.low, self.spec.action.high)
+            return actions.reshape(len(actions), *self.action_shape).astype(self.action_dtype, copy=False)
+        if self._action_start is not None:
+            actions = actions + self._action_start
+        if self._reshape:
+            actions = actions.reshape(len(actions), *self.action_shape)
+            actions = actions.astype(self.action_dtype, copy=False)
+        return actions
 
     def games_over(self, ends_B: Array) -> Array:
         """Return which of the last step's ends returns are reported of: all but those of a life only."""

@@ -24,8 +24,6 @@ Array = npt.NDArray[Any]
 
 CLIP = 10.0
 """Normalised values beyond this are cut, as in OpenAI's baselines."""
-EPSILON = 1e-8
-"""Added to the variance: a constant input gives zero, not a division by zero."""
 
 
 class RunningNormalizer:
@@ -89,9 +87,9 @@ class RunningNormalizer:
 
     def _refresh(self) -> None:
         merged = self._own if self._others is None else Moments.merge([self._own, self._others])
-        if merged.count >= 2:
-            self._mean = merged.mean
-            self._scale = 1.0 / np.sqrt(merged.var + EPSILON)
+        found = merged.standardization
+        if found is not None:
+            self._mean, self._scale = found
 
 
 class EntryNormalizer(RunningNormalizer):

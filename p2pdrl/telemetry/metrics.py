@@ -39,6 +39,8 @@ _PIPELINE = {
 
 _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _EXCHANGE_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_ACT_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
+_BATCH_BUCKETS = tuple(float(2**power) for power in range(13))
 _STALENESS_BUCKETS = (0.0, *(float(2**power) for power in range(11)))
 
 
@@ -157,6 +159,23 @@ class Registry:
             "unroll_staleness_versions",
             "How many versions the policy of unrolls from other nodes was behind.",
             _STALENESS_BUCKETS,
+        )
+        self.act_requests_total = LabelledTotal(
+            self._counter("act_requests_total", "Requests for actions by outcome.", "outcome"),
+            ("ok", "busy", "late", "failed"),
+        )
+        self.act_observations_total = total("act_observations_total", "Observations that were acted on.")
+        self.act_seconds = self._histogram(
+            "act_seconds", "From a request for actions to its answer, good ones only.", _ACT_BUCKETS_S
+        )
+        self.act_batch_observations = self._histogram(
+            "act_batch_observations", "Observations of a batch of requests for actions.", _BATCH_BUCKETS
+        )
+        self.inference_starts_total = total(
+            "inference_starts_total", "Times the inference process was started."
+        )
+        self.inference_failures_total = total(
+            "inference_failures_total", "Times the inference process died, hung or couldn't be started."
         )
         self.checkpoint_failures_total = total(
             "checkpoint_failures_total", "Checkpoints that couldn't be written."

@@ -35,6 +35,9 @@ _MAX_ELEMENTS = 1 << 20
 _MAX_COUNT, _MAX_MEAN, _MAX_M2 = 2.0**53, 1e100, 1e250
 _PLAUSIBLE = 1e6
 
+EPSILON = 1e-8
+"""Added to the variance: a constant input gives zero, not a division by zero."""
+
 
 @dataclass
 class Moments:
@@ -57,6 +60,11 @@ class Moments:
     def var(self) -> Float64Array:
         """Population variance M2 / count; ones before the first sample, so that dividing is harmless."""
         return self.m2 / self.count if self.count > 0 else np.ones_like(self.m2)
+
+    @property
+    def standardization(self) -> tuple[Float64Array, Float64Array] | None:
+        """What is subtracted from samples, and what they are multiplied by then; None before two samples."""
+        return None if self.count < 2 else (self.mean, 1.0 / np.sqrt(self.var + EPSILON))
 
     @property
     def plausible(self) -> bool:

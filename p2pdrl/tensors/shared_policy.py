@@ -99,6 +99,11 @@ class SharedPolicy:
             np.copyto(copy.scale, policy.scale_X)
             np.copyto(copy.vector, vector_D)
 
+    @property
+    def writes(self) -> int:
+        """How many policies have been written; 0 while there is none."""
+        return self._lock.writes
+
     def read(self, out_D: Float32Array) -> ActingPolicy | None:
         """Copy the parameters to ``out_D`` and return the rest; None while there is none."""
 

@@ -4,6 +4,7 @@
 loopback port in a thread of its own, so that synchronous clients can call it.
 """
 
+# ruff: noqa: N803, N806 (names carry shape suffixes)
 from __future__ import annotations
 
 import asyncio
@@ -12,14 +13,17 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
 from aiohttp import web
 
 from p2pdrl.api.protocol import Event
 from p2pdrl.api.routes import mount
 from p2pdrl.config.mode import strategy_from
 from p2pdrl.errors import ConfigError
+from p2pdrl.tensors.inference_slots import InferenceSpec, PolicyAnswer
 
 __all__ = ["FakeEvents", "FakeNode", "ServedNode"]
 
@@ -75,6 +79,9 @@ class FakeNode:
         done: the changes that were asked for, in order: ``"pause swarm"``, ``"leave"``, …
         on_leave: called by `leave`, for a test that ends the server then.
         on_mode: called by `set_mode`, for a test that lets the members follow.
+        policy_spec: what its policy takes: CartPole's, unless a test sets another.
+        acted: the observations that it was asked about, and whether greedily.
+        on_act: called by `act_spec` and `act`, for a test that has them fail.
     """
 
     def __init__(
@@ -92,6 +99,12 @@ class FakeNode:
         self.on_leave: Callable[[], None] | None = None
         self.on_mode: Callable[[FakeNode], None] = lambda _node: None
         self.mode_state: dict[str, object] = _mode(name)
+        self.max_act_rows = 8
+        self.policy_spec = InferenceSpec(
+            obs_shape=(4,), obs_dtype="float32", action_shape=(), action_dtype="int64", has_values=True
+        )
+        self.acted: list[tuple[npt.NDArray[Any], bool]] = []
+        self.on_act: Callable[[], None] = lambda: None
         self.timeline: dict[str, object] | None = {"traceEvents": [{"name": "forward 1", "ph": "X"}]}
         self.last_rounds: list[dict[str, object]] = [_round(1, "ok"), _round(2, "timeout")]
         self.last_evaluations: list[dict[str, object]] = [_evaluation(name, 1), _evaluation(name, 2)]
@@ -157,6 +170,23 @@ class FakeNode:
         record = {"epoch": 2, "proposer": "01" * 16}
         self.on_mode(self)
         return dict(record)
+
+    async def act_spec(self) -> InferenceSpec:
+        """As set."""
+        self.on_act()
+        return self.policy_spec
+
+    async def act(self, obs_NX: npt.NDArray[Any], *, greedy: bool) -> PolicyAnswer:
+        """Noted in ``acted``; action i is i, its value i / 2."""
+        self.on_act()
+        self.acted.append((obs_NX, greedy))
+        count, spec = len(obs_NX), self.policy_spec
+        numbers_N = np.arange(count).reshape(count, *(1 for _ in spec.action_shape))
+        actions_NA = np.broadcast_to(numbers_N, (count, *spec.action_shape)).astype(spec.action_dtype)
+        values_N = np.arange(count, dtype=np.float32) / 2
+        return PolicyAnswer(
+            actions_NA, np.zeros(count, np.float32), values_N if spec.has_values else None, policy_version=120
+        )
 
     async def checkpoint(self) -> str:
         """Noted in ``done``."""

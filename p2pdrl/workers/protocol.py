@@ -60,6 +60,21 @@ The evaluator inherits one piece of shared memory, which holds a checkpoint whil
       │  Played, or ChildFailed       │
       │◀──────────────────────────────┤
 
+The inference process inherits the policy that it acts with (`tensors.shared_policy`), which the daemon
+writes. Observations and actions lie in slots of shared memory (`tensors.inference_slots`).
+
+    daemon                          inference process
+      │  StartInference               │
+      ├──────────────────────────────▶│  builds the network
+      │  InferenceReady, ChildFailed  │
+      │◀──────────────────────────────┤
+      │  UseSlots (+ file descriptor) │
+      ├──────────────────────────────▶│
+      │  Infer, Infer, …              │
+      ├──────────────────────────────▶│  acts on the batch in that slot
+      │  Inferred, Inferred, …        │
+      │◀──────────────────────────────┤
+
 Each second from its start the learner says that it is `Alive`; where an error ends it, it says which
 (`Crashed`). A report's counts are cumulative over the learner's life, so a lost or doubled report does no
 harm. Requests and answers name the epoch of their learner mode; what belongs to another is passed over.
@@ -78,6 +93,7 @@ import msgspec
 from p2pdrl.config.fields import Microbatches
 from p2pdrl.config.learner_mode import LearnerMode
 from p2pdrl.errors import WireError
+from p2pdrl.tensors.inference_slots import InferenceSpec
 from p2pdrl.transport.codec import decode
 from p2pdrl.workers.pipeline.protocol import Blocks, Finish, Measure, News, StartStage, Trace, Traced
 
@@ -93,8 +109,12 @@ __all__ = [
     "DrawnRows",
     "FrameBuffer",
     "FromActor",
+    "FromInference",
     "FromLearner",
     "Hello",
+    "Infer",
+    "InferenceReady",
+    "Inferred",
     "JoinHogwild",
     "LearnerFailed",
     "LearnerPace",
@@ -110,13 +130,18 @@ __all__ = [
     "Sampled",
     "Start",
     "StartActor",
+    "StartInference",
     "Stop",
+    "ToInference",
     "ToLearner",
+    "UseSlots",
     "WorkMode",
     "actor_seed",
     "decode_from_actor",
+    "decode_from_inference",
     "decode_from_learner",
     "decode_start_actor",
+    "decode_to_inference",
     "decode_to_learner",
     "frame",
 ]
@@ -576,6 +601,78 @@ def decode_from_evaluator(body: bytes) -> FromEvaluator:
         WireError: it isn't a message of an evaluator.
     """
     message: FromEvaluator = decode(body, FromEvaluator, "message of the evaluator")
+    return message
+
+
+class StartInference(msgspec.Struct, frozen=True, tag="start_inference"):
+    """First message to the inference process: whose policy it is to act with, and how."""
+
+    task: bytes
+    """The task as JSON of `p2pdrl.config.task.TaskConfig`."""
+    seed: int
+    """Of sampled actions."""
+    device: str
+    threads: int
+    allow_import: bool
+    policy_size: int
+    """D."""
+    policy_nbytes: int
+    """Of the memory that the policy lies in."""
+
+
+class InferenceReady(msgspec.Struct, frozen=True, tag="inference_ready"):
+    """The network is built."""
+
+    spec: InferenceSpec
+    device: str
+
+
+class UseSlots(msgspec.Struct, frozen=True, tag="use_slots"):
+    """Where batches lie from now on; the descriptor of that memory travels beside this frame."""
+
+    nbytes: int
+    rows: int
+    """N, the most observations of a batch."""
+    slots: int
+
+
+class Infer(msgspec.Struct, frozen=True, tag="infer"):
+    """Act on the observations in a slot."""
+
+    slot: int
+    rows: int
+    greedy: int
+    """So many at the front get the likeliest action, the others a sampled one."""
+
+
+class Inferred(msgspec.Struct, frozen=True, tag="inferred"):
+    """The answers are in the slot, which is the daemon's again."""
+
+    slot: int
+    policy_version: int
+
+
+ToInference = StartInference | UseSlots | Infer
+FromInference = InferenceReady | Inferred | ChildFailed | Crashed
+
+
+def decode_to_inference(body: bytes) -> ToInference:
+    """Decode a frame's body as the inference process reads it.
+
+    Raises:
+        WireError: it is another message.
+    """
+    message: ToInference = decode(body, ToInference, "message of the daemon")
+    return message
+
+
+def decode_from_inference(body: bytes) -> FromInference:
+    """Decode a frame's body as the daemon reads it.
+
+    Raises:
+        WireError: it isn't a message of the inference process.
+    """
+    message: FromInference = decode(body, FromInference, "message of the inference process")
     return message
 
 

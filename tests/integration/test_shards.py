@@ -73,3 +73,49 @@ def test_a_learner_draws_from_the_shards_that_are_there(swarm, wait_until, no_or
         node.signal(signal.SIGTERM)
         assert node.wait(30) == 0
         assert "Traceback" not in node.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_another_learns_on_from_the_same_shards(swarm, wait_until, no_orphans):
+    learner, shards, actors = start(swarm, "--set", "task.stop.env_steps=100000000")
+    wait_until(lambda: samples(learner) > 50, START_S, "it learns")
+    wait_until(
+        lambda: all(node.status()["experience"]["sent"]["state_version"] > 10 for node in actors),
+        START_S,
+        "its actors have a newer whole state",
+    )
+    learner.kill9()
+    heir = wait_until(
+        lambda: next((node for node in actors if node.events("promoted")), None), 15.0, "one begins"
+    )
+    wait_until(lambda: samples(heir) > 20, START_S, "it draws from the shards")
+    assert set(replay(heir)) == {"r1", "r2"}
+    version = max(shard(node)["policy_version"] for node in shards)
+    wait_until(
+        lambda: all(shard(node)["policy_version"] > version for node in shards), DETECT_S, "they follow it"
+    )
+    (other,) = [node for node in actors if node is not heir]
+    for node in (heir, other):  # its own actors' unrolls go to the shards, as before
+        sent = node.status()["experience"]["sent"]["sent"]
+        wait_until(lambda n=node, s=sent: n.status()["experience"]["sent"]["sent"] > s + 5, DETECT_S, "acts")
+    for node in (other, heir, *shards):
+        node.signal(signal.SIGTERM)
+        assert node.wait(30) == 0
+        assert "Traceback" not in node.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_learner_two_shards_and_two_actors_solve_the_task(swarm, no_orphans):
+    options = ("--set", "task.stop.mean_return=475", "--set", "task.env.num_envs=8")
+    learner, shards, actors = start(swarm, *options, "--set", "task.stop.env_steps=400000")
+    nodes = [learner, *shards, *actors]
+    assert [node.wait(500) for node in nodes] == [0] * 5, learner.text()[-3000:]
+    for node in nodes:
+        assert "475 is reached" in node.summary()["reason"]
+        assert "Traceback" not in node.text()
+    stored = sum(node.summary()["status"]["env_steps"] for node in shards)
+    sent = sum(node.summary()["status"]["experience"]["sent"]["env_steps"] for node in actors)
+    waiting = 2 * 4 * 2 * 8 * 16
+    assert stored <= sent <= stored + waiting, "each step is counted once"

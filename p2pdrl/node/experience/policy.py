@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.clock import Clock
-from p2pdrl.errors import LayoutMismatchError, TensorError, TransportError
+from p2pdrl.errors import LayoutMismatchError, TensorError, TransportError, WorkerError
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.experience.messages import ROUTE, FetchPolicy, UnrollReceipt
 from p2pdrl.tensors.shared_policy import PolicyCopies
@@ -70,11 +70,14 @@ class PolicyServer:
         """Serve `FetchPolicy`.
 
         Raises:
-            Refusal: another task (409).
+            Refusal: another task (409), no learner yet (503).
         """
         if asked.task_hash != task_hash:
             raise Refusal(409, "our task is another one")
-        return self.answer(asked.held)
+        try:
+            return self.answer(asked.held)
+        except WorkerError as error:
+            raise Refusal(503, str(error)) from error
 
 
 class PolicyFollower:

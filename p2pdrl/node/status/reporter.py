@@ -143,6 +143,9 @@ class StatusReporter:
         children: tuple[int, ...] = () if learner is None else (learner,)
         if training is not None and training.actors is not None:
             children += training.actors.pids
+        inference = self._context.inference
+        if inference is not None and inference.pid is not None:
+            children += (inference.pid,)
         pids = (os.getpid(), *children)
         # Kept, as making one reads more of /proc than asking it does.
         self._processes = {pid: found for pid in pids if (found := self._processes.get(pid) or _process(pid))}
@@ -278,6 +281,7 @@ class StatusReporter:
             "pipeline": None if training is None else pipeline.pipeline_document(training),
             "learner": self._learner(),
             "actors": [] if training is None or training.actors is None else training.actors.figures(),
+            "inference": None if context.inference is None else context.inference.figures(),
             "experience": self._experience(),
             "evaluation": self._evaluation(),
             "stop": {"reached": context.halted is not None, "reason": context.halted}

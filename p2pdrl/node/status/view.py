@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+import numpy.typing as npt
 
 from p2pdrl.api.protocol import EventSource
 from p2pdrl.config.mode import strategy_from
@@ -16,6 +17,7 @@ from p2pdrl.node.record_follower import RecordFollower
 from p2pdrl.node.state.checkpoints import Checkpointer
 from p2pdrl.node.status.meters import Meters
 from p2pdrl.node.status.reporter import StatusReporter
+from p2pdrl.tensors.inference_slots import InferenceSpec, PolicyAnswer
 
 __all__ = ["ApiView"]
 
@@ -112,6 +114,19 @@ class ApiView:
         _need(_need(self._context).training)
         record = self._settings().propose_mode(strategy_from(mode, sets))
         return {"epoch": record.epoch, "proposer": record.proposer}
+
+    @property
+    def max_act_rows(self) -> int:
+        """Most observations of one request for actions."""
+        return _need(_need(self._context).inference).max_rows
+
+    async def act_spec(self) -> InferenceSpec:
+        """What the policy takes and gives."""
+        return await _need(_need(self._context).inference).spec()
+
+    async def act(self, obs_NX: npt.NDArray[Any], *, greedy: bool) -> PolicyAnswer:
+        """Actions of the newest policy."""
+        return await _need(_need(self._context).inference).act(obs_NX, greedy=greedy)
 
     async def checkpoint(self) -> str:
         """Write a checkpoint; return its path."""

@@ -124,6 +124,35 @@ def test_the_first_nodes_learn_and_the_others_act_for_them(p2pdrl, fake_nodes):
     assert "--learners 3 of 3 nodes leave none that acts" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "roles"),
+    [
+        (["--learners", "1"], ["learner,replay", "actor", "actor", "actor"]),
+        (["--learners", "1", "--replays", "2"], ["learner", "replay", "replay", "actor"]),
+    ],
+)
+def test_nodes_hold_shards_of_a_replay_memory(p2pdrl, fake_nodes, options, roles):
+    fake_nodes()
+    result = p2pdrl("swarm", "up", "4", "--json", "--base-port", "21750", "--config", "dqn", *options)
+    assert result.exit_code == 0, result.stderr
+    told = [node["argv"][node["argv"].index("--roles") + 1] for node in json.loads(result.stdout)["nodes"]]
+    assert told == roles
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--replays", "1"], "goes with --learners"),
+        (["--config", "dqn", "--learners", "1", "--replays", "1"], "--replays 1 of 2 nodes leave none"),
+        (["--config", "ppo", "--learners", "1", "--replays", "1"], "ppo has no replay memory"),
+    ],
+)
+def test_shards_that_cant_be_are_refused(p2pdrl, options, why):
+    refused = p2pdrl("swarm", "up", "2", *options)
+    assert refused.exit_code == 2
+    assert why in refused.stderr
+
+
 def test_a_node_that_fails_later_fails_the_run_but_not_the_others(p2pdrl, fake_nodes):
     fake_nodes(node_2={"code": 3})
     result = p2pdrl("swarm", "up", "2", "--base-port", "21720")

@@ -23,7 +23,7 @@ STATUS = (
     "swarm_env_steps steps_per_s swarm_steps_per_s mean_return episodes episodes_in_window updates "
     "consensus_distance loop_lag_s rss_bytes bytes_in bytes_out exchanges learner stop healthy reasons "
     "uptime_s data_dir last_checkpoint pipeline trains collects role stage bubble actors "
-    "evaluation experience"
+    "evaluation experience inference"
 )
 ROW = (
     "name id address state state_reason incarnation rtt_s last_seen_s policy_version env_steps steps_per_s "

@@ -1,0 +1,145 @@
+"""A task's policy, for observations that come from outside: no environments are stepped here.
+
+The inference process of a node answers ``POST /v1/act`` with it (`workers.inference`). Parameters and the
+moments of observations are given; what the policy makes of an observation is what evaluation makes of it.
+
+Shape suffixes: N observations, X the observation's own dimensions, A one action's, D parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from p2pdrl.config.task import RegressionConfig, TaskConfig
+from p2pdrl.errors import ConfigError
+from p2pdrl.rl.algorithms.registry import entry_of
+from p2pdrl.rl.engines import resolve_device
+from p2pdrl.rl.envs import EnvSpec, VectorEnv, make_vector_env
+from p2pdrl.rl.flat import FlatModule
+from p2pdrl.rl.imports import require_allowed
+from p2pdrl.rl.normalize import RunningNormalizer, observation_normalizer
+from p2pdrl.rl.observations import ObservationEntry
+from p2pdrl.rl.policy import ActorCritic
+from p2pdrl.tensors.inference_slots import InferenceEntry, InferenceSpec, PolicyAnswer
+from p2pdrl.tensors.shared_policy import ActingPolicy
+
+__all__ = ["PolicyInference"]
+
+Array = npt.NDArray[Any]
+
+
+class PolicyInference:
+    """Acts on observations with the parameters that it was last given.
+
+    Args:
+        seed: of sampled actions.
+        device: as ``build_trainer`` takes it.
+        allow_import: permit environment ids that import a module.
+
+    Attributes:
+        spec: what observations and actions are made of.
+        device: where it computes.
+        size: D.
+        obs_shape: of what observations are normalised with; (0,) where they aren't.
+
+    Raises:
+        ConfigError: the task has no policy, or one that can't answer single observations.
+    """
+
+    def __init__(
+        self, task: TaskConfig, seed: int, device: str = "cpu", *, allow_import: bool = False
+    ) -> None:
+        if isinstance(task.algorithm, RegressionConfig):
+            raise ConfigError("a regression has no policy that could act")
+        require_allowed(task, allow_import=allow_import)
+        config = msgspec.structs.replace(task.env, num_envs=1)
+        env = make_vector_env(config, seed, allow_import=allow_import)
+        env.close()
+        self._env = env
+        self._policy = entry_of(task.algorithm).policy(env.spec, task)
+        if self._policy.initial_state(1) is not None:
+            raise ConfigError(
+                f"the policy has a memory (network.core = {task.network.core}), so what it does depends on a "
+                "whole episode: it isn't asked for actions on single observations"
+            )
+        self.device = resolve_device(device)
+        self._flat = FlatModule(self._policy, self.device)
+        self._flat.drop_gradients()
+        self.size = self._flat.layout.size
+        self._generator = torch.Generator(self.device).manual_seed(seed)
+        self._normalizer: RunningNormalizer | None = None
+        if task.env.normalize_observations:
+            self._normalizer = observation_normalizer(env.spec)
+        self.obs_shape = (0,) if self._normalizer is None else self._normalizer.shape
+        self._version = 0
+        self.spec = _spec_of(env, has_values=isinstance(self._policy, ActorCritic))
+
+    def use(self, vector_D: npt.NDArray[np.float32], acting: ActingPolicy) -> None:
+        """Answer with these parameters and moments from now on.
+
+        ε isn't used: who asks for actions gets those that the policy holds best, as in evaluation, or, where
+        it is stochastic, draws from it.
+        """
+        self._flat.set_(vector_D)
+        self._version = acting.version
+        if self._normalizer is not None:
+            self._normalizer.use(acting.mean_X, acting.scale_X)
+
+    @torch.inference_mode()
+    def answer(self, obs_NX: Array, greedy: int) -> PolicyAnswer:
+        """Act on a batch.
+
+        Args:
+            obs_NX: as environments give them, raw.
+            greedy: so many at the front get the likeliest action, the others a sampled one.
+        """
+        seen_NX = obs_NX if self._normalizer is None else self._normalizer.normalize(obs_NX)
+        # a copy: the memory belongs to whoever fills it next
+        inputs_NX = torch.from_numpy(seen_NX.astype(self._policy.spec.obs_dtype)).to(self.device)
+        count, parts = len(inputs_NX), []
+        if greedy:
+            parts.append(self._policy.act(inputs_NX[:greedy]))
+        if greedy < count:
+            noise = self._policy.noise((count - greedy,), self._generator)
+            parts.append(self._policy.act(inputs_NX[greedy:], noise))
+        actions = torch.cat(parts) if len(parts) > 1 else parts[0]
+        log_probs_N, values_N = self._policy.evaluate(inputs_NX, actions)
+        return PolicyAnswer(
+            self._env.to_space(self._policy.to_environment(actions.cpu().numpy())),
+            _numpy(log_probs_N),
+            _numpy(values_N) if self.spec.has_values else None,
+            self._version,
+        )
+
+
+def _numpy(numbers_N: Tensor) -> npt.NDArray[np.float32]:
+    found: npt.NDArray[np.float32] = numbers_N.float().cpu().numpy()
+    return found
+
+
+def _spec_of(env: VectorEnv, *, has_values: bool) -> InferenceSpec:
+    spec: EnvSpec = env.spec
+    layout = spec.layout
+    entries = () if layout is None else tuple(_entry(one) for one in layout.inputs)
+    first = entries[0].path[:1] if entries else ()
+    return InferenceSpec(
+        obs_shape=spec.obs_shape,
+        obs_dtype=spec.obs_dtype,
+        entries=entries,
+        mask=None if layout is None or layout.mask is None else _entry(layout.mask),
+        info_mask=layout is not None and layout.info_mask,
+        several="" if not first else "dict" if isinstance(first[0], str) else "tuple",
+        action_shape=env.action_shape,
+        action_dtype=env.action_dtype.name,
+        has_values=has_values,
+    )
+
+
+def _entry(entry: ObservationEntry) -> InferenceEntry:
+    return InferenceEntry(entry.path, entry.shape, entry.dtype, entry.offset, entry.sizes, entry.start)
