@@ -227,6 +227,12 @@ def _strategy_problems(task: TaskConfig) -> Iterator[Problem]:
             "model can't be cut into stages; take a strategy that exchanges parameters, as adpsgd",
         )
         return
+    if getattr(task.algorithm, "target_moves", "step") == "fetch" and mode.steps:
+        yield Problem(
+            "task.algorithm.target_moves",
+            "nothing is fetched where learners step by themselves, and the target would never move; set it "
+            "to step, or take server_async or server_sync",
+        )
     if mode.stages and not cut_into_stages(task):
         yield Problem(
             "task.strategy.name",

@@ -29,6 +29,10 @@ class LearnerMode(msgspec.Struct, frozen=True):
     """Whether a gradient's norm is clipped before it is sent, or after the answer was merged."""
     learners: int = 1
     """Processes that share one vector."""
+    shared_statistics: bool = False
+    """Whether they share their optimizers' state, too."""
+    preempted: bool = False
+    """Whether what it collects may be cut short because others wait for its next gradient."""
     stages: bool = False
     """Whether the learner trains as a stage of a pipeline only: it stands still until it is told which."""
 

@@ -675,6 +675,11 @@ class GradAverageConfig(
     backend: Literal["own", "torch"] = "own"
     """``own`` runs over the swarm's own connections; ``torch`` over torch.distributed, which needs
     ``node.trusted_network``, for it listens without authentication."""
+    preemption_threshold: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of the members whose gradients must have come for the others' unrolls to end early, after the
+    environment step under way (DD-PPO, Wijmans 2020, arXiv 1911.00357, which takes 0.6): nobody waits long
+    for slow environments, which then count for less, as they bring fewer samples. 1 waits for everybody.
+    Without effect on unrolls that actor processes make."""
 
     modes: ClassVar[tuple[Mode, ...]] = ("allreduce",)
     compressions: ClassVar[tuple[Compression, ...]] = get_args(Compression)
@@ -683,11 +688,17 @@ class GradAverageConfig(
     @property
     def learner_mode(self) -> LearnerMode:
         """It steps with each mean."""
-        return LearnerMode("gradients")
+        return LearnerMode("gradients", preempted=self.preemption_threshold < 1)
 
     def rules(self) -> Iterator[Problem]:
         """Refuse what torch.distributed can't do."""
         yield from _over_torch(self)
+        if self.backend == "torch" and self.preemption_threshold < 1:
+            yield _problem(
+                "preemption_threshold",
+                "within torch.distributed nobody sees whose gradients have come; set it to 1, or backend = "
+                "own",
+            )
         yield from super().rules()
 
 
@@ -763,6 +774,10 @@ class HogwildConfig(
     """Learner processes of each node."""
     between_nodes: bool = True
     """Whether nodes average pairwise as in ``adpsgd``; the other options are about that."""
+    shared_statistics: bool = False
+    """Whether the learners of a node share their optimizer's state as well as the vector, without locks, as
+    the shared RMSProp of A3C (Mnih 2016, arXiv 1602.01783) does: its averages then see all gradients, and a
+    learner that is started again needs no new ones. Otherwise each has its own."""
 
     modes: ClassVar[tuple[Mode, ...]] = ("gossip", "local")
     told: ClassVar[tuple[str, ...]] = ("learners",)
@@ -775,7 +790,8 @@ class HogwildConfig(
     @property
     def learner_mode(self) -> LearnerMode:
         """Several run freely."""
-        return LearnerMode(learners=self.learners)
+        shared = self.shared_statistics and self.learners > 1
+        return LearnerMode(learners=self.learners, shared_statistics=shared)
 
     def rules(self) -> Iterator[Problem]:
         """Refuse gradients; there is nothing to check where nodes don't average."""

@@ -392,7 +392,14 @@ class DQNConfig(
     target_every: Count = 10_000
     """Environment steps of the whole swarm between two copies of the network into its target."""
     target_tau: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Instead, move the target by this share after each gradient step; none copies."""
+    """Instead, move the target by this share, see ``target_moves``; none copies."""
+    target_moves: Literal["step", "fetch"] = "step"
+    """When ``target_tau`` moves the target: after each gradient ``step``, or at each ``fetch`` of parameters
+    from a server, whose network it follows then; the target stays each learner's own. ``fetch`` wants servers
+    that step (``server_async``, ``server_sync``)."""
+    loss: Literal["huber", "squared"] = "huber"
+    """What is minimised of an error δ: ``squared`` is ½δ²; ``huber`` is the same up to 1 and grows linearly
+    beyond, so that its gradient is clipped (Mnih 2015)."""
     exploration: Literal["schedule", "ladder"] = "schedule"
     """``schedule``: one ε for all, which falls; ``ladder``: each of a node's N environments keeps an ε of its
     own, base^(1 + exponent · i / (N − 1)), from much to hardly any (Horgan 2018, arXiv 1803.00933)."""

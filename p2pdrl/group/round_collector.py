@@ -127,6 +127,7 @@ class RoundCollector:
             must stay unchanged while it is sent to the members: with a full quorum until the round after
             the next closes, so two buffers in turn are enough.
         first: number of the first round; each next is one more.
+        arrived: called when a contribution has come and the round waits for more.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class RoundCollector:
         backups: int = 0,
         reduce: Callable[[Sequence[Contribution]], Awaitable[Float32Array]],
         first: int,
+        arrived: Callable[[], None] = lambda: None,
     ) -> None:
         self._members = tuple(members)
         self._slots = {member: _Slot(size) for member in self._members}
@@ -148,6 +150,7 @@ class RoundCollector:
         self._quorum = max(1, math.ceil(quorum * len(self._members) - 1e-9))
         self._enough = max(1, len(self._members) - backups)
         self._reduce = reduce
+        self._arrived = arrived
         self._round = _Round(first)
         self._last: _Round | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -265,6 +268,8 @@ class RoundCollector:
         enough = self._quorum if waited_s >= self._timeout.deadline_s else self._enough
         if len(here.arrived) >= min(enough, self._enough):
             self._close_round(here)
+        else:
+            self._arrived()
 
     def _check_time(self, here: _Round) -> None:
         """The timeout's deadline has passed, or its longest wait."""

@@ -144,8 +144,8 @@ class Optimizer:
         self.span = span
         self.name = name
         self._rule = rule
+        self._count: npt.NDArray[np.int64] = np.zeros((), np.int64)
         self._allocate()
-        self._steps = 0
         self._ops = _TorchOps()
         self._offloaded: Arrays | None = None
 
@@ -153,9 +153,10 @@ class Optimizer:
         """Move the parameters against the gradients."""
         if self._offloaded is not None:
             raise RuntimeError("an optimizer whose state is offloaded can't step")
-        self._steps += 1
+        self._count += 1
+        count = max(int(self._count), 1)  # of shared statistics one may be lost
         for x, g, *slots in self._pieces():
-            self._rule.step(self._ops, x, g, tuple(slots), rate=learning_rate, count=self._steps)
+            self._rule.step(self._ops, x, g, tuple(slots), rate=learning_rate, count=count)
 
     def clipped_step(self, learning_rate: float, max_norm: float, norm: float | None = None) -> float:
         """Clip the gradients and step, unless their norm isn't finite; return the norm they had.
@@ -170,7 +171,7 @@ class Optimizer:
     @property
     def steps(self) -> int:
         """How many steps were taken."""
-        return self._steps if self._offloaded is None else int(self._offloaded[f"{self.name}.steps"])
+        return int(self._count) if self._offloaded is None else int(self._offloaded[f"{self.name}.steps"])
 
     def _pieces(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield pieces of the parameters, the gradients and each slot in order: together the whole.
@@ -189,11 +190,14 @@ class Optimizer:
 
     def _allocate(self) -> None:
         """Have memory for the state, all zero, cut like the span."""
-        pieces = [parameters for parameters, _ in self.span.pieces]
-        sizes = [piece.numel() for piece in pieces]
-        self._vectors = {slot: pieces[0].new_zeros(self.span.size) for slot in self._rule.slots}
+        like = self.span.pieces[0][0]
+        self._lay_out({slot: like.new_zeros(self.span.size) for slot in self._rule.slots})
+
+    def _lay_out(self, vectors: dict[str, Tensor]) -> None:
+        sizes = [parameters.numel() for parameters, _ in self.span.pieces]
+        self._vectors = vectors
         cut = [torch.split(vector_D, sizes) for vector_D in self._vectors.values()]
-        self._slots = [tuple(vector[number] for vector in cut) for number in range(len(pieces))]
+        self._slots = [tuple(vector[number] for vector in cut) for number in range(len(sizes))]
 
     def over(self, span: FlatSpan) -> Optimizer:
         """Return an optimizer with the same rule and name over another span, before its first step.
@@ -201,6 +205,33 @@ class Optimizer:
         Optimizers of a vector's pieces do what the whole one's does.
         """
         return Optimizer(self._rule, span, self.name)
+
+    def share(self, arrays: Mapping[str, npt.NDArray[Any]], *, write: bool) -> None:
+        """Have the state in arrays that other processes step with, too, without locks (Hogwild).
+
+        So does the shared RMSProp of A3C (Mnih 2016, arXiv 1602.01783). Where two step at once, what one of
+        them adds to an entry or to the count may be lost.
+
+        Args:
+            arrays: by the names of `items`, writable; kept as long as the state lies there.
+            write: copy the state there first; else what lies there counts.
+
+        Raises:
+            LayoutMismatchError: an array is missing or has another shape.
+        """
+        self._check(arrays)
+        state = self.state()
+        self._lay_out({name: torch.from_numpy(arrays[f"{self.name}.{name}"]) for name in self._vectors})
+        self._count = arrays[f"{self.name}.steps"]
+        if write:
+            self.load(state)
+
+    def keep(self) -> None:
+        """Have the state, as it is, in memory of its own."""
+        state = self.state()
+        self._count = np.zeros((), np.int64)
+        self._allocate()
+        self.load(state)
 
     def offload(self) -> None:
         """Give up the state's memory while others step.
@@ -242,7 +273,7 @@ class Optimizer:
         if self._offloaded is not None:
             return dict(self._offloaded)
         arrays: Arrays = {f"{self.name}.{name}": v.cpu().numpy() for name, v in self._vectors.items()}
-        arrays[f"{self.name}.steps"] = np.array(self._steps, dtype=np.int64)
+        arrays[f"{self.name}.steps"] = np.array(self._count)
         return arrays
 
     def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -259,7 +290,7 @@ class Optimizer:
             vector_D.copy_(torch.from_numpy(np.array(arrays[f"{self.name}.{name}"], dtype=np.float32)))
             if name == "v":
                 vector_D.clamp_(min=0.0)  # squares: below zero, as a peer may send them, they give NaN
-        self._steps = min(max(int(arrays[f"{self.name}.steps"]), 0), MAX_COUNT)
+        self._count[...] = min(max(int(arrays[f"{self.name}.steps"]), 0), MAX_COUNT)
 
     def _check(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         for item in self.items():

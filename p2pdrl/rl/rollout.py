@@ -14,6 +14,7 @@ own dimensions, S state, F features. Discrete actions are TB, those of several p
 # ruff: noqa: N802, N815 (fields carry shape suffixes)
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,13 +164,20 @@ class Collector:
         self._returns_B = np.zeros(B)
         self._lengths_B = np.zeros(B, dtype=np.int64)
         self._raw_obs_T1BX[-1] = env.reset()
+        self._steps = T
+        """Of the last unroll."""
 
-    def collect(self) -> RawUnroll:
-        """Run T steps in every environment with the policy as it is now."""
+    def collect(self, preempted: Callable[[], bool] | None = None) -> RawUnroll:
+        """Run T steps in every environment with the policy as it is now.
+
+        Args:
+            preempted: asked after each step: whether to end here. The unroll has fewer steps then, but at
+                least one that is valid.
+        """
         state_BS = None if self._state_BS is None else self._state_BS.clone()
-        episodes, features = self._act_and_step()
-        device = self._generator.device
-        obs_T1BX, actions = self._obs_T1BX.to(device), self._actions.to(device)
+        episodes, features = self._act_and_step(preempted)
+        device, T = self._generator.device, self._steps
+        obs_T1BX, actions = self._obs_T1BX[: T + 1].to(device), self._actions[:T].to(device)
         taken_TB = None
         with torch.no_grad():
             if (judged := self._policy.judge(obs_T1BX, actions)) is not None:
@@ -185,7 +193,7 @@ class Collector:
                 log_probs_TB, values_TB = self._policy.evaluate(obs_T1BX[:-1], actions)
                 values_T1B = torch.cat((values_TB, self._policy.values(obs_T1BX[-1:])))
             else:
-                valid_TB = torch.from_numpy(self._valid_TB).to(device)
+                valid_TB = torch.from_numpy(self._valid_TB[:T]).to(device)
                 context = RecurrentContext(_starts_T1B(valid_TB).T, state_BS)
                 outputs = self._policy.outputs(obs_T1BX.transpose(0, 1), context)
                 log_std = outputs.log_std
@@ -194,15 +202,15 @@ class Collector:
                 outputs = outputs._replace(policy=outputs.policy.transpose(0, 1))
                 log_probs_TB, values_T1B = _log_probs(outputs, actions), outputs.values.T
         return RawUnroll(
-            obs_T1BX=self._raw_obs_T1BX,
+            obs_T1BX=self._raw_obs_T1BX[: T + 1],
             seen_T1BX=obs_T1BX,
             actions=actions,
             log_probs_TB=log_probs_TB,
             values_T1B=values_T1B,
-            rewards_TB=self._rewards_TB,
-            terminated_TB=self._terminated_TB,
-            truncated_TB=self._truncated_TB,
-            valid_TB=self._valid_TB,
+            rewards_TB=self._rewards_TB[:T],
+            terminated_TB=self._terminated_TB[:T],
+            truncated_TB=self._truncated_TB[:T],
+            valid_TB=self._valid_TB[:T],
             episodes=episodes,
             state_BS=state_BS,
             taken_TB=taken_TB,
@@ -213,7 +221,9 @@ class Collector:
         self._env.close()
 
     @torch.inference_mode()
-    def _act_and_step(self) -> tuple[list[tuple[float, int]], list[Tensor]]:
+    def _act_and_step(
+        self, preempted: Callable[[], bool] | None
+    ) -> tuple[list[tuple[float, int]], list[Tensor]]:
         """Fill the buffers with T steps; return the episodes that ended, and features, T+1 times BF.
 
         There are none where policy and value function share no layers.
@@ -222,7 +232,7 @@ class Collector:
         T, B = self._rewards_TB.shape
         raw, normalizer = self._raw_obs_T1BX, self._normalizer
         obs_T1BX = self._obs_T1BX.numpy()
-        raw[0] = raw[-1]
+        raw[0] = raw[self._steps]
         if normalizer is not None:
             obs_T1BX[0] = normalizer.normalize(raw[0])
         obs_views, action_views = self._obs_T1BX.unbind(), self._actions.unbind()
@@ -260,6 +270,10 @@ class Collector:
                 self._returns_B[over_B] = 0.0
                 self._lengths_B[over_B] = 0
             self._running_B = ~ends_B
+            if preempted is not None and preempted() and self._valid_TB[: t + 1].any():
+                T = t + 1
+                break
+        self._steps = T
         if shared is not None:
             state_BS = None if self._state_BS is None else self._state_BS.clone()
             kept.append(self._features(shared, obs_views[T].to(device), state_BS))

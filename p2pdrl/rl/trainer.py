@@ -326,6 +326,16 @@ class Trainer:
         """Move the parameters into ``buffer_D``; see ``FlatModule.rebind``."""
         self._flat.rebind(buffer_D, write=write)
 
+    def share_statistics(self, arrays: Mapping[str, npt.NDArray[Any]], *, write: bool) -> None:
+        """Have the optimizers' state in memory that other learners step with, too; see `Optimizer.share`."""
+        for loss in self.algorithm.losses:
+            loss.optimizer.share(arrays, write=write)
+
+    def keep_statistics(self) -> None:
+        """Have the optimizers' state in memory of their own again."""
+        for loss in self.algorithm.losses:
+            loss.optimizer.keep()
+
     def add_delta(self, delta_D: Vector) -> None:
         """Add what exchanges with peers changed; the optimizers' state stays.
 
@@ -350,6 +360,8 @@ class Trainer:
         """
         self._flat.set_(vector_D)
         if sidecar is None:
+            for target in self.algorithm.targets:
+                target.fetched()
             return
         for part in self._stateful:
             part.load(sidecar)

@@ -100,6 +100,12 @@ class LearnerHandle(Protocol):
             end_update: leave out what is left of the update; see `group.round_collector`.
         """
 
+    def preempt(self) -> None:
+        """Have the learner end the unroll that it collects for its next request: others wait for that.
+
+        Without effect while a request waits for its answer, and in learner modes that aren't ``preempted``.
+        """
+
 
 class SwarmView(Protocol):
     """The node as its strategy sees it."""

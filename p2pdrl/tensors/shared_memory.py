@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError, TensorError
 from p2pdrl.tensors.layout import Float32Array
+from p2pdrl.tensors.sidecar import AnyArray, SidecarLayout
 
 __all__ = ["GradientRing", "SeqLock", "SharedRegion", "SharedVector", "fence"]
 
@@ -209,12 +210,21 @@ class SeqLock:
 
 
 _HEADER_BYTES = 64
+_NO_STATISTICS = SidecarLayout()
 
 
 class SharedVector:
     """One vector of D float32 for several learners, and a word that says whether it is filled (Hogwild).
 
     Nobody locks: where two processes move the same entry at once, one of the moves may be lost.
+
+    Args:
+        region: of `nbytes_of` bytes.
+        size: D.
+        statistics: what else they share behind the vector: the state of their optimizers, or nothing.
+
+    Attributes:
+        statistics: views of that, by name.
 
     Example:
         >>> region = SharedRegion.create(SharedVector.nbytes_of(2), "vector")
@@ -225,16 +235,20 @@ class SharedVector:
         (True, [1.0, 2.0])
     """
 
-    def __init__(self, region: SharedRegion, size: int) -> None:
-        if size < 1 or region.nbytes < self.nbytes_of(size):
+    def __init__(self, region: SharedRegion, size: int, statistics: SidecarLayout = _NO_STATISTICS) -> None:
+        nbytes = self.nbytes_of(size, statistics)
+        if size < 1 or region.nbytes < nbytes:
             raise LayoutMismatchError(f"{size} shared floats don't fit into {region.nbytes} bytes")
         self._words = np.frombuffer(region.buf, np.uint64, 1)
         self.vector: Float32Array = np.frombuffer(region.buf, np.float32, size, _HEADER_BYTES)
+        self.statistics: dict[str, AnyArray] = statistics.views(
+            region.buf[nbytes - statistics.nbytes : nbytes]
+        )
 
     @staticmethod
-    def nbytes_of(size: int) -> int:
-        """Bytes of shared memory that a vector of ``size`` float32 takes."""
-        return _HEADER_BYTES + 4 * size
+    def nbytes_of(size: int, statistics: SidecarLayout = _NO_STATISTICS) -> int:
+        """Bytes of shared memory that a vector of ``size`` float32 and the statistics take."""
+        return _HEADER_BYTES + (_section(4 * size) + statistics.nbytes if statistics.items else 4 * size)
 
     @property
     def filled(self) -> bool:
@@ -253,8 +267,9 @@ _SECTION_BYTES = 64
 class GradientRing:
     """Vectors of D float32 through which a learner and its daemon hand gradients to each other.
 
-    The memory has no state of its own: who owns a slot is said by the messages of `workers.protocol`. A slot
-    belongs to the daemon from the request that names it until the answer to it, and to the learner otherwise.
+    Who owns a slot is said by the messages of `workers.protocol`. A slot belongs to the daemon from the
+    request that names it until the answer to it, and to the learner otherwise. Behind the slots is a word
+    that the daemon writes and the learner reads between two steps of its environments.
 
     Args:
         region: shared memory, of at least `nbytes_of` bytes.
@@ -274,6 +289,7 @@ class GradientRing:
                 f"{slots} gradients of {size} floats take {needed} bytes, the region has {region.nbytes}"
             )
         stride = _section(4 * size)
+        self._word = np.frombuffer(region.buf, np.uint64, 1, slots * stride)
         self._slots = tuple(np.frombuffer(region.buf, np.float32, size, n * stride) for n in range(slots))
 
     @staticmethod
@@ -281,10 +297,19 @@ class GradientRing:
         """Bytes of shared memory that ``slots`` vectors of ``size`` float32 take."""
         if slots < 1 or size < 1:
             raise TensorError(f"a ring of {slots} vectors of {size} floats can't be made")
-        return slots * _section(4 * size)
+        return slots * _section(4 * size) + _SECTION_BYTES
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def preempted(self) -> int:
+        """Number of the request that others wait for: what is collected for it is to end early. 0 is none."""
+        return int(self._word[0])
+
+    @preempted.setter
+    def preempted(self, number: int) -> None:
+        self._word[0] = number
 
     def slot(self, number: int) -> Float32Array:
         """A slot's vector: D float32, writable."""

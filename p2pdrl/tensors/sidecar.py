@@ -106,6 +106,10 @@ class SidecarLayout:
         """Bytes of the whole, padding included."""
         return sum(_aligned(item.nbytes) for item in self.items)
 
+    def under(self, name: str) -> SidecarLayout:
+        """Return a layout of those items alone that are called ``name.…``, in the same order."""
+        return SidecarLayout(tuple(item for item in self.items if item.name.startswith(f"{name}.")))
+
     @cached_property
     def hash(self) -> str:
         """32 hex digits: SHA-256 over names, shapes, dtypes and rules, in order."""

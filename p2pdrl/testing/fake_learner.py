@@ -9,6 +9,7 @@ Shapes: every vector is flat, of D elements; names carry no suffix.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 import numpy as np
@@ -72,6 +73,9 @@ class FakeLearner:
         self.absorbs_first = absorbs_first
         self.gradients = gradients
         self.collect_s = collect_s
+        self.collected_s = 0.0
+        """How long the last collection took."""
+        self._preempted = asyncio.Event()
         self.left = 0
         """Gradients of the present update that are still to be computed."""
         self.shortened = 0
@@ -120,6 +124,24 @@ class FakeLearner:
         else:
             future.set_result(kind)
 
+    def preempt(self) -> None:
+        """End the collection under way."""
+        if not self._answers:
+            self._preempted.set()
+
+    async def _collect(self) -> None:
+        """Sleep as long as a collection takes, or until it is preempted."""
+        self._preempted.clear()
+        if not self.learner_mode.preempted:
+            await asyncio.sleep(self.collect_s)
+            self.collected_s = self.collect_s
+            return
+        began_s = asyncio.get_running_loop().time()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.collect_s):
+                await self._preempted.wait()
+        self.collected_s = asyncio.get_running_loop().time() - began_s
+
     async def run(self, updates: int | None = None) -> None:
         """Make ``updates`` updates (None: for ever)."""
         made = 0
@@ -127,7 +149,7 @@ class FakeLearner:
             if not self.left:
                 self.left = self.gradients
                 if self.collect_s:
-                    await asyncio.sleep(self.collect_s)
+                    await self._collect()
             if self.absorbs_first:
                 self.absorb()
             await asyncio.sleep(self.next_period_s())

@@ -136,9 +136,9 @@ class Learner:
         self._replica.publish(always=True)
         self._report()
 
-    def help(self, region: SharedRegion) -> None:
-        """Step the vector of another learner of this node."""
-        self._mode_switcher.help(region)
+    def help(self, region: SharedRegion, *, shared_statistics: bool = False) -> None:
+        """Step the vector of another learner of this node, by its optimizers' state or by an own one."""
+        self._mode_switcher.help(region, shared_statistics=shared_statistics)
         self._report()
 
     def run(self) -> None:
@@ -410,7 +410,7 @@ def _live(mailbox: Mailbox) -> None:
     if isinstance(memory, Attach):
         learner.begin(restore=memory.restore)
     else:
-        learner.help(region)
+        learner.help(region, shared_statistics=memory.shared_statistics)
     learner.run()
 
 

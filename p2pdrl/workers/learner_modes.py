@@ -213,10 +213,12 @@ class ModeSwitcher:
         """Give up all requests: the learner is to end."""
         self._requests.end(None)
 
-    def help(self, region: SharedRegion) -> None:
+    def help(self, region: SharedRegion, *, shared_statistics: bool = False) -> None:
         """Step the vector in ``region``, which another learner fills, from now on."""
-        self._vector = SharedVector(region, self._trainer.layout.size)
+        self._vector = self._shared_vector(region, shared_statistics=shared_statistics)
         self._trainer.rebind(self._vector.vector, write=False)
+        if shared_statistics:
+            self._trainer.share_statistics(self._vector.statistics, write=False)
 
     def turn(self) -> None:
         """Apply the learner mode that was asked for last."""
@@ -260,20 +262,41 @@ class ModeSwitcher:
         """Move the parameters onto the shared vector, or back into memory of the learner's own."""
         size = self._trainer.layout.size
         if work.shared_nbytes:
-            vector = SharedVector(regions[-1], size)
+            statistics = work.learner_mode.shared_statistics
+            vector = self._shared_vector(regions[-1], shared_statistics=statistics)
             self._trainer.rebind(vector.vector, write=True)
+            if statistics:
+                self._trainer.share_statistics(vector.statistics, write=True)
+            else:
+                self._unshare_statistics()
             vector.fill()
             self._vector = vector
         elif self._vector is not None:
             self._trainer.rebind(np.empty(size, np.float32), write=True)
+            self._unshare_statistics()
             self._vector = None
+
+    def _unshare_statistics(self) -> None:
+        if self._vector is not None and self._vector.statistics:
+            self._trainer.keep_statistics()
+
+    def _shared_vector(self, region: SharedRegion, *, shared_statistics: bool) -> SharedVector:
+        trainer = self._trainer
+        if not shared_statistics:
+            return SharedVector(region, trainer.layout.size)
+        return SharedVector(region, trainer.layout.size, trainer.sidecar_layout.under("optimizer"))
 
     def _use_stepper(self, work: WorkMode, regions: list[SharedRegion]) -> None:
         learner_mode = work.learner_mode
+        if self.learner_mode.preempted:
+            self._trainer.source.preempted = None
         if learner_mode.sends == "gradients":
             if self._own_stepper is None:
                 self._own_stepper = self._trainer.stepper
             ring = GradientRing(regions[0], learner_mode.slots, self._trainer.layout.size)
+            if learner_mode.preempted:
+                requests = self._requests
+                self._trainer.source.preempted = lambda: ring.preempted == requests.next_number
             from p2pdrl.workers.request_stepper import RequestStepper  # imports torch, which takes seconds
 
             self._trainer.stepper = RequestStepper(learner_mode, self._requests, self._replica, ring)

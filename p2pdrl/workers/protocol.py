@@ -199,6 +199,8 @@ class JoinHogwild(msgspec.Struct, frozen=True, tag="join"):
     """
 
     nbytes: int
+    shared_statistics: bool = False
+    """Whether the optimizers' state lies there, too."""
 
 
 class Collect(msgspec.Struct, frozen=True, tag="collect"):

@@ -183,3 +183,42 @@ async def test_rounds_that_do_without_the_leader_are_led_by_another():
         assert min(made[1:]) > 10 * GRADIENTS
         assert made[0] > GRADIENTS
         assert share < 0.3
+
+
+async def pace(threshold: float, *, slow: bool) -> tuple[int, list[float]]:
+    """Rounds of three nodes in 20 s, and how long each collected in the end; the last one may be slow."""
+    network = MemoryNetwork(random.Random(0), delay_s=(0.001, 0.002))
+    swarm = SimSwarm(network)
+    config = GradAverageConfig(compression="none", preemption_threshold=threshold, deadline_s=30)
+    start = np.zeros(SIZE, np.float32)
+    nodes = [
+        swarm.add(
+            config,
+            start,
+            period_s=PERIOD_S,
+            gradients=GRADIENTS,
+            collect_s=COLLECT_S * (10 if slow and number == 2 else 1),
+        )
+        for number in range(3)
+    ]
+    swarm.introduce()
+    for node in nodes:
+        await node.start()
+    try:
+        await asyncio.sleep(20.0)
+        before = nodes[0].strategy.facts["round"]
+        await asyncio.sleep(20.0)
+        rounds = int(nodes[0].strategy.facts["round"]) - int(before)
+        return rounds, [node.learner.collected_s for node in nodes]
+    finally:
+        await swarm.close()
+
+
+async def test_a_node_that_is_ten_times_slower_costs_the_others_a_tenth_at_most_where_it_is_preempted():
+    """DD-PPO (Wijmans 2020, arXiv 1911.00357): its unrolls end once 60 % of the nodes are done."""
+    alike, _ = await pace(0.6, slow=False)
+    preempted, collected_s = await pace(0.6, slow=True)
+    waited_for, _ = await pace(1.0, slow=True)
+    assert preempted >= 0.9 * alike
+    assert waited_for < 0.25 * alike
+    assert collected_s[2] < 1.1 * COLLECT_S

@@ -149,9 +149,9 @@ class LearnerLink(ProcessLink):
         """
         await self.send(frame(Attach(nbytes=nbytes, restore=restore)), [region])
 
-    async def join(self, region: SharedRegion) -> None:
+    async def join(self, region: SharedRegion, *, shared_statistics: bool) -> None:
         """Have the learner step the shared vector in ``region`` beside others (Hogwild)."""
-        await self.send(frame(JoinHogwild(nbytes=region.nbytes)), [region])
+        await self.send(frame(JoinHogwild(region.nbytes, shared_statistics)), [region])
 
     def tell(
         self,

@@ -1,7 +1,8 @@
 """All learners of this node: the first, which the supervisor keeps, and workers beside it under Hogwild.
 
 In a mode of k learners, k − 1 workers step the first one's vector in shared memory without locks, each with
-its own optimizer state, environments and seed (Hogwild: Recht 2011, arXiv 1106.5730). The first alone owns
+its own environments and seed, and its own optimizer state unless that is shared, too (Hogwild: Recht 2011,
+arXiv 1106.5730). The first alone owns
 the board, so nothing changes for strategies; the policy version counts its updates. Workers come and go while
 it runs. What they did counts for this node: its totals and normaliser moments are those of all its processes,
 past ones too, and each process is told the others' moments.
@@ -46,6 +47,7 @@ class HogwildWorker:
         start: what it is told first; its seed is its own.
         on_report: called with each report and the one before it of the same process.
         on_end: called with the last report of a process that has ended, if there was one.
+        shared_statistics: whether the optimizers' state lies in ``region``, too.
     """
 
     def __init__(
@@ -59,9 +61,11 @@ class HogwildWorker:
         events: EventLog,
         on_report: Callable[[Report, Report | None], None],
         on_end: Callable[[Report], None],
+        shared_statistics: bool = False,
     ) -> None:
         self._start = start
         self._region = region
+        self._shared_statistics = shared_statistics
         self._spec = spec
         self._config = config
         self._clock = clock
@@ -139,7 +143,7 @@ class HogwildWorker:
             hello = await link.hello()
             if BoardSpec.from_wire(msgspec.msgpack.decode(hello.spec)) != self._spec:
                 raise LayoutMismatchError("it has another layout than the first learner")
-            await link.join(self._region)
+            await link.join(self._region, shared_statistics=self._shared_statistics)
             for message in self.told.values():
                 link.tell(message)
             self._conversing = True
@@ -297,6 +301,7 @@ class LearnerPool:
             events=self._events,
             on_report=self._heard,
             on_end=self._ended,
+            shared_statistics=self._supervisor.requests.learner_mode.shared_statistics,
         )
         for message in self._supervisor.told.values():
             if not isinstance(message, Others):

@@ -37,6 +37,7 @@ from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion, SharedVector
+from p2pdrl.tensors.sidecar import SidecarLayout
 from p2pdrl.tensors.unroll_ring import UnrollSpec
 from p2pdrl.workers.protocol import (
     Hello,
@@ -53,6 +54,8 @@ from p2pdrl.workers.protocol import (
 )
 
 __all__ = ["LearnerPort", "LearnerRequestChannel", "LearnerSupervisor"]
+
+NO_SIDECAR = SidecarLayout()
 
 
 class LearnerRequestChannel:
@@ -72,6 +75,8 @@ class LearnerRequestChannel:
         self._ring_region: SharedRegion | None = None
         self._shared_region: SharedRegion | None = None
         self._number = 0
+        self._posted = 0
+        """Number, as the learner counts, of its last request in this learner mode; 0 for none."""
         self._requests: asyncio.Queue[LearnerRequest] = asyncio.Queue()
         self._open: dict[int, tuple[LearnerRequest, int]] = {}
         """By our numbers: the requests, and the numbers that the learner gave."""
@@ -82,9 +87,12 @@ class LearnerRequestChannel:
         return self._shared_region
 
     def arrange(
-        self, learner_mode: LearnerMode, epoch: int, size: int
+        self, learner_mode: LearnerMode, epoch: int, size: int, sidecar: SidecarLayout = NO_SIDECAR
     ) -> tuple[WorkMode, Sequence[SharedRegion]]:
         """Put another learner mode into force; requests made before are void.
+
+        Args:
+            sidecar: of the learner, whose optimizers' state learners may share.
 
         Returns:
             The message to the learner, and the regions whose descriptors go along.
@@ -95,13 +103,14 @@ class LearnerRequestChannel:
         self.learner_mode, self.epoch = learner_mode, epoch
         self._close_shared()
         if learner_mode.learners > 1:
-            self._shared_region = SharedRegion.create(SharedVector.nbytes_of(size), "hogwild")
+            statistics = sidecar.under("optimizer") if learner_mode.shared_statistics else NO_SIDECAR
+            self._shared_region = SharedRegion.create(SharedVector.nbytes_of(size, statistics), "hogwild")
         return self.renew(size)
 
     def renew(self, size: int) -> tuple[WorkMode, Sequence[SharedRegion]]:
         """The same for the learner mode in force: the learner gets a new ring of its own."""
         self._open.clear()
-        self._number = 0
+        self._number = self._posted = 0
         while not self._requests.empty():
             self._requests.get_nowait()
         self._close_ring()
@@ -124,6 +133,7 @@ class LearnerRequestChannel:
         # An epoch has two modes where its strategy couldn't be started: then its learner trains alone.
         if posted.epoch != self.epoch or posted.kind != self.learner_mode.sends:
             return
+        self._posted = posted.number
         vector = None
         if posted.kind == "gradients":
             if self._ring is None:
@@ -135,6 +145,14 @@ class LearnerRequestChannel:
         )
         self._open[request.number] = request, posted.number
         self._requests.put_nowait(request)
+
+    def preempt(self) -> None:
+        """Have the learner end the unroll that it collects for its next request.
+
+        It has to have posted one in this learner mode, since only then its next one's number is known here.
+        """
+        if self._ring is not None and not self._open and self._posted:
+            self._ring.preempted = self._posted + 1
 
     async def next_request(self) -> LearnerRequest:
         """Wait for the next request; cancelling loses none."""
@@ -420,7 +438,8 @@ class LearnerSupervisor:
         if self.spec is None:
             raise WorkerError("the learner isn't built yet")
         self.stages.close()
-        order, regions = self.requests.arrange(learner_mode, epoch, self.spec.layout.size)
+        spec = self.spec
+        order, regions = self.requests.arrange(learner_mode, epoch, spec.layout.size, spec.sidecar)
         if self._link is not None:
             self._link.tell(order, regions)
 
@@ -715,3 +734,7 @@ class LearnerPort:
         if learning_rate is not None:
             learning_rate = max(0.0, min(self._algorithm.learning_rate, learning_rate))
         self._supervisor.answer(request, kind, learning_rate, end_update=end_update)
+
+    def preempt(self) -> None:
+        """Have the learner end the unroll that it collects for its next request."""
+        self._supervisor.requests.preempt()

@@ -196,9 +196,15 @@ class HardCopy:
 
 @dataclass(frozen=True)
 class SoftCopy:
-    """θ⁻ ← τ θ + (1 − τ) θ⁻ after each step (Lillicrap 2016, arXiv 1509.02971, algorithm 1)."""
+    """θ⁻ ← τ θ + (1 − τ) θ⁻ after each step (Lillicrap 2016, arXiv 1509.02971, algorithm 1).
+
+    Attributes:
+        tau: τ.
+        at_fetches: instead, each time θ was fetched from a parameter server.
+    """
 
     tau: float
+    at_fetches: bool = False
 
 
 class TargetNetwork:
@@ -244,9 +250,17 @@ class TargetNetwork:
 
     def track(self) -> None:
         """After a step: move towards the parameters, if that is the rule."""
-        if isinstance(self._rule, SoftCopy):
-            for own, online in self._pairs:
-                own.lerp_(online, self._rule.tau)
+        if isinstance(self._rule, SoftCopy) and not self._rule.at_fetches:
+            self._move(self._rule.tau)
+
+    def fetched(self) -> None:
+        """After the parameters were fetched from a server: move towards them, if that is the rule."""
+        if isinstance(self._rule, SoftCopy) and self._rule.at_fetches:
+            self._move(self._rule.tau)
+
+    def _move(self, tau: float) -> None:
+        for own, online in self._pairs:
+            own.lerp_(online, tau)
 
     def _copy(self) -> None:
         for own, online in self._pairs:

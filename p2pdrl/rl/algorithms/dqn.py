@@ -9,9 +9,9 @@
 | prioritized replay (Schaul 2016, arXiv 1511.05952) | ``prioritized`` | P ∝ (|δ| + ε)^α, weights (N P)^−β |
 
 With δ = R + γ^k (1 − terminated) Q(s′, a*; θ⁻) − Q(s, a; θ), each gradient is that of the mean over a
-minibatch of w · huber(δ). ``trainer`` calls ``update`` once for each unroll that the source has appended to
-the memory; it makes ``gradient_steps`` steps. With noisy networks each of them draws noise for Q(s, a; θ),
-for the choice of a*, and for Q(s′, a*; θ⁻), independent of each other (section 3.1 there).
+minibatch of w · huber(δ), or w · ½δ². ``trainer`` calls ``update`` once for each unroll that the source has
+appended to the memory; it makes ``gradient_steps`` steps. With noisy networks each of them draws noise for
+Q(s, a; θ), for the choice of a*, and for Q(s′, a*; θ⁻), independent of each other (section 3.1 there).
 
 Shape suffixes: B transitions, A actions.
 """
@@ -54,7 +54,12 @@ class QObjective(Summed):
 
     Targets: ``actions``, ``targets`` (R + γ^k …), ``weights``, and ``errors``, into which |δ| is written, so
     that priorities need no second pass.
+
+    Attributes:
+        squared: take ½δ² however great δ is.
     """
+
+    squared: bool = False
 
     target_names: ClassVar[tuple[str, ...]] = ("actions", "targets", "weights", "errors")
     terms: ClassVar[int] = 3
@@ -62,8 +67,11 @@ class QObjective(Summed):
     def __call__(self, outputs: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return loss and terms: loss, mean Q(s, a), mean |δ|; all summed."""
         values_B = outputs.gather(-1, targets["actions"].unsqueeze(-1)).squeeze(-1)
-        huber_B = functional.huber_loss(values_B, targets["targets"], reduction="none")
-        loss = self.total(targets["weights"] * huber_B, targets)
+        if self.squared:
+            losses_B = 0.5 * (values_B - targets["targets"]).square()
+        else:
+            losses_B = functional.huber_loss(values_B, targets["targets"], reduction="none")
+        loss = self.total(targets["weights"] * losses_B, targets)
         with torch.no_grad():
             errors_B = torch.sub(targets["targets"], values_B, out=targets["errors"]).abs_()
             terms = (loss, self.total(values_B, targets), self.total(errors_B, targets))
@@ -92,9 +100,12 @@ class DQN(Algorithm[ReplayBatch]):
         self._config = config
         self._policy = policy
         self._generator = generator
-        self._loss: Loss[Any] = Loss(QObjective(), Adam(), flat, engine, max_grad_norm=config.max_grad_norm)
+        objective = QObjective(squared=config.loss == "squared")
+        self._loss: Loss[Any] = Loss(objective, Adam(), flat, engine, max_grad_norm=config.max_grad_norm)
         self.losses = (self._loss,)
-        rule = HardCopy(config.target_every) if config.target_tau is None else SoftCopy(config.target_tau)
+        rule: HardCopy | SoftCopy = HardCopy(config.target_every)
+        if config.target_tau is not None:
+            rule = SoftCopy(config.target_tau, at_fetches=config.target_moves == "fetch")
         self._fixed_target = isinstance(rule, HardCopy) and not policy.noisy
         self._target = TargetNetwork("q", policy, flat, rule)
         self._target_network = cast("QNetwork", self._target.module)

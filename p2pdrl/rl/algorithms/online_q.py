@@ -18,9 +18,9 @@ nothing comes after its last reward; where it was truncated its true final obser
 from, under Sarsa with the action that the policy chose there and nobody carried out.
 
 The paper sums (1) over an unroll; the mean is that but for a factor, which RMSProp divides out. Its
-learners step one set of parameters without locks, ``config/hogwild.toml`` says how. The statistics of each
-learner's RMSProp are its own; those that all share are those of parameter servers
-(``config/downpour.toml``). Environments explore each with an ε of their own (``q_network``).
+learners step one set of parameters, and one RMSProp's statistics, without locks: ``config/a3c.toml`` does so
+on each node, and parameter servers between nodes (``config/async_q.toml``). Environments explore each with an
+ε of their own (``q_network``).
 
 ``trainer`` calls ``update`` once per unroll. Under Sarsa the last step of each unroll waits for the action
 that comes after it: unrolls overlap by one step (``sources.unrolls.OverlappingUnrolls``).

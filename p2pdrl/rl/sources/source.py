@@ -8,7 +8,7 @@ source that can hands the same batch out again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -49,7 +49,14 @@ BatchT = TypeVar("BatchT", bound=Batch)
 
 
 class Source(ABC, Generic[BatchT]):
-    """Makes or collects batches, one after the other."""
+    """Makes or collects batches, one after the other.
+
+    Attributes:
+        preempted: asked between two steps of the environments: whether the batch is to end early, as far as
+            the source can; None never ends one.
+    """
+
+    preempted: Callable[[], bool] | None = None
 
     @abstractmethod
     def next(self) -> BatchT:

@@ -171,8 +171,8 @@ class InlineSource(Source[BatchT]):
         self._reader = reader
 
     def next(self) -> BatchT:
-        """Run T steps in every environment."""
-        return self._reader.read(self._collector.collect())
+        """Run T steps in every environment, or fewer where it is preempted."""
+        return self._reader.read(self._collector.collect(self.preempted))
 
     def close(self) -> None:
         """Close the environments."""

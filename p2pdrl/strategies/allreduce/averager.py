@@ -9,6 +9,8 @@ Shapes: every vector is flat, of D elements (all parameters); names carry no suf
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +39,7 @@ __all__ = [
     "Backend",
     "Digest",
     "LivenessCheck",
+    "Preemption",
     "ReduceAnswer",
     "ReduceRequest",
     "RoundContribution",
@@ -57,15 +60,16 @@ class ReduceRequest(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         what: ``part``: take my piece, and give me the average once all have come; ``alive``: are you there,
-            I wait for you; ``result``: the last round's whole average; ``state``: what a newcomer needs;
-            ``store``: the port where your process opened the group's store, as the answer's number.
+            I wait for you; ``preempt``: so many have come that your unroll is to end; ``result``: the last
+            round's whole average; ``state``: what a newcomer needs; ``store``: the port where your process
+            opened the group's store, as the answer's number.
         weight: of the part; a part of weight 0 has no vector.
         learning_rate: at which the sender would step.
         call: number of the call, for those whose answers are held (see `group.calls`).
         left: gradients of the sender's update that come after this one.
     """
 
-    what: Literal["part", "alive", "result", "state", "store"]
+    what: Literal["part", "alive", "preempt", "result", "state", "store"]
     key: ViewKey
     number: Natural
     weight: Annotated[float, Meta(ge=0, le=MAX_WEIGHT)] = 0.0
@@ -179,6 +183,7 @@ class Averager(ABC):
         self._context, self._group, self.view, self._timeout = context, group, view, timeout
         self._me = context.swarm.node_id
         self.given, self.busy = -1, False
+        self._learner = context.learner
         self._liveness = LivenessCheck(context, group, view)
 
     @property
@@ -201,6 +206,11 @@ class Averager(ABC):
             await self._liveness.end()
         self._timeout.observe(self._context.clock.monotonic() - began_s)
         return average
+
+    def preempted(self, number: int) -> None:
+        """Enough members have given their parts to round ``number``: have our learner end its unroll."""
+        if self.given < number:
+            self._learner.preempt()
 
     @abstractmethod
     async def _average(self, number: int, part: RoundContribution) -> Average:
@@ -317,6 +327,66 @@ ANSWER_S = 0.75
 """How long it may take to say that it is alive."""
 AGAIN_S = 0.15
 """It is asked again after so long, for a question may be lost."""
+
+
+class Preemption:
+    """Has members that a round waits for end their unrolls, once enough others have given their parts.
+
+    DD-PPO's preemption threshold (Wijmans 2020, arXiv 1911.00357, section 3): the owner of the first piece
+    sees who has come, and tells each of the missing once in a round.
+
+    Args:
+        threshold: share of the members that is enough; with 1 nobody is told.
+        missing: gives those whose parts of the present round haven't come, maybe ourselves among them.
+        own: called when our own unroll is to end.
+    """
+
+    def __init__(
+        self,
+        context: StrategyContext,
+        group: Group,
+        view: GroupView,
+        threshold: float,
+        *,
+        missing: Callable[[], Sequence[str]],
+        own: Callable[[int], None],
+    ) -> None:
+        self._transport, self._me = context.transport, context.swarm.node_id
+        self._group, self._view = group, view
+        self._enough = math.ceil(threshold * len(view.members) - 1e-9)
+        self._missing, self._own = missing, own
+        self._number = -1
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def arrived(self, number: int) -> None:
+        """Note that a part has come for round ``number``, which waits for more."""
+        missing = self._missing()
+        if number == self._number or len(self._view.members) - len(missing) < self._enough:
+            return
+        self._number = number
+        for peer in missing:
+            if peer == self._me:
+                self._own(number)
+            else:
+                task = asyncio.create_task(self._tell(peer, number), name="preemption")
+                self._calls.add(task)
+                task.add_done_callback(self._calls.discard)
+
+    async def _tell(self, peer: str, number: int) -> None:
+        ask = msgspec.msgpack.encode(ReduceRequest("preempt", self._view.key, number))
+        with contextlib.suppress(TransportError):  # it collects to the end then
+            address = self._group.address(peer)
+            await self._transport.call(address, peer, ROUTE, ask, deadline_s=ANSWER_S)
+
+    def close(self) -> None:
+        """Tell nobody any more."""
+        for task in self._calls:
+            task.cancel()
+
+    async def closed(self) -> None:
+        """Wait, after `close`, until no call is under way."""
+        if self._calls:
+            await asyncio.wait(self._calls)
 
 
 class LivenessCheck:

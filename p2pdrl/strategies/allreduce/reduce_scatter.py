@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from p2pdrl.config.strategy import Compressed, Grouped, Robust
+from p2pdrl.config.strategy import Compressed, GradAverageConfig, Grouped, Robust
 from p2pdrl.errors import PoisonedVectorError, WireError
 from p2pdrl.group.adaptive_timeout import AdaptiveTimeout
 from p2pdrl.group.rendezvous import ranked
@@ -38,6 +38,7 @@ from p2pdrl.strategies.allreduce.averager import (
     Average,
     Averager,
     Backend,
+    Preemption,
     ReduceAnswer,
     ReduceRequest,
     RoundContribution,
@@ -321,6 +322,7 @@ class PieceOwner:
         *,
         first: int,
         spread: bool,
+        arrived: Callable[[int], None] | None = None,
     ) -> None:
         context, config = backend.context, backend.config
         self.piece, self._group = piece, group
@@ -338,6 +340,7 @@ class PieceOwner:
             timeout=AdaptiveTimeout(config.deadline_s),
             reduce=self._reduce,
             first=first,
+            arrived=lambda: None if arrived is None else arrived(self._collector.number),
         )
 
     @property
@@ -516,10 +519,28 @@ class ViewAverager(Averager):
         self._others = [piece for piece in self._pieces if piece.owner != self._me]
         self._memory.writer.recut()
         self._owner: PieceOwner | None = None
+        self._preemption: Preemption | None = None
+        threshold = self._config.preemption_threshold if isinstance(self._config, GradAverageConfig) else 1.0
+        if threshold < 1 and self._pieces[0].owner == self._me:
+            self._preemption = Preemption(
+                self._context,
+                group,
+                view,
+                threshold,
+                missing=lambda: () if self._owner is None else self._owner.missing,
+                own=self.preempted,
+            )
         for piece in self._pieces:
             if piece.owner == self._me:
                 self._owner = PieceOwner(
-                    backend, group, view, piece, self._formats, first=first, spread=spread
+                    backend,
+                    group,
+                    view,
+                    piece,
+                    self._formats,
+                    first=first,
+                    spread=spread,
+                    arrived=None if self._preemption is None else self._preemption.arrived,
                 )
         self._waiting: set[str] = set()
         self._calls = 0
@@ -646,11 +667,15 @@ class ViewAverager(Averager):
 
     def close(self) -> None:
         """See `Averager`."""
+        if self._preemption is not None:
+            self._preemption.close()
         if self._owner is not None:
             self._owner.close()
 
     async def closed(self) -> None:
         """See `Averager`."""
+        if self._preemption is not None:
+            await self._preemption.closed()
         if self._owner is not None:
             await self._owner.closed()
 

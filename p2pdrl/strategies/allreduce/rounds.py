@@ -342,6 +342,9 @@ class GroupRounds(Strategy):
             if averager.given < ask.number:
                 self._requests.expected()
             return Reply(msgspec.msgpack.encode(ReduceAnswer(ask.number)))
+        if ask.what == "preempt":
+            averager.preempted(ask.number)
+            return Reply(msgspec.msgpack.encode(ReduceAnswer(ask.number)))
         if ask.what in ("part", "store"):
             work = averager.serve(incoming, ask)
         else:

@@ -16,6 +16,7 @@ from p2pdrl.errors import ConfigError
 SYSTEMS = {
     "mapreduce_sync": "server_sync",
     "ddp": "grad_average",
+    "ddppo": "grad_average",
     "downpour": "server_async",
     "amb_pp": "pipeline",
 }

@@ -367,3 +367,35 @@ def test_norms_of_one_span_are_torchs_and_what_is_not_finite_is_left(size):
         assert clip_gradients(1.0, gradients_D) == pytest.approx(odd, nan_ok=True)
         assert torch.equal(gradients_D.nan_to_num(), before.nan_to_num())
     assert gradient_norm(torch.zeros(0)) == 0.0
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_two_that_share_their_state_and_parameters_are_one_where_they_take_turns(name):
+    rule, *_ = RULES[name]
+    start = np.random.default_rng(2).standard_normal(SIZE).astype(np.float32)
+    alone, shared = start.copy(), start.copy()
+    one = OnTorch(rule, alone)
+    pair = [OnTorch(rule, shared) for _ in range(2)]
+    first = gradients(3)
+    for gradient in first:
+        one.step(gradient, 0.01)
+        pair[0].step(gradient, 0.01)
+    arrays = {item.name: np.zeros(item.shape, item.dtype) for item in one.optimizer.items()}
+    for member in pair:  # the first one's state is what both go on with
+        member.optimizer.share(arrays, write=member is pair[0])
+    for step, gradient in enumerate(gradients(10)):
+        one.step(gradient, 0.01)
+        pair[step % 2].step(gradient, 0.01)
+    np.testing.assert_array_equal(shared, alone)
+    assert [member.optimizer.steps for member in pair] == [13, 13]
+
+    pair[0].optimizer.keep()  # from here on each has its own
+    pair[1].step(gradients(1)[0], 0.01)
+    assert [member.optimizer.steps for member in pair] == [13, 14]
+    np.testing.assert_equal(copied(pair[0].optimizer.state()), copied(one.optimizer.state()))
+
+
+def test_shared_state_of_another_shape_is_refused():
+    mine = OnTorch(Adam(), np.zeros(SIZE, np.float32))
+    with pytest.raises(LayoutMismatchError, match=r"optimizer\.m should be of shape"):
+        mine.optimizer.share({"optimizer.m": np.zeros(3, np.float32)}, write=True)

@@ -256,3 +256,38 @@ def test_what_is_kept_from_acting_is_what_evaluating_gives(name):
                 )[0].T
         torch.testing.assert_close(unroll.log_probs_TB, log_probs, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(unroll.values_T1B, values, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("network", [FORGETFUL, RECURRENT], ids=["mlp", "lstm"])
+def test_a_preempted_unroll_has_the_first_steps_and_the_next_one_goes_on_behind_them(network):
+    whole = collector(counters(), 7, network=network)[1].next()
+    _, collect = collector(counters(), 7, network=network)
+    asked = iter([False, False, True])
+    collect.preempted = lambda: next(asked)
+    short = collect.next()
+    assert short.env_steps == int(whole.valid_TB[:3].sum())
+    for name in ("actions", "log_probs_TB", "rewards_TB", "terminated_TB", "truncated_TB", "valid_TB"):
+        torch.testing.assert_close(getattr(short, name), getattr(whole, name)[:3])
+    torch.testing.assert_close(short.obs_T1BX, whole.obs_T1BX[:4])
+    torch.testing.assert_close(short.values_T1B, whole.values_T1B[:4])
+
+    collect.preempted = None
+    behind = collect.next()
+    assert len(behind.rewards_TB) == 7
+    torch.testing.assert_close(behind.obs_T1BX[:5], whole.obs_T1BX[3:])
+
+
+def test_a_preempted_unroll_has_a_step_that_counts():
+    _, collect = collector(counters(), 7)
+    collect.preempted = lambda: True
+    shapes = [len(collect.next().rewards_TB) for _ in range(4)]
+    assert shapes == [1, 1, 1, 1]
+    collector_of_one = collector(
+        VectorEnv(gym.vector.SyncVectorEnv([lambda: Counter(2, truncates=False)], copy=False), seed=0), 7
+    )[1]
+    collector_of_one.preempted = lambda: True
+    assert [collector_of_one.next().valid_TB.flatten().tolist() for _ in range(3)] == [
+        [True],
+        [True],
+        [False, True],
+    ]

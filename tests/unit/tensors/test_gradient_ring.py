@@ -38,7 +38,7 @@ def test_a_slot_that_there_isnt():
 
 def test_a_region_that_is_too_small():
     region = SharedRegion.create(GradientRing.nbytes_of(2, 16) - 1, "ring")
-    with pytest.raises(LayoutMismatchError, match="take 128 bytes, the region has 127"):
+    with pytest.raises(LayoutMismatchError, match="take 192 bytes, the region has 191"):
         GradientRing(region, 2, 16)
     region.close()
 

@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 
 from p2pdrl.config.learner_mode import FREE, LearnerMode
+from p2pdrl.config.task import RegressionConfig, TaskConfig
 from p2pdrl.errors import TensorError, WorkerError
+from p2pdrl.rl.registry import build_trainer
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard, LearnerBoard
 from p2pdrl.tensors.layout import Layout, TensorEntry
 from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion, SharedVector
 from p2pdrl.workers.learner import Learner
+from p2pdrl.workers.learner_modes import ModeSwitcher
 from p2pdrl.workers.protocol import LearnerPace, PostedRequest, Report, RequestAnswer, Stop, WorkMode, frame
+from p2pdrl.workers.replica import Replica
 
 SIZE = 3
 SPEC = BoardSpec(Layout((TensorEntry("w", (SIZE,)),)))
@@ -292,4 +296,35 @@ def test_memory_that_is_missing_or_short(world):
     os.close(fd)
     with pytest.raises(TensorError, match="holds 64 bytes"):
         world.learner.run()
+    region.close()
+
+
+def test_learners_share_their_optimizers_state_where_asked_to():
+    task = TaskConfig(algorithm=RegressionConfig(optimizer="adam", features=4, rows=16))
+    trainers = [build_trainer(task, seed, "cpu") for seed in (1, 2)]
+    first, helper = (
+        ModeSwitcher(trainer, Replica(trainer, None), say=print, listen=print, paused=lambda: False)
+        for trainer in trainers
+    )
+    trainers[0].step()
+    statistics = trainers[0].sidecar_layout.under("optimizer")
+    region = SharedRegion.create(SharedVector.nbytes_of(4, statistics), "shared")
+
+    def enter(learner_mode: LearnerMode, epoch: int, nbytes: int) -> None:
+        first.hear(WorkMode(learner_mode, epoch, shared_nbytes=nbytes), lambda: os.dup(region.fd))
+        first.turn()
+
+    enter(LearnerMode(learners=2, shared_statistics=True), 1, region.nbytes)
+    helper.help(SharedRegion.attach(os.dup(region.fd), region.nbytes), shared_statistics=True)
+    assert helper.ready
+    for trainer in (trainers[1], trainers[0]):
+        trainer.step()
+    for name in ("m", "v", "steps"):
+        theirs, ours = (np.array(one.sidecar()[f"optimizer.{name}"]) for one in trainers)
+        np.testing.assert_array_equal(theirs, ours)
+    assert theirs == 3
+
+    enter(FREE, 2, 0)
+    trainers[1].step()
+    assert [int(one.sidecar()["optimizer.steps"]) for one in trainers] == [3, 4]
     region.close()

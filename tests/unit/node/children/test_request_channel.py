@@ -13,6 +13,7 @@ from p2pdrl.errors import TensorError
 from p2pdrl.node.children.supervisor import LearnerRequestChannel
 from p2pdrl.strategies.learner_requests import RequestQueue
 from p2pdrl.tensors.shared_memory import GradientRing, SharedVector
+from p2pdrl.tensors.sidecar import SidecarItem, SidecarLayout
 from p2pdrl.workers.protocol import PostedRequest, RequestAnswer
 
 SIZE = 5
@@ -128,6 +129,21 @@ def test_several_learners_share_a_vector(place):
     assert place.shared is None
 
 
+def test_they_may_share_their_optimizers_state_too(place):
+    items = (SidecarItem("optimizer.v", (SIZE,)), SidecarItem("optimizer.steps", (), "int64"))
+    sidecar = SidecarLayout((*items, SidecarItem("target.q", (SIZE,))))
+    work, (region,) = place.arrange(LearnerMode(learners=2, shared_statistics=True), 1, SIZE, sidecar)
+    vector = SharedVector(region, SIZE, SidecarLayout(items))
+    assert work.shared_nbytes == region.nbytes == SharedVector.nbytes_of(SIZE, SidecarLayout(items))
+    vector.vector[:] = 1.0
+    assert {name: array.tolist() for name, array in vector.statistics.items()} == {
+        "optimizer.v": [0.0] * SIZE,
+        "optimizer.steps": 0,
+    }
+    plain, _ = place.arrange(LearnerMode(learners=2), 2, SIZE, sidecar)
+    assert plain.shared_nbytes == SharedVector.nbytes_of(SIZE)
+
+
 def test_a_learner_that_names_what_there_isnt(place):
     place.arrange(LearnerMode("gradients"), 1, SIZE)
     with pytest.raises(TensorError, match="no 1"):
@@ -160,3 +176,18 @@ async def test_a_learner_that_went_on_alone_counts_as_another_one(place):
         RequestAnswer(3, 1, "none"),
         RequestAnswer(4, 1, "none"),
     ]
+
+
+def test_only_a_learner_that_collects_for_its_next_request_is_preempted(place):
+    work, (region,) = place.arrange(LearnerMode("gradients", preempted=True), 1, SIZE)
+    ring = GradientRing(region, 1, SIZE)
+    place.preempt()
+    assert ring.preempted == 0  # nobody knows yet how it counts
+    place.posted(PostedRequest(7, 1, "gradients", 0, 0, 4))
+    place.preempt()
+    assert ring.preempted == 0  # it waits itself
+    request = asyncio.run(place.next_request())
+    place.answered(request, "replace", 0)
+    place.preempt()
+    assert ring.preempted == 8
+    assert work.learner_mode.preempted

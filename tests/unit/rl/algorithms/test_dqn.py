@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from p2pdrl.config.task import DQNConfig, NetworkConfig
-from p2pdrl.rl.algorithms.dqn import DQN
+from p2pdrl.rl.algorithms.dqn import DQN, QObjective
 from p2pdrl.rl.engines import EngineOptions, make_engine, policy_forward
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.q_network import QNetwork
-from p2pdrl.rl.sources.replay import ReplayBatch, Transitions
+from p2pdrl.rl.sources.replay import Replay, ReplayBatch, Transitions
 
 SPEC = EnvSpec((3,), "float32", Discrete(4))
 CPU = torch.device("cpu")
 
 
-class FixedDraws:
+class FixedDraws(Replay):
     """A feeder whose memory holds nothing but what the test says."""
 
     def __init__(self, *drawn: Transitions, count: int = 1000, blocks: int | None = None) -> None:
@@ -30,6 +30,14 @@ class FixedDraws:
         self.asked: list[tuple[int, float]] = []
         self.priorities: list[np.ndarray] = []
         self.memory = SimpleNamespace(count=count, full=False)
+
+    @property
+    def stored(self):
+        return self.memory.count
+
+    @property
+    def full(self):
+        return self.memory.full
 
     def draw(self, rows, beta):
         self.asked.append((rows, beta))
@@ -249,3 +257,30 @@ def test_exploration_falls_with_the_swarms_steps():
     assert float((acted != greedy).float().mean()) == pytest.approx(0.5 * 0.75, abs=0.02)
     policy.exploration = 0.0
     assert (policy.act(obs, noise) == greedy).all()
+
+
+def test_or_softly_at_each_fetch_from_a_server_and_not_in_between():
+    config = DQNConfig(target_tau=0.25, target_moves="fetch", gradient_steps=3, loss="squared")
+    dqn, _, flat = make(config)
+    before = flat.numpy().astype(np.float64)
+    dqn.update(batch_of(FixedDraws(transitions(3))))
+    (target,) = dqn.targets
+    np.testing.assert_allclose(target.state()["target.q"], before, rtol=1e-6)
+    flat.set_(np.full(flat.size, 2.0, np.float32))  # what a server gave
+    target.fetched()
+    np.testing.assert_allclose(target.state()["target.q"], 0.25 * 2.0 + 0.75 * before, rtol=1e-5)
+    dqn.targets[0].track()
+    np.testing.assert_allclose(target.state()["target.q"], 0.25 * 2.0 + 0.75 * before, rtol=1e-5)
+
+
+def test_the_squared_loss_is_half_the_mean_of_the_squares():
+    values = torch.tensor([[0.0, 5.0], [1.0, 0.0]])
+    targets = {
+        "actions": torch.tensor([1, 0]),
+        "targets": torch.tensor([1.0, 3.0]),
+        "weights": torch.ones(2),
+        "errors": torch.zeros(2),
+    }
+    loss, _ = QObjective(squared=True).over(2)(values, targets)
+    assert float(loss) == (4.0**2 + 2.0**2) / (2 * 2)
+    assert targets["errors"].tolist() == [4.0, 2.0]

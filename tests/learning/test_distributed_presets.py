@@ -1,0 +1,49 @@
+"""Presets of asynchronous and distributed systems really learn CartPole: one learner's part of each, alone.
+
+What servers and averages do with the gradients of several is tested with the strategies; here it is the
+values that presets give an algorithm. What is judged is the policy as the preset's evaluations do it, over
+20 episodes at each 5,000 steps: that it was solved once within the budget is asserted, not that it stays so.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from p2pdrl.config.loader import resolve
+from p2pdrl.rl.evaluate import evaluate
+from p2pdrl.rl.registry import build_trainer
+
+pytestmark = pytest.mark.slow
+
+CASES = {"rapid": 600_000, "ddppo": 400_000, "gossip_gradients": 600_000, "rlx_compose": 200_000}
+"""By preset: environment steps until when it must be solved."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("preset", CASES)
+@pytest.mark.parametrize("seed", [31, 32])
+def test_it_solves_cartpole(preset, seed):
+    task = replace(resolve(files=[preset]).config.task, seed=seed)
+    greedy = task.evaluation.mode == "greedy"
+    trainer = build_trainer(task, seed, "cpu")
+    steps, judged, best = 0, 0, 0.0
+    while steps < CASES[preset] and best < 475:
+        trainer.set_progress(steps / task.stop.env_steps, steps)
+        steps += trainer.step().env_steps
+        trainer.policy_version += 1
+        if steps >= judged + 5000:
+            judged = steps
+            best = max(best, evaluate(trainer.policy, task.env, 20, greedy=greedy, seed=seed).mean)
+    trainer.close()
+    print(f"{preset}, seed {seed}: {best:.0f} after {steps} steps")
+    assert best >= 475
