@@ -237,6 +237,13 @@ def _strategy_problems(task: TaskConfig) -> Iterator[Problem]:
             "stages of a pipeline don't scale the loss, without which float16 loses small gradients; take "
             "bf16 or float32",
         )
+    if mode.stages and isinstance(task.algorithm, RegressionConfig) and task.algorithm.sample == "shards":
+        yield Problem(
+            "task.strategy.name",
+            "the peers of a pipeline hold one batch among them, so sample = shards would leave "
+            "all shards but the first peer's out; take a strategy that sends gradients or parameters, as "
+            "grad_average, or sample = sequence",
+        )
     yield from pipeline_problems(task)
 
 
@@ -392,6 +399,11 @@ def _regression_problems(algorithm: RegressionConfig) -> Iterator[Problem]:
             "task.algorithm.features",
             f"rows, batch or classes of {algorithm.features} features come to {numbers} numbers, more than "
             f"{MAX_DATA_NUMBERS} (1 GiB); lower it, or rows, batch_size or classes",
+        )
+    if algorithm.sample == "shards" and algorithm.shards > algorithm.rows:
+        yield Problem(
+            "task.algorithm.shards",
+            f"{algorithm.rows} rows can't be divided into {algorithm.shards} shards; lower it, or raise rows",
         )
 
 

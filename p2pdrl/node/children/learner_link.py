@@ -29,6 +29,7 @@ from p2pdrl.workers.protocol import (
     Alive,
     Attach,
     Crashed,
+    DataShare,
     FromLearner,
     Hello,
     JoinHogwild,
@@ -169,8 +170,8 @@ class LearnerLink(ProcessLink):
         """Drop news of this type that weren't sent yet."""
         self._news.pop(kind, None)
 
-    def answer(self, message: RequestAnswer) -> None:
-        """Send an answer, at once if the socket takes it."""
+    def answer(self, message: RequestAnswer | DataShare) -> None:
+        """Send an answer, or what counts from it on, at once if the socket takes it."""
         data = frame(message)
         if not self._sending and not self._answers:
             try:
