@@ -15,9 +15,10 @@ from typing import Literal, cast
 from msgspec.structs import replace
 
 from p2pdrl.config.fields import Problem
+from p2pdrl.config.matrix import pair_problem, placement_problem
 from p2pdrl.config.node import LearnerConfig, NodeConfig
 from p2pdrl.config.root import Config
-from p2pdrl.config.strategy import HogwildConfig, PipelineConfig, StrategyConfig
+from p2pdrl.config.strategy import PipelineConfig, StrategyConfig
 from p2pdrl.config.task import (
     AlgorithmOptions,
     DQNConfig,
@@ -30,7 +31,6 @@ from p2pdrl.config.task import (
     SACConfig,
     TaskConfig,
     batches_of,
-    losses_of,
     minibatch_rows,
 )
 
@@ -205,7 +205,9 @@ def mode_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
     yield from _strategy_problems(task)
     yield from trust_problems(task.strategy, trusted_network=node.trusted_network)
     if node.learner.split_devices:
-        yield from _no_split(task.strategy)
+        refused = placement_problem(task.algorithm, task.strategy, "split_devices")
+        if refused is not None:
+            yield refused
 
 
 def task_problems(task: TaskConfig) -> Iterator[Problem]:
@@ -218,18 +220,9 @@ def _strategy_problems(task: TaskConfig) -> Iterator[Problem]:
     """Its strategy's rules, alone and with the rest of the task."""
     yield from strategy_problems(task.strategy)
     mode = task.strategy.learner_mode
-    if losses_of(task.algorithm) > 1 and (mode.sends == "gradients" or mode.stages):
-        yield Problem(
-            "task.strategy.name",
-            f"this algorithm has {losses_of(task.algorithm)} losses, whose gradients can't travel and whose "
-            "model can't be cut into stages; take a strategy that exchanges parameters, as adpsgd",
-        )
-        return
-    if mode.stages and not cut_into_stages(task):
-        yield Problem(
-            "task.strategy.name",
-            "this algorithm's model can't be cut into stages, only an actor-critic's; take another strategy",
-        )
+    refused = pair_problem(task.algorithm, task.strategy)
+    if refused is not None:
+        yield refused
         return
     if mode.stages and task.gradients.precision == "fp16":
         yield Problem(
@@ -237,19 +230,7 @@ def _strategy_problems(task: TaskConfig) -> Iterator[Problem]:
             "stages of a pipeline don't scale the loss, without which float16 loses small gradients; take "
             "bf16 or float32",
         )
-    if mode.stages and isinstance(task.algorithm, RegressionConfig) and task.algorithm.sample == "shards":
-        yield Problem(
-            "task.strategy.name",
-            "the peers of a pipeline hold one batch among them, so sample = shards would leave "
-            "all shards but the first peer's out; take a strategy that sends gradients or parameters, as "
-            "grad_average, or sample = sequence",
-        )
     yield from pipeline_problems(task)
-
-
-def cut_into_stages(task: TaskConfig) -> bool:
-    """Whether the task's model can be cut into stages, over peers or over devices."""
-    return isinstance(task.algorithm, RegressionConfig) or task.algorithm.stages
 
 
 def _fixed_problems(task: TaskConfig) -> Iterator[Problem]:
@@ -446,11 +427,6 @@ def _split_problems(task: TaskConfig, learner: LearnerConfig) -> Iterator[Proble
         yield Problem("node.learner.split_cuts", f"numbers of blocks must rise, not be {list(cuts)}")
     if not devices:
         return
-    if not cut_into_stages(task):
-        yield Problem(
-            "node.learner.split_devices",
-            "this algorithm's model can't be cut into stages, only an actor-critic's; name no devices",
-        )
     if task.gradients.precision == "fp16":
         yield Problem(
             "node.learner.split_devices",
@@ -469,24 +445,14 @@ def _split_problems(task: TaskConfig, learner: LearnerConfig) -> Iterator[Proble
         )
 
 
-def _no_split(strategy: StrategyConfig) -> Iterator[Problem]:
-    """Why several devices don't go with a strategy."""
-    if isinstance(strategy, HogwildConfig | PipelineConfig):
-        why = (
-            "under hogwild each learner of this machine has a device for itself"
-            if isinstance(strategy, HogwildConfig)
-            else "under pipeline each peer has one part of the network, on one device"
-        )
-        yield Problem("node.learner.split_devices", f"{why}; leave it empty, or take another strategy")
-
-
 def _actor_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
     """More actors than environments; a node given no task may join any swarm, and takes fewer then."""
     count = node.actors.count
     if task == TaskConfig() or count == "auto" or not count:
         return
-    if isinstance(task.algorithm, RegressionConfig):
-        yield Problem("node.actors.count", "a regression has no environments to act in; leave it 0")
+    refused = placement_problem(task.algorithm, task.strategy, "actors")
+    if refused is not None:
+        yield refused
     elif count > task.env.num_envs:
         yield Problem(
             "node.actors.count",
@@ -508,11 +474,12 @@ def _role_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
         yield Problem(key, "a node that neither learns nor acts has nothing to do yet; add learner or actor")
     elif not node.learns and not node.peers:
         yield Problem(key, "who only acts needs a learner: name a node of the swarm with node.peers")
-    elif not (node.acts or isinstance(task.algorithm, RegressionConfig) or task.algorithm.remote_actors):
-        name = task.algorithm.__struct_config__.tag
-        yield Problem(
-            key, f"{name} learns from unrolls of its newest policy only, so not from afar; add actor"
-        )
+    elif node.learns and node.acts:
+        return
+    elif not (node.learns and isinstance(task.algorithm, RegressionConfig)):
+        refused = placement_problem(task.algorithm, task.strategy, "actor_nodes")
+        if refused is not None:
+            yield refused
 
 
 def _node_problems(node: NodeConfig) -> Iterator[Problem]:
