@@ -87,7 +87,7 @@ RULES = (
         ),
         lambda _: (
             "the peers of a pipeline hold one batch among them, so sample = shards would leave out all "
-            "shards but the first peer's; take a strategy that sends gradients or parameters, as grad_average, or "
+            "shards but the first peer's; take another strategy, as grad_average, or "
             "sample = sequence"
         ),
     ),

@@ -1,4 +1,4 @@
-"""Every algorithm with every strategy in every placement: the matrix and what configurations are told agree."""
+"""Every algorithm with every strategy in every placement: matrix and configurations are told the same."""
 
 from __future__ import annotations
 
