@@ -1,4 +1,4 @@
-"""What the matrix allows runs: two live nodes walk, for each algorithm, through all strategies it goes with."""
+"""What the matrix allows runs: of each algorithm, two live nodes walk through all strategies it goes with."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def updates(node, strategy):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("algorithm", "placement"), WALKS, ids=list(map("-".join, WALKS)))
-def test_two_nodes_walk_through_all_that_is_allowed(swarm, wait_until, no_orphans, algorithm, placement):
+def test_two_nodes_walk_through_all_that_is_allowed(swarm, wait_until, algorithm, placement):
     options = {
         "task.algorithm.name": algorithm,
         **dict(text.split("=", 1) for text in CASES[algorithm]),
