@@ -21,6 +21,7 @@ from p2pdrl.config.root import Config
 from p2pdrl.config.strategy import PipelineConfig, StrategyConfig
 from p2pdrl.config.task import (
     AlgorithmOptions,
+    DDPGConfig,
     DQNConfig,
     EnvConfig,
     NetworkConfig,
@@ -335,6 +336,7 @@ def _replay_problems(task: TaskConfig) -> Iterator[Problem]:
         yield Problem("task.network.core", "action values are learned without a memory here; leave it none")
     if not isinstance(algorithm, ReplayOptions):
         return
+    yield from _actor_priority_problems(algorithm, network)
     if algorithm.learning_starts > algorithm.buffer_size:
         yield Problem(
             "task.algorithm.learning_starts",
@@ -347,6 +349,21 @@ def _replay_problems(task: TaskConfig) -> Iterator[Problem]:
             "task.algorithm.buffer_size",
             f"num_envs × (unroll_steps + n_step + 1) = {least} steps are the least that can be learned from",
         )
+
+
+def _actor_priority_problems(algorithm: ReplayOptions, network: NetworkConfig) -> Iterator[Problem]:
+    """Actors can tell priorities where a row's error is that of one value."""
+    key = "task.algorithm.actor_priorities"
+    if not algorithm.actor_priorities:
+        return
+    if not algorithm.prioritized:
+        yield Problem(key, "needs prioritized = true")
+    elif not isinstance(algorithm, DQNConfig | DDPGConfig):
+        yield Problem(
+            key, "this algorithm's error isn't that of a single value; take dqn or ddpg, or turn it off"
+        )
+    elif network.noisy:
+        yield Problem(key, "noisy networks have another value for each noise; turn it off")
 
 
 def _online_q_problems(algorithm: OnlineQOptions) -> Iterator[Problem]:
@@ -468,12 +485,17 @@ def _role_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
         return
     if len(set(roles)) < len(roles):
         yield Problem(key, f"{', '.join(roles)}: one of them is named twice")
-    if "replay" in roles:
-        yield Problem(key, "no algorithm here has a replay that could be held for others; leave it out")
-    if not (node.learns or node.acts):
-        yield Problem(key, "a node that neither learns nor acts has nothing to do yet; add learner or actor")
+    if "replay" in roles and task != TaskConfig() and not isinstance(task.algorithm, ReplayOptions):
+        name = task.algorithm.__struct_config__.tag
+        yield Problem(key, f"{name} has no replay memory that could be held for others; leave replay out")
+    if not (node.learns or node.acts or node.holds_replay):
+        yield Problem(
+            key,
+            "a node that neither acts, learns nor holds a replay has nothing to do yet; add learner or actor",
+        )
     elif not node.learns and not node.peers:
-        yield Problem(key, "who only acts needs a learner: name a node of the swarm with node.peers")
+        what = "acts" if node.acts else "holds a replay"
+        yield Problem(key, f"who only {what} needs a learner: name a node of the swarm with node.peers")
     elif node.learns and node.acts:
         return
     elif not (node.learns and isinstance(task.algorithm, RegressionConfig)):

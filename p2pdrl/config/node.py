@@ -74,7 +74,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Actor processes of other nodes that this learner takes unrolls from, at most; each may have all of the
     task's environments. This node's own are in processes then, too. ``auto`` is 0 where ``node.roles`` says
     nothing; else 16, or 4 where there is a replay memory, which is divided among as many environments as
-    there may be."""
+    there may be. A node that holds a shard of a replay takes unrolls likewise."""
     replay_on_disk: bool = False
     """Keep a replay memory in a file of the data folder, as large as ``task.algorithm.buffer_size`` steps
     are: a node that is started again goes on with it, and it may be larger than the machine's memory.
@@ -214,9 +214,11 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """``lan`` finds deaths within seconds; ``wan`` tolerates round trips of seconds."""
     roles: tuple[Role, ...] = ()
     """What this node does for the swarm: any of ``actor`` (makes experience), ``learner`` (updates
-    parameters), ``server`` (holds parameters for others), ``replay`` (holds transitions for others). Empty is
-    all that the task needs. All members are told, in this node's signed record; learners exchange with
-    learners only."""
+    parameters), ``server`` (holds parameters for others), ``replay`` (holds transitions). Empty is all that
+    the task needs. All members are told, in this node's signed record; learners exchange with learners only.
+    Of algorithms with a replay memory: a node that only learns draws from all nodes with ``replay`` and no
+    ``learner``, each of which holds a shard of ``task.algorithm.buffer_size`` steps, and actors send there;
+    with ``learner,replay`` the memory is the learner's own."""
     promote: bool = True
     """A node that only acts begins to learn, from the newest whole state that it has, when nobody is left who
     does; of several the first by id."""
@@ -238,6 +240,21 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return not self.roles or "actor" in self.roles
 
     @property
+    def holds_replay(self) -> bool:
+        """Whether it holds a shard of a replay memory for learners on other nodes."""
+        return "replay" in self.roles and "learner" not in self.roles
+
+    @property
+    def draws_replay(self) -> bool:
+        """Whether its learner draws from such shards, where the algorithm has a replay memory."""
+        return "learner" in self.roles and "replay" not in self.roles and "actor" not in self.roles
+
+    @property
+    def may_learn(self) -> bool:
+        """Whether it acts and doesn't learn, but would if nobody else did."""
+        return self.promote and not self.learns and self.acts and not self.holds_replay
+
+    @property
     def may_import(self) -> bool:
         """Whether anything may be imported; a task's names are checked where the task comes in."""
         return self.allow_import or bool(self.imports)
@@ -246,7 +263,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 _ROLES_TAG = "roles"
 _HEIR_TAG = "heir"
 _ALL_NEEDED: tuple[Role, ...] = ("actor", "learner", "server")
-"""What every task there is needs; replay waits for an algorithm that has one."""
+"""What every task there is needs; a replay memory is its learner's own then."""
 
 
 def tags_of(roles: Sequence[Role], *, promote: bool = False) -> dict[str, str]:
@@ -255,7 +272,8 @@ def tags_of(roles: Sequence[Role], *, promote: bool = False) -> dict[str, str]:
     Args:
         promote: whether it may learn, too, when nobody is left who does.
     """
-    heir = {_HEIR_TAG: "yes"} if promote and roles and "learner" not in roles else {}
+    may = promote and "actor" in roles and "learner" not in roles and "replay" not in roles
+    heir = {_HEIR_TAG: "yes"} if may else {}
     return {_ROLES_TAG: ",".join(sorted(set(roles or _ALL_NEEDED)))} | heir
 
 

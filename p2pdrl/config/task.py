@@ -371,6 +371,10 @@ class ReplayOptions(AlgorithmOptions, frozen=True, forbid_unknown_fields=True, k
     """Exponent of the priorities: 0 draws all alike."""
     beta: Fraction = 0.4
     """Exponent of the importance weights at first; it rises to 1 as the swarm nears ``stop.env_steps``."""
+    actor_priorities: bool = False
+    """New transitions get the priority that the actor's own values tell (Horgan 2018, arXiv 1803.00933), not
+    the greatest so far: with many actors most of what comes is never drawn otherwise than once. Needs
+    ``prioritized``; with ``dqn`` and ``ddpg``, whose target for a transition is a single value."""
 
 
 class DQNConfig(
@@ -389,8 +393,15 @@ class DQNConfig(
     """Environment steps of the whole swarm between two copies of the network into its target."""
     target_tau: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Instead, move the target by this share after each gradient step; none copies."""
+    exploration: Literal["schedule", "ladder"] = "schedule"
+    """``schedule``: one ε for all, which falls; ``ladder``: each of a node's N environments keeps an ε of its
+    own, base^(1 + exponent · i / (N − 1)), from much to hardly any (Horgan 2018, arXiv 1803.00933)."""
+    exploration_base: Annotated[float, Meta(gt=0, lt=1)] = 0.4
+    """ε of the ladder's first environment."""
+    exploration_exponent: NonNegative = 7.0
+    """α of the ladder: how much less the last one explores."""
     exploration_start: Fraction = 1.0
-    """ε of ε-greedy actions at first."""
+    """ε of ε-greedy actions at first, by ``schedule``."""
     exploration_end: Fraction = 0.05
     """ε at last."""
     exploration_steps: Annotated[int, Meta(ge=1)] = 50_000

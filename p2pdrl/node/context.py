@@ -69,9 +69,17 @@ class NodeContext:
         return {member.id: Address.parse(member.address) for member in learners}
 
     def actors(self) -> list[str]:
-        """Ids of those that act and update no parameters: learners share them among themselves."""
+        """Ids of those that act for others: learners, or nodes with a shard of the replay, share them."""
         roles = ((member.id, roles_in(member.tags)) for member in self.others_alive())
-        return [node for node, has in roles if "actor" in has and "learner" not in has]
+        return [node for node, has in roles if "actor" in has and not {"learner", "replay"} & set(has)]
+
+    def shards(self) -> dict[str, Address]:
+        """Those of them that hold a shard of the replay memory for learners on other nodes."""
+        return {
+            member.id: Address.parse(member.address)
+            for member in self.others_alive()
+            if "replay" in (has := roles_in(member.tags)) and "learner" not in has
+        }
 
     def heirs(self) -> list[str]:
         """Ids of those of them that would learn if nobody else did."""

@@ -226,20 +226,7 @@ class Node:
             store = CheckpointStore(folder, self._config.node.checkpoint.keep)
             checkpoint = await load_checkpoint(store, context.progress_tracker, self._events)
             context.training = self._admission.training = training
-            for route in ROUTES:
-                context.transport.serve(
-                    route,
-                    self._sharing_settings(training.mode.answer),
-                    max_vector_bytes=self._config.node.limits.max_vector_bytes,
-                )
-            context.transport.serve_pipes(PIPE_ROUTE, self._sharing_settings(training.mode.accept))
-            context.transport.serve(traces.ROUTE, training.traces.answer)
-            context.transport.serve(state_transfer.ROUTE, training.state_server.answer)
-            context.transport.serve(
-                experience.ROUTE,
-                training.take_unroll,
-                max_vector_bytes=self._config.node.limits.max_vector_bytes,
-            )
+            self._serve(training)
             state, lineage = await first_state(context, training, origin, checkpoint)
             await training.begin(state, lineage)
             opened.data.keep = True
@@ -249,7 +236,11 @@ class Node:
             self._follower.saved_mode = SavedMode(context.data_dir, training.task_hash, context.swarm_id)
             await recall_mode(context, self._follower.saved_mode, origin, checkpoint)
             doing = f"trains {origin.task.subject} on {training.supervisor.device}"
-            self._events.emit("training", doing if training.learns else f"acts in {origin.task.subject}")
+            if training.holds_replay:
+                doing = f"holds a shard of the replay memory of {origin.task.subject}"
+            elif not training.learns:
+                doing = f"acts in {origin.task.subject}"
+            self._events.emit("training", doing)
             if origin.how == "resumed" and memory is not None:
                 self._memory.had_others = True
                 recall_stop(context, memory)
@@ -279,6 +270,17 @@ class Node:
             for job in jobs:
                 job.cancel()
         self.leave("the swarm is done")
+
+    def _serve(self, training: Training) -> None:
+        """Answer what peers ask of the training from now on."""
+        transport, most = self._context.transport, self._config.node.limits.max_vector_bytes
+        for route in ROUTES:
+            transport.serve(route, self._sharing_settings(training.mode.answer), max_vector_bytes=most)
+        transport.serve_pipes(PIPE_ROUTE, self._sharing_settings(training.mode.accept))
+        transport.serve(traces.ROUTE, training.traces.answer)
+        transport.serve(state_transfer.ROUTE, training.state_server.answer)
+        transport.serve(experience.ROUTE, training.take_unroll, max_vector_bytes=most)
+        transport.serve(experience.REPLAY_ROUTE, training.give_rows, max_vector_bytes=most)
 
     async def _watch(self, processes: Coroutine[Any, Any, None]) -> None:
         """Leave in good order, and end with the error, when a learner can't go on: its state is kept."""
@@ -333,6 +335,7 @@ class Node:
             actors=context.actors,
             heirs=context.heirs,
             learner_left=context.learner_left,
+            shards=context.shards,
             stale=self._meters.registry.unroll_staleness.observe,
             learning=lambda: context.membership.retag(tags_of((*config.roles, "learner"))),
         )

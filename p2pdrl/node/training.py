@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ from p2pdrl.config.node import NodeConfig
 from p2pdrl.config.strategy import LocalConfig, StrategyConfig
 from p2pdrl.config.task import (
     RegressionConfig,
+    ReplayOptions,
     TaskConfig,
     batches_of,
     minibatch_rows,
@@ -38,8 +40,11 @@ from p2pdrl.node.children.learner_pool import LearnerPool
 from p2pdrl.node.children.supervisor import LearnerPort, LearnerSupervisor
 from p2pdrl.node.events import EventLog
 from p2pdrl.node.experience.messages import learner_of
+from p2pdrl.node.experience.policy import PolicyFollower
 from p2pdrl.node.experience.receiver import ExperienceReceiver
+from p2pdrl.node.experience.sampler import ReplaySampler
 from p2pdrl.node.experience.sender import ExperienceSender
+from p2pdrl.node.experience.shard import ReplayServer
 from p2pdrl.node.state.replay_store import ReplayStore
 from p2pdrl.node.state.state_transfer import (
     Adoptions,
@@ -57,6 +62,7 @@ from p2pdrl.strategies.pipeline.port import Pipes
 from p2pdrl.strategies.protocol import EXCHANGE_END_S, RoundReport, Strategy, StrategyContext
 from p2pdrl.strategies.registry import build
 from p2pdrl.tensors.board import BoardSpec, DaemonBoard
+from p2pdrl.tensors.shared_policy import PolicyCopies
 from p2pdrl.transport.pipe.ticket import PipeReply
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
 from p2pdrl.workers.protocol import DataShare, LearnerPace, Progress, Report, Start
@@ -74,6 +80,50 @@ def _learner_of(me: str, actors: Iterable[str], learners: dict[str, Address]) ->
     """Return whom our actors work for, and where that is; see `learner_of`."""
     learner = learner_of(me, actors, learners)
     return None if learner is None else (learner, learners[learner])
+
+
+def _start(config: NodeConfig, task: TaskConfig, seed: int) -> Start:
+    """Return what this node's learner process is told first, or that of its shard of the replay.
+
+    Raises:
+        ConfigError: the node's roles don't go with the task.
+    """
+    count, remote = actor_count(config, task), remote_actor_count(config, task)
+    name = task.algorithm.__struct_config__.tag
+    replays = isinstance(task.algorithm, ReplayOptions)
+    start = Start(
+        task=msgspec.json.encode(task),
+        seed=seed,
+        device=config.learner.device,
+        threads=config.learner.threads,
+        allow_import=config.may_import,
+        step_delay_s=config.learner.step_delay_s,
+        microbatches=config.learner.microbatches,
+        checkpoint_activations=config.learner.checkpoint_activations,
+        activation_limit_bytes=config.learner.activation_limit_bytes,
+        split_devices=config.learner.split_devices,
+        split_cuts=config.learner.split_cuts,
+        compiled=config.learner.compile,
+        actors=count,
+        actors_ahead=config.actors.ahead,
+        remote_actors=remote,
+    )
+    if config.holds_replay:
+        if not replays:
+            raise ConfigError(f"node.roles: {name} has no replay memory; leave replay out")
+        return msgspec.structs.replace(start, device="cpu", replay="shard")
+    if replays and config.draws_replay:
+        return _drawing(start)
+    if not config.learns and not count:
+        raise ConfigError("a regression has no environments to act in; leave node.roles out")
+    if not (config.acts or remote or isinstance(task.algorithm, RegressionConfig)):
+        raise ConfigError(f"node.roles: {name} learns from this node's own unrolls only; add actor")
+    return start
+
+
+def _drawing(start: Start) -> Start:
+    """Return the same for a learner that draws from a replay memory on other nodes."""
+    return msgspec.structs.replace(start, actors=0, remote_actors=0, replay="sampled")
 
 
 class ActiveMode:
@@ -177,6 +227,7 @@ class Training:
         actors: tells the other living nodes that act and don't learn.
         heirs: tells those of them that would learn if nobody else did.
         learner_left: tells whether another node learns.
+        shards: tells the other living nodes that hold a shard of the replay memory.
         learning: told when this node begins to learn, which only acted before.
         stale: told how many versions old the policy of each unroll from another node was.
     """
@@ -206,6 +257,7 @@ class Training:
         actors: Callable[[], Iterable[str]] = tuple,
         heirs: Callable[[], Iterable[str]] = tuple,
         learner_left: Callable[[], bool] = lambda: True,
+        shards: Callable[[], dict[str, Address]] = dict,
         learning: Callable[[], None] = lambda: None,
         stale: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -216,6 +268,7 @@ class Training:
         self._alive = alive
         self._heirs = heirs
         self._learner_left = learner_left
+        self._alive, self._shards, self._named = alive, shards, named
         self._learning = learning
         self._config = config
         self._transport = transport
@@ -244,58 +297,16 @@ class Training:
             take=self._take,
         )
         self.state_server = StateServer(self._own_state, events)
-        count, remote = actor_count(config, task), remote_actor_count(config, task)
-        start = Start(
-            task=msgspec.json.encode(task),
-            seed=seed,
-            device=config.learner.device,
-            threads=config.learner.threads,
-            allow_import=config.may_import,
-            step_delay_s=config.learner.step_delay_s,
-            microbatches=config.learner.microbatches,
-            checkpoint_activations=config.learner.checkpoint_activations,
-            activation_limit_bytes=config.learner.activation_limit_bytes,
-            split_devices=config.learner.split_devices,
-            split_cuts=config.learner.split_cuts,
-            compiled=config.learner.compile,
-            actors=count,
-            actors_ahead=config.actors.ahead,
-            remote_actors=remote,
-        )
-        if not config.learns and not count:
-            raise ConfigError("a regression has no environments to act in; leave node.roles out")
-        if not (config.acts or remote or isinstance(task.algorithm, RegressionConfig)):
-            raise ConfigError(
-                f"node.roles: {task.algorithm.__struct_config__.tag} learns from this node's unrolls only; "
-                "add actor"
-            )
+        start = self._start = _start(config, task, seed)
+        self._replays = isinstance(task.algorithm, ReplayOptions)
+        self.holds_replay = start.replay == "shard"
+        """Whether a shard of the swarm's replay memory is here."""
         self.learns = config.learns
         """Whether parameters are updated here; else this node's actors work for another's learner."""
-        self.actors = ActorPool(start, config.learner, clock, events) if count or remote else None
+        self.actors = (
+            ActorPool(start, config.learner, clock, events) if start.actors or start.remote_actors else None
+        )
         """Processes that act for the learner, here or elsewhere; None where it does so itself."""
-        self.supervisor = LearnerSupervisor(
-            start=start,
-            config=config.learner,
-            window=task.stop.window,
-            clock=clock,
-            events=events,
-            on_report=self._report,
-            actors=self.actors,
-            replay=ReplayStore(
-                folder / f"replay-{self.task_hash[:12]}"
-                if folder is not None and config.learner.replay_on_disk
-                else None
-            ),
-        )
-        self.learners = LearnerPool(
-            supervisor=self.supervisor,
-            start=start,
-            config=config.learner,
-            clock=clock,
-            events=events,
-            on_report=self._report,
-        )
-        self.mode = ActiveMode(self.context, self._change, self.accounting, self._strategy)
         self.swarm = NodeSwarmView(
             me=me,
             limits=config.limits,
@@ -309,35 +320,40 @@ class Training:
             observed=observed,
             rounds=(self.accounting.round, rounds),
         )
-        self.receiver: ExperienceReceiver | None = None
-        """Takes in unrolls of other nodes; None where no learner wants any."""
-        if self.actors is not None and remote:
-            self.receiver = ExperienceReceiver(
-                task_hash=self.task_hash,
-                pool=self.actors,
-                spec=lambda: self.spec,
-                strikes=self.swarm,
-                named=named,
-                events=events,
-                stale=stale,
-            )
-        self.sender: ExperienceSender | None = None
-        """Sends unrolls to the learner of another node; None where there is a learner here."""
-        if not self.learns:
-            self.sender = ExperienceSender(
-                task=task,
-                task_hash=self.task_hash,
-                boot=boot,
-                transport=transport,
-                learner=lambda: _learner_of(me, actors(), alive()),
-                actors=count,
-                remote=remote,
-                ahead=config.actors.ahead,
-                named=named,
-                clock=clock,
-                events=events,
-                max_bytes=config.limits.max_vector_bytes,
-            )
+        self.sampler = self._make_sampler() if start.replay == "sampled" else None
+        """Brings samples of a replay memory on other nodes; None where the learner has its own."""
+        self.supervisor = LearnerSupervisor(
+            start=start,
+            config=config.learner,
+            window=task.stop.window,
+            clock=clock,
+            events=events,
+            on_report=self._report,
+            actors=self.actors,
+            replay=ReplayStore(
+                folder / f"replay-{self.task_hash[:12]}"
+                if folder is not None and config.learner.replay_on_disk
+                else None
+            ),
+            sampler=self.sampler,
+        )
+        self.learners = LearnerPool(
+            supervisor=self.supervisor,
+            start=start,
+            config=config.learner,
+            clock=clock,
+            events=events,
+            on_report=self._report,
+        )
+        self.mode = ActiveMode(self.context, self._change, self.accounting, self._strategy)
+        self.receiver = self._make_receiver(stale)
+        """Takes in unrolls of other nodes; None where nobody here wants any."""
+        self.sender = None if self.learns or self.holds_replay else self._make_sender(boot, actors)
+        """Sends unrolls to another node; None where they are learned from or stored here."""
+        self.replay_server = self._make_replay_server(boot) if self.holds_replay else None
+        """Serves this node's shard of the replay memory; None without one."""
+        self.follower = self._make_follower() if self.holds_replay else None
+        """Keeps the policy for actors that send their unrolls to this node's shard."""
         self.traces = TraceCollector(
             me=me,
             stages=self.supervisor.stages,
@@ -374,7 +390,7 @@ class Training:
         self.share_moments()
         self.divide_data()
         self.learners.tell(self._pace())
-        if self.learns:
+        if self.learns or self.holds_replay:
             await self.supervisor.begin(restore=state is not None)
         if self.actors is not None:
             self.actors.begin()
@@ -395,24 +411,113 @@ class Training:
         await asyncio.Event().wait()
 
     async def send(self) -> None:
-        """Where nobody learns: send what actors make to their learner, and keep its whole state, for ever."""
+        """Move experience from node to node, for ever.
+
+        Who only acts sends unrolls to their learner, or to a shard of the replay, and keeps the whole state;
+        who holds a shard, the policy; who draws from shards, samples. Nothing to do for all others.
+        """
+        if self.sampler is not None:
+            await self.sampler.run()
+        if self.follower is not None:
+            await self._first_ended(self.follower.run(), self._keep_state())
         if self.sender is None or self.actors is None:
             return
-        jobs = [
-            asyncio.create_task(self._until_alone(), name="heir"),
-            asyncio.create_task(self.sender.run(self.actors), name="unrolls"),
-            asyncio.create_task(self._keep_state(), name="whole state"),
-        ]
-        try:
-            await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for job in jobs:
-                job.cancel()
-            await asyncio.wait(jobs)
-        for job in jobs:
-            if not job.cancelled():
-                job.result()
+        await self._first_ended(self._until_alone(), self.sender.run(self.actors), self._keep_state())
+        sender = self.sender
         await self._learn()
+        if self.sampler is not None:
+            await self._first_ended(self.sampler.run(), sender.run(self.actors))
+
+    async def _first_ended(self, *jobs: Coroutine[Any, Any, None]) -> None:
+        """Do all of them until one has ended; raise what ended it."""
+        tasks = [asyncio.create_task(job) for job in jobs]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()
+
+    def _make_receiver(self, stale: Callable[[int], None]) -> ExperienceReceiver | None:
+        if self.actors is None or not self._start.remote_actors:
+            return None
+        return ExperienceReceiver(
+            task_hash=self.task_hash,
+            pool=self.actors,
+            spec=lambda: self.spec,
+            strikes=self.swarm,
+            named=self._named,
+            events=self._events,
+            stale=stale,
+        )
+
+    def _make_sender(self, boot: int, actors: Callable[[], Iterable[str]]) -> ExperienceSender:
+        def target() -> tuple[str, Address] | None:
+            return _learner_of(self._me, actors(), (self._replays and self._shards()) or self._alive())
+
+        return ExperienceSender(
+            task=self.task,
+            task_hash=self.task_hash,
+            boot=boot,
+            transport=self._transport,
+            learner=target,
+            actors=self._start.actors,
+            remote=self._start.remote_actors,
+            ahead=self._config.actors.ahead,
+            named=self._named,
+            clock=self._clock,
+            events=self._events,
+            max_bytes=self._config.limits.max_vector_bytes,
+        )
+
+    def _make_replay_server(self, boot: int) -> ReplayServer:
+        return ReplayServer(
+            task_hash=self.task_hash, boot=boot, port=self.supervisor.draws, strikes=self.swarm
+        )
+
+    def _make_follower(self) -> PolicyFollower:
+        return PolicyFollower(
+            task_hash=self.task_hash,
+            transport=self._transport,
+            learner=lambda: _learner_of(self._me, self._shards(), self._alive()),
+            copies=self._copies,
+            named=self._named,
+            clock=self._clock,
+            events=self._events,
+            max_bytes=self._config.limits.max_vector_bytes,
+        )
+
+    def _make_sampler(self) -> ReplaySampler:
+        return ReplaySampler(
+            task=self.task,
+            task_hash=self.task_hash,
+            transport=self._transport,
+            shards=self._shards,
+            learners=lambda: 1 + len(self._alive()),
+            strikes=self.swarm,
+            named=self._named,
+            clock=self._clock,
+            events=self._events,
+            rng=np.random.default_rng(self._seed),
+        )
+
+    def _copies(self) -> PolicyCopies:
+        if self.actors is None:
+            raise WorkerError("nobody acts for this node")
+        return self.actors.policy
+
+    async def give_rows(self, incoming: Incoming) -> Reply:
+        """Serve a call of a learner that draws from this node's shard of the replay memory.
+
+        Raises:
+            Refusal: there is none (503); and as `ReplayServer.answer`.
+        """
+        if self.replay_server is None:
+            raise Refusal(503, "no shard of a replay memory is here")
+        return await self.replay_server.answer(incoming)
 
     async def take_unroll(self, incoming: Incoming) -> Reply:
         """Serve a call of a node that acts.
@@ -420,7 +525,9 @@ class Training:
         Raises:
             Refusal: nobody learns here, or from own unrolls only (503); and as `ExperienceReceiver.answer`.
         """
-        if self.receiver is None or not self.learns:
+        if self.sampler is not None and self.learns:
+            return await self.sampler.answer(incoming)
+        if self.receiver is None or not (self.learns or self.holds_replay):
             raise Refusal(
                 503,
                 "nobody learns here"
@@ -435,7 +542,7 @@ class Training:
         since_s = None
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            if self._learner_left() or self._paused or not self._config.promote:
+            if self._learner_left() or self._paused or not self._config.may_learn:
                 since_s = None
                 continue
             now_s = self._clock.monotonic()
@@ -445,7 +552,12 @@ class Training:
 
     async def _learn(self) -> None:
         """Begin to learn from the state on the board; what our actors make is for that from now on."""
-        self.learns, self.sender = True, None
+        draws = self._replays and bool(self._shards())
+        self.learns = True
+        if draws:  # its actors' unrolls go on to the shards, as everybody's
+            self.sampler = self._make_sampler()
+        else:
+            self.sender = None
         self._learning()
         self._events.emit(
             "promoted",
@@ -454,7 +566,7 @@ class Training:
             policy_version=self.policy_version,
         )
         self.share_moments()
-        self.supervisor.wake()
+        self.supervisor.wake(_drawing(self._start) if draws else None, self.sampler)
         await self.mode.use(self.mode.config, self.mode.epoch)
 
     async def _change(self, learner_mode: LearnerMode, epoch: int) -> None:

@@ -33,7 +33,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,7 @@ from p2pdrl.replay.sum_tree import Float64Array, Int64Array, SumTree
 from p2pdrl.tensors.layout import hash_of
 from p2pdrl.tensors.shared_memory import fence
 
-__all__ = ["ReplayLayout", "ReplayMemory", "ReplaySample", "importance_weights"]
+__all__ = ["NewestRows", "ReplayLayout", "ReplayMemory", "ReplaySample", "importance_weights"]
 
 Array = npt.NDArray[Any]
 BoolArray = npt.NDArray[np.bool_]
@@ -194,6 +194,24 @@ class ReplaySample:
     serials_N: Int64Array
     masses_N: Float64Array
     both_NX: Array | None = None
+
+
+class NewestRows(NamedTuple):
+    """Some of the newest rows, without observations.
+
+    Args:
+        indices_N: where they lie, with their ``serials_N``.
+        returns_N: float32 sums of their rewards, as in `ReplaySample`, like ``discounts_N``.
+        lengths_N: how many rewards these are.
+        eligible_N: whether a row may be sampled: what is said of others means nothing.
+    """
+
+    indices_N: Int64Array
+    serials_N: Int64Array
+    returns_N: npt.NDArray[np.float32]
+    discounts_N: npt.NDArray[np.float32]
+    lengths_N: Int64Array
+    eligible_N: BoolArray
 
 
 class ReplayMemory:
@@ -584,6 +602,39 @@ class ReplayMemory:
         for row in np.flatnonzero(before_N < K - 1).tolist():
             frames_NKX[row, : K - 1 - before_N[row]] = 0
         return np.moveaxis(frames_NKX, 1, -1) if moves else frames_NKX
+
+    def newest(self, streams_N: Int64Array, ages_N: Int64Array, *, discount: float) -> NewestRows:
+        """Return rows by how long ago they came.
+
+        Args:
+            streams_N: which streams they are of.
+            ages_N: 1 is a stream's newest row; more than it has are told as rows that may not be sampled.
+            discount: γ.
+        """
+        bases_N = streams_N * self._places
+        serials_N = self._counts_S.take(streams_N) - ages_N
+        indices_N = bases_N + serials_N % self._places
+        there_N = serials_N >= self._oldest_S.take(streams_N)
+        return NewestRows(
+            indices_N,
+            serials_N,
+            *self._returns(bases_N, serials_N, discount),
+            eligible_N=there_N & self._eligible.take(indices_N),
+        )
+
+    def rows_of(self, streams_N: Int64Array) -> Int64Array:
+        """Return how many rows ever came to some streams."""
+        return self._counts_S.take(streams_N)
+
+    @property
+    def places(self) -> int:
+        """Of rows in memory: indices are less."""
+        return len(self._eligible)
+
+    @property
+    def appended(self) -> int:
+        """Rows that ever came, resets included."""
+        return int(self._counts_S.sum())
 
     # priorities
 

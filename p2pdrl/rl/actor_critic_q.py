@@ -259,9 +259,10 @@ class DeterministicActorCritic(_ContinuousWithCritics):
             initialise(self, torch.Generator().manual_seed(seed))
 
     def configure(self, options: AlgorithmOptions) -> None:
-        """Take over how actions are perturbed."""
+        """Take over how actions are perturbed, and whether they are judged."""
         if isinstance(options, NoiseOptions):
             self._noise = options
+            self.judges = options.actor_priorities
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return a perturbation and, behind it, a uniform action: (*shape, 2, A).
@@ -291,6 +292,17 @@ class DeterministicActorCritic(_ContinuousWithCritics):
         for step in range(1, len(normal)):
             normal[step].add_(normal[step - 1], alpha=keep)
         self._state_BA = normal[-1].clone()
+
+    def judge(self, obs_T1BX: Tensor, actions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """See ``Policy.judge``: V is the value of the actor's action, both by the mean of the critics."""
+        if not self.judges:
+            return None
+        T, B = actions.shape[:2]
+        obs_NX = obs_T1BX.flatten(0, 1)
+        own_NA = self.act(obs_NX)
+        values_T1B = self.q_values(beside(obs_NX, own_NA)).mean(0).view(T + 1, B)
+        taken = self.q_values(beside(obs_T1BX[:-1].flatten(0, 1), actions.flatten(0, 1)))
+        return taken.mean(0).view(T, B), values_T1B
 
     def act(self, obs_BX: Tensor, noise: Tensor | None = None, state_BS: Tensor | None = None) -> Tensor:
         """Return μ(s); with ``noise`` perturbed and clipped to -1 … 1, or uniform while it explores."""

@@ -58,13 +58,31 @@ class Policy(nn.Module, ABC):
     Attributes:
         spec: observations and actions of the environment.
         exploration: ε of an ε-greedy policy, set from its algorithm's; else without effect.
+        judges: whether `judge` tells anything.
     """
 
     spec: EnvSpec
     exploration: float = 0.0
+    judges: bool = False
 
     def configure(self, options: AlgorithmOptions) -> None:
         """Take over what acting depends on in the algorithm's options; called once, before anything else."""
+
+    def act_as(self, first: int, count: int, total: int) -> None:
+        """Tell which of an actor node's environments it acts in; called once, where that makes a difference.
+
+        Args:
+            first: number of the first one, of ``count`` in a row.
+            total: environments of the node.
+        """
+
+    def judge(self, obs_T1BX: Tensor, actions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return Q(s, a) of T actions and V(s) of T+1 observations, TB and T1B, for first priorities.
+
+        None where the algorithm's options ask for none.
+        """
+        del obs_T1BX, actions
+        return None
 
     def initial_state(self, batch: int) -> Tensor | None:
         """Return the state before an episode's first step, B x S zeros; None for policies without memory."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from p2pdrl.config.task import AlgorithmOptions, NetworkConfig, OnlineQOptions
+from p2pdrl.config.task import AlgorithmOptions, DQNConfig, NetworkConfig, OnlineQOptions
 from p2pdrl.errors import ConfigError
 from p2pdrl.rl.envs import Discrete, EnvSpec
 from p2pdrl.rl.networks.entries import allowed_actions, masked
@@ -24,7 +24,18 @@ from p2pdrl.rl.networks.noisy import factorised_noise, make_noisy, noise_size, u
 from p2pdrl.rl.networks.registry import make_front, make_trunk
 from p2pdrl.rl.policy import Policy
 
-__all__ = ["ExplorationSpread", "QNetwork"]
+__all__ = ["ExplorationSpread", "QNetwork", "ladder"]
+
+
+def ladder(base: float, exponent: float, total: int) -> list[float]:
+    """Return ε of each of N actors, ε_i = ε^(1 + α i / (N − 1)) (Horgan 2018, arXiv 1803.00933, section 4.1).
+
+    Args:
+        base: ε of the first.
+        exponent: α.
+        total: N; a single one has ε.
+    """
+    return [base ** (1.0 + exponent * number / max(total - 1, 1)) for number in range(total)]
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,8 @@ class QNetwork(Policy):
     """
 
     spread: ExplorationSpread | None = None
+    _ladder: DQNConfig | None = None
+    _rungs: Tensor | None = None
 
     def __init__(self, spec: EnvSpec, config: NetworkConfig, seed: int | None) -> None:
         super().__init__()
@@ -134,6 +147,24 @@ class QNetwork(Policy):
         """Let environments explore each with an ε of their own, where the algorithm does so."""
         if isinstance(options, OnlineQOptions):
             self.spread = ExplorationSpread.of(options)
+        if isinstance(options, DQNConfig):
+            self.judges = options.actor_priorities
+            self._ladder = options if options.exploration == "ladder" else None
+
+    def act_as(self, first: int, count: int, total: int) -> None:
+        """See ``Policy.act_as``: a rung of the ladder for each environment, where the algorithm has one."""
+        options = self._ladder
+        if options is not None:
+            rungs = ladder(options.exploration_base, options.exploration_exponent, total)
+            self._rungs = torch.tensor(rungs[first : first + count])
+
+    def judge(self, obs_T1BX: Tensor, actions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """See ``Policy.judge``: V is the value of the best action."""
+        if not self.judges:
+            return None
+        values_T1BA = self.forward(obs_T1BX)
+        taken_TB = values_T1BA[:-1].gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+        return taken_TB, values_T1BA.amax(-1)
 
     def _values(self, obs_BX: Tensor) -> Tensor:
         """Return Q(s, ·), BA, with the weights as they are now."""
@@ -167,6 +198,9 @@ class QNetwork(Policy):
         if noise is None or self.exploration <= 0.0:
             return greedy_B
         mean = self.exploration
+        if self._rungs is not None:
+            epsilon_B = self._rungs.to(noise.device)
+            return torch.where(noise[..., 0] < epsilon_B, self._any(obs_BX, noise[..., 1]), greedy_B)
         epsilon = mean if self.spread is None else self.spread.epsilon(mean, noise[..., 2])
         return torch.where(noise[..., 0] < epsilon, self._any(obs_BX, noise[..., 1]), greedy_B)
 

@@ -36,7 +36,7 @@ from p2pdrl.rl.pipeline.messages import RowSpec
 from p2pdrl.rl.pipeline.parts import ModelParts, module_parts, policy_parts
 from p2pdrl.rl.policy import Policy
 from p2pdrl.rl.rollout import Collector
-from p2pdrl.rl.sources.replay import ReplayFeeder, replay_memory
+from p2pdrl.rl.sources.replay import ReplayFeeder, TransitionScaler, replay_memory, sample_spec
 from p2pdrl.rl.sources.rows import RowSource, make_rows
 from p2pdrl.rl.sources.source import BatchT, Source
 from p2pdrl.rl.sources.unrolls import (
@@ -57,6 +57,7 @@ class RolloutContext(Generic[BatchT]):
 
     Attributes:
         reader: makes a batch of each.
+        replay: the memory behind it, where the algorithm has one.
         normalizer: of observations; None where the task doesn't normalise them.
     """
 
@@ -66,6 +67,7 @@ class RolloutContext(Generic[BatchT]):
     flat: FlatModule
     reader: UnrollReader[BatchT]
     normalizer: RunningNormalizer | None
+    replay: ReplayFeeder | None = None
 
 
 SourceMaker = Callable[[RolloutContext[Any]], Source[Any]]
@@ -207,27 +209,28 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
     if isinstance(config, ReplayOptions):
         reader = ReplayFeeder(
             replay_memory(config, spec, streams),
-            device,
+            TransitionScaler(device, normalizer, reward_scaler),
             discount=config.discount,
             seed=replay_seed,
-            normalizer=normalizer,
-            reward_scaler=reward_scaler,
+            samples=sample_spec(config, spec),
         )
     elif isinstance(config, OneStepSarsaConfig):
         reader = OverlappingUnrolls(device, streams, normalizer=normalizer, reward_scaler=reward_scaler)
     else:
         reader = UnrollScaler(device, normalizer=normalizer, reward_scaler=reward_scaler)
+    replay = reader if isinstance(reader, ReplayFeeder) else None
     if task.env.clip_rewards:
         reader = RewardClipper(reader)
     source: Source[Any]
     if options.source is None:
+        policy.act_as(0, num_envs, num_envs)
         collector = Collector(
             env, policy, config.unroll_steps, generator, normalizer=normalizer, precision=precision
         )
         source = InlineSource(collector, reader)
     else:
         env.close()
-        source = options.source(RolloutContext(task, spec, policy, flat, reader, normalizer))
+        source = options.source(RolloutContext(task, spec, policy, flat, reader, normalizer, replay))
 
     def parts(loss: Loss[Any]) -> ModelParts[Any]:
         environments = config.whole_unrolls or policy.initial_state(1) is not None
@@ -248,6 +251,6 @@ def _policy_trainer(task: TaskConfig, config: Any, options: _Options) -> Trainer
         statistics=statistics,
         policy=policy,
         parts=parts,
-        replay=reader if isinstance(reader, ReplayFeeder) else None,
+        replay=replay,
         clock=options.clock,
     )

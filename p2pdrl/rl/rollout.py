@@ -95,6 +95,7 @@ class RawUnroll:
         seen_T1BX: as the policy saw them; None leaves it to the learner to normalise them again.
         actions: as in ``Unroll``, like all that isn't named here.
         rewards_TB: as the environments paid them.
+        taken_TB: Q(s, a) of the actions; then ``values_T1B`` are those of the best. None where not asked for.
         columns_B: numbers of its environments among all of the learner's; None means all, in order.
         restarts_B: whether an environment's stream restarts here: steps before were lost; None means none.
     """
@@ -110,6 +111,7 @@ class RawUnroll:
     valid_TB: Array
     episodes: list[tuple[float, int]]
     state_BS: Tensor | None = None
+    taken_TB: Tensor | None = None
     columns_B: Array | None = None
     restarts_B: Array | None = None
 
@@ -168,8 +170,12 @@ class Collector:
         episodes, features = self._act_and_step()
         device = self._generator.device
         obs_T1BX, actions = self._obs_T1BX.to(device), self._actions.to(device)
+        taken_TB = None
         with torch.no_grad():
-            if isinstance(self._policy, ActorCritic) and (features or state_BS is None):
+            if (judged := self._policy.judge(obs_T1BX, actions)) is not None:
+                taken_TB, values_T1B = judged
+                log_probs_TB = torch.zeros_like(taken_TB)
+            elif isinstance(self._policy, ActorCritic) and (features or state_BS is None):
                 if features:
                     outputs = self._policy.outputs_on(torch.cat(features), obs_T1BX)
                 else:
@@ -199,6 +205,7 @@ class Collector:
             valid_TB=self._valid_TB,
             episodes=episodes,
             state_BS=state_BS,
+            taken_TB=taken_TB,
         )
 
     def close(self) -> None:

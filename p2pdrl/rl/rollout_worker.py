@@ -31,6 +31,8 @@ class RolloutWorker:
     Args:
         seed: of environments and actions.
         environments: how many of the task's.
+        first: number of the first one among those of this node.
+        total: environments of this node; None stands for ``environments``.
         step_delay_s: seconds slept at each step of the environments.
 
     Attributes:
@@ -49,6 +51,8 @@ class RolloutWorker:
         *,
         allow_import: bool = False,
         step_delay_s: float = 0.0,
+        first: int = 0,
+        total: int | None = None,
     ) -> None:
         require_allowed(task, allow_import=allow_import)
         algorithm: Any = task.algorithm
@@ -56,6 +60,7 @@ class RolloutWorker:
         config = msgspec.structs.replace(task.env, num_envs=environments)
         env = make_vector_env(config, env_seed, allow_import=allow_import, step_delay_s=step_delay_s)
         self._policy = entry_of(algorithm).policy(env.spec, task)
+        self._policy.act_as(first, environments, environments if total is None else total)
         flat = FlatModule(self._policy, torch.device("cpu"))
         flat.drop_gradients()
         self.parameters_D: npt.NDArray[np.float32] = flat.numpy()

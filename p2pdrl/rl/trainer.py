@@ -195,8 +195,19 @@ class Trainer:
 
     @property
     def replay_nbytes(self) -> int:
-        """Bytes of the memory that the replay's rows lie in; 0 without a replay."""
-        return 0 if self._replay is None else self._replay.memory.layout.nbytes
+        """Bytes of the memory that the replay's rows lie in; 0 without a replay, or with one elsewhere."""
+        return 0 if self._replay is None or not self.source.fills else self._replay.memory.layout.nbytes
+
+    @property
+    def replay(self) -> ReplayFeeder:
+        """The replay memory of this process.
+
+        Raises:
+            ConfigError: the algorithm has no replay.
+        """
+        if self._replay is None:
+            raise ConfigError("this algorithm learns without a replay memory")
+        return self._replay
 
     def keep_replay(self, buffer: memoryview) -> bool:
         """Keep the replay in a buffer of ``replay_nbytes`` from now on; as ``ReplayFeeder.keep``.
@@ -204,9 +215,7 @@ class Trainer:
         Raises:
             ConfigError: the algorithm has no replay.
         """
-        if self._replay is None:
-            raise ConfigError("this algorithm learns without a replay memory")
-        return self._replay.keep(buffer)
+        return self.replay.keep(buffer)
 
     def publish(self) -> None:
         """Hand the current parameters to the actors."""

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdrl.errors import LayoutMismatchError, PoisonedVectorError
+from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.layout import Float32Array
 from p2pdrl.tensors.shared_memory import SeqLock, SharedRegion
 
-__all__ = ["ActingPolicy", "PolicyCopies", "SharedPolicy"]
+__all__ = ["ActingPolicy", "PolicyCopies", "SharedPolicy", "features_of"]
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -136,6 +137,11 @@ class PolicyCopies:
             for number in range(2)
         ]
 
+    @staticmethod
+    def nbytes_of(size: int, features: int) -> int:
+        """Bytes of shared memory that both copies take."""
+        return SharedPolicy.nbytes_of(size, (features,))
+
     @property
     def version(self) -> int | None:
         """Policy version of the newest; None while there is none."""
@@ -163,6 +169,12 @@ class PolicyCopies:
         with self._lock.write() as number:
             np.copyto(self._copies[number], content)
         return _version_of(content)
+
+
+def features_of(board: BoardSpec) -> int:
+    """Return how many numbers of observations are normalised; 0 where none are."""
+    shapes = {item.name: item.shape for item in board.sidecar.items}
+    return math.prod(shapes.get("observations.mean", (0,)))
 
 
 def _version_of(content: npt.NDArray[np.uint8]) -> int:

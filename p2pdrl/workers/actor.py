@@ -71,6 +71,8 @@ def _live(sock: socket.socket, ring_fd: int, policy_fd: int) -> None:
         spec.shares[start.number],
         allow_import=start.allow_import,
         step_delay_s=start.step_delay_s,
+        first=sum(spec.shares[: start.number]),
+        total=sum(spec.shares[: spec.local]),
     )
     lane = UnrollRing(SharedRegion.attach(ring_fd, spec.nbytes), spec).lanes[start.number]
     policy_nbytes = SharedPolicy.nbytes_of(start.policy_size, worker.obs_shape)

@@ -168,6 +168,16 @@ class ActorSource(Source[BatchT]):
         """Return the last batch's staleness (mean over actors), and how often any batch lacked an actor."""
         return {"actor_staleness": self._staleness, "actors_left_out": float(self.left_out)}
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there is any unroll."""
+        return any(lane.waiting for lane in self._lanes)
+
+    def grant(self) -> None:
+        """Let each actor begin its next unroll, with whatever policy there is."""
+        for number, lane in enumerate(self._lanes):
+            lane.grant(self._ahead if number < self.spec.local else max(self._ahead, 1))
+
     def publish(self, version: int) -> None:
         """Write the policy to where actors read it, and let each begin its next unroll."""
         if self._policy is None:
@@ -179,8 +189,7 @@ class ActorSource(Source[BatchT]):
         policy = ActingPolicy(version, acting.policy.exploration, mean_X, scale_X)
         self._policy.write(acting.flat.numpy(), policy)
         self._granted_s = self._clock()
-        for number, lane in enumerate(self._lanes):
-            lane.grant(self._ahead if number < self.spec.local else max(self._ahead, 1))
+        self.grant()
 
     def close(self) -> None:
         """Unmap the shared memory."""

@@ -46,25 +46,30 @@ from p2pdrl.workers.protocol import (
     Attach,
     Collect,
     DataShare,
+    DrawRows,
     FromLearner,
     Hello,
     JoinHogwild,
     LearnerFailed,
     LearnerPace,
     Others,
+    Prioritize,
     Progress,
     ReplayRows,
     Report,
     RequestAnswer,
+    Sampled,
+    SampleSlots,
     Start,
     Stop,
     ToLearner,
     WorkMode,
 )
+from p2pdrl.workers.replay_shard import ReplayShard
 from p2pdrl.workers.replica import Replica
 
 if TYPE_CHECKING:
-    from p2pdrl.rl.sources.source import Source
+    from p2pdrl.rl.registry import SourceMaker
     from p2pdrl.rl.trainer import Trainer
 
 __all__ = ["Learner", "main"]
@@ -231,7 +236,7 @@ class Learner:
                     self._paced = True
                     self._paused = paused
                     self._min_update_s = 1.0 / rate if rate > 0 else 0.0
-                case Collect() | ReplayRows():
+                case Collect() | ReplayRows() | Sampled():
                     self._map(message)
                 case Progress(fraction=fraction, env_steps=env_steps):
                     self._trainer.set_progress(fraction, env_steps)
@@ -244,28 +249,35 @@ class Learner:
                             for name, data in moments.items()
                         }
                     )
-                case Start() | Attach() | JoinHogwild():
-                    raise WorkerError("the daemon began the conversation anew")
+                case Start() | Attach() | JoinHogwild() | SampleSlots() | DrawRows() | Prioritize():
+                    raise WorkerError(
+                        f"the daemon began the conversation anew, with {type(message).__name__}"
+                    )
         return self._going
 
-    def _map(self, message: Collect | ReplayRows) -> None:
-        """Learn from the unrolls of actor processes from now on, or keep the replay where the daemon says."""
+    def _map(self, message: Collect | ReplayRows | Sampled) -> None:
+        """Learn from what lies in the daemon's memory from now on, or keep the replay there."""
         if isinstance(message, ReplayRows):
             self._replay_region = SharedRegion.attach(self._mailbox.take_fd(), message.nbytes)
             if not self._trainer.keep_replay(self._replay_region.buf):
                 print("learner: the replay was of another layout; it begins empty", file=sys.stderr)
             return
         from p2pdrl.workers.actor_source import ActorSource
+        from p2pdrl.workers.sample_source import SampleSource
 
+        self._told_actors = (-1, 0)
+        source = self._trainer.source
+        if isinstance(message, Sampled) and isinstance(source, SampleSource):
+            sizes = (message.samples_nbytes, message.errors_nbytes, message.policy_nbytes)
+            source.attach(*(SharedRegion.attach(self._mailbox.take_fd(), nbytes) for nbytes in sizes))
+            return
+        if isinstance(message, Sampled) or not isinstance(source, ActorSource):
+            raise WorkerError("the daemon sent experience to a learner that gets its own otherwise")
         ring, policy = (
             SharedRegion.attach(self._mailbox.take_fd(), nbytes)
             for nbytes in (message.ring_nbytes, message.policy_nbytes)
         )
-        source = self._trainer.source
-        if not isinstance(source, ActorSource):
-            raise WorkerError("the daemon sent experience to a learner that makes its own")
         source.attach(ring, policy)
-        self._told_actors = (-1, 0)
 
     def _update(self) -> None:
         self._began_s = time.monotonic()
@@ -318,6 +330,7 @@ def _build(start: Start) -> tuple[Trainer, str]:
     from p2pdrl.rl.engines import EngineOptions, resolve_device
     from p2pdrl.rl.registry import build_trainer
     from p2pdrl.workers.actor_source import ActorSource
+    from p2pdrl.workers.sample_source import SampleSource
 
     device = str(resolve_device(start.split_devices[0] if start.split_devices else start.device))
 
@@ -331,8 +344,11 @@ def _build(start: Start) -> tuple[Trainer, str]:
         compiled=start.compiled,
         say=lambda text: print(f"learner: {text}", file=sys.stderr),
     )
-    source, streams = None, None
-    if start.actors or start.remote_actors:
+    source: SourceMaker | None = None
+    streams = None
+    if start.replay == "sampled":
+        source = partial(SampleSource, seed=start.seed)
+    elif start.actors or start.remote_actors:
         source = partial(
             ActorSource, actors=start.actors, ahead=start.actors_ahead, remote=start.remote_actors
         )
@@ -350,11 +366,17 @@ def _build(start: Start) -> tuple[Trainer, str]:
     return trainer, device
 
 
-def _unrolls(source: Source[Any]) -> bytes:
-    """Return what actors' unrolls are made of; empty where there are none."""
+def _experience(trainer: Trainer, start: Start) -> tuple[bytes, bytes]:
+    """Return what actors' unrolls and samples of a replay are made of; empty where there are none."""
     from p2pdrl.workers.actor_source import ActorSource  # slow to import, and few learners have actors
+    from p2pdrl.workers.sample_source import SampleSource
 
-    return msgspec.msgpack.encode(source.spec.to_wire()) if isinstance(source, ActorSource) else b""
+    source = trainer.source
+    unrolls = msgspec.msgpack.encode(source.spec.to_wire()) if isinstance(source, ActorSource) else b""
+    if isinstance(source, SampleSource):
+        return b"", msgspec.msgpack.encode(source.spec.to_wire())
+    shard = start.replay == "shard"
+    return unrolls, msgspec.msgpack.encode(trainer.replay.samples.to_wire()) if shard else b""
 
 
 def _live(mailbox: Mailbox) -> None:
@@ -365,16 +387,27 @@ def _live(mailbox: Mailbox) -> None:
     trainer, device = _build(start)
     spec = BoardSpec(trainer.layout, trainer.sidecar_layout)
     packed = msgspec.msgpack.encode(spec.to_wire())
+    unrolls, samples = _experience(trainer, start)
     mailbox.send(
         Hello(
             device=device,
             spec=packed,
-            unrolls=_unrolls(trainer.source),
+            unrolls=unrolls,
             replay_nbytes=trainer.replay_nbytes,
+            replay_places=trainer.replay.memory.places if start.replay == "shard" else 0,
+            samples=samples,
         )
     )
     memory, fd = mailbox.attach()
     region = SharedRegion.attach(fd, memory.nbytes)
+    if start.replay == "shard":
+        from p2pdrl.workers.actor_source import ActorSource
+
+        source = trainer.source
+        if not isinstance(source, ActorSource):
+            raise WorkerError("a shard of the replay needs actors")
+        ReplayShard(trainer, source, mailbox, start.seed).run()
+        return
     board = LearnerBoard(region, spec) if isinstance(memory, Attach) else None
     learner = Learner(trainer, board, mailbox)
     if isinstance(memory, Attach):

@@ -20,12 +20,25 @@ board, shared memory whose file descriptor is passed once.
       ├──────────────────────────────▶│  learns from what actor processes make
       │  ReplayRows (+ descriptor)    │
       ├──────────────────────────────▶│  keeps its replay there, and goes on with what a predecessor left
+      │  Sampled (+ 3 descriptors)    │
+      ├──────────────────────────────▶│  learns from samples of a replay on other nodes
       │  WorkMode (+ file descriptors)│
       ├──────────────────────────────▶│  works by another learner mode from its next update on
       │                PostedRequest  │
       │◀──────────────────────────────┤  under some learner modes, and waits
       │  RequestAnswer                │
       ├──────────────────────────────▶│  goes on
+
+A shard of the replay memory is a process of the same module; it hears these as well:
+
+      │  SampleSlots (+ descriptor)   │
+      ├──────────────────────────────▶│  draws into that memory
+      │  DrawRows                     │
+      ├──────────────────────────────▶│
+      │                    DrawnRows  │
+      │◀──────────────────────────────┤
+      │  Prioritize                   │
+      ├──────────────────────────────▶│  gives rows new priorities
 
 An actor inherits two pieces of shared memory as well: the ring that its unrolls go through
 (`tensors.unroll_ring`) and the policy that it acts with (`tensors.shared_policy`).
@@ -77,6 +90,8 @@ __all__ = [
     "Collect",
     "Crashed",
     "DataShare",
+    "DrawRows",
+    "DrawnRows",
     "FrameBuffer",
     "FromActor",
     "FromLearner",
@@ -86,11 +101,14 @@ __all__ = [
     "LearnerPace",
     "Others",
     "PostedRequest",
+    "Prioritize",
     "Progress",
     "ReplayRows",
     "Report",
     "RequestAnswer",
     "RequestKind",
+    "SampleSlots",
+    "Sampled",
     "Start",
     "StartActor",
     "Stop",
@@ -138,6 +156,9 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     """Unrolls that each may make ahead of the learner."""
     remote_actors: int = 0
     """Actors of other nodes that it may learn from, at most."""
+    replay: Literal["own", "shard", "sampled"] = "own"
+    """Where an algorithm's replay memory is: its learner's own; this process is a shard of it, and learns
+    nothing; or in shards on other nodes."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -172,6 +193,41 @@ class ReplayRows(msgspec.Struct, frozen=True, tag="replay_rows"):
     """The memory that the replay's rows lie in; comes before the first pace."""
 
     nbytes: int
+
+
+class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
+    """Learn from samples of a replay memory that is elsewhere.
+
+    The descriptors of the samples, of the errors on their way back (`workers.sample_source`), and of the
+    policy for those who act travel beside this frame, in this order.
+    """
+
+    samples_nbytes: int
+    errors_nbytes: int
+    policy_nbytes: int
+
+
+class SampleSlots(msgspec.Struct, frozen=True, tag="sample_slots"):
+    """Where a shard of the replay memory puts what it draws; its descriptor travels beside this frame."""
+
+    nbytes: int
+
+
+class DrawRows(msgspec.Struct, frozen=True, tag="draw"):
+    """Draw rows from this shard of the replay memory; answered by `DrawnRows`, in order."""
+
+    number: int
+    slot: int
+    """Of `SampleSlots`, the daemon's again once it is answered."""
+    rows: int
+    """0 only asks how things stand."""
+
+
+class Prioritize(msgspec.Struct, frozen=True, tag="prioritize"):
+    """TD errors of rows that were drawn before; `replay.shards.PRIORITIES` says how they lie in it."""
+
+    rows: int
+    content: bytes
 
 
 class WorkMode(msgspec.Struct, frozen=True, tag="work"):
@@ -249,6 +305,10 @@ ToLearner = (
     | JoinHogwild
     | Collect
     | ReplayRows
+    | Sampled
+    | SampleSlots
+    | DrawRows
+    | Prioritize
     | WorkMode
     | RequestAnswer
     | Others
@@ -273,6 +333,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """With actors: msgpack of `UnrollSpec.to_wire`, what their unrolls are made of."""
     replay_nbytes: int = 0
     """Of the memory that the replay's rows lie in; 0 without a replay."""
+    replay_places: int = 0
+    """How many rows it has room for: their indices are less."""
+    samples: bytes = b""
+    """Of a shard of the replay, and of a learner that draws from shards: msgpack of `UnrollSpec.to_wire`,
+    what samples are made of."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
@@ -340,7 +405,23 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """A heartbeat, each second from the start, from a thread of the learner's that does nothing else."""
 
 
-FromLearner = Hello | Report | PostedRequest | LearnerFailed | Crashed | Alive | Blocks | Traced | News
+class DrawnRows(msgspec.Struct, frozen=True, tag="drawn"):
+    """What a shard has drawn, and how it stands."""
+
+    number: int
+    """Of the request."""
+    rows: int
+    """As asked for, or 0 where none may be drawn yet."""
+    mass: float
+    count: int
+    appended: int
+    full: bool
+    """These four as in `replay.shards.ShardState`."""
+
+
+FromLearner = (
+    Hello | DrawnRows | Report | PostedRequest | LearnerFailed | Crashed | Alive | Blocks | Traced | News
+)
 
 _encoder = msgspec.msgpack.Encoder()
 

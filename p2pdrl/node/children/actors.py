@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import socket
 
@@ -26,7 +25,7 @@ from p2pdrl.node.events import EventLog
 from p2pdrl.telemetry.rate import RateMeter
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.shared_memory import SharedRegion
-from p2pdrl.tensors.shared_policy import PolicyCopies, SharedPolicy
+from p2pdrl.tensors.shared_policy import PolicyCopies, features_of
 from p2pdrl.tensors.unroll_ring import UnrollLane, UnrollRing, UnrollSpec
 from p2pdrl.workers.protocol import (
     ChildFailed,
@@ -239,10 +238,9 @@ class ActorPool:
         """
         self._unrolls, self._size = unrolls, board.layout.size
         self._spec = msgspec.msgpack.encode(unrolls.to_wire())
-        shapes = {item.name: item.shape for item in board.sidecar.items}
-        features = math.prod(shapes.get("observations.mean", (0,)))
+        features = features_of(board)
         self._ring = SharedRegion.create(unrolls.nbytes, "unrolls")
-        self._policy = SharedRegion.create(SharedPolicy.nbytes_of(self._size, (features,)), "policy")
+        self._policy = SharedRegion.create(PolicyCopies.nbytes_of(self._size, features), "policy")
         self._copies = PolicyCopies(self._policy, self._size, features)
         self._lanes = UnrollRing(self._ring, unrolls).lanes
 

@@ -30,11 +30,14 @@ from p2pdrl.workers.protocol import (
     Attach,
     Crashed,
     DataShare,
+    DrawnRows,
+    DrawRows,
     FromLearner,
     Hello,
     JoinHogwild,
     LearnerFailed,
     PostedRequest,
+    Prioritize,
     Report,
     RequestAnswer,
     Start,
@@ -170,8 +173,8 @@ class LearnerLink(ProcessLink):
         """Drop news of this type that weren't sent yet."""
         self._news.pop(kind, None)
 
-    def answer(self, message: RequestAnswer | DataShare) -> None:
-        """Send an answer, or what counts from it on, at once if the socket takes it."""
+    def answer(self, message: RequestAnswer | DataShare | DrawRows | Prioritize) -> None:
+        """Send what the learner waits for, or is to know before, at once if the socket takes it."""
         data = frame(message)
         if not self._sending and not self._answers:
             try:
@@ -189,8 +192,9 @@ class LearnerLink(ProcessLink):
         on_report: Callable[[Report], None],
         on_posted: Callable[[PostedRequest], None] = _ignore,
         on_stage: Callable[[FromStage], None] = _ignore,
+        on_drawn: Callable[[DrawnRows], None] = _ignore,
     ) -> None:
-        """Pass reports, requests and news of stages on, and send what is queued, until its socket closes.
+        """Pass on what it says, and send what is queued, until its socket closes.
 
         Raises:
             ConfigError: the learner says that it can't run as configured.
@@ -208,6 +212,8 @@ class LearnerLink(ProcessLink):
                             on_posted(message)
                         case Report():
                             on_report(message)
+                        case DrawnRows():
+                            on_drawn(message)
                         case Blocks() | Traced() | News():
                             on_stage(message)
                         case _:

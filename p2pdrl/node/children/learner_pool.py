@@ -309,6 +309,7 @@ class LearnerPool:
                 seed=(self._start.seed + number * _SEED_STEP) % 2**31,
                 actors=0,
                 remote_actors=0,
+                replay="own",
             ),
             region=region,
             spec=spec,

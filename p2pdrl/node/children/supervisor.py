@@ -25,11 +25,13 @@ from p2pdrl.errors import ConfigError, LayoutMismatchError, P2PDRLError, TensorE
 from p2pdrl.node.accounting.counters import ZERO, Counts
 from p2pdrl.node.background import beside, set_within
 from p2pdrl.node.children.actors import ActorPool
+from p2pdrl.node.children.draws import DrawPort
 from p2pdrl.node.children.hang_watchdog import HangWatchdog, kill_if_it_hangs
 from p2pdrl.node.children.learner_link import REAP_S, LearnerLink
 from p2pdrl.node.children.restarts import Death, RestartPolicy, advice
 from p2pdrl.node.children.stage_port import StagePort
 from p2pdrl.node.events import EventLog
+from p2pdrl.node.experience.sampler import ReplaySampler
 from p2pdrl.node.state.replay_store import ReplayStore
 from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest
 from p2pdrl.telemetry.rate import RateMeter
@@ -193,6 +195,7 @@ class LearnerSupervisor:
         on_report: called after each report, with the number of new updates.
         actors: act for the learner; None where it does so itself.
         replay: where a replay memory's rows lie; None gives them memory that ends with the daemon.
+        sampler: brings rows of a replay memory elsewhere; None where there is none.
     """
 
     def __init__(
@@ -206,7 +209,9 @@ class LearnerSupervisor:
         on_report: Callable[[Report, int], None],
         actors: ActorPool | None = None,
         replay: ReplayStore | None = None,
+        sampler: ReplaySampler | None = None,
     ) -> None:
+        self._sampler = sampler
         self._start = start
         self._config = config
         self._clock = clock
@@ -219,6 +224,8 @@ class LearnerSupervisor:
         self._region: SharedRegion | None = None
         self.requests = LearnerRequestChannel()
         """The learner mode in force, and what the learner asks under it."""
+        self.draws = DrawPort(lambda: self._link if self._down_since_s is None else None)
+        """The process as a shard of the replay memory."""
         self.stages = StagePort(lambda: self._link if self._down_since_s is None else None)
         """The learner as a rank of a pipeline."""
         self.told: dict[type[TrainingNews], TrainingNews] = {}
@@ -288,10 +295,18 @@ class LearnerSupervisor:
         spec = _spec(hello)
         self.device = hello.device
         board = self.open(spec)
-        if self._actors is not None:
-            self._actors.open(_unrolls(hello), spec)
+        self._open_experience(hello, spec)
         await self._open_replay(hello)
         return board
+
+    def _open_experience(self, hello: Hello, spec: BoardSpec) -> None:
+        if self._sampler is not None:
+            self._sampler.open(hello, spec)
+            return
+        if self._actors is not None:
+            self._actors.open(_unrolls(hello), spec)
+        if self._start.replay == "shard":
+            self.draws.open(_samples(hello), hello.replay_places)
 
     async def _open_replay(self, hello: Hello) -> None:
         if hello.replay_nbytes and not self._replay_nbytes:
@@ -362,8 +377,15 @@ class LearnerSupervisor:
             await self._attach(restore=restore)
         self._supervised()
 
-    def wake(self) -> None:
-        """Run a learner from now on where there was none: it goes on from what is on the board."""
+    def wake(self, start: Start | None = None, sampler: ReplaySampler | None = None) -> None:
+        """Run a learner from now on where there was none: it goes on from what is on the board.
+
+        Args:
+            start: what it is told first, where that isn't what it was to be.
+            sampler: brings it rows of a replay memory elsewhere.
+        """
+        if start is not None:
+            self._start, self._sampler = start, sampler
         if self._task is None:
             self._supervised()
 
@@ -468,6 +490,9 @@ class LearnerSupervisor:
             self._region.close()
             self._region = None
         self._replay.close()
+        self.draws.close()
+        if self._sampler is not None:
+            self._sampler.close()
 
     def _flush(self) -> None:
         """Move pending deltas to the board, if it has room by now."""
@@ -490,11 +515,15 @@ class LearnerSupervisor:
         if self._link is None or self._region is None or self.spec is None:
             raise WorkerError("the learner isn't built yet")
         await self._link.attach(self._region, self.spec.nbytes, restore=restore)
-        if self._actors is not None:
-            self._link.tell(*self._actors.collected())
         if self._replay_nbytes:
             rows = self._replay.region(self._replay_nbytes)
             self._link.tell(ReplayRows(rows.nbytes), [rows])
+        if self._sampler is not None:
+            self._link.tell(*self._sampler.told())
+        elif self._actors is not None:
+            self._link.tell(*self._actors.collected())
+        if (slots := self.draws.told()) is not None:
+            self._link.tell(*slots)
         order, regions = self.requests.renew(self.spec.layout.size)
         self._link.tell(order, regions)
         for message in self.told.values():
@@ -518,10 +547,14 @@ class LearnerSupervisor:
                 noting = watch.noting
                 async with beside(kill_if_it_hangs(link.pid, watch, self._events), "learner-hangs"):
                     await link.converse(
-                        noting(self.reported), noting(self.requests.posted), noting(self.stages.heard)
+                        noting(self.reported),
+                        noting(self.requests.posted),
+                        noting(self.stages.heard),
+                        noting(self.draws.heard),
                     )
                 death = await link.ended(LEAVE_S if self._stopping.is_set() else REAP_S)
                 self._link = None
+                self.draws.died()
                 self.stages.died("its learner died")
                 if self._stopping.is_set():
                     return
@@ -600,7 +633,12 @@ class LearnerSupervisor:
     async def _resume(self, hello: Hello) -> None:
         if self.spec is None or self.board is None or _spec(hello) != self.spec:
             raise LayoutMismatchError("a restarted learner has another layout than its predecessor")
-        if self._actors is not None and _unrolls(hello) != self._actors.spec:
+        if self._sampler is not None and not self._sampler.opened:
+            self._sampler.open(hello, self.spec)
+        elif self._sampler is not None:
+            if not self._sampler.fits(hello):
+                raise LayoutMismatchError("a restarted learner wants other samples than its predecessor")
+        elif self._actors is not None and _unrolls(hello) != self._actors.spec:
             raise LayoutMismatchError("a restarted learner wants other unrolls than its predecessor")
         self.device = hello.device
         await self._open_replay(hello)
@@ -623,6 +661,10 @@ class LearnerSupervisor:
 
 def _spec(hello: Hello) -> BoardSpec:
     return BoardSpec.from_wire(msgspec.msgpack.decode(hello.spec))
+
+
+def _samples(hello: Hello) -> UnrollSpec:
+    return UnrollSpec.from_wire(msgspec.msgpack.decode(hello.samples))
 
 
 def _unrolls(hello: Hello) -> UnrollSpec:

@@ -5,6 +5,14 @@
                  ── SentUnroll, the unroll's content as the vector ──►
                  ◄── UnrollReceipt; the policy as the vector where the actor's is older ──
 
+Where nodes hold shards of a replay memory, actors send their unrolls there, as to a learner:
+
+    shard's node ── FetchPolicy ──► learner's node
+                 ◄── UnrollReceipt; the policy as the vector where it is newer ──
+    learner's node ── AskRows ──► shard's node
+                   ◄── RowsDrawn, the rows as the vector (`replay.shards.sample_items`) ──
+                   ── SetPriorities, TD errors as the vector ──►
+
 An unroll is known by (node, boot, lane, serial), so one whose answer was lost is sent again and counts once.
 Where there is no room, or no lane of that sender, the call is refused at once (423, 409), and nobody waits.
 """
@@ -19,9 +27,23 @@ from msgspec import Meta
 
 from p2pdrl.group.compatibility import Natural, Short
 
-__all__ = ["ROUTE", "Enlist", "Enlisted", "SentUnroll", "UnrollReceipt", "learner_of"]
+__all__ = [
+    "REPLAY_ROUTE",
+    "ROUTE",
+    "AskRows",
+    "Enlist",
+    "Enlisted",
+    "FetchPolicy",
+    "RowsDrawn",
+    "SentUnroll",
+    "SetPriorities",
+    "UnrollReceipt",
+    "learner_of",
+]
 
 ROUTE = "experience"
+REPLAY_ROUTE = "replay"
+MOST_ROWS = 1 << 20
 MOST_ACTORS = 1024
 
 Whole = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -69,6 +91,43 @@ class UnrollReceipt(msgspec.Struct, frozen=True):
 
     policy_version: Natural
     """Of the learner's newest parameters; 0 while there are none."""
+
+
+class FetchPolicy(msgspec.Struct, frozen=True, tag="policy"):
+    """Asks a learner for its policy."""
+
+    task_hash: Short
+    held: Annotated[int, Meta(ge=-1, lt=2**53)]
+    """Version of the newest that the sender has; -1 for none."""
+
+
+class AskRows(msgspec.Struct, frozen=True, tag="rows"):
+    """Asks a shard of the replay memory for rows, drawn by their priorities."""
+
+    task_hash: Short
+    rows: Annotated[int, Meta(ge=0, le=MOST_ROWS)]
+    """0 only asks how it stands."""
+
+
+class RowsDrawn(msgspec.Struct, frozen=True):
+    """What a shard gave, and how it stands; see `replay.shards.ShardState`."""
+
+    boot: Natural
+    rows: Annotated[int, Meta(ge=0, le=MOST_ROWS)]
+    """As many as asked for, or none where none may be drawn yet."""
+    mass: Annotated[float, Meta(ge=0.0, lt=1e30)]
+    count: Natural
+    appended: Natural
+    full: bool
+
+
+class SetPriorities(msgspec.Struct, frozen=True, tag="priorities"):
+    """TD errors of rows that were drawn; the vector has the arrays of `replay.shards.PRIORITIES`."""
+
+    task_hash: Short
+    boot: Natural
+    """As the shard told when it gave the rows."""
+    rows: Annotated[int, Meta(ge=1, le=MOST_ROWS)]
 
 
 def learner_of(me: str, actors: Iterable[str], learners: Iterable[str]) -> str | None:

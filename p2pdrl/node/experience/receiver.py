@@ -13,13 +13,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from p2pdrl.errors import PoisonedVectorError, WireError
 from p2pdrl.node.children.actors import ActorPool
 from p2pdrl.node.events import EventLog
-from p2pdrl.node.experience.messages import Enlist, Enlisted, SentUnroll, UnrollReceipt
+from p2pdrl.node.experience.messages import Enlist, Enlisted, FetchPolicy, SentUnroll
+from p2pdrl.node.experience.policy import PolicyServer
 from p2pdrl.strategies.protocol import SwarmView
 from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.transport import codec
@@ -76,13 +75,16 @@ class ExperienceReceiver:
         self._events = events
         self._claims: dict[int, RemoteActor] = {}
         self._stale = stale
-        self._newest: tuple[int, npt.NDArray[np.uint8]] | None = None
+        self._policy = PolicyServer(lambda: pool.policy)
         self.refused: Counter[int] = Counter()
         """Calls that were refused, by status."""
         self.unrolls = 0
         """That came, of all nodes so far."""
-        self.reads = 0
+
+    @property
+    def reads(self) -> int:
         """How often the learner's memory was read for its parameters."""
+        return self._policy.reads
 
     @property
     def claims(self) -> dict[int, RemoteActor]:
@@ -107,11 +109,15 @@ class ExperienceReceiver:
         if self._strikes.quarantined(incoming.sender):
             raise Refusal(403, "in quarantine for unrolls or parameters that can't be")
         try:
-            message: Enlist | SentUnroll = codec.decode(incoming.meta, Enlist | SentUnroll, "unroll's head")
+            message: Enlist | SentUnroll | FetchPolicy = codec.decode(
+                incoming.meta, Enlist | SentUnroll | FetchPolicy, "unroll's head"
+            )
         except WireError as error:
             raise Refusal(400, str(error)) from error
         if isinstance(message, Enlist):
             return self._enlist(incoming.sender, message)
+        if isinstance(message, FetchPolicy):
+            return self._policy.fetched(message, self._task_hash)
         return await self._take(incoming, message)
 
     def _enlist(self, sender: str, wanted: Enlist) -> Reply:
@@ -148,7 +154,7 @@ class ExperienceReceiver:
         return enlisted
 
     def _enlisted(self, lanes: Sequence[int]) -> Reply:
-        policy = self._policy()
+        policy = self._policy.newest()
         if policy is None:
             raise Refusal(503, "no parameters yet")
         enlisted = Enlisted(
@@ -164,7 +170,7 @@ class ExperienceReceiver:
             raise Refusal(409, "that lane isn't yours: enlist again")
         if sent.serial <= claim.serial:
             claim.repeated += 1
-            return self._taken(sent.held)
+            return self._policy.answer(sent.held)
         spec, lane = self._pool.spec, self._pool.lanes[sent.lane]
         nbytes = spec.content_nbytes(claim.environments)
         if (sent.environments, incoming.vector_nbytes) != (claim.environments, nbytes):
@@ -207,29 +213,7 @@ class ExperienceReceiver:
             environments=claim.environments,
         )
         lane.running = True  # from now on batches may wait for the next
-        return self._taken(sent.held)
-
-    def _taken(self, held: int) -> Reply:
-        policy = self._policy()
-        if policy is None:
-            return Reply(msgspec.msgpack.encode(UnrollReceipt(0)))
-        version, content = policy
-        return Reply(
-            msgspec.msgpack.encode(UnrollReceipt(version)), vector=content.data if version > held else None
-        )
-
-    def _policy(self) -> tuple[int, npt.NDArray[np.uint8]] | None:
-        """Return the newest policy and its version; it is read once, and the same for all who ask for it."""
-        version = self._pool.policy.version
-        if version is None:
-            return None
-        if self._newest is None or self._newest[0] != version:
-            content = self._pool.policy.read()
-            if content is None:
-                return self._newest
-            self.reads += 1
-            self._newest = int(content[:8].view(np.uint64)[0]), content
-        return self._newest
+        return self._policy.answer(sent.held)
 
     def sweep(self, alive: Collection[str]) -> None:
         """Free the lanes of nodes that are gone: nobody waits for their unrolls any more."""

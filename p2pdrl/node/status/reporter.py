@@ -301,6 +301,15 @@ class StatusReporter:
         found: dict[str, object] = {}
         if training.receiver is not None:
             found["received"] = training.receiver.figures()
+        if training.sampler is not None:
+            found["replay"] = training.sampler.figures()
+        if training.replay_server is not None:
+            metrics = training.supervisor.metrics
+            found["shard"] = training.replay_server.figures(lambda name: metrics.get(name, 0.0)) | {
+                "pid": training.supervisor.pid,
+                "policy_version": -1 if training.follower is None else training.follower.version,
+                "state_version": training.policy_version,
+            }
         if training.sender is not None:
             found["sent"] = training.sender.figures() | {"state_version": training.policy_version}
         return found

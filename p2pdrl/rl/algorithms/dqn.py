@@ -105,7 +105,9 @@ class DQN(Algorithm[ReplayBatch]):
 
     @property
     def exploration(self) -> float:
-        """ε, by the swarm's environment steps; 0 with noisy networks."""
+        """ε, by the swarm's environment steps; of a ladder the first; 0 with noisy networks."""
+        if self._config.exploration == "ladder":
+            return self._config.exploration_base
         return 0.0 if self._policy.noisy else self._epsilon.at(self.env_steps)
 
     def update(self, batch: ReplayBatch) -> dict[str, float]:
@@ -117,12 +119,12 @@ class DQN(Algorithm[ReplayBatch]):
         totals = torch.zeros(QObjective.terms)
         norms = 0.0
         steps = skipped = 0
-        ready = batch.enough(config.learning_starts)
-        for part, drawn in self._minibatches(batch, config.gradient_steps if ready else 0, beta):
+        times = batch.updates(config.gradient_steps) if batch.enough(config.learning_starts) else 0
+        for part, drawn in self._minibatches(batch, times, beta):
             self._draw_noise(self._policy)
             terms = self._loss.gradients(part)
             steps += 1
-            left = config.gradient_steps - steps
+            left = times - steps
             norm = self._loss.apply(learning_rate, samples=part.rows, left=left)
             batch.update_priorities(drawn, part.targets["errors"])
             self._target.track()

@@ -159,7 +159,7 @@ class OffPolicy(Algorithm[ReplayBatch]):
         found: defaultdict[str, list[float]] = defaultdict(list)
         norms: list[float] = []
         skipped = 0
-        times = config.gradient_steps if batch.enough(config.learning_starts) else 0
+        times = batch.updates(config.gradient_steps) if batch.enough(config.learning_starts) else 0
         for drawn in batch.draws(config.batch_size, times, beta=beta):
             step = self.gradient_step(drawn, rates)
             batch.update_priorities(drawn, step.errors)

@@ -56,6 +56,11 @@ class Source(ABC, Generic[BatchT]):
         """Return the next batch; call it when `ready`. Its arrays may be overwritten by the next call."""
 
     @property
+    def fills(self) -> bool:
+        """Whether it brings unrolls; else what others have kept of theirs."""
+        return True
+
+    @property
     def ready(self) -> bool:
         """Whether `next` has a batch without waiting for another process."""
         return True

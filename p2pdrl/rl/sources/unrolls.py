@@ -198,6 +198,8 @@ def unroll_items(policy: Policy, steps: int) -> tuple[UnrollItem, ...]:
         UnrollItem("episode_returns", "float64", (most_ends, B)),
         UnrollItem("episode_lengths", "int64", (most_ends, B)),
     ]
+    if policy.judges:
+        items.append(UnrollItem("taken", "float32", (steps, B)))
     state = policy.initial_state(1)
     if state is not None:
         items.append(UnrollItem("state", "float32", (B, state.shape[1])))
@@ -222,6 +224,8 @@ def pack(raw: RawUnroll, arrays: Mapping[str, Array]) -> None:
     for number, (total, length) in enumerate(raw.episodes):
         arrays["episode_returns"].reshape(-1)[number] = total
         arrays["episode_lengths"].reshape(-1)[number] = length
+    if raw.taken_TB is not None:
+        np.copyto(arrays["taken"], raw.taken_TB.numpy())
     if raw.state_BS is not None:
         np.copyto(arrays["state"], raw.state_BS.numpy())
 
@@ -275,6 +279,7 @@ def joined(parts: Sequence[UnrollPart], environments: int) -> RawUnroll:
         valid_TB=whole("valid"),
         episodes=episodes,
         state_BS=state_BS,
+        taken_TB=torch.from_numpy(whole("taken")) if "taken" in parts[0].arrays else None,
         columns_B=None if len(columns_B) == environments else columns_B,
         restarts_B=restarts_B if restarts_B.any() else None,
     )

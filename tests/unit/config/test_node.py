@@ -44,7 +44,8 @@ def test_a_member_of_another_release_is_understood():
         (['node.roles=["actor"]'], "needs a learner: name a node of the swarm with node.peers"),
         (['node.roles=["server"]'], "add learner or actor"),
         (['node.roles=["learner"]', "task.algorithm.name=a2c"], "a2c learns from unrolls of its newest"),
-        (['node.roles=["learner", "actor", "replay"]'], "leave it out"),
+        (['node.roles=["learner", "replay"]', "task.env.num_envs=4"], "ppo has no replay memory"),
+        (['node.roles=["replay"]'], "holds a replay needs a learner: name a node"),
         (['node.roles=["learner", "actor", "learner"]'], "twice"),
         (['node.roles=["teacher"]'], "node.roles"),
     ],
@@ -56,6 +57,12 @@ def test_roles_that_cant_be_played_are_refused(sets, why):
 
 def test_roles_that_can_be():
     assert resolve(sets=['node.roles=["learner", "actor"]']).config.node.roles == ("learner", "actor")
+    shards = ["task.algorithm.name=dqn", 'node.roles=["learner"]']
+    assert resolve(sets=shards).config.node.draws_replay
+    own = resolve(sets=["task.algorithm.name=dqn", 'node.roles=["learner", "replay"]']).config.node
+    assert (own.draws_replay, own.holds_replay, own.learns) == (False, False, True)
+    shard = resolve(sets=['node.roles=["replay"]', 'node.peers=["127.0.0.1:7700"]']).config.node
+    assert (shard.draws_replay, shard.holds_replay, shard.acts) == (False, True, False)
     regression = ['task.algorithm.name="regression"', 'node.roles=["learner"]']
     assert resolve(sets=regression).config.node.roles == ("learner",)
     assert resolve(sets=["task.algorithm.name=dqn", 'node.roles=["learner"]']).config.node.learns

@@ -120,7 +120,8 @@ class FakeTraining:
         self.stop_config = self.task.stop
         self.actors = None
         self.learns = True
-        self.receiver = self.sender = None
+        self.receiver = self.sender = self.sampler = self.replay_server = None
+        self.holds_replay = False
         self.lineage = "ab" * 8
         self.paused = False
         self.used: list[tuple[Any, int]] = []

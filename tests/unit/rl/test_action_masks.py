@@ -268,7 +268,7 @@ def test_the_bootstrap_takes_the_greatest_of_what_is_allowed_next(double):
             return engine.gradients(part, objective)
 
     trainer.engine = Noting()
-    batch.feeder.blocks = lambda *_: iter([drawn])
+    batch.replay.blocks = lambda *_: iter([drawn])
     trainer.algorithm.update(batch)
     torch.testing.assert_close(*seen, expected)
     assert (expected.abs() < 100).all()

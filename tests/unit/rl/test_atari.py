@@ -21,7 +21,7 @@ from p2pdrl.rl.policy import ActorCritic
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.rl.rollout import Collector
 from p2pdrl.rl.rollout_worker import RolloutWorker
-from p2pdrl.rl.sources.replay import ReplayFeeder, replay_memory
+from p2pdrl.rl.sources.replay import ReplayFeeder, TransitionScaler, replay_memory
 from p2pdrl.rl.sources.unrolls import RewardClipper, UnrollPart, UnrollScaler, joined, pack, unroll_items
 from p2pdrl.tensors.unroll_ring import UnrollSpec
 
@@ -155,7 +155,7 @@ def test_replay_stores_single_frames_and_gives_back_the_stacks_that_were_seen(ep
     memory = replay_memory(config, env.spec, streams=2)
     assert memory.layout.obs_shape == (SIDE, SIDE)
     assert memory.layout.sampled_shape == env.spec.obs_shape
-    feeder = ReplayFeeder(memory, torch.device("cpu"), discount=0.9, seed=0)
+    feeder = ReplayFeeder(memory, TransitionScaler(torch.device("cpu")), discount=0.9, seed=0)
     collector = unrolls(env, 5)
     after: dict[bytes, set[bytes]] = {}
     for _ in range(6):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 
-from p2pdrl.config.task import DQNConfig, EnvConfig, NetworkConfig, TaskConfig
+from p2pdrl.config.task import DDPGConfig, DQNConfig, EnvConfig, NetworkConfig, TaskConfig
+from p2pdrl.rl.actor_critic_q import beside
 from p2pdrl.rl.flat import FlatModule
 from p2pdrl.rl.q_network import QNetwork
 from p2pdrl.rl.registry import build_trainer
-from p2pdrl.rl.sources.replay import ReplayBatch, ReplayFeeder, Transitions
+from p2pdrl.rl.sources.replay import ReplayBatch, ReplayFeeder, Transitions, TransitionScaler
 
 
 def task(**changes) -> TaskConfig:
@@ -172,7 +175,7 @@ def test_rows_that_were_learned_from_have_their_errors_as_priorities(n_step):
         trainer.step()
     batch = trainer.source.next()
     expected = {}
-    blocks = batch.feeder.blocks
+    blocks = batch.replay.blocks
 
     def noting(*arguments):
         for drawn in blocks(*arguments):
@@ -185,9 +188,9 @@ def test_rows_that_were_learned_from_have_their_errors_as_priorities(n_step):
 
     frozen = QNetwork(trainer.policy.spec, NetworkConfig(hidden=(8,)), seed=0)
     FlatModule(frozen, torch.device("cpu")).set_(trainer.sidecar()["target.q"].copy())
-    batch.feeder.blocks = noting
+    batch.replay.blocks = noting
     trainer.algorithm.update(batch)
-    memory = batch.feeder.memory
+    memory = batch.replay.memory
     assert len(expected) > 60
     again = memory.sample(2000, np.random.default_rng(0), discount=0.9, beta=0.0)
     masses = dict(zip(again.indices_N.tolist(), again.masses_N.tolist(), strict=True))
@@ -208,12 +211,74 @@ def test_rows_that_were_learned_from_have_their_errors_as_priorities(n_step):
     ],
 )
 def test_transitions_reach_any_device_as_they_were_drawn(device):
-    memory = collect(task()).feeder.memory
+    memory = collect(task()).replay.memory
     here, there = (
-        ReplayFeeder(memory, torch.device(name), discount=0.99, seed=1) for name in ("cpu", device)
+        ReplayFeeder(memory, TransitionScaler(torch.device(name)), discount=0.99, seed=1)
+        for name in ("cpu", device)
     )
     for _ in range(8):  # the next is drawn while a copy may still be under way
         wanted, found = here.draw(300, 0.0), there.draw(300, 0.0)
         assert found.obs_BX.device.type == device
         for name in ("obs_BX", "actions_B", "returns_B", "discounts_B", "next_obs_BX"):
             assert torch.equal(getattr(found, name).cpu(), getattr(wanted, name)), name
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize("name", ["dqn", "ddpg"])
+def test_first_priorities_are_the_learners_own_errors_at_equal_parameters(name, n_step):
+    if name == "dqn":
+        asked = task(prioritized=True, actor_priorities=True, n_step=n_step, discount=0.9)
+    else:
+        options = {"prioritized": True, "actor_priorities": True, "n_step": n_step, "discount": 0.9}
+        asked = TaskConfig(
+            env=EnvConfig(id="Pendulum-v1", num_envs=3, normalize_returns=False),
+            network=NetworkConfig(hidden=(8,)),
+            algorithm=DDPGConfig(unroll_steps=7, **options),
+        )
+    batch = collect(asked, unrolls=30)
+    trainer = build_trainer(asked, seed=1, device="cpu")
+    policy = trainer.policy  # as it is drawn: nobody has learned, and targets are copies
+    memory = batch.replay.memory
+    found = memory.sample(4000, np.random.default_rng(0), discount=0.9, beta=0.0)
+    obs, next_obs = torch.from_numpy(found.obs_NX), torch.from_numpy(found.next_obs_NX)
+    actions = torch.from_numpy(found.actions)
+    with torch.no_grad():
+        if name == "dqn":
+            taken = policy(obs).gather(1, actions[:, None])[:, 0]
+            after = policy(next_obs).max(1).values
+        else:
+            taken = policy.q_values(beside(obs, actions))[0].view(-1)
+            after = policy.q_values(beside(next_obs, policy.act(next_obs)))[0].view(-1)
+    errors = torch.from_numpy(found.returns_N) + torch.from_numpy(found.discounts_N) * after - taken
+    expected = (errors.abs().numpy().astype(np.float64) + 1e-6) ** 0.6
+    np.testing.assert_allclose(found.masses_N, expected, rtol=1e-3, atol=1e-3)
+    assert len(np.unique(found.indices_N)) > 0.2 * memory.count
+    trainer.close()
+
+
+def test_a_stream_with_a_gap_keeps_the_greatest_priority_at_it():
+    asked = task(prioritized=True, actor_priorities=True, n_step=3)
+    trainer = build_trainer(asked, seed=1, device="cpu")
+    raws = []
+    feeder = trainer.replay
+    read, feeder.read = feeder.read, raws.append
+    for _ in range(3):
+        trainer.source.next()
+        raws[-1] = replace(
+            raws[-1],
+            obs_T1BX=raws[-1].obs_T1BX.copy(),
+            actions=raws[-1].actions.clone(),
+            **{
+                name: getattr(raws[-1], name).copy()
+                for name in ("rewards_TB", "terminated_TB", "truncated_TB", "valid_TB")
+            },
+        )
+    read(raws[0])
+    read(replace(raws[2], restarts_B=np.ones(4, bool)))
+    memory = feeder.memory
+    found = memory.sample(8000, np.random.default_rng(0), discount=0.99)
+    masses = dict(zip(found.indices_N.tolist(), found.masses_N.tolist(), strict=True))
+    greatest = [index for index, mass in masses.items() if mass == 1.0]  # as the first rows of all had
+    assert 4 <= len(greatest) <= 8  # the last two of the first unroll, but for resets
+    assert {index % (memory.places // 4) for index in greatest} <= {30, 31}
+    trainer.close()

@@ -1,0 +1,75 @@
+"""A replay memory in shards on other nodes: samples, priorities, and whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+START_S = 90.0
+DETECT_S = 30.0
+APEX = (
+    *("--config", "apex_dqn"),
+    *("--set", "task.env.num_envs=4"),
+    *("--set", "node.learner.restart_min_s=0.05"),
+)
+
+
+def replay(learner):
+    """What the learner draws from, by the name of the node."""
+    found = learner.status().get("experience", {}).get("replay", {})
+    return {row["name"]: row for row in found.get("shards", []) if row["here"]}
+
+
+def samples(learner):
+    return learner.status().get("experience", {}).get("replay", {}).get("samples", 0)
+
+
+def shard(node):
+    return node.status().get("experience", {}).get("shard", {})
+
+
+def start(swarm, *options):
+    learner = swarm.found("learner", *APEX, *options, "--roles", "learner")
+    shards = [swarm.start(name, "--roles", "replay", peers=learner) for name in ("r1", "r2")]
+    actor = ("--roles", "actor", "--actors", "1", "--set", "node.actors.state_every_s=1")
+    actors = [swarm.start(name, *actor, peers=learner) for name in ("a1", "a2")]
+    return learner, shards, actors
+
+
+@pytest.mark.timeout(240)
+def test_a_learner_draws_from_the_shards_that_are_there(swarm, wait_until, no_orphans):
+    learner, shards, actors = start(swarm, "--set", "task.stop.env_steps=100000000")
+    wait_until(lambda: set(replay(learner)) == {"r1", "r2"}, START_S, "both shards are drawn from")
+    wait_until(lambda: samples(learner) > 20, START_S, "samples come")
+    wait_until(lambda: all(row["drawn"] > 0 for row in replay(learner).values()), START_S, "from both")
+    wait_until(lambda: all(shard(node)["priorities"] > 0 for node in shards), START_S, "priorities come back")
+    rows = replay(learner)
+    assert sum(row["share"] for row in rows.values()) == pytest.approx(1.0)
+    status = learner.status()
+    assert (status["env_steps"], status["healthy"]) == (0, True), "steps are credited where they are stored"
+    assert status["updates"] > 0
+    stored = [node.status()["env_steps"] for node in shards]
+    assert min(stored) > 0
+    sent = sum(node.status()["experience"]["sent"]["env_steps"] for node in actors)
+    assert sum(stored) <= sent + 4 * 4 * 16
+
+    before = shard(shards[0])
+    os.kill(before["pid"], signal.SIGKILL)
+    wait_until(lambda: shards[0].events("learner-restarted"), START_S, "its process is replaced")
+    wait_until(lambda: shard(shards[0]).get("rows", 0) >= before["rows"] - 16, DETECT_S, "no row is lost")
+
+    shards[1].kill9()
+    now = samples(learner)
+    wait_until(lambda: samples(learner) > now + 5, 5.0, "sampling goes on")
+    assert set(replay(learner)) == {"r1"}
+    wait_until(
+        lambda: all(node.status()["experience"]["sent"]["learner_name"] == "r1" for node in actors),
+        DETECT_S,
+        "its actors send to the other",
+    )
+    for node in (*actors, shards[0], learner):
+        node.signal(signal.SIGTERM)
+        assert node.wait(30) == 0
+        assert "Traceback" not in node.text()
