@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import Any
 
 import click
@@ -13,14 +14,22 @@ __all__ = ["presets"]
 
 
 @click.group(invoke_without_command=True)
+@click.option(
+    "--matrix",
+    is_flag=True,
+    help="Show which algorithm goes with which strategy in which placement instead, and why others don't.",
+)
 @json_option
 @click.pass_context
-def presets(context: click.Context, as_json: bool) -> None:
+def presets(context: click.Context, matrix: bool, as_json: bool) -> None:
     """List the presets, which --config takes by name.
 
     `p2pdrl presets show NAME` shows one of them.
     """
     if context.invoked_subcommand is not None:
+        return
+    if matrix:
+        _show_matrix(as_json=as_json)
         return
     from p2pdrl.config.loader import preset_names, preset_summary
 
@@ -66,3 +75,61 @@ def show(name: str, as_json: bool) -> None:
         key = dotted(keys)
         if key.startswith("task.") or key in given:
             click.echo(f"{'*' if key in given else ' '} {key} = {toml_value(value)}")
+
+
+def _show_matrix(*, as_json: bool) -> None:
+    from p2pdrl.config.matrix import PLACEMENTS, combinations
+
+    cells = list(combinations())
+    if as_json:
+        rows: list[dict[str, Any]] = []
+        for cell in cells:
+            algorithm, strategy, placement = cell.names
+            rows.append(
+                {
+                    "algorithm": algorithm,
+                    "strategy": strategy,
+                    "placement": placement,
+                    "possible": cell.problem is None,
+                    "reason": "" if cell.problem is None else cell.problem.message,
+                }
+            )
+        click.echo(json.dumps(rows, indent=2))
+        return
+    reasons: dict[str, int] = {}
+    marks: dict[tuple[str, str, str], str] = {}
+    for cell in cells:
+        why = "" if cell.problem is None else cell.problem.message
+        marks[cell.names] = str(reasons.setdefault(why, len(reasons) + 1)) if why else "✓"
+    algorithms = list(dict.fromkeys(cell.names[0] for cell in cells))
+    strategies = list(dict.fromkeys(cell.names[1] for cell in cells))
+    heads = [_in_two(name) for name in strategies]
+    widths = [max(map(len, head)) for head in heads]
+    first = max(map(len, algorithms))
+    for placement, what in PLACEMENTS.items():
+        click.echo(f"{placement}: {what}")
+        for line in (0, 1):
+            told = (f"{head[line]:<{width}}" for head, width in zip(heads, widths, strict=True))
+            click.echo(" ".join((" " * first, *told)).rstrip())
+        for algorithm in algorithms:
+            told = (
+                f"{marks[algorithm, strategy, placement]:<{width}}"
+                for strategy, width in zip(strategies, widths, strict=True)
+            )
+            click.echo(" ".join((f"{algorithm:<{first}}", *told)).rstrip())
+        click.echo()
+    for why, number in reasons.items():
+        click.echo(textwrap.fill(f"{number}  {why}", 100, subsequent_indent="   "))
+
+
+LONGEST_HEAD = 7
+"""Letters of a column's head in one line."""
+
+
+def _in_two(name: str) -> tuple[str, str]:
+    """A strategy's name in two lines, where it is long."""
+    if "_" in name:
+        head, rest = name.split("_", 1)
+        return f"{head}_", rest
+    half = len(name) // 2
+    return (name, "") if len(name) <= LONGEST_HEAD else (f"{name[:half]}-", name[half:])

@@ -15,9 +15,10 @@ from typing import Literal, cast
 from msgspec.structs import replace
 
 from p2pdrl.config.fields import Problem
+from p2pdrl.config.matrix import pair_problem, placement_problem
 from p2pdrl.config.node import LearnerConfig, NodeConfig
 from p2pdrl.config.root import Config
-from p2pdrl.config.strategy import HogwildConfig, PipelineConfig, StrategyConfig
+from p2pdrl.config.strategy import PipelineConfig, StrategyConfig
 from p2pdrl.config.task import (
     AlgorithmOptions,
     DDPGConfig,
@@ -31,7 +32,6 @@ from p2pdrl.config.task import (
     SACConfig,
     TaskConfig,
     batches_of,
-    losses_of,
     minibatch_rows,
 )
 
@@ -207,7 +207,9 @@ def mode_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
     yield from _strategy_problems(task)
     yield from trust_problems(task.strategy, trusted_network=node.trusted_network)
     if node.learner.split_devices:
-        yield from _no_split(task.strategy)
+        refused = placement_problem(task.algorithm, task.strategy, "split_devices")
+        if refused is not None:
+            yield refused
 
 
 def task_problems(task: TaskConfig) -> Iterator[Problem]:
@@ -220,23 +222,15 @@ def _strategy_problems(task: TaskConfig) -> Iterator[Problem]:
     """Its strategy's rules, alone and with the rest of the task."""
     yield from strategy_problems(task.strategy)
     mode = task.strategy.learner_mode
-    if losses_of(task.algorithm) > 1 and (mode.sends == "gradients" or mode.stages):
-        yield Problem(
-            "task.strategy.name",
-            f"this algorithm has {losses_of(task.algorithm)} losses, whose gradients can't travel and whose "
-            "model can't be cut into stages; take a strategy that exchanges parameters, as adpsgd",
-        )
+    refused = pair_problem(task.algorithm, task.strategy)
+    if refused is not None:
+        yield refused
         return
     if getattr(task.algorithm, "target_moves", "step") == "fetch" and mode.steps:
         yield Problem(
             "task.algorithm.target_moves",
             "nothing is fetched where learners step by themselves, and the target would never move; set it "
             "to step, or take server_async or server_sync",
-        )
-    if mode.stages and not cut_into_stages(task):
-        yield Problem(
-            "task.strategy.name",
-            "this algorithm's model can't be cut into stages, only an actor-critic's; take another strategy",
         )
         return
     if mode.stages and task.gradients.precision == "fp16":
@@ -246,11 +240,6 @@ def _strategy_problems(task: TaskConfig) -> Iterator[Problem]:
             "bf16 or float32",
         )
     yield from pipeline_problems(task)
-
-
-def cut_into_stages(task: TaskConfig) -> bool:
-    """Whether the task's model can be cut into stages, over peers or over devices."""
-    return isinstance(task.algorithm, RegressionConfig) or task.algorithm.stages
 
 
 def _fixed_problems(task: TaskConfig) -> Iterator[Problem]:
@@ -417,6 +406,11 @@ def _regression_problems(algorithm: RegressionConfig) -> Iterator[Problem]:
             f"rows, batch or classes of {algorithm.features} features come to {numbers} numbers, more than "
             f"{MAX_DATA_NUMBERS} (1 GiB); lower it, or rows, batch_size or classes",
         )
+    if algorithm.sample == "shards" and algorithm.shards > algorithm.rows:
+        yield Problem(
+            "task.algorithm.shards",
+            f"{algorithm.rows} rows can't be divided into {algorithm.shards} shards; lower it, or raise rows",
+        )
 
 
 def trust_problems(strategy: StrategyConfig, *, trusted_network: bool) -> Iterator[Problem]:
@@ -458,11 +452,6 @@ def _split_problems(task: TaskConfig, learner: LearnerConfig) -> Iterator[Proble
         yield Problem("node.learner.split_cuts", f"numbers of blocks must rise, not be {list(cuts)}")
     if not devices:
         return
-    if not cut_into_stages(task):
-        yield Problem(
-            "node.learner.split_devices",
-            "this algorithm's model can't be cut into stages, only an actor-critic's; name no devices",
-        )
     if task.gradients.precision == "fp16":
         yield Problem(
             "node.learner.split_devices",
@@ -481,24 +470,14 @@ def _split_problems(task: TaskConfig, learner: LearnerConfig) -> Iterator[Proble
         )
 
 
-def _no_split(strategy: StrategyConfig) -> Iterator[Problem]:
-    """Why several devices don't go with a strategy."""
-    if isinstance(strategy, HogwildConfig | PipelineConfig):
-        why = (
-            "under hogwild each learner of this machine has a device for itself"
-            if isinstance(strategy, HogwildConfig)
-            else "under pipeline each peer has one part of the network, on one device"
-        )
-        yield Problem("node.learner.split_devices", f"{why}; leave it empty, or take another strategy")
-
-
 def _actor_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
     """More actors than environments; a node given no task may join any swarm, and takes fewer then."""
     count = node.actors.count
     if task == TaskConfig() or count == "auto" or not count:
         return
-    if isinstance(task.algorithm, RegressionConfig):
-        yield Problem("node.actors.count", "a regression has no environments to act in; leave it 0")
+    refused = placement_problem(task.algorithm, task.strategy, "actors")
+    if refused is not None:
+        yield refused
     elif count > task.env.num_envs:
         yield Problem(
             "node.actors.count",
@@ -525,11 +504,12 @@ def role_problems(task: TaskConfig, node: NodeConfig) -> Iterator[Problem]:
     elif not node.learns and not node.peers:
         what = "acts" if node.acts else "holds a replay"
         yield Problem(key, f"who only {what} needs a learner: name a node of the swarm with node.peers")
-    elif not (node.acts or isinstance(task.algorithm, RegressionConfig) or task.algorithm.remote_actors):
-        name = task.algorithm.__struct_config__.tag
-        yield Problem(
-            key, f"{name} learns from unrolls of its newest policy only, so not from afar; add actor"
-        )
+    elif node.learns and node.acts:
+        return
+    elif not (node.learns and isinstance(task.algorithm, RegressionConfig)):
+        refused = placement_problem(task.algorithm, task.strategy, "actor_nodes")
+        if refused is not None:
+            yield refused
 
 
 def _node_problems(node: NodeConfig) -> Iterator[Problem]:

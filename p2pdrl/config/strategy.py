@@ -672,6 +672,11 @@ class GradAverageConfig(
 ):
     """Data parallelism: average gradients, then everybody takes the same step (DDP, Horovod)."""
 
+    reduce: Literal["mean", "sum", "count"] = "count"
+    """What everybody steps along, of the members' gradients g_k, each the mean over n_k samples: ``count``
+    weights them by their samples, Σ n_k g_k / Σ n_k, which is the gradient of one big batch; ``mean`` is
+    (1/n) Σ g_k, each member counting the same; ``sum`` is Σ g_k, whose step grows with the members. Who has
+    no gradient in a round isn't counted."""
     backend: Literal["own", "torch"] = "own"
     """``own`` runs over the swarm's own connections; ``torch`` over torch.distributed, which needs
     ``node.trusted_network``, for it listens without authentication."""
@@ -691,13 +696,18 @@ class GradAverageConfig(
         return LearnerMode("gradients", preempted=self.preemption_threshold < 1)
 
     def rules(self) -> Iterator[Problem]:
-        """Refuse what torch.distributed can't do."""
+        """Refuse what torch.distributed can't do, and sums of what was trimmed."""
         yield from _over_torch(self)
         if self.backend == "torch" and self.preemption_threshold < 1:
             yield _problem(
                 "preemption_threshold",
                 "within torch.distributed nobody sees whose gradients have come; set it to 1, or backend = "
                 "own",
+            )
+        if self.mixing == "trimmed" and self.reduce == "sum":
+            yield _problem(
+                "reduce",
+                "what was trimmed is missing from a sum; set reduce = mean or count, or mixing = clipped",
             )
         yield from super().rules()
 

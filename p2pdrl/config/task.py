@@ -605,13 +605,22 @@ class RegressionConfig(
     hidden: tuple[Count, ...] = ()
     """Widths of the classifier's tanh layers; none is plain softmax regression, which is convex."""
     batch_size: Annotated[int, Meta(ge=1, le=10_000_000)] = 32
-    """Rows of each gradient."""
-    sample: Literal["random", "sequence"] = "random"
+    """Rows of each gradient; of each shard of it where ``sample`` is ``shards``."""
+    sample: Literal["random", "sequence", "shards"] = "random"
     """``random``: each learner draws rows by its own seed; ``sequence``: update t (from 0) of a learner with
     seed s (``node.seed``) takes batch number t × ``workers`` + s mod ``workers``, counted through the rows
-    and round again: n workers of seeds 0 … n−1 use what one with n times the batch would."""
+    and round again: n workers of seeds 0 … n−1 use what one with n times the batch would; ``shards``: the
+    rows are divided once and for all, and each learner sees only its own part of them, see ``shards``."""
     workers: Annotated[int, Meta(ge=1, le=100_000)] = 1
     """Learners that share the sequence; 1 gives all of them the same rows."""
+    shards: Annotated[int, Meta(ge=1, le=100_000)] = 12
+    """M: parts that ``sample = shards`` divides the rows into, in their order and as equal as can be (the
+    splits of MapReduce, Dean and Ghemawat 2004). Of n learners the one of rank r by node id has shards r,
+    r + n, r + 2n …, so that each shard is somebody's; who leaves has its shards fall to the others, and who
+    joins takes some over. A gradient is over the next ``batch_size`` rows of each own shard, or all of them
+    where it has no more: then n learners whose gradients are averaged by count do what one does with the
+    whole data set as one batch. A multiple of every n to come makes equal parts; learners beyond M have
+    nothing to do."""
     learning_rate: NonNegative = 0.1
     """Step of the optimizer. Zero leaves parameters alone."""
     anneal: Literal["none", "linear"] = "none"
@@ -759,6 +768,8 @@ def minibatches_of(algorithm: AlgorithmConfig) -> int:
 def minibatch_rows(task: TaskConfig) -> tuple[int, str]:
     """Return what each gradient's batch is made of: how many, and what they are."""
     algorithm = task.algorithm
+    if isinstance(algorithm, RegressionConfig) and algorithm.sample == "shards":
+        return min(algorithm.batch_size, max(algorithm.rows // algorithm.shards, 1)), "rows"
     if isinstance(algorithm, RegressionConfig | ReplayOptions):
         return algorithm.batch_size, "rows"
     whole = algorithm.whole_unrolls or task.network.core != "none"

@@ -66,7 +66,7 @@ from p2pdrl.tensors.board import BoardSpec, DaemonBoard
 from p2pdrl.tensors.shared_policy import PolicyCopies
 from p2pdrl.transport.pipe.ticket import PipeReply
 from p2pdrl.transport.protocol import Address, Incoming, Refusal, Reply, Transport
-from p2pdrl.workers.protocol import LearnerPace, Progress, Report, Start
+from p2pdrl.workers.protocol import DataShare, LearnerPace, Progress, Report, Start
 
 __all__ = ["NOTHING", "ActiveMode", "Done", "Training"]
 
@@ -279,11 +279,11 @@ class Training:
         stale: Callable[[int], None] = lambda _: None,
         before: Done = NOTHING,
     ) -> None:
-        self._before = before
-        self._me = me
+        self._me, self._before = me, before
         self._direct = direct
         self._pipes = pipes
         self._entered = entered
+        self._alive = alive
         self._heirs = heirs
         self._learner_left = learner_left
         self._alive, self._shards, self._named = alive, shards, named
@@ -406,6 +406,7 @@ class Training:
             )
             self.board.post_delta(noise.astype(np.float32), 0)
         self.share_moments()
+        self.divide_data()
         self.learners.tell(self._pace())
         if self.learns or self.holds_replay:
             await self.supervisor.begin(restore=state is not None)
@@ -620,6 +621,23 @@ class Training:
         if self.actors is not None:
             self.actors.close()
 
+    def divide_data(self) -> None:
+        """Tell the learners which part of divided data is theirs, if that is new.
+
+        By our rank among the members of the strategy's group view, on which all agree, so that the gradients
+        of a round are over the whole data set; without a view among the living learners. It is asked before
+        each answer to the learner, so only the gradients that were under way when the members changed may
+        have missed a shard or had one twice.
+        """
+        algorithm = self.task.algorithm
+        if not isinstance(algorithm, RegressionConfig) or algorithm.sample != "shards":
+            return
+        group = self.mode.strategy.group
+        view = None if group is None else group.view
+        members = sorted({self._me, *self._alive()}) if view is None else sorted(view.members)
+        if self._me in members:
+            self.learners.divide(DataShare(members.index(self._me), len(members)))
+
     def share_moments(self) -> None:
         """Give the learner what everybody else's normalisers counted."""
         self.learners.share(pooled([self._progress_tracker.others_moments(), self._before.moments]))
@@ -728,7 +746,9 @@ class Training:
         config = self._config
         return StrategyContext(
             swarm=self.swarm,
-            learner=LearnerPort(self.supervisor, self.task.algorithm, lambda: self._progress),
+            learner=LearnerPort(
+                self.supervisor, self.task.algorithm, lambda: self._progress, self.divide_data
+            ),
             transport=self._transport,
             clock=self._clock,
             rng=self._rng,
@@ -754,6 +774,7 @@ class Training:
 
     def _report(self, report: Report, new_updates: int) -> None:
         self._progress_tracker.credit(self._before.counts + self.learners.totals)
+        self.divide_data()
         if report.moments:
             try:
                 self._progress_tracker.put_moments(pooled([self._before.moments, self.learners.moments]))

@@ -47,7 +47,7 @@ def _hogwild(config: HogwildConfig, context: StrategyContext) -> Strategy:
 
 
 def _grad_average(config: GradAverageConfig, context: StrategyContext) -> Strategy:
-    return GroupRounds(config, context, AveragedGradients(context))
+    return GroupRounds(config, context, AveragedGradients(config, context))
 
 
 def _param_average(config: ParamAverageConfig, context: StrategyContext) -> Strategy:

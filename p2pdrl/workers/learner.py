@@ -45,6 +45,7 @@ from p2pdrl.workers.pipeline.stage_runner import StageRunner
 from p2pdrl.workers.protocol import (
     Attach,
     Collect,
+    DataShare,
     DrawRows,
     FromLearner,
     Hello,
@@ -239,6 +240,8 @@ class Learner:
                     self._map(message)
                 case Progress(fraction=fraction, env_steps=env_steps):
                     self._trainer.set_progress(fraction, env_steps)
+                case DataShare(rank=rank, learners=learners):
+                    self._trainer.source.share(rank, learners)
                 case Others(moments=moments):
                     self._trainer.set_other_moments(
                         {

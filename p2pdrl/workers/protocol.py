@@ -13,8 +13,8 @@ board, shared memory whose file descriptor is passed once.
       ├──────────────────────────────▶│  restores from the board, or publishes the first weights
       │         Report, Report, …     │
       │◀──────────────────────────────┤
-      │  Others, Progress, Stop,      │
-      │  LearnerPace                  │
+      │  Others, Progress, DataShare, │
+      │  Stop, LearnerPace            │
       ├──────────────────────────────▶│  begins to train once it has heard the first LearnerPace
       │  Collect (+ 2 descriptors)    │
       ├──────────────────────────────▶│  learns from what actor processes make
@@ -105,6 +105,7 @@ __all__ = [
     "ChildFailed",
     "Collect",
     "Crashed",
+    "DataShare",
     "DrawRows",
     "DrawnRows",
     "FrameBuffer",
@@ -134,6 +135,7 @@ __all__ = [
     "Stop",
     "ToInference",
     "ToLearner",
+    "TrainingNews",
     "UseSlots",
     "WorkMode",
     "actor_seed",
@@ -300,6 +302,15 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """That the whole swarm has made (for exploration)."""
 
 
+class DataShare(msgspec.Struct, frozen=True, tag="share"):
+    """Which part of divided data is this learner's; before it is told it has all."""
+
+    rank: int
+    """Of the learner, from 0."""
+    learners: int
+    """Who have a part each."""
+
+
 class LearnerPace(msgspec.Struct, frozen=True, tag="pace"):
     """How fast to go. The first one lets the learner begin: what is told before it counts from the start."""
 
@@ -311,6 +322,9 @@ class LearnerPace(msgspec.Struct, frozen=True, tag="pace"):
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Publish once more and end."""
 
+
+TrainingNews = LearnerPace | Progress | Others | DataShare
+"""What is told to each learner, and to each that replaces it, when it changes."""
 
 ToLearner = (
     Start
@@ -326,6 +340,7 @@ ToLearner = (
     | RequestAnswer
     | Others
     | Progress
+    | DataShare
     | LearnerPace
     | Stop
     | StartStage

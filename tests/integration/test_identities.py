@@ -32,13 +32,20 @@ def problem(workers, **options):
     )
 
 
+def sharded(shards):
+    return RegressionConfig(
+        features=24, rows=1200, batch_size=1200, sample="shards", shards=shards, learning_rate=RATE
+    )
+
+
 def arguments(config, strategy, seed, nodes):
     task = {
         "task.algorithm.name": "regression",
         "task.algorithm.features": config.features,
         "task.algorithm.rows": config.rows,
         "task.algorithm.batch_size": config.batch_size,
-        "task.algorithm.sample": "sequence",
+        "task.algorithm.sample": config.sample,
+        "task.algorithm.shards": config.shards,
         "task.algorithm.workers": config.workers,
         "task.algorithm.learning_rate": RATE,
         "task.algorithm.min_update_s": 0.08,
@@ -61,7 +68,10 @@ class Serial:
 
     def step(self, x_F, batches):
         """One step on all ``batches``, given as (seed, place in the sequence)."""
-        rows = np.concatenate([sequence_batch(self.config, seed, place) for seed, place in batches])
+        if self.config.sample == "shards":
+            rows = np.arange(self.config.rows)
+        else:
+            rows = np.concatenate([sequence_batch(self.config, seed, place) for seed, place in batches])
         residual_B = self.inputs_RF[rows] @ x_F - self.targets_R[rows]
         return x_F - RATE * self.inputs_RF[rows].T @ residual_B / len(rows)
 
@@ -166,4 +176,35 @@ def test_one_downpour_worker_is_serial(swarm, wait_until):
     strategy = {"name": "server_async", "optimizer": "sgd", "push_every": 1, "fetch_every": 1, "ahead": 0}
     film = Film(begin(swarm, wait_until, 1, config, **strategy))
     film.shoot(8)
+    assert check(film, config) < WITHIN
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [{"name": "server_sync", "optimizer": "sgd"}, {"name": "grad_average"}],
+    ids=["server_sync", "grad_average"],
+)
+def test_three_workers_of_four_shards_descend_on_the_whole_data_set_and_so_do_the_two_left(
+    swarm, wait_until, strategy
+):
+    config = sharded(4)
+    nodes = begin(swarm, wait_until, 3, config, **strategy)
+
+    def shares(nodes):
+        metrics = [(node.status().get("learner") or {}).get("metrics", {}) for node in nodes]
+        return sorted(one.get("shards", -1) for one in metrics)
+
+    wait_until(lambda: shares(nodes) == [1, 1, 2], 30, "shares of three")
+    film = Film(nodes)
+    film.shoot(5)
+    assert check(film, config) < WITHIN
+    left = nodes[:2]
+    nodes[2].kill9()
+    wait_until(lambda: shares(left) == [2, 2], 60, "shares of two")
+    before = left[0].rounds_in(strategy["name"])
+    wait_until(lambda: left[0].rounds_in(strategy["name"]) > before + 5, 40, "rounds of two")
+    film = Film(left)
+    film.shoot(5)
     assert check(film, config) < WITHIN

@@ -29,6 +29,7 @@ from p2pdrl.workers.protocol import (
     Alive,
     Attach,
     Crashed,
+    DataShare,
     DrawnRows,
     DrawRows,
     FromLearner,
@@ -172,8 +173,8 @@ class LearnerLink(ProcessLink):
         """Drop news of this type that weren't sent yet."""
         self._news.pop(kind, None)
 
-    def answer(self, message: RequestAnswer | DrawRows | Prioritize) -> None:
-        """Send an answer, or what is asked of a shard of the replay, at once if the socket takes it."""
+    def answer(self, message: RequestAnswer | DataShare | DrawRows | Prioritize) -> None:
+        """Send what the learner waits for, or is to know before, at once if the socket takes it."""
         data = frame(message)
         if not self._sending and not self._answers:
             try:

@@ -30,11 +30,18 @@ from p2pdrl.tensors.board import BoardSpec
 from p2pdrl.tensors.moments import Moments
 from p2pdrl.tensors.shared_memory import SharedRegion
 from p2pdrl.transport.codec import decode
-from p2pdrl.workers.protocol import LearnerPace, Others, Progress, Report, Start, Stop
+from p2pdrl.workers.protocol import (
+    DataShare,
+    LearnerPace,
+    Others,
+    Progress,
+    Report,
+    Start,
+    Stop,
+    TrainingNews,
+)
 
 __all__ = ["HogwildWorker", "LearnerPool", "pooled"]
-
-News = LearnerPace | Progress | Others
 
 
 class HogwildWorker:
@@ -73,7 +80,7 @@ class HogwildWorker:
         self._on_report = on_report
         self._on_end = on_end
         self._link: LearnerLink | None = None
-        self.told: dict[type[News], News] = {}
+        self.told: dict[type[TrainingNews], TrainingNews] = {}
         """What each process is told, by the kind of message."""
         self._conversing = False
         self._began_s = float("inf")
@@ -87,7 +94,7 @@ class HogwildWorker:
         """Process id; None while there is none."""
         return None if self._link is None else self._link.pid
 
-    def tell(self, message: News) -> None:
+    def tell(self, message: TrainingNews) -> None:
         """Send a message to the worker, unless it was the last of its kind, and to each that replaces it."""
         news = self.told.get(type(message)) != message
         self.told[type(message)] = message
@@ -201,6 +208,7 @@ class LearnerPool:
         self._workers_did = ZERO
         self._gone: dict[str, bytes] = {}
         self._pace: LearnerPace | None = None
+        self._share: DataShare | None = None
         self._learners = 1
         self._failure = FirstFailure()
 
@@ -244,6 +252,8 @@ class LearnerPool:
         self._learners = learner_mode.learners
         if self._pace is not None:
             self.tell(self._pace)
+        if self._share is not None:
+            self.divide(self._share)
         region = self._supervisor.requests.shared
         for number in range(1, learner_mode.learners):
             if region is not None:
@@ -258,6 +268,17 @@ class LearnerPool:
         self._supervisor.tell(message)
         for worker in self._workers:
             worker.tell(message)
+
+    def divide(self, share: DataShare) -> None:
+        """Divide this node's part of the data among its learners; ranks are nodes' in ``share``."""
+        self._share = share
+        self._supervisor.tell(self._part(share, 0))
+        for number, worker in enumerate(self._workers, 1):
+            worker.tell(self._part(share, number))
+
+    def _part(self, share: DataShare, number: int) -> DataShare:
+        """The part of one of our learners: each node has as many as we have."""
+        return DataShare(share.rank * self._learners + number, share.learners * self._learners)
 
     def share(self, others: dict[str, bytes]) -> None:
         """Tell each learner what all others, here and elsewhere, counted.
@@ -304,8 +325,10 @@ class LearnerPool:
             shared_statistics=self._supervisor.requests.learner_mode.shared_statistics,
         )
         for message in self._supervisor.told.values():
-            if not isinstance(message, Others):
+            if not isinstance(message, Others | DataShare):
                 worker.tell(message)
+        if self._share is not None:
+            worker.tell(self._part(self._share, number))
         task = asyncio.create_task(worker.run(), name=f"worker {number}")
         task.add_done_callback(self._failure.note)
         self._workers[worker] = task

@@ -40,16 +40,15 @@ from p2pdrl.tensors.shared_memory import GradientRing, SharedRegion, SharedVecto
 from p2pdrl.tensors.sidecar import SidecarLayout
 from p2pdrl.tensors.unroll_ring import UnrollSpec
 from p2pdrl.workers.protocol import (
+    DataShare,
     Hello,
-    LearnerPace,
-    Others,
     PostedRequest,
-    Progress,
     ReplayRows,
     Report,
     RequestAnswer,
     Start,
     Stop,
+    TrainingNews,
     WorkMode,
 )
 
@@ -247,8 +246,10 @@ class LearnerSupervisor:
         """The process as a shard of the replay memory."""
         self.stages = StagePort(lambda: self._link if self._down_since_s is None else None)
         """The learner as a rank of a pipeline."""
-        self.told: dict[type[LearnerPace | Progress | Others], LearnerPace | Progress | Others] = {}
+        self.told: dict[type[TrainingNews], TrainingNews] = {}
         """The newest message of each kind, for each learner that replaces this one."""
+        self._answered: DataShare | None = None
+        """The last share that went out before an answer."""
         self._before = ZERO
         """What the learners before the present one did."""
         self._task: asyncio.Task[None] | None = None
@@ -421,7 +422,7 @@ class LearnerSupervisor:
         if self._task is not None:
             await asyncio.shield(self._task)
 
-    def tell(self, message: LearnerPace | Progress | Others) -> None:
+    def tell(self, message: TrainingNews) -> None:
         """Send a message to the learner, unless it was the last of its kind, and to each that replaces it."""
         news = self.told.get(type(message)) != message
         self.told[type(message)] = message
@@ -458,6 +459,10 @@ class LearnerSupervisor:
             content = self.board.content_id
         message = self.requests.answered(request, kind, content, learning_rate, end_update=end_update)
         if message is not None and self._link is not None:
+            share = self.told.get(DataShare)
+            if isinstance(share, DataShare) and share != self._answered:
+                self._link.answer(share)  # news come later than answers: the next gradient is to know it
+                self._answered = share
             self._link.answer(message)
 
     def set_window(self, window: int) -> None:
@@ -690,14 +695,20 @@ class LearnerPort:
 
     Args:
         progress: tells how far the swarm is towards its last environment step, 0 to 1, as learners know.
+        answering: called before each answer: what it tells the learner counts for the next gradient.
     """
 
     def __init__(
-        self, supervisor: LearnerSupervisor, algorithm: AlgorithmConfig, progress: Callable[[], float]
+        self,
+        supervisor: LearnerSupervisor,
+        algorithm: AlgorithmConfig,
+        progress: Callable[[], float],
+        answering: Callable[[], None] = lambda: None,
     ) -> None:
         self._supervisor = supervisor
         self._algorithm = algorithm
         self._progress = progress
+        self._answering = answering
 
     @property
     def board(self) -> DaemonBoard:
@@ -733,6 +744,7 @@ class LearnerPort:
         """
         if learning_rate is not None:
             learning_rate = max(0.0, min(self._algorithm.learning_rate, learning_rate))
+        self._answering()
         self._supervisor.answer(request, kind, learning_rate, end_update=end_update)
 
     def preempt(self) -> None:

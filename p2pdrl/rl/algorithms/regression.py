@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 TARGETS = "targets"
+NOTHING_S = 0.002
+"""What an update without rows takes at least: a learner that waits for nobody would do thousands a second."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +96,21 @@ class Regression(Algorithm[RowBatch]):
         """Compute one gradient, take as long as was asked for, and step."""
         start, config = self._clock(), self._config
         rows = len(batch.inputs_BF)
-        loss = self._loss.gradients(Minibatch(batch.inputs_BF, {TARGETS: batch.targets_B}, rows))
-        rest_s = max(config.min_update_s - (self._clock() - start), 0.0) + self._delay_s
+        least_s = config.min_update_s
+        if rows:
+            loss = float(self._loss.gradients(Minibatch(batch.inputs_BF, {TARGETS: batch.targets_B}, rows)))
+        else:  # no shard is this learner's: it goes on with what others find
+            loss, least_s = 0.0, max(least_s, NOTHING_S)
+            for _, gradients_D in self._loss.optimizer.span.pieces:
+                gradients_D.zero_()
+        rest_s = max(least_s - (self._clock() - start), 0.0) + self._delay_s
         if rest_s > 0.0:
             self._sleep(rest_s)
         learning_rate = annealed(config.learning_rate, config.anneal, self.progress)
         norm = self._loss.apply(learning_rate, samples=rows)
         finite = math.isfinite(norm)
         return {
-            "loss": float(loss),
+            "loss": loss,
             "gradient_norm": norm if finite else 0.0,
             "learning_rate": learning_rate,
             "gradient_steps": float(finite),

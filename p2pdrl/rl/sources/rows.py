@@ -1,7 +1,7 @@
 """Rows of a made-up data set: what a regression learns from.
 
 The data are the same on every node that is given the same seed; batches are drawn at random or taken in
-sequence.
+sequence, of all rows or of those in a learner's shards.
 
 Shape suffixes: R rows, F features, C classes, B rows of a batch.
 """
@@ -24,7 +24,15 @@ from p2pdrl.rl.optimizers import MAX_COUNT
 from p2pdrl.rl.sources.source import Batch, Source
 from p2pdrl.tensors.sidecar import SidecarItem
 
-__all__ = ["EVALUATION_ROWS", "DataRows", "RowBatch", "RowSource", "make_rows", "sequence_batch"]
+__all__ = [
+    "EVALUATION_ROWS",
+    "DataRows",
+    "RowBatch",
+    "RowSource",
+    "make_rows",
+    "sequence_batch",
+    "shard_batch",
+]
 
 
 EVALUATION_ROWS = 1024
@@ -99,6 +107,30 @@ def sequence_batch(config: RegressionConfig, seed: int, update: int) -> npt.NDAr
     return (batch * config.batch_size % config.rows + numbers_B) % config.rows
 
 
+def shard_batch(config: RegressionConfig, rank: int, learners: int, update: int) -> npt.NDArray[np.int64]:
+    """Return the rows, by number, of one batch of ``sample = "shards"``.
+
+    Shard k of M holds rows ⌊k·R/M⌋ … ⌊(k + 1)·R/M⌋ − 1, whose number is m_k; its batch of the update has the
+    next B of them, (update · B + 0 … B − 1) mod m_k, or all if B ≥ m_k. A learner's batch is those of its
+    shards put together, k = rank, rank + n, …, and may be empty. So in one update the batches of n learners
+    are disjoint, and together the same for every n.
+
+    Args:
+        config: the task's.
+        rank: of the learner, from 0.
+        learners: n.
+        update: how many updates came before.
+    """
+    size = config.batch_size
+    parts = [np.empty(0, dtype=np.int64)]
+    for shard in range(rank, config.shards, learners):
+        first, end = (number * config.rows // config.shards for number in (shard, shard + 1))
+        rows = end - first
+        numbers = np.arange(min(size, rows), dtype=np.int64)
+        parts.append(first + (numbers if size >= rows else (update * size % rows + numbers) % rows))
+    return np.concatenate(parts)
+
+
 UPDATES = "regression.updates"
 
 
@@ -122,6 +154,7 @@ class RowSource(Source[RowBatch]):
         self._seed = seed
         self._rng = np.random.default_rng(seed)
         self._updates = 0
+        self._share = (0, 1)
         self.inputs_RF = torch.from_numpy(rows.inputs_RF).to(device)
         self.targets_R = torch.from_numpy(rows.targets_R).to(device)
 
@@ -134,7 +167,19 @@ class RowSource(Source[RowBatch]):
         config = self._config
         if config.sample == "sequence":
             return sequence_batch(config, self._seed, self._updates)
+        if config.sample == "shards":
+            return shard_batch(config, *self._share, self._updates)
         return self._rng.integers(config.rows, size=config.batch_size)
+
+    def share(self, rank: int, learners: int) -> None:
+        """See ``Source.share``; only shards are shared so."""
+        self._share = rank, learners
+
+    def metrics(self) -> dict[str, float]:
+        """See ``Source.metrics``: how many shards are this learner's."""
+        if self._config.sample != "shards":
+            return {}
+        return {"shards": float(len(range(self._share[0], self._config.shards, self._share[1])))}
 
     def commit(self) -> None:
         """Advance to the next batch of the sequence."""

@@ -75,6 +75,13 @@ class Source(ABC, Generic[BatchT]):
     def commit(self) -> None:
         """Note that the update with the last batch is done: it won't be handed out again."""
 
+    def share(self, rank: int, learners: int) -> None:
+        """Take the part of the data that is this learner's; no effect where data aren't divided.
+
+        Args:
+            rank: of this learner, from 0; the parts of all ranks below ``learners`` are the whole.
+        """
+
     def publish(self, version: int) -> None:
         """Hand the current parameters, policy version ``version``, to the actors."""
 

@@ -4,7 +4,8 @@ A worker's gradient is a mean over its samples, so weighted by samples the avera
 one big batch. Everybody steps with the same bits, and at the same learning rate (the lower median of what the
 givers would take), from the same state, so replicas stay equal without ever sending parameters (PyTorch
 DDP, Li 2020, arXiv 2006.15704; Horovod, Sergeev 2018, arXiv 1802.05799). All collect at the same time, too
-(`group.round_collector`).
+(`group.round_collector`). ``reduce`` has each member count the same instead, or adds gradients up: a sum is
+the mean of those who gave one, times their number.
 
 All must begin with the same parameters and optimizer state. When the mode begins, a first round, always in
 float32, averages everybody's parameters; the member with most steps begins with that mean and its own
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from p2pdrl.config.strategy import GradAverageConfig
 from p2pdrl.strategies.allreduce.averager import NOTHING, Average, RoundContribution, RoundQuantity
 from p2pdrl.strategies.offload import heavy
 from p2pdrl.strategies.protocol import AnswerKind, LearnerRequest, StrategyContext
@@ -36,11 +38,12 @@ class AveragedGradients(RoundQuantity):
     seeded = True
     synchronous = True
 
-    def __init__(self, context: StrategyContext) -> None:
+    def __init__(self, config: GradAverageConfig, context: StrategyContext) -> None:
+        self._reduce = config.reduce
         self._learner, self._max_abs = context.learner, context.max_abs
 
     async def part(self, request: LearnerRequest, number: int, members: Sequence[str]) -> RoundContribution:
-        """The gradient, weighted by its samples; see `RoundQuantity`."""
+        """The gradient with what it counts for; see `RoundQuantity`."""
         del number, members
         vector = request.vector
         rate = self._learner.learning_rate
@@ -49,18 +52,21 @@ class AveragedGradients(RoundQuantity):
                 policy_version=request.policy_version, learning_rate=rate, left=request.left
             )
         await heavy(vector.nbytes, lambda: check_finite(vector, self._max_abs))
-        return RoundContribution(vector, float(request.samples), request.policy_version, rate, request.left)
+        weight = float(request.samples) if self._reduce == "count" else 1.0
+        return RoundContribution(vector, weight, request.policy_version, rate, request.left)
 
     async def apply(
         self, request: LearnerRequest | None, average: Average, number: int
     ) -> tuple[AnswerKind, float]:
-        """Put the mean in the gradient's place; the change told is the learning rate times its norm."""
+        """Put the mean, or sum, in the gradient's place; told is the learning rate times its norm."""
         del number
         vector = None if request is None else request.vector
         if vector is None:
             return "none", 0.0
-        changed = average.learning_rate * average.norm
+        given = sum(weight > 0 for weight in average.weights)
+        times = np.float32(max(given, 1) if self._reduce == "sum" else 1)
+        changed = average.learning_rate * average.norm * float(times)
         if len(average.weights) == 1 and average.total:
             return "none", changed
-        await heavy(vector.nbytes, lambda: np.copyto(vector, average.vector))
+        await heavy(vector.nbytes, lambda: np.multiply(average.vector, times, out=vector))
         return "replace", changed

@@ -111,3 +111,16 @@ def test_a_bad_key_never_reaches_the_daemon(p2pdrl, daemon):
     assert result.exit_code == 2
     assert "did you mean task.env.id" in result.stderr
     assert daemon == []
+
+
+def test_the_matrix_is_shown_and_given(p2pdrl):
+    shown = p2pdrl("presets", "--matrix").stdout
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "✓" in shown
+    assert "take a strategy that exchanges parameters" in " ".join(shown.split())
+    cells = json.loads(p2pdrl("presets", "--matrix", "--json").stdout)
+    assert set(cells[0]) == {"algorithm", "strategy", "placement", "possible", "reason"}
+    assert all(cell["possible"] == (not cell["reason"]) for cell in cells)
+    found = {(cell["algorithm"], cell["strategy"], cell["placement"]): cell["possible"] for cell in cells}
+    assert found["ppo", "pipeline", "stages"]
+    assert not found["sac", "grad_average", "inline"]

@@ -7,7 +7,8 @@ import pytest
 from p2pdrl.config.checks import problems, task_problems
 from p2pdrl.config.loader import resolve
 from p2pdrl.config.root import Config
-from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, TaskConfig
+from p2pdrl.config.strategy import PipelineConfig
+from p2pdrl.config.task import A2CConfig, EnvConfig, NetworkConfig, PPOConfig, RegressionConfig, TaskConfig
 from p2pdrl.errors import ConfigError
 
 
@@ -213,3 +214,12 @@ def test_a_memory_learns_from_whole_environments() -> None:
     fits = (PPOConfig(minibatches=8), A2CConfig())
     for algorithm in fits:
         assert list(task_problems(TaskConfig(env=envs, network=lstm, algorithm=algorithm))) == []
+
+
+def test_shards_need_rows_and_no_pipeline():
+    few = RegressionConfig(rows=10, shards=11, sample="shards")
+    assert [problem.key for problem in task_problems(TaskConfig(algorithm=few))] == ["task.algorithm.shards"]
+    cut = TaskConfig(
+        algorithm=RegressionConfig(kind="classifier", hidden=(8,), sample="shards"), strategy=PipelineConfig()
+    )
+    assert "one batch" in next(task_problems(cut)).message

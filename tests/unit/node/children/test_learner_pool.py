@@ -19,7 +19,7 @@ from p2pdrl.node.children.learner_pool import LearnerPool, pooled
 from p2pdrl.node.children.supervisor import LearnerSupervisor
 from p2pdrl.rl.registry import build_trainer
 from p2pdrl.tensors.moments import Moments
-from p2pdrl.workers.protocol import LearnerPace, Others, Progress, Report, Start
+from p2pdrl.workers.protocol import DataShare, LearnerPace, Others, Progress, Report, Start
 
 START = Start(b"{}", 0, "cpu", 1, False)
 QUICK = LearnerConfig(restart_min_s=0.01, restart_max_s=0.05)
@@ -170,6 +170,21 @@ async def test_they_share_the_nodes_pace(plan, make, until):
         assert process.told[LearnerPace] == LearnerPace(paused=False, max_updates_per_s=30.0)
     await it.learners.change(FREE, 2)
     assert it.first.told[LearnerPace].max_updates_per_s == 90.0
+
+
+async def test_they_divide_the_nodes_part_of_the_data(plan, make, until):
+    plan("train")
+    it = make()
+    await it.begin()
+    it.learners.divide(DataShare(1, 3))
+    assert it.first.told[DataShare] == DataShare(1, 3)
+    await it.learners.change(LearnerMode(learners=2), 1)
+    (worker,) = it.learners.workers
+    assert (it.first.told[DataShare], worker.told[DataShare]) == (DataShare(2, 6), DataShare(3, 6))
+    it.learners.divide(DataShare(0, 2))
+    assert (it.first.told[DataShare], worker.told[DataShare]) == (DataShare(0, 4), DataShare(1, 4))
+    await it.learners.change(FREE, 2)
+    assert it.first.told[DataShare] == DataShare(0, 2)
 
 
 async def test_a_gpu_works_alone(plan, make):

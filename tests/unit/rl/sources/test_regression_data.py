@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from p2pdrl.config.task import RegressionConfig
-from p2pdrl.rl.sources.rows import EVALUATION_ROWS, make_rows, sequence_batch
+from p2pdrl.config.task import RegressionConfig, TaskConfig
+from p2pdrl.rl.registry import build_trainer
+from p2pdrl.rl.sources.rows import EVALUATION_ROWS, make_rows, sequence_batch, shard_batch
 
 BIG = RegressionConfig(rows=20_000, features=16, noise=0.5)
 
@@ -82,3 +83,52 @@ def test_a_worker_of_any_seed_has_a_place():
     config = RegressionConfig(rows=64, batch_size=4, workers=3, sample="sequence")
     np.testing.assert_array_equal(sequence_batch(config, 3_000_000_001, 2), sequence_batch(config, 1, 2))
     assert sequence_batch(config, 1, 1 << 60).max() < 64
+
+
+@pytest.mark.parametrize("learners", [1, 2, 3, 5, 7, 9])
+def test_shards_of_all_learners_are_the_data_set_each_row_once(learners):
+    config = RegressionConfig(rows=100, shards=7, sample="shards", batch_size=100)
+    own = [shard_batch(config, rank, learners, 4).tolist() for rank in range(learners)]
+    assert sorted(row for rows in own for row in rows) == list(range(100))
+    assert sum(not rows for rows in own) == max(learners - 7, 0)
+    assert {len(shard_batch(config, rank, 7, 0)) for rank in range(7)} == {14, 15}
+
+
+def test_minibatches_of_shards_are_the_same_rows_for_any_number_of_learners():
+    config = RegressionConfig(rows=100, shards=7, sample="shards", batch_size=4)
+    seen = np.zeros(100)
+    for update in range(30):
+        whole = sorted(shard_batch(config, 0, 1, update).tolist())
+        assert len(set(whole)) == 28
+        seen[whole] += 1
+        for learners in (2, 3, 8):
+            parts = [shard_batch(config, rank, learners, update).tolist() for rank in range(learners)]
+            assert sorted(row for rows in parts for row in rows) == whole
+    assert seen.min() >= 7
+    assert seen.max() <= 10
+
+
+def trainer(**options):
+    algorithm = RegressionConfig(rows=60, features=5, shards=4, sample="shards", batch_size=60, **options)
+    return build_trainer(TaskConfig(algorithm=algorithm), seed=1, device="cpu")
+
+
+def test_a_learner_takes_the_shards_that_it_is_told():
+    learner = trainer()
+    assert learner.step().env_steps == 60
+    learner.source.share(1, 3)
+    stats = learner.step()
+    assert stats.env_steps == 15
+    assert stats.metrics["shards"] == 1.0
+    learner.source.share(0, 3)
+    assert learner.step().env_steps == 30
+
+
+def test_a_learner_beyond_the_shards_changes_nothing_by_itself():
+    learner = trainer(optimizer="adam")
+    learner.source.share(4, 5)
+    before = learner.flat.copy()
+    stats = learner.step()
+    assert stats.env_steps == 0
+    assert stats.metrics["shards"] == stats.metrics["loss"] == 0.0
+    np.testing.assert_array_equal(learner.flat, before)

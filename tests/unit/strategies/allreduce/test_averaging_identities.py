@@ -5,11 +5,14 @@ Every worker has rows of one linear regression, in different numbers; its gradie
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from p2pdrl.config.strategy import GradAverageConfig, ParamAverageConfig
+from p2pdrl.config.task import RegressionConfig
+from p2pdrl.rl.sources.rows import make_rows, shard_batch
 
 from .bowls import Bowls, until
 
@@ -73,7 +76,7 @@ async def workers(config, name, start, data):
         await bowls.start()
         await until(lambda: min(node.strategy.outcomes.get("ok", 0) for node in bowls.nodes) > ROUNDS)
         # all took their mean, or that of the one who had, when gradients began to be averaged: an update each
-        begun = int(config is GRADIENTS)
+        begun = int(isinstance(config, GradAverageConfig))
         return [node.learner.history[begun:][:ROUNDS] for node in bowls.nodes]
 
 
@@ -83,6 +86,41 @@ async def test_averaged_gradients_are_one_big_batch(name, within):
     expected = big_batch(name, start, data)
     for history in await workers(GRADIENTS, name, start, data):
         assert np.abs(np.array(history) - expected).max() < within * 2
+
+
+def shards(rows=45, count=4, learners=3):
+    """A data set's parts for so many learners: with 4 shards the first has two."""
+    config = RegressionConfig(features=SIZE, rows=rows, sample="shards", shards=count, batch_size=rows)
+    whole, _ = make_rows(config, 5)
+    own = [shard_batch(config, rank, learners, 0) for rank in range(learners)]
+    return [(whole.inputs_RF[n].astype(np.float64), whole.targets_R[n].astype(np.float64)) for n in own]
+
+
+@pytest.mark.parametrize(("name", "within"), [("sgd", 1e-6), ("momentum", 1e-6), ("adam", 1e-5)])
+@pytest.mark.parametrize("count", [3, 4], ids=["equal", "unequal"])
+async def test_gradients_over_shards_are_that_of_the_whole_data_set(name, within, count):
+    start, _ = problem()
+    data = shards(count=count)
+    assert len({len(b) for _, b in data}) == (1 if count == 3 else 2)
+    expected = big_batch(name, start, data)
+    for history in await workers(GRADIENTS, name, start, data):
+        assert np.abs(np.array(history) - expected).max() < within
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+async def test_a_mean_counts_members_and_a_sum_adds_them(reduce):
+    start, _ = problem()
+    data = shards()
+    x, expected = start.astype(np.float64), []
+    for _ in range(ROUNDS):
+        gradients = [a.T @ (a @ x - b) / len(b) for a, b in data]
+        x = x - 0.05 * (np.sum(gradients, axis=0) if reduce == "sum" else np.mean(gradients, axis=0))
+        expected.append(x)
+    config = msgspec.structs.replace(GRADIENTS, reduce=reduce)
+    for history in await workers(config, "sgd", start, data):
+        assert np.abs(np.array(history) - expected).max() < 1e-6
+    counted = np.array(big_batch("sgd", start, data))
+    assert np.abs(np.array(expected) - counted).max() > 1e-2
 
 
 async def test_replicas_stay_equal_though_each_would_take_another_learning_rate():
