@@ -19,7 +19,7 @@ _PAUSE_S = 0.2
 
 @click.group()
 def roles() -> None:
-    """Show what each node does for the swarm, or change what one does while it trains."""
+    """Show what each node does for the swarm, or change that."""
 
 
 @roles.command()

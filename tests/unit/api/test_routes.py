@@ -64,7 +64,14 @@ READS = [
     "/readyz",
     "/metrics",
 ]
-CHANGES = ["/v1/mode?mode=local", "/v1/leave", "/v1/pause", "/v1/resume", "/v1/checkpoint"]
+CHANGES = [
+    "/v1/mode?mode=local",
+    "/v1/leave",
+    "/v1/pause",
+    "/v1/resume",
+    "/v1/checkpoint",
+    "/v1/roles?role=actor",
+]
 
 
 @pytest.mark.parametrize("path", ["/", "/healthz", *READS])
@@ -112,11 +119,19 @@ async def test_changes_are_done_for_the_token(start):
             "/v1/pause?scope=swarm",
             "/v1/resume?scope=node",
             "/v1/checkpoint",
+            "/v1/roles?role=learner&role=actor",
             "/v1/leave",
         ]
     ]
-    assert [answer.status for answer in answers] == [200, 200, 200, 200, 202]
-    assert node.done == ["pause node", "pause swarm", "resume node", "checkpoint", "leave"]
+    assert [answer.status for answer in answers] == [200, 200, 200, 200, 202, 202]
+    assert node.done == [
+        "pause node",
+        "pause swarm",
+        "resume node",
+        "checkpoint",
+        "roles learner,actor",
+        "leave",
+    ]
     assert (await answers[3].json())["path"].endswith("last.safetensors")
 
 
@@ -254,6 +269,8 @@ async def test_malformed_signatures_are_400(start, clock, spoil):
         ("GET", "/v1/events?since=" + "9" * 5000, 400), ("GET", "/v1/events?since=%C2%B2", 400),
         ("GET", "/v1/events?follow=2", 400), ("PUT", "/v1/mode", 405), ("POST", "/v1/mode", 400),
         ("POST", "/v1/mode?mode=local&mode=gossip", 400), ("POST", "/v1/mode?mode=local&weight=1", 400),
+        ("POST", "/v1/roles", 400), ("POST", "/v1/roles?role=king", 400), ("POST", "/v1/roles?as=actor", 400),
+        ("POST", "/v1/roles?" + "&role=actor" * 65, 400),
         ("POST", "/v1/mode?mode=gossip" + "&set=weight%3D0.3" * 65, 400),
     ],
 )  # fmt: skip

@@ -100,6 +100,26 @@ def test_actions_without_the_token_are_exit_2(p2pdrl, served, tmp_path):
     assert served.node.done == []
 
 
+def test_roles_are_shown_and_changed(p2pdrl, served):
+    served.node.members = [
+        {"name": "first", "id": "0", "state": "alive", "self": True, "roles": ["actor"]},
+        {"name": "second", "id": "1", "state": "alive", "roles": ["learner", "replay"]},
+        {"name": "gone", "id": "2", "state": "dead", "roles": ["learner"]},
+    ]
+    shown = p2pdrl("roles", "show", "--api", served.address)
+    assert shown.stdout == "first   actor\nsecond  learner, replay\n"
+    rows = json.loads(p2pdrl("roles", "show", "--json", "--api", served.address).stdout)
+    assert [row["roles"] for row in rows] == [["actor"], ["learner", "replay"]]
+    told = p2pdrl("roles", "set", "actor", "--api", served.address)
+    assert (told.exit_code, told.stdout) == (0, "the node is actor\n"), told.stderr
+    assert served.node.done == ["roles actor"]
+    late = p2pdrl("roles", "set", "learner", "--wait", "0.3", "--api", served.address)
+    assert late.exit_code == 4
+    assert "isn't at work in its new roles after 0.3 s" in late.stderr
+    assert p2pdrl("roles", "set", "king", "--api", served.address).exit_code == 2
+    assert p2pdrl("roles", "set", ",", "--api", served.address).exit_code == 2
+
+
 def test_leave_waits_until_the_node_is_gone(p2pdrl, served):
     timer = threading.Timer(0.15, served.stop)  # as a node that says goodbye first
     served.node.on_leave = timer.start

@@ -41,7 +41,13 @@ def view_of(context, figures, events) -> ApiView:
         name="me", token="t" * 64, swarm_key=None, open_metrics=False, data_dir="/data", events=events,
         leave=lambda reason: None,
     )  # fmt: skip
-    made.attach(context, figures, Meters(context, figures, None), RecordFollower(context, figures))
+    made.attach(
+        context,
+        figures,
+        Meters(context, figures, None),
+        RecordFollower(context, figures),
+        lambda roles: None,
+    )
     return made
 
 

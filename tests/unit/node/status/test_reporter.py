@@ -287,7 +287,7 @@ async def test_the_view_before_and_after_the_parts_are_there(figures, full, even
             "hold": lambda self, training, *, paused: held.append(("node", paused)),
         },
     )()
-    view.attach(full, figures, Meters(full, figures, None), follower)
+    view.attach(full, figures, Meters(full, figures, None), follower, lambda roles: None)
     full.membership.follow(training.lineage)
     assert view.status().keys() == STATUS_KEYS
     assert view.peers()[0].keys() == ROW_KEYS

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from p2pdrl.rl.algorithms.registry import AlgorithmContext, entry_of
 from p2pdrl.rl.engines import EngineOptions, make_engine, policy_forward
 from p2pdrl.rl.envs import Continuous, Discrete, EnvSpec
 from p2pdrl.rl.flat import FlatModule
-from p2pdrl.rl.sources.replay import ReplayBatch, Transitions
+from p2pdrl.rl.sources.replay import Replay, ReplayBatch, Transitions
 
 CPU = torch.device("cpu")
 A, B, STEPS = 2, 6, 3
@@ -30,14 +29,22 @@ CHOICES = EnvSpec((3,), "float32", Discrete(4))
 USUAL = {"learning_starts": 1, "learning_rate": 0.01, "actor_learning_rate": 0.02, "target_tau": 0.1}
 
 
-class FixedDraws:
+class FixedDraws(Replay):
     """A feeder whose memory holds nothing but what the test says."""
 
     def __init__(self, *drawn: Transitions, count: int = 1000) -> None:
         self._drawn = list(drawn)
         self.asked = 0
         self.priorities: list[np.ndarray] = []
-        self.memory = SimpleNamespace(count=count, full=False)
+        self.count = count
+
+    @property
+    def stored(self):
+        return self.count
+
+    @property
+    def full(self):
+        return False
 
     def blocks(self, rows, times, beta):
         for _ in range(times):

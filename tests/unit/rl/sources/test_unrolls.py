@@ -40,6 +40,7 @@ def test_stacked_pictures_travel_once_and_arrive_stacked(stack, steps, resets):
     rng = np.random.default_rng(stack + steps)
     obs, valid = played(rng, steps, 5, stack, resets)
     policy = SimpleNamespace(
+        judges=False,
         spec=EnvSpec((stack, SIZE, SIZE), "uint8", Discrete(2), frame_stack=stack),
         initial_state=lambda batch: None,
     )
